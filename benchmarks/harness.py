@@ -1,0 +1,286 @@
+"""What every benchmark shares: goals and their verdicts, statistics, the machine, and taking turns.
+
+A benchmark measures, calls `Report.add` once per metric, and ends with `Report.finish`. It states its goals itself:
+
+    GOALS = {"undo_ratio_adam": Goal("<=", 1.0), "torchft_step_ratio": REPORT_ONLY}
+
+    def run(options: Options) -> Report:
+        report = Report("undo", metrics_from=GOALS)
+        report.add("undo_ratio_adam", ratios)             # many values: median and a bootstrap interval
+        report.absent("torchft_step_ratio", why="torchft is not installed")
+        return report
+
+    if __name__ == "__main__":
+        main(run, __doc__)
+
+Two things that are compared run in turns (A/B/A/B, see `Turns`), so that a change of the machine's speed hits both.
+This module knows nothing of torch, of Ray or of the product, so that importing it costs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.floors import loopback_bandwidth, machine
+from benchmarks.turns import BlockClock, BlockTimes, Turns, TurnsOver, read_blocks
+
+__all__ = [
+    "REPORT_ONLY",
+    "BlockClock",
+    "BlockTimes",
+    "Estimate",
+    "Goal",
+    "Options",
+    "Report",
+    "Turns",
+    "TurnsOver",
+    "bootstrap_ci",
+    "estimate",
+    "loopback_bandwidth",
+    "machine",
+    "machine_noise",
+    "main",
+    "noise_floor",
+    "paired_ratio",
+    "parse_options",
+    "read_blocks",
+]
+
+Direction = Literal["<=", ">=", "==", "report"]
+Statistic = Callable[..., Any]  # statistic(array, axis=-1), as np.median
+DIRECTIONS: tuple[Direction, ...] = ("<=", ">=", "==", "report")
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What a metric must satisfy. `direction` "report" judges nothing: the number is printed only."""
+
+    direction: Direction
+    value: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.direction not in DIRECTIONS:
+            raise ValueError(f"direction is {self.direction!r}: choose one of {', '.join(DIRECTIONS)}")
+        if (self.value is None) != (self.direction == "report"):
+            raise ValueError(
+                f"a goal with direction {self.direction!r} has value {self.value}: 'report' alone has none"
+            )
+
+    def met_by(self, low: float, high: float) -> bool | None:
+        """Whether the interval as a whole passes (its unfavourable end decides). None: nothing to judge."""
+        if self.value is None:
+            return None
+        if self.direction == "<=":
+            return high <= self.value
+        if self.direction == ">=":
+            return low >= self.value
+        return math.isclose(low, self.value, rel_tol=1e-9) and math.isclose(high, self.value, rel_tol=1e-9)
+
+
+REPORT_ONLY = Goal("report")
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A number, its 95 % confidence interval, and how many observations are behind it (0: not measured, see `why`)."""
+
+    value: float | None
+    low: float
+    high: float
+    n: int
+    why: str | None = None
+
+    def __str__(self) -> str:
+        return "n/a" if self.value is None else f"{self.value:.4g} [{self.low:.4g}, {self.high:.4g}] (n={self.n})"
+
+
+def bootstrap_ci(values: Sequence[float], statistic: Statistic = np.median, seed: int = 0) -> tuple[float, float]:
+    """The 95 % percentile-bootstrap interval of `statistic` (called as `statistic(array, axis=-1)`).
+
+    The resamples are drawn from `seed` alone. One value has no spread to speak of: its interval is itself.
+    """
+    data = np.asarray(values, dtype=np.float64)
+    if data.size == 0 or not np.isfinite(data).all():
+        raise ValueError(f"bootstrap needs finite values and at least one, got {data.tolist()}")
+    draws = np.random.default_rng(seed).integers(0, data.size, size=(4000, data.size))
+    low, high = np.percentile(statistic(data[draws], axis=-1), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def estimate(values: Sequence[float], statistic: Statistic = np.median, seed: int = 0) -> Estimate:
+    """`statistic` of the values with its bootstrap interval."""
+    low, high = bootstrap_ci(values, statistic, seed)
+    return Estimate(float(statistic(np.asarray(values, dtype=np.float64), axis=-1)), low, high, len(values))
+
+
+def paired_ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], seed: int = 0) -> Estimate:
+    """Median over blocks of (median of our block / median of their block next to it in time).
+
+    Block i of one side ran right before or after block i of the other, so a slow minute of the machine cancels out.
+    """
+    if len(ours) != len(theirs) or not ours:
+        raise ValueError(f"ratios need the same number of blocks on both sides, got {len(ours)} and {len(theirs)}")
+    return estimate([float(np.median(a) / np.median(b)) for a, b in zip(ours, theirs, strict=True)], seed=seed)
+
+
+def noise_floor(once: Sequence[Sequence[float]], again: Sequence[Sequence[float]], seed: int = 0) -> float:
+    """How far the ratio of a thing to itself (an A/A run) strays from 1: the interval's farther end, as a fraction."""
+    same = paired_ratio(once, again, seed)
+    return max(abs(same.low - 1.0), abs(same.high - 1.0))
+
+
+def machine_noise(blocks: int = 15, repeats: int = 20, size: int = 320) -> float:
+    """The `noise_floor` of a fixed matrix product (about a millisecond) against itself: for want of a closer A/A run."""
+    factor = np.random.default_rng(0).standard_normal((size, size))
+    times: list[list[float]] = []
+    for _ in range(2 * blocks):
+        marks = [time.perf_counter()]
+        for _ in range(repeats):
+            factor @ factor
+            marks.append(time.perf_counter())
+        times.append(np.diff(marks).tolist())
+    return noise_floor(times[0::2], times[1::2])
+
+
+class Report:
+    """The metrics of one benchmark: collects them, prints them as a table, writes them as JSON."""
+
+    def __init__(self, name: str, metrics_from: Mapping[str, Goal] | None = None) -> None:
+        """`metrics_from`: the goal of each key, as the benchmark states it. A key left unmeasured shows as such."""
+        self.name = name
+        self.goals: dict[str, Goal] = dict(metrics_from or {})
+        self.noise_floor: float | None = None  # relative: set it from an A/A run of what is timed (see `noise_floor`)
+        self._estimates: dict[str, Estimate] = {}
+        self._notes: list[str] = []
+
+    def add(
+        self,
+        key: str,
+        value: float | Sequence[float] | Estimate | None,
+        ci: tuple[float, float] | None = None,
+        n: int | None = None,
+        goal: float | None = None,
+        direction: Direction | None = None,
+        why: str | None = None,
+        statistic: Statistic = np.median,
+    ) -> None:
+        """Record a metric: one number (with `ci` and `n`), an `Estimate`, or the observations behind it.
+
+        A sequence is summed up by `statistic` with a bootstrap interval. None means "not measured", and needs a `why`.
+        `goal` and `direction` override what `metrics_from` says of the key.
+        """
+        if direction is not None or goal is not None:
+            self.goals[key] = Goal(direction or "<=", goal)
+        self.goals.setdefault(key, REPORT_ONLY)
+        if value is None:
+            if not why:
+                raise ValueError(f"metric {key!r} has no value: say why")
+            self._estimates[key] = Estimate(None, math.nan, math.nan, 0, why)
+        elif isinstance(value, Estimate):
+            self._estimates[key] = value
+        elif isinstance(value, (int, float, np.number)):
+            low, high = ci or (float(value), float(value))
+            self._estimates[key] = Estimate(float(value), float(low), float(high), n if n is not None else 1, why)
+        else:
+            self._estimates[key] = estimate(value, statistic)
+
+    def absent(self, key: str, why: str) -> None:
+        """Record that a metric could not be measured here (a peer or a device is missing)."""
+        self.add(key, None, why=why)
+
+    def note(self, text: str) -> None:
+        """A line printed under the table: a floor, a breakdown, what was unusual."""
+        self._notes.append(text)
+
+    def verdict(self, key: str) -> str:
+        """ "met", "NOT met", "report" (nothing to judge) or "n/a" (not measured)."""
+        found = self._estimates.get(key)
+        if found is None or found.value is None:
+            return "n/a"
+        met = self.goals[key].met_by(found.low, found.high)
+        return "report" if met is None else "met" if met else "NOT met"
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON values: {"metrics": {key: ...}, "machine": ..., "noise_floor": ...}."""
+        metrics: dict[str, dict[str, Any]] = {}
+        for key, goal in self.goals.items():
+            found = self._estimates.get(key, Estimate(None, math.nan, math.nan, 0, "this run did not measure it"))
+            measured = found.value is not None
+            metrics[key] = {
+                "value": found.value,
+                "ci": [found.low, found.high] if measured else None,
+                "n": found.n,
+                "goal": goal.value,
+            } | ({"why": found.why} if found.why else {})
+        return {"metrics": metrics, "machine": machine(), "noise_floor": self._noise_floor()}
+
+    def _noise_floor(self) -> float:
+        if self.noise_floor is None:
+            self.noise_floor = machine_noise()
+        return self.noise_floor
+
+    def print(self, console: Console | None = None) -> None:
+        """Print the table, the noise floor and the notes."""
+        console = console or Console(width=None if os.isatty(1) else 120)
+        table = Table(title=f"benchmark: {self.name}")
+        for title in ("metric", "value", "95 % CI", "n", "goal", "verdict"):
+            table.add_column(title, justify="left" if title in ("metric", "verdict") else "right", overflow="fold")
+        for key, goal in self.goals.items():
+            found = self._estimates.get(key)
+            shown = f"{goal.direction} {goal.value:g}" if goal.value is not None else "report"
+            if found is None or found.value is None:
+                why = found.why if found is not None else "this run did not measure it"
+                table.add_row(key, "n/a", "", "0", shown, f"n/a: {why}")
+            else:
+                interval = f"{found.low:.4g} .. {found.high:.4g}"
+                table.add_row(key, f"{found.value:.4g}", interval, str(found.n), shown, self.verdict(key))
+        console.print(table)
+        console.print(f"noise floor (A/A): ±{100 * self._noise_floor():.2f} %", highlight=False)
+        for note in self._notes:
+            console.print(note, highlight=False, markup=False)
+
+    def finish(self, json_path: Path | None = None) -> None:
+        """Print the report, and write it to `json_path` if given."""
+        self.print()
+        if json_path is not None:
+            json_path.parent.mkdir(parents=True, exist_ok=True)
+            json_path.write_text(json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line of a benchmark."""
+
+    quick: bool
+    json: Path | None
+    seed: int
+
+
+def parse_options(description: str | None = None, argv: Sequence[str] | None = None) -> Options:
+    """Read `--quick`, `--json FILE` and `--seed N` from the command line."""
+    summary = (description or "").strip().split("\n", 1)[0]
+    parser = argparse.ArgumentParser(description=summary)
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter repetitions: shows that it works")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the metrics to this file")
+    parser.add_argument("--seed", type=int, default=0, help="of everything drawn at random (default: %(default)s)")
+    given = parser.parse_args(argv)
+    return Options(given.quick, given.json, given.seed)
+
+
+def main(run: Callable[[Options], Report], description: str | None = None) -> None:
+    """The entry point of a benchmark module: parse, run, print, write. One intra-op thread unless set otherwise."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    options = parse_options(description)
+    run(options).finish(options.json)

@@ -1,0 +1,41 @@
+"""Fault-tolerant, elastic PyTorch training on Ray.
+
+Names are imported when they are first used, so that `raytrain_ft.training` and `raytrain_ft.storage` work without Ray.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_EXPORTS = {
+    "ArrowDataset": "raytrain_ft.training.arrow_dataset",
+    "CheckpointConfig": "raytrain_ft.config",
+    "FailAt": "raytrain_ft.chaos.faults",
+    "FailureConfig": "raytrain_ft.config",
+    "Lamb": "raytrain_ft.training.lamb",
+    "ParallelismConfig": "raytrain_ft.config",
+    "RecoveryConfig": "raytrain_ft.config",
+    "Result": "raytrain_ft.result",
+    "RunConfig": "raytrain_ft.config",
+    "ScalingConfig": "raytrain_ft.config",
+    "TrainTask": "raytrain_ft.task",
+    "Trainer": "raytrain_ft.trainer",
+    "Undo": "raytrain_ft.training.undo",
+    "load_model": "raytrain_ft.result",
+    "undo": "raytrain_ft.training",
+}
+
+__all__ = sorted(_EXPORTS)  # noqa: PLE0605
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'raytrain_ft' has no attribute {name!r}")
+    module = import_module(_EXPORTS[name])
+    return import_module("raytrain_ft.training.undo") if name == "undo" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return __all__

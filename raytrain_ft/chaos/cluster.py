@@ -1,0 +1,112 @@
+"""Several real Ray nodes on one machine, with token authentication on: to rehearse the loss of nodes on a laptop."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+from types import TracebackType
+from typing import Any
+
+import psutil
+import ray
+
+from raytrain_ft.errors import ConfigError
+
+OBJECT_STORE_BYTES = 80 * 2**20
+
+
+class LocalCluster:
+    """A context: a head node without CPUs (the driver and the supervisor live there), and nodes that can be lost.
+
+    Args:
+        num_nodes: nodes for workers.
+        cpus_per_node: workers that each of them has room for, at one CPU each.
+    """
+
+    def __init__(self, num_nodes: int = 4, cpus_per_node: int = 1) -> None:
+        self._num_nodes = num_nodes
+        self._cpus_per_node = cpus_per_node
+        self._cluster: Any = None
+        self._nodes: list[Any] = []
+        self._environment: dict[str, str | None] = {}
+
+    def __enter__(self) -> LocalCluster:
+        if ray.is_initialized():
+            raise ConfigError("LocalCluster: this process is connected to a Ray cluster already; call ray.shutdown() first")
+        # Token authentication as Ray wants it: a token of this cluster alone, in the environment that its nodes inherit.
+        self._set("RAY_AUTH_MODE", "token")
+        self._set("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        _refresh_authentication()
+        from ray.cluster_utils import Cluster
+
+        head = {"num_cpus": 0, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        for _ in range(self._num_nodes):
+            self.add_node()
+        ray.init(address=self._cluster.address, log_to_driver=False, logging_level="error")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        ray.shutdown()
+        if self._cluster is not None:
+            self._cluster.shutdown()
+        for name, value in self._environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        _refresh_authentication()
+
+    def _set(self, name: str, value: str) -> None:
+        self._environment[name] = os.environ.get(name)
+        os.environ[name] = value
+
+    @property
+    def address(self) -> str:
+        """What `ray.init(address=...)` takes."""
+        return self._cluster.address
+
+    def add_node(self) -> str:
+        """Adds a node for workers; returns its Ray id."""
+        node = self._cluster.add_node(num_cpus=self._cpus_per_node, object_store_memory=OBJECT_STORE_BYTES)
+        self._nodes.append(node)
+        return node.node_id
+
+    def node_ids(self) -> list[str]:
+        """The nodes for workers, as they were added."""
+        return [node.node_id for node in self._nodes]
+
+    def processes(self, node_id: str) -> list[psutil.Process]:
+        """A node's raylet and everything that it started."""
+        node = next(n for n in self._nodes if n.node_id == node_id)
+        infos = node.all_processes["raylet"]
+        raylet = psutil.Process(infos[0].process.pid)
+        return [raylet, *raylet.children(recursive=True)]
+
+    def kill_node(self, node_id: str) -> None:
+        """SIGKILLs a whole node at once."""
+        self._signal(node_id, signal.SIGKILL)
+
+    def freeze_node(self, node_id: str) -> None:
+        """SIGSTOPs a whole node."""
+        self._signal(node_id, signal.SIGSTOP)
+
+    def thaw_node(self, node_id: str) -> None:
+        """SIGCONTs a frozen node."""
+        self._signal(node_id, signal.SIGCONT)
+
+    def _signal(self, node_id: str, number: int) -> None:
+        for process in self.processes(node_id):
+            try:
+                process.send_signal(number)
+            except psutil.NoSuchProcess:
+                continue
+
+
+def _refresh_authentication() -> None:
+    """Lets this process see what the environment now says of authentication. Private to Ray, which reads it at import."""
+    from ray._raylet import AuthenticationTokenLoader, Config
+
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()

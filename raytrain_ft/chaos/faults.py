@@ -1,0 +1,138 @@
+"""Failures on demand, at an exact point: this rank, this step, this phase. Part of the product, not of its tests.
+
+A `FailAt` fires once in a run: a marker file in the run's directory says that it has, for whoever dies cannot tell.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+Action = Literal["sigkill", "sigkill_node", "sigstop", "exception", "exit", "hang"]
+Phase = Literal[
+    "data",
+    "forward",
+    "backward",
+    "reduce",
+    "reduced",
+    "update",
+    "updated",
+    "commit",
+    "fence",
+    "reconcile",
+    "transfer_source",
+    "transfer_receiver",
+    "rebuild",
+    "first_step",
+]
+
+
+class ChaosError(RuntimeError):
+    """What a `FailAt` with action "exception" raises in place of the user's code."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailAt:
+    """One failure.
+
+    Attributes:
+        step: the step in which it happens; for the phases of a recovery, the step that the recovery interrupts or any (None).
+        phase: `data` (before the batch is read), `forward`, `backward` (before bucket k is reduced), `reduce` (inside the
+            all-reduce of bucket k), `reduced` (between reduce and update), `update` (inside the update), `updated`, `commit`
+            (between update and commit), `fence`, `reconcile`, `transfer_source`, `transfer_receiver`, `rebuild` (joining the
+            new group), `first_step` (the first step after a recovery). For the supervisor: a state of the machine.
+        rank: who fails; None with `role="supervisor"`, or for "whoever comes first".
+        bucket: for phases of a bucket, which one (None: the first that gets there).
+        action: SIGKILL of the process or of its whole node, SIGSTOP, an exception, `os._exit`, or a hang in user code.
+        nth: fail at the nth time that this point is reached in this process (1 is the first).
+    """
+
+    phase: str
+    step: int | None = None
+    rank: int | None = None
+    bucket: int | None = None
+    action: Action = "sigkill"
+    role: Literal["worker", "supervisor"] = "worker"
+    nth: int = 1
+
+    @property
+    def name(self) -> str:
+        """A name that is safe as the name of a file."""
+        return f"{self.role}-{self.rank}-{self.step}-{self.phase}-{self.bucket}-{self.action}-{self.nth}"
+
+
+class Injector:
+    """Carries out the failures of one process."""
+
+    def __init__(self, faults: Sequence[FailAt], directory: Path, role: str) -> None:
+        self._faults = [fault for fault in faults if fault.role == role]
+        self._directory = directory
+        self._counts: dict[str, int] = {}
+
+    def probe(self, phase: str, *, rank: int | None = None, step: int | None = None, bucket: int | None = None) -> None:
+        """Called wherever a failure could strike; almost always does nothing."""
+        for fault in self._faults:
+            if fault.phase != phase or (fault.rank is not None and fault.rank != rank):
+                continue
+            if (fault.step is not None and fault.step != step) or (fault.bucket is not None and fault.bucket != bucket):
+                continue
+            self._counts[fault.name] = self._counts.get(fault.name, 0) + 1
+            if self._counts[fault.name] == fault.nth and self._claim(fault):
+                strike(fault.action, fault.name)
+
+    def _claim(self, fault: FailAt) -> bool:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        try:
+            marker = os.open(self._directory / fault.name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        except FileExistsError:
+            return False
+        os.write(marker, f"{time.monotonic():.6f} {os.getpid()}".encode())
+        os.close(marker)
+        return True
+
+
+def strike(action: Action, why: str) -> None:
+    """Lets this process, or its whole node, fail now."""
+    if action == "sigkill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "sigstop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif action == "sigkill_node":
+        kill_node(os.getppid())
+    elif action == "exit":
+        sys.stdout.flush()
+        os._exit(3)
+    elif action == "hang":
+        while True:  # a hang in user code: the process lives, its heartbeat too, but the step never ends
+            time.sleep(3600)
+    else:
+        raise ChaosError(f"injected failure {why}")
+
+
+def kill_node(raylet_pid: int) -> None:
+    """SIGKILLs a raylet and every process that it started (this one included, if it is one of them)."""
+    raylet = psutil.Process(raylet_pid)
+    if "raylet" not in raylet.name():
+        raise ChaosError(f"process {raylet_pid} is {raylet.name()}, not a raylet: is this a Ray worker?")
+    others = [child for child in raylet.children(recursive=True) if child.pid != os.getpid()]
+    raylet.kill()
+    for child in others:
+        child.kill()
+    if os.getppid() == raylet_pid or raylet_pid in [parent.pid for parent in psutil.Process().parents()]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def when(directory: Path, fault: FailAt) -> float | None:
+    """The time (CLOCK_MONOTONIC, seconds) at which a failure struck, or None."""
+    try:
+        return float((directory / fault.name).read_text().split()[0])
+    except FileNotFoundError:
+        return None

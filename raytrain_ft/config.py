@@ -1,0 +1,196 @@
+"""What a user sets. Ray Train's own classes and words wherever they exist; `RecoveryConfig` is the one new noun."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Literal
+
+import ray.train
+from ray.train import CheckpointConfig, ScalingConfig
+
+from raytrain_ft.errors import ConfigError
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+"""Names of runs become names of files and actors, so they are checked against this allow-list."""
+
+
+@dataclass
+class FailureConfig(ray.train.FailureConfig):
+    """Ray Train's `FailureConfig` with retries on by default: lost nodes are this library's business.
+
+    `max_failures` counts lost workers (-1: no limit), `max_preemption_failures` those that a cloud took back. An
+    exception in the user's own code is never retried.
+    """
+
+    max_failures: int = -1
+
+
+@dataclass
+class RunConfig(ray.train.RunConfig):
+    """Ray Train's `RunConfig`; only the default of `failure_config` differs."""
+
+    def __post_init__(self) -> None:
+        if self.failure_config is None:
+            self.failure_config = FailureConfig()
+        super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelismConfig:
+    """How the model is spread. Only data parallelism for now.
+
+    Attributes:
+        pipeline_parallel_degree: stages of the model; 1 is no pipeline.
+    """
+
+    pipeline_parallel_degree: int = 1
+
+    def __post_init__(self) -> None:
+        if self.pipeline_parallel_degree != 1:
+            raise ConfigError(
+                f"ParallelismConfig(pipeline_parallel_degree={self.pipeline_parallel_degree}): pipelines are not there yet; "
+                "use 1"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryConfig:
+    """How losses are met.
+
+    Attributes:
+        strategy: "auto" takes the cheapest that keeps the result exact; "replication" insists on copying from replicas.
+        update: "barrier" updates when all gradients are reduced, and never needs an undo; "wait_free" (SWIFT's) updates
+            each bucket as soon as it is reduced; a loss in the backward pass may then have to be undone.
+        undo: with wait-free updates: "exact" refuses optimizers whose update cannot be inverted; "replay" also allows
+            those whose inverse is only good for applying the same gradient again (AMSGrad, Adamax).
+        num_spares: warm workers that wait beyond those that train.
+        replacement: what survivors do when no spare is ready: "wait" for a new worker (the result stays bit-identical),
+            or "shrink" at once and grow again later.
+        replacement_timeout: how long to wait for it before going on with fewer.
+        heartbeat_interval, heartbeat_timeout: a worker that was silent for the timeout is asked directly ...
+        probe_timeout: ... and is lost if it does not answer within this.
+        hang_timeout: a step that makes no progress for this long, and for ten times the longest step so far, is suspect.
+        fence_timeout: the least time that a survivor has to leave its step (three times the longest step if longer).
+        schedule_timeout: how long to wait at the start for enough workers.
+        lease: a worker that has not reached the supervisor for this long stops itself.
+        max_fruitless_recoveries: recoveries in a row without a committed step before the run gives up.
+    """
+
+    strategy: Literal["auto", "replication"] = "auto"
+    update: Literal["barrier", "wait_free"] = "barrier"
+    undo: Literal["exact", "replay"] = "exact"
+    num_spares: int = 1
+    replacement: Literal["wait", "shrink"] = "wait"
+    replacement_timeout: timedelta = timedelta(seconds=60)
+    heartbeat_interval: timedelta = timedelta(milliseconds=250)
+    heartbeat_timeout: timedelta = timedelta(milliseconds=700)
+    probe_timeout: timedelta = timedelta(milliseconds=500)
+    hang_timeout: timedelta = timedelta(seconds=30)
+    fence_timeout: timedelta = timedelta(seconds=10)
+    schedule_timeout: timedelta = timedelta(seconds=120)
+    lease: timedelta = timedelta(seconds=120)
+    max_fruitless_recoveries: int = 10
+
+    def __post_init__(self) -> None:
+        choices = {
+            "strategy": ("auto", "replication"),
+            "update": ("barrier", "wait_free"),
+            "undo": ("exact", "replay"),
+            "replacement": ("wait", "shrink"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"RecoveryConfig({name}={getattr(self, name)!r}): use one of {', '.join(allowed)}")
+        if self.num_spares < 0:
+            raise ConfigError(f"RecoveryConfig(num_spares={self.num_spares}): use 0 or more")
+        for name, value in vars(self).items():
+            if isinstance(value, timedelta) and value <= timedelta():
+                raise ConfigError(f"RecoveryConfig({name}={value}): a time must be longer than zero")
+        if self.heartbeat_timeout <= 2 * self.heartbeat_interval:
+            raise ConfigError(
+                f"RecoveryConfig: heartbeat_timeout ({self.heartbeat_timeout}) must be more than twice heartbeat_interval "
+                f"({self.heartbeat_interval}), or a single late beat looks like a loss"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """The arguments of `Trainer` that are numbers; checked here, before anything starts."""
+
+    max_steps: int
+    global_batch_size: int
+    seed: int = 0
+    gradient_accumulation_steps: int = 1
+    max_grad_norm: float | None = None
+    precision: Literal["fp32", "bf16"] = "fp32"
+    on_non_finite: Literal["raise", "skip"] = "raise"
+    shuffle: bool = True
+    drop_last: bool = False
+    bucket_bytes: int = 25 * 2**20
+    first_bucket_bytes: int = 2**20
+    faults: tuple = field(default=())
+
+    def check(self, scaling: ScalingConfig, recovery: RecoveryConfig) -> None:
+        """Raises `ConfigError` for values that cannot work together."""
+        for name in ("max_steps", "global_batch_size", "gradient_accumulation_steps", "bucket_bytes"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ConfigError(f"Trainer({name}={getattr(self, name)!r}): use a whole number of at least 1")
+        least, most = workers(scaling)
+        needed = most * self.gradient_accumulation_steps
+        if self.global_batch_size < needed:
+            raise ConfigError(
+                f"Trainer(global_batch_size={self.global_batch_size}): with up to {most} workers and "
+                f"{self.gradient_accumulation_steps} micro-batches each, a step needs at least {needed} samples"
+            )
+        if self.precision not in ("fp32", "bf16"):
+            raise ConfigError(f"Trainer(precision={self.precision!r}): use fp32 or bf16")
+        if self.on_non_finite not in ("raise", "skip"):
+            raise ConfigError(
+                f"Trainer(on_non_finite={self.on_non_finite!r}): use raise or skip (rolling back needs checkpoints)"
+            )
+        if recovery.update == "wait_free" and (self.max_grad_norm is not None or self.on_non_finite == "skip"):
+            raise ConfigError(
+                'RecoveryConfig(update="wait_free") updates buckets before all gradients are known, so it excludes '
+                'max_grad_norm and on_non_finite="skip"; use update="barrier"'
+            )
+        del least
+
+
+def workers(scaling: ScalingConfig) -> tuple[int, int]:
+    """(least, most) workers of a `ScalingConfig`.
+
+    Raises:
+        ConfigError: `num_workers` is no number and no range.
+    """
+    value = scaling.num_workers
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value, value
+    if isinstance(value, tuple) and len(value) == 2 and all(isinstance(n, int) for n in value) and 1 <= value[0] <= value[1]:
+        return value
+    raise ConfigError(f"ScalingConfig(num_workers={value!r}): use a number of at least 1, or a range (min, max)")
+
+
+def check_name(name: str) -> str:
+    """A run's name, if it is safe as the name of a file and an actor.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not NAME.fullmatch(name):
+        raise ConfigError(
+            f"RunConfig(name={name!r}): use up to 100 letters, digits, '.', '_' or '-', beginning with a letter or digit"
+        )
+    return name
+
+
+__all__ = [
+    "CheckpointConfig",
+    "FailureConfig",
+    "ParallelismConfig",
+    "RecoveryConfig",
+    "RunConfig",
+    "ScalingConfig",
+    "TrainSettings",
+]

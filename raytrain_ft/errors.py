@@ -1,0 +1,72 @@
+"""Every error that raytrain_ft raises. Each message says what happened, where, the value found, and what to do.
+
+::
+
+    FTError
+    ├── ConfigError (ValueError)      a value that the user gave; raised before any worker starts wherever possible
+    │   ├── UndoRefusedError          an optimizer whose update cannot be undone
+    │   └── RunActiveError            another run of this name is alive
+    ├── TrainingFailedError           a run that has begun and could not be finished
+    │   ├── TaskError                 the user's own code raised: its traceback, rank and step
+    │   ├── NonFiniteLossError        the loss became NaN or infinite and the policy is "raise"
+    │   └── RecoveryError             a recovery that could not be carried out
+    │       ├── NoSurvivorError       every replica is gone, and nothing durable covers the loss
+    │       └── RetryBudgetError      the budget for failures is used up, or recoveries make no progress
+    ├── StorageError                  a file that is damaged, missing or of another format
+    ├── FencedError                   internal: this worker's incarnation is over; whoever sees it leaves its wait
+    └── IllegalEventError             internal: an event that the state machine does not allow; carries the story
+"""
+
+from __future__ import annotations
+
+
+class FTError(Exception):
+    """Base of all errors of raytrain_ft."""
+
+
+class ConfigError(FTError, ValueError):
+    """A value that the user gave cannot be used."""
+
+
+class UndoRefusedError(ConfigError):
+    """The optimizer's update cannot be undone in the mode asked for."""
+
+
+class RunActiveError(ConfigError):
+    """Another run with this name is alive on the cluster."""
+
+
+class TrainingFailedError(FTError):
+    """A run that has begun and could not be finished."""
+
+
+class TaskError(TrainingFailedError):
+    """The user's own code raised; the message carries its traceback, rank and step."""
+
+
+class NonFiniteLossError(TrainingFailedError):
+    """The loss of a step is NaN or infinite and the policy is to raise."""
+
+
+class RecoveryError(TrainingFailedError):
+    """A recovery that could not be carried out."""
+
+
+class NoSurvivorError(RecoveryError):
+    """Every replica is gone, and nothing durable covers the loss."""
+
+
+class RetryBudgetError(RecoveryError):
+    """The budget for failures is used up, or recoveries make no progress."""
+
+
+class StorageError(FTError):
+    """A file is damaged, missing, or of another format."""
+
+
+class FencedError(FTError):
+    """This worker's incarnation is over. Raised inside a worker only, to leave a wait."""
+
+
+class IllegalEventError(FTError):
+    """The state machine does not allow this event in its present state. A bug: please report it with its story."""

@@ -1,0 +1,262 @@
+"""The proof that no sample was lost or repeated, from a run's own event log and nothing else.
+
+Every rank records which steps it committed, from which position of the data, and a digest of the sample ids that it
+drew. The auditor knows how ids follow from positions (`sampling`), so it derives them again, follows the lineage of
+incarnations, and counts how often each sample of each epoch was drawn in a step that still stands.
+
+What stands: incarnation i, resumed at step s, owns the steps from s up to where a younger one resumed. Whatever an
+older incarnation says about a step that a younger one took over is void. Who owns a step depends on incarnations only,
+never on the order in which records of different workers reached the log. A step reduces over all ranks before anybody
+commits it, so one rank's record vouches for the whole global batch; those of several ranks must agree.
+
+A sample may be drawn and not count (its gradient was dropped) or never be drawn: either way it must be listed, once,
+in a `SamplesLost` record. Pure; reads dicts that may be damaged, and answers in violations, not in exceptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from raytrain_ft.policy.audit_records import Commit, Loss, Story, read_story
+from raytrain_ft.policy.sampling import (
+    GlobalBatch,
+    Position,
+    Sampling,
+    digest_of_ids,
+    next_batch,
+    sample_ids,
+    share,
+    steps_per_epoch,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What the log proves. `ok` means: every step counted here stands, and of every epoch counted here each sample was
+    used exactly once or is listed as lost (with `drop_last`, the rest after the last whole batch is not wanted)."""
+
+    finished: bool  # the run says that it reached its end; otherwise its last, open steps are not looked at
+    steps: int
+    epochs_complete: int
+    samples_used: int  # in complete epochs and in the one that is under way
+    samples_lost: int
+    violations: tuple[str, ...]  # each names the step, rank, incarnation or positions it is about
+
+    @property
+    def ok(self) -> bool:
+        return not self.violations
+
+
+def audit(records: Iterable[dict[str, Any]]) -> Audit:
+    """Checks a run's event log: records with a key "event", in log order; events it does not know are passed over.
+
+    RunStarted, Resumed, StepsCommitted, SamplesLost and RunFinished count. A `SamplesLost` belongs to the incarnation
+    that it names, or else to the one that owned its step when the record was written.
+    """
+    story = read_story(records)
+    if story.sampling is None:
+        return Audit(False, 0, 0, 0, 0, (*story.violations, "no usable RunStarted record: nothing is proven"))
+    story.begin_lineage()
+    claims = _claims(story, story.sampling)
+    return _walk(story, story.sampling, claims)
+
+
+# ---------------------------------------------------------------- what the ranks say of each step
+
+
+def _claims(story: Story, sampling: Sampling) -> dict[int, dict[GlobalBatch, str]]:
+    """Per step that stands, the global batches that were drawn for it (there ought to be one), each with a witness."""
+    claims: dict[int, dict[GlobalBatch, str]] = {}
+    ranks: dict[tuple[int, str], int] = {}
+    members: dict[tuple[int, int], str] = {}
+    seen: set[tuple[int, int, int]] = set()
+    for commit in sorted(story.commits, key=lambda commit: commit.first_step):  # `order` keeps two epochs
+        incarnation, rank = commit.incarnation, commit.rank
+        problem = _out_of_place(commit, story)
+        if problem is None and commit.first_step >= story.owned(incarnation).stop:
+            continue  # void as a whole: a younger incarnation did these steps again
+        same_member = members.setdefault((incarnation, rank), commit.member) == commit.member
+        if problem is None and not (same_member and ranks.setdefault((incarnation, commit.member), rank) == rank):
+            problem = "another member has this rank, or this member another rank, in the same incarnation"
+        batches: list[GlobalBatch] = []
+        if problem is None:
+            batches, problem = _drawn(commit, sampling)
+        if problem is not None:
+            story.violations.append(f"{commit}: {problem}")
+            continue
+        owned = story.owned(incarnation)
+        for step, batch in enumerate(batches, commit.first_step):
+            if step in owned:
+                if (incarnation, rank, step) in seen:
+                    story.violations.append(f"{commit}: step {step} was committed before by the same rank")
+                seen.add((incarnation, rank, step))
+                claims.setdefault(step, {}).setdefault(batch, str(commit))
+    return claims
+
+
+def _out_of_place(commit: Commit, story: Story) -> str | None:
+    """Why this commit cannot belong to its incarnation, or None."""
+    if commit.incarnation not in story.begins:
+        return "no record says where this incarnation was resumed"
+    begin = story.begins[commit.incarnation]
+    if commit.first_step < begin or commit.stop_step > story.max_steps:
+        return f"its incarnation goes on from step {begin}, and the run has {story.max_steps} steps"
+    world_size = story.worlds.setdefault(commit.incarnation, commit.world_size)
+    weights = story.weights.setdefault(commit.incarnation, commit.weights)
+    if (commit.world_size, commit.weights) != (world_size, weights):
+        return f"a world of {commit.world_size}, weights {commit.weights}; others say {world_size}, {weights}"
+    return None
+
+
+def _drawn(commit: Commit, sampling: Sampling) -> tuple[list[GlobalBatch], str | None]:
+    """The global batches of the commit's steps, and what, if anything, is wrong with the ids that its rank drew."""
+    batches, ids, position = [], [], commit.position
+    try:
+        for _ in range(commit.first_step, commit.stop_step):
+            batch, position = next_batch(sampling, position)
+            batches.append(batch)
+            mine = share(batch, commit.rank, commit.world_size, commit.weights)
+            ids.append(sample_ids(sampling, batch.epoch, mine))
+    except (TypeError, ValueError) as error:
+        return [], f"its position or weights are impossible: {error}"
+    expected = digest_of_ids(ids)
+    if expected != commit.ids_digest:
+        return [], f"it drew other samples: digest {commit.ids_digest}, expected {expected} from {commit.position} on"
+    return batches, None
+
+
+# ---------------------------------------------------------------- every sample of every epoch, counted
+
+
+def _walk(story: Story, sampling: Sampling, claims: dict[int, dict[GlobalBatch, str]]) -> Audit:
+    """Follows the steps that stand, in order, and counts what they drew and lost."""
+    violations, tally = story.violations, _Tally(sampling, story.violations)
+    losses = _standing_losses(story)
+    last = max(claims, default=-1) + 1
+    steps = last if story.finished_at is None else story.finished_at
+    if last > steps:
+        violations.append(f"the run finished after {steps} steps, but step {last - 1} is committed")
+    if steps > story.max_steps:
+        violations.append(f"the run finished after {steps} steps, but it was to have {story.max_steps}")
+        steps = story.max_steps
+    position = Position()
+    for step in range(steps):
+        lost = losses.pop(step, [])
+        for loss in lost:
+            tally.lose(loss)
+        expected, _ = next_batch(sampling, position)
+        batches = claims.get(step, {})
+        if len(batches) > 1:
+            violations.append(f"step {step}: the ranks drew different batches: {batches}")
+        batch = next(iter(batches), expected)
+        skipped = _between(sampling, expected, batch)
+        if skipped is None or not all(tally.is_lost(*piece) for piece in skipped):
+            violations.append(f"step {step} drew {batch}, but {expected} was next, and what lies between is not lost")
+        for loss in lost:
+            if not any(_inside(loss, *piece) for piece in (*(skipped or ()), (batch.epoch, batch.start, batch.stop))):
+                violations.append(f"{loss}: that step drew {batch}")
+        if batches:
+            tally.draw(batch)
+        elif not tally.is_lost(batch.epoch, batch.start, batch.stop):
+            violations.append(f"step {step}: no commit of it stands")
+        _, position = next_batch(sampling, Position(batch.epoch, batch.start))
+        tally.close_before(position.epoch)
+    if story.finished_at is not None:
+        violations.extend(f"{loss}: the run has no such step" for rest in losses.values() for loss in rest)
+    if steps == 0:
+        violations.append("no step was committed: nothing is proven")
+    tally.close_open()
+    return Audit(story.finished_at is not None, steps, position.epoch, tally.used, tally.lost, tuple(violations))
+
+
+def _standing_losses(story: Story) -> dict[int, list[Loss]]:
+    """Per step, the losses that were not made void by doing the step again."""
+    standing: dict[int, list[Loss]] = {}
+    for loss in story.losses:
+        incarnation = min(story.begins) if loss.incarnation is None else loss.incarnation
+        if incarnation not in story.begins:
+            story.violations.append(f"{loss}: no record says where incarnation {incarnation} was resumed")
+        elif not story.begins[incarnation] <= loss.step < story.max_steps:
+            story.violations.append(f"{loss}: incarnation {incarnation} has no such step")
+        elif loss.step in story.owned(incarnation):
+            standing.setdefault(loss.step, []).append(loss)
+    return standing
+
+
+_Piece = tuple[int, int, int]  # epoch, start, stop
+
+
+def _between(sampling: Sampling, expected: GlobalBatch, batch: GlobalBatch) -> list[_Piece] | None:
+    """The positions that were passed over from `expected` to `batch`; None when `batch` lies behind or is too far."""
+    if batch.epoch == expected.epoch and batch.start >= expected.start:
+        return [(batch.epoch, expected.start, batch.start)] if batch.start > expected.start else []
+    if batch.epoch == expected.epoch + 1:
+        rest = (expected.epoch, expected.start, _wanted(sampling))
+        return [piece for piece in (rest, (batch.epoch, 0, batch.start)) if piece[1] < piece[2]]
+    return None
+
+
+def _inside(loss: Loss, epoch: int, start: int, stop: int) -> bool:
+    return loss.epoch == epoch and start <= loss.start and loss.stop <= stop
+
+
+def _wanted(sampling: Sampling) -> int:
+    """How many positions of an epoch are to be read: all, or those in whole batches."""
+    return min(sampling.dataset_size, steps_per_epoch(sampling) * sampling.global_batch_size)
+
+
+class _Tally:
+    """Counts per epoch and sample id; an epoch's counts are judged, and forgotten, when the walk has left it."""
+
+    def __init__(self, sampling: Sampling, violations: list[str]) -> None:
+        self.used = self.lost = 0
+        self._sampling, self._violations = sampling, violations
+        self._open: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # epoch -> times drawn, times lost; int32 [samples]
+
+    def _counts(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        if epoch not in self._open:
+            size = self._sampling.dataset_size
+            self._open[epoch] = (np.zeros(size, np.int32), np.zeros(size, np.int32))
+        return self._open[epoch]
+
+    def draw(self, batch: GlobalBatch) -> None:
+        ids = sample_ids(self._sampling, batch.epoch, range(batch.start, batch.stop))
+        np.add.at(self._counts(batch.epoch)[0], ids, 1)
+
+    def lose(self, loss: Loss) -> None:
+        if loss.stop > self._sampling.dataset_size:
+            self._violations.append(f"{loss}: the epoch has {self._sampling.dataset_size}")
+        ids = sample_ids(self._sampling, loss.epoch, range(loss.start, loss.stop))
+        np.add.at(self._counts(loss.epoch)[1], ids, 1)
+
+    def is_lost(self, epoch: int, start: int, stop: int) -> bool:
+        return bool(np.all(self._counts(epoch)[1][sample_ids(self._sampling, epoch, range(start, stop))]))
+
+    def close_before(self, epoch: int) -> None:
+        for done in [number for number in self._open if number < epoch]:
+            self._judge(done, complete=True)
+
+    def close_open(self) -> None:
+        for epoch in list(self._open):
+            self._judge(epoch, complete=False)
+
+    def _judge(self, epoch: int, complete: bool) -> None:
+        """Adds the epoch to the totals, and to the violations whatever was not drawn or lost exactly once."""
+        ids = sample_ids(self._sampling, epoch, range(self._sampling.dataset_size))
+        drawn, lost = (counts[ids] for counts in self._open.pop(epoch))  # now by position
+        self.used += int(np.sum((drawn > 0) & (lost == 0)))
+        self.lost += int(np.sum(lost > 0))
+        missing = (drawn + lost == 0) & (np.arange(len(ids)) < _wanted(self._sampling))
+        for what, wrong in (
+            ("drawn more than once", drawn > 1),
+            ("listed as lost more than once", lost > 1),
+            ("neither drawn nor listed as lost", missing & complete),
+        ):
+            if wrong.any():
+                edges = np.flatnonzero(np.diff(np.concatenate([[0], wrong.view(np.int8), [0]])))
+                runs = ", ".join(f"[{a}, {b})" for a, b in edges.reshape(-1, 2)[:5].tolist())
+                self._violations.append(f"epoch {epoch}: {int(wrong.sum())} samples {what}, at positions {runs}")

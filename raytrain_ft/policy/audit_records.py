@@ -1,0 +1,158 @@
+"""The part of a run's event log that the audit looks at, parsed: who committed what, what was lost, who resumed where.
+
+The records are dicts that may be damaged; what cannot be used becomes a violation, never an exception. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from raytrain_ft.policy.sampling import Position, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One `StepsCommitted`: `rank` committed steps [first_step, stop_step), beginning at `position`."""
+
+    member: str
+    rank: int
+    world_size: int
+    incarnation: int
+    first_step: int
+    stop_step: int
+    position: Position
+    ids_digest: str
+    weights: tuple[float, ...] | None  # of the ranks' shares, when they were not equal
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} ({self.member}) of incarnation {self.incarnation}, "
+            f"steps [{self.first_step}, {self.stop_step})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """One `SamplesLost`: positions [start, stop) of `epoch` were dropped by step `step`."""
+
+    step: int
+    epoch: int
+    start: int
+    stop: int
+    incarnation: int | None
+
+    def __str__(self) -> str:
+        return f"SamplesLost of step {self.step}, positions [{self.start}, {self.stop}) of epoch {self.epoch}"
+
+
+@dataclass(slots=True)
+class Story:
+    """The records, parsed. `begins`, `worlds`, `weights`: where each incarnation resumed, and how it shared out."""
+
+    sampling: Sampling | None = None
+    max_steps: int = 0
+    finished_at: int | None = None
+    begins: dict[int, int] = field(default_factory=dict)
+    worlds: dict[int, int] = field(default_factory=dict)
+    weights: dict[int, tuple[float, ...] | None] = field(default_factory=dict)
+    commits: list[Commit] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
+
+    def begin_lineage(self) -> None:
+        """A log that does not say where its first incarnation began: it began at step 0."""
+        named = [commit.incarnation for commit in self.commits]
+        first = min(named, default=0)
+        if not self.begins or first < min(self.begins):
+            self.begins[first] = 0
+
+    def owned(self, incarnation: int) -> range:
+        """The steps for which the word of `incarnation` stands."""
+        taken_over = [step for younger, step in self.begins.items() if younger > incarnation]
+        return range(self.begins[incarnation], min([self.max_steps, *taken_over]))
+
+
+def read_story(records: Iterable[dict[str, Any]]) -> Story:
+    """The records that the audit needs, in log order; events it does not know are passed over."""
+    story = Story()
+    readers = {
+        "RunStarted": _read_started,
+        "Resumed": _read_resumed,
+        "StepsCommitted": _read_commit,
+        "SamplesLost": _read_loss,
+        "RunFinished": _read_finished,
+    }
+    for number, record in enumerate(records):
+        event = record.get("event") if isinstance(record, dict) else None
+        if not isinstance(event, str):
+            story.violations.append(f"record {number} has no event: {str(record)[:100]}")
+        elif event in readers:
+            try:
+                readers[event](story, record)
+            except (KeyError, TypeError, ValueError) as error:  # ConfigError is a ValueError
+                story.violations.append(f"record {number} ({event}) is unusable: {type(error).__name__} {error}")
+    return story
+
+
+def _number(record: dict[str, Any], key: str, below: int = 2**63) -> int:
+    value = record[key]
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < below:
+        raise ValueError(f"{key}={value!r} is not a whole number from 0 to {below - 1}")
+    return value
+
+
+def _read_started(story: Story, record: dict[str, Any]) -> None:
+    size, batch = _number(record, "dataset_size"), _number(record, "global_batch_size")
+    seed = _number(record, "seed", below=2**64)
+    if not isinstance(record["shuffle"], bool) or not isinstance(record["drop_last"], bool):
+        raise ValueError("shuffle and drop_last must be true or false")
+    sampling = Sampling(size, batch, seed, record["shuffle"], record["drop_last"])
+    if story.sampling not in (None, sampling):
+        raise ValueError(f"the run went on with {sampling} after {story.sampling}")
+    story.sampling, story.max_steps = sampling, _number(record, "max_steps")
+
+
+def _read_resumed(story: Story, record: dict[str, Any]) -> None:
+    incarnation, step, world_size = (_number(record, key) for key in ("incarnation", "step", "world_size"))
+    if story.begins and incarnation <= max(story.begins):
+        raise ValueError(f"incarnation {incarnation} was resumed after incarnation {max(story.begins)}")
+    story.begins[incarnation], story.worlds[incarnation] = step, world_size
+    story.finished_at = None
+
+
+def _read_commit(story: Story, record: dict[str, Any]) -> None:
+    rank, world_size, incarnation, first, stop, epoch, start = (
+        _number(record, key)
+        for key in ("rank", "world_size", "incarnation", "first_step", "stop_step", "epoch", "start")
+    )
+    weights = record.get("weights")
+    commit = Commit(
+        member=str(record["member"]),
+        rank=rank,
+        world_size=world_size,
+        incarnation=incarnation,
+        first_step=first,
+        stop_step=stop,
+        position=Position(epoch, start),
+        ids_digest=str(record["ids_digest"]),
+        weights=None if weights is None else tuple(weights),
+    )
+    if first >= stop or rank >= world_size:
+        raise ValueError(f"{commit}, in a world of {world_size}")
+    story.commits.append(commit)
+
+
+def _read_loss(story: Story, record: dict[str, Any]) -> None:
+    step, epoch, start, stop = (_number(record, key) for key in ("step", "epoch", "start", "stop"))
+    # By default that which owned the step when the record was written: only the log's writer resumes incarnations.
+    owner = max((i for i, begin in story.begins.items() if begin <= step), default=None)
+    incarnation = _number(record, "incarnation") if "incarnation" in record else owner
+    if start >= stop:
+        raise ValueError(f"positions [{start}, {stop}) are none")
+    story.losses.append(Loss(step, epoch, start, stop, incarnation))
+
+
+def _read_finished(story: Story, record: dict[str, Any]) -> None:
+    story.finished_at = _number(record, "steps")

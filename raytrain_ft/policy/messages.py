@@ -1,0 +1,281 @@
+"""What the supervisor's machine is told (events) and what it asks for (commands). Frozen data, nothing else.
+
+Every event bears `at`, seconds since the run began, because the machine has no clock. An event about an incarnation bears its
+number, and the machine ignores it once that incarnation is over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from raytrain_ft.policy.reconcile import Copy, Marks, Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened.
+
+    Attributes:
+        at: seconds since the run began, monotonic.
+    """
+
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStarted(Event):
+    """The first event of a run: what it is and what it may use. `details` are for the record only."""
+
+    run_id: str
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityChanged(Event):
+    """How many more workers the cluster could host now."""
+
+    slots: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStarted(Event):
+    """A worker has built its model and waits for work: a spare."""
+
+    member: str
+    node: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLost(Event):
+    """A worker is gone, or is treated as gone. `noticed_by` says how this became known."""
+
+    member: str
+    cause: str
+    noticed_by: str = "supervisor"
+    preempted: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspected(Event):
+    """Something is wrong in this incarnation, but it is not known with whom: a collective failed, or a step takes too long."""
+
+    incarnation: int
+    reason: str
+    noticed_by: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fenced(Event):
+    """A worker has left its step and its group. `marks` is None when it holds no training state."""
+
+    member: str
+    incarnation: int
+    marks: Marks | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reconciled(Event):
+    """A worker has joined the new group and carried out its part of the plan.
+
+    Attributes:
+        digests: hash of each bucket's state.
+        undone: parameters that were undone.
+    """
+
+    member: str
+    incarnation: int
+    digests: tuple[str, ...]
+    undone: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filled(Event):
+    """A worker holds the whole training state; `digests` as in Reconciled."""
+
+    member: str
+    incarnation: int
+    digests: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepsCommitted(Event):
+    """A worker committed steps [first_step, stop_step), drawing its share from position (epoch, start) on.
+
+    Attributes:
+        ids_digest: hash over the ids of the samples that this rank drew, in order.
+        loss: mean loss over the last of these global batches.
+        longest_s: the longest of these steps, seconds.
+    """
+
+    member: str
+    rank: int
+    world_size: int
+    incarnation: int
+    first_step: int
+    stop_step: int
+    epoch: int
+    start: int
+    ids_digest: str
+    loss: float
+    longest_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplesLost(Event):
+    """A lossy decision dropped positions [start, stop) of an epoch's order."""
+
+    incarnation: int
+    step: int
+    epoch: int
+    start: int
+    stop: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped(Event):
+    """A worker stopped at the step boundary that all agreed upon."""
+
+    member: str
+    incarnation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completed(Event):
+    """A worker has committed the last step of the run."""
+
+    member: str
+    incarnation: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved(Event):
+    """The final state of the run is in storage."""
+
+    member: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskFailed(Event):
+    """The user's own code raised, or the loss is not finite."""
+
+    member: str
+    rank: int
+    step: int
+    kind: Literal["task", "non_finite", "config"]
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimerFired(Event):
+    """A deadline that the machine had set has passed."""
+
+    timer: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortRequested(Event):
+    """Somebody asked for the end of the run."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisorRestarted(Event):
+    """The supervisor came back after its own loss and has read the events up to here."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorker:
+    """Start a worker that becomes a spare when it is ready."""
+
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """End all earlier incarnations on these members; each answers with Fenced."""
+
+    members: tuple[str, ...]
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reconcile:
+    """All of `world` (in rank order) join the group of this incarnation; those with state carry out `plan`."""
+
+    world: tuple[str, ...]
+    incarnation: int
+    plan: Plan | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Copy state, bucket by bucket. `whole` receive everything, the step number and the schedules too, from `source`."""
+
+    world: tuple[str, ...]
+    incarnation: int
+    copies: tuple[Copy, ...]
+    whole: tuple[str, ...]
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Go on training."""
+
+    world: tuple[str, ...]
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopAtBoundary:
+    """Ask for a stop at a step boundary that all ranks agree upon; each answers with Stopped."""
+
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One member writes the final state."""
+
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """Make sure that this worker is gone."""
+
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Watch this worker again, after the supervisor's own restart."""
+
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetTimer:
+    """Tell me when this much time has passed."""
+
+    timer: str
+    seconds: float
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The run is over; nothing more will be asked for."""
+
+
+Command = (
+    StartWorker | Fence | Reconcile | Fill | Run | StopAtBoundary | Save | Kill | Watch | SetTimer | End
+)

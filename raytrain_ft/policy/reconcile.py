@@ -1,0 +1,154 @@
+"""Make the survivors of a loss consistent: who copies what from whom, what is undone, from which step to go on.
+
+A bucket's *version* is the number of updates applied to it. Facts that this rests on (design, "Reconciling the survivors"):
+survivors have completed B or B+1 steps, never further apart, because nobody can reduce a bucket of step B+1 before everybody
+has finished step B. So every version is B or B+1, and
+
+1. if every bucket of step B is, on some survivor, either updated or reduced, everybody contributed to everything: the step
+   is *completed* everywhere, by passing the reduced gradients (or, where they are gone, the state) to those without;
+2. otherwise the step is *redone*: a bucket that some survivor has not updated is copied back from that one; one that every
+   survivor updated is *undone* by everybody (SWIFT, section 4), by the same operations on the same bits.
+
+Unlike SWIFT's prototype this needs no second copy of the gradients: a step that anybody completed is never undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from raytrain_ft.errors import RecoveryError
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Where one survivor stands, bucket by bucket.
+
+    Attributes:
+        member: the survivor.
+        step: steps that it has committed.
+        versions: per bucket, updates applied to it.
+        gradients: per bucket, the step whose reduced gradient is still held, or None.
+    """
+
+    member: str
+    step: int
+    versions: tuple[int, ...]
+    gradients: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One bucket's reduced gradient or state, sent by `source` to every one of `targets`."""
+
+    bucket: int
+    what: Literal["gradient", "state"]
+    source: str
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the survivors do, in this order: copy gradients; update or undo; copy state; commit or discard the attempt.
+
+    Attributes:
+        step: the number of steps that all have committed afterwards: training goes on with this step.
+        completes: whether the interrupted step is completed (else it is redone, or there was none).
+        gradients: reduced gradients to pass on before updating.
+        undo: buckets whose update of step `step` everybody undoes.
+        states: buckets whose state is copied, after the updates.
+        reason: the decision in words.
+    """
+
+    step: int
+    completes: bool = False
+    gradients: tuple[Copy, ...] = ()
+    undo: tuple[int, ...] = ()
+    states: tuple[Copy, ...] = ()
+    reason: str = "nobody had begun to update"
+
+
+def reconcile(survivors: Sequence[Marks], *, whole_update: bool) -> Plan:
+    """Decides how the survivors become consistent.
+
+    Args:
+        survivors: at least one; all with the same number of buckets.
+        whole_update: whether the update needs all gradients at once (`update="barrier"`, which may clip by the global norm).
+
+    Raises:
+        RecoveryError: the survivors are further apart than one step, which no interruption can cause.
+    """
+    versions = [version for marks in survivors for version in marks.versions]
+    base, newest = min(versions), max(versions)
+    if newest - base > 1:
+        raise RecoveryError(
+            f"survivors are {newest - base} updates apart ({_places(survivors)}); only one step can be under way. "
+            "This is a bug or corrupted memory: please report it with the event log."
+        )
+    buckets = range(len(survivors[0].versions))
+    if newest == base and not all(_has_gradient(survivors, bucket, base) for bucket in buckets):
+        return Plan(step=base, reason=f"nobody had begun to update in step {base}: it is redone")
+    if all(_has_gradient(survivors, bucket, base) or _holders(survivors, bucket, base + 1) for bucket in buckets):
+        return _complete(survivors, base, whole_update)
+    return _redo(survivors, base)
+
+
+def _complete(survivors: Sequence[Marks], base: int, whole_update: bool) -> Plan:
+    gradients: list[Copy] = []
+    states: list[Copy] = []
+    for bucket in range(len(survivors[0].versions)):
+        with_gradient = [marks.member for marks in survivors if marks.gradients[bucket] == base]
+        behind = [marks for marks in survivors if marks.versions[bucket] == base]
+        without = tuple(marks.member for marks in behind if marks.gradients[bucket] != base)
+        if without and with_gradient:
+            gradients.append(Copy(bucket, "gradient", with_gradient[bucket % len(with_gradient)], without))
+        elif without:
+            updated = _holders(survivors, bucket, base + 1)
+            states.append(Copy(bucket, "state", updated[bucket % len(updated)], without))
+    if whole_update and states:
+        # One of the gradients is gone, so the norm of all cannot be had again: take the whole state from who completed.
+        gradients, states = [], _copy_all(survivors, base)
+    done = len(_completed(survivors, base))
+    reason = f"{done} of {len(survivors)} survivors had completed step {base}" if done else f"step {base} was fully reduced"
+    return Plan(base + 1, True, tuple(gradients), (), tuple(states), f"{reason}: it is completed everywhere")
+
+
+def _copy_all(survivors: Sequence[Marks], base: int) -> list[Copy]:
+    sources = _completed(survivors, base)
+    behind = tuple(marks.member for marks in survivors if marks.member not in sources)
+    return [
+        Copy(bucket, "state", sources[bucket % len(sources)], behind) for bucket in range(len(survivors[0].versions))
+    ]
+
+
+def _redo(survivors: Sequence[Marks], base: int) -> Plan:
+    undo: list[int] = []
+    states: list[Copy] = []
+    for bucket in range(len(survivors[0].versions)):
+        untouched = _holders(survivors, bucket, base)
+        ahead = tuple(marks.member for marks in survivors if marks.versions[bucket] == base + 1)
+        if not untouched:
+            undo.append(bucket)
+        elif ahead:
+            states.append(Copy(bucket, "state", untouched[bucket % len(untouched)], ahead))
+    changes = [f"{len(undo)} buckets undone by all"] if undo else []
+    changes += [f"{len(states)} buckets copied back"] if states else []
+    reason = f"step {base} was partly updated: {' and '.join(changes)}, and it is redone"
+    return Plan(base, False, (), tuple(undo), tuple(states), reason)
+
+
+def _has_gradient(survivors: Sequence[Marks], bucket: int, step: int) -> bool:
+    return any(marks.gradients[bucket] == step for marks in survivors)
+
+
+def _holders(survivors: Sequence[Marks], bucket: int, version: int) -> list[str]:
+    return [marks.member for marks in survivors if marks.versions[bucket] == version]
+
+
+def _completed(survivors: Sequence[Marks], base: int) -> list[str]:
+    return [marks.member for marks in survivors if all(version == base + 1 for version in marks.versions)]
+
+
+def _places(survivors: Sequence[Marks]) -> str:
+    return ", ".join(f"{marks.member}: {min(marks.versions)}-{max(marks.versions)}" for marks in survivors)

@@ -1,0 +1,101 @@
+"""What a person sees of a run: a progress bar on a terminal, plain lines in a job's log, an account of every recovery."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from raytrain_ft.policy.strategy import Recovery
+from raytrain_ft.result import recovery_of
+
+LINE_INTERVAL_S = 5.0
+
+
+class Display:
+    """Shows the account that the supervisor gives of itself."""
+
+    def __init__(self, name: str, max_steps: int, *, quiet: bool = False) -> None:
+        self._name = name
+        self._max_steps = max_steps
+        self._quiet = quiet
+        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        self._shown = 0
+        self._last_line = 0.0
+        self._state = ""
+
+    def __enter__(self) -> Display:
+        if self._console.is_terminal and not self._quiet:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self._bar = Progress(*columns, TextColumn("{task.fields[note]}"), console=self._console)
+            self._bar.start()
+            self._task = self._bar.add_task(self._name, total=self._max_steps, note="")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, account: dict[str, Any]) -> None:
+        """Brings what is shown up to date."""
+        if self._quiet:
+            return
+        for fields in account["recoveries"][self._shown :]:
+            recovery = recovery_of(fields)
+            if recovery.resumed is None and account["state"] not in ("FINISHED", "ERRORED", "ABORTED"):
+                break
+            self._shown += 1
+            self._console.print(describe(recovery), markup=False)
+        loss = "" if account["loss"] is None else f"loss {account['loss']:.4f}"
+        note = f"{account['world_size']} workers  {loss}"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=account["step"], note=f"{account['state'].lower()}  {note}")
+        elif account["state"] != self._state or time.monotonic() - self._last_line > LINE_INTERVAL_S:
+            self._last_line = time.monotonic()
+            self._console.print(
+                f"[{self._name}] {account['seconds']:7.1f} s  step {account['step']}/{self._max_steps}  "
+                f"{account['state'].lower()}  {note}",
+                markup=False,
+            )
+        self._state = account["state"]
+
+
+def describe(recovery: Recovery) -> str:
+    """A short account of one recovery: what died, how it was noticed, what was done, what it cost, what was kept."""
+    lost = f"lost {', '.join(recovery.lost)}" if recovery.lost else "nobody lost"
+    lines = [f"  recovery: {recovery.cause}"]
+    lines.append(f"    noticed by {recovery.noticed_by}; {lost}; workers {recovery.world_before} -> {recovery.world_after}")
+    undone = f"; {recovery.undone:,} parameters undone" if recovery.undone else ""
+    repaired = f"; {recovery.repaired} buckets repaired after a hash mismatch" if recovery.repaired else ""
+    lines.append(f"    {recovery.strategy}: {recovery.reason}{undone}{repaired}")
+    lines.append(f"    {_times(recovery)}")
+    again = f", after {recovery.attempts} attempts" if recovery.attempts > 1 else ""
+    lines.append(f"    goes on with step {recovery.step}{again}; kept: {_KEPT[recovery.guarantee.value]}")
+    return "\n".join(lines)
+
+
+_KEPT = {
+    "exact": "exact (every bit as without the failure)",
+    "rounding": "exact up to rounding (an undo, or sums in another order)",
+}
+
+
+def _times(recovery: Recovery) -> str:
+    parts: list[str] = []
+    before = recovery.detected
+    for name, at in (
+        ("fenced", recovery.fenced),
+        ("reconciled", recovery.reconciled),
+        ("filled", recovery.filled),
+        ("resumed", recovery.resumed),
+    ):
+        if at is not None:
+            parts.append(f"{name} +{(at - before) * 1000:.0f} ms")
+            before = at
+    total = "" if recovery.seconds is None else f" = {recovery.seconds:.2f} s"
+    return ", ".join(parts) + total

@@ -1,0 +1,62 @@
+"""What `Trainer.fit` returns, and how to get the trained model back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raytrain_ft.policy.strategy import Guarantee, Recovery, Strategy
+from raytrain_ft.storage.arrow import read_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The outcome of a run. `metrics`, `path` and `error` mean what they mean in `ray.train.Result`.
+
+    Attributes:
+        metrics: the latest "loss" and "step".
+        path: the run's directory: event log, timeline, final state.
+        recoveries: every recovery and planned resize: cause, strategy, guarantee kept, and when it was detected, fenced,
+            reconciled, filled and resumed (seconds since the run began).
+        digest: hash of the final training state, bucket by bucket: two runs are bit-identical if and only if it is equal.
+        seconds: how long the run took.
+        error: None; a run that fails raises.
+    """
+
+    metrics: dict[str, Any]
+    path: str
+    recoveries: list[Recovery] = field(default_factory=list)
+    digest: str = ""
+    seconds: float = 0.0
+    error: Exception | None = None
+
+    @property
+    def final_state(self) -> str:
+        """The file with the model's final state."""
+        return str(Path(self.path) / "final.arrow")
+
+
+def recovery_of(fields: dict[str, Any]) -> Recovery:
+    """A `Recovery` from plain data, as the supervisor and the event log give it."""
+    known = {name: fields[name] for name in Recovery.__dataclass_fields__}
+    known["strategy"], known["guarantee"] = Strategy(known["strategy"]), Guarantee(known["guarantee"])
+    return Recovery(**known)
+
+
+def load_model(task: Any, result: Result | str) -> torch.nn.Module:
+    """The task's model with the final weights of a run.
+
+    Args:
+        result: what `fit` returned, or the path of a `final.arrow`.
+
+    Raises:
+        StorageError: the file is missing or damaged.
+    """
+    path = result.final_state if isinstance(result, Result) else result
+    tensors, _ = read_tensors(path)
+    model = task.model(0)
+    model.load_state_dict(tensors)
+    return model

@@ -1,0 +1,253 @@
+"""The workers as the supervisor handles them: starts them, sends commands, turns answers and silence into events.
+
+Nothing is decided here. Every command becomes calls to workers, and every call ends as an event: an answer, or the loss of
+the worker that did not give one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from raytrain_ft.errors import ConfigError, FencedError
+from raytrain_ft.policy import messages as m
+from raytrain_ft.runtime import placement
+from raytrain_ft.runtime.health import Health
+from raytrain_ft.runtime.spec import NAMESPACE, Introduction, RunSpec
+from raytrain_ft.runtime.worker import Worker
+from raytrain_ft.training.process_group import PeerLostError
+
+WATCH_SECONDS = 60.0
+START_SECONDS = 120.0
+KILL_SECONDS = 30.0
+
+
+class Crew:
+    """All workers of a run."""
+
+    def __init__(self, spec: RunSpec, tell: Callable[[m.Event], None], now: Callable[[], float], health: Health) -> None:
+        self._spec = spec
+        self._tell = tell
+        self._now = now
+        self._health = health
+        self._handles: dict[str, Any] = {}
+        self._placed: dict[str, str | None] = {}
+        self._introductions: dict[str, Introduction] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._killing: set[asyncio.Task[None]] = set()
+
+    def node_of(self, member: str) -> str | None:
+        """The Ray node of a worker."""
+        known = self._introductions.get(member)
+        return known.node if known else self._placed.get(member)
+
+    def pid_of(self, member: str) -> int | None:
+        """The process of a worker on its node."""
+        known = self._introductions.get(member)
+        return known.pid if known else None
+
+    def handle(self, member: str) -> Any:
+        """A worker's actor handle, found by name after the supervisor's own restart."""
+        if member not in self._handles:
+            self._handles[member] = ray.get_actor(self._spec.member_name(member), namespace=NAMESPACE)
+        return self._handles[member]
+
+    def carry_out(self, command: m.Command) -> None:
+        """Begins to carry a command out; the results come as events."""
+        match command:
+            case m.StartWorker(member):
+                self._spawn(self._start(member))
+            case m.Watch(member):
+                self._spawn(self._attach(member))
+            case m.Fence(members, incarnation):
+                self._health.alert(members)
+                for member in members:
+                    self._spawn(self._fence(member, incarnation))
+            case m.Reconcile(world, incarnation, plan):
+                for member in world:
+                    self._spawn(self._reconcile(member, world, incarnation, plan))
+            case m.Fill():
+                self._spawn(self._fill(command))
+            case m.Run(world, incarnation):
+                for member in world:
+                    self._spawn(self._ask(member, "run", incarnation))
+            case m.StopAtBoundary(members):
+                for member in members:
+                    self._spawn(self._ask(member, "stop_at_boundary"))
+            case m.Save(member):
+                self._spawn(self._save(member))
+            case m.Kill(member):
+                self._spawn(self._kill(member), self._killing)
+            case m.SetTimer(timer, seconds, incarnation):
+                self._spawn(self._timer(timer, seconds, incarnation))
+            case m.End():
+                for task in self._tasks:
+                    task.cancel()
+
+    def _spawn(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]] | None = None) -> None:
+        tasks = self._tasks if tasks is None else tasks
+        task = asyncio.get_running_loop().create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    async def settled(self) -> None:
+        """Waits until every worker that had to go is gone."""
+        if self._killing:
+            await asyncio.wait(set(self._killing), timeout=KILL_SECONDS)
+
+    # ---------------------------------------------------------------- starting and watching
+
+    async def _start(self, member: str) -> None:
+        nodes = placement.nodes()
+        taken = Counter(node for node in self._placed.values() if node)
+        node = placement.choose(nodes, placement.demand(self._spec.options), taken, self._health.lost_nodes)
+        self._placed[member] = node
+        actor = ray.remote(Worker).options(
+            name=self._spec.member_name(member),
+            namespace=NAMESPACE,
+            lifetime="detached",  # workers outlive the supervisor's process; the heartbeat ends them if it is gone for good
+            max_concurrency=16,
+            scheduling_strategy=placement.strategy_for(node),
+            **self._spec.options,
+        )
+        supervisor = ray.get_runtime_context().current_actor
+        self._handles[member] = actor.remote(member, self._spec, supervisor)
+        await self._introduce(member)
+
+    async def _attach(self, member: str) -> None:
+        try:
+            self.handle(member)
+        except ValueError:
+            self._lost(member, "it died while the supervisor was away", "ray")
+            return
+        await self._introduce(member)
+
+    async def _introduce(self, member: str) -> None:
+        known = await self._call(member, "setup", seconds=START_SECONDS)
+        if known is None:
+            return
+        self._introductions[member] = known
+        self._placed[member] = known.node
+        self._health.expect(member)
+        self._spawn(self._watch(member))
+        if self._health.is_starting(member):
+            self._tell(m.WorkerStarted(at=self._now(), member=member, node=known.node, pid=known.pid))
+
+    async def _watch(self, member: str) -> None:
+        """Ray tells of a killed process within about 10 ms by failing the call that is under way."""
+        while True:
+            try:
+                await self.handle(member).watch.remote(WATCH_SECONDS)
+            except RayError as error:
+                self._lost(member, _cause(error), "ray", preempted=bool(getattr(error, "preempted", False)))
+                return
+
+    def _lost(self, member: str, cause: str, noticed_by: str, preempted: bool = False) -> None:
+        self._tell(
+            m.WorkerLost(at=self._now(), member=member, cause=cause, noticed_by=noticed_by, preempted=preempted)
+        )
+
+    # ---------------------------------------------------------------- commands
+
+    async def _call(self, member: str, method: str, *args: Any, seconds: float | None = None) -> Any:
+        """Calls a worker; None if it could not answer, which is then an event."""
+        try:
+            call = getattr(self.handle(member), method).remote(*args)
+            return await asyncio.wait_for(asyncio.wrap_future(call.future()), seconds)
+        except RayTaskError as error:
+            self._report(member, error)
+        except (RayActorError, GetTimeoutError, ValueError) as error:
+            self._lost(member, _cause(error), "ray")
+        except TimeoutError:
+            self._lost(member, f"no answer to {method} within {seconds:g} s", "deadline")
+        return None
+
+    def _report(self, member: str, error: RayTaskError) -> None:
+        """What a worker's method raised, as an event. A fence that overtook the command is none."""
+        cause = error.cause if isinstance(error.cause, BaseException) else error
+        if isinstance(cause, FencedError):
+            return
+        if isinstance(cause, PeerLostError):
+            incarnation = self._health.incarnation
+            self._tell(m.Suspected(at=self._now(), incarnation=incarnation, reason=str(cause)[:300], noticed_by=member))
+            return
+        kind = "config" if isinstance(cause, ConfigError) else "task"
+        message = str(cause) if kind == "config" else str(error)
+        self._tell(m.TaskFailed(at=self._now(), member=member, rank=-1, step=self._health.step, kind=kind, message=message))
+
+    async def _ask(self, member: str, method: str, *args: Any) -> None:
+        await self._call(member, method, *args)
+
+    async def _fence(self, member: str, incarnation: int) -> None:
+        try:
+            marks = await self.handle(member).fence.remote(incarnation)
+        except RayTaskError as error:
+            self._report(member, error)
+        except (RayError, ValueError) as error:
+            self._lost(member, _cause(error), "ray")
+        else:
+            self._tell(m.Fenced(at=self._now(), member=member, incarnation=incarnation, marks=marks))
+
+    async def _reconcile(self, member: str, world: tuple[str, ...], incarnation: int, plan: Any) -> None:
+        answer = await self._call(member, "reconcile", world, incarnation, plan)
+        if answer is not None:
+            digests, undone = answer
+            self._tell(
+                m.Reconciled(at=self._now(), member=member, incarnation=incarnation, digests=digests, undone=undone)
+            )
+
+    async def _fill(self, command: m.Fill) -> None:
+        extras = await self._call(command.source, "extras", command.incarnation) if command.whole else None
+        if command.whole and extras is None:
+            return
+        for member in command.world:
+            self._spawn(self._fill_one(member, command, extras if member in command.whole else None))
+
+    async def _fill_one(self, member: str, command: m.Fill, extras: Any) -> None:
+        digests = await self._call(member, "fill", command.incarnation, command.copies, extras)
+        if digests is not None:
+            self._tell(m.Filled(at=self._now(), member=member, incarnation=command.incarnation, digests=digests))
+
+    async def _save(self, member: str) -> None:
+        path = await self._call(member, "save", str(self._spec.directory / "final.arrow"))
+        if path is not None:
+            self._tell(m.Saved(at=self._now(), member=member, path=path))
+
+    async def _kill(self, member: str) -> None:
+        """Ray kills a process that does not answer, a frozen one too, after some seconds."""
+        self._health.forget(member)
+        self._placed.pop(member, None)
+        try:
+            handle = self.handle(member)
+        except ValueError:
+            return
+        ray.kill(handle)
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(handle.ping.remote().future()), KILL_SECONDS)
+        except (RayError, TimeoutError):
+            self._handles.pop(member, None)
+
+    async def _timer(self, timer: str, seconds: float, incarnation: int) -> None:
+        await asyncio.sleep(seconds)
+        self._tell(m.TimerFired(at=self._now(), timer=timer, incarnation=incarnation))
+
+
+def _cause(error: BaseException) -> str:
+    """A worker's death in a line."""
+    text = " ".join(str(error).split())
+    if isinstance(error, ActorDiedError) or "actor" in text.lower():
+        for sign, words in (
+            ("OOM", "the process was killed, perhaps for memory"),
+            ("node died", "the node died"),
+            ("connection error code 2", "the process died (SIGKILL, a crash or an exit)"),
+            ("INTENDED_USER_EXIT", "the process exited"),
+            ("exit code", "the process exited"),
+        ):
+            if sign in text and (sign != "OOM" or "memory usage" in text and "TaskOOM" in text):
+                return words
+    return text[:200] or type(error).__name__

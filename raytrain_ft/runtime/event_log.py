@@ -1,0 +1,90 @@
+"""The run's event log: JSON lines under its directory, written before an event is acted upon.
+
+The machine's state is a fold of this log, so a supervisor that was lost comes back from it, and a person can read what
+happened. The first field of a line is the event's class.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from raytrain_ft.errors import StorageError
+from raytrain_ft.policy import messages
+from raytrain_ft.policy.messages import Event
+
+_CLASSES: dict[str, type[Event]] = {
+    name: value
+    for name, value in vars(messages).items()
+    if isinstance(value, type) and issubclass(value, Event) and value is not Event
+}
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {cls: TypeAdapter(cls) for cls in _CLASSES.values()}
+
+
+def encode(event: Event) -> str:
+    """One line, without the newline."""
+    fields = _ADAPTERS[type(event)].dump_python(event, mode="json")
+    return json.dumps({"event": type(event).__name__, **fields}, separators=(",", ":"))
+
+
+def decode(line: str) -> Event | None:
+    """The event of a line, or None for a line that is for people only."""
+    fields = json.loads(line)
+    cls = _CLASSES.get(fields.pop("event"))
+    return None if cls is None else _ADAPTERS[cls].validate_python(fields)
+
+
+class EventLog:
+    """Appends to one file. Each line reaches the kernel before `append` returns, so it survives this process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def append(self, event: Event) -> None:
+        """Writes an event."""
+        os.write(self._file, (encode(event) + "\n").encode())
+
+    def note(self, name: str, **fields: Any) -> None:
+        """Writes a line that is for people and tools, not for the machine."""
+        os.write(self._file, (json.dumps({"event": name, **fields}, separators=(",", ":")) + "\n").encode())
+
+    def close(self) -> None:
+        """Ends the log."""
+        os.close(self._file)
+
+
+def read_events(path: Path) -> list[Event]:
+    """The events of a log, in order. A last line that was cut short by a crash is left out.
+
+    Raises:
+        StorageError: another line is damaged.
+    """
+    events: list[Event] = []
+    lines = path.read_text().splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            event = decode(line)
+        except (json.JSONDecodeError, ValidationError, KeyError) as error:
+            if number == len(lines):
+                break
+            raise StorageError(f"{path}, line {number} is damaged: {error}") from error
+        if event is not None:
+            events.append(event)
+    return events
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log as dictionaries, notes included."""
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records

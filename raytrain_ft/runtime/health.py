@@ -1,0 +1,180 @@
+"""Noticing: late heartbeats, silence, hangs, what heartbeats tell, and the cluster's nodes -> events.
+
+Suspicion is cheap (a late beat, a slow step) and is confirmed before it counts: a silent worker is asked directly, with a short
+deadline. Ray by itself tells of a killed process in 10 ms, but of a frozen or unplugged node only after a minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ray.exceptions import ActorDiedError, RayError
+
+from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.machine import Machine, MemberState, State
+from raytrain_ft.runtime import placement
+from raytrain_ft.runtime.spec import Beat, RunSpec
+
+CHECK_INTERVAL_S = 0.05
+CLUSTER_INTERVAL_S = 1.0
+WAITING = frozenset({"reduce", "reduced"})
+"""Places where a worker waits for others: who is elsewhere holds them up."""
+
+
+class Health:
+    """What is known of every worker's health."""
+
+    def __init__(self, spec: RunSpec, tell: Callable[[m.Event], None], now: Callable[[], float]) -> None:
+        self._spec = spec
+        self._tell = tell
+        self._now = now
+        self._heard: dict[str, float] = {}
+        self._beats: dict[str, Beat] = {}
+        self._told: dict[str, tuple[int, str]] = {}
+        self._recorded: dict[tuple[str, int], int] = {}
+        self._probing: set[str] = set()
+        self._members: dict[str, MemberState] = {}
+        self._capacity: int | None = None
+        self.lost_nodes: set[str] = set()
+        self.loss: float | None = None
+        self.state = State.INITIALIZING
+        self.incarnation = 0
+        self.step = 0
+        self._longest = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def follow(self, machine: Machine) -> None:
+        """Keeps what decides about noticing in line with the machine."""
+        self._members = dict(machine.members)
+        self.incarnation, self.step, self._longest = machine.incarnation, machine.step, machine.longest_step
+
+    def expect(self, member: str) -> None:
+        """From now on this worker must beat."""
+        self._heard[member] = time.monotonic()
+
+    def forget(self, member: str) -> None:
+        """This worker is gone."""
+        for known in (self._heard, self._beats, self._told):
+            known.pop(member, None)
+
+    def is_starting(self, member: str) -> bool:
+        """Whether the machine still waits for this worker to become ready."""
+        return self._members.get(member) == MemberState.STARTING
+
+    # ---------------------------------------------------------------- heartbeats
+
+    def heard(self, beat: Beat) -> None:
+        """Takes a heartbeat: what is new in it becomes events, once."""
+        if beat.member in self._heard:
+            self._heard[beat.member] = time.monotonic()
+        self._beats[beat.member] = beat
+        for commit in beat.commits:
+            self._record(beat.member, commit)
+        if self._told.get(beat.member) != (beat.incarnation, beat.status):
+            self._told[beat.member] = (beat.incarnation, beat.status)
+            self._tell_status(beat)
+
+    def _record(self, member: str, commit: dict[str, Any]) -> None:
+        key = (member, commit["incarnation"])
+        if self._recorded.get(key, -1) >= commit["stop_step"]:
+            return  # its acknowledgement was lost
+        self._recorded[key] = commit["stop_step"]
+        self.loss = commit["loss"]
+        fields = {name: value for name, value in commit.items() if name != "skipped"}
+        self._tell(m.StepsCommitted(at=self._now(), member=member, **fields))
+        if commit["rank"] == 0:  # all ranks skip alike: one of them says so
+            for skipped in commit["skipped"]:
+                why = "the loss was not finite"
+                self._tell(m.SamplesLost(at=self._now(), incarnation=commit["incarnation"], why=why, **skipped))
+
+    def _tell_status(self, beat: Beat) -> None:
+        at, member, incarnation = self._now(), beat.member, beat.incarnation
+        match beat.status:
+            case "suspect":
+                self._tell(m.Suspected(at=at, incarnation=incarnation, reason=beat.detail, noticed_by=member))
+            case "stopped":
+                self._tell(m.Stopped(at=at, member=member, incarnation=incarnation, step=int(beat.detail)))
+            case "completed":
+                self._tell(m.Completed(at=at, member=member, incarnation=incarnation, digest=beat.detail))
+            case "failed":
+                kind: Any = beat.kind
+                self._tell(
+                    m.TaskFailed(at=at, member=member, rank=beat.rank, step=beat.step, kind=kind, message=beat.detail)
+                )
+
+    # ---------------------------------------------------------------- silence
+
+    async def watch_cluster(self, crew: Any) -> None:
+        """Looks at everything that changes by itself, for ever."""
+        next_nodes = 0.0
+        self._crew = crew
+        before = time.monotonic()
+        while True:
+            await asyncio.sleep(CHECK_INTERVAL_S)
+            now = time.monotonic()
+            if now - before > self._spec.heartbeat_timeout / 2:
+                # This process itself was held up (a suspended machine, a busy one): silence proves nothing.
+                for member in self._heard:
+                    self._heard[member] = max(self._heard[member], now - self._spec.heartbeat_timeout / 2)
+            before = now
+            self._probe(member for member, heard in self._heard.items() if now - heard > self._spec.heartbeat_timeout)
+            self._find_hang()
+            if now >= next_nodes:
+                next_nodes = now + CLUSTER_INTERVAL_S
+                self._count(await asyncio.get_running_loop().run_in_executor(None, placement.nodes))
+
+    def alert(self, members: Iterable[str]) -> None:
+        """Something happened: asks all these workers directly whether they live."""
+        self._probe(members)
+
+    def _probe(self, members: Iterable[str]) -> None:
+        for member in [name for name in members if name not in self._probing and name in self._heard]:
+            self._probing.add(member)
+            task = asyncio.get_running_loop().create_task(self._ask(member))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _ask(self, member: str) -> None:
+        """A direct question with a short deadline: the confirmation of a suspicion."""
+        silent = time.monotonic() - self._heard.get(member, time.monotonic())
+        try:
+            ping = self._crew.handle(member).ping.remote()
+            await asyncio.wait_for(asyncio.wrap_future(ping.future()), self._spec.probe_timeout)
+            if member in self._heard:
+                self._heard[member] = time.monotonic()
+        except ActorDiedError:
+            pass  # Ray knows already, and the call that watches this worker tells it with its cause
+        except (RayError, ValueError, TimeoutError):
+            if member in self._heard:
+                cause = f"silent for {silent + self._spec.probe_timeout:.1f} s (frozen, or cut off)"
+                self._heard.pop(member)
+                self._tell(m.WorkerLost(at=self._now(), member=member, cause=cause, noticed_by="heartbeat"))
+        finally:
+            self._probing.discard(member)
+
+    # ---------------------------------------------------------------- hangs
+
+    def _find_hang(self) -> None:
+        """A worker that lives and beats, but has been in the same place far longer than any step took."""
+        if self.state not in (State.RUNNING, State.RESUME, State.RESIZING):
+            return
+        limit = max(self._spec.hang_timeout, 10 * self._longest)
+        for member, beat in list(self._beats.items()):
+            if self._members.get(member) != MemberState.ACTIVE or beat.status != "running":
+                continue
+            age = beat.since + time.monotonic() - self._heard.get(member, time.monotonic())
+            if age > limit and beat.where not in WAITING and beat.incarnation == self.incarnation:
+                cause = f"hung for {age:.0f} s in {beat.where!r} of step {beat.step}"
+                self._beats.pop(member)
+                self._tell(m.WorkerLost(at=self._now(), member=member, cause=cause, noticed_by="step time"))
+
+    # ---------------------------------------------------------------- the cluster's size
+
+    def _count(self, nodes: list[dict[str, Any]]) -> None:
+        capacity = placement.capacity(nodes, placement.demand(self._spec.options), self.lost_nodes)
+        if capacity != self._capacity:
+            self._capacity = capacity
+            self._tell(m.CapacityChanged(at=self._now(), slots=capacity))

@@ -1,0 +1,147 @@
+"""A worker's heartbeat: shows that it lives, carries what it has committed, and ends the process when nobody answers."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import ActorDiedError, RayError
+
+from raytrain_ft.policy.sampling import digest_of_ids
+from raytrain_ft.runtime.spec import Beat, RunSpec
+from raytrain_ft.training.step import Commit
+
+RECORD_INTERVAL_S = 1.0
+"""Committed steps are merged into one record per this time; the first of an incarnation goes out at once."""
+
+
+class Heartbeat:
+    """One thread that tells the supervisor how this worker is."""
+
+    def __init__(self, member: str, spec: RunSpec, supervisor: Any) -> None:
+        self._member = member
+        self._spec = spec
+        self._supervisor = supervisor
+        self._wake = threading.Event()
+        self._lock = threading.Lock()
+        self._status, self._detail, self._kind = "idle", "", ""
+        self._incarnation = 0
+        self._rank = -1
+        self._where, self._step, self._since = "setup", 0, time.monotonic()
+        self._open: list[Commit] = []
+        self._closed: list[dict[str, Any]] = []
+        self._last_record = 0.0
+        self._thread = threading.Thread(target=self._beat_until_the_end, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Begins to beat."""
+        self._thread.start()
+
+    def at(self, where: str, step: int) -> None:
+        """The training thread has come to this place. Called many times a step, hence no lock."""
+        self._where, self._step, self._since = where, step, time.monotonic()
+
+    def idle(self, incarnation: int) -> None:
+        """Parked, in this incarnation."""
+        with self._lock:
+            self._close_record()
+            self._status, self._detail, self._kind = "idle", "", ""
+            self._incarnation = incarnation
+
+    def running(self, incarnation: int, rank: int) -> None:
+        """Training has begun in this incarnation."""
+        with self._lock:
+            self._status, self._detail, self._kind = "running", "", ""
+            self._incarnation, self._rank = incarnation, rank
+            self._last_record = 0.0
+            self.at("run", self._step)
+
+    def is_running(self, incarnation: int) -> bool:
+        """Whether training was begun in this incarnation already (a command that came twice)."""
+        return self._incarnation == incarnation and self._status != "idle"
+
+    def ended(self, status: str, detail: str, kind: str = "") -> None:
+        """The run of steps has ended in this way; said at once, and again until the supervisor has heard it."""
+        with self._lock:
+            self._close_record()
+            self._status, self._detail, self._kind = status, detail, kind
+        self._wake.set()
+
+    def committed(self, commit: Commit) -> None:
+        """A step was committed."""
+        with self._lock:
+            self._open.append(commit)
+            if time.monotonic() - self._last_record < RECORD_INTERVAL_S:
+                return
+            self._close_record()
+        self._wake.set()
+
+    def _close_record(self) -> None:
+        """Merges the open commits into one record. All are of one incarnation, one after the other."""
+        commits, self._open = self._open, []
+        self._last_record = time.monotonic()
+        if not commits:
+            return
+        first, last = commits[0].attempt, commits[-1].attempt
+        self._closed.append(
+            {
+                "rank": first.rank,
+                "world_size": first.world_size,
+                "incarnation": first.incarnation,
+                "first_step": first.step,
+                "stop_step": last.step + 1,
+                "epoch": first.batch.epoch,
+                "start": first.batch.start,
+                "ids_digest": digest_of_ids(np.concatenate([ids for c in commits for ids in c.attempt.ids])),
+                "loss": commits[-1].loss,
+                "longest_s": max(c.seconds for c in commits),
+                "skipped": [
+                    {"step": c.attempt.step, "epoch": c.attempt.batch.epoch, "start": c.attempt.batch.start,
+                     "stop": c.attempt.batch.stop}
+                    for c in commits
+                    if c.skipped
+                ],
+            }
+        )
+
+    # ---------------------------------------------------------------- on the thread
+
+    def _beat_until_the_end(self) -> None:
+        reached = time.monotonic()
+        while True:
+            self._wake.wait(self._spec.heartbeat_interval)
+            self._wake.clear()
+            beat = self._beat()
+            try:
+                welcome = ray.get(self._supervisor.beat.remote(beat), timeout=self._spec.lease)
+            except ActorDiedError:
+                os._exit(0)  # the supervisor is gone for good: the run is over, or its driver is
+            except RayError:
+                welcome = None  # it restarts; training goes on meanwhile
+            if welcome is False:
+                os._exit(0)  # this worker is no longer a member: it was given up for lost, and must not go on
+            if welcome:
+                reached = time.monotonic()
+                with self._lock:
+                    self._closed = self._closed[len(beat.commits) :]
+            elif time.monotonic() - reached > self._spec.lease:
+                os._exit(0)
+
+    def _beat(self) -> Beat:
+        with self._lock:
+            return Beat(
+                self._member,
+                self._incarnation,
+                self._rank,
+                self._status,
+                self._detail,
+                self._kind,
+                self._step,
+                self._where,
+                time.monotonic() - self._since,
+                tuple(self._closed),
+            )

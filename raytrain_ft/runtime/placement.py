@@ -1,0 +1,47 @@
+"""Where workers go: spread over nodes, the emptiest first, because a replica on the same node survives nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+
+def demand(options: dict[str, Any]) -> dict[str, float]:
+    """The resources that one worker takes, in Ray's words."""
+    resources = {"CPU": float(options.get("num_cpus") or 0), "GPU": float(options.get("num_gpus") or 0)}
+    resources.update(options.get("resources") or {})
+    return {name: amount for name, amount in resources.items() if amount > 0}
+
+
+def room(node: dict[str, Any], wanted: dict[str, float]) -> int:
+    """How many workers a node could host if nothing else ran there."""
+    if not node["Alive"]:
+        return 0
+    return int(min((node["Resources"].get(name, 0.0) // amount for name, amount in wanted.items()), default=64))
+
+
+def capacity(nodes: Iterable[dict[str, Any]], wanted: dict[str, float], avoid: set[str]) -> int:
+    """How many workers the cluster could host. Nodes in `avoid` are gone although Ray does not know it yet."""
+    return sum(room(node, wanted) for node in nodes if node["NodeID"] not in avoid)
+
+
+def choose(nodes: list[dict[str, Any]], wanted: dict[str, float], taken: Counter[str], avoid: set[str]) -> str | None:
+    """The node for the next worker: the one with the fewest of ours among those with room; None if there is none."""
+    free = [n for n in nodes if n["NodeID"] not in avoid and room(n, wanted) > taken[n["NodeID"]]]
+    if not free:
+        return None
+    return min(free, key=lambda n: (taken[n["NodeID"]], n["NodeID"]))["NodeID"]
+
+
+def strategy_for(node: str | None) -> Any:
+    """Ray's scheduling strategy for a chosen node; without one the worker waits until the cluster grows."""
+    return "SPREAD" if node is None else NodeAffinitySchedulingStrategy(node, soft=True)
+
+
+def nodes() -> list[dict[str, Any]]:
+    """The cluster's nodes as Ray sees them."""
+    return ray.nodes()

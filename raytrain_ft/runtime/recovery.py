@@ -1,0 +1,112 @@
+"""How a worker carries out its part of a recovery: make survivors consistent, copy state, fill replacements.
+
+Every transfer of a plan is done by all members in the same order, so no two can wait for each other. Received state is put
+aside until all of it is there and then taken over in one go: a recovery that is itself interrupted leaves every bucket at a
+whole version, so it can begin again from wherever it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from raytrain_ft.policy.reconcile import Copy, Marks, Plan
+from raytrain_ft.training.process_group import FencedGroup
+from raytrain_ft.training.step import Commit, Replica
+
+
+def marks(member: str, replica: Replica) -> Marks | None:
+    """Where this worker stands, or None if it holds nothing that others could go on from."""
+    state = replica.state
+    if not state.filled or any(bucket.dirty for bucket in state.buckets):
+        return None
+    versions = tuple(bucket.version for bucket in state.buckets)
+    return Marks(member, state.step, versions, tuple(bucket.gradient for bucket in state.buckets))
+
+
+class Transfer:
+    """Point-to-point copies within the group of one incarnation."""
+
+    def __init__(self, group: FencedGroup, world: Sequence[str], member: str, probe: Callable[[str], None]) -> None:
+        self._group = group
+        self._rank = {name: rank for rank, name in enumerate(world)}
+        self._member = member
+        self._probe = probe
+
+    def copy(self, copy: Copy, give: Callable[[], Tensor]) -> Tensor | None:
+        """Carries out this member's part of one copy; returns what it received, if it is a target."""
+        if self._member == copy.source:
+            payload = give()
+            size = torch.tensor([payload.numel()], dtype=torch.int64)
+            for target in copy.targets:
+                self._probe("transfer_source")
+                self._group.send([size], self._rank[target], 0).wait()
+                self._group.send([payload], self._rank[target], 0).wait()
+        elif self._member in copy.targets:
+            self._probe("transfer_receiver")
+            size = torch.zeros(1, dtype=torch.int64)
+            self._group.recv([size], self._rank[copy.source], 0).wait()
+            payload = torch.empty(int(size), dtype=torch.uint8)
+            self._group.recv([payload], self._rank[copy.source], 0).wait()
+            return payload
+        return None
+
+
+def _as_bytes(flat: Tensor) -> Tensor:
+    return flat.detach().cpu().contiguous().view(torch.uint8)
+
+
+@torch.no_grad()
+def reconcile(replica: Replica, plan: Plan, transfer: Transfer) -> tuple[int, Commit | None]:
+    """Carries out a survivor's part of the plan; returns how many parameters it undid, and the step that it completed.
+
+    The order matters: gradients first, then updates or undo, then states (which others may have just brought up to date).
+    """
+    state = replica.state
+    base = plan.step - 1 if plan.completes else plan.step
+    if not plan.completes and replica.attempt is not None:
+        state.tail.restore()
+    received = [(c.bucket, transfer.copy(c, lambda c=c: _as_bytes(state.buckets[c.bucket].flat))) for c in plan.gradients]
+    for index, payload in received:
+        if payload is not None:
+            bucket = state.buckets[index]
+            bucket.flat.copy_(payload.view(bucket.flat.dtype))
+            bucket.gradient = base
+    if plan.completes:
+        _update(replica, base)
+    undone = sum(replica.undo_bucket(state.buckets[index]) for index in plan.undo)
+    take_states(replica, plan.states, transfer, version=plan.step)
+    commit = None
+    if plan.completes and state.step == base:
+        commit = replica.commit()
+    elif replica.attempt is not None:
+        replica.discard()
+    return undone, commit
+
+
+def _update(replica: Replica, base: int) -> None:
+    """Brings every bucket whose gradient is here to the next version, in the way that the step itself would have."""
+    behind = [bucket for bucket in replica.state.buckets if bucket.version == base]
+    if not behind or any(bucket.gradient != base for bucket in behind) and replica.settings.update == "barrier":
+        return  # nothing to do, or the whole state comes from a survivor that completed the step
+    if replica.settings.update == "barrier":
+        replica.update()
+        return
+    for bucket in behind:
+        if bucket.gradient == base:
+            bucket.accept()
+            replica.update_bucket(bucket)
+
+
+@torch.no_grad()
+def take_states(replica: Replica, copies: Sequence[Copy], transfer: Transfer, version: int) -> None:
+    """Sends and receives bucket states; what came is taken over only when all of it is here."""
+    buckets = replica.state.buckets
+    received = [(c.bucket, transfer.copy(c, lambda c=c: replica.state.pack(buckets[c.bucket]))) for c in copies]
+    for index, payload in received:
+        if payload is not None:
+            replica.state.unpack(buckets[index], payload)
+            buckets[index].version = version
+            buckets[index].dirty = False

@@ -1,0 +1,114 @@
+"""torch's rendezvous Store over a Ray actor: Ray's token guards it, and no port is open for it."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from typing import Any
+
+import ray
+import torch.distributed as dist
+
+from raytrain_ft.training.process_group import Fence
+
+_POLL = 0.5
+
+
+class StoreServer:
+    """The server's side: keys and values of the present incarnation, in an asyncio actor."""
+
+    def __init__(self) -> None:
+        self._incarnation = 0
+        self._values: dict[str, bytes] = {}
+        self._changed = asyncio.Condition()
+
+    async def set(self, incarnation: int, key: str, value: bytes) -> None:
+        """Sets a key; a new incarnation begins with an empty store, an old one is refused."""
+        async with self._changed:
+            if incarnation > self._incarnation:
+                self._incarnation, self._values = incarnation, {}
+            if incarnation == self._incarnation:
+                self._values[key] = value
+                self._changed.notify_all()
+
+    async def add(self, incarnation: int, key: str, amount: int) -> int:
+        """Adds to a counter and returns its new value."""
+        value = int(self._values.get(key, b"0")) + amount
+        await self.set(incarnation, key, str(value).encode())
+        return value
+
+    async def get(self, incarnation: int, keys: list[str], seconds: float) -> list[bytes] | None:
+        """The values once all keys are there, or None after `seconds`."""
+        def ready() -> bool:
+            return incarnation == self._incarnation and all(key in self._values for key in keys)
+
+        if ready():
+            return [self._values[key] for key in keys]
+        try:
+            async with asyncio.timeout(seconds):
+                async with self._changed:
+                    await self._changed.wait_for(ready)
+                    return [self._values[key] for key in keys]
+        except TimeoutError:
+            return None
+
+
+class RayStore(dist.Store):
+    """The client's side. Every wait is left when the incarnation is fenced."""
+
+    def __init__(self, server: Any, fence: Fence, timeout: timedelta) -> None:
+        super().__init__()
+        self._server = server
+        self._fence = fence
+        self._timeout = timeout
+
+    def set(self, key: str, value: str | bytes) -> None:  # type: ignore[override]
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        ray.get(
+            self._server.store_set.remote(self._fence.incarnation, key, data), timeout=self._timeout.total_seconds()
+        )
+
+    def _values(self, keys: list[str], timeout: timedelta) -> list[bytes]:
+        left = timeout.total_seconds()
+        while left > 0:
+            self._fence.check()
+            seconds = min(left, _POLL)
+            values = ray.get(
+                self._server.store_get.remote(self._fence.incarnation, keys, seconds),
+                timeout=self._timeout.total_seconds() + seconds,
+            )
+            if values is not None:
+                return values
+            left -= seconds
+        raise RuntimeError(f"rendezvous of incarnation {self._fence.incarnation}: {keys} did not come within {timeout}")
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]
+        return self._values([key], self._timeout)[0]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:  # type: ignore[override]
+        return self._values(list(keys), self._timeout)
+
+    def multi_set(self, keys: list[str], values: list[str]) -> None:  # type: ignore[override]
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+        self._values(list(keys), timeout or self._timeout)
+
+    def add(self, key: str, value: int) -> int:  # type: ignore[override]
+        return ray.get(
+            self._server.store_add.remote(self._fence.incarnation, key, value), timeout=self._timeout.total_seconds()
+        )
+
+    def check(self, keys: list[str]) -> bool:  # type: ignore[override]
+        return ray.get(self._server.store_get.remote(self._fence.incarnation, list(keys), 0.0), timeout=10) is not None
+
+    def delete_key(self, key: str) -> bool:  # type: ignore[override]
+        del key
+        return False
+
+    def num_keys(self) -> int:  # type: ignore[override]
+        return 0
+
+    def has_extended_api(self) -> bool:
+        return True

@@ -1,0 +1,87 @@
+"""What a run is: everything that its supervisor and its workers are told once, at their start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raytrain_ft.policy.machine import Rules
+from raytrain_ft.policy.sampling import Sampling
+from raytrain_ft.training.step import StepSettings
+
+NAMESPACE = "raytrain_ft"
+"""Ray namespace of all our named actors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """One run. Times in seconds.
+
+    Attributes:
+        run_id: unique, also among runs of the same name.
+        directory: the run's directory, visible from every node.
+        nonce: what a worker must find in the directory, to prove that it is the same one.
+        options: of Ray, for each worker actor (num_cpus, num_gpus, resources, runtime_env).
+    """
+
+    run_id: str
+    name: str
+    directory: Path
+    nonce: str
+    task: Any
+    sampling: Sampling
+    step: StepSettings
+    rules: Rules
+    options: dict[str, Any]
+    use_gpu: bool
+    undo: str
+    faults: tuple[Any, ...]
+    heartbeat_interval: float
+    heartbeat_timeout: float
+    probe_timeout: float
+    hang_timeout: float
+    lease: float
+
+    @property
+    def supervisor_name(self) -> str:
+        return f"supervisor:{self.name}"
+
+    def member_name(self, member: str) -> str:
+        return f"worker:{self.run_id}:{member}"
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a worker tells the supervisor, again and again. Level, not edge: a lost beat loses nothing.
+
+    Attributes:
+        status: "idle", "running", or how the latest run of steps ended: "stopped", "completed", "suspect", "failed".
+        detail: of the status: a reason, a digest or a traceback.
+        kind: of a failure: "task", "non_finite".
+        where: what the training thread is doing, and at which step.
+        since: seconds that it has been at it.
+        commits: steps committed and not yet acknowledged.
+    """
+
+    member: str
+    incarnation: int
+    rank: int
+    status: str
+    detail: str
+    kind: str
+    step: int
+    where: str
+    since: float
+    commits: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """What a worker says of itself when it is ready."""
+
+    node: str
+    pid: int
+    host: str
+    num_parameters: int
+    num_buckets: int

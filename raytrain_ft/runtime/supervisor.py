@@ -1,0 +1,170 @@
+"""The supervisor actor: wait for an event, let the machine decide, carry its commands out.
+
+Every event is written to the run's log before it is acted upon. When this process is lost, Ray starts it again (its workers
+live on, they are not its children), it reads the log, and the machine goes on from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import asdict
+from typing import Any
+
+from raytrain_ft.chaos.faults import Injector
+from raytrain_ft.errors import IllegalEventError
+from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.machine import ENDED, Machine, State, replay
+from raytrain_ft.runtime import health, timeline
+from raytrain_ft.runtime.crew import Crew
+from raytrain_ft.runtime.event_log import EventLog, read_events
+from raytrain_ft.runtime.rendezvous import StoreServer
+from raytrain_ft.runtime.spec import Beat, RunSpec
+
+
+class Supervisor:
+    """One run's supervisor. Methods are called by the driver (`run`, `status`), by workers (`beat`, `store_*`)."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
+        self._events: asyncio.Queue[m.Event] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._chaos = Injector(spec.faults, spec.directory / "faults", "supervisor")
+        path = spec.directory / "events.jsonl"
+        past = read_events(path) if path.exists() else []
+        self._log = EventLog(path)
+        self._start = time.monotonic() - (past[-1].at if past else 0.0)
+        self._machine = replay(spec.rules, past)
+        self._health = health.Health(spec, self.tell, self.now)
+        self._crew = Crew(spec, self.tell, self.now, self._health)
+        self._store = StoreServer()
+        self._ended = asyncio.Event()
+        self._restarted = bool(past)
+
+    def now(self) -> float:
+        """Seconds since the run began, monotonic, also across this actor's own restarts."""
+        return time.monotonic() - self._start
+
+    def tell(self, event: m.Event) -> None:
+        """Hands an event to the machine, in order."""
+        self._events.put_nowait(event)
+
+    # ---------------------------------------------------------------- for the driver
+
+    async def run(self) -> dict[str, Any]:
+        """Runs to the end and returns the account of it. Called again by Ray after a restart."""
+        if self._restarted:
+            self.tell(m.SupervisorRestarted(at=self.now()))
+        else:
+            self.tell(m.RunStarted(at=0.0, run_id=self._spec.run_id, details=_details(self._spec)))
+        watcher = asyncio.create_task(self._health.watch_cluster(self._crew))
+        try:
+            while self._machine.state not in ENDED:
+                self._step(await self._events.get())
+            await self._crew.settled()
+        finally:
+            watcher.cancel()
+        self._note_end()
+        self._ended.set()
+        return self.account()
+
+    async def status(self) -> dict[str, Any]:
+        """How the run stands, for progress lines."""
+        return self.account()
+
+    async def abort(self, reason: str) -> None:
+        """Ends the run now, and waits until its workers are gone."""
+        self.tell(m.AbortRequested(at=self.now(), reason=reason))
+        await asyncio.wait_for(self._ended.wait(), 30)
+
+    def account(self) -> dict[str, Any]:
+        """State, progress and recoveries as plain data."""
+        machine = self._machine
+        return {
+            "state": str(machine.state),
+            "step": machine.step,
+            "loss": self._health.loss,
+            "incarnation": machine.incarnation,
+            "world_size": len(machine.world),
+            "members": {name: str(what) for name, what in machine.members.items()},
+            "nodes": {name: self._crew.node_of(name) for name in machine.members},
+            "pids": {name: self._crew.pid_of(name) for name in machine.members},
+            "world": list(machine.world),
+            "recoveries": [asdict(recovery) for recovery in machine.recoveries],
+            "failure": machine.failure,
+            "result": machine.result,
+            "seconds": self.now(),
+        }
+
+    # ---------------------------------------------------------------- for the workers
+
+    async def beat(self, beat: Beat) -> bool:
+        """A worker's heartbeat. False tells it that it is no longer a member and must end."""
+        if beat.member not in self._machine.members and self._machine.state != State.INITIALIZING:
+            return False
+        self._health.heard(beat)
+        return True
+
+    async def store_set(self, incarnation: int, key: str, value: bytes) -> None:
+        await self._store.set(incarnation, key, value)
+
+    async def store_get(self, incarnation: int, keys: list[str], seconds: float) -> list[bytes] | None:
+        return await self._store.get(incarnation, keys, seconds)
+
+    async def store_add(self, incarnation: int, key: str, amount: int) -> int:
+        return await self._store.add(incarnation, key, amount)
+
+    # ---------------------------------------------------------------- one event
+
+    def _step(self, event: m.Event) -> None:
+        """Log, decide, carry out."""
+        before = self._machine.state
+        self._log.append(event)
+        try:
+            commands = self._machine.handle(event)
+        except IllegalEventError as error:
+            # A bug of ours. End the run with the story rather than going on from a state that nobody foresaw.
+            self._machine.failure = ("IllegalEventError", str(error))
+            self._machine.state = State.ERRORED
+            commands = [*(m.Kill(member) for member in self._machine.members), m.End()]
+        if self._machine.state != before:
+            self._health.state = self._machine.state
+            self._log.note("State", at=self.now(), state=str(self._machine.state), incarnation=self._machine.incarnation)
+            self._chaos.probe(str(self._machine.state), step=self._machine.step)
+        self._health.follow(self._machine)
+        for command in commands:
+            if isinstance(command, m.Run):
+                self._note_resumed(command)
+            self._crew.carry_out(command)
+
+    def _note_resumed(self, command: m.Run) -> None:
+        recoveries = self._machine.recoveries
+        step = recoveries[-1].step if recoveries and recoveries[-1].resumed is None else self._machine.step
+        self._log.note(
+            "Resumed", at=self.now(), incarnation=command.incarnation, step=step, world_size=len(command.world)
+        )
+
+    def _note_end(self) -> None:
+        machine = self._machine
+        for recovery in machine.recoveries:
+            self._log.note("Recovery", **asdict(recovery))
+        if machine.state == State.FINISHED:
+            self._log.note("RunFinished", at=self.now(), steps=machine.step, **machine.result)
+        elif machine.failure:
+            self._log.note("RunFailed", at=self.now(), state=str(machine.state), error=machine.failure)
+        timeline.write(self._spec.directory)
+
+
+def _details(spec: RunSpec) -> dict[str, Any]:
+    sampling, rules = spec.sampling, spec.rules
+    return {
+        "name": spec.name,
+        "dataset_size": sampling.dataset_size,
+        "global_batch_size": sampling.global_batch_size,
+        "seed": sampling.seed,
+        "shuffle": sampling.shuffle,
+        "drop_last": sampling.drop_last,
+        "max_steps": rules.max_steps,
+        "num_workers": [rules.min_workers, rules.max_workers],
+        "update": spec.step.update,
+    }

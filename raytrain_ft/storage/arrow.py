@@ -1,0 +1,78 @@
+"""Tensors in Arrow IPC files: one row per tensor (name, dtype, shape, bytes, checksum), other values as JSON. Never pickle."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+import xxhash
+from torch import Tensor
+
+from raytrain_ft.errors import StorageError
+
+FORMAT = "raytrain_ft-tensors-1"
+_SCHEMA = pa.schema(
+    [
+        ("name", pa.string()),
+        ("dtype", pa.string()),
+        ("shape", pa.list_(pa.int64())),
+        ("bytes", pa.large_binary()),
+        ("xxh3_64", pa.uint64()),
+    ]
+)
+_DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+
+
+def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    """Writes tensors of any dtype and shape. The file appears under its name only once it is whole and on disk."""
+    path = Path(path)
+    partial = path.with_name(path.name + ".partial")
+    schema = _SCHEMA.with_metadata({"format": FORMAT, "values": json.dumps(dict(values))})
+    with partial.open("wb") as file:
+        with pa.ipc.new_file(file, schema) as writer:
+            for name, tensor in tensors.items():
+                data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                row = [[name], [str(tensor.dtype)], [list(tensor.shape)], [data.tobytes()]]
+                row.append([xxhash.xxh3_64_intdigest(data)])
+                writer.write_batch(pa.record_batch(row, schema=schema))
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Reads and verifies what `write_tensors` wrote.
+
+    Raises:
+        StorageError: the file is missing, of another format, or damaged; it names the tensor.
+    """
+    try:
+        with pa.OSFile(str(path)) as file, pa.ipc.open_file(file) as reader:
+            metadata = reader.schema.metadata or {}
+            if metadata.get(b"format") != FORMAT.encode():
+                raise StorageError(f"{path} is not a {FORMAT} file (format {metadata.get(b'format')!r})")
+            rows = reader.read_all().to_pylist()
+    except (OSError, pa.ArrowInvalid) as error:
+        raise StorageError(f"{path} cannot be read: {error}") from error
+    return {row["name"]: _tensor(path, row) for row in rows}, json.loads(metadata[b"values"])
+
+
+def _tensor(path: str | Path, row: dict[str, Any]) -> Tensor:
+    dtype, shape, data = _DTYPES.get(row["dtype"]), row["shape"], row["bytes"]
+    if dtype is None or len(data) != torch.Size(shape).numel() * dtype.itemsize:
+        raise StorageError(f"{path}: tensor {row['name']} says {row['dtype']} {shape} but has {len(data)} bytes")
+    if xxhash.xxh3_64_intdigest(data) != row["xxh3_64"]:
+        raise StorageError(f"{path}: tensor {row['name']} is damaged (its checksum differs)")
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)

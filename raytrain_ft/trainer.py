@@ -1,0 +1,341 @@
+"""`Trainer`: checks what it is given, starts the supervisor, shows how it goes, cleans up whatever the end."""
+
+from __future__ import annotations
+
+import inspect
+import secrets
+import time
+import uuid
+import warnings
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
+
+from raytrain_ft import errors
+from raytrain_ft.chaos.faults import FailAt
+from raytrain_ft.config import (
+    ParallelismConfig,
+    RecoveryConfig,
+    RunConfig,
+    ScalingConfig,
+    TrainSettings,
+    check_name,
+    workers,
+)
+from raytrain_ft.errors import ConfigError, RunActiveError, TrainingFailedError
+from raytrain_ft.policy.machine import Rules
+from raytrain_ft.policy.sampling import Sampling
+from raytrain_ft.progress import Display
+from raytrain_ft.result import Result, recovery_of
+from raytrain_ft.runtime.spec import NAMESPACE, RunSpec
+from raytrain_ft.runtime.supervisor import Supervisor
+from raytrain_ft.task import TrainTask, check_task
+from raytrain_ft.training.build import check_model, check_undo
+from raytrain_ft.training.step import StepSettings
+
+POLL_S = 0.2
+UNAVAILABLE_S = 120.0
+"""How long the driver waits for a supervisor that Ray is restarting."""
+
+
+class Trainer:
+    """Trains a task on the Ray cluster, whatever becomes of its nodes.
+
+    Args:
+        task: the user's `TrainTask`.
+        max_steps: optimizer steps of the run.
+        global_batch_size: samples per step over all workers; stays the same when their number changes.
+        seed: of everything random.
+        gradient_accumulation_steps: micro-batches per worker and step.
+        max_grad_norm: clip gradients to this global norm; None does not.
+        precision: "bf16" computes forward and loss under autocast.
+        on_non_finite: "raise" ends the run at a NaN or infinite loss; "skip" leaves the step's update out and lists its
+            samples as lost.
+        faults: failures to inject (`chaos.FailAt`), to rehearse.
+        quiet: show nothing.
+
+    Raises:
+        ConfigError: a value that cannot be used, before any worker starts.
+    """
+
+    def __init__(
+        self,
+        task: TrainTask,
+        *,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        recovery_config: RecoveryConfig | None = None,
+        parallelism_config: ParallelismConfig | None = None,
+        quiet: bool = False,
+        **settings: Any,
+    ) -> None:
+        check_task(task)
+        _check_keywords(settings)
+        self._task = task
+        self._scaling = scaling_config or ScalingConfig()
+        self._run = run_config or RunConfig()
+        self._recovery = recovery_config or RecoveryConfig()
+        self._parallelism = parallelism_config or ParallelismConfig()
+        self._quiet = quiet
+        self._settings = TrainSettings(**settings)
+        self._settings.check(self._scaling, self._recovery)
+        self._name = check_name(str(self._run.name))
+
+    def fit(self) -> Result:
+        """Trains to the end.
+
+        Raises:
+            ConfigError: something about the run cannot work; TrainingFailedError: a run that began could not be finished.
+        """
+        spec, supervisor_options = self._prepare()
+        supervisor = self._start(spec, supervisor_options)
+        try:
+            account = self._follow(spec, supervisor)
+        except BaseException:
+            _abort(supervisor, "the driver was interrupted")
+            raise
+        finally:
+            _clean_up(spec, supervisor)
+        return _result(spec, account)
+
+    # ---------------------------------------------------------------- before anything starts
+
+    def _prepare(self) -> tuple[RunSpec, dict[str, Any]]:
+        settings, recovery, scaling = self._settings, self._recovery, self._scaling
+        update = self._check_task_parts()
+        directory = self._directory()
+        dataset = self._task.dataset()
+        sampling = Sampling(
+            dataset_size=_size(dataset),
+            global_batch_size=settings.global_batch_size,
+            seed=settings.seed,
+            shuffle=settings.shuffle,
+            drop_last=settings.drop_last,
+        )
+        del dataset
+        if not ray.is_initialized():
+            ray.init(log_to_driver=False)
+        least, most = workers(scaling)
+        failure = self._run.failure_config
+        rules = Rules(
+            min_workers=least,
+            max_workers=most,
+            max_steps=settings.max_steps,
+            spares=recovery.num_spares,
+            whole_update=update == "barrier",
+            wait_for_replacement=recovery.replacement == "wait",
+            schedule_timeout=recovery.schedule_timeout.total_seconds(),
+            replacement_timeout=recovery.replacement_timeout.total_seconds(),
+            fence_timeout=recovery.fence_timeout.total_seconds(),
+            max_failures=failure.max_failures if failure else -1,
+            max_preemption_failures=getattr(failure, "max_preemption_failures", -1),
+            max_fruitless_recoveries=recovery.max_fruitless_recoveries,
+        )
+        step = StepSettings(
+            seed=settings.seed,
+            gradient_accumulation_steps=settings.gradient_accumulation_steps,
+            max_grad_norm=settings.max_grad_norm,
+            precision=settings.precision,
+            update=update,
+            on_non_finite=settings.on_non_finite,
+            bucket_bytes=settings.bucket_bytes,
+            first_bucket_bytes=settings.first_bucket_bytes,
+        )
+        spec = RunSpec(
+            run_id=uuid.uuid4().hex[:12],
+            name=self._name,
+            directory=directory,
+            nonce=secrets.token_hex(16),
+            task=self._task,
+            sampling=sampling,
+            step=step,
+            rules=rules,
+            options=self._worker_options(),
+            use_gpu=scaling.use_gpu,
+            undo=recovery.undo,
+            faults=tuple(settings.faults),
+            heartbeat_interval=recovery.heartbeat_interval.total_seconds(),
+            heartbeat_timeout=recovery.heartbeat_timeout.total_seconds(),
+            probe_timeout=recovery.probe_timeout.total_seconds(),
+            hang_timeout=recovery.hang_timeout.total_seconds(),
+            lease=recovery.lease.total_seconds(),
+        )
+        return spec, {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 1000}
+
+    def _check_task_parts(self) -> Any:
+        """Builds model and optimizer once, here, so that what cannot work fails before any worker starts.
+
+        Returns the update mode: `strategy="auto"` falls back to "barrier" where wait-free updates could not be undone.
+        """
+        model = self._task.model(0)
+        check_model(model)
+        optimizer = self._task.optimizer([p for p in model.parameters() if p.requires_grad])
+        if self._recovery.update == "barrier":
+            return "barrier"
+        reasons = check_undo(optimizer, self._recovery.undo)
+        if not reasons:
+            return "wait_free"
+        if self._recovery.strategy == "auto":
+            warnings.warn(
+                f'update="wait_free" would need undo, but {"; ".join(reasons)}. Falling back to update="barrier", which '
+                "never needs it.",
+                stacklevel=4,
+            )
+            return "barrier"
+        raise errors.UndoRefusedError(
+            f'RecoveryConfig(update="wait_free"): {"; ".join(reasons)}. Use update="barrier", which never needs an undo.'
+        )
+
+    def _directory(self) -> Path:
+        """The run's directory, made. An earlier run of this name keeps its records beside the new ones."""
+        path = str(self._run.storage_path)
+        if "://" in path:
+            raise ConfigError(
+                f"RunConfig(storage_path={path!r}): only paths of a file system that all nodes share are supported so far"
+            )
+        directory = Path(path).expanduser().resolve() / self._name
+        try:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            probe = directory / f".probe-{uuid.uuid4().hex}"
+            probe.write_text("")
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(f"RunConfig(storage_path={path!r}): {directory} cannot be written: {error}") from error
+        return directory
+
+    def _worker_options(self) -> dict[str, Any]:
+        resources = dict(self._scaling.resources_per_worker or {"CPU": 1})
+        options: dict[str, Any] = {"num_cpus": resources.pop("CPU", 0)}
+        gpus = resources.pop("GPU", 1 if self._scaling.use_gpu else 0)
+        if gpus:
+            options["num_gpus"] = gpus
+        if resources:
+            options["resources"] = resources
+        threads = str(max(1, int(options["num_cpus"])))
+        environment = {"OMP_NUM_THREADS": threads, **(self._run.worker_runtime_env or {}).get("env_vars", {})}
+        options["runtime_env"] = {**(self._run.worker_runtime_env or {}), "env_vars": environment}
+        return options
+
+    # ---------------------------------------------------------------- while it runs
+
+    def _start(self, spec: RunSpec, options: dict[str, Any]) -> Any:
+        """Starts the supervisor. Its name is taken as long as the run lives, which keeps a second one out."""
+        _refuse_second_run(spec)
+        _keep_earlier_records(spec)
+        (spec.directory / "nonce").write_text(spec.nonce)
+        try:
+            return (
+                ray.remote(Supervisor)
+                .options(name=spec.supervisor_name, namespace=NAMESPACE, **options)
+                .remote(spec)
+            )
+        except ValueError as error:
+            raise RunActiveError(_active(spec)) from error
+
+    def _follow(self, spec: RunSpec, supervisor: Any) -> dict[str, Any]:
+        """Shows the run's progress until it has ended; returns the last account."""
+        ended = supervisor.run.remote()
+        unreachable: float | None = None
+        with Display(spec.name, spec.rules.max_steps, quiet=self._quiet) as display:
+            while True:
+                done, _ = ray.wait([ended], timeout=POLL_S)
+                try:
+                    account = ray.get(ended if done else supervisor.status.remote(), timeout=10)
+                    unreachable = None
+                except (ActorUnavailableError, GetTimeoutError) as error:
+                    unreachable = unreachable or time.monotonic()
+                    if time.monotonic() - unreachable > UNAVAILABLE_S:
+                        raise TrainingFailedError(f"the supervisor has not answered for {UNAVAILABLE_S:g} s") from error
+                    continue
+                except ActorDiedError as error:
+                    raise TrainingFailedError(f"the supervisor could not be kept alive: {error}") from error
+                except RayTaskError as error:
+                    raise TrainingFailedError(f"the supervisor failed: {error}") from error
+                display.show(account)
+                if done:
+                    return account
+
+
+def _check_keywords(settings: dict[str, Any]) -> None:
+    known = list(TrainSettings.__dataclass_fields__)
+    for name in settings:
+        if name not in known:
+            everything = [*known, *inspect.signature(Trainer.__init__).parameters]
+            near = get_close_matches(name, everything, n=1)
+            raise ConfigError(f"Trainer has no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    missing = [name for name in ("max_steps", "global_batch_size") if name not in settings]
+    if missing:
+        raise ConfigError(f"Trainer needs {' and '.join(missing)}")
+    if not all(isinstance(fault, FailAt) for fault in settings.get("faults", ())):
+        raise ConfigError(f"Trainer(faults={settings['faults']!r}): use raytrain_ft.chaos.FailAt")
+
+
+def _size(dataset: Any) -> int:
+    try:
+        size = len(dataset)
+    except TypeError as error:
+        raise ConfigError(
+            f"dataset() returned a {type(dataset).__name__} without a length; use a map-style dataset"
+        ) from error
+    if size == 0:
+        raise ConfigError("dataset() is empty: there is nothing to train on")
+    return size
+
+
+def _active(spec: RunSpec) -> str:
+    return f"a run named {spec.name!r} is alive on this cluster: wait for it, end it, or choose another RunConfig(name=...)"
+
+
+def _refuse_second_run(spec: RunSpec) -> None:
+    try:
+        ray.get_actor(spec.supervisor_name, namespace=NAMESPACE)
+    except ValueError:
+        return
+    raise RunActiveError(_active(spec))
+
+
+def _keep_earlier_records(spec: RunSpec) -> None:
+    log = spec.directory / "events.jsonl"
+    if log.exists():
+        number = len(list(spec.directory.glob("events-*.jsonl"))) + 1
+        log.rename(spec.directory / f"events-{number:03d}.jsonl")
+    faults = spec.directory / "faults"
+    for marker in faults.glob("*") if faults.exists() else ():
+        marker.unlink()
+
+
+def _abort(supervisor: Any, reason: str) -> None:
+    try:
+        ray.get(supervisor.abort.remote(reason), timeout=15)
+    except (RayActorError, RayTaskError, GetTimeoutError):
+        return  # it is gone, and its workers end themselves; `_clean_up` sees to the rest
+
+
+def _clean_up(spec: RunSpec, supervisor: Any) -> None:
+    """Leaves nothing behind: the supervisor, and any worker that it did not end."""
+    ray.kill(supervisor)
+    from ray.util import list_named_actors
+
+    for actor in list_named_actors(all_namespaces=True):
+        if actor["namespace"] == NAMESPACE and actor["name"].startswith(spec.member_name("")):
+            try:
+                ray.kill(ray.get_actor(actor["name"], namespace=NAMESPACE))
+            except ValueError:
+                continue  # it ended meanwhile
+
+
+def _result(spec: RunSpec, account: dict[str, Any]) -> Result:
+    recoveries = [recovery_of(fields) for fields in account["recoveries"]]
+    if account["failure"] is not None:
+        name, message = account["failure"]
+        kind = getattr(errors, name, TrainingFailedError)
+        where = f"\nThe run's records: {spec.directory}"
+        error = kind(message + where)
+        error.recoveries = recoveries
+        raise error
+    metrics = {"loss": account["loss"], "step": account["step"]}
+    digest = account["result"].get("digest", "")
+    return Result(metrics, str(spec.directory), recoveries, digest, account["seconds"])

@@ -1,0 +1,205 @@
+"""A map-style dataset over Arrow IPC and Parquet files.
+
+IPC files on a local disk are mapped: rows are read straight from the page cache, which all workers of a node share.
+Parquet, compressed IPC and remote files are decoded into memory once per worker; for data larger than memory, write
+uncompressed IPC. Knows nothing of order or of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.ipc
+import pyarrow.parquet as pq
+import torch
+
+from raytrain_ft.errors import ConfigError, StorageError
+
+_SUFFIXES = (".arrow", ".feather", ".ipc", ".parquet")
+Row = dict[str, Any]
+
+
+class ArrowDataset:
+    """Rows of one or several Arrow IPC or Parquet files, by number, as dicts of column name -> value.
+
+    `path_or_paths`: files or directories (searched for .arrow, .feather, .ipc and .parquet), local or any URI of
+    `pyarrow.fs`; the rows come file after file, the files in sorted order, so that every worker numbers them alike.
+    `columns`: those to read; default all. `transform(row)`: a function of the row alone; what is random belongs in
+    the task's `augment`.
+
+    Numbers and booleans become tensors of shape [] and of the column's own dtype, lists of numbers 1-D tensors, fixed
+    size lists and fixed shape tensors tensors of that shape; strings stay `str`, binary `bytes`. Raises ConfigError
+    for what cannot be read this way (no file, no row, a null, another type), StorageError for a damaged file.
+    """
+
+    def __init__(
+        self,
+        path_or_paths: str | Path | Sequence[str | Path],
+        columns: Sequence[str] | None = None,
+        transform: Callable[[Row], Any] | None = None,
+    ) -> None:
+        self._arguments = (path_or_paths, columns, transform)
+        self._transform = transform
+        paths = [path_or_paths] if isinstance(path_or_paths, (str, Path)) else list(path_or_paths)
+        files = sorted((file for item in paths for file in _resolve(str(item))), key=lambda file: file[1])
+        names = [path for _, path in files]
+        if not files or len(set(names)) < len(names):
+            raise ConfigError(f"No Arrow or Parquet file, or the same one twice: {names or paths}.")
+        schema: pa.Schema | None = None
+        rows = []
+        self._readers: list[dict[str, Reader]] = []  # per record batch: column name -> how to read it
+        for filesystem, path in files:
+            table = _read(filesystem, path, columns)
+            schema = schema or table.schema
+            if not table.schema.equals(schema):
+                raise ConfigError(
+                    f"{path} has the schema\n{table.schema}\nbut {names[0]} has\n{schema}\n"
+                    "Give files of one schema, or the `columns` they have in common."
+                )
+            for batch in table.to_batches():
+                rows.append(batch.num_rows)
+                self._readers.append({name: _reader(name, batch.column(name)) for name in batch.schema.names})
+        self._starts = np.cumsum([0, *rows])  # of each record batch; last, the number of rows
+        if len(self) == 0 or not self._readers[0]:
+            raise ConfigError(f"{names} hold no row, or no column.")
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Rows `indices`, in any order, repeats allowed; each record batch that holds some of them is read once."""
+        rows = np.asarray(indices, dtype=np.int64)
+        rows = np.where(rows < 0, rows + len(self), rows)
+        if rows.size and not (rows.min() >= 0 and rows.max() < len(self)):
+            raise IndexError(f"row {rows.min()} or {rows.max()} of {len(self)} rows")
+        homes = np.searchsorted(self._starts, rows, side="right") - 1
+        samples: list[Any] = [None] * len(rows)
+        for home in np.unique(homes).tolist():
+            slots = np.flatnonzero(homes == home)
+            readers = self._readers[home]
+            values = [read(rows[slots] - self._starts[home]) for read in readers.values()]
+            for slot, *row in zip(slots.tolist(), *values, strict=True):
+                samples[slot] = dict(zip(readers, row, strict=True))
+        return samples if self._transform is None else [self._transform(row) for row in samples]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), self._arguments)  # a worker opens the files itself instead of being sent their content
+
+
+# ---------------------------------------------------------------- files
+
+
+def _resolve(path: str) -> list[tuple[pafs.FileSystem, str]]:
+    """The files that `path` (a local path or a URI) stands for. Raises ConfigError when there is none."""
+    try:
+        if "://" in path:
+            filesystem, path = pafs.FileSystem.from_uri(path)
+        else:
+            filesystem, path = pafs.LocalFileSystem(), str(Path(path).expanduser().absolute())
+        info = filesystem.get_file_info(path)
+        if info.type == pafs.FileType.File:
+            return [(filesystem, path)]
+        if info.type == pafs.FileType.Directory:
+            inside = filesystem.get_file_info(pafs.FileSelector(path, recursive=True))
+            files = [i.path for i in inside if i.type == pafs.FileType.File and i.base_name.endswith(_SUFFIXES)]
+            return [(filesystem, file) for file in files if not Path(file).name.startswith((".", "_"))]
+    except (OSError, pa.ArrowException) as error:
+        raise ConfigError(f"{path} cannot be opened: {error}") from error
+    raise ConfigError(f"{path} does not exist on {filesystem.type_name}. Every node must be able to read it.")
+
+
+def _read(filesystem: pafs.FileSystem, path: str, columns: Sequence[str] | None) -> pa.Table:
+    """The table in `path`, mapped where that is possible. Raises ConfigError or StorageError."""
+    try:
+        local = isinstance(filesystem, pafs.LocalFileSystem)
+        source = pa.memory_map(path) if local else filesystem.open_input_file(path)
+        magic = source.read(6)
+        source.seek(0)
+        if magic.startswith(b"PAR1"):
+            file = pq.ParquetFile(source)
+            _refuse_missing(path, columns, file.schema_arrow.names)
+            table = file.read(columns)
+        elif magic == b"ARROW1":
+            table = pyarrow.ipc.open_file(source).read_all()
+            _refuse_missing(path, columns, table.schema.names)
+        else:
+            raise ConfigError(
+                f"{path} is neither an Arrow IPC file nor Parquet: it begins with {magic!r}. "
+                "(An Arrow *stream* has no random access: write it with pyarrow.ipc.new_file.)"
+            )
+    except (OSError, pa.ArrowException) as error:
+        raise StorageError(f"{path} is damaged or cannot be read: {error}. Write or copy it again.") from error
+    return table if columns is None else table.select(list(columns))
+
+
+def _refuse_missing(path: str, columns: Sequence[str] | None, names: list[str]) -> None:
+    missing = sorted(set(columns or ()) - set(names))
+    if missing:
+        raise ConfigError(f"{path} has no column {missing}; it has {names}.")
+
+
+# ---------------------------------------------------------------- values
+
+Reader = Callable[[np.ndarray], Sequence[Any]]  # row numbers, int64 -> one value per row
+
+
+def _reader(name: str, column: pa.Array) -> Reader:
+    """How to read rows of one column of one record batch. Raises ConfigError for nulls and for types without a tensor.
+
+    Numbers are read through numpy views of Arrow's memory, not by pyarrow's `take`: on a slice of nested fixed size
+    lists that returns what lies beyond the slice (pyarrow 26), and slices are what larger files consist of.
+    """
+    kind = column.type
+    if _is_text(kind):
+        _refuse_nulls(name, column)
+        return lambda rows: column.take(pa.array(rows)).to_pylist()
+    if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_number(kind.value_type):
+        _refuse_nulls(name, column)
+        offsets = column.offsets.to_numpy() - column.offsets[0].as_py()
+        flat = _numbers(name, column.flatten())
+        return lambda rows: [torch.from_numpy(flat[offsets[row] : offsets[row + 1]].copy()) for row in rows]
+    shape: tuple[int, ...] = (len(column),)
+    if isinstance(kind, pa.FixedShapeTensorType):
+        _refuse_nulls(name, column)
+        in_order = kind.permutation in (None, list(range(len(kind.shape))))
+        shape, column = (*shape, *kind.shape), column.storage.flatten() if in_order else column
+    while pa.types.is_fixed_size_list(column.type):
+        _refuse_nulls(name, column)
+        shape, column = (*shape, column.type.list_size), column.flatten()
+    if not _is_number(column.type):
+        raise ConfigError(
+            f"Column {name!r} of type {kind} is not made of numbers or text: leave it out with `columns=`, or "
+            "convert it when the file is written."
+        )
+    view = _numbers(name, column).reshape(shape)
+    return lambda rows: torch.from_numpy(view[rows]).unbind(0)  # indexing copies: the tensors own their memory
+
+
+def _numbers(name: str, flat: pa.Array) -> np.ndarray:
+    """The column's memory itself; a copy of it only for booleans, which Arrow packs eight to a byte."""
+    _refuse_nulls(name, flat)
+    return flat.to_numpy(zero_copy_only=not pa.types.is_boolean(flat.type))
+
+
+def _refuse_nulls(name: str, values: pa.Array) -> None:
+    if values.null_count:
+        raise ConfigError(f"Column {name!r} holds {values.null_count} null values: fill them when the file is written.")
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    types = pa.types
+    if types.is_dictionary(kind):
+        return _is_text(kind.value_type)
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)

@@ -1,0 +1,217 @@
+"""Gradients in buckets: reduced while the backward pass goes on, updated when accepted, with a mark per bucket.
+
+A bucket's flat buffer holds ``[gradients | used | tail]``: the gradients of its parameters one after the other, one flag per
+parameter (how many ranks had a gradient for it), and, in the last bucket only, the *tail*: values that every rank must agree
+upon at the end of the step (see `tail.py`). So a step needs no collective besides those of its gradients.
+
+The local gradient stays in ``p.grad`` until the reduced one is accepted, because a failed collective leaves its buffer
+undefined. Marks are plain numbers, `version` and `gradient`, which `policy.reconcile` reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from raytrain_ft.training.process_group import FencedGroup, FencedWork
+
+Probe = Callable[[str, int | None], None]
+
+
+class Bucket:
+    """Parameters that are reduced and updated together.
+
+    Attributes:
+        version: updates applied to it.
+        gradient: the step whose reduced gradient the flat buffer holds, or None.
+        dirty: an update began and did not end: the state is neither version.
+    """
+
+    def __init__(self, index: int, params: list[Parameter], tail_size: int) -> None:
+        self.index = index
+        self.params = params
+        self.tail_size = tail_size
+        self.version = 0
+        self.gradient: int | None = None
+        self.dirty = False
+        self.work: FencedWork | None = None
+        self.allocate()
+
+    def allocate(self) -> None:
+        """A new flat buffer. The old one may still be written to by an abandoned collective, so it is never used again."""
+        first = self.params[0]
+        size = sum(p.numel() for p in self.params)
+        self.flat = torch.zeros(size + len(self.params) + self.tail_size, dtype=first.dtype, device=first.device)
+        self.views: list[Tensor] = []
+        offset = 0
+        for p in self.params:
+            self.views.append(self.flat[offset : offset + p.numel()].view_as(p))
+            offset += p.numel()
+        self.used = self.flat[offset : offset + len(self.params)]
+        self.tail = self.flat[offset + len(self.params) :]
+
+    def collect(self) -> None:
+        """Copies the local gradients into the flat buffer; a parameter without one contributes nothing."""
+        self.gradient = None
+        grads = [p.grad for p in self.params]
+        if all(grad is not None for grad in grads):
+            torch._foreach_copy_(self.views, grads)  # type: ignore[arg-type]
+            self.used.fill_(1.0)
+            return
+        for view, grad, flag in zip(self.views, grads, self.used, strict=True):
+            if grad is None:
+                view.zero_()
+            else:
+                view.copy_(grad)
+            flag.fill_(0.0 if grad is None else 1.0)
+
+    def accept(self) -> None:
+        """Makes the reduced gradients the ones that the optimizer reads. What no rank used keeps no gradient, as in torch."""
+        for p, view, flag in zip(self.params, self.views, self.used, strict=True):
+            # Only a rank that had no gradient needs to look at the flag: no device sync in the usual case.
+            p.grad = None if p.grad is None and flag.item() == 0 else view
+
+
+def partition(params: Sequence[Parameter], bucket_bytes: int, first_bucket_bytes: int) -> list[list[Parameter]]:
+    """Groups parameters, in reverse order of registration, into buckets of about `bucket_bytes` of one dtype and device.
+
+    The first one is small so that the reduction starts early, as in DDP.
+    """
+    groups: list[list[Parameter]] = []
+    room = 0
+    for p in reversed(list(params)):
+        size = p.numel() * p.element_size()
+        kind = (p.dtype, p.device)
+        if not groups or room <= 0 or (groups[-1][0].dtype, groups[-1][0].device) != kind:
+            room = bucket_bytes if groups else first_bucket_bytes
+            groups.append([])
+        groups[-1].append(p)
+        room -= size
+    return groups
+
+
+@contextmanager
+def only(optimizer: torch.optim.Optimizer, params: Iterable[Parameter]) -> Iterator[None]:
+    """Narrows an optimizer to some of its parameters: `step()` then updates these alone, whatever its class."""
+    wanted = {id(p) for p in params}
+    full = [group["params"] for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) in wanted]
+        yield
+    finally:
+        for group, all_of_them in zip(optimizer.param_groups, full, strict=True):
+            group["params"] = all_of_them
+
+
+class Reducer:
+    """Reduces the buckets of one step over the group of one incarnation, overlapped with the backward pass.
+
+    Args:
+        on_reduced: called on the training thread with each bucket whose reduced gradient was accepted, in order. Under
+            `update="wait_free"` this updates the bucket at once.
+        eager: look for finished reductions during the backward pass already (wait-free), not only at its end.
+        fill_tail: writes this rank's contribution to the tail just before the last bucket is reduced.
+    """
+
+    def __init__(
+        self,
+        buckets: list[Bucket],
+        *,
+        on_reduced: Callable[[Bucket], None],
+        eager: bool,
+        fill_tail: Callable[[Tensor], None],
+        probe: Probe,
+    ) -> None:
+        self.buckets = buckets
+        self.group: FencedGroup | None = None
+        self._on_reduced = on_reduced
+        self._eager = eager
+        self._fill_tail = fill_tail
+        self._probe = probe
+        self._armed = False
+        self._step = 0
+        self._missing: list[int] = []
+        self._launched = 0
+        self._accepted = 0
+        self._bucket_of = {id(p): bucket.index for bucket in buckets for p in bucket.params}
+        for bucket in buckets:
+            for p in bucket.params:
+                p.register_post_accumulate_grad_hook(self._grad_ready)
+
+    def begin(self, step: int) -> None:
+        """Starts an attempt at `step`: no gradients yet."""
+        self._step = step
+        self._armed = False
+        self._missing = [len(bucket.params) for bucket in self.buckets]
+        self._launched = self._accepted = 0
+        for bucket in self.buckets:
+            bucket.work = None
+            for p in bucket.params:
+                p.grad = None
+
+    def arm(self) -> None:
+        """The next backward pass is the last of this step: its gradients are final."""
+        self._armed = True
+
+    def _grad_ready(self, p: Tensor) -> None:
+        if not self._armed:
+            return
+        assert self.group is not None
+        self.group.fence.check()
+        index = self._bucket_of[id(p)]
+        self._missing[index] -= 1
+        while self._launched < len(self.buckets) - 1 and self._missing[self._launched] == 0:
+            self._launch()
+        if self._eager:
+            while self._accepted < self._launched and self._next().is_completed():
+                self._accept()
+
+    def _launch(self) -> None:
+        bucket = self.buckets[self._launched]
+        self._probe("backward", bucket.index)
+        bucket.collect()
+        if bucket.tail_size:
+            self._fill_tail(bucket.tail)
+        assert self.group is not None
+        bucket.work = self.group.allreduce([bucket.flat])
+        self._launched += 1
+        self._probe("reduce", bucket.index)
+
+    def _next(self) -> FencedWork:
+        work = self.buckets[self._accepted].work
+        assert work is not None
+        return work
+
+    def _accept(self) -> None:
+        bucket = self.buckets[self._accepted]
+        self._next().wait()
+        bucket.gradient = self._step
+        bucket.work = None
+        self._accepted += 1
+        self._probe("reduced", bucket.index)
+        bucket.accept()
+        self._on_reduced(bucket)
+
+    def finish(self) -> None:
+        """Launches what is left (the last bucket always waits for the end of the backward pass) and accepts everything."""
+        while self._launched < len(self.buckets):
+            self._launch()
+        while self._accepted < len(self.buckets):
+            self._accept()
+
+    def abandon(self) -> None:
+        """Takes stock after a fence: a reduction that came to its end counts, any other buffer is given up."""
+        for bucket in self.buckets:
+            if bucket.work is None:
+                continue
+            if bucket.work.succeeded():
+                bucket.gradient = self._step
+            else:
+                bucket.allocate()
+            bucket.work = None
+        self.group = None

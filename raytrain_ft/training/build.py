@@ -1,0 +1,69 @@
+"""From a task to a replica: the same on every worker, because everything is drawn from the run's seed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from raytrain_ft.errors import ConfigError
+from raytrain_ft.policy.sampling import Sampling
+from raytrain_ft.training.data import Loader
+from raytrain_ft.training.determinism import check_deterministic
+from raytrain_ft.training.random import seed_all
+from raytrain_ft.training.state import TrainingState
+from raytrain_ft.training.step import Replica, StepSettings
+from raytrain_ft.training.undo import refusals
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def build_replica(
+    task: Any, sampling: Sampling, settings: StepSettings, *, use_gpu: bool, undo_mode: str, probe: Any
+) -> Replica:
+    """Builds model, optimizer, schedule and loader.
+
+    Raises:
+        ConfigError: the model has nothing to train, parameters of a kind that cannot be handled, or the dataset is not
+            deterministic.
+    """
+    seed_all(settings.seed)
+    model = task.model(0)
+    device = torch.device("cuda") if use_gpu else torch.device("cpu")
+    model.to(device)
+    check_model(model)
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = task.optimizer(params)
+    state = TrainingState(
+        model,
+        optimizer,
+        task.scheduler(optimizer),
+        bucket_bytes=settings.bucket_bytes,
+        first_bucket_bytes=settings.first_bucket_bytes,
+    )
+    dataset = task.dataset()
+    check_deterministic(dataset, sampling)
+    loader = Loader(dataset, sampling, getattr(task, "augment", None))
+    return Replica(task, state, loader, settings, probe, undo_mode=undo_mode)
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Refuses parameters that cannot be trained here.
+
+    Raises:
+        ConfigError: nothing requires a gradient, or a trained parameter is half precision or complex.
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not trained:
+        raise ConfigError(f"{type(model).__name__} has no parameter that requires a gradient: there is nothing to train")
+    for name, p in trained:
+        if p.dtype in HALF or p.is_complex():
+            raise ConfigError(
+                f"parameter {name} is {p.dtype}: keep parameters in fp32 and use Trainer(precision='bf16'), which computes "
+                "in bf16 and updates in fp32"
+            )
+
+
+def check_undo(optimizer: torch.optim.Optimizer, mode: str) -> list[str]:
+    """The reasons why updates of this optimizer cannot be undone; empty if they can."""
+    return refusals(optimizer, mode)  # type: ignore[arg-type]

@@ -1,0 +1,124 @@
+"""A look at the user's dataset before a run: does it return the same bits every time, and leave the generators alone?
+
+A recovered step can only repeat what happened if its samples can be loaded again. What a dataset draws from a global
+generator depends on everything drawn before, and, since samples are loaded on a thread beside the training, it would
+also disturb the model's own draws. Random augmentation belongs in `augment(sample, generator)`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from raytrain_ft.errors import ConfigError
+from raytrain_ft.policy.sampling import Sampling, order
+from raytrain_ft.training.data import Augment, fetch
+from raytrain_ft.training.random import sample_seed, seed_all
+
+_SAMPLES = 8
+_ROUNDS = 3
+_USE_AUGMENT = (
+    "A recovered step could not load the same samples again. Move what is random into the task's "
+    "augment(sample, generator), and draw from that generator alone."
+)
+
+
+def check_deterministic(dataset: Any, sampling: Sampling, augment: Augment | None = None) -> None:
+    """Loads a few samples three times. Raises ConfigError unless each is a function of its id (and of the epoch).
+
+    Found are: samples whose bits differ between two loads; a dataset or an augmentation that draws from a global
+    generator, or seeds it; an augmentation with other randomness than its generator's; one that writes into the
+    dataset. The global generators are put back as they were.
+    """
+    ids = order(sampling, 0)[:_SAMPLES].tolist()
+
+    def augmented() -> list[Any]:
+        assert augment is not None
+        generator = torch.Generator()
+        samples = fetch(dataset, ids)
+        return [
+            augment(sample, generator.manual_seed(sample_seed(sampling.seed, 0, sample_id)))
+            for sample_id, sample in zip(ids, samples, strict=True)
+        ]
+
+    saved = _global_generators()
+    try:
+        raw = _observe(lambda: fetch(dataset, ids))
+        _refuse_random("dataset.__getitem__", *raw, ids)
+        if augment is not None:
+            drawn = _observe(augmented)
+            if _observe(lambda: fetch(dataset, ids))[0][0] != raw[0][0]:
+                raise ConfigError("augment writes into the dataset's own sample: it must return a new one.")
+            _refuse_random("augment", *drawn, ids)
+    finally:
+        torch.set_rng_state(saved["torch"])
+        random.setstate(saved["random"])
+        np.random.set_state(saved["numpy.random"])
+
+
+def fingerprint(sample: Any) -> bytes:
+    """16 bytes that are equal for two samples of the same bits. What it cannot look into counts as equal."""
+    digest = hashlib.blake2b(digest_size=16)
+    _digest_into(digest.update, sample)
+    return digest.digest()
+
+
+def _observe(load: Callable[[], list[Any]]) -> tuple[list[list[bytes]], set[str]]:
+    """Per round, the fingerprints of the loaded samples; and the global generators that every round has moved.
+
+    Every: some other thread of the process may draw from `random` now and then, as Ray's do to spread out retries.
+    """
+    rounds: list[list[bytes]] = []
+    moved = {"torch", "random", "numpy.random"}
+    for number in range(_ROUNDS):
+        seed_all(number)  # another state each time: so that drawing shows in the samples, and seeding in the state
+        before = {name: fingerprint(state) for name, state in _global_generators().items()}
+        rounds.append([fingerprint(sample) for sample in load()])
+        moved -= {name for name, state in _global_generators().items() if fingerprint(state) == before[name]}
+    return rounds, moved
+
+
+def _refuse_random(what: str, rounds: list[list[bytes]], moved: set[str], ids: list[int]) -> None:
+    """Raises ConfigError when `what` is seen to be random by itself."""
+    if moved:
+        names = " and ".join(sorted(moved))
+        raise ConfigError(f"{what} draws from, or seeds, the global generator of {names}. {_USE_AUGMENT}")
+    differing = [i for i, *prints in zip(ids, *rounds, strict=True) if len(set(prints)) > 1]
+    if differing:
+        raise ConfigError(
+            f"{what} returned other bits when sample {differing[0]} was loaded again ({len(differing)} of {len(ids)} "
+            f"samples tried differ): it draws from a global generator or from one of its own. {_USE_AUGMENT}"
+        )
+
+
+def _global_generators() -> dict[str, Any]:
+    return {"torch": torch.get_rng_state(), "random": random.getstate(), "numpy.random": np.random.get_state()}
+
+
+def _digest_into(update: Callable[[bytes], None], value: Any) -> None:
+    update(type(value).__name__.encode())
+    if isinstance(value, torch.Tensor):
+        update(f"{value.dtype}{tuple(value.shape)}".encode())
+        update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, (str, bytes, int, float, complex, np.generic, type(None))):
+        update(repr(value).encode())
+    elif isinstance(value, np.ndarray):
+        update(f"{value.dtype}{value.shape}".encode())
+        update(value.tobytes())
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _digest_into(update, key)
+            _digest_into(update, item)
+    elif isinstance(value, Sequence):
+        update(len(value).to_bytes(8, "little"))
+        for item in value:
+            _digest_into(update, item)
+    elif callable(getattr(value, "tobytes", None)):  # PIL images
+        update(value.tobytes())
+    elif hasattr(value, "__dict__"):
+        _digest_into(update, vars(value))

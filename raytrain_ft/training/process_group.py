@@ -1,0 +1,270 @@
+"""Process groups that can be left: build, fence, abandon.
+
+Every incarnation of the world has a fresh default group whose backend is "fenced": a Python ``ProcessGroup`` around gloo (or
+NCCL) whose works can be woken. Neither ``abort()`` nor deleting a group wakes a wait on gloo, and a wait with a time-out
+breaks the group. So nobody here ever waits inside gloo: a wait is on a ``threading.Event`` that is set by completion or by the
+fence, and a group that is no longer wanted is *abandoned*: kept referenced, never waited for, its buffers never used again.
+
+This module knows nothing of who decides to fence, or why.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raytrain_ft.errors import FencedError
+
+BACKEND = "fenced"
+WAIT_DEADLINE = timedelta(minutes=30)
+"""Longest wait for a collective. A backstop only: the supervisor notices a peer that does not come long before."""
+
+
+class PeerLostError(RuntimeError):
+    """A collective failed: some peer of this incarnation is gone, or its connection is."""
+
+
+class Fence:
+    """The off switch of one incarnation: once tripped, every wait of it ends with `FencedError`."""
+
+    def __init__(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self._lock = threading.Lock()
+        self._tripped = False
+        self._waiters: set[threading.Event] = set()
+
+    @property
+    def tripped(self) -> bool:
+        return self._tripped
+
+    def trip(self) -> None:
+        """Ends this incarnation on this worker; safe to call twice and from any thread."""
+        with self._lock:
+            self._tripped = True
+            waiters, self._waiters = self._waiters, set()
+        for waiter in waiters:
+            waiter.set()
+
+    def check(self) -> None:
+        """Raises `FencedError` if this incarnation is over."""
+        if self._tripped:
+            raise FencedError(f"incarnation {self.incarnation} is over on this worker")
+
+    def wait(self, done: threading.Event, deadline: timedelta = WAIT_DEADLINE) -> None:
+        """Waits for `done`, but no longer than the fence or the deadline.
+
+        Raises:
+            FencedError: this incarnation ended first.
+            PeerLostError: the deadline passed.
+        """
+        if not done.is_set():
+            with self._lock:
+                if not self._tripped:
+                    self._waiters.add(done)
+            self.check()
+            came = done.wait(deadline.total_seconds())
+            with self._lock:
+                self._waiters.discard(done)
+            self.check()
+            if not came:
+                raise PeerLostError(f"no answer from the peers within {deadline}")
+        self.check()
+
+
+class FencedWork(dist.Work):
+    """A collective under way. `wait` is left by completion, by the fence or by the deadline."""
+
+    def __init__(self, inner: dist.Work, fence: Fence) -> None:
+        super().__init__()
+        self._inner = inner
+        self._fence = fence
+        self._done = threading.Event()
+        self._future = self._observe()
+
+    def _observe(self) -> torch.futures.Future | None:
+        try:
+            future = self._inner.get_future()
+        except RuntimeError:
+            # gloo's send and receive have no future: a thread waits for them. They belong to recoveries and pipelines.
+            threading.Thread(target=self._wait_inside, name="gloo-wait", daemon=True).start()
+            return None
+        future.add_done_callback(self._finished)
+        return future
+
+    def _finished(self, _: object) -> None:
+        self._done.set()
+
+    def _wait_inside(self) -> None:
+        try:
+            self._inner.wait()
+        except RuntimeError as error:
+            self._error: RuntimeError | None = error
+        else:
+            self._error = None
+        self._done.set()
+
+    def succeeded(self) -> bool:
+        """Whether the result is there and sound. Never waits, and looks past the fence: used to take stock."""
+        return self._done.is_set() and self._failure() is None
+
+    def _failure(self) -> RuntimeError | None:
+        if not self._done.is_set():
+            return RuntimeError("not finished")
+        if self._future is None:
+            return self._error if hasattr(self, "_error") else RuntimeError("not finished")
+        if not self._future.done():  # woken by the fence
+            return RuntimeError("not finished")
+        try:
+            self._future.value()
+        except RuntimeError as error:
+            return error
+        return None
+
+    def wait(self, timeout: timedelta = WAIT_DEADLINE) -> bool:
+        """Waits for the result.
+
+        Raises:
+            FencedError: the incarnation ended.
+            PeerLostError: the collective failed or the deadline passed.
+        """
+        self._fence.wait(self._done, timeout if timeout > timedelta() else WAIT_DEADLINE)
+        error = self._failure()
+        if error is not None:
+            raise PeerLostError(f"a collective failed: {error}") from error
+        if self._inner.__class__.__name__ == "WorkNCCL":
+            self._inner.wait()  # on a GPU this only orders the streams
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        return self.succeeded()
+
+    def get_future(self) -> torch.futures.Future:  # type: ignore[override]
+        if self._future is None:
+            return super().get_future()
+        return self._future
+
+
+def _fenced(name: str) -> Callable[..., FencedWork]:
+    def collective(self: FencedGroup, *args: Any, **kwargs: Any) -> FencedWork:
+        self.fence.check()
+        try:
+            work = getattr(self.inner, name)(*args, **kwargs)
+        except RuntimeError as error:
+            raise PeerLostError(f"{name} could not start: {error}") from error
+        return FencedWork(work, self.fence)
+
+    collective.__name__ = name
+    return collective
+
+
+class FencedGroup(dist.ProcessGroup):
+    """A process group of one incarnation, around gloo or NCCL. torch sees an ordinary group."""
+
+    def __init__(self, inner: Any, fence: Fence, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.inner = inner
+        self.fence = fence
+        self._rank, self._size = rank, size
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def getRank(self) -> int:
+        return self._rank
+
+    def getSize(self) -> int:
+        return self._size
+
+
+for _name in (
+    *("allreduce", "allreduce_coalesced", "allgather", "allgather_coalesced", "alltoall", "alltoall_base", "barrier"),
+    *("broadcast", "gather", "reduce", "reduce_scatter", "scatter", "send", "recv", "recv_anysource"),
+    *("_allgather_base", "_reduce_scatter_base"),
+):
+    setattr(FencedGroup, _name, _fenced(_name))
+
+
+_abandoned: list[object] = []
+"""Groups that were left with works under way. Destroying one would wait for a peer that never comes."""
+
+
+def _create(options: Any, prepared: FencedGroup) -> FencedGroup:
+    # torch calls this from init_process_group; the group was built before, where a dead peer cannot hold us
+    del options
+    return prepared
+
+
+def _register() -> None:
+    if BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _connect(store: dist.Store, rank: int, size: int, host: str, use_gpu: bool, timeout: timedelta) -> Any:
+    if use_gpu:
+        return dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+    options = dist.ProcessGroupGloo._Options()
+    # bound to this node's address alone: gloo's default is whatever the host name resolves to
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timeout
+    options._threads = 2
+    group = dist.ProcessGroupGloo(store, rank, size, options)
+    # `timeout` is for coming together. A slow peer may take longer over a step: whether it hangs is the supervisor's business.
+    group._set_default_timeout(WAIT_DEADLINE)
+    return group
+
+
+def build(
+    store: dist.Store, rank: int, size: int, fence: Fence, *, host: str, use_gpu: bool = False, timeout: timedelta
+) -> FencedGroup:
+    """Joins the incarnation of `fence` and makes its group the default group of torch.distributed.
+
+    Args:
+        store: where the ranks exchange their addresses; only keys of this incarnation may be in it.
+        host: the address of this node to listen on.
+        timeout: how long to wait for all ranks to come.
+
+    Raises:
+        FencedError: the incarnation ended while the group was being built.
+        PeerLostError: a rank did not come in time, or its connection failed.
+    """
+    _register()
+    done = threading.Event()
+    outcome: list[Any] = []
+
+    def connect() -> None:
+        try:
+            outcome.append(_connect(store, rank, size, host, use_gpu, timeout))
+        except (RuntimeError, OSError, FencedError) as error:
+            outcome.append(error)
+        done.set()
+
+    # In a thread of its own: gloo's constructor may hang on a peer that died between publishing its address and connecting.
+    threading.Thread(target=connect, name=f"connect-{fence.incarnation}", daemon=True).start()
+    fence.wait(done, timeout)
+    inner = outcome[0]
+    if isinstance(inner, Exception):
+        fence.check()
+        raise PeerLostError(f"the group of incarnation {fence.incarnation} could not be built: {inner}") from inner
+    group = FencedGroup(inner, fence, rank, size)
+    dist.init_process_group(
+        BACKEND, store=dist.HashStore(), rank=rank, world_size=size, timeout=timeout, pg_options=group
+    )
+    return group
+
+
+def abandon(group: FencedGroup | None) -> None:
+    """Leaves a group for ever. Its works stay referenced, for gloo may still write into their buffers."""
+    if group is None:
+        return
+    group.fence.trip()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _abandoned.append(group.inner)

@@ -1,0 +1,186 @@
+"""What the training state is, bucket by bucket: how it is hashed, packed and unpacked.
+
+The state of a bucket is its parameters and what the optimizer keeps for them; the last bucket also bears what belongs to no
+bucket: frozen parameters and buffers. Everything else that a replacement needs is small: `Extras`.
+
+A packed bucket describes itself: a JSON header and raw bytes, never pickle.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from raytrain_ft.errors import StorageError
+from raytrain_ft.policy.sampling import Position
+from raytrain_ft.training.buckets import Bucket, partition
+from raytrain_ft.training.tail import Tail
+
+HEADER_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """The part of the training state that belongs to no tensor of a bucket.
+
+    Attributes:
+        step: steps committed.
+        position: of the data.
+        groups: the optimizer's hyper-parameters, per parameter group.
+        scheduler: the LR scheduler's state, or None.
+    """
+
+    step: int
+    position: Position
+    groups: tuple[dict[str, Any], ...]
+    scheduler: dict[str, Any] | None
+
+
+class TrainingState:
+    """The model, its optimizer and schedule, and where they stand.
+
+    Attributes:
+        step: steps committed.
+        loss: mean loss over the global batch of the latest update.
+        position: of the data, after `step` steps.
+        filled: whether it holds the run's state; a replacement does not until it was filled.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any | None,
+        *,
+        bucket_bytes: int,
+        first_bucket_bytes: int,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.step = 0
+        self.loss = float("nan")
+        self.position = Position()
+        self.filled = False
+        self.tail = Tail(model)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        groups = partition(trained, bucket_bytes, first_bucket_bytes)
+        last = len(groups) - 1
+        self.buckets = [Bucket(i, params, self.tail.size if i == last else 0) for i, params in enumerate(groups)]
+        self._rest = [
+            *((f"frozen.{name}", p) for name, p in model.named_parameters() if not p.requires_grad),
+            *((f"buffer.{name}", b) for name, b in model.named_buffers()),
+        ]
+
+    def slots(self, bucket: Bucket) -> Iterator[tuple[str, Any]]:
+        """Name and value (a tensor, or a plain number) of everything in the state of a bucket, in a fixed order."""
+        for i, p in enumerate(bucket.params):
+            yield f"param.{i}", p.data
+            state = self.optimizer.state.get(p, {})
+            for key in sorted(state):
+                yield f"state.{i}.{key}", state[key]
+        if bucket is self.buckets[-1]:
+            yield from ((name, tensor.data) for name, tensor in self._rest)
+            yield "loss", self.loss
+
+    def digest(self, bucket: Bucket) -> str:
+        """Hash of a bucket's state: equal if and only if (but for chance) names, shapes, dtypes and bits are."""
+        hasher = xxhash.xxh3_128()
+        for name, value in self.slots(bucket):
+            hasher.update(json.dumps(_describe(name, value)).encode())
+            if isinstance(value, Tensor):
+                hasher.update(_bytes_of(value).numpy())
+        return hasher.hexdigest()
+
+    def digests(self) -> tuple[str, ...]:
+        """The hash of every bucket."""
+        return tuple(self.digest(bucket) for bucket in self.buckets)
+
+    def pack(self, bucket: Bucket) -> Tensor:
+        """The state of a bucket as one uint8 tensor that describes itself."""
+        slots = list(self.slots(bucket))
+        header = json.dumps([_describe(name, value) for name, value in slots]).encode()
+        length = len(header).to_bytes(HEADER_LENGTH_BYTES, "little")
+        parts = [torch.frombuffer(bytearray(length + header), dtype=torch.uint8)]
+        parts += [_bytes_of(value) for _, value in slots if isinstance(value, Tensor)]
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def unpack(self, bucket: Bucket, packed: Tensor) -> None:
+        """Takes over a packed state, creating the optimizer's state as it is there (no dummy step).
+
+        Raises:
+            StorageError: the packed state belongs to another model; nothing was changed.
+        """
+        length = int.from_bytes(bytes(packed[:HEADER_LENGTH_BYTES].tolist()), "little")
+        start = HEADER_LENGTH_BYTES + length
+        described = json.loads(bytes(packed[HEADER_LENGTH_BYTES:start].numpy()))
+        own = {name: value for name, value in self.slots(bucket) if name.startswith(_EXISTING)}
+        self._check(bucket, described, own)
+        states: list[dict[str, Any]] = [{} for _ in bucket.params]
+        for name, dtype, shape, number in described:
+            if dtype is None:
+                value = number
+            else:
+                size = torch.Size(shape).numel() * _DTYPES[dtype].itemsize
+                value = packed[start : start + size].clone().view(_DTYPES[dtype]).reshape(shape)
+                start += size
+            if name == "loss":
+                self.loss = number
+            elif name in own:
+                own[name].copy_(value)
+            else:
+                _, index, key = name.split(".", 2)
+                like = bucket.params[int(index)]
+                states[int(index)][key] = value.to(like.device) if isinstance(value, Tensor) and value.dim() else value
+        for p, state in zip(bucket.params, states, strict=True):
+            self.optimizer.state.pop(p, None)
+            if state:
+                self.optimizer.state[p] = state
+
+    def _check(self, bucket: Bucket, described: list[Any], own: dict[str, Tensor]) -> None:
+        theirs = {name: (dtype, tuple(shape)) for name, dtype, shape, _ in described if name.startswith(_EXISTING)}
+        ours = {name: (str(value.dtype), tuple(value.shape)) for name, value in own.items()}
+        if theirs != ours:
+            differing = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
+            raise StorageError(
+                f"bucket {bucket.index}: the state received is of another model: {differing[:5]} differ. "
+                "Is the same code installed on every node?"
+            )
+
+    def extras(self) -> Extras:
+        """What a replacement needs besides the buckets."""
+        groups = tuple({k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups)
+        return Extras(self.step, self.position, groups, self.scheduler.state_dict() if self.scheduler else None)
+
+    def take(self, extras: Extras) -> None:
+        """Takes over what belongs to no bucket; afterwards this worker holds the run's state."""
+        self.step, self.position = extras.step, extras.position
+        for group, values in zip(self.optimizer.param_groups, extras.groups, strict=True):
+            group.update(values)
+        if self.scheduler is not None and extras.scheduler is not None:
+            self.scheduler.load_state_dict(extras.scheduler)
+        for bucket in self.buckets:
+            bucket.version, bucket.gradient, bucket.dirty = extras.step, None, False
+        self.filled = True
+
+
+_EXISTING = ("param.", "frozen.", "buffer.")
+"""Slots whose tensors every worker has from the start; the optimizer's come into being with the first update."""
+_DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+
+
+def _describe(name: str, value: Any) -> list[Any]:
+    if isinstance(value, Tensor):
+        return [name, str(value.dtype), list(value.shape), None]
+    return [name, None, None, value]
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

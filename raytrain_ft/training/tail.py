@@ -1,0 +1,92 @@
+"""What travels in the tail of a step's last bucket: values that every rank must agree upon when the step ends.
+
+``[loss | stop | changes of integer buffers | floating buffers]``, all summed over ranks: the loss weighted by samples; how many
+ranks were asked to stop at this step's boundary (so that all stop at the same one, without a collective of its own);
+BatchNorm statistics and other floating buffers, averaged by samples, so that no rank ever holds committed state that nobody
+else has; and rank 0's change of integer buffers, such as BatchNorm's batch counter.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+HEADER = 2
+LARGEST_EXACT_INTEGER = 2**24
+"""Changes of integer buffers travel as fp32, which holds integers exactly up to here."""
+
+
+class Tail:
+    """Packs and unpacks the tail of one model.
+
+    Attributes:
+        losses: per micro-batch of this rank, loss * samples / global samples.
+        stop_requested: whether this rank asks for a stop at the step's boundary.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        buffers = [b for b in model.buffers() if b is not None and b.numel() > 0]
+        self.floats = [b for b in buffers if b.is_floating_point()]
+        self.integers = [b for b in buffers if not b.is_floating_point()]
+        self.size = HEADER + sum(b.numel() for b in (*self.integers, *self.floats))
+        self.losses: list[Tensor] = []
+        self.stop_requested = False
+        self._before: list[Tensor] | None = None
+
+    def begin(self) -> None:
+        """Saves the buffers, which the forward pass will change, for the case that the step must be redone."""
+        self._before = [b.clone() for b in (*self.integers, *self.floats)]
+        self.losses = []
+
+    def restore(self) -> None:
+        """Puts the buffers back to what they were when the attempt began."""
+        if self._before is not None:
+            for buffer, before in zip((*self.integers, *self.floats), self._before, strict=True):
+                buffer.copy_(before)
+
+    def settled(self) -> None:
+        """The attempt was committed: there is nothing to put back."""
+        self._before = None
+
+    @torch.no_grad()
+    def fill(self, tail: Tensor, weight: float, rank: int) -> None:
+        """Writes this rank's contribution. `weight` is its share of the samples of the global batch."""
+        tail.zero_()
+        for loss in self.losses:
+            tail[0] += loss.detach().to(tail.dtype)
+        tail[1] = 1.0 if self.stop_requested else 0.0
+        offset = HEADER
+        before = self._before or []
+        for buffer, old in zip(self.integers, before, strict=False):
+            if rank == 0:
+                change = (buffer.long() - old.long()).flatten()
+                if int(change.abs().max()) > LARGEST_EXACT_INTEGER:
+                    raise ValueError(f"an integer buffer changed by more than {LARGEST_EXACT_INTEGER} within one step")
+                tail[offset : offset + buffer.numel()] = change.to(tail.dtype)
+            offset += buffer.numel()
+        for buffer in self.floats:
+            if weight > 0:
+                tail[offset : offset + buffer.numel()] = buffer.flatten().to(tail.dtype) * weight
+            offset += buffer.numel()
+
+    @torch.no_grad()
+    def apply(self, tail: Tensor) -> None:
+        """Sets the buffers to what the ranks agreed upon. Part of the last bucket's update."""
+        offset = HEADER
+        for buffer, old in zip(self.integers, self._before or [], strict=False):
+            change = tail[offset : offset + buffer.numel()].view(buffer.shape)
+            buffer.copy_((old.long() + change.long()).to(buffer.dtype))
+            offset += buffer.numel()
+        for buffer in self.floats:
+            buffer.copy_(tail[offset : offset + buffer.numel()].view(buffer.shape))
+            offset += buffer.numel()
+
+    @staticmethod
+    def loss(tail: Tensor) -> float:
+        """Mean loss over the global batch."""
+        return float(tail[0])
+
+    @staticmethod
+    def stop_agreed(tail: Tensor) -> bool:
+        """Whether some rank asked for a stop: the same answer on every rank."""
+        return float(tail[1]) > 0

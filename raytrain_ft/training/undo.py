@@ -1,0 +1,301 @@
+"""Undo of the latest optimizer update, from the gradient and the state that are there anyway (SWIFT, section 4).
+
+A worker that updated some parameters before a failure was noticed takes the update back, so that all survivors stand
+at the same step. Nothing of the size of a parameter is kept for it: only, per parameter, a reference to the gradient
+that the step consumed, the hyper-parameters that it used, and one number for LAMB, NAdam and Adafactor. The result is
+exact up to rounding; `docs/undo.md` has the measured errors.
+
+The algebra is in `inverses`; what is refused, and why, in `undo_rules`. This module must not know who calls it: it
+serves any loop that calls ``optimizer.step()``, for all parameters at once or bucket by bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, Adagrad, Optimizer
+
+from raytrain_ft.errors import UndoRefusedError
+from raytrain_ft.training.inverses import INVERSES, Batch
+from raytrain_ft.training.undo_rules import (
+    Mode,
+    hyper_reasons,
+    overwrites_gradient,
+    reasons_now,
+    refusal,
+    refusals,
+    scaled_decay,
+)
+
+# Elements per operation. On a CPU a block stays in the cache from one operation to the next: that makes an undo of Adam
+# three times as fast as with whole tensors, and its temporaries a few MB. Elsewhere this only bounds the temporaries.
+_CPU_BLOCK = 2**20
+_DEVICE_BLOCK = 2**24
+
+
+class Record(NamedTuple):  # a tuple, for one is made per parameter and step
+    """One update of one parameter.
+
+    Attributes:
+        fresh: the optimizer had no state for it.
+        overwritten: SGD left something else in `gradient`; see `overwrites_gradient`.
+        scalar: LAMB's trust ratio, NAdam's product of momenta before the step, the norm of an Adafactor parameter then.
+        found_inf: not zero if a GradScaler made the step leave everything as it was. On the device: read only on undo.
+        versions: of the parameter and the gradient right after the step; None for a view.
+    """
+
+    gradient: Tensor
+    hyper: Mapping[str, Any]
+    fresh: bool
+    overwritten: bool
+    scalar: Tensor | float
+    found_inf: Tensor | None
+    versions: tuple[int | None, int | None]
+
+
+class Undo:
+    """Watches an optimizer so that its latest update can be undone (SWIFT, section 4).
+
+    ::
+
+        undo = Undo(optimizer)       # once; raises if this optimizer cannot be undone
+        ...
+        optimizer.step()             # for all parameters, or several times, each time for some
+        undo.undo()                  # parameters and optimizer state are as before; or undo.undo(some_parameters)
+        undo.forget()                # or else: the step is final; releases the gradients
+
+    A parameter's record lasts until that parameter is stepped again, whether it is then updated or not. Schedulers,
+    `GradScaler`s and gradient clipping may be used as ever; they have state of their own, which is not undone.
+
+    Args:
+        mode: "exact" restores everything. "replay" also admits AMSGrad and Adamax, whose running maximum cannot be
+            inverted: it is left such that applying the *same* gradient again leads where it led before.
+
+    Raises:
+        UndoRefusedError: the update of this optimizer cannot be undone. Names each reason, where it is, and the remedy.
+    """
+
+    def __init__(self, optimizer: Optimizer, mode: Mode = "exact") -> None:
+        reasons = refusals(optimizer, mode)
+        if reasons:
+            raise refusal(optimizer, reasons)
+        self._optimizer = optimizer
+        self._mode: Mode = mode
+        self._inverse = INVERSES[type(optimizer)]
+        self._before: dict[Tensor, tuple[bool, Tensor | float]] = {}
+        self._records: dict[Tensor, Record] = {}
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_load_state_dict_post_hook(lambda _: self.forget()),
+        ]
+
+    def updated(self) -> list[Parameter]:
+        """The parameters whose latest update can be undone, in the order of their updates."""
+        skipped = self._skipped()
+        return [p for p in self._records if p not in skipped]  # type: ignore[misc]
+
+    def forget(self, params: Iterable[Tensor] | None = None) -> None:
+        """Makes the latest update of these parameters (default: of all) final, and lets go of their gradients."""
+        for p in list(self._records) if params is None else params:
+            self._records.pop(p, None)
+
+    def close(self) -> None:
+        """Stops watching the optimizer."""
+        for handle in self._handles:
+            handle.remove()
+        self.forget()
+
+    @torch.no_grad()
+    def undo(self, params: Iterable[Tensor] | None = None) -> None:
+        """Undoes the latest update of these parameters (default: of all updated ones) and of their optimizer state.
+
+        Parameters that are not named are not touched. Either all are undone, or none and an error is raised. An update
+        that a `GradScaler` skipped, because a gradient was infinite, was none and is passed over.
+
+        Raises:
+            UndoRefusedError: a parameter was not updated, or its update was undone or forgotten already; or the
+                parameter, its gradient or the hyper-parameters of the step do not permit it.
+        """
+        records = self._chosen(params)
+        cohorts = self._cohorts(records)
+        reasons = [reason for cohort in cohorts for reason in self._objections(cohort)]
+        if reasons:
+            raise refusal(self._optimizer, reasons)
+        self.forget(records)  # before anything is changed: what fails half-way must not be undone a second time
+        for cohort in cohorts:
+            for batch in cohort.batches(self._inverse.splits):
+                self._inverse.undo(batch)
+        self._restore_counters(cohorts)
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del args, kwargs
+        self._before.clear()
+        read = self._inverse.before
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                # If this step fails half-way, there is nothing left that could be undone by mistake.
+                self._records.pop(p, None)
+                state = optimizer.state.get(p, {})
+                fresh = not any(isinstance(value, Tensor) for value in state.values())
+                self._before[p] = fresh, read(p, {} if fresh else state) if read and p.requires_grad else 0.0
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del args, kwargs
+        found_inf = getattr(optimizer, "found_inf", None)  # there while a GradScaler calls a fused optimizer
+        for group in optimizer.param_groups:
+            updated = [p for p in group["params"] if p.grad is not None]
+            if not updated:
+                continue
+            hyper = {name: group[name] for name in optimizer.defaults}
+            overwritten = isinstance(optimizer, SGD) and overwrites_gradient(hyper, updated)
+            for p in updated:
+                fresh, scalar = self._before[p]
+                if self._inverse.after is not None:
+                    scalar = self._inverse.after(optimizer, p)
+                versions = _version(p), _version(p.grad)
+                self._records[p] = Record(p.grad, hyper, fresh, overwritten, scalar, found_inf, versions)
+        self._before.clear()
+
+    def _skipped(self) -> set[Tensor]:
+        """Parameters that the latest step left alone because a GradScaler had found an infinite gradient."""
+        flags = {id(r.found_inf): r.found_inf for r in self._records.values() if r.found_inf is not None}
+        infinite = {key for key, flag in flags.items() if flag.item() != 0}
+        return {p for p, r in self._records.items() if id(r.found_inf) in infinite} if infinite else set()
+
+    def _chosen(self, params: Iterable[Tensor] | None) -> dict[Tensor, Record]:
+        wanted = list(self._records) if params is None else list(dict.fromkeys(params))
+        missing = [i for i, p in enumerate(wanted) if p not in self._records]
+        if missing or (params is None and not wanted):
+            what = f"the parameters at {missing} of the {len(wanted)} given have" if wanted else "there is"
+            raise UndoRefusedError(
+                f"{what} no update to undo: not updated in the latest step, or undone or forgotten already. "
+                "Undo each update once; Undo.updated() lists what can be undone."
+            )
+        skipped = self._skipped()
+        self.forget(skipped.intersection(wanted))
+        return {p: self._records[p] for p in wanted if p not in skipped}
+
+    def _cohorts(self, records: Mapping[Tensor, Record]) -> list[_Cohort]:
+        """Puts together what one batched operation can undo."""
+        state = self._optimizer.state
+        entries = [state.get(p, {}) for p in records]
+        steps = _numbers([entry.get("step", 0.0) for entry in entries])
+        scalars = _numbers(
+            [entry.get("mu_product", r.scalar) for entry, r in zip(entries, records.values(), strict=True)]
+        )
+        hypers = {id(r.hyper): str(r.hyper) for r in records.values()}  # one object per group and step
+        cohorts: dict[Any, _Cohort] = {}
+        for (p, r), entry, step, scalar in zip(records.items(), entries, steps, scalars, strict=True):
+            names = tuple(name for name in self._inverse.state if isinstance(entry.get(name), Tensor))
+            t = int(step)
+            first = t == 1 if t else r.fresh
+            key = (p.device, p.dtype, t, first, r.overwritten, names, hypers[id(r.hyper)])
+            cohort = cohorts.get(key)
+            if cohort is None:
+                cohort = cohorts[key] = _Cohort(names, r.hyper, t, first, r.overwritten)
+            cohort.params.append(p)
+            cohort.records.append(r)
+            cohort.tensors.append([p.detach(), r.gradient.detach(), *(entry[name] for name in names)])
+            cohort.scalars.append(scalar)
+        return list(cohorts.values())
+
+    def _objections(self, cohort: _Cohort) -> list[str]:
+        """Why this cohort cannot be undone after all: what only the latest step could show."""
+        reasons = hyper_reasons(type(self._optimizer), cohort.hyper, self._mode, "the latest step")
+        for p, r in zip(cohort.params, cohort.records, strict=True):
+            changed = [now != then for now, then in zip((_version(p), _version(r.gradient)), r.versions, strict=True)]
+            reasons += reasons_now(p, r.gradient, *changed)
+        if not reasons and self._inverse.divisor is not None:
+            divisors = (self._inverse.divisor(batch) for batch in cohort.batches(self._inverse.splits))
+            reasons += scaled_decay([t.abs().min() for d in divisors if d is not None for t in d if t.numel()])
+        if not reasons and self._inverse.after is not None:  # LAMB
+            lr, wd = cohort.hyper["lr"], cohort.hyper["weight_decay"]
+            reasons += scaled_decay([torch.tensor(abs(1 - lr * wd * ratio)) for ratio in cohort.scalars])
+        return reasons
+
+    def _restore_counters(self, cohorts: Iterable[_Cohort]) -> None:
+        """Restores the step counters and products; a first step's state is deleted, or set to what it began with."""
+        state = self._optimizer.state
+        for cohort in cohorts:
+            for p, r in zip(cohort.params, cohort.records, strict=True):
+                if r.fresh:
+                    state.pop(p, None)
+                    continue
+                entry = state.get(p, {})
+                if cohort.t:
+                    entry["step"] -= 1
+                if "mu_product" in entry:
+                    entry["mu_product"].fill_(r.scalar)
+                if cohort.first:
+                    initial = cohort.hyper["initial_accumulator_value"] if type(self._optimizer) is Adagrad else 0.0
+                    for name in cohort.names:
+                        entry[name].fill_(initial)
+
+
+@dataclass(slots=True)
+class _Cohort:
+    """Parameters whose updates are undone together. Each element of `tensors` is [parameter, gradient, state...]."""
+
+    names: tuple[str, ...]
+    hyper: Mapping[str, Any]
+    t: int
+    first: bool
+    overwritten: bool
+    params: list[Tensor] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    tensors: list[list[Tensor]] = field(default_factory=list)
+    scalars: list[float] = field(default_factory=list)
+
+    def batches(self, splits: bool) -> Iterator[Batch]:
+        """Cuts large tensors into blocks and puts small ones together.
+
+        Blocks begin at multiples of a fixed size within each tensor, so that the rounding of an element does not depend
+        on what else is undone with it.
+        """
+        limit = _CPU_BLOCK if self.params[0].device.type == "cpu" else _DEVICE_BLOCK
+        pieces: list[tuple[Tensor, ...]] = []
+        scalars: list[float] = []
+        size = 0
+        for tensors, scalar in zip(self.tensors, self.scalars, strict=True):
+            whole = not splits or tensors[0].numel() <= limit or not all(t.is_contiguous() for t in tensors)
+            for piece in [tuple(tensors)] if whole else zip(*(t.view(-1).split(limit) for t in tensors), strict=True):
+                pieces.append(piece)
+                scalars.append(scalar)
+                size += piece[0].numel()
+                if size >= limit:
+                    yield self._batch(pieces, scalars)
+                    pieces, scalars, size = [], [], 0
+        if pieces:
+            yield self._batch(pieces, scalars)
+
+    def _batch(self, pieces: list[tuple[Tensor, ...]], scalars: list[float]) -> Batch:
+        x, g, *state = (list(column) for column in zip(*pieces, strict=True))
+        named = dict(zip(self.names, state, strict=True))
+        return Batch(x, g, named, scalars, self.hyper, self.t, self.first, self.overwritten)
+
+
+def _version(t: Tensor) -> int | None:
+    """A number that every change in place advances; None for a view, where it counts changes of its neighbours too."""
+    return None if t._is_view() or t.is_inference() else t._version
+
+
+def _numbers(values: list[Any]) -> list[float]:
+    """Numbers and 0-dim tensors as numbers, with one transfer per device and dtype."""
+    result = [0.0 if isinstance(value, Tensor) else value for value in values]
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, value in enumerate(values):
+        if isinstance(value, Tensor):
+            alike.setdefault((value.device, value.dtype), []).append(i)
+    for indices in alike.values():
+        for i, number in zip(indices, torch.stack([values[i] for i in indices]).tolist(), strict=True):
+            result[i] = number
+    return result
+
+
+__all__ = ["Mode", "Undo", "refusals"]

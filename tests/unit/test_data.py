@@ -1,0 +1,510 @@
+"""The loader delivers what the order of the epoch says, whatever the world, however often it is restarted."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+
+from raytrain_ft.errors import ConfigError, FencedError, StorageError, TaskError
+from raytrain_ft.policy.sampling import Position, Sampling, next_batch, sample_ids, share
+from raytrain_ft.training.arrow_dataset import ArrowDataset
+from raytrain_ft.training.data import Loader, MicroBatch
+from raytrain_ft.training.determinism import check_deterministic
+from raytrain_ft.training.random import sample_seed, seed_all, step_seed
+
+quick = settings(max_examples=40, deadline=None)
+
+
+class Squares(Dataset):
+    """sample i = (i, i * i) as plain numbers; `visit(i)` is called at each load."""
+
+    def __init__(self, size: int, visit: Callable[[int], None] = lambda i: None) -> None:
+        self.size, self.visit = size, visit
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, i: int) -> tuple[int, float]:
+        self.visit(i)
+        return i, float(i * i)
+
+
+def noisy(sample: tuple[int, float], generator: torch.Generator) -> tuple[int, torch.Tensor]:
+    return sample[0], sample[1] + torch.rand((), generator=generator)
+
+
+def read(loader: Loader, steps: int) -> list[list[MicroBatch]]:
+    return [loader.next() for _ in range(steps)]
+
+
+# ---------------------------------------------------------------- what is delivered
+
+
+@quick
+@given(st.data())
+def test_loader_equals_direct_computation_from_any_start(data: st.DataObject) -> None:
+    size, world_size, count = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
+    sampling = Sampling(size, data.draw(st.integers(1, 12)), 7)
+    position, rank = Position(data.draw(st.integers(0, 3)), data.draw(st.integers(0, size))), world_size - 1
+    kind = data.draw(st.sampled_from(["rows", "tensors", "subset"]))
+    tensors = TensorDataset(torch.arange(size), torch.arange(size, dtype=torch.float64) ** 2)
+    dataset = {"rows": Squares(size), "tensors": tensors, "subset": Subset(tensors, list(range(size)))}[kind]
+    loader = Loader(dataset, sampling)
+    loader.start(position, rank, world_size, count)
+    for pieces in read(loader, 4):
+        batch, position = next_batch(sampling, position)
+        expected = sample_ids(sampling, batch.epoch, share(batch, rank, world_size)).tolist()
+        assert len(pieces) == count
+        assert [i for piece in pieces for i in piece.ids.tolist()] == expected
+        for piece in pieces:
+            assert (piece.batch, piece.epoch, piece.after) == (batch, batch.epoch, position)
+            assert sample_ids(sampling, piece.epoch, piece.positions).tolist() == piece.ids.tolist()
+            if len(piece.ids) == 0:
+                assert piece.data is None
+            else:
+                ids, squares = piece.data
+                assert isinstance(piece.data, list), "the type that torch's default_collate returns"
+                assert torch.equal(ids, torch.from_numpy(piece.ids))
+                assert torch.equal(squares, torch.from_numpy(piece.ids.astype(np.float64) ** 2))
+    loader.stop()
+
+
+@quick
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2), st.integers(0, 3))
+def test_augmentation_depends_on_sample_and_epoch_only(world_size: int, count: int, epoch: int, step: int) -> None:
+    sampling, after = Sampling(16, 4, 3), {}
+    for rank in range(world_size):
+        loader = Loader(Squares(16), sampling, augment=noisy)
+        loader.start(Position(epoch, 4 * step), rank, world_size, count)
+        for piece in loader.next():
+            if piece.data is not None:
+                after |= dict(zip(piece.ids.tolist(), piece.data[1].tolist(), strict=True))
+        loader.stop()
+    batch, _ = next_batch(sampling, Position(epoch, 4 * step))
+    for i in sample_ids(sampling, epoch, range(batch.start, batch.stop)).tolist():
+        generator = torch.Generator().manual_seed(sample_seed(3, epoch, i))
+        assert after.pop(i) == noisy((i, float(i * i)), generator)[1].item()
+    assert not after
+
+
+def test_augmentation_in_place_cannot_reach_a_tensor_dataset() -> None:
+    def in_place(sample: tuple[torch.Tensor], generator: torch.Generator) -> tuple[torch.Tensor]:
+        return (sample[0].add_(1),)
+
+    values = torch.zeros(4)
+    loader = Loader(TensorDataset(values), Sampling(4, 4, 0), augment=in_place)
+    loader.start(Position(), 0, 1)
+    assert loader.next()[0].data[0].tolist() == [1, 1, 1, 1]
+    loader.stop()
+    assert values.tolist() == [0, 0, 0, 0]
+
+
+def test_collate_and_weights() -> None:
+    loader = Loader(Squares(8), Sampling(8, 8, 0, shuffle=False), collate=list)
+    loader.start(Position(), 1, 3, weights=[1, 3, 0])
+    assert loader.next()[0].data == [(i, float(i * i)) for i in range(2, 8)]
+    loader.start(Position(), 2, 3, weights=[1, 3, 0])
+    assert loader.next()[0].data is None
+    loader.stop()
+
+
+def test_batched_fetch_is_used_and_its_length_checked() -> None:
+    class Batched(Squares):
+        def __getitems__(self, ids: list[int]) -> list[int]:
+            assert all(type(i) is int for i in ids)
+            return [10 * i for i in ids if i != 3]
+
+    loader = Loader(Batched(8), Sampling(8, 2, 0, shuffle=False))
+    loader.start(Position(), 0, 1)
+    assert loader.next()[0].data.tolist() == [0, 10]
+    with pytest.raises(ConfigError, match="returned 1 samples for 2 ids"):
+        loader.next()
+    loader.stop()
+
+
+# ---------------------------------------------------------------- restarts
+
+
+@quick
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(1, 3), st.integers(0, 4)), max_size=6))
+def test_a_restart_never_delivers_what_an_earlier_start_prepared(starts: list[tuple[int, int, int, int]]) -> None:
+    sampling = Sampling(30, 7, 1)
+    loader = Loader(Squares(30), sampling, prefetch=3)
+    for epoch, consumed, world_size, steps in starts:
+        position = Position(epoch, consumed)
+        loader.start(position, 0, world_size)
+        for pieces in read(loader, steps):
+            batch, position = next_batch(sampling, position)
+            assert (pieces[0].batch, pieces[0].positions) == (batch, share(batch, 0, world_size))
+    loader.stop()
+
+
+def test_two_threads_are_never_inside_the_dataset() -> None:
+    inside, worst = [0], [0]
+
+    def visit(i: int) -> None:
+        inside[0] += 1
+        worst[0] = max(worst[0], inside[0])
+        time.sleep(0.002)
+        inside[0] -= 1
+
+    loader = Loader(Squares(64, visit), Sampling(64, 16, 0))
+    for start in range(10):
+        loader.start(Position(start, 0), 0, 2)
+        time.sleep(0.003)
+    assert loader.next()[0].epoch == 9
+    loader.stop()
+    assert worst == [1]
+
+
+def test_the_thread_reads_ahead_as_far_as_it_was_told_and_ends_when_stopped() -> None:
+    seen: list[int] = []
+    loader = Loader(Squares(100, seen.append), Sampling(100, 4, 0), prefetch=3)
+    before = threading.active_count()
+    loader.start(Position(), 0, 1)
+    read(loader, 2)
+    time.sleep(0.1)
+    assert len(seen) == 4 * (2 + 3 + 1), "two delivered, three ready, one in the thread's hands"
+    assert threading.active_count() == before + 1
+    loader.stop()
+    assert threading.active_count() == before
+    loader.stop()  # again: nothing to do
+
+
+# ---------------------------------------------------------------- when the dataset hangs or raises
+
+
+@pytest.fixture
+def hang() -> Any:
+    """A visit that hangs at sample 5 until the test is over."""
+    over = threading.Event()
+
+    def visit(i: int) -> None:
+        if i == 5:
+            over.wait(20)
+
+    yield visit
+    over.set()
+
+
+def test_a_fence_leaves_the_wait_for_a_hung_dataset_at_once(hang: Callable[[int], None]) -> None:
+    loader = Loader(Squares(8, hang), Sampling(8, 4, 0, shuffle=False))
+    loader.start(Position(), 0, 1)
+    loader.next(check=lambda: None)
+    calls: list[float] = []
+
+    def check() -> None:
+        calls.append(time.monotonic())
+        if len(calls) == 10:
+            raise FencedError("incarnation 3 is over")
+
+    with pytest.raises(FencedError):
+        loader.next(check)
+    assert np.mean(np.diff(calls)) < 0.02
+    began = time.monotonic()
+    loader.stop(timedelta(seconds=0.05))
+    assert time.monotonic() - began < 1, "the stuck thread is left behind"
+
+
+def test_a_hung_dataset_ends_the_wait_with_its_sample(hang: Callable[[int], None]) -> None:
+    loader = Loader(Squares(8, hang), Sampling(8, 4, 0, shuffle=False), timeout=timedelta(seconds=0.1))
+    loader.start(Position(), 0, 1)
+    loader.next()
+    with pytest.raises(
+        TaskError, match=r"hangs while it loads sample ids \[4, 5, 6, 7\], positions \[4, 8\) of epoch 0"
+    ):
+        loader.next()
+    loader.start(Position(), 0, 1)  # the old thread is still in there: the new one must not follow it
+    with pytest.raises(TaskError, match=r"restart this worker|hangs"):
+        loader.next()
+    loader.stop(timedelta(0))
+
+
+def test_loading_goes_on_when_a_dataset_has_hung_for_a_while() -> None:
+    slow = threading.Event()
+    loader = Loader(Squares(8, lambda i: slow.wait(20) and None), Sampling(8, 4, 0, shuffle=False))
+    loader.start(Position(), 0, 1)
+    time.sleep(0.02)
+    loader.start(Position(1, 4), 0, 1)
+    threading.Timer(0.05, slow.set).start()
+    assert loader.next()[0].ids.tolist() == [4, 5, 6, 7]
+    loader.stop()
+
+
+@pytest.mark.parametrize("error", [ValueError("torn file"), StopIteration(), SystemExit(3)])
+def test_an_exception_surfaces_after_the_batches_before_it(error: BaseException) -> None:
+    def visit_that_raises(i: int) -> None:
+        if i == 9:
+            raise error
+
+    loader = Loader(Squares(12, visit_that_raises), Sampling(12, 4, 0, shuffle=False))
+    loader.start(Position(), 0, 1)
+    read(loader, 2)
+    for _ in range(2):  # it stays broken until it is started again
+        with pytest.raises(type(error)) as caught:
+            loader.next()
+        assert caught.value is error
+        assert "visit_that_raises" in "".join(traceback.format_exception(caught.value)), "the user's own frames"
+        assert error.__notes__ == ["(raised while loading sample ids [8, 9, 10, 11], positions [8, 12) of epoch 0)"]
+    loader.start(Position(1, 0), 0, 1)
+    assert loader.next()[0].epoch == 1
+    loader.stop()
+
+
+def test_exceptions_of_augment_and_collate_surface_too() -> None:
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError
+
+    for arguments in ({"augment": broken}, {"collate": broken}):
+        loader = Loader(Squares(12), Sampling(12, 4, 0), **arguments)
+        loader.start(Position(), 0, 1)
+        with pytest.raises(ZeroDivisionError):
+            loader.next()
+        loader.stop()
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_unusable_datasets_and_arguments_are_refused() -> None:
+    class Stream:
+        def __iter__(self) -> Any:
+            return iter(())
+
+    with pytest.raises(ConfigError, match="Stream is not map-style"):
+        Loader(Stream(), Sampling(1, 1, 0))
+    with pytest.raises(ConfigError, match="Squares is empty"):
+        Loader(Squares(0), Sampling(1, 1, 0))
+    with pytest.raises(ConfigError, match="has 4 samples, but the run was planned for 5"):
+        Loader(Squares(4), Sampling(5, 1, 0))
+    with pytest.raises(ConfigError, match="prefetch=0"):
+        Loader(Squares(4), Sampling(4, 1, 0), prefetch=0)
+    loader = Loader(Squares(4), Sampling(4, 1, 0))
+    for wrong in ((Position(), 2, 2, 1), (Position(), 0, 1, 0), (Position(0, 5), 0, 1, 1)):
+        with pytest.raises(ConfigError):
+            loader.start(*wrong)
+
+
+class Rows(Dataset):
+    """Samples by a function, for check_deterministic."""
+
+    def __init__(self, load: Callable[[int], Any]) -> None:
+        self.load = load
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, i: int) -> Any:
+        return self.load(i)
+
+
+class Box:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+_own = torch.Generator()
+
+
+@pytest.mark.parametrize(
+    ("load", "word"),
+    [
+        (lambda i: torch.rand(3), "global generator of torch"),
+        (lambda i: {"x": [np.random.rand()]}, "global generator of numpy.random"),
+        (lambda i: random.random(), "global generator of random"),
+        (lambda i: (torch.manual_seed(i), torch.rand(2))[1], "global generator of torch"),
+        (lambda i: torch.rand(2, generator=_own), "returned other bits when sample"),
+        (lambda i: Box(np.frombuffer(random.SystemRandom().randbytes(8))), "returned other bits when sample"),
+    ],
+)
+def test_a_dataset_that_is_random_by_itself_is_refused(load: Callable[[int], Any], word: str) -> None:
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tobytes()
+    with pytest.raises(ConfigError, match=rf"dataset.__getitem__.*{word}.*augment\(sample, generator\)"):
+        check_deterministic(Rows(load), Sampling(20, 4, 0))
+    assert torch.equal(states[0], torch.get_rng_state()), "the generators are put back"
+    assert states[1:] == (random.getstate(), np.random.get_state()[1].tobytes())
+
+
+def test_a_dataset_that_is_a_function_is_accepted() -> None:
+    kept = torch.tensor([float("nan"), -0.0])
+    for load in (
+        lambda i: {"x": kept * i, "name": str(i), "y": (i, None, 1.5), "z": Box(np.arange(i))},
+        lambda i: torch.rand(2, generator=torch.Generator().manual_seed(i)).to(torch.bfloat16),
+        lambda i: torch.tensor(i),
+    ):
+        check_deterministic(Rows(load), Sampling(20, 4, 0))
+    check_deterministic(Squares(20), Sampling(20, 4, 0), noisy)
+    check_deterministic(TensorDataset(torch.zeros(20)), Sampling(20, 4, 0))
+
+
+def test_another_thread_that_uses_random_now_and_then_is_no_reason_to_refuse() -> None:
+    loads = iter(range(1000))
+    check_deterministic(Rows(lambda i: next(loads) == 3 and random.random() and False), Sampling(20, 4, 0))
+
+
+def test_an_augmentation_with_other_randomness_or_that_writes_is_refused() -> None:
+    kept = torch.zeros(20)
+    with pytest.raises(ConfigError, match="augment draws from, or seeds, the global generator of torch"):
+        check_deterministic(Squares(20), Sampling(20, 4, 0), lambda x, g: x[1] + torch.rand(()))
+    with pytest.raises(ConfigError, match="augment writes into the dataset's own sample"):
+        check_deterministic(Rows(lambda i: kept[i]), Sampling(20, 4, 0), lambda x, g: x.add_(1))
+    with pytest.raises(ConfigError, match="augment returned other bits"):
+        check_deterministic(Squares(20), Sampling(20, 4, 0), lambda x, g: torch.rand((), generator=_own))
+
+
+# ---------------------------------------------------------------- random streams
+
+
+def test_seeds_differ_in_every_argument_and_never_change_between_releases() -> None:
+    points = [(0, 0, 0, 0, 0), (1, 0, 0, 0, 0), (0, 1, 0, 0, 0), (0, 0, 1, 0, 0), (0, 0, 0, 1, 0), (0, 0, 0, 0, 1)]
+    seeds = {step_seed(*point) for point in points} | {sample_seed(*point[:3]) for point in points[:4]}
+    assert len(seeds) == 10
+    many = [
+        step_seed(0, step, rank, micro) & 0xFFFF_FFFF for step in range(50) for rank in range(8) for micro in range(8)
+    ]
+    assert len(set(many)) == len(many), "also in the 32 bits that torch's CPU generator keeps"
+    assert (step_seed(1, 2, 3, 4, 5), sample_seed(1, 2, 3)) == (3084904661444353506, 4396446119868275404)
+    assert 0 <= step_seed(2**64 - 1, 2**40, 0, 0) < 2**64
+
+
+def test_seed_all_seeds_what_a_model_may_draw_from() -> None:
+    def draw() -> list[float]:
+        return [torch.rand(()).item(), random.random(), np.random.rand()]
+
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    seed_all(2**64 - 1)
+    first = draw()
+    seed_all(5)
+    assert draw() != first
+    seed_all(2**64 - 1)
+    assert draw() == first
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+
+
+# ---------------------------------------------------------------- Arrow and Parquet files
+
+
+def table(first: int, rows: int) -> pa.Table:
+    numbers = range(first, first + rows)
+    pairs = pa.array([[i, i + 0.5] for i in numbers], pa.list_(pa.float32(), 2))
+    shaped = pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(6 * rows, dtype=np.int16).reshape(rows, 2, 3))
+    columns = {
+        "id": pa.array(numbers, pa.int64()),
+        "half": pa.array(np.arange(first, first + rows, dtype=np.float16)),
+        "flag": pa.array([i % 2 == 0 for i in numbers]),
+        "pair": pairs,
+        "nested": pa.array([[[i, 0], [0, i]] for i in numbers], pa.list_(pa.list_(pa.int32(), 2), 2)),
+        "shaped": shaped,
+        "tokens": pa.array([list(range(i % 4)) for i in numbers], pa.list_(pa.int64())),
+        "name": pa.array([f"n{i}" for i in numbers]),
+        "label": pa.array([f"l{i % 3}" for i in numbers]).dictionary_encode(),
+        "raw": pa.array([bytes([i % 256]) for i in numbers]),
+    }
+    return pa.table(columns)
+
+
+def write(path: Path, content: pa.Table) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(content, path, row_group_size=4)
+    else:
+        with pyarrow.ipc.new_file(path, content.schema) as writer:
+            writer.write_table(content, max_chunksize=5)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".arrow", ".parquet"])
+@pytest.mark.parametrize("as_uri", [False, True])
+def test_rows_of_arrow_files(tmp_path: Path, suffix: str, as_uri: bool) -> None:
+    write(tmp_path / "b" / f"2{suffix}", table(12, 7))
+    write(tmp_path / f"a{suffix}", table(0, 12))
+    write(tmp_path / f"_hidden{suffix}", table(0, 12))
+    (tmp_path / "readme.txt").write_text("not data")
+    rows = ArrowDataset(tmp_path.as_uri() if as_uri else tmp_path)
+    assert len(rows) == 19
+    shuffled = [*np.random.default_rng(0).permutation(19).tolist(), 3, 3, -1]
+    for i, row in zip(shuffled, rows.__getitems__(shuffled), strict=True):
+        i %= 19
+        assert list(row) == table(0, 1).schema.names
+        assert torch.equal(row["id"], torch.tensor(i))
+        assert torch.equal(row["half"], torch.tensor(float(i), dtype=torch.float16))
+        assert row["flag"].dtype == torch.bool
+        assert row["flag"].item() == (i % 2 == 0)
+        assert torch.equal(row["pair"], torch.tensor([i, i + 0.5]))
+        assert torch.equal(row["nested"], torch.tensor([[i, 0], [0, i]], dtype=torch.int32))
+        place = i if i < 12 else i - 12
+        assert torch.equal(row["shaped"], torch.arange(6 * place, 6 * place + 6, dtype=torch.int16).reshape(2, 3))
+        assert row["tokens"].tolist() == list(range(i % 4))
+        assert (row["name"], row["label"], row["raw"]) == (f"n{i}", f"l{i % 3}", bytes([i]))
+    assert rows[5]["name"] == "n5"
+    with pytest.raises(IndexError):
+        rows[19]
+
+
+def test_columns_transform_and_the_loader(tmp_path: Path) -> None:
+    files = [write(tmp_path / name, table(first, 10)) for name, first in (("2.arrow", 10), ("1.arrow", 0))]
+    rows = ArrowDataset(files, columns=["pair", "id"], transform=transform)
+    check_deterministic(rows, Sampling(20, 6, 0))
+    for dataset in (rows, pickle.loads(pickle.dumps(rows))):
+        loader = Loader(dataset, Sampling(20, 6, 0))
+        loader.start(Position(), 0, 1)
+        piece = loader.next()[0]
+        assert piece.data["id"].tolist() == piece.ids.tolist(), "files in sorted order"
+        assert torch.equal(piece.data["pair"], torch.from_numpy(piece.ids)[:, None] + torch.tensor([0, 0.5]))
+        loader.stop()
+    assert default_collate(rows.__getitems__([1, 2]))["id"].dtype == torch.int64
+
+
+def transform(row: dict[str, Any]) -> dict[str, Any]:
+    assert list(row) == ["pair", "id"]
+    return {**row, "seen": True}
+
+
+def test_arrow_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    good = write(tmp_path / "good" / "a.arrow", table(0, 8))
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (tmp_path / "none.arrow", ConfigError, "does not exist"),
+        ("nowhere://x/y", ConfigError, "cannot be opened"),
+        ([], ConfigError, "No Arrow or Parquet file"),
+        ([good, str(good)], ConfigError, "the same one twice"),
+        (write(tmp_path / "empty.arrow", table(0, 8).slice(0, 0)), ConfigError, "no row"),
+        ([good, write(tmp_path / "other.arrow", pa.table({"id": [1]}))], ConfigError, "schema"),
+        (write(tmp_path / "null.arrow", pa.table({"x": [1, None]})), ConfigError, "'x' holds 1 null"),
+        (write(tmp_path / "when.arrow", pa.table({"t": pa.array([1], pa.timestamp("s"))})), ConfigError, "'t' of type"),
+        (write(tmp_path / "deep.arrow", pa.table({"t": [{"a": 1}]})), ConfigError, "'t' of type"),
+    ]
+    (tmp_path / "text.arrow").write_text("hello, I am not Arrow")
+    cases.append((tmp_path / "text.arrow", ConfigError, "neither an Arrow IPC file nor Parquet"))
+    (tmp_path / "torn.arrow").write_bytes(good.read_bytes()[:-100])
+    cases.append((tmp_path / "torn.arrow", StorageError, "torn.arrow is damaged"))
+    (tmp_path / "torn.parquet").write_bytes(b"PAR1" + bytes(50))
+    cases.append((tmp_path / "torn.parquet", StorageError, "torn.parquet is damaged"))
+    for paths, error, word in cases:
+        with pytest.raises(error, match=word):
+            ArrowDataset(paths)
+    for suffix in (".arrow", ".parquet"):
+        path = write(tmp_path / f"columns{suffix}", table(0, 8))
+        with pytest.raises(ConfigError, match=r"no column \['nope'\]"):
+            ArrowDataset(path, columns=["id", "nope"])
+    holes = write(tmp_path / "holes.arrow", pa.table({"x": pa.array([[1, None]], pa.list_(pa.int64(), 2))}))
+    with pytest.raises(ConfigError, match="'x' holds 1 null"):
+        ArrowDataset(holes)
