@@ -89,7 +89,7 @@ def start_blocks(
         try:
             yield RunningBlocks(processes, turns, side, blocks)
         finally:
-            for process in processes.processes:
+            for process in filter(None, processes.processes):
                 if process.is_alive():
                     process.kill()
                 process.join(10.0)

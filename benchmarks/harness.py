@@ -142,13 +142,13 @@ def noise_floor(once: Sequence[Sequence[float]], again: Sequence[Sequence[float]
 
 
 def machine_noise(blocks: int = 15, repeats: int = 20, size: int = 320) -> float:
-    """The `noise_floor` of a fixed matrix product (about a millisecond) against itself: for want of a closer A/A run."""
+    """The `noise_floor` of a fixed matrix product (a millisecond) against itself: for want of a better A/A run."""
     factor = np.random.default_rng(0).standard_normal((size, size))
     times: list[list[float]] = []
     for _ in range(2 * blocks):
         marks = [time.perf_counter()]
         for _ in range(repeats):
-            factor @ factor
+            _ = factor @ factor
             marks.append(time.perf_counter())
         times.append(np.diff(marks).tolist())
     return noise_floor(times[0::2], times[1::2])

@@ -1,4 +1,4 @@
-"""Handwritten digits: a small residual network on scikit-learn's real scans, to about 99 % in half a minute.
+"""Handwritten digits: a small residual network on scikit-learn's real scans, to more than 98 % in half a minute.
 
     python jobs/train_digits.py
     ray job submit --working-dir . -- python jobs/train_digits.py --num-workers 4 --storage-path s3://bucket/runs
@@ -42,7 +42,7 @@ class Residual(nn.Module):
 
 
 def small_resnet() -> nn.Module:
-    """[n, 1, 8, 8] -> [n, 10] logits; 29 thousand parameters."""
+    """[n, 1, 8, 8] -> [n, 10] logits; 28 thousand parameters."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1, bias=False),
         nn.BatchNorm2d(16),
@@ -109,7 +109,7 @@ def accuracy(model: nn.Module) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-workers", type=int, default=2, help="copies of the model, each on its own worker")
-    parser.add_argument("--max-steps", type=int, default=150, help="updates; one epoch is 6 of them")
+    parser.add_argument("--max-steps", type=int, default=200, help="updates; one epoch is 6 of them")
     parser.add_argument("--storage-path", default=None, help="where runs are kept: a path or URI that every node sees")
     parser.add_argument("--name", default="digits", help="the run; the same name goes on where it stopped")
     args = parser.parse_args()

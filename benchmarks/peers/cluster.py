@@ -5,6 +5,7 @@ The cluster has a token and a directory of its own, and nothing of it is left af
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import shutil
@@ -47,7 +48,7 @@ def local_cluster(num_nodes: int) -> Iterator[Cluster]:
             try:
                 for _ in range(num_nodes):
                     cluster.add_node(num_cpus=1, resources={WORKER_SLOT: 1})
-                ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+                ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
                 yield cluster
             finally:
                 started = set(psutil.Process().children(recursive=True)) - before
@@ -63,7 +64,7 @@ def local_cluster(num_nodes: int) -> Iterator[Cluster]:
 def _with_token() -> None:
     """Turn Ray's token authentication on, as `ray.init()` does for a local cluster; a bare `Cluster` would not."""
     from ray._private.authentication.authentication_token_setup import enable_token_auth_by_default
-    from ray._raylet import AuthenticationTokenLoader
+    from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]  # compiled
 
     if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # this process's own: never written to a file

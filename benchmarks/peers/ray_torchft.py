@@ -35,6 +35,10 @@ from benchmarks.peers.kills import Journal, Kill, Killer, summary
 from benchmarks.turns import BlockClock, BlockTimes, Turns, read_blocks
 
 SIDE = "torchft"
+# How long a quorum waits for replicas that live but are late. torchft's default, 100 ms, is less than the jitter of a
+# step where workers share cores: every quorum then leaves somebody out, who is healed in the next, and four workers
+# never work together. Longer than a few steps would only delay the survivors of a loss.
+JOIN_TIMEOUT_MS = 1000
 T = TypeVar("T")
 
 
@@ -108,14 +112,16 @@ class Replica:
         module = work.model()
         self.optimizer = work.optimizer(module)
         self.dataset = work.dataset()
+
+        def load_state_dict(state: dict[str, Any]) -> None:
+            module.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+
         group = ProcessGroupGloo(timeout=timedelta(seconds=30))
         self.manager = Manager(
             pg=group,
             min_replica_size=min_replicas,
-            load_state_dict=lambda state: (
-                module.load_state_dict(state["model"]),
-                self.optimizer.load_state_dict(state["optimizer"]),
-            ),
+            load_state_dict=load_state_dict,
             state_dict=lambda: {"model": module.state_dict(), "optimizer": self.optimizer.state_dict()},
             world_size=1,  # each worker is a replica group of its own
             rank=0,
@@ -181,7 +187,12 @@ def _trainer(
         loop,
         train_loop_config=config,
         torch_config=TorchftConfig(
-            lighthouse_kwargs={"min_replicas": min_replicas, "bind": "127.0.0.1:0"}, backend="gloo"
+            lighthouse_kwargs={
+                "bind": "127.0.0.1:0",
+                "min_replicas": min_replicas,
+                "join_timeout_ms": JOIN_TIMEOUT_MS,
+            },
+            backend="gloo",
         ),
         scaling_config=one_worker_per_node(num_workers),
         run_config=run_config(directory),

@@ -122,12 +122,10 @@ def kill_node(raylet_pid: int) -> None:
     raylet = psutil.Process(raylet_pid)
     if "raylet" not in raylet.name():
         raise ChaosError(f"process {raylet_pid} is {raylet.name()}, not a raylet: is this a Ray worker?")
-    others = [child for child in raylet.children(recursive=True) if child.pid != os.getpid()]
+    children = raylet.children(recursive=True)
     raylet.kill()
-    for child in others:
+    for child in sorted(children, key=lambda process: process.pid == os.getpid()):  # this one last, if it is among them
         child.kill()
-    if os.getppid() == raylet_pid or raylet_pid in [parent.pid for parent in psutil.Process().parents()]:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def when(directory: Path, fault: FailAt) -> float | None:

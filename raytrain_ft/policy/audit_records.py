@@ -104,6 +104,8 @@ def _number(record: dict[str, Any], key: str, below: int = 2**63) -> int:
 
 
 def _read_started(story: Story, record: dict[str, Any]) -> None:
+    if isinstance(record.get("details"), dict):  # where the supervisor's event keeps what it does not look at itself
+        record = {**record["details"], **record}
     size, batch = _number(record, "dataset_size"), _number(record, "global_batch_size")
     seed = _number(record, "seed", below=2**64)
     if not isinstance(record["shuffle"], bool) or not isinstance(record["drop_last"], bool):

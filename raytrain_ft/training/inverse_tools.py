@@ -1,7 +1,7 @@
 """What the inverses of all optimizers share: the tensors that they work on, and the inverses of single operations.
 
 Each operation mirrors one of ``torch.optim``, because the same operation on the same bits makes the same rounding
-error, which then cancels: a parameter that was exactly zero comes back exactly zero.
+error, which then cancels as far as it can.
 """
 # pyright: reportPrivateImportUsage=false
 # (torch's stubs do not export its _foreach_ functions)

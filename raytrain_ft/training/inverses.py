@@ -4,6 +4,10 @@
 what they were before: first the parameter, then the gradient that the update really used (with weight decay it depends
 on the restored parameter), then the optimizer's state. All but Adafactor's work element by element.
 
+Where weight decay puts x into the gradient, ``x' = x - h * (g + lambda * x)``, the inverse has the same form,
+``x = x' + h / (1 - h * lambda) * (g + lambda * x')``. A quotient of x itself would be off by up to half a unit in the last
+place of x, always in the same direction, however small the update was.
+
 In comments a prime marks a value after the update, ``eta`` is the learning rate and ``lambda`` the weight decay.
 This module knows nothing of hooks, records or refusals: those are in `undo` and `undo_rules`.
 """
@@ -32,7 +36,7 @@ from raytrain_ft.training.inverse_tools import (
     unscale,
     used_gradient,
 )
-from raytrain_ft.training.inverses_adam import nadam_divisor, undo_adam, undo_lamb, undo_nadam, undo_radam
+from raytrain_ft.training.inverses_adam import nadam_kept, undo_adam, undo_lamb, undo_nadam, undo_radam
 from raytrain_ft.training.lamb import LAMB
 
 
@@ -43,8 +47,8 @@ class Inverse:
     Attributes:
         undo: turns a batch, in place, into what it was before the update.
         state: the names of the tensors in the optimizer's state that an update changes.
-        divisor: what the parameter is divided by, per element, or None where the data does not divide it. The caller
-            makes sure beforehand that no element is close to zero.
+        kept: the factor by which the update itself multiplied each element of x before it added anything, where that
+            depends on the data, or None. No element may be close to zero: the caller makes sure of it beforehand.
         before: reads, before a step and without waiting for a device, the number per tensor that is lost afterwards.
         after: the same, after the step.
         splits: tensors may be cut into blocks.
@@ -52,7 +56,7 @@ class Inverse:
 
     undo: Callable[[Batch], None]
     state: tuple[str, ...]
-    divisor: Callable[[Batch], list[Tensor] | None] | None = None
+    kept: Callable[[Batch], list[Tensor] | None] | None = None
     before: Callable[[Tensor, Mapping[str, Any]], Tensor | float] | None = None
     after: Callable[[Any, Tensor], Tensor] | None = None
     splits: bool = True
@@ -72,10 +76,9 @@ def undo_sgd(b: Batch) -> None:
     elif mu and not b.hyper["nesterov"]:
         torch._foreach_add_(b.x, buf, alpha=lr)
     else:
-        g = used_gradient(b)
-        torch._foreach_add_(b.x, torch._foreach_add(g, buf, alpha=mu) if mu else g, alpha=lr)
-        if wd:
-            unscale(b.x, 1 - lr * wd)
+        u = used_gradient(b, wd)
+        torch._foreach_add_(b.x, torch._foreach_add(u, buf, alpha=mu) if mu else u, alpha=lr / (1 - lr * wd))
+        del u
     if mu and not b.first:
         torch._foreach_add_(buf, used_gradient(b, wd), alpha=-(1 - b.hyper["dampening"]))
         unscale(buf, rounded(mu, buf[0].dtype))
@@ -93,8 +96,8 @@ def _rmsprop_denominator(b: Batch) -> Tensors:
     return d
 
 
-def rmsprop_divisor(b: Batch) -> list[Tensor] | None:
-    """``1 - eta * lambda / a``, without momentum; with momentum nothing is divided by the data."""
+def rmsprop_kept(b: Batch) -> list[Tensor] | None:
+    """``1 - eta * lambda / a``; with momentum x is not multiplied by anything."""
     if b.hyper["momentum"] > 0 or not b.hyper["weight_decay"]:
         return None
     return one_minus_quotient([b.hyper["lr"] * b.hyper["weight_decay"]] * len(b.x), _rmsprop_denominator(b))
@@ -110,10 +113,9 @@ def undo_rmsprop(b: Batch) -> None:
     if mu > 0:
         torch._foreach_add_(b.x, b.state["momentum_buffer"], alpha=lr)
     else:
-        torch._foreach_addcdiv_(b.x, b.g, d, value=-lr if b.hyper["maximize"] else lr)
-        divisor = rmsprop_divisor(b)
-        if divisor is not None:
-            torch._foreach_div_(b.x, divisor)
+        if wd:
+            torch._foreach_add_(d, -lr * wd)
+        torch._foreach_addcdiv_(b.x, used_gradient(b, wd), d, value=lr)
     if b.first:
         return
     g = used_gradient(b, wd)
@@ -135,8 +137,8 @@ def _adagrad_step(b: Batch) -> tuple[float, Tensors]:
     return b.hyper["lr"] / (1 + (b.t - 1) * b.hyper["lr_decay"]), d
 
 
-def adagrad_divisor(b: Batch) -> list[Tensor] | None:
-    """``1 - clr * lambda / std``."""
+def adagrad_kept(b: Batch) -> list[Tensor] | None:
+    """``1 - clr * lambda / std``, with torch's names."""
     if not b.hyper["weight_decay"]:
         return None
     clr, d = _adagrad_step(b)
@@ -145,14 +147,14 @@ def adagrad_divisor(b: Batch) -> list[Tensor] | None:
 
 def undo_adagrad(b: Batch) -> None:
     """Adagrad. A sum that the last gradient dominates loses its old digits, as any sum does."""
+    wd = b.hyper["weight_decay"]
     clr, d = _adagrad_step(b)
-    torch._foreach_addcdiv_(b.x, b.g, d, value=-clr if b.hyper["maximize"] else clr)
+    if wd:
+        torch._foreach_add_(d, -clr * wd)
+    torch._foreach_addcdiv_(b.x, used_gradient(b, wd), d, value=clr)
     del d
-    divisor = adagrad_divisor(b)
-    if divisor is not None:
-        torch._foreach_div_(b.x, divisor)
     if not b.first:
-        g = used_gradient(b, b.hyper["weight_decay"])
+        g = used_gradient(b, wd)
         torch._foreach_addcmul_(b.state["sum"], g, g, value=-1)
         torch._foreach_clamp_min_(b.state["sum"], 0.0)
 
@@ -212,11 +214,11 @@ INVERSES: dict[type[Optimizer], Inverse] = {
     AdamW: Inverse(undo_adam, (*_MOMENTS, "max_exp_avg_sq")),
     LAMB: Inverse(undo_lamb, _MOMENTS, after=lambda optimizer, p: optimizer.trust_ratios[p]),
     NAdam: Inverse(
-        undo_nadam, _MOMENTS, nadam_divisor, before=lambda _, state: state["mu_product"].item() if state else 1.0
+        undo_nadam, _MOMENTS, nadam_kept, before=lambda _, state: state["mu_product"].item() if state else 1.0
     ),
     RAdam: Inverse(undo_radam, _MOMENTS),
-    RMSprop: Inverse(undo_rmsprop, ("square_avg", "momentum_buffer", "grad_avg"), rmsprop_divisor),
-    Adagrad: Inverse(undo_adagrad, ("sum",), adagrad_divisor),
+    RMSprop: Inverse(undo_rmsprop, ("square_avg", "momentum_buffer", "grad_avg"), rmsprop_kept),
+    Adagrad: Inverse(undo_adagrad, ("sum",), adagrad_kept),
     Adamax: Inverse(undo_adamax, ("exp_avg", "exp_inf")),
     Adafactor: Inverse(
         undo_adafactor, ("row_var", "col_var", "variance"), before=lambda p, _: p.detach().norm(2), splits=False

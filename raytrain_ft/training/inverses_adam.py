@@ -74,11 +74,11 @@ def undo_lamb(b: Batch) -> None:
     torch._foreach_reciprocal_(r)
     torch._foreach_mul_(r, b.state["exp_avg"])
     torch._foreach_div_(r, 1 - beta1**b.t)
-    torch._foreach_mul_(r, b.scalars)
+    if wd:
+        torch._foreach_add_(r, b.x, alpha=wd)
+    torch._foreach_mul_(r, [ratio / (1 - lr * ratio * wd) for ratio in b.scalars])
     torch._foreach_add_(b.x, r, alpha=lr)
     del r
-    if wd:
-        torch._foreach_div_(b.x, [1 - lr * ratio * wd for ratio in b.scalars])
     undo_moments(b, 0.0)
 
 
@@ -108,8 +108,8 @@ def _nadam_steps(b: Batch) -> tuple[list[float], list[float]]:
     return [lr * (1 - mu) / (1 - p) for p in b.scalars], [lr * mu_next / (1 - p * mu_next) for p in b.scalars]
 
 
-def nadam_divisor(b: Batch) -> list[Tensor] | None:
-    """``1 - a * lambda / d``: with L2 decay the parameter itself is in the gradient that is divided by d."""
+def nadam_kept(b: Batch) -> list[Tensor] | None:
+    """``1 - a * lambda / d``, with L2 decay, where x itself is in the gradient that is divided by d."""
     l2 = _split_decay(b)[1]
     if not l2:
         return None
@@ -122,10 +122,10 @@ def undo_nadam(b: Batch) -> None:
     for_gradient, for_moment = _nadam_steps(b)
     d = _denominator(b, 1 - b.hyper["betas"][1] ** b.t)
     torch._foreach_addcdiv_(b.x, b.state["exp_avg"], d, for_moment)
-    torch._foreach_addcdiv_(b.x, used_gradient(b), d, for_gradient)
-    del d
-    divisor = nadam_divisor(b)
-    if divisor is not None:
-        torch._foreach_div_(b.x, divisor)
+    g = used_gradient(b, l2)
+    if l2:
+        torch._foreach_add_(d, [-a * l2 for a in for_gradient])
+    torch._foreach_addcdiv_(b.x, g, d, for_gradient)
+    del d, g
     undo_decoupled_decay(b, decoupled)
     undo_moments(b, l2)

@@ -22,6 +22,7 @@ from torch.optim import SGD, Adagrad, Optimizer
 
 from raytrain_ft.errors import UndoRefusedError
 from raytrain_ft.training.inverses import INVERSES, Batch
+from raytrain_ft.training.lamb import LAMB
 from raytrain_ft.training.undo_rules import (
     Mode,
     hyper_reasons,
@@ -211,10 +212,10 @@ class Undo:
         for p, r in zip(cohort.params, cohort.records, strict=True):
             changed = [now != then for now, then in zip((_version(p), _version(r.gradient)), r.versions, strict=True)]
             reasons += reasons_now(p, r.gradient, *changed)
-        if not reasons and self._inverse.divisor is not None:
-            divisors = (self._inverse.divisor(batch) for batch in cohort.batches(self._inverse.splits))
-            reasons += scaled_decay([t.abs().min() for d in divisors if d is not None for t in d if t.numel()])
-        if not reasons and self._inverse.after is not None:  # LAMB
+        if not reasons and self._inverse.kept is not None:
+            kept = (self._inverse.kept(batch) for batch in cohort.batches(self._inverse.splits))
+            reasons += scaled_decay([t.abs().min() for some in kept if some is not None for t in some if t.numel()])
+        if not reasons and type(self._optimizer) is LAMB:
             lr, wd = cohort.hyper["lr"], cohort.hyper["weight_decay"]
             reasons += scaled_decay([torch.tensor(abs(1 - lr * wd * ratio)) for ratio in cohort.scalars])
         return reasons

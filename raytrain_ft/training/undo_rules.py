@@ -16,7 +16,7 @@ from torch.optim import ASGD, LBFGS, SGD, Adadelta, Adafactor, Adamax, AdamW, Mu
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from raytrain_ft.errors import UndoRefusedError
+from raytrain_ft.errors import ConfigError, UndoRefusedError
 from raytrain_ft.training.inverses import INVERSES
 
 Mode = Literal["exact", "replay"]
@@ -44,7 +44,7 @@ def refusal(optimizer: Optimizer, reasons: Sequence[str]) -> UndoRefusedError:
 def refusals(optimizer: Optimizer, mode: Mode = "exact") -> list[str]:
     """Every reason why updates of this optimizer, as it is set now, cannot be undone; empty if they can."""
     if mode not in ("exact", "replay"):
-        raise ValueError(f'mode is {mode!r}: choose "exact" or "replay"')
+        raise ConfigError(f'mode is {mode!r}: choose "exact" or "replay"')
     kind = type(optimizer)
     if kind not in INVERSES:
         why = _WHY_NOT.get(kind, "its class is unknown, and a subclass may override the update")
@@ -62,7 +62,8 @@ def refusals(optimizer: Optimizer, mode: Mode = "exact") -> list[str]:
                 f"{where}: eps[0]=None is taken from the first of several dtypes. Give eps[0], or split the group"
             )
         for j, p in enumerate(params):
-            reasons += _kind_of_parameter(p, f'{where}["params"][{j}]')
+            if p.requires_grad:
+                reasons += _kind_of_parameter(p, f'{where}["params"][{j}]')
     return reasons
 
 
@@ -119,6 +120,9 @@ def _kind_of_parameter(p: Tensor, where: str) -> list[str]:
 def reasons_now(p: Tensor, gradient: Tensor, parameter_changed: bool, gradient_changed: bool) -> list[str]:
     """Why the update of this parameter cannot be undone any more."""
     where = f"a parameter of shape {tuple(p.shape)}"
+    reasons = _kind_of_parameter(p, where)
+    if reasons:
+        return reasons
     if gradient.layout != torch.strided:
         return [f"{where} has a gradient of layout {gradient.layout}. Use dense gradients (sparse=False), {_OTHERWISE}"]
     if gradient.dtype != p.dtype:
@@ -133,9 +137,9 @@ def reasons_now(p: Tensor, gradient: Tensor, parameter_changed: bool, gradient_c
     return []
 
 
-def scaled_decay(divisors: Iterable[Tensor]) -> list[str]:
-    """Refuses a division by nearly zero that the data leads to. `divisors` are 0-dim absolute values."""
-    smallest = min((d.item() for d in divisors), default=1.0)
+def scaled_decay(kept: Iterable[Tensor]) -> list[str]:
+    """Refuses a weight decay that, scaled by the data, left nothing of a parameter. `kept`: absolute factors, 0-dim."""
+    smallest = min((factor.item() for factor in kept), default=1.0)
     if smallest >= _MIN_DIVISOR:
         return []
     return [

@@ -150,6 +150,13 @@ def test_a_log_that_begins_without_resumed_begins_at_step_0() -> None:
     assert audit(run.records).ok
 
 
+def test_the_settings_may_lie_in_the_details_of_the_event() -> None:
+    run = honest()
+    details = {key: run.records[0].pop(key) for key in list(run.records[0]) if key != "event"}
+    run.records[0]["details"] = details
+    assert audit(run.records) == audit(honest().records)
+
+
 def test_an_unfinished_run_is_audited_up_to_its_last_commit() -> None:
     result = audit(honest().records[:-1])
     assert (result.ok, result.finished, result.steps) == (True, False, 10)
