@@ -28,9 +28,7 @@ from benchmarks.turns import BlockClock, BlockTimes, Turns, read_blocks
 SIDE = "ddp"
 
 
-def _worker(
-    rank: int, num_workers: int, work: Work, store: str, turns: Turns, side: str, plan: tuple[int, int]
-) -> None:
+def _worker(rank: int, num_workers: int, work: Work, store: str, turns: Turns, side: str, plan: tuple[int, int]) -> None:
     """One DDP rank: build everything, then run `plan` = (blocks, steps per block) under the clock."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     torch.set_num_threads(1)

@@ -74,9 +74,7 @@ class Goal:
         if self.direction not in DIRECTIONS:
             raise ValueError(f"direction is {self.direction!r}: choose one of {', '.join(DIRECTIONS)}")
         if (self.value is None) != (self.direction == "report"):
-            raise ValueError(
-                f"a goal with direction {self.direction!r} has value {self.value}: 'report' alone has none"
-            )
+            raise ValueError(f"a goal with direction {self.direction!r} has value {self.value}: 'report' alone has none")
 
     def met_by(self, low: float, high: float) -> bool | None:
         """Whether the interval as a whole passes (its unfavourable end decides). None: nothing to judge."""

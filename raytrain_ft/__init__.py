@@ -26,7 +26,7 @@ _EXPORTS = {
     "undo": "raytrain_ft.training",
 }
 
-__all__ = sorted(_EXPORTS)  # noqa: PLE0605
+__all__ = sorted(_EXPORTS)
 __version__ = "0.1.0"
 
 

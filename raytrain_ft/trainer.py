@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
+from ray.util import list_named_actors
 
 from raytrain_ft import errors
 from raytrain_ft.chaos.faults import FailAt
@@ -26,7 +27,7 @@ from raytrain_ft.config import (
     workers,
 )
 from raytrain_ft.errors import ConfigError, RunActiveError, TrainingFailedError
-from raytrain_ft.policy.machine import Rules
+from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.progress import Display
 from raytrain_ft.result import Result, recovery_of
@@ -75,7 +76,7 @@ class Trainer:
         check_task(task)
         _check_keywords(settings)
         self._task = task
-        self._scaling = scaling_config or ScalingConfig()
+        self._scaling: Any = scaling_config or ScalingConfig()
         self._run = run_config or RunConfig()
         self._recovery = recovery_config or RecoveryConfig()
         self._parallelism = parallelism_config or ParallelismConfig()
@@ -215,8 +216,9 @@ class Trainer:
         if resources:
             options["resources"] = resources
         threads = str(max(1, int(options["num_cpus"])))
-        environment = {"OMP_NUM_THREADS": threads, **(self._run.worker_runtime_env or {}).get("env_vars", {})}
-        options["runtime_env"] = {**(self._run.worker_runtime_env or {}), "env_vars": environment}
+        runtime_env: dict[str, Any] = dict(self._run.worker_runtime_env or {})
+        environment = {"OMP_NUM_THREADS": threads, **runtime_env.get("env_vars", {})}
+        options["runtime_env"] = {**runtime_env, "env_vars": environment}
         return options
 
     # ---------------------------------------------------------------- while it runs
@@ -227,11 +229,7 @@ class Trainer:
         _keep_earlier_records(spec)
         (spec.directory / "nonce").write_text(spec.nonce)
         try:
-            return (
-                ray.remote(Supervisor)
-                .options(name=spec.supervisor_name, namespace=NAMESPACE, **options)
-                .remote(spec)
-            )
+            return ray.remote(Supervisor).options(name=spec.supervisor_name, namespace=NAMESPACE, **options).remote(spec)
         except ValueError as error:
             raise RunActiveError(_active(spec)) from error
 
@@ -243,7 +241,7 @@ class Trainer:
             while True:
                 done, _ = ray.wait([ended], timeout=POLL_S)
                 try:
-                    account = ray.get(ended if done else supervisor.status.remote(), timeout=10)
+                    account: Any = ray.get(ended if done else supervisor.status.remote(), timeout=10)
                     unreachable = None
                 except (ActorUnavailableError, GetTimeoutError) as error:
                     unreachable = unreachable or time.monotonic()
@@ -277,9 +275,7 @@ def _size(dataset: Any) -> int:
     try:
         size = len(dataset)
     except TypeError as error:
-        raise ConfigError(
-            f"dataset() returned a {type(dataset).__name__} without a length; use a map-style dataset"
-        ) from error
+        raise ConfigError(f"dataset() returned a {type(dataset).__name__} without a length; use a map-style dataset") from error
     if size == 0:
         raise ConfigError("dataset() is empty: there is nothing to train on")
     return size
@@ -317,9 +313,8 @@ def _abort(supervisor: Any, reason: str) -> None:
 def _clean_up(spec: RunSpec, supervisor: Any) -> None:
     """Leaves nothing behind: the supervisor, and any worker that it did not end."""
     ray.kill(supervisor)
-    from ray.util import list_named_actors
-
-    for actor in list_named_actors(all_namespaces=True):
+    actors: Any = list_named_actors(all_namespaces=True)
+    for actor in actors:
         if actor["namespace"] == NAMESPACE and actor["name"].startswith(spec.member_name("")):
             try:
                 ray.kill(ray.get_actor(actor["name"], namespace=NAMESPACE))
@@ -333,9 +328,7 @@ def _result(spec: RunSpec, account: dict[str, Any]) -> Result:
         name, message = account["failure"]
         kind = getattr(errors, name, TrainingFailedError)
         where = f"\nThe run's records: {spec.directory}"
-        error = kind(message + where)
-        error.recoveries = recoveries
-        raise error
+        raise kind(message + where)
     metrics = {"loss": account["loss"], "step": account["step"]}
     digest = account["result"].get("digest", "")
     return Result(metrics, str(spec.directory), recoveries, digest, account["seconds"])

@@ -86,9 +86,7 @@ def read_journals(directory: str) -> Journals:
 class Killer:
     """Kills workers of one training run, one at a time, and measures every recovery."""
 
-    def __init__(
-        self, directory: str, num_workers: int, failed: Callable[[], str | None], seed: int, timeout_s: float
-    ) -> None:
+    def __init__(self, directory: str, num_workers: int, failed: Callable[[], str | None], seed: int, timeout_s: float) -> None:
         """`failed`: why training ended, if it did. `timeout_s`: the longest wait for full strength."""
         self._directory, self._num_workers, self._failed = directory, num_workers, failed
         self._random = np.random.default_rng(seed)

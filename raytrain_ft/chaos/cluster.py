@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import signal
@@ -44,7 +45,7 @@ class LocalCluster:
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         for _ in range(self._num_nodes):
             self.add_node()
-        ray.init(address=self._cluster.address, log_to_driver=False, logging_level="error")
+        ray.init(address=self._cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -106,7 +107,7 @@ class LocalCluster:
 
 def _refresh_authentication() -> None:
     """Lets this process see what the environment now says of authentication. Private to Ray, which reads it at import."""
-    from ray._raylet import AuthenticationTokenLoader, Config
+    from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
 
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()

@@ -28,8 +28,7 @@ class Commit:
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} ({self.member}) of incarnation {self.incarnation}, "
-            f"steps [{self.first_step}, {self.stop_step})"
+            f"rank {self.rank} ({self.member}) of incarnation {self.incarnation}, steps [{self.first_step}, {self.stop_step})"
         )
 
 
@@ -126,8 +125,7 @@ def _read_resumed(story: Story, record: dict[str, Any]) -> None:
 
 def _read_commit(story: Story, record: dict[str, Any]) -> None:
     rank, world_size, incarnation, first, stop, epoch, start = (
-        _number(record, key)
-        for key in ("rank", "world_size", "incarnation", "first_step", "stop_step", "epoch", "start")
+        _number(record, key) for key in ("rank", "world_size", "incarnation", "first_step", "stop_step", "epoch", "start")
     )
     weights = record.get("weights")
     commit = Commit(

@@ -12,114 +12,15 @@ FENCE with the larger set of lost workers; answers of an older incarnation are i
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from raytrain_ft.errors import IllegalEventError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.reconcile import Marks, Plan, reconcile
+from raytrain_ft.policy.roster import MemberState, Roster, Rules
+from raytrain_ft.policy.states import ENDED, RECOVERING, TRANSITIONS, State
 from raytrain_ft.policy.strategy import Recovery, fills, guarantee_of, repairs
 
-
-class State(StrEnum):
-    """States of a run. FENCE, REPLACE, REBUILD and RESUME together are the field's RECOVERING."""
-
-    INITIALIZING = "INITIALIZING"
-    SCHEDULING = "SCHEDULING"
-    RUNNING = "RUNNING"
-    RESIZING = "RESIZING"
-    FENCE = "FENCE"
-    REPLACE = "REPLACE"
-    REBUILD = "REBUILD"
-    RESUME = "RESUME"
-    SHUTTING_DOWN = "SHUTTING_DOWN"
-    FINISHED = "FINISHED"
-    ERRORED = "ERRORED"
-    ABORTED = "ABORTED"
-
-
 S = State
-ENDED = frozenset({S.FINISHED, S.ERRORED, S.ABORTED})
-LIVE = frozenset(S) - ENDED - {S.INITIALIZING}
-RECOVERING = frozenset({S.FENCE, S.REPLACE, S.REBUILD, S.RESUME})
-
-# {event: {state in which it may come: states that it may lead to}}. Whatever is absent is illegal.
-# An event of an incarnation that is over, or a timer of a state that is over, is ignored in any live state.
-TRANSITIONS: dict[type[m.Event], dict[State, set[State]]] = {
-    m.RunStarted: {S.INITIALIZING: {S.SCHEDULING}},
-    m.CapacityChanged: {state: {state} for state in LIVE - {S.SCHEDULING, S.REPLACE}}
-    | {S.SCHEDULING: {S.SCHEDULING, S.REPLACE}, S.REPLACE: {S.REPLACE}},
-    m.WorkerStarted: {state: {state} for state in LIVE - {S.SCHEDULING, S.RUNNING}}
-    | {S.SCHEDULING: {S.SCHEDULING, S.REPLACE}, S.RUNNING: {S.RUNNING, S.RESIZING}},
-    m.WorkerLost: {
-        S.SCHEDULING: {S.SCHEDULING, S.ERRORED},
-        S.RUNNING: {S.RUNNING, S.FENCE, S.ERRORED},
-        S.RESIZING: {S.RESIZING, S.FENCE, S.ERRORED},
-        S.FENCE: {S.FENCE, S.REPLACE, S.ERRORED},
-        S.REPLACE: {S.REPLACE, S.FENCE, S.ERRORED},
-        S.REBUILD: {S.REBUILD, S.FENCE, S.ERRORED},
-        S.RESUME: {S.RESUME, S.FENCE, S.ERRORED},
-        S.SHUTTING_DOWN: {S.SHUTTING_DOWN, S.ERRORED},
-    },
-    m.Suspected: {state: {S.FENCE, S.ERRORED} for state in (S.RUNNING, S.RESIZING, S.REPLACE, S.REBUILD, S.RESUME)}
-    | {S.FENCE: {S.FENCE}, S.SHUTTING_DOWN: {S.SHUTTING_DOWN}},
-    m.Fenced: {S.FENCE: {S.FENCE, S.REPLACE, S.ERRORED}},
-    m.Reconciled: {S.REPLACE: {S.REPLACE, S.REBUILD, S.RESUME}},
-    m.Filled: {S.REBUILD: {S.REBUILD, S.RESUME, S.FENCE}},
-    m.StepsCommitted: {
-        S.RESUME: {S.RUNNING},
-        S.RUNNING: {S.RUNNING, S.RESIZING},
-        S.RESIZING: {S.RESIZING},
-        S.FENCE: {S.FENCE},
-        S.REPLACE: {S.REPLACE},
-        S.REBUILD: {S.REBUILD},
-        S.SHUTTING_DOWN: {S.SHUTTING_DOWN},
-    },
-    m.SamplesLost: {state: {state} for state in LIVE},
-    m.Stopped: {S.RESUME: {S.RESUME}, S.RUNNING: {S.RUNNING}, S.RESIZING: {S.RESIZING, S.FENCE}},
-    m.Completed: {state: {state, S.SHUTTING_DOWN, S.ERRORED} for state in (S.RESUME, S.RUNNING, S.RESIZING)},
-    m.Saved: {S.SHUTTING_DOWN: {S.FINISHED}},
-    m.TaskFailed: {state: {S.ERRORED} for state in LIVE},
-    m.TimerFired: {
-        S.SCHEDULING: {S.SCHEDULING, S.REPLACE, S.ERRORED},
-        S.FENCE: {S.FENCE, S.REPLACE, S.ERRORED},
-        S.REPLACE: {S.REPLACE, S.FENCE, S.ERRORED},
-        S.REBUILD: {S.REBUILD, S.FENCE, S.ERRORED},
-        S.SHUTTING_DOWN: {S.SHUTTING_DOWN, S.ERRORED},
-    }
-    | {state: {state} for state in (S.RUNNING, S.RESIZING, S.RESUME)},
-    m.AbortRequested: {state: {S.ABORTED} for state in LIVE},
-    m.SupervisorRestarted: {state: {state} for state in LIVE - {S.REPLACE, S.REBUILD}}
-    | {S.REPLACE: {S.FENCE, S.REPLACE}, S.REBUILD: {S.FENCE}},
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What the user asked for, as far as decisions need it. Times in seconds; a budget of -1 has no limit."""
-
-    min_workers: int
-    max_workers: int
-    max_steps: int
-    spares: int = 1
-    whole_update: bool = True
-    wait_for_replacement: bool = True
-    schedule_timeout: float = 120.0
-    replacement_timeout: float = 60.0
-    fence_timeout: float = 10.0
-    phase_timeout: float = 60.0
-    max_failures: int = -1
-    max_preemption_failures: int = -1
-    max_fruitless_recoveries: int = 10
-    max_start_failures: int = 5
-
-
-class MemberState(StrEnum):
-    """What a member is to the run."""
-
-    STARTING = "starting"
-    SPARE = "spare"
-    ACTIVE = "active"
 
 
 class Machine:
@@ -129,7 +30,7 @@ class Machine:
         state: where the run stands.
         incarnation: the number of the present world; 0 before the first.
         world: active members in rank order.
-        members: every live member and what it is to the run.
+        roster: the members, and what the budgets allow.
         recoveries: every recovery and resize so far, the last one perhaps still under way.
         failure: (error class name, message) once ERRORED or ABORTED.
     """
@@ -139,7 +40,7 @@ class Machine:
         self.state = S.INITIALIZING
         self.incarnation = 0
         self.world: tuple[str, ...] = ()
-        self.members: dict[str, MemberState] = {}
+        self.roster = Roster(rules)
         self.recoveries: list[Recovery] = []
         self.failure: tuple[str, str] | None = None
         self.result: dict[str, str] = {}
@@ -149,12 +50,13 @@ class Machine:
         self._answers: dict[str, m.Event] = {}
         self._plan: Plan | None = None
         self._joining: tuple[str, ...] = ()
-        self._slots = 0
-        self._started = 0
-        self._start_failures = 0
-        self._failures = 0
-        self._preemptions = 0
+        self._holders: tuple[str, ...] = ()
         self._fruitless = 0
+
+    @property
+    def members(self) -> dict[str, MemberState]:
+        """Every live member and what it is to the run."""
+        return self.roster.members
 
     def handle(self, event: m.Event) -> list[m.Command]:
         """Takes one event and says what to do.
@@ -175,8 +77,7 @@ class Machine:
         commands: list[m.Command] = handler(event)
         if self.state not in allowed:
             raise IllegalEventError(
-                f"{_short(event)} led from {before} to {self.state}, which the table lacks. Story:\n"
-                + "\n".join(self.story)
+                f"{_short(event)} led from {before} to {self.state}, which the table lacks. Story:\n" + "\n".join(self.story)
             )
         return commands
 
@@ -196,55 +97,36 @@ class Machine:
         return [m.SetTimer("schedule", self.rules.schedule_timeout, self.incarnation), *self._provision()]
 
     def _provision(self) -> list[m.Command]:
-        """Starts what is missing, as far as the cluster has room. While scheduling, asks for the minimum in any case: a
-        worker that cannot be placed is what an autoscaler reacts to."""
-        wanted = min(self.rules.max_workers + self.rules.spares, self._slots)
-        if self.state == S.SCHEDULING:
-            wanted = max(wanted, self.rules.min_workers)
-        if self._start_failures >= self.rules.max_start_failures:
-            return []
-        commands: list[m.Command] = []
-        while len(self.members) < wanted:
-            member = f"w{self._started}"
-            self._started += 1
-            self.members[member] = MemberState.STARTING
-            commands.append(m.StartWorker(member))
-        return commands
+        return self.roster.provision(self.rules.min_workers if self.state == S.SCHEDULING else 0)
 
     def _on_CapacityChanged(self, event: m.CapacityChanged) -> list[m.Command]:
-        if event.slots > self._slots:
-            self._start_failures = 0
-        self._slots = event.slots
+        self.roster.resized(event.slots)
         return [*self._provision(), *(self._begin_if_ready() if self.state == S.SCHEDULING else [])]
 
     def _on_WorkerStarted(self, event: m.WorkerStarted) -> list[m.Command]:
         self.members[event.member] = MemberState.SPARE
-        self._start_failures = 0
+        self.roster.start_failures = 0
         if self.state == S.SCHEDULING:
             return self._begin_if_ready()
         if self.state == S.REPLACE and not self._joining:
             return self._replace()
         return self._grow(event.at) if self.state == S.RUNNING else []
 
-    def _spares(self) -> list[str]:
-        return [member for member, what in self.members.items() if what == MemberState.SPARE]
-
     def _begin_if_ready(self, at_least: int | None = None) -> list[m.Command]:
-        starting = MemberState.STARTING in self.members.values()
-        enough = min(self.rules.max_workers, self._slots) if starting else self.rules.min_workers
+        enough = min(self.rules.max_workers, self.roster.slots) if self.roster.any_starting() else self.rules.min_workers
         needed = max(at_least or enough, self.rules.min_workers)
-        if len(self._spares()) < needed:
+        if len(self.roster.spares()) < needed:
             return []
         self.incarnation += 1
-        return self._join(tuple(self._spares()[: self.rules.max_workers]), plan=None)
+        return self._join(tuple(self.roster.spares()[: self.rules.max_workers]), plan=None)
 
     def _grow(self, at: float) -> list[m.Command]:
         """A planned resize: everybody stops at a step boundary that all agree upon."""
-        if len(self.world) >= self.rules.max_workers or not self._spares() or self.step >= self.rules.max_steps:
+        if len(self.world) >= self.rules.max_workers or not self.roster.spares() or self.step >= self.rules.max_steps:
             return []
         self.state = S.RESIZING
         self._answers = {}
-        self._open_recovery(at, f"{len(self._spares())} more workers are ready", "supervisor")
+        self._open_recovery(at, f"{len(self.roster.spares())} more workers are ready", "supervisor")
         return [m.StopAtBoundary(self.world)]
 
     def _on_Stopped(self, event: m.Stopped) -> list[m.Command]:
@@ -257,33 +139,21 @@ class Machine:
         was = self.members.pop(event.member)
         commands: list[m.Command] = [m.Kill(event.member)]
         if was != MemberState.ACTIVE and event.member not in self._joining:
-            if was == MemberState.STARTING:
-                self._start_failures += 1
-            if self._start_failures >= self.rules.max_start_failures and self.state == S.SCHEDULING:
+            self.roster.start_failures += was == MemberState.STARTING
+            if self.roster.cannot_start() and self.state == S.SCHEDULING:
                 return [*commands, *self._fail("RecoveryError", f"workers cannot be started: {event.cause}")]
             commands += self._provision()
             return commands + (self._replace() if self.state == S.REPLACE and not self._joining else [])
         if self.state == S.SHUTTING_DOWN:
             return commands + self._save()
-        if event.preempted:
-            self._preemptions += 1
-        else:
-            self._failures += 1
+        exhausted = self.roster.charge(event.preempted)
         self._open_recovery(event.at, event.cause, event.noticed_by)
         self.recoveries[-1].lost.append(event.member)
-        exhausted = self._exhausted()
         if exhausted:
             return [*commands, *self._fail("RetryBudgetError", f"{exhausted}; last cause: {event.cause}")]
         if self.state == S.FENCE:
             return commands + self._provision() + self._fenced(event.at)
         return commands + self._fence(event.at) + self._provision()
-
-    def _exhausted(self) -> str:
-        for name, used in (("max_failures", self._failures), ("max_preemption_failures", self._preemptions)):
-            budget = getattr(self.rules, name)
-            if 0 <= budget < used:
-                return f"{used} failures, and FailureConfig.{name} allows {budget}"
-        return ""
 
     # ---------------------------------------------------------------- FENCE: stop, report
 
@@ -315,7 +185,7 @@ class Machine:
         self._answers = {}
         self._plan = None
         self._joining = ()
-        members = tuple(member for member, what in self.members.items() if what == MemberState.ACTIVE)
+        members = self.roster.active()
         seconds = max(self.rules.fence_timeout, 3 * self.longest_step)
         if not members:
             return self._fenced(0.0)
@@ -327,7 +197,7 @@ class Machine:
 
     def _fenced(self, at: float) -> list[m.Command]:
         """Goes on to REPLACE once every active member has answered or is lost."""
-        active = [member for member, what in self.members.items() if what == MemberState.ACTIVE]
+        active = self.roster.active()
         if any(member not in self._answers for member in active):
             return []
         for member in active:
@@ -363,8 +233,8 @@ class Machine:
         if self._plan is not None and self._plan.step >= self.rules.max_steps:
             return self._join(tuple(member for member in self.world if member in survivors), self._plan)
         wanted = self.rules.max_workers
-        ready = len(survivors) + len(self._spares())
-        may_come = self.rules.wait_for_replacement and not waited and MemberState.STARTING in self.members.values()
+        ready = len(survivors) + len(self.roster.spares())
+        may_come = self.rules.wait_for_replacement and not waited and self.roster.any_starting()
         if ready < min(wanted, len(self.world) or wanted) and may_come:
             return []
         if ready < self.rules.min_workers:
@@ -375,7 +245,7 @@ class Machine:
                 f"{ready} workers are left and none came within {self.rules.replacement_timeout:g} s, but num_workers asks "
                 f"for at least {self.rules.min_workers}. Add nodes, or lower the minimum.",
             )
-        return self._join(_seats(self.world, survivors, self._spares(), wanted), self._plan)
+        return self._join(_seats(self.world, survivors, self.roster.spares(), wanted), self._plan)
 
     def _join(self, world: tuple[str, ...], plan: Plan | None) -> list[m.Command]:
         self.state = S.REPLACE
@@ -510,11 +380,11 @@ class Machine:
 
     def _on_TimerFired(self, event: m.TimerFired) -> list[m.Command]:
         if event.timer == "schedule" and self.state == S.SCHEDULING:
-            if len(self._spares()) >= self.rules.min_workers:
+            if len(self.roster.spares()) >= self.rules.min_workers:
                 return self._begin_if_ready(at_least=self.rules.min_workers)
             return self._fail(
                 "ConfigError",
-                f"{len(self._spares())} workers could be placed within {self.rules.schedule_timeout:g} s, num_workers asks "
+                f"{len(self.roster.spares())} workers could be placed within {self.rules.schedule_timeout:g} s, num_workers asks "
                 f"for at least {self.rules.min_workers}. Add nodes, lower num_workers or resources_per_worker.",
             )
         if event.timer == "replacement" and self.state == S.REPLACE and not self._joining:
@@ -524,7 +394,7 @@ class Machine:
             return self._lose(event.at, [self.world[0]], "it did not save the final state in time")
         if waiting.get(event.timer) != self.state or self.state not in (S.FENCE, S.REPLACE, S.REBUILD):
             return []
-        expected = self._joining or [n for n, what in self.members.items() if what == MemberState.ACTIVE]
+        expected = self._joining or self.roster.active()
         silent = [member for member in expected if member not in self._answers]
         return self._lose(event.at, silent, f"no answer in state {self.state}")
 
@@ -540,8 +410,11 @@ class Machine:
         if self.state in (S.REPLACE, S.REBUILD):  # answers were lost with the old process: ask everybody again
             return watch + self._fence(event.at)
         if self.state == S.FENCE:
-            active = tuple(n for n, what in self.members.items() if what == MemberState.ACTIVE)
-            return [*watch, m.Fence(active, self.incarnation), m.SetTimer("fence", self.rules.fence_timeout, self.incarnation)]
+            return [
+                *watch,
+                m.Fence(self.roster.active(), self.incarnation),
+                m.SetTimer("fence", self.rules.fence_timeout, self.incarnation),
+            ]
         again: dict[State, list[m.Command]] = {
             S.SCHEDULING: [m.SetTimer("schedule", self.rules.schedule_timeout, self.incarnation)],
             S.RESIZING: [m.StopAtBoundary(self.world)],
@@ -560,7 +433,11 @@ def _seats(world: tuple[str, ...], survivors: list[str], spares: list[str], want
 
 
 def _short(event: m.Event) -> str:
-    shown = {k: getattr(event, k) for k in ("member", "incarnation", "cause", "reason", "timer", "step", "slots") if hasattr(event, k)}
+    shown = {
+        k: getattr(event, k)
+        for k in ("member", "incarnation", "cause", "reason", "timer", "step", "slots")
+        if hasattr(event, k)
+    }
     return f"{type(event).__name__}({', '.join(f'{k}={v}' for k, v in shown.items())})"
 
 
@@ -570,6 +447,3 @@ def replay(rules: Rules, events: list[m.Event]) -> Machine:
     for event in events:
         machine.handle(event)
     return machine
-
-
-__all__ = ["TRANSITIONS", "Machine", "Rules", "State", "replace", "replay"]

@@ -276,6 +276,4 @@ class End:
     """The run is over; nothing more will be asked for."""
 
 
-Command = (
-    StartWorker | Fence | Reconcile | Fill | Run | StopAtBoundary | Save | Kill | Watch | SetTimer | End
-)
+Command = StartWorker | Fence | Reconcile | Fill | Run | StopAtBoundary | Save | Kill | Watch | SetTimer | End

@@ -117,9 +117,7 @@ def _complete(survivors: Sequence[Marks], base: int, whole_update: bool) -> Plan
 def _copy_all(survivors: Sequence[Marks], base: int) -> list[Copy]:
     sources = _completed(survivors, base)
     behind = tuple(marks.member for marks in survivors if marks.member not in sources)
-    return [
-        Copy(bucket, "state", sources[bucket % len(sources)], behind) for bucket in range(len(survivors[0].versions))
-    ]
+    return [Copy(bucket, "state", sources[bucket % len(sources)], behind) for bucket in range(len(survivors[0].versions))]
 
 
 def _redo(survivors: Sequence[Marks], base: int) -> Plan:

@@ -98,6 +98,4 @@ def fills(sources: Sequence[str], targets: Sequence[str], num_buckets: int) -> t
     """State for replacements, bucket by bucket, from all survivors in turn so that all of them send at once."""
     if not targets:
         return ()
-    return tuple(
-        Copy(bucket, "state", sources[bucket % len(sources)], tuple(targets)) for bucket in range(num_buckets)
-    )
+    return tuple(Copy(bucket, "state", sources[bucket % len(sources)], tuple(targets)) for bucket in range(num_buckets))

@@ -148,9 +148,7 @@ class Crew:
                 return
 
     def _lost(self, member: str, cause: str, noticed_by: str, preempted: bool = False) -> None:
-        self._tell(
-            m.WorkerLost(at=self._now(), member=member, cause=cause, noticed_by=noticed_by, preempted=preempted)
-        )
+        self._tell(m.WorkerLost(at=self._now(), member=member, cause=cause, noticed_by=noticed_by, preempted=preempted))
 
     # ---------------------------------------------------------------- commands
 
@@ -197,9 +195,7 @@ class Crew:
         answer = await self._call(member, "reconcile", world, incarnation, plan)
         if answer is not None:
             digests, undone = answer
-            self._tell(
-                m.Reconciled(at=self._now(), member=member, incarnation=incarnation, digests=digests, undone=undone)
-            )
+            self._tell(m.Reconciled(at=self._now(), member=member, incarnation=incarnation, digests=digests, undone=undone))
 
     async def _fill(self, command: m.Fill) -> None:
         extras = await self._call(command.source, "extras", command.incarnation) if command.whole else None
@@ -248,6 +244,6 @@ def _cause(error: BaseException) -> str:
             ("INTENDED_USER_EXIT", "the process exited"),
             ("exit code", "the process exited"),
         ):
-            if sign in text and (sign != "OOM" or "memory usage" in text and "TaskOOM" in text):
+            if sign in text and (sign != "OOM" or ("memory usage" in text and "TaskOOM" in text)):
                 return words
     return text[:200] or type(error).__name__

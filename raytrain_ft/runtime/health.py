@@ -14,12 +14,16 @@ from typing import Any
 from ray.exceptions import ActorDiedError, RayError
 
 from raytrain_ft.policy import messages as m
-from raytrain_ft.policy.machine import Machine, MemberState, State
+from raytrain_ft.policy.machine import Machine
+from raytrain_ft.policy.roster import MemberState
+from raytrain_ft.policy.states import State
 from raytrain_ft.runtime import placement
 from raytrain_ft.runtime.spec import Beat, RunSpec
 
 CHECK_INTERVAL_S = 0.05
 CLUSTER_INTERVAL_S = 1.0
+PATIENCE_WITH_ALL = 10
+"""Times the usual patience for an answer when everybody is silent at once."""
 WAITING = frozenset({"reduce", "reduced"})
 """Places where a worker waits for others: who is elsewhere holds them up."""
 
@@ -35,6 +39,7 @@ class Health:
         self._beats: dict[str, Beat] = {}
         self._told: dict[str, tuple[int, str]] = {}
         self._recorded: dict[tuple[str, int], int] = {}
+        self._skipped: set[tuple[int, int]] = set()
         self._probing: set[str] = set()
         self._members: dict[str, MemberState] = {}
         self._capacity: int | None = None
@@ -85,8 +90,10 @@ class Health:
         self.loss = commit["loss"]
         fields = {name: value for name, value in commit.items() if name != "skipped"}
         self._tell(m.StepsCommitted(at=self._now(), member=member, **fields))
-        if commit["rank"] == 0:  # all ranks skip alike: one of them says so
-            for skipped in commit["skipped"]:
+        for skipped in commit["skipped"]:  # all ranks skip alike, and say so; one is enough
+            key_lost = (commit["incarnation"], skipped["step"])
+            if key_lost not in self._skipped:
+                self._skipped.add(key_lost)
                 why = "the loss was not finite"
                 self._tell(m.SamplesLost(at=self._now(), incarnation=commit["incarnation"], why=why, **skipped))
 
@@ -101,9 +108,7 @@ class Health:
                 self._tell(m.Completed(at=at, member=member, incarnation=incarnation, digest=beat.detail))
             case "failed":
                 kind: Any = beat.kind
-                self._tell(
-                    m.TaskFailed(at=at, member=member, rank=beat.rank, step=beat.step, kind=kind, message=beat.detail)
-                )
+                self._tell(m.TaskFailed(at=at, member=member, rank=beat.rank, step=beat.step, kind=kind, message=beat.detail))
 
     # ---------------------------------------------------------------- silence
 
@@ -140,20 +145,26 @@ class Health:
     async def _ask(self, member: str) -> None:
         """A direct question with a short deadline: the confirmation of a suspicion."""
         silent = time.monotonic() - self._heard.get(member, time.monotonic())
+        patience = self._spec.probe_timeout * (PATIENCE_WITH_ALL if self._all_silent() else 1)
         try:
             ping = self._crew.handle(member).ping.remote()
-            await asyncio.wait_for(asyncio.wrap_future(ping.future()), self._spec.probe_timeout)
+            await asyncio.wait_for(asyncio.wrap_future(ping.future()), patience)
             if member in self._heard:
                 self._heard[member] = time.monotonic()
         except ActorDiedError:
             pass  # Ray knows already, and the call that watches this worker tells it with its cause
         except (RayError, ValueError, TimeoutError):
             if member in self._heard:
-                cause = f"silent for {silent + self._spec.probe_timeout:.1f} s (frozen, or cut off)"
+                cause = f"silent for {silent + patience:.1f} s (frozen, or cut off)"
                 self._heard.pop(member)
                 self._tell(m.WorkerLost(at=self._now(), member=member, cause=cause, noticed_by="heartbeat"))
         finally:
             self._probing.discard(member)
+
+    def _all_silent(self) -> bool:
+        """Whether nobody at all is heard: then it is rather this process, or the machine, that is held up."""
+        late = time.monotonic() - self._spec.heartbeat_timeout
+        return len(self._heard) > 1 and all(heard < late for heard in self._heard.values())
 
     # ---------------------------------------------------------------- hangs
 

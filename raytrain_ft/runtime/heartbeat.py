@@ -7,7 +7,6 @@ import threading
 import time
 from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
@@ -96,12 +95,16 @@ class Heartbeat:
                 "stop_step": last.step + 1,
                 "epoch": first.batch.epoch,
                 "start": first.batch.start,
-                "ids_digest": digest_of_ids(np.concatenate([ids for c in commits for ids in c.attempt.ids])),
+                "ids_digest": digest_of_ids(ids for c in commits for ids in c.attempt.ids),
                 "loss": commits[-1].loss,
                 "longest_s": max(c.seconds for c in commits),
                 "skipped": [
-                    {"step": c.attempt.step, "epoch": c.attempt.batch.epoch, "start": c.attempt.batch.start,
-                     "stop": c.attempt.batch.stop}
+                    {
+                        "step": c.attempt.step,
+                        "epoch": c.attempt.batch.epoch,
+                        "start": c.attempt.batch.start,
+                        "stop": c.attempt.batch.stop,
+                    }
                     for c in commits
                     if c.skipped
                 ],

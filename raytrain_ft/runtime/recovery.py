@@ -89,7 +89,7 @@ def reconcile(replica: Replica, plan: Plan, transfer: Transfer) -> tuple[int, Co
 def _update(replica: Replica, base: int) -> None:
     """Brings every bucket whose gradient is here to the next version, in the way that the step itself would have."""
     behind = [bucket for bucket in replica.state.buckets if bucket.version == base]
-    if not behind or any(bucket.gradient != base for bucket in behind) and replica.settings.update == "barrier":
+    if not behind or (any(bucket.gradient != base for bucket in behind) and replica.settings.update == "barrier"):
         return  # nothing to do, or the whole state comes from a survivor that completed the step
     if replica.settings.update == "barrier":
         replica.update()

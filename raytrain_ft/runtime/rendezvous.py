@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import ray
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from raytrain_ft.training.process_group import Fence
 
@@ -39,6 +39,7 @@ class StoreServer:
 
     async def get(self, incarnation: int, keys: list[str], seconds: float) -> list[bytes] | None:
         """The values once all keys are there, or None after `seconds`."""
+
         def ready() -> bool:
             return incarnation == self._incarnation and all(key in self._values for key in keys)
 
@@ -53,7 +54,7 @@ class StoreServer:
             return None
 
 
-class RayStore(dist.Store):
+class RayStore(Store):
     """The client's side. Every wait is left when the incarnation is fenced."""
 
     def __init__(self, server: Any, fence: Fence, timeout: timedelta) -> None:
@@ -64,9 +65,7 @@ class RayStore(dist.Store):
 
     def set(self, key: str, value: str | bytes) -> None:  # type: ignore[override]
         data = value.encode() if isinstance(value, str) else bytes(value)
-        ray.get(
-            self._server.store_set.remote(self._fence.incarnation, key, data), timeout=self._timeout.total_seconds()
-        )
+        ray.get(self._server.store_set.remote(self._fence.incarnation, key, data), timeout=self._timeout.total_seconds())
 
     def _values(self, keys: list[str], timeout: timedelta) -> list[bytes]:
         left = timeout.total_seconds()

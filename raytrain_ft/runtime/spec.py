@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raytrain_ft.policy.machine import Rules
+from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.training.step import StepSettings
 

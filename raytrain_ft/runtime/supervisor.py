@@ -14,7 +14,8 @@ from typing import Any
 from raytrain_ft.chaos.faults import Injector
 from raytrain_ft.errors import IllegalEventError
 from raytrain_ft.policy import messages as m
-from raytrain_ft.policy.machine import ENDED, Machine, State, replay
+from raytrain_ft.policy.machine import replay
+from raytrain_ft.policy.states import ENDED, State
 from raytrain_ft.runtime import health, timeline
 from raytrain_ft.runtime.crew import Crew
 from raytrain_ft.runtime.event_log import EventLog, read_events
@@ -140,9 +141,7 @@ class Supervisor:
     def _note_resumed(self, command: m.Run) -> None:
         recoveries = self._machine.recoveries
         step = recoveries[-1].step if recoveries and recoveries[-1].resumed is None else self._machine.step
-        self._log.note(
-            "Resumed", at=self.now(), incarnation=command.incarnation, step=step, world_size=len(command.world)
-        )
+        self._log.note("Resumed", at=self.now(), incarnation=command.incarnation, step=step, world_size=len(command.world))
 
     def _note_end(self) -> None:
         machine = self._machine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def _phases(recovery: dict[str, Any]) -> list[dict[str, Any]]:
     names = {"fenced": "fence", "reconciled": "replace", "filled": "rebuild", "resumed": "resume"}
     return [
         _span(names[name], 1, before, at, {"cause": recovery["cause"], "step": recovery["step"]})
-        for (_, before), (name, at) in zip(known, known[1:], strict=False)
+        for (_, before), (name, at) in itertools.pairwise(known)
     ]
 
 

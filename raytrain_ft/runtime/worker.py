@@ -211,9 +211,7 @@ class Worker:
             replica.stop_agreed = False
             state.tail.stop_requested = False
             self._first_step = True
-            replica.loader.start(
-                state.position, self._rank, len(self._world), self._spec.step.gradient_accumulation_steps
-            )
+            replica.loader.start(state.position, self._rank, len(self._world), self._spec.step.gradient_accumulation_steps)
             while state.step < self._spec.rules.max_steps:
                 commit = replica.train_step(self._group)
                 self._heartbeat.committed(commit)

@@ -38,7 +38,7 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], values: Mappi
             for name, tensor in tensors.items():
                 data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
                 row = [[name], [str(tensor.dtype)], [list(tensor.shape)], [data.tobytes()]]
-                row.append([xxhash.xxh3_64_intdigest(data)])
+                row.append([xxhash.xxh3_64_intdigest(data.data)])
                 writer.write_batch(pa.record_batch(row, schema=schema))
         file.flush()
         os.fsync(file.fileno())

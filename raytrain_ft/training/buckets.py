@@ -178,7 +178,7 @@ class Reducer:
         if bucket.tail_size:
             self._fill_tail(bucket.tail)
         assert self.group is not None
-        bucket.work = self.group.allreduce([bucket.flat])
+        bucket.work = self.group.start("allreduce", [bucket.flat])
         self._launched += 1
         self._probe("reduce", bucket.index)
 

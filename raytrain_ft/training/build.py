@@ -19,7 +19,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def build_replica(
-    task: Any, sampling: Sampling, settings: StepSettings, *, use_gpu: bool, undo_mode: str, probe: Any
+    task: Any, sampling: Sampling, settings: StepSettings, *, use_gpu: bool, undo_mode: Any, probe: Any
 ) -> Replica:
     """Builds model, optimizer, schedule and loader.
 
@@ -42,8 +42,9 @@ def build_replica(
         first_bucket_bytes=settings.first_bucket_bytes,
     )
     dataset = task.dataset()
-    check_deterministic(dataset, sampling)
-    loader = Loader(dataset, sampling, getattr(task, "augment", None))
+    augment = getattr(task, "augment", None)
+    check_deterministic(dataset, sampling, augment)
+    loader = Loader(dataset, sampling, augment)
     return Replica(task, state, loader, settings, probe, undo_mode=undo_mode)
 
 

@@ -5,8 +5,8 @@ what they were before: first the parameter, then the gradient that the update re
 on the restored parameter), then the optimizer's state. All but Adafactor's work element by element.
 
 Where weight decay puts x into the gradient, ``x' = x - h * (g + lambda * x)``, the inverse has the same form,
-``x = x' + h / (1 - h * lambda) * (g + lambda * x')``. A quotient of x itself would be off by up to half a unit in the last
-place of x, always in the same direction, however small the update was.
+``x = x' + h / (1 - h * lambda) * (g + lambda * x')``. A quotient of x itself would be off by up to half a unit in the
+last place of x, always in the same direction, however small the update was.
 
 In comments a prime marks a value after the update, ``eta`` is the learning rate and ``lambda`` the weight decay.
 This module knows nothing of hooks, records or refusals: those are in `undo` and `undo_rules`.
@@ -28,7 +28,6 @@ from raytrain_ft.training.inverse_tools import (
     Batch,
     Tensors,
     one_minus_quotient,
-    raise_to,
     rounded,
     unaverage_square,
     undo_decoupled_decay,
@@ -104,10 +103,7 @@ def rmsprop_kept(b: Batch) -> list[Tensor] | None:
 
 
 def undo_rmsprop(b: Batch) -> None:
-    """RMSprop, centered or not, with momentum or not.
-
-    The floor of the centered second moment, ``mean**2 / (1 - alpha**t)``, is Cauchy-Schwarz again: see `undo_moments`.
-    """
+    """RMSprop, centered or not, with momentum or not."""
     lr, alpha, mu, wd = (b.hyper[name] for name in ("lr", "alpha", "momentum", "weight_decay"))
     d = _rmsprop_denominator(b)
     if mu > 0:
@@ -126,9 +122,6 @@ def undo_rmsprop(b: Batch) -> None:
     unaverage_square(b.state["square_avg"], g, alpha)
     if b.hyper["centered"]:
         unlerp(b.state["grad_avg"], g, 1 - alpha)
-        raise_to(b.state["square_avg"], b.state["grad_avg"], 1 / (1 - alpha ** (b.t - 1)))
-    else:
-        torch._foreach_clamp_min_(b.state["square_avg"], 0.0)
 
 
 def _adagrad_step(b: Batch) -> tuple[float, Tensors]:
@@ -213,9 +206,7 @@ INVERSES: dict[type[Optimizer], Inverse] = {
     Adam: Inverse(undo_adam, (*_MOMENTS, "max_exp_avg_sq")),
     AdamW: Inverse(undo_adam, (*_MOMENTS, "max_exp_avg_sq")),
     LAMB: Inverse(undo_lamb, _MOMENTS, after=lambda optimizer, p: optimizer.trust_ratios[p]),
-    NAdam: Inverse(
-        undo_nadam, _MOMENTS, nadam_kept, before=lambda _, state: state["mu_product"].item() if state else 1.0
-    ),
+    NAdam: Inverse(undo_nadam, _MOMENTS, nadam_kept, before=lambda _, state: state["mu_product"].item() if state else 1.0),
     RAdam: Inverse(undo_radam, _MOMENTS),
     RMSprop: Inverse(undo_rmsprop, ("square_avg", "momentum_buffer", "grad_avg"), rmsprop_kept),
     Adagrad: Inverse(undo_adagrad, ("sum",), adagrad_kept),

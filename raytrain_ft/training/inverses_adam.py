@@ -11,7 +11,6 @@ from raytrain_ft.training.inverse_tools import (
     Batch,
     Tensors,
     one_minus_quotient,
-    raise_to,
     unaverage_square,
     undo_decoupled_decay,
     unlerp,
@@ -28,23 +27,12 @@ def _denominator(b: Batch, bias_correction: float, key: str = "exp_avg_sq") -> T
 
 
 def undo_moments(b: Batch, weight_decay: float) -> None:
-    """Restores Adam's two moments. `weight_decay` is 0 where the decay is decoupled.
-
-    A gradient far larger than its history cancels v away (relative error about eps * R**2 * (1 - beta2) for a spike of
-    R times), and a v that is too small would make the next update too large. So v is raised to the least value that any
-    true state with this first moment can have, by the Cauchy-Schwarz inequality over the t gradients so far:
-    ``v >= m**2 (1 - beta2) (1 - q) / ((1 - beta1)**2 (1 - q**t))`` with ``q = beta1**2 / beta2``.
-    """
-    if b.first:
-        return
-    beta1, beta2 = b.hyper["betas"]
-    g = used_gradient(b, weight_decay)
-    m, v = b.state["exp_avg"], b.state["exp_avg_sq"]
-    unlerp(m, g, 1 - beta1)
-    unaverage_square(v, g, beta2)
-    q = beta1**2 / beta2 if beta2 else 0.0
-    series = float(b.t - 1) if abs(1 - q) < 1e-9 else (1 - q ** (b.t - 1)) / (1 - q)
-    raise_to(v, m, (1 - beta2) / ((1 - beta1) ** 2 * series))
+    """Restores Adam's two moments. `weight_decay` is 0 where the decay is decoupled."""
+    if not b.first:
+        beta1, beta2 = b.hyper["betas"]
+        g = used_gradient(b, weight_decay)
+        unlerp(b.state["exp_avg"], g, 1 - beta1)
+        unaverage_square(b.state["exp_avg_sq"], g, beta2)
 
 
 def _split_decay(b: Batch) -> tuple[float, float]:

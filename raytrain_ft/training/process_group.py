@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
 
 from raytrain_ft.errors import FencedError
 
@@ -154,12 +155,7 @@ class FencedWork(dist.Work):
 
 def _fenced(name: str) -> Callable[..., FencedWork]:
     def collective(self: FencedGroup, *args: Any, **kwargs: Any) -> FencedWork:
-        self.fence.check()
-        try:
-            work = getattr(self.inner, name)(*args, **kwargs)
-        except RuntimeError as error:
-            raise PeerLostError(f"{name} could not start: {error}") from error
-        return FencedWork(work, self.fence)
+        return self.start(name, *args, **kwargs)
 
     collective.__name__ = name
     return collective
@@ -169,10 +165,23 @@ class FencedGroup(dist.ProcessGroup):
     """A process group of one incarnation, around gloo or NCCL. torch sees an ordinary group."""
 
     def __init__(self, inner: Any, fence: Fence, rank: int, size: int) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
         self.inner = inner
         self.fence = fence
         self._rank, self._size = rank, size
+
+    def start(self, name: str, *args: Any, **kwargs: Any) -> FencedWork:
+        """Starts a collective of the inner group.
+
+        Raises:
+            FencedError: the incarnation ended; PeerLostError: it could not start.
+        """
+        self.fence.check()
+        try:
+            work = getattr(self.inner, name)(*args, **kwargs)
+        except RuntimeError as error:
+            raise PeerLostError(f"{name} could not start: {error}") from error
+        return FencedWork(work, self.fence)
 
     def getBackendName(self) -> str:
         return BACKEND
@@ -207,10 +216,10 @@ def _register() -> None:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
-def _connect(store: dist.Store, rank: int, size: int, host: str, use_gpu: bool, timeout: timedelta) -> Any:
+def _connect(store: Store, rank: int, size: int, host: str, use_gpu: bool, timeout: timedelta) -> Any:
     if use_gpu:
         return dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     # bound to this node's address alone: gloo's default is whatever the host name resolves to
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timeout
@@ -222,7 +231,7 @@ def _connect(store: dist.Store, rank: int, size: int, host: str, use_gpu: bool, 
 
 
 def build(
-    store: dist.Store, rank: int, size: int, fence: Fence, *, host: str, use_gpu: bool = False, timeout: timedelta
+    store: Store, rank: int, size: int, fence: Fence, *, host: str, use_gpu: bool = False, timeout: timedelta
 ) -> FencedGroup:
     """Joins the incarnation of `fence` and makes its group the default group of torch.distributed.
 
@@ -254,9 +263,7 @@ def build(
         fence.check()
         raise PeerLostError(f"the group of incarnation {fence.incarnation} could not be built: {inner}") from inner
     group = FencedGroup(inner, fence, rank, size)
-    dist.init_process_group(
-        BACKEND, store=dist.HashStore(), rank=rank, world_size=size, timeout=timeout, pg_options=group
-    )
+    dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=size, timeout=timeout, pg_options=group)
     return group
 
 

@@ -95,7 +95,7 @@ class TrainingState:
         for name, value in self.slots(bucket):
             hasher.update(json.dumps(_describe(name, value)).encode())
             if isinstance(value, Tensor):
-                hasher.update(_bytes_of(value).numpy())
+                hasher.update(_bytes_of(value).numpy().data)
         return hasher.hexdigest()
 
     def digests(self) -> tuple[str, ...]:

@@ -187,9 +187,7 @@ class Undo:
         state = self._optimizer.state
         entries = [state.get(p, {}) for p in records]
         steps = _numbers([entry.get("step", 0.0) for entry in entries])
-        scalars = _numbers(
-            [entry.get("mu_product", r.scalar) for entry, r in zip(entries, records.values(), strict=True)]
-        )
+        scalars = _numbers([entry.get("mu_product", r.scalar) for entry, r in zip(entries, records.values(), strict=True)])
         hypers = {id(r.hyper): str(r.hyper) for r in records.values()}  # one object per group and step
         cohorts: dict[Any, _Cohort] = {}
         for (p, r), entry, step, scalar in zip(records.items(), entries, steps, scalars, strict=True):

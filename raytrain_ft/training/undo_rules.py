@@ -58,9 +58,7 @@ def refusals(optimizer: Optimizer, mode: Mode = "exact") -> list[str]:
         if len(set(params)) < len(params):
             reasons.append(f"{where}: a parameter is listed twice and so updated twice per step. List each one once")
         if kind is Adafactor and group["eps"][0] is None and len({p.dtype for p in params}) > 1:
-            reasons.append(
-                f"{where}: eps[0]=None is taken from the first of several dtypes. Give eps[0], or split the group"
-            )
+            reasons.append(f"{where}: eps[0]=None is taken from the first of several dtypes. Give eps[0], or split the group")
         for j, p in enumerate(params):
             if p.requires_grad:
                 reasons += _kind_of_parameter(p, f'{where}["params"][{j}]')
@@ -91,9 +89,7 @@ def hyper_reasons(kind: type[Optimizer], hyper: Mapping[str, Any], mode: Mode, w
     decays = numbers | {name: hyper[name] for name in ("momentum", "alpha") if name in hyper}
     for name, value in decays.items():
         if name not in ("lr", "weight_decay") and 0 < value < _MIN_BETA:
-            reasons.append(
-                f"{where}: {name}={value} divides rounding errors. Use 0 or at least {_MIN_BETA}, {_OTHERWISE}"
-            )
+            reasons.append(f"{where}: {name}={value} divides rounding errors. Use 0 or at least {_MIN_BETA}, {_OTHERWISE}")
     if _decay_divides(kind, hyper) and abs(1 - hyper["lr"] * hyper["weight_decay"]) < _MIN_DIVISOR:
         reasons.append(
             f"{where}: lr={hyper['lr']} with weight_decay={hyper['weight_decay']} shrinks the parameter to nothing: "

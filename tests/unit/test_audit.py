@@ -38,9 +38,7 @@ class Run:
     def resume(self, step: int, world_size: int) -> None:
         self.incarnation, self.step, self.world_size = self.incarnation + 1, step, world_size
         del self.positions[step + 1 :]
-        self.records.append(
-            {"event": "Resumed", "incarnation": self.incarnation, "step": step, "world_size": world_size}
-        )
+        self.records.append({"event": "Resumed", "incarnation": self.incarnation, "step": step, "world_size": world_size})
 
     def live(self, steps: int, witnesses: list[int] | None = None) -> None:
         """All ranks (or `witnesses`) do and record `steps` steps."""
@@ -386,9 +384,7 @@ def test_a_wrong_step_of_resumption_is_found(step: int) -> None:
     refused(run.records, "goes on from step 4" if step == 4 else "step 2: no commit of it stands")
 
 
-@pytest.mark.parametrize(
-    "records", [[], [{}], [None], [{"event": 3}], honest().records[1:], honest().records[:2]], ids=str
-)
+@pytest.mark.parametrize("records", [[], [{}], [None], [{"event": 3}], honest().records[1:], honest().records[:2]], ids=str)
 def test_a_log_without_evidence_proves_nothing(records: list) -> None:
     refused(records, "nothing is proven")
 

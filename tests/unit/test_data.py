@@ -227,9 +227,7 @@ def test_a_hung_dataset_ends_the_wait_with_its_sample(hang: Callable[[int], None
     loader = Loader(Squares(8, hang), Sampling(8, 4, 0, shuffle=False), timeout=timedelta(seconds=0.1))
     loader.start(Position(), 0, 1)
     loader.next()
-    with pytest.raises(
-        TaskError, match=r"hangs while it loads sample ids \[4, 5, 6, 7\], positions \[4, 8\) of epoch 0"
-    ):
+    with pytest.raises(TaskError, match=r"hangs while it loads sample ids \[4, 5, 6, 7\], positions \[4, 8\) of epoch 0"):
         loader.next()
     loader.start(Position(), 0, 1)  # the old thread is still in there: the new one must not follow it
     with pytest.raises(TaskError, match=r"restart this worker|hangs"):
@@ -376,9 +374,7 @@ def test_seeds_differ_in_every_argument_and_never_change_between_releases() -> N
     points = [(0, 0, 0, 0, 0), (1, 0, 0, 0, 0), (0, 1, 0, 0, 0), (0, 0, 1, 0, 0), (0, 0, 0, 1, 0), (0, 0, 0, 0, 1)]
     seeds = {step_seed(*point) for point in points} | {sample_seed(*point[:3]) for point in points[:4]}
     assert len(seeds) == 10
-    many = [
-        step_seed(0, step, rank, micro) & 0xFFFF_FFFF for step in range(50) for rank in range(8) for micro in range(8)
-    ]
+    many = [step_seed(0, step, rank, micro) & 0xFFFF_FFFF for step in range(50) for rank in range(8) for micro in range(8)]
     assert len(set(many)) == len(many), "also in the 32 bits that torch's CPU generator keeps"
     assert (step_seed(1, 2, 3, 4, 5), sample_seed(1, 2, 3)) == (3084904661444353506, 4396446119868275404)
     assert 0 <= step_seed(2**64 - 1, 2**40, 0, 0) < 2**64

@@ -80,9 +80,7 @@ def test_order_is_shared_and_so_read_only() -> None:
 
 
 @quick
-@given(
-    samplings(), st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4), st.integers(1, 7)), min_size=1, max_size=8)
-)
+@given(samplings(), st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4), st.integers(1, 7)), min_size=1, max_size=8))
 def test_exactly_once_over_any_cuts_and_any_worlds(sampling: Sampling, lives: list[tuple[int, int, int]]) -> None:
     """A run of several lives, each with its own world and number of micro-batches; two integers pass between."""
     position, drawn = Position(), []

@@ -87,9 +87,7 @@ def distance(found: Tensor, expected: Tensor, scale: float | None = None) -> flo
     return (found - expected).abs().max().item() / (scale or expected.abs().max().item() or 1.0)
 
 
-def assert_at(
-    optimizer: Optimizer, params: Sequence[Tensor], saved: Any, tolerance: tuple[float, float] = (0.0, 0.0)
-) -> None:
+def assert_at(optimizer: Optimizer, params: Sequence[Tensor], saved: Any, tolerance: tuple[float, float] = (0.0, 0.0)) -> None:
     """Parameters, and the state with its keys, dtypes and step counters, are those that were saved.
 
     The scale of a state is its largest element anywhere: v is a sum of squares, and rounds at the largest of them.

@@ -1,0 +1,87 @@
+"""`raytrain-ft`: looks into runs. It inspects; jobs are Python."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from raytrain_ft.policy.audit import audit as audit_records
+from raytrain_ft.progress import describe
+from raytrain_ft.result import recovery_of
+from raytrain_ft.runtime import timeline as timelines
+from raytrain_ft.runtime.event_log import read_records
+
+console = Console(highlight=False, soft_wrap=True)
+RUN = click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
+
+
+@click.group()
+@click.version_option(package_name="raytrain_ft")
+def main() -> None:
+    """Looks into the runs of raytrain_ft. RUN is a run's directory: storage_path/name."""
+
+
+def _records(run: Path) -> list[dict]:
+    path = run / "events.jsonl"
+    if not path.exists():
+        raise click.ClickException(f"{run} has no events.jsonl: give the directory of a run (storage_path/name)")
+    return read_records(path)
+
+
+@main.command()
+@RUN
+def audit(run: Path) -> None:
+    """Proves from a run's own records that every sample of every epoch was used exactly once, or is listed as lost."""
+    result = audit_records(_records(run))
+    table = Table(show_header=False)
+    table.add_row("run finished", "yes" if result.finished else "no")
+    table.add_row("steps audited", f"{result.steps:,}")
+    table.add_row("complete epochs", f"{result.epochs_complete:,}")
+    table.add_row("samples used exactly once", f"{result.samples_used:,}")
+    table.add_row("samples listed as lost", f"{result.samples_lost:,}")
+    table.add_row("violations", f"{len(result.violations)}")
+    console.print(table)
+    for violation in result.violations:
+        console.print(f"  {violation}", markup=False)
+    console.print("exactly once: proven" if result.ok else "exactly once: NOT proven")
+    sys.exit(0 if result.ok else 1)
+
+
+@main.command()
+@RUN
+def recoveries(run: Path) -> None:
+    """Prints the account of every recovery of a run."""
+    found = [record for record in _records(run) if record["event"] == "Recovery"]
+    for record in found:
+        console.print(describe(recovery_of(record)), markup=False)
+    console.print(f"{len(found)} recoveries")
+
+
+@main.command()
+@RUN
+def events(run: Path) -> None:
+    """Counts the events of a run by kind, and prints those about losses."""
+    records = _records(run)
+    for name, count in sorted(Counter(record["event"] for record in records).items()):
+        console.print(f"{count:8,}  {name}")
+    for record in records:
+        if record["event"] in ("WorkerLost", "Suspected", "TaskFailed", "SupervisorRestarted", "RunFailed"):
+            what = record.get("cause") or record.get("reason") or record.get("message") or record.get("error") or ""
+            console.print(f"{record['at']:9.2f} s  {record['event']}  {record.get('member', '')}  {what}", markup=False)
+
+
+@main.command()
+@RUN
+def timeline(run: Path) -> None:
+    """Writes timeline.json, which ui.perfetto.dev and chrome://tracing open."""
+    _records(run)
+    console.print(str(timelines.write(run)), markup=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The members of a run: who starts, who waits as a spare, who trains; and what the budgets for failures still allow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from raytrain_ft.policy import messages as m
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the user asked for, as far as decisions need it. Times in seconds; a budget of -1 has no limit."""
+
+    min_workers: int
+    max_workers: int
+    max_steps: int
+    spares: int = 1
+    whole_update: bool = True
+    wait_for_replacement: bool = True
+    schedule_timeout: float = 120.0
+    replacement_timeout: float = 60.0
+    fence_timeout: float = 10.0
+    phase_timeout: float = 60.0
+    max_failures: int = -1
+    max_preemption_failures: int = -1
+    max_fruitless_recoveries: int = 10
+    max_start_failures: int = 5
+
+
+class MemberState(StrEnum):
+    """What a member is to the run."""
+
+    STARTING = "starting"
+    SPARE = "spare"
+    ACTIVE = "active"
+
+
+class Roster:
+    """Every live member, and how many more there should be.
+
+    Attributes:
+        members: every live member and what it is to the run.
+        slots: how many workers the cluster could host.
+        start_failures: workers in a row that were lost before they became ready.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self.members: dict[str, MemberState] = {}
+        self.slots = 0
+        self.start_failures = 0
+        self._started = 0
+        self._failures = 0
+        self._preemptions = 0
+
+    def of(self, what: MemberState) -> list[str]:
+        """The members that are this, longest-lived first."""
+        return [member for member, kind in self.members.items() if kind == what]
+
+    def spares(self) -> list[str]:
+        """Workers that are ready and do not train."""
+        return self.of(MemberState.SPARE)
+
+    def active(self) -> tuple[str, ...]:
+        """Workers that train, or did until the present disturbance."""
+        return tuple(self.of(MemberState.ACTIVE))
+
+    def any_starting(self) -> bool:
+        """Whether another worker may come soon."""
+        return bool(self.of(MemberState.STARTING))
+
+    def provision(self, at_least: int = 0) -> list[m.Command]:
+        """Starts what is missing, as far as the cluster has room, and `at_least` so many in any case: a worker that cannot
+        be placed is what an autoscaler reacts to."""
+        wanted = max(at_least, min(self._rules.max_workers + self._rules.spares, self.slots))
+        if self.cannot_start():
+            return []
+        commands: list[m.Command] = []
+        while len(self.members) < wanted:
+            member = f"w{self._started}"
+            self._started += 1
+            self.members[member] = MemberState.STARTING
+            commands.append(m.StartWorker(member))
+        return commands
+
+    def cannot_start(self) -> bool:
+        """Whether so many workers failed to start that trying again is no use until the cluster changes."""
+        return self.start_failures >= self._rules.max_start_failures
+
+    def resized(self, slots: int) -> None:
+        """The cluster can host so many workers now."""
+        if slots > self.slots:
+            self.start_failures = 0
+        self.slots = slots
+
+    def charge(self, preempted: bool) -> str:
+        """Charges the loss of a working member to its budget; returns in words what is used up, if anything is."""
+        if preempted:
+            self._preemptions += 1
+        else:
+            self._failures += 1
+        used = (("max_failures", self._failures), ("max_preemption_failures", self._preemptions))
+        for name, count in used:
+            budget = getattr(self._rules, name)
+            if 0 <= budget < count:
+                return f"{count} failures, and FailureConfig.{name} allows {budget}"
+        return ""
