@@ -1,7 +1,7 @@
 """How fast, how small and how exact is the undo of an optimizer's update?    python -m benchmarks.undo [--quick]
 
-Speed: steps and undos take turns in one process (step, undo, step, undo), so each undo is compared with the step it undoes,
-and the A/A run compares the first steps with the second ones. The time of a step leaves out what `Undo` adds to it.
+Speed: steps and undos take turns in one process (step, undo, step, undo), so each undo is compared with the step that it
+undoes; the A/A run compares the first steps with the second ones. The time of a step leaves out what `Undo` adds to it.
 Memory: what the C heap and Python hold between steps, with and without `Undo`, while the gradients stay where they are.
 Exactness: error of the parameters and of each state, relative to the largest element of the tensor.
 """
@@ -122,7 +122,7 @@ def time_all(report: Report, quick: bool) -> None:
     """The ratios, and a table over sizes."""
     table = Table(title="undo and step, median ms")
     for title in ("optimizer", "parameters", "step", "hooks", "undo", "undo / step"):
-        table.add_column(title, justify="left" if title == "optimizer" else "right")
+        table.add_column(title, justify="left" if title == "optimizer" else "right", no_wrap=True)
     floors = []
     for millions in (1, 10) if quick else (1, 10, 50):
         for name, make in TIMED.items():
@@ -137,13 +137,13 @@ def time_all(report: Report, quick: bool) -> None:
             table.add_row(name, f"{millions} M", *(f"{value:.3g}" for value in ms), str(ratio))
             gc.collect()
     report.noise_floor = max(floors)
-    Console().print(table)
+    Console(width=120).print(table)
 
 
 class _Mallinfo2(ctypes.Structure):
     _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
+        (f"{name}ks" if name.endswith("bl") else name, ctypes.c_size_t)
+        for name in ("arena", "ordbl", "smbl", "hbl", "hblkhd", "usmbl", "fsmbl", "uordbl", "fordbl", "keepcost")
     )
 
 
@@ -187,13 +187,13 @@ def measure_memory(report: Report) -> None:
     report.add("undo_extra_bytes", float(max(sizes)), n=len(sizes))
     report.note("extra bytes between steps: " + ", ".join(f"{name} {size}" for name, size in found.items()))
     report.note(
-        "A loop that drops its gradients (zero_grad(set_to_none=True)) and never calls Undo.forget() keeps one more set of "
-        "gradients, until the next step."
+        "A loop that drops its gradients (zero_grad(set_to_none=True)) and never calls Undo.forget() keeps one more set "
+        "of gradients, until the next step."
     )
 
 
 def errors(make: Make, t: int, seed: int) -> dict[str, tuple[float, float]]:
-    """After undoing step t: (largest error / largest element, share of elements with equal bits), of x and each state."""
+    """After undoing step t, of x and each state: largest error / largest element, share of elements with equal bits."""
     generator = torch.Generator().manual_seed(seed)
     params = [Parameter(torch.randn(shape, generator=generator) * 0.05) for shape in ((300, 200), (5000,))]
     optimizer = make(params)

@@ -10,6 +10,10 @@ has finished step B. So every version is B or B+1, and
    survivor updated is *undone* by everybody (SWIFT, section 4), by the same operations on the same bits.
 
 Unlike SWIFT's prototype this needs no second copy of the gradients: a step that anybody completed is never undone.
+
+A recovery may itself be interrupted anywhere, and the next one begins from the marks that it left. Two rules are there for
+this alone: B is the number of steps *committed*, since a survivor may have updated everything without having come to its
+commit; and a gradient is passed on only by who has not used it, since clipping and some optimizers change it in place.
 """
 
 from __future__ import annotations
@@ -79,18 +83,18 @@ def reconcile(survivors: Sequence[Marks], *, whole_update: bool) -> Plan:
     Raises:
         RecoveryError: the survivors are further apart than one step, which no interruption can cause.
     """
-    versions = [version for marks in survivors for version in marks.versions]
-    base, newest = min(versions), max(versions)
+    base = min(marks.step for marks in survivors)
+    newest = max(version for marks in survivors for version in marks.versions)
     if newest - base > 1:
         raise RecoveryError(
             f"survivors are {newest - base} updates apart ({_places(survivors)}); only one step can be under way. "
             "This is a bug or corrupted memory: please report it with the event log."
         )
     buckets = range(len(survivors[0].versions))
-    if newest == base and not all(_has_gradient(survivors, bucket, base) for bucket in buckets):
-        return Plan(step=base, reason=f"nobody had begun to update in step {base}: it is redone")
-    if all(_has_gradient(survivors, bucket, base) or _holders(survivors, bucket, base + 1) for bucket in buckets):
+    if all(_unused(survivors, bucket, base) or _holders(survivors, bucket, base + 1) for bucket in buckets):
         return _complete(survivors, base, whole_update)
+    if newest == base:
+        return Plan(step=base, reason=f"nobody had updated anything in step {base}: it is redone")
     return _redo(survivors, base)
 
 
@@ -98,26 +102,30 @@ def _complete(survivors: Sequence[Marks], base: int, whole_update: bool) -> Plan
     gradients: list[Copy] = []
     states: list[Copy] = []
     for bucket in range(len(survivors[0].versions)):
-        with_gradient = [marks.member for marks in survivors if marks.gradients[bucket] == base]
         behind = [marks for marks in survivors if marks.versions[bucket] == base]
         without = tuple(marks.member for marks in behind if marks.gradients[bucket] != base)
-        if without and with_gradient:
-            gradients.append(Copy(bucket, "gradient", with_gradient[bucket % len(with_gradient)], without))
+        if without and (sources := _unused(survivors, bucket, base)):
+            gradients.append(Copy(bucket, "gradient", sources[bucket % len(sources)], without))
         elif without:
-            updated = _holders(survivors, bucket, base + 1)
-            states.append(Copy(bucket, "state", updated[bucket % len(updated)], without))
+            sources = _holders(survivors, bucket, base + 1)
+            states.append(Copy(bucket, "state", sources[bucket % len(sources)], without))
     if whole_update and states:
-        # One of the gradients is gone, so the norm of all cannot be had again: take the whole state from who completed.
-        gradients, states = [], _copy_all(survivors, base)
+        # Somebody cannot have all gradients any more, and an update needs all of them: whoever lacks one takes the whole
+        # state from a survivor that completed the step.
+        gradients, states = [], _copy_whole(survivors, base)
     done = len(_completed(survivors, base))
     reason = f"{done} of {len(survivors)} survivors had completed step {base}" if done else f"step {base} was fully reduced"
     return Plan(base + 1, True, tuple(gradients), (), tuple(states), f"{reason}: it is completed everywhere")
 
 
-def _copy_all(survivors: Sequence[Marks], base: int) -> list[Copy]:
+def _copy_whole(survivors: Sequence[Marks], base: int) -> list[Copy]:
     sources = _completed(survivors, base)
-    behind = tuple(marks.member for marks in survivors if marks.member not in sources)
-    return [Copy(bucket, "state", sources[bucket % len(sources)], behind) for bucket in range(len(survivors[0].versions))]
+    lacking = tuple(
+        marks.member
+        for marks in survivors
+        if any(version == base != gradient for version, gradient in zip(marks.versions, marks.gradients, strict=True))
+    )
+    return [Copy(bucket, "state", sources[bucket % len(sources)], lacking) for bucket in range(len(survivors[0].versions))]
 
 
 def _redo(survivors: Sequence[Marks], base: int) -> Plan:
@@ -136,8 +144,9 @@ def _redo(survivors: Sequence[Marks], base: int) -> Plan:
     return Plan(base, False, (), tuple(undo), tuple(states), reason)
 
 
-def _has_gradient(survivors: Sequence[Marks], bucket: int, step: int) -> bool:
-    return any(marks.gradients[bucket] == step for marks in survivors)
+def _unused(survivors: Sequence[Marks], bucket: int, step: int) -> list[str]:
+    """Who holds the bucket's reduced gradient as it came, not yet applied (and so not clipped or overwritten either)."""
+    return [marks.member for marks in survivors if marks.gradients[bucket] == step == marks.versions[bucket]]
 
 
 def _holders(survivors: Sequence[Marks], bucket: int, version: int) -> list[str]:

@@ -240,6 +240,7 @@ def _cause(error: BaseException) -> str:
         for sign, words in (
             ("OOM", "the process was killed, perhaps for memory"),
             ("node died", "the node died"),
+            ("Failed to look up actor", "its process is gone"),
             ("connection error code 2", "the process died (SIGKILL, a crash or an exit)"),
             ("INTENDED_USER_EXIT", "the process exited"),
             ("exit code", "the process exited"),

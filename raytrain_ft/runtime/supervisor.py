@@ -7,6 +7,7 @@ live on, they are not its children), it reads the log, and the machine goes on f
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from dataclasses import asdict
 from typing import Any
@@ -95,6 +96,7 @@ class Supervisor:
             "failure": machine.failure,
             "result": machine.result,
             "seconds": self.now(),
+            "pid": os.getpid(),
         }
 
     # ---------------------------------------------------------------- for the workers

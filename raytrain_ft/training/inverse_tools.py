@@ -68,20 +68,19 @@ def unlerp(averages: Tensors, new: Tensors, weight: float) -> None:
 
 
 def unaverage_square(squares: Tensors, new: Tensors, beta: float) -> None:
-    """Undoes ``squares = beta * squares + (1 - beta) * new**2``, erring on the side of too much.
-
-    A `new` far larger than its history cancels the old value away: a spike of R times leaves a relative error of about
-    ``eps * R**2 * (1 - beta)``. Too small a value, or a negative one, would make the next update too large, or NaN. So
-    a little less is taken off than was put on: 8 units of rounding of ``(1 - beta) * new**2``, which exceeds the rounding
-    of both directions together (at most 6 units), and is far less than a unit of `squares` where `new` is no spike.
-    Hence the result is never below the true value, and with it ``|m| / sqrt(v)`` keeps the bound of every true state.
-    """
+    """Undoes ``squares = beta * squares + (1 - beta) * new**2``; rounding may leave small negative values."""
     if beta == 0:
         torch._foreach_zero_(squares)
     else:
-        slack = 8 * torch.finfo(squares[0].dtype).eps
-        torch._foreach_addcmul_(squares, new, new, value=-(1 - beta) * (1 - slack))
+        torch._foreach_addcmul_(squares, new, new, value=-(1 - beta))
         unscale(squares, rounded(beta, squares[0].dtype))
+
+
+def raise_to(squares: Tensors, averages: Tensors, factor: float) -> None:
+    """Raises `squares` to at least ``factor * averages**2``, less a little so that rounding moves no true state."""
+    floor = torch._foreach_mul(averages, averages)
+    torch._foreach_mul_(floor, factor * (1 - 1e-6))
+    torch._foreach_maximum_(squares, floor)
 
 
 def used_gradient(b: Batch, weight_decay: float = 0.0) -> Tensors:

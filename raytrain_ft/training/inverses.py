@@ -28,6 +28,7 @@ from raytrain_ft.training.inverse_tools import (
     Batch,
     Tensors,
     one_minus_quotient,
+    raise_to,
     rounded,
     unaverage_square,
     undo_decoupled_decay,
@@ -103,7 +104,10 @@ def rmsprop_kept(b: Batch) -> list[Tensor] | None:
 
 
 def undo_rmsprop(b: Batch) -> None:
-    """RMSprop, centered or not, with momentum or not."""
+    """RMSprop, centered or not, with momentum or not.
+
+    The floor of the centered second moment, ``mean**2 / (1 - alpha**t)``, is Cauchy-Schwarz again: see `undo_moments`.
+    """
     lr, alpha, mu, wd = (b.hyper[name] for name in ("lr", "alpha", "momentum", "weight_decay"))
     d = _rmsprop_denominator(b)
     if mu > 0:
@@ -122,6 +126,9 @@ def undo_rmsprop(b: Batch) -> None:
     unaverage_square(b.state["square_avg"], g, alpha)
     if b.hyper["centered"]:
         unlerp(b.state["grad_avg"], g, 1 - alpha)
+        raise_to(b.state["square_avg"], b.state["grad_avg"], 1 / (1 - alpha ** (b.t - 1)))
+    else:
+        torch._foreach_clamp_min_(b.state["square_avg"], 0.0)
 
 
 def _adagrad_step(b: Batch) -> tuple[float, Tensors]:

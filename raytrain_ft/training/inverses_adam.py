@@ -11,6 +11,7 @@ from raytrain_ft.training.inverse_tools import (
     Batch,
     Tensors,
     one_minus_quotient,
+    raise_to,
     unaverage_square,
     undo_decoupled_decay,
     unlerp,
@@ -18,21 +19,32 @@ from raytrain_ft.training.inverse_tools import (
 )
 
 
-def _denominator(b: Batch, bias_correction: float, key: str = "exp_avg_sq") -> Tensors:
-    """``sqrt(v' / bias_correction) + eps`` in the order of operations of torch's Adam."""
+def _denominator(b: Batch, key: str = "exp_avg_sq") -> tuple[Tensors, float]:
+    """(``sqrt(v') + eps * k``, k) with ``k = sqrt(1 - beta2**t)``: Adam's denominator times k, without an operation for k."""
+    k = (1 - b.hyper["betas"][1] ** b.t) ** 0.5
     d = torch._foreach_sqrt(b.state[key])
-    torch._foreach_div_(d, bias_correction**0.5)
-    torch._foreach_add_(d, b.hyper["eps"])
-    return d
+    torch._foreach_add_(d, b.hyper["eps"] * k)
+    return d, k
 
 
 def undo_moments(b: Batch, weight_decay: float) -> None:
-    """Restores Adam's two moments. `weight_decay` is 0 where the decay is decoupled."""
-    if not b.first:
-        beta1, beta2 = b.hyper["betas"]
-        g = used_gradient(b, weight_decay)
-        unlerp(b.state["exp_avg"], g, 1 - beta1)
-        unaverage_square(b.state["exp_avg_sq"], g, beta2)
+    """Restores Adam's two moments. `weight_decay` is 0 where the decay is decoupled.
+
+    A gradient far larger than its history cancels v away (relative error about eps * R**2 * (1 - beta2) for a spike of
+    R times), and a v that is too small would make the next update too large. So v is raised to the least value that any
+    true state with this first moment can have, by the Cauchy-Schwarz inequality over the t gradients so far:
+    ``v >= m**2 (1 - beta2) (1 - q) / ((1 - beta1)**2 (1 - q**t))`` with ``q = beta1**2 / beta2``.
+    """
+    if b.first:
+        return
+    beta1, beta2 = b.hyper["betas"]
+    g = used_gradient(b, weight_decay)
+    m, v = b.state["exp_avg"], b.state["exp_avg_sq"]
+    unlerp(m, g, 1 - beta1)
+    unaverage_square(v, g, beta2)
+    q = beta1**2 / beta2 if beta2 else 0.0
+    series = float(b.t - 1) if abs(1 - q) < 1e-9 else (1 - q ** (b.t - 1)) / (1 - q)
+    raise_to(v, m, (1 - beta2) / ((1 - beta1) ** 2 * series))
 
 
 def _split_decay(b: Batch) -> tuple[float, float]:
@@ -44,11 +56,9 @@ def _split_decay(b: Batch) -> tuple[float, float]:
 def undo_adam(b: Batch) -> None:
     """Adam and AdamW. With `amsgrad` the running maximum is kept: then x, m and v are restored, and the maximum is the
     one that the same gradient would lead to again."""
-    beta1, beta2 = b.hyper["betas"]
     decoupled, l2 = _split_decay(b)
-    bc1, bc2 = 1 - beta1**b.t, 1 - beta2**b.t
-    d = _denominator(b, bc2, "max_exp_avg_sq" if b.hyper["amsgrad"] else "exp_avg_sq")
-    torch._foreach_addcdiv_(b.x, b.state["exp_avg"], d, value=b.hyper["lr"] / bc1)
+    d, k = _denominator(b, "max_exp_avg_sq" if b.hyper["amsgrad"] else "exp_avg_sq")
+    torch._foreach_addcdiv_(b.x, b.state["exp_avg"], d, value=b.hyper["lr"] * k / (1 - b.hyper["betas"][0] ** b.t))
     del d
     undo_decoupled_decay(b, decoupled)
     undo_moments(b, l2)
@@ -57,11 +67,10 @@ def undo_adam(b: Batch) -> None:
 def undo_lamb(b: Batch) -> None:
     """LAMB. The trust ratio of each tensor was recorded: with weight decay it cannot be had from norms afterwards."""
     lr, wd = b.hyper["lr"], b.hyper["weight_decay"]
-    beta1, beta2 = b.hyper["betas"]
-    r = _denominator(b, 1 - beta2**b.t)
+    r, k = _denominator(b)
     torch._foreach_reciprocal_(r)
     torch._foreach_mul_(r, b.state["exp_avg"])
-    torch._foreach_div_(r, 1 - beta1**b.t)
+    torch._foreach_mul_(r, k / (1 - b.hyper["betas"][0] ** b.t))
     if wd:
         torch._foreach_add_(r, b.x, alpha=wd)
     torch._foreach_mul_(r, [ratio / (1 - lr * ratio * wd) for ratio in b.scalars])
@@ -101,14 +110,15 @@ def nadam_kept(b: Batch) -> list[Tensor] | None:
     l2 = _split_decay(b)[1]
     if not l2:
         return None
-    return one_minus_quotient([a * l2 for a in _nadam_steps(b)[0]], _denominator(b, 1 - b.hyper["betas"][1] ** b.t))
+    d, k = _denominator(b)
+    return one_minus_quotient([a * k * l2 for a in _nadam_steps(b)[0]], d)
 
 
 def undo_nadam(b: Batch) -> None:
     """NAdam. The product of momenta itself is put back by the caller, who knows what it was."""
     decoupled, l2 = _split_decay(b)
-    for_gradient, for_moment = _nadam_steps(b)
-    d = _denominator(b, 1 - b.hyper["betas"][1] ** b.t)
+    d, k = _denominator(b)
+    for_gradient, for_moment = ([step * k for step in steps] for steps in _nadam_steps(b))
     torch._foreach_addcdiv_(b.x, b.state["exp_avg"], d, for_moment)
     g = used_gradient(b, l2)
     if l2:

@@ -10,6 +10,7 @@ This module knows nothing of who decides to fence, or why.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -136,7 +137,7 @@ class FencedWork(dist.Work):
         self._fence.wait(self._done, timeout if timeout > timedelta() else WAIT_DEADLINE)
         error = self._failure()
         if error is not None:
-            raise PeerLostError(f"a collective failed: {error}") from error
+            raise PeerLostError(f"a collective failed ({_in_short(error)})") from error
         if self._inner.__class__.__name__ == "WorkNCCL":
             self._inner.wait()  # on a GPU this only orders the streams
         return True
@@ -151,6 +152,11 @@ class FencedWork(dist.Work):
         if self._future is None:
             return super().get_future()
         return self._future
+
+
+def _in_short(error: RuntimeError) -> str:
+    """What gloo says, without the place in its source and without its advice."""
+    return re.sub(r"^\[[^\]]*\]\s*", "", str(error)).split(". This is typically")[0][:200]
 
 
 def _fenced(name: str) -> Callable[..., FencedWork]:

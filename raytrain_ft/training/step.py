@@ -99,6 +99,8 @@ class Replica:
         self._probe = probe
         self._skip = False
         self._weight = 0.0
+        # What the flat buffers hold after an update may be passed to others as the step's gradient only if it still is that.
+        self._gradients_survive = settings.max_grad_norm is None and keeps_gradients(state.optimizer)
         wait_free = settings.update == "wait_free"
         # Only wait-free updates can ever need an undo: recording anything else would cost for nothing.
         self.undo = Undo(state.optimizer, undo_mode) if wait_free else None
@@ -203,6 +205,8 @@ class Replica:
                 self.state.loss = self.state.tail.loss(bucket.tail)
             bucket.version += 1
             bucket.dirty = False
+            if not self._gradients_survive:
+                bucket.gradient = None
         self._at_bucket("updated", buckets[-1].index if len(buckets) == 1 else None)
 
     @torch.no_grad()
@@ -263,6 +267,14 @@ class Replica:
     def _at_bucket(self, phase: str, bucket: int | None) -> None:
         if self._probe is not None:
             self._probe(phase, self.state.step, bucket)
+
+
+def keeps_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step()` leaves `p.grad` as it was. True of torch's own optimizers and ours, but for SGD with Nesterov, whose
+    foreach variant overwrites it; nothing is known of others."""
+    if isinstance(optimizer, torch.optim.SGD) and any(group["nesterov"] for group in optimizer.param_groups):
+        return False
+    return type(optimizer).__module__.startswith(("torch.optim.", "raytrain_ft."))
 
 
 def _do_nothing(bucket: Bucket) -> None:

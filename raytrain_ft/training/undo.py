@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, Optimizer
 
 from raytrain_ft.errors import UndoRefusedError
@@ -43,6 +42,8 @@ class Record(NamedTuple):  # a tuple, for one is made per parameter and step
     """One update of one parameter.
 
     Attributes:
+        gradient: what the step consumed.
+        hyper: the parameter group at that time, without its parameters; one object per group and step.
         fresh: the optimizer had no state for it.
         overwritten: SGD left something else in `gradient`; see `overwrites_gradient`.
         scalar: LAMB's trust ratio, NAdam's product of momenta before the step, the norm of an Adafactor parameter then.
@@ -50,6 +51,7 @@ class Record(NamedTuple):  # a tuple, for one is made per parameter and step
         versions: of the parameter and the gradient right after the step; None for a view.
     """
 
+    parameter: Tensor
     gradient: Tensor
     hyper: Mapping[str, Any]
     fresh: bool
@@ -88,23 +90,26 @@ class Undo:
         self._optimizer = optimizer
         self._mode: Mode = mode
         self._inverse = INVERSES[type(optimizer)]
-        self._before: dict[Tensor, tuple[bool, Tensor | float]] = {}
-        self._records: dict[Tensor, Record] = {}
+        self._before: dict[int, tuple[bool, Tensor | float]] = {}  # by id: hashing a tensor is slow
+        self._records: dict[int, Record] = {}
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_load_state_dict_post_hook(lambda _: self.forget()),
         ]
 
-    def updated(self) -> list[Parameter]:
+    def updated(self) -> list[Tensor]:
         """The parameters whose latest update can be undone, in the order of their updates."""
-        skipped = self._skipped()
-        return [p for p in self._records if p not in skipped]  # type: ignore[misc]
+        records = list(self._records.values())
+        return [r.parameter for r, skipped in zip(records, _skipped(records), strict=True) if not skipped]
 
     def forget(self, params: Iterable[Tensor] | None = None) -> None:
         """Makes the latest update of these parameters (default: of all) final, and lets go of their gradients."""
-        for p in list(self._records) if params is None else params:
-            self._records.pop(p, None)
+        if params is None:
+            self._records.clear()
+        else:
+            for p in params:
+                self._records.pop(id(p), None)
 
     def close(self) -> None:
         """Stops watching the optimizer."""
@@ -123,12 +128,12 @@ class Undo:
             UndoRefusedError: a parameter was not updated, or its update was undone or forgotten already; or the
                 parameter, its gradient or the hyper-parameters of the step do not permit it.
         """
-        records = self._chosen(params)
-        cohorts = self._cohorts(records)
+        cohorts = self._cohorts(self._chosen(params))
         reasons = [reason for cohort in cohorts for reason in self._objections(cohort)]
         if reasons:
             raise refusal(self._optimizer, reasons)
-        self.forget(records)  # before anything is changed: what fails half-way must not be undone a second time
+        for cohort in cohorts:  # before anything is changed: what fails half-way must not be undone a second time
+            self.forget(r.parameter for r in cohort.records)
         for cohort in cohorts:
             for batch in cohort.batches(self._inverse.splits):
                 self._inverse.undo(batch)
@@ -141,10 +146,10 @@ class Undo:
         for group in optimizer.param_groups:
             for p in group["params"]:
                 # If this step fails half-way, there is nothing left that could be undone by mistake.
-                self._records.pop(p, None)
+                self._records.pop(id(p), None)
                 state = optimizer.state.get(p, {})
                 fresh = not any(isinstance(value, Tensor) for value in state.values())
-                self._before[p] = fresh, read(p, {} if fresh else state) if read and p.requires_grad else 0.0
+                self._before[id(p)] = fresh, read(p, {} if fresh else state) if read and p.requires_grad else 0.0
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del args, kwargs
@@ -156,60 +161,54 @@ class Undo:
             hyper = {name: group[name] for name in optimizer.defaults}
             overwritten = isinstance(optimizer, SGD) and overwrites_gradient(hyper, updated)
             for p in updated:
-                fresh, scalar = self._before[p]
+                fresh, scalar = self._before[id(p)]
                 if self._inverse.after is not None:
                     scalar = self._inverse.after(optimizer, p)
                 versions = _version(p), _version(p.grad)
-                self._records[p] = Record(p.grad, hyper, fresh, overwritten, scalar, found_inf, versions)
+                self._records[id(p)] = Record(p, p.grad, hyper, fresh, overwritten, scalar, found_inf, versions)
         self._before.clear()
 
-    def _skipped(self) -> set[Tensor]:
-        """Parameters that the latest step left alone because a GradScaler had found an infinite gradient."""
-        flags = {id(r.found_inf): r.found_inf for r in self._records.values() if r.found_inf is not None}
-        infinite = {key for key, flag in flags.items() if flag.item() != 0}
-        return {p for p, r in self._records.items() if id(r.found_inf) in infinite} if infinite else set()
-
-    def _chosen(self, params: Iterable[Tensor] | None) -> dict[Tensor, Record]:
-        wanted = list(self._records) if params is None else list(dict.fromkeys(params))
-        missing = [i for i, p in enumerate(wanted) if p not in self._records]
+    def _chosen(self, params: Iterable[Tensor] | None) -> list[Record]:
+        wanted = list(self._records) if params is None else list({id(p): None for p in params})
+        missing = [i for i, key in enumerate(wanted) if key not in self._records]
         if missing or (params is None and not wanted):
             what = f"the parameters at {missing} of the {len(wanted)} given have" if wanted else "there is"
             raise UndoRefusedError(
                 f"{what} no update to undo: not updated in the latest step, or undone or forgotten already. "
                 "Undo each update once; Undo.updated() lists what can be undone."
             )
-        skipped = self._skipped()
-        self.forget(skipped.intersection(wanted))
-        return {p: self._records[p] for p in wanted if p not in skipped}
+        records = [self._records[key] for key in wanted]
+        skipped = _skipped(records)
+        self.forget(r.parameter for r, was in zip(records, skipped, strict=True) if was)
+        return [r for r, was in zip(records, skipped, strict=True) if not was]
 
-    def _cohorts(self, records: Mapping[Tensor, Record]) -> list[_Cohort]:
+    def _cohorts(self, records: list[Record]) -> list[_Cohort]:
         """Puts together what one batched operation can undo."""
-        state = self._optimizer.state
-        entries = [state.get(p, {}) for p in records]
+        entries = [self._optimizer.state.get(r.parameter, {}) for r in records]
         steps = _numbers([entry.get("step", 0.0) for entry in entries])
-        scalars = _numbers([entry.get("mu_product", r.scalar) for entry, r in zip(entries, records.values(), strict=True)])
-        hypers = {id(r.hyper): str(r.hyper) for r in records.values()}  # one object per group and step
+        scalars = _numbers([entry.get("mu_product", r.scalar) for entry, r in zip(entries, records, strict=True)])
+        hypers = {key: str(hyper) for key, hyper in {id(r.hyper): r.hyper for r in records}.items()}
         cohorts: dict[Any, _Cohort] = {}
-        for (p, r), entry, step, scalar in zip(records.items(), entries, steps, scalars, strict=True):
-            names = tuple(name for name in self._inverse.state if isinstance(entry.get(name), Tensor))
-            t = int(step)
+        for r, entry, step, scalar in zip(records, entries, steps, scalars, strict=True):
+            p, t = r.parameter, int(step)
             first = t == 1 if t else r.fresh
+            names = tuple([name for name in self._inverse.state if entry.get(name) is not None])
             key = (p.device, p.dtype, t, first, r.overwritten, names, hypers[id(r.hyper)])
             cohort = cohorts.get(key)
             if cohort is None:
                 cohort = cohorts[key] = _Cohort(names, r.hyper, t, first, r.overwritten)
-            cohort.params.append(p)
             cohort.records.append(r)
-            cohort.tensors.append([p.detach(), r.gradient.detach(), *(entry[name] for name in names)])
+            cohort.entries.append(entry)
+            cohort.tensors.append([p, r.gradient, *[entry[name] for name in names]])
             cohort.scalars.append(scalar)
         return list(cohorts.values())
 
     def _objections(self, cohort: _Cohort) -> list[str]:
         """Why this cohort cannot be undone after all: what only the latest step could show."""
         reasons = hyper_reasons(type(self._optimizer), cohort.hyper, self._mode, "the latest step")
-        for p, r in zip(cohort.params, cohort.records, strict=True):
-            changed = [now != then for now, then in zip((_version(p), _version(r.gradient)), r.versions, strict=True)]
-            reasons += reasons_now(p, r.gradient, *changed)
+        for r in cohort.records:
+            p, g = r.parameter, r.gradient
+            reasons += reasons_now(p, g, _version(p) != r.versions[0], _version(g) != r.versions[1])
         if not reasons and self._inverse.kept is not None:
             kept = (self._inverse.kept(batch) for batch in cohort.batches(self._inverse.splits))
             reasons += scaled_decay([t.abs().min() for some in kept if some is not None for t in some if t.numel()])
@@ -220,15 +219,13 @@ class Undo:
 
     def _restore_counters(self, cohorts: Iterable[_Cohort]) -> None:
         """Restores the step counters and products; a first step's state is deleted, or set to what it began with."""
-        state = self._optimizer.state
         for cohort in cohorts:
-            for p, r in zip(cohort.params, cohort.records, strict=True):
+            for r, entry in zip(cohort.records, cohort.entries, strict=True):
                 if r.fresh:
-                    state.pop(p, None)
+                    self._optimizer.state.pop(r.parameter, None)
                     continue
-                entry = state.get(p, {})
                 if cohort.t:
-                    entry["step"] -= 1
+                    entry["step"].sub_(1)
                 if "mu_product" in entry:
                     entry["mu_product"].fill_(r.scalar)
                 if cohort.first:
@@ -246,8 +243,8 @@ class _Cohort:
     t: int
     first: bool
     overwritten: bool
-    params: list[Tensor] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
+    entries: list[dict[str, Any]] = field(default_factory=list)
     tensors: list[list[Tensor]] = field(default_factory=list)
     scalars: list[float] = field(default_factory=list)
 
@@ -257,7 +254,7 @@ class _Cohort:
         Blocks begin at multiples of a fixed size within each tensor, so that the rounding of an element does not depend
         on what else is undone with it.
         """
-        limit = _CPU_BLOCK if self.params[0].device.type == "cpu" else _DEVICE_BLOCK
+        limit = _CPU_BLOCK if self.tensors[0][0].device.type == "cpu" else _DEVICE_BLOCK
         pieces: list[tuple[Tensor, ...]] = []
         scalars: list[float] = []
         size = 0
@@ -284,14 +281,21 @@ def _version(t: Tensor) -> int | None:
     return None if t._is_view() or t.is_inference() else t._version
 
 
+def _skipped(records: list[Record]) -> list[bool]:
+    """Whether a GradScaler made each step leave everything as it was, because a gradient was infinite."""
+    flags = {id(r.found_inf): r.found_inf for r in records if r.found_inf is not None}
+    infinite = {key for key, flag in flags.items() if flag.item() != 0}
+    return [id(r.found_inf) in infinite for r in records]
+
+
 def _numbers(values: list[Any]) -> list[float]:
-    """Numbers and 0-dim tensors as numbers, with one transfer per device and dtype."""
-    result = [0.0 if isinstance(value, Tensor) else value for value in values]
-    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for i, value in enumerate(values):
+    """Numbers and 0-dim tensors as numbers, with one transfer per device."""
+    result: list[Any] = [v.item() if isinstance(v, Tensor) and v.is_cpu else v for v in values]
+    distant: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, value in enumerate(result):
         if isinstance(value, Tensor):
-            alike.setdefault((value.device, value.dtype), []).append(i)
-    for indices in alike.values():
+            distant.setdefault((value.device, value.dtype), []).append(i)
+    for indices in distant.values():
         for i, number in zip(indices, torch.stack([values[i] for i in indices]).tolist(), strict=True):
             result[i] = number
     return result

@@ -21,6 +21,7 @@ from raytrain_ft.training.inverses import INVERSES
 
 Mode = Literal["exact", "replay"]
 
+_DTYPES = (torch.float32, torch.float64)
 _MIN_DIVISOR = 1e-3  # dividing by less than this loses three digits or more
 _MIN_BETA = 0.05  # dividing by less than this loses more than one digit
 
@@ -108,13 +109,16 @@ def _decay_divides(kind: type[Optimizer], hyper: Mapping[str, Any]) -> bool:
 def _kind_of_parameter(p: Tensor, where: str) -> list[str]:
     if is_traceable_wrapper_subclass(p):
         return [f"{where} is a {type(p).__name__}: its pieces live elsewhere. Use plain tensors, {_OTHERWISE}"]
-    if p.dtype not in (torch.float32, torch.float64):
+    if p.dtype not in _DTYPES:
         return [f"{where} is {p.dtype}: rounding leaves too little to invert. Keep float32 masters, {_OTHERWISE}"]
     return []
 
 
 def reasons_now(p: Tensor, gradient: Tensor, parameter_changed: bool, gradient_changed: bool) -> list[str]:
     """Why the update of this parameter cannot be undone any more."""
+    alike = gradient.dtype == p.dtype and gradient.layout == torch.strided
+    if alike and p.dtype in _DTYPES and not parameter_changed and not gradient_changed:
+        return []
     where = f"a parameter of shape {tuple(p.shape)}"
     reasons = _kind_of_parameter(p, where)
     if reasons:
@@ -125,12 +129,10 @@ def reasons_now(p: Tensor, gradient: Tensor, parameter_changed: bool, gradient_c
         return [f"{where} is {p.dtype} with a gradient in {gradient.dtype}. Use gradients of the parameter's dtype"]
     if parameter_changed:
         return [f"{where} was changed after the step. Undo before anything else writes to it"]
-    if gradient_changed:
-        return [
-            f"the gradient of {where} was changed after the step. Undo before the next backward pass, "
-            "and clear gradients with zero_grad(set_to_none=True)"
-        ]
-    return []
+    return [
+        f"the gradient of {where} was changed after the step. Undo before the next backward pass, "
+        "and clear gradients with zero_grad(set_to_none=True)"
+    ]
 
 
 def scaled_decay(kept: Iterable[Tensor]) -> list[str]:

@@ -128,6 +128,19 @@ def test_one_undo_restores_parameters_and_state(case: str, variant: str, dtype: 
             assert distance(p.grad, g) <= TOLERANCE[dtype][0]
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+def test_radam_before_and_after_its_variance_becomes_tractable(foreach: bool) -> None:
+    params = parameters(torch.float64)
+    optimizer = RAdam(params, foreach=foreach)
+    undo = Undo(optimizer)
+    for _ in range(8):  # rho_t passes 5 at step 6
+        saved, grads = snapshot(optimizer, params), gradients(params)
+        step(optimizer, params, grads)
+        undo.undo()
+        assert_at(optimizer, params, saved, TOLERANCE[torch.float64])
+        step(optimizer, params, grads)
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("foreach", [False, True])
 def test_a_parameter_that_was_zero_is_so_again_but_for_the_rounding_of_its_update(case: str, foreach: bool) -> None:
@@ -439,16 +452,20 @@ def test_after_a_spike_the_next_update_stays_bounded(kind: type[Optimizer], rati
     assert (p - before).abs().max() <= 4 * 1e-3 * trust
 
 
-def test_after_a_spike_the_centered_root_is_no_nan() -> None:
+@pytest.mark.parametrize("case", ["rmsprop", "rmsprop-centered", "adagrad", "adafactor"])
+def test_after_a_spike_no_root_is_nan(case: str) -> None:
+    kind, kwargs = CASES[case]
     p = Parameter(torch.randn(4000))
-    optimizer = RMSprop([p], centered=True)
+    optimizer = kind([p], **kwargs)  # type: ignore[call-arg]
     undo = Undo(optimizer)
     for _ in range(5):
         step(optimizer, [p], gradients([p]))
     for ratio in (1e3, 1e5):
         step(optimizer, [p], gradients([p], ratio))
         undo.undo()
-        step(optimizer, [p], gradients([p]))
+        state = optimizer.state[p]
+        assert all((state[name] >= 0).all() for name in ("square_avg", "sum", "variance") if name in state)
+        step(optimizer, [p], gradients([p], 1e-3))
         assert p.isfinite().all()
 
 

@@ -1,0 +1,37 @@
+# Every target does all the set-up that it needs on a fresh machine with Python >= 3.11.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+KILLS ?= 200
+MTBF ?= 3
+
+.PHONY: setup demo test lint chaos bench docs clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	touch $@
+
+demo: setup ## Train three times: undisturbed, a node killed in the update, a node killed in a wait-free backward pass
+	$(BIN)/python jobs/demo.py
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+chaos: setup ## A seeded campaign of kills: make chaos KILLS=200 MTBF=3
+	$(BIN)/python -m raytrain_ft.campaign --kills $(KILLS) --mtbf $(MTBF)
+
+bench: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev,bench]"
+	for name in step_overhead recovery undo; do $(BIN)/python -m benchmarks.$$name --quick --json $$name.json || exit 1; done
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build *.egg-info

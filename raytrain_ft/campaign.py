@@ -1,0 +1,195 @@
+"""A seeded campaign of kills: real processes, real SIGKILL, at random moments, until so many have died.
+
+    python -m raytrain_ft.campaign --kills 200 --mtbf 3 --seed 0
+
+Every worker process is fair game at any moment, in whatever phase of a step or of a recovery it is; now and then the supervisor
+or a whole node goes. Runs follow one another until the kills are used up; each must end bit-equal to the undisturbed run, with a
+record that the history checker finds sound.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import click
+import ray
+import torch
+from ray.exceptions import RayError
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from raytrain_ft.chaos.cluster import LocalCluster
+from raytrain_ft.config import RecoveryConfig, RunConfig, ScalingConfig
+from raytrain_ft.errors import FTError
+from raytrain_ft.policy.history import check
+from raytrain_ft.result import Result
+from raytrain_ft.runtime.event_log import read_records
+from raytrain_ft.runtime.spec import NAMESPACE
+from raytrain_ft.task import TrainTask
+from raytrain_ft.trainer import Trainer
+
+STEP_S = 0.05
+SHARES = {"worker": 0.85, "supervisor": 0.1, "node": 0.05}
+"""How often each kind of victim is drawn."""
+
+
+class Patient(TrainTask):
+    """A small model whose step takes a fixed time, as on an accelerator that leaves the host idle."""
+
+    def model(self, stage: int) -> nn.Module:
+        return nn.Sequential(
+            *(nn.Linear(32, 128, bias=False), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.1)),
+            *(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 8)),
+        )
+
+    def optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=1e-3)
+
+    def dataset(self) -> TensorDataset:
+        inputs = torch.randn(4_000, 32, generator=torch.Generator().manual_seed(1))
+        return TensorDataset(inputs, inputs[:, :8].argmax(dim=1))
+
+    def loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
+        time.sleep(STEP_S)
+        return cross_entropy(output, batch[1])
+
+
+@dataclass
+class Killer:
+    """Kills one victim after another, at exponential intervals, while runs go on."""
+
+    cluster: LocalCluster
+    random: random.Random
+    mtbf: float
+    left: int
+    killed: dict[str, int] = field(default_factory=dict)
+    run: str = ""
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def work(self) -> None:
+        """Body of the thread."""
+        while self.left > 0 and not self._stop.wait(self.random.expovariate(1 / self.mtbf)):
+            kind = self.random.choices(list(SHARES), list(SHARES.values()))[0]
+            if self.run and self._kill(kind):
+                self.left -= 1
+                self.killed[kind] = self.killed.get(kind, 0) + 1
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._stop.set()
+
+    def _kill(self, kind: str) -> bool:
+        account = self._account()
+        if account is None or account["state"] in ("INITIALIZING", "SCHEDULING") or len(account["world"]) < 2:
+            return False  # a kill of the last replica would end the run, and rightly so
+        pids = [pid for pid in (account["pids"][member] for member in account["world"] if member in account["pids"]) if pid]
+        nodes = {node for member, node in account["nodes"].items() if member in account["world"]}
+        try:
+            if kind == "supervisor":
+                os.kill(account["pid"], signal.SIGKILL)
+            elif kind == "node" and len(nodes) > 1:
+                node = self.random.choice(sorted(nodes & set(self.cluster.node_ids())))
+                self.cluster.kill_node(node)
+                self.cluster.add_node()
+            else:
+                os.kill(self.random.choice(pids), signal.SIGKILL)
+        except (ProcessLookupError, IndexError):
+            return False  # it was gone before we came
+        return True
+
+    def _account(self) -> dict[str, Any] | None:
+        try:
+            supervisor = ray.get_actor(f"supervisor:{self.run}", namespace=NAMESPACE)
+            return ray.get(supervisor.status.remote(), timeout=5)
+        except (RayError, ValueError):
+            return None
+
+
+def train(storage: str, name: str, steps: int, workers: int) -> Result:
+    """One run."""
+    return Trainer(
+        Patient(),
+        max_steps=steps,
+        global_batch_size=48,
+        bucket_bytes=32_768,
+        first_bucket_bytes=8_192,
+        quiet=True,
+        scaling_config=ScalingConfig(num_workers=workers),
+        recovery_config=RecoveryConfig(num_spares=2, lease=timedelta(seconds=60)),
+        run_config=RunConfig(name=name, storage_path=storage),
+    ).fit()
+
+
+@click.command()
+@click.option("--kills", default=200, show_default=True, help="Victims in all.")
+@click.option("--mtbf", default=3.0, show_default=True, help="Mean time between kills, seconds.")
+@click.option("--seed", default=0, show_default=True, help="Of the victims and moments.")
+@click.option("--steps", default=400, show_default=True, help="Steps of each run.")
+@click.option("--workers", default=3, show_default=True, help="Replicas.")
+def main(kills: int, mtbf: float, seed: int, steps: int, workers: int) -> None:
+    """A seeded campaign of kills; exits non-zero at any violation."""
+    storage = tempfile.mkdtemp(prefix="raytrain_ft-campaign-")
+    violations: list[str] = []
+    shares: list[float] = []
+    with LocalCluster(num_nodes=workers + 3) as cluster:
+        reference = train(storage, "undisturbed", steps, workers)
+        ideal = _training_seconds(reference)
+        print(f"undisturbed: {steps} steps in {ideal:.1f} s; records in {storage}", flush=True)
+        killer = Killer(cluster, random.Random(seed), mtbf, kills)
+        thread = threading.Thread(target=killer.work, daemon=True)
+        thread.start()
+        number = 0
+        while killer.left > 0:
+            number += 1
+            killer.run = f"run-{number}"
+            violations += _one_run(storage, killer, steps, workers, reference, ideal, shares)
+        killer.stop()
+        thread.join(30)
+    print(f"{sum(killer.killed.values())} kills ({killer.killed}) in {number} runs; {len(violations)} violations")
+    if shares:
+        print(f"committed steps, as a share of what an undisturbed run commits in the same time: {sum(shares) / len(shares):.1%}")
+    sys.exit(1 if violations else 0)
+
+
+def _one_run(
+    storage: str, killer: Killer, steps: int, workers: int, reference: Result, ideal: float, shares: list[float]
+) -> list[str]:
+    try:
+        result = train(storage, killer.run, steps, workers)
+    except FTError as error:
+        print(f"{killer.run}: {type(error).__name__}: {error}", flush=True)
+        return [f"{killer.run} ended with {type(error).__name__}: {error}"]
+    found = [f"{killer.run}: {v}" for v in check(read_records(Path(result.path) / "events.jsonl"))]
+    if result.digest != reference.digest and all(r.world_after == r.world_before for r in result.recoveries):
+        found.append(f"{killer.run}: I3 the final state differs from the undisturbed run's")
+    shares.append(min(1.0, ideal / _training_seconds(result)))
+    exact = "bit-equal" if result.digest == reference.digest else "NOT bit-equal"
+    pauses = sorted(r.seconds for r in result.recoveries if r.seconds is not None)
+    median = f"{pauses[len(pauses) // 2]:.2f} s" if pauses else "none"
+    print(f"{killer.run}: {len(pauses)} recoveries (median {median}), {exact}, {killer.left} kills left", flush=True)
+    for violation in found:
+        print(f"  VIOLATION {violation}", flush=True)
+    return found
+
+
+def _training_seconds(result: Result) -> float:
+    """From the first step to the end, without the start of the workers."""
+    records = read_records(Path(result.path) / "events.jsonl")
+    running = next(r["at"] for r in records if r["event"] == "State" and r["state"] == "RUNNING")
+    ended = next(r["at"] for r in records if r["event"] == "State" and r["state"] == "SHUTTING_DOWN")
+    return ended - running
+
+
+if __name__ == "__main__":
+    main()

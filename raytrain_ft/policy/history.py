@@ -1,0 +1,71 @@
+"""Was the promise kept? One checker for every run, healthy or not, that reads nothing but the run's own event log.
+
+It asserts what can be read there of the invariants: I1 every sample used exactly once or listed as lost; I2 all replicas equal
+whenever they were compared; I5 nobody who was given up for lost has a say afterwards; I6 every disturbance ends, and in
+bounded time; I8 every loss has a cause. (I3, bit-equality with an undisturbed run, needs that run's digest; I4 is about
+checkpoints; I7, nothing left behind, is about processes.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from raytrain_ft.policy.audit import audit
+
+LONGEST_RECOVERY_S = 120.0
+
+
+def check(records: Sequence[dict[str, Any]], *, longest_recovery: float = LONGEST_RECOVERY_S) -> list[str]:
+    """Every violation found in a run's event log, in words; empty if the promise was kept."""
+    result = audit(records)
+    return [
+        *(f"I1 {violation}" for violation in result.violations),
+        *_differing_replicas(records),
+        *_voices_of_the_lost(records),
+        *_unending(records, longest_recovery),
+        *(f"I8 the loss of {r['member']} has no cause" for r in records if r["event"] == "WorkerLost" and not r["cause"]),
+    ]
+
+
+def _differing_replicas(records: Sequence[dict[str, Any]]) -> list[str]:
+    """All who hold the whole state in an incarnation, after filling and at the end, have the same hashes."""
+    found: list[str] = []
+    for event, field in (("Filled", "digests"), ("Completed", "digest")):
+        seen: dict[int, tuple[str, Any]] = {}
+        for record in records:
+            if record["event"] != event:
+                continue
+            member, value = seen.setdefault(record["incarnation"], (record["member"], record[field]))
+            if value != record[field]:
+                found.append(f"I2 {event} in incarnation {record['incarnation']}: {record['member']} differs from {member}")
+    return found
+
+
+def _voices_of_the_lost(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Who was lost takes no part in an incarnation that begins after that."""
+    found: list[str] = []
+    lost: dict[str, int] = {}
+    incarnation = 0
+    for record in records:
+        if record["event"] == "State":
+            incarnation = record["incarnation"]
+        elif record["event"] == "WorkerLost":
+            lost[record["member"]] = incarnation
+        elif record["event"] in ("StepsCommitted", "Filled", "Completed", "Stopped") and record["member"] in lost:
+            if record["incarnation"] > lost[record["member"]]:
+                found.append(f"I5 {record['member']}, lost in incarnation {lost[record['member']]}: {record}")
+    return found
+
+
+def _unending(records: Sequence[dict[str, Any]], longest: float) -> list[str]:
+    found: list[str] = []
+    for record in records:
+        if record["event"] != "Recovery":
+            continue
+        if record["resumed"] is not None and record["resumed"] - record["detected"] > longest:
+            found.append(f"I6 a recovery took {record['resumed'] - record['detected']:.1f} s: {record['cause']}")
+    ends = [record["event"] for record in records if record["event"] in ("RunFinished", "RunFailed")]
+    if len(ends) != 1:
+        found.append(f"I6 the run has {len(ends)} ends")
+    return found

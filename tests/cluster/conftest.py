@@ -1,0 +1,64 @@
+"""One cluster of several real Ray nodes per module, with token authentication on; runs on it; checks after it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy import Toy
+
+import raytrain_ft as ft
+from raytrain_ft.chaos.cluster import LocalCluster
+from raytrain_ft.policy.history import check
+from raytrain_ft.runtime.event_log import read_records
+
+STEPS = 30
+SMALL_BUCKETS = {"bucket_bytes": 8192, "first_bucket_bytes": 1024}
+
+
+# The workers import the toy task from here.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster(num_nodes=5) as cluster:
+        yield cluster
+
+
+def train(path: Path, name: str, *, task: Any = None, workers: Any = 3, steps: int = STEPS, **arguments: Any) -> ft.Result:
+    """One run of the toy task; `arguments` are of Trainer or, where it has them, of RecoveryConfig."""
+    recovery = {key: arguments.pop(key) for key in list(arguments) if key in ft.RecoveryConfig.__dataclass_fields__}
+    settings = {"global_batch_size": 32, "seed": 7, "quiet": True, **SMALL_BUCKETS, **arguments}
+    return ft.Trainer(
+        task or Toy(),
+        max_steps=steps,
+        scaling_config=ft.ScalingConfig(num_workers=workers),
+        recovery_config=ft.RecoveryConfig(**recovery),
+        run_config=ft.RunConfig(name=name, storage_path=str(path)),
+        **settings,
+    ).fit()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ft.Result]:
+    """The undisturbed run of the same kind, made once."""
+    path = tmp_path_factory.mktemp("undisturbed")
+    known: dict[str, ft.Result] = {}
+
+    def run(**arguments: Any) -> ft.Result:
+        key = repr(sorted((k, repr(vars(v)) if k == "task" else repr(v)) for k, v in arguments.items()))
+        if key not in known:
+            known[key] = train(path, f"run{len(known)}", **arguments)
+            assert known[key].recoveries == []
+        return known[key]
+
+    return run
+
+
+def promise_kept(result: ft.Result) -> list[str]:
+    """Violations found in the run's own event log."""
+    return check(read_records(Path(result.path) / "events.jsonl"))

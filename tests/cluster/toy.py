@@ -1,0 +1,50 @@
+"""A small task with everything that could go wrong in it: BatchNorm, dropout, weight decay, a schedule, several buckets."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+import raytrain_ft as ft
+
+
+class Toy(ft.TrainTask):
+    """About 6,000 parameters in several buckets when `bucket_bytes` is small."""
+
+    def __init__(self, step_seconds: float = 0.0, optimizer: str = "AdamW") -> None:
+        self.step_seconds = step_seconds
+        self.optimizer_name = optimizer
+
+    def model(self, stage: int) -> nn.Module:
+        return nn.Sequential(
+            *(nn.Linear(16, 64, bias=False), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1)),
+            *(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)),
+        )
+
+    def optimizer(self, params):
+        kinds = {
+            "AdamW": lambda: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
+            "SGD": lambda: torch.optim.SGD(params, lr=1e-2, momentum=0.9, weight_decay=1e-3),
+            "AMSGrad": lambda: torch.optim.Adam(params, lr=1e-2, amsgrad=True),
+        }
+        return kinds[self.optimizer_name]()
+
+    def scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
+
+    def dataset(self):
+        generator = torch.Generator().manual_seed(1)
+        inputs = torch.randn(500, 16, generator=generator)
+        return TensorDataset(inputs, inputs[:, :4].argmax(dim=1))
+
+    def augment(self, sample, generator):
+        inputs, label = sample
+        return inputs + 0.05 * torch.randn(inputs.shape, generator=generator), label
+
+    def loss(self, output, batch):
+        time.sleep(self.step_seconds)
+        return cross_entropy(output, batch[1])
