@@ -160,6 +160,7 @@ class Report:
         self.name = name
         self.goals: dict[str, Goal] = dict(metrics_from or {})
         self.noise_floor: float | None = None  # relative: set it from an A/A run of what is timed (see `noise_floor`)
+        self._load_before = os.getloadavg()[0]  # what else ran here: read before the benchmark adds its own
         self._estimates: dict[str, Estimate] = {}
         self._notes: list[str] = []
 
@@ -222,7 +223,11 @@ class Report:
                 "n": found.n,
                 "goal": goal.value,
             } | ({"why": found.why} if found.why else {})
-        return {"metrics": metrics, "machine": machine(), "noise_floor": self._noise_floor()}
+        return {
+            "metrics": metrics,
+            "machine": machine() | {"load_before": self._load_before},
+            "noise_floor": self._noise_floor(),
+        }
 
     def _noise_floor(self) -> float:
         if self.noise_floor is None:
@@ -245,7 +250,8 @@ class Report:
                 interval = f"{found.low:.4g} .. {found.high:.4g}"
                 table.add_row(key, f"{found.value:.4g}", interval, str(found.n), shown, self.verdict(key))
         console.print(table)
-        console.print(f"noise floor (A/A): ±{100 * self._noise_floor():.2f} %", highlight=False)
+        floor = f"noise floor (A/A): ±{100 * self._noise_floor():.2f} %"
+        console.print(f"{floor}; load average before: {self._load_before:.1f}", highlight=False)
         for note in self._notes:
             console.print(note, highlight=False, markup=False)
 

@@ -75,14 +75,23 @@ class LocalCluster:
         return node.node_id
 
     def node_ids(self) -> list[str]:
-        """The nodes for workers, as they were added."""
-        return [node.node_id for node in self._nodes]
+        """The nodes for workers that live, as they were added."""
+        return [node.node_id for node in self._nodes if psutil.pid_exists(self._raylet(node)) and not self._is_zombie(node)]
+
+    @staticmethod
+    def _raylet(node: Any) -> int:
+        return node.all_processes["raylet"][0].process.pid
+
+    def _is_zombie(self, node: Any) -> bool:
+        try:
+            return psutil.Process(self._raylet(node)).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
 
     def processes(self, node_id: str) -> list[psutil.Process]:
         """A node's raylet and everything that it started."""
         node = next(n for n in self._nodes if n.node_id == node_id)
-        infos = node.all_processes["raylet"]
-        raylet = psutil.Process(infos[0].process.pid)
+        raylet = psutil.Process(self._raylet(node))
         return [raylet, *raylet.children(recursive=True)]
 
     def kill_node(self, node_id: str) -> None:

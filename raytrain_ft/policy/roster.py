@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from raytrain_ft.policy import messages as m
@@ -36,23 +36,27 @@ class MemberState(StrEnum):
     ACTIVE = "active"
 
 
+@dataclass(slots=True)
 class Roster:
     """Every live member, and how many more there should be.
 
     Attributes:
         members: every live member and what it is to the run.
+        gone: members that were lost, in order.
         slots: how many workers the cluster could host.
-        start_failures: workers in a row that were lost before they became ready.
+        start_failures: rounds of starts in a row of which no worker became ready. Workers that were started together and
+            are lost together, with their node perhaps, are one round.
     """
 
-    def __init__(self, rules: Rules) -> None:
-        self._rules = rules
-        self.members: dict[str, MemberState] = {}
-        self.slots = 0
-        self.start_failures = 0
-        self._started = 0
-        self._failures = 0
-        self._preemptions = 0
+    rules: Rules
+    members: dict[str, MemberState] = field(default_factory=dict)
+    gone: list[str] = field(default_factory=list)
+    slots: int = 0
+    start_failures: int = 0
+    _started: int = 0
+    _round_began: int = 0
+    _failures: int = 0
+    _preemptions: int = 0
 
     def of(self, what: MemberState) -> list[str]:
         """The members that are this, longest-lived first."""
@@ -73,7 +77,7 @@ class Roster:
     def provision(self, at_least: int = 0) -> list[m.Command]:
         """Starts what is missing, as far as the cluster has room, and `at_least` so many in any case: a worker that cannot
         be placed is what an autoscaler reacts to."""
-        wanted = max(at_least, min(self._rules.max_workers + self._rules.spares, self.slots))
+        wanted = max(at_least, min(self.rules.max_workers + self.rules.spares, self.slots))
         if self.cannot_start():
             return []
         commands: list[m.Command] = []
@@ -85,14 +89,28 @@ class Roster:
         return commands
 
     def cannot_start(self) -> bool:
-        """Whether so many workers failed to start that trying again is no use until the cluster changes."""
-        return self.start_failures >= self._rules.max_start_failures
+        """Whether starts failed so often that trying again is no use until the cluster changes."""
+        return self.start_failures >= self.rules.max_start_failures
 
     def resized(self, slots: int) -> None:
         """The cluster can host so many workers now."""
         if slots > self.slots:
             self.start_failures = 0
         self.slots = slots
+
+    def ready(self, member: str) -> None:
+        """A worker that was starting is a spare."""
+        self.members[member] = MemberState.SPARE
+        self.start_failures = 0
+
+    def lose(self, member: str) -> MemberState:
+        """Strikes a member off; returns what it was."""
+        was = self.members.pop(member)
+        self.gone.append(member)
+        if was == MemberState.STARTING and int(member[1:]) >= self._round_began:
+            self.start_failures += 1
+            self._round_began = self._started
+        return was
 
     def charge(self, preempted: bool) -> str:
         """Charges the loss of a working member to its budget; returns in words what is used up, if anything is."""
@@ -102,7 +120,7 @@ class Roster:
             self._failures += 1
         used = (("max_failures", self._failures), ("max_preemption_failures", self._preemptions))
         for name, count in used:
-            budget = getattr(self._rules, name)
+            budget = getattr(self.rules, name)
             if 0 <= budget < count:
                 return f"{count} failures, and FailureConfig.{name} allows {budget}"
         return ""

@@ -1,7 +1,11 @@
-"""The states of a run and the one table that says what may happen in each: what `docs/architecture.md` draws."""
+"""The states of a run and the one table that says what may happen in each.
+
+``python -m raytrain_ft.policy.states`` prints the diagram in `docs/architecture.md`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 from raytrain_ft.policy import messages as m
@@ -28,17 +32,21 @@ S = State
 ENDED = frozenset({S.FINISHED, S.ERRORED, S.ABORTED})
 LIVE = frozenset(S) - ENDED - {S.INITIALIZING}
 RECOVERING = frozenset({S.FENCE, S.REPLACE, S.REBUILD, S.RESUME})
+TRAINING = frozenset({S.RUNNING, S.RESIZING, S.RESUME})
+
+
+def _stay(states: Iterable[State]) -> dict[State, set[State]]:
+    return {state: {state} for state in states}
+
 
 # {event: {state in which it may come: states that it may lead to}}. Whatever is absent is illegal.
-# An event of an incarnation that is over, or a timer of a state that is over, is ignored in any live state.
+# Ignored in any live state: what concerns an incarnation that is over, or comes from who is no member any more.
 TRANSITIONS: dict[type[m.Event], dict[State, set[State]]] = {
     m.RunStarted: {S.INITIALIZING: {S.SCHEDULING}},
-    m.CapacityChanged: {state: {state} for state in LIVE - {S.SCHEDULING, S.REPLACE}}
-    | {S.SCHEDULING: {S.SCHEDULING, S.REPLACE}, S.REPLACE: {S.REPLACE}},
-    m.WorkerStarted: {state: {state} for state in LIVE - {S.SCHEDULING, S.RUNNING}}
-    | {S.SCHEDULING: {S.SCHEDULING, S.REPLACE}, S.RUNNING: {S.RUNNING, S.RESIZING}},
+    m.CapacityChanged: _stay(LIVE) | {S.SCHEDULING: {S.SCHEDULING, S.REPLACE}},
+    m.WorkerStarted: _stay(LIVE) | {S.SCHEDULING: {S.SCHEDULING, S.REPLACE}, S.RUNNING: {S.RUNNING, S.RESIZING}},
     m.WorkerLost: {
-        S.SCHEDULING: {S.SCHEDULING, S.ERRORED},
+        S.SCHEDULING: {S.SCHEDULING, S.REPLACE, S.ERRORED},
         S.RUNNING: {S.RUNNING, S.FENCE, S.ERRORED},
         S.RESIZING: {S.RESIZING, S.FENCE, S.ERRORED},
         S.FENCE: {S.FENCE, S.REPLACE, S.ERRORED},
@@ -47,34 +55,53 @@ TRANSITIONS: dict[type[m.Event], dict[State, set[State]]] = {
         S.RESUME: {S.RESUME, S.FENCE, S.ERRORED},
         S.SHUTTING_DOWN: {S.SHUTTING_DOWN, S.ERRORED},
     },
-    m.Suspected: {state: {S.FENCE, S.ERRORED} for state in (S.RUNNING, S.RESIZING, S.REPLACE, S.REBUILD, S.RESUME)}
-    | {S.FENCE: {S.FENCE}, S.SHUTTING_DOWN: {S.SHUTTING_DOWN}},
+    m.Suspected: _stay({S.FENCE, S.SHUTTING_DOWN})
+    | {state: {S.FENCE, S.ERRORED} for state in TRAINING | {S.REBUILD}}
+    | {S.REPLACE: {S.REPLACE, S.FENCE, S.ERRORED}},
     m.Fenced: {S.FENCE: {S.FENCE, S.REPLACE, S.ERRORED}},
     m.Reconciled: {S.REPLACE: {S.REPLACE, S.REBUILD, S.RESUME}},
-    m.Filled: {S.REBUILD: {S.REBUILD, S.RESUME, S.FENCE}},
-    m.StepsCommitted: {
-        S.RESUME: {S.RUNNING},
-        S.RUNNING: {S.RUNNING, S.RESIZING},
-        S.RESIZING: {S.RESIZING},
-        S.FENCE: {S.FENCE},
-        S.REPLACE: {S.REPLACE},
-        S.REBUILD: {S.REBUILD},
-        S.SHUTTING_DOWN: {S.SHUTTING_DOWN},
-    },
-    m.SamplesLost: {state: {state} for state in LIVE},
-    m.Stopped: {S.RESUME: {S.RESUME}, S.RUNNING: {S.RUNNING}, S.RESIZING: {S.RESIZING, S.FENCE}},
-    m.Completed: {state: {state, S.SHUTTING_DOWN, S.ERRORED} for state in (S.RESUME, S.RUNNING, S.RESIZING)},
+    m.Filled: {S.REBUILD: {S.REBUILD, S.RESUME, S.FENCE, S.ERRORED}},
+    m.StepsCommitted: _stay(LIVE - {S.SCHEDULING}) | {S.RESUME: {S.RESUME, S.RUNNING, S.RESIZING}},
+    m.SamplesLost: _stay(LIVE - {S.SCHEDULING}),
+    m.Stopped: {state: {S.RESIZING, S.FENCE, S.ERRORED} for state in TRAINING},
+    m.Completed: {state: {state, S.SHUTTING_DOWN, S.ERRORED} for state in TRAINING} | _stay({S.SHUTTING_DOWN}),
     m.Saved: {S.SHUTTING_DOWN: {S.FINISHED}},
     m.TaskFailed: {state: {S.ERRORED} for state in LIVE},
-    m.TimerFired: {
-        S.SCHEDULING: {S.SCHEDULING, S.REPLACE, S.ERRORED},
+    m.TimerFired: _stay(TRAINING)
+    | {
+        S.SCHEDULING: {S.REPLACE, S.ERRORED},
         S.FENCE: {S.FENCE, S.REPLACE, S.ERRORED},
         S.REPLACE: {S.REPLACE, S.FENCE, S.ERRORED},
         S.REBUILD: {S.REBUILD, S.FENCE, S.ERRORED},
         S.SHUTTING_DOWN: {S.SHUTTING_DOWN, S.ERRORED},
-    }
-    | {state: {state} for state in (S.RUNNING, S.RESIZING, S.RESUME)},
-    m.AbortRequested: {state: {S.ABORTED} for state in LIVE},
-    m.SupervisorRestarted: {state: {state} for state in LIVE - {S.REPLACE, S.REBUILD}}
-    | {S.REPLACE: {S.FENCE, S.REPLACE}, S.REBUILD: {S.FENCE}},
+    },
+    m.AbortRequested: {state: {S.ABORTED} for state in LIVE | {S.INITIALIZING}},
+    m.SupervisorRestarted: _stay(TRAINING | {S.SCHEDULING, S.SHUTTING_DOWN})
+    | {state: {S.FENCE, S.ERRORED} for state in (S.FENCE, S.REBUILD)}
+    | {S.REPLACE: {S.REPLACE, S.FENCE, S.ERRORED}},
 }
+
+
+def diagram() -> str:
+    """The table as a Mermaid state diagram. Left out: events that change nothing, and which phase of a recovery it is that
+    a run ends in."""
+    edges: dict[tuple[str, State], set[str]] = {}
+    for event, by_state in TRANSITIONS.items():
+        for source, targets in by_state.items():
+            for target in targets - {source}:
+                drawn = "RECOVERING" if source in RECOVERING and target in ENDED else source
+                edges.setdefault((drawn, target), set()).add(event.__name__)
+    order = [*S, "RECOVERING"]
+    inner, outer = ["    state RECOVERING {"], ["    [*] --> INITIALIZING"]
+    for source, target in sorted(edges, key=lambda edge: (order.index(edge[0]), order.index(edge[1]))):
+        line = f"    {source} --> {target} : {', '.join(sorted(edges[source, target]))}"
+        if source in RECOVERING and target in RECOVERING:
+            inner.append(f"    {line}")
+        else:
+            outer.append(line)
+    ends = [f"    {state} --> [*]" for state in S if state in ENDED]
+    return "\n".join(["stateDiagram-v2", *inner, "    }", *outer, *ends]) + "\n"
+
+
+if __name__ == "__main__":
+    print(diagram(), end="")

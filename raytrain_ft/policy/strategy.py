@@ -1,13 +1,11 @@
-"""Which recovery for which loss, what it keeps, and the reason in words."""
+"""Which recovery for which loss, what it keeps, the reason in words: the account that a run gives of every recovery."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from raytrain_ft.policy.reconcile import Copy, Plan
+from raytrain_ft.policy.reconcile import Plan
 
 
 class Strategy(StrEnum):
@@ -30,25 +28,25 @@ class Recovery:
     """One recovery or planned resize, from the first sign to the first step committed afterwards.
 
     Attributes:
-        cause: what went wrong, in words; empty parts are left out.
+        cause: what went wrong, in words; what went wrong during the recovery is added.
         noticed_by: how the first sign came.
         lost: members that were lost, those lost during the recovery included.
         incarnation: the incarnation that went on.
-        attempts: how often it had to begin again because of a further loss.
+        attempts: how often it began: more than once if there was a further loss before it had come to its end.
         strategy, guarantee, reason: what was done, what it kept, and why.
         step: the step that training went on from.
         completes: whether the interrupted step was completed rather than redone.
         undone: parameters whose update was undone (on each survivor).
         repaired: buckets whose hash differed between survivors and that were copied from the majority.
         world_before, world_after: numbers of workers.
-        detected, fenced, reconciled, filled, resumed: seconds since the run began.
+        detected, fenced, reconciled, filled, resumed: seconds since the run began; of the last attempt but for the first.
     """
 
     cause: str
     noticed_by: str
     lost: list[str] = field(default_factory=list)
     incarnation: int = 0
-    attempts: int = 1
+    attempts: int = 0
     strategy: Strategy = Strategy.REPLICATION
     guarantee: Guarantee = Guarantee.EXACT
     reason: str = ""
@@ -69,33 +67,53 @@ class Recovery:
         """From the first sign to the first step committed afterwards."""
         return None if self.resumed is None else self.resumed - self.detected
 
+    def begin_again(self) -> None:
+        """Everybody is fenced, for the first time or because there was a further loss."""
+        self.attempts += 1
+        self.fenced = self.reconciled = self.filled = None
 
-def guarantee_of(plan: Plan, world_before: int, world_after: int) -> Guarantee:
-    """An undo is exact up to rounding; another number of workers adds the same gradients in another order."""
-    return Guarantee.ROUNDING if plan.undo or world_before != world_after else Guarantee.EXACT
+    def follow(self, plan: Plan) -> None:
+        """The survivors are told to carry out this plan. An undo costs the guarantee even if this attempt is interrupted: in
+        the next one, the others may copy from who has carried it out."""
+        self.step, self.completes, self.reason = plan.step, plan.completes, plan.reason
+        if plan.undo:
+            self.guarantee = Guarantee.ROUNDING
 
 
-def repairs(world: Sequence[str], digests: Mapping[str, tuple[str, ...]]) -> tuple[Copy, ...]:
-    """What must be copied so that all of `world` that hold state agree: for each bucket, the majority's version wins.
+@dataclass(slots=True)
+class Recoveries:
+    """All recoveries and planned resizes of a run.
 
-    Args:
-        world: members in rank order; of two versions held by equally many, the lower rank's wins.
-        digests: per member that holds state, the hash of each bucket.
+    Attributes:
+        all: in order; the last one is perhaps still open.
     """
-    holders = [member for member in world if member in digests]
-    copies: list[Copy] = []
-    for bucket in range(len(digests[holders[0]])):
-        votes = Counter(digests[member][bucket] for member in holders)
-        truth = votes.most_common(1)[0][0]
-        wrong = tuple(member for member in holders if digests[member][bucket] != truth)
-        if wrong:
-            source = next(member for member in holders if digests[member][bucket] == truth)
-            copies.append(Copy(bucket, "state", source, wrong))
-    return tuple(copies)
 
+    all: list[Recovery] = field(default_factory=list)
 
-def fills(sources: Sequence[str], targets: Sequence[str], num_buckets: int) -> tuple[Copy, ...]:
-    """State for replacements, bucket by bucket, from all survivors in turn so that all of them send at once."""
-    if not targets:
-        return ()
-    return tuple(Copy(bucket, "state", sources[bucket % len(sources)], tuple(targets)) for bucket in range(num_buckets))
+    @property
+    def open(self) -> Recovery | None:
+        """The recovery that is under way, if one is."""
+        return self.all[-1] if self.all and self.all[-1].resumed is None else None
+
+    def begin(self, at: float, cause: str, noticed_by: str, world_size: int) -> Recovery:
+        """A disturbance: a recovery begins, or the one under way has one more cause."""
+        recovery = self.open
+        if recovery is None:
+            recovery = Recovery(cause, noticed_by, world_before=world_size, detected=at)
+            self.all.append(recovery)
+        elif cause not in recovery.cause:
+            recovery.cause += f"; then {cause}"
+        return recovery
+
+    def close(self, at: float) -> None:
+        """A step was committed, or the run completed."""
+        recovery = self.open
+        if recovery is None:
+            return
+        if not recovery.attempts:  # a resize that the end of the run came before
+            self.all.pop()
+            return
+        recovery.resumed = at
+        resized = recovery.world_before not in (0, recovery.world_after)  # the same gradients are added in another order
+        if resized or recovery.repaired:  # where survivors differed, a majority is no proof
+            recovery.guarantee = Guarantee.ROUNDING

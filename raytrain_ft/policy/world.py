@@ -22,12 +22,12 @@ def shall_wait(rules: Rules, world_size: int, ready: int, *, more_may_come: bool
 def seats(world: Sequence[str], survivors: Sequence[str], spares: Sequence[str], most: int) -> tuple[str, ...]:
     """The next world in rank order: survivors, and spares up to `most`.
 
-    A replacement takes the rank of who it replaces, so that sums keep their order and the result its bits.
+    A replacement takes the rank of who it replaces, so that sums keep their order and the result its bits. A survivor that is
+    not of `world` is a replacement that was filled, but did not come to train before the next disturbance.
     """
-    pool = list(spares)
+    pool = [*(member for member in survivors if member not in world), *spares]
     taken = [member if member in survivors else (pool.pop(0) if pool else None) for member in world]
-    taken += [member for member in survivors if member not in world]
-    return tuple(([member for member in taken if member is not None] + pool)[: max(most, len(survivors))])
+    return tuple([*(member for member in taken if member is not None), *pool][: max(most, len(survivors))])
 
 
 def rebuild(world: Sequence[str], digests: Digests) -> tuple[Copy, ...]:
@@ -47,7 +47,6 @@ def rebuild(world: Sequence[str], digests: Digests) -> tuple[Copy, ...]:
     return tuple(copies)
 
 
-def differing(world: Sequence[str], digests: Digests) -> int:
+def differing(digests: Digests) -> int:
     """In how many buckets those who hold state do not agree."""
-    held = [digests[member] for member in world if member in digests]
-    return sum(len(set(hashes)) > 1 for hashes in zip(*held, strict=True))
+    return sum(len(set(hashes)) > 1 for hashes in zip(*digests.values(), strict=True))

@@ -14,8 +14,8 @@ from typing import Any
 from ray.exceptions import ActorDiedError, RayError
 
 from raytrain_ft.policy import messages as m
-from raytrain_ft.policy.machine import Machine
 from raytrain_ft.policy.roster import MemberState
+from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import State
 from raytrain_ft.runtime import placement
 from raytrain_ft.runtime.spec import Beat, RunSpec
@@ -51,7 +51,7 @@ class Health:
         self._longest = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def follow(self, machine: Machine) -> None:
+    def follow(self, machine: RunState) -> None:
         """Keeps what decides about noticing in line with the machine."""
         self._members = dict(machine.members)
         self.incarnation, self.step, self._longest = machine.incarnation, machine.step, machine.longest_step

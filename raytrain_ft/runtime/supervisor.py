@@ -15,7 +15,7 @@ from typing import Any
 from raytrain_ft.chaos.faults import Injector
 from raytrain_ft.errors import IllegalEventError
 from raytrain_ft.policy import messages as m
-from raytrain_ft.policy.machine import replay
+from raytrain_ft.policy.machine import handle, replay
 from raytrain_ft.policy.states import ENDED, State
 from raytrain_ft.runtime import health, timeline
 from raytrain_ft.runtime.crew import Crew
@@ -124,7 +124,7 @@ class Supervisor:
         before = self._machine.state
         self._log.append(event)
         try:
-            commands = self._machine.handle(event)
+            commands = handle(self._machine, event)
         except IllegalEventError as error:
             # A bug of ours. End the run with the story rather than going on from a state that nobody foresaw.
             self._machine.failure = ("IllegalEventError", str(error))

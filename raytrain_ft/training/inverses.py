@@ -51,7 +51,9 @@ class Inverse:
             depends on the data, or None. No element may be close to zero: the caller makes sure of it beforehand.
         before: reads, before a step and without waiting for a device, the number per tensor that is lost afterwards.
         after: the same, after the step.
-        splits: tensors may be cut into blocks.
+        block: on a CPU, tensors are cut into blocks of as many elements, which stay in the cache from one operation to
+            the next: that makes an undo of Adam three times as fast, and its temporaries a few MB. The fewer the
+            operations and temporaries, the larger. None: tensors must not be cut.
     """
 
     undo: Callable[[Batch], None]
@@ -59,7 +61,7 @@ class Inverse:
     kept: Callable[[Batch], list[Tensor] | None] | None = None
     before: Callable[[Tensor, Mapping[str, Any]], Tensor | float] | None = None
     after: Callable[[Any, Tensor], Tensor] | None = None
-    splits: bool = True
+    block: int | None = 2**18
 
 
 def undo_sgd(b: Batch) -> None:
@@ -209,7 +211,7 @@ def undo_adafactor(b: Batch) -> None:
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 INVERSES: dict[type[Optimizer], Inverse] = {
-    SGD: Inverse(undo_sgd, ("momentum_buffer",)),
+    SGD: Inverse(undo_sgd, ("momentum_buffer",), block=2**20),
     Adam: Inverse(undo_adam, (*_MOMENTS, "max_exp_avg_sq")),
     AdamW: Inverse(undo_adam, (*_MOMENTS, "max_exp_avg_sq")),
     LAMB: Inverse(undo_lamb, _MOMENTS, after=lambda optimizer, p: optimizer.trust_ratios[p]),
@@ -218,8 +220,6 @@ INVERSES: dict[type[Optimizer], Inverse] = {
     RMSprop: Inverse(undo_rmsprop, ("square_avg", "momentum_buffer", "grad_avg"), rmsprop_kept),
     Adagrad: Inverse(undo_adagrad, ("sum",), adagrad_kept),
     Adamax: Inverse(undo_adamax, ("exp_avg", "exp_inf")),
-    Adafactor: Inverse(
-        undo_adafactor, ("row_var", "col_var", "variance"), before=lambda p, _: p.detach().norm(2), splits=False
-    ),
+    Adafactor: Inverse(undo_adafactor, ("row_var", "col_var", "variance"), before=lambda p, _: p.detach().norm(2), block=None),
 }
 """What can be undone, by the exact class: a subclass may override `step`, and then none of this holds."""

@@ -32,10 +32,7 @@ from raytrain_ft.training.undo_rules import (
     scaled_decay,
 )
 
-# Elements per operation. On a CPU a block stays in the cache from one operation to the next: that makes an undo of Adam
-# three times as fast as with whole tensors, and its temporaries a few MB. Elsewhere this only bounds the temporaries.
-_CPU_BLOCK = 2**20
-_DEVICE_BLOCK = 2**24
+_DEVICE_BLOCK = 2**24  # elements; bounds the temporaries where there is no cache to make use of
 
 
 class Record(NamedTuple):  # a tuple, for one is made per parameter and step
@@ -135,7 +132,7 @@ class Undo:
         for cohort in cohorts:  # before anything is changed: what fails half-way must not be undone a second time
             self.forget(r.parameter for r in cohort.records)
         for cohort in cohorts:
-            for batch in cohort.batches(self._inverse.splits):
+            for batch in cohort.batches(self._inverse.block):
                 self._inverse.undo(batch)
         self._restore_counters(cohorts)
 
@@ -210,7 +207,7 @@ class Undo:
             p, g = r.parameter, r.gradient
             reasons += reasons_now(p, g, _version(p) != r.versions[0], _version(g) != r.versions[1])
         if not reasons and self._inverse.kept is not None:
-            kept = (self._inverse.kept(batch) for batch in cohort.batches(self._inverse.splits))
+            kept = (self._inverse.kept(batch) for batch in cohort.batches(self._inverse.block))
             reasons += scaled_decay([t.abs().min() for some in kept if some is not None for t in some if t.numel()])
         if not reasons and type(self._optimizer) is LAMB:
             lr, wd = cohort.hyper["lr"], cohort.hyper["weight_decay"]
@@ -248,18 +245,18 @@ class _Cohort:
     tensors: list[list[Tensor]] = field(default_factory=list)
     scalars: list[float] = field(default_factory=list)
 
-    def batches(self, splits: bool) -> Iterator[Batch]:
+    def batches(self, block: int | None) -> Iterator[Batch]:
         """Cuts large tensors into blocks and puts small ones together.
 
         Blocks begin at multiples of a fixed size within each tensor, so that the rounding of an element does not depend
         on what else is undone with it.
         """
-        limit = _CPU_BLOCK if self.tensors[0][0].device.type == "cpu" else _DEVICE_BLOCK
+        limit = (block or 0) if self.tensors[0][0].is_cpu else _DEVICE_BLOCK
         pieces: list[tuple[Tensor, ...]] = []
         scalars: list[float] = []
         size = 0
         for tensors, scalar in zip(self.tensors, self.scalars, strict=True):
-            whole = not splits or tensors[0].numel() <= limit or not all(t.is_contiguous() for t in tensors)
+            whole = block is None or tensors[0].numel() <= limit or not all(t.is_contiguous() for t in tensors)
             for piece in [tuple(tensors)] if whole else zip(*(t.view(-1).split(limit) for t in tensors), strict=True):
                 pieces.append(piece)
                 scalars.append(scalar)

@@ -1,4 +1,4 @@
-"""One cluster of several real Ray nodes per module, with token authentication on; runs on it; checks after it."""
+"""One cluster of several real Ray nodes, with token authentication on; runs on it; checks after it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL_BUCKETS = {"bucket_bytes": 8192, "first_bucket_bytes": 1024}
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cluster() -> Iterator[LocalCluster]:
     with LocalCluster(num_nodes=5) as cluster:
         yield cluster
@@ -43,7 +43,7 @@ def train(path: Path, name: str, *, task: Any = None, workers: Any = 3, steps: i
     ).fit()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def undisturbed(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ft.Result]:
     """The undisturbed run of the same kind, made once."""
     path = tmp_path_factory.mktemp("undisturbed")

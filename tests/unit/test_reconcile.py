@@ -82,7 +82,7 @@ def update(rank: Rank, buckets: Sequence[int]) -> Rank:
 
 
 def contributed(rank: Rank, step: int, bucket: int) -> bool:
-    return rank.step > step or rank.step == step and rank.launched > bucket
+    return rank.step > step or (rank.step == step and rank.launched > bucket)
 
 
 def moves(world: World, wait_free: bool) -> Iterator[World]:

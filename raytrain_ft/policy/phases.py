@@ -1,0 +1,156 @@
+"""RECOVERING, phase by phase: FENCE (everybody leaves the step and reports where it stands) -> REPLACE (get workers; join a new
+group; make the survivors consistent) -> REBUILD (fill replacements, repair what differs) -> RESUME (until a step is committed).
+
+There is one path for a loss, a suspicion and a planned resize. A disturbance in any phase goes back to FENCE with a new
+incarnation, and answers of an older one are ignored. Who does not answer the fence in time is lost; whatever else takes too
+long is a suspicion, which the next fence confirms or refutes: one worker that hangs holds up all who exchange state with it.
+"""
+
+from __future__ import annotations
+
+from raytrain_ft.errors import RecoveryError
+from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.reconcile import reconcile
+from raytrain_ft.policy.roster import MemberState
+from raytrain_ft.policy.run_state import RunState
+from raytrain_ft.policy.states import State
+from raytrain_ft.policy.world import differing, rebuild, seats, shall_wait
+
+
+def suspect(run: RunState, at: float, reason: str, noticed_by: str) -> list[m.Command]:
+    """Something is wrong with this incarnation, or a resize is due: it ends."""
+    run.history.begin(at, reason, noticed_by, len(run.world))
+    return fence(run, at)
+
+
+# ---------------------------------------------------------------- FENCE: stop, report
+
+
+def fence(run: RunState, at: float) -> list[m.Command]:
+    """Whoever trains, or was about to, leaves what it is doing and says where it stands."""
+    recovery = run.recoveries[-1]
+    recovery.begin_again()
+    run.fruitless += 1
+    if run.fruitless > run.rules.max_fruitless_recoveries:
+        return run.fail(
+            "RetryBudgetError",
+            f"{run.rules.max_fruitless_recoveries} recoveries in a row committed no step at step {run.step}; "
+            f"last cause: {recovery.cause}",
+        )
+    run.state = State.FENCE
+    run.incarnation += 1
+    run.answers, run.survivors, run.joining, run.plan = {}, {}, (), None
+    members = run.roster.active()
+    if not members:
+        return take_stock(run, at)
+    seconds = max(run.rules.fence_timeout, 3 * run.longest_step)
+    return [m.Fence(members, run.incarnation), m.SetTimer("fence", seconds, run.incarnation)]
+
+
+def on_fenced(run: RunState, event: m.Fenced) -> list[m.Command]:
+    run.answers[event.member] = event
+    return take_stock(run, event.at)
+
+
+def take_stock(run: RunState, at: float) -> list[m.Command]:
+    """Goes on to REPLACE once every active member has answered or is lost."""
+    active = run.roster.active()
+    if any(member not in run.answers for member in active):
+        return []
+    for member in active:
+        answer = run.answers[member]
+        if isinstance(answer, m.Fenced) and answer.marks is not None:
+            run.survivors[member] = answer.marks
+        else:  # a replacement whose filling was interrupted holds nothing: it is a spare again
+            run.members[member] = MemberState.SPARE
+    run.recoveries[-1].fenced = at
+    if run.world and not run.survivors:
+        return run.fail(
+            "NoSurvivorError",
+            f"every replica is gone at step {run.step} ({run.recoveries[-1].cause}) and there is no checkpoint to go "
+            "back to. Spread the workers over more nodes.",
+        )
+    if run.survivors:
+        try:
+            run.plan = reconcile(list(run.survivors.values()), whole_update=run.rules.whole_update)
+        except RecoveryError as error:
+            return run.fail("RecoveryError", str(error))
+    run.state = State.REPLACE
+    timer = m.SetTimer("replacement", run.rules.replacement_timeout, run.incarnation)
+    return [timer, *run.provision(), *replace(run)]
+
+
+# ---------------------------------------------------------------- REPLACE: get workers, make survivors consistent
+
+
+def replace(run: RunState, *, waited: bool = False) -> list[m.Command]:
+    """Forms the next world, or waits for workers to come."""
+    if run.plan is not None and run.plan.step >= run.rules.max_steps:  # all is computed: nobody needs to be replaced
+        return join(run, tuple(member for member in run.world if member in run.survivors))
+    spares = run.roster.spares()
+    ready = len(run.survivors) + len(spares)
+    more_may_come = run.roster.any_starting() and not waited
+    if not shall_wait(run.rules, len(run.world), ready, more_may_come=more_may_come):
+        return join(run, seats(run.world, list(run.survivors), spares, run.rules.max_workers))
+    if not waited:
+        return []
+    return run.fail(
+        "RecoveryError",
+        f"{ready} workers are left and none came within {run.rules.replacement_timeout:g} s, but num_workers asks "
+        f"for at least {run.rules.min_workers}. Add nodes, or lower the minimum.",
+    )
+
+
+def join(run: RunState, world: tuple[str, ...]) -> list[m.Command]:
+    """The members of the next world come together in a new group, and those who hold state carry out the plan."""
+    run.state = State.REPLACE
+    run.joining, run.answers = world, {}
+    for member in world:
+        run.members[member] = MemberState.ACTIVE
+    if run.plan is not None:
+        run.recoveries[-1].follow(run.plan)
+    timer = m.SetTimer("reconcile", run.rules.phase_timeout, run.incarnation)
+    return [m.Reconcile(world, run.incarnation, run.plan), timer]
+
+
+def on_reconciled(run: RunState, event: m.Reconciled) -> list[m.Command]:
+    recovery = run.history.open
+    if recovery is not None:
+        recovery.undone = max(recovery.undone, event.undone)
+    if not run.all_answered(event, run.joining):
+        return []
+    world = run.joining
+    answers = {e.member: e.digests for e in run.answers.values() if isinstance(e, m.Reconciled)}
+    # without a plan, everybody has built the same model from the same seed
+    held = {member: answers[member] for member in world if run.plan is None or member in run.survivors}
+    if recovery is not None:
+        recovery.reconciled, recovery.incarnation, recovery.world_after = event.at, run.incarnation, len(world)
+        recovery.repaired += differing(held)
+    copies = rebuild(world, held)
+    if not copies:
+        return resume(run, event.at)
+    run.state = State.REBUILD
+    run.answers = {}
+    empty = tuple(member for member in world if member not in held)
+    timer = m.SetTimer("fill", run.rules.phase_timeout, run.incarnation)
+    return [m.Fill(world, run.incarnation, copies, empty, next(iter(held))), timer]
+
+
+# ---------------------------------------------------------------- REBUILD and RESUME
+
+
+def on_filled(run: RunState, event: m.Filled) -> list[m.Command]:
+    if not run.all_answered(event, run.joining):
+        return []
+    if differing({e.member: e.digests for e in run.answers.values() if isinstance(e, m.Filled)}):
+        return suspect(run, event.at, "the state still differs between replicas after filling", "hash")
+    return resume(run, event.at)
+
+
+def resume(run: RunState, at: float) -> list[m.Command]:
+    """Training goes on; the recovery ends with the first step that is committed."""
+    if run.history.open is not None:
+        run.history.open.filled = at
+    run.state = State.RESUME
+    run.world, run.answers = run.joining, {}
+    return [m.Run(run.world, run.incarnation)]

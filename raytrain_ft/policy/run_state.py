@@ -1,0 +1,91 @@
+"""The state of one run: everything that the supervisor's decisions depend on. Plain data, which the events fold into."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.reconcile import Marks, Plan
+from raytrain_ft.policy.roster import MemberState, Roster, Rules
+from raytrain_ft.policy.states import ENDED, State
+from raytrain_ft.policy.strategy import Recoveries, Recovery
+
+
+@dataclass(slots=True)
+class RunState:
+    """The state of one run. Two that took in the same events are equal.
+
+    Attributes:
+        state: where the run stands.
+        incarnation: the number of the present world; 0 before the first.
+        world: who trains, in rank order; during a recovery, who trained before it.
+        joining: the world of this incarnation; empty until it is told to join.
+        survivors: who holds state in this incarnation, and where it stood when it was fenced.
+        plan: what the survivors do to become consistent; None if nobody holds state yet.
+        answers: to what was asked last.
+        history: every recovery and planned resize so far.
+        fruitless: incarnations in a row that committed no step.
+        step: steps that somebody is known to have committed.
+        longest_step: the longest step so far, seconds.
+        failure: (error class name, message) once ERRORED or ABORTED.
+        result: what is to be told of a finished run.
+        story: the last events, for the message of an error.
+    """
+
+    rules: Rules
+    roster: Roster = field(init=False)
+    state: State = State.INITIALIZING
+    incarnation: int = 0
+    world: tuple[str, ...] = ()
+    joining: tuple[str, ...] = ()
+    survivors: dict[str, Marks] = field(default_factory=dict)
+    plan: Plan | None = None
+    answers: dict[str, m.Event] = field(default_factory=dict)
+    history: Recoveries = field(default_factory=Recoveries)
+    fruitless: int = 0
+    step: int = 0
+    longest_step: float = 0.0
+    failure: tuple[str, str] | None = None
+    result: dict[str, str] = field(default_factory=dict)
+    story: deque[str] = field(default_factory=lambda: deque(maxlen=40))
+
+    def __post_init__(self) -> None:
+        self.roster = Roster(self.rules)
+
+    @property
+    def members(self) -> dict[str, MemberState]:
+        """Every live member and what it is to the run."""
+        return self.roster.members
+
+    @property
+    def recoveries(self) -> list[Recovery]:
+        """Every recovery and planned resize so far, the last one perhaps still under way."""
+        return self.history.all
+
+    def all_answered(self, event: m.Fenced | m.Reconciled | m.Filled | m.Stopped | m.Completed, asked: Iterable[str]) -> bool:
+        """Takes an answer in; whether everybody who was asked has answered now."""
+        self.answers[event.member] = event
+        return all(member in self.answers for member in asked)
+
+    def saver(self) -> str | None:
+        """Who writes the final state: the lowest rank that is left."""
+        return next((member for member in self.world if member in self.members), None)
+
+    def provision(self) -> list[m.Command]:
+        """Starts the workers that are missing."""
+        if self.state in ENDED or self.state == State.SHUTTING_DOWN:
+            return []
+        cannot_go_on = self.state in (State.SCHEDULING, State.REPLACE)
+        return self.roster.provision(self.rules.min_workers if cannot_go_on else 0)
+
+    def fail(self, kind: str, message: str) -> list[m.Command]:
+        """The run ends with this error."""
+        self.failure = (kind, message)
+        return self.end(State.ERRORED)
+
+    def end(self, state: State) -> list[m.Command]:
+        """The run ends, and with it its workers."""
+        self.state = state
+        return [*(m.Kill(member) for member in self.members), m.End()]

@@ -1,0 +1,73 @@
+"""Workers come and go: smaller when there is no room, larger when a node joins, the global batch always the same."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from conftest import promise_kept, train
+from toy import Toy
+
+from raytrain_ft import FailAt
+from raytrain_ft.chaos.cluster import LocalCluster
+from raytrain_ft.errors import RecoveryError
+from raytrain_ft.policy.audit import audit
+from raytrain_ft.policy.strategy import Guarantee
+from raytrain_ft.runtime.event_log import read_records
+
+
+def test_goes_on_smaller_without_room_and_grows_when_a_node_joins(cluster: LocalCluster, tmp_path: Path) -> None:
+    fault = FailAt(rank=1, step=10, phase="backward", bucket=1, action="sigkill_node")
+
+    def join_later() -> None:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("elastic/faults/*")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(3)
+        cluster.add_node()
+
+    thread = threading.Thread(target=join_later)
+    thread.start()
+    task = Toy(step_seconds=0.1)
+    full = len(cluster.node_ids())  # the run takes all the room there is
+    result = train(tmp_path, "elastic", task=task, workers=(2, full), steps=150, global_batch_size=40, num_spares=0, faults=[fault], replacement="shrink")
+    thread.join()
+    shrunk, grown = result.recoveries
+    assert (shrunk.world_before, shrunk.world_after) == (full, full - 1)
+    assert (grown.world_before, grown.world_after, grown.lost) == (full - 1, full, [])
+    assert grown.attempts == 1
+    assert shrunk.guarantee == grown.guarantee == Guarantee.ROUNDING
+    assert promise_kept(result) == []
+    records = read_records(Path(result.path) / "events.jsonl")
+    proof = audit(records)
+    assert proof.ok
+    assert proof.steps == 150
+    assert proof.samples_lost == 0
+    # The survivors kept their processes: nobody but the lost one and the newcomers was ever started.
+    assert sum(r["event"] == "WorkerStarted" for r in records) <= full + 2
+
+
+def test_below_the_minimum_the_run_ends_with_a_reason(cluster: LocalCluster, tmp_path: Path) -> None:
+    faults = [FailAt(rank=0, step=5, phase="forward", action="sigkill_node")]
+    with pytest.raises(RecoveryError, match="at least") as failure:
+        train(
+            tmp_path,
+            "minimum",
+            workers=len(cluster.node_ids()),
+            global_batch_size=40,
+            num_spares=0,
+            faults=faults,
+            replacement_timeout=timedelta(seconds=8),
+        )
+    assert "Add nodes" in str(failure.value)
+    cluster.add_node()
+
+
+def test_an_uneven_share_and_short_last_batches_use_every_sample_once(cluster: LocalCluster, tmp_path: Path) -> None:
+    result = train(tmp_path, "uneven", global_batch_size=33, steps=40, gradient_accumulation_steps=2, num_spares=0)
+    proof = audit(read_records(Path(result.path) / "events.jsonl"))
+    assert proof.ok
+    assert proof.epochs_complete == 2

@@ -1,0 +1,91 @@
+"""Whatever the end of a run, nothing is left behind: no process, no actor, no shared memory, no file; no open listener."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import train
+from ray.util import list_named_actors
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {here!r})
+import ray
+from toy import Toy
+import raytrain_ft as ft
+ray.init(address={address!r}, log_to_driver=False)
+ft.Trainer(Toy(step_seconds=0.05), max_steps=100_000, global_batch_size=32,
+           scaling_config=ft.ScalingConfig(num_workers=2), run_config=ft.RunConfig(name="left", storage_path={path!r})).fit()
+"""
+
+
+def workers_of(cluster) -> list[psutil.Process]:
+    """Our actors' processes on all nodes."""
+    found = []
+    for node in cluster.node_ids():
+        for process in cluster.processes(node):
+            try:
+                if "Worker" in process.name() or "Supervisor" in process.name() or "ray::worker:" in " ".join(process.cmdline()):
+                    found.append(process)
+            except psutil.NoSuchProcess:
+                continue
+    return [process for process in found if any(word in " ".join(process.cmdline()) for word in ("ray::Worker", "ray::Super"))]
+
+
+def until(condition, seconds: float) -> bool:
+    """Whether the condition comes true in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.1)
+    return condition()
+
+
+@pytest.mark.parametrize("end", ["ctrl-c", "driver killed"])
+def test_when_the_driver_goes(cluster, end: str, tmp_path: Path) -> None:
+    script = SCRIPT.format(here=str(Path(__file__).parent), address=cluster.address, path=str(tmp_path))
+    driver = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    log = tmp_path / "left" / "events.jsonl"
+    assert until(lambda: log.exists() and "StepsCommitted" in log.read_text(), 60)
+    os.kill(driver.pid, signal.SIGINT if end == "ctrl-c" else signal.SIGKILL)
+    driver.wait(60)
+    assert until(lambda: list_named_actors(all_namespaces=True) == [], 15)
+    assert until(lambda: workers_of(cluster) == [], 15)
+
+
+def test_listeners_and_leftovers_of_a_run(cluster, tmp_path: Path) -> None:
+    shm_before = set(os.listdir("/dev/shm"))
+    result = train(tmp_path, "clean", steps=5)
+    assert set(os.listdir("/dev/shm")) - shm_before == set()
+    assert list_named_actors(all_namespaces=True) == []
+    assert sorted(p.name for p in Path(result.path).iterdir()) == ["events.jsonl", "final.arrow", "nonce", "timeline.json"]
+
+
+def test_no_listener_of_ours_is_open_to_all(cluster, tmp_path: Path) -> None:
+    """Looks while a run trains: gloo's ports are bound to the node's address (Ray's own are Ray's business)."""
+    script = SCRIPT.format(here=str(Path(__file__).parent), address=cluster.address, path=str(tmp_path))
+    driver = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        log = tmp_path / "left" / "events.jsonl"
+        assert until(lambda: log.exists() and "StepsCommitted" in log.read_text(), 60)
+        processes = workers_of(cluster)
+        assert processes
+        gloo = [c for p in processes for c in p.net_connections("tcp") if c.status == psutil.CONN_ESTABLISHED]
+        assert gloo
+        idle = {c.laddr.port for p in psutil.process_iter() if p.name() == "ray::IDLE" for c in p.net_connections("tcp")}
+        for process in processes:
+            listening = [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+            # A Ray worker that does nothing listens on one port of Ray's own; all others must be ours and bound to one address.
+            wide = [c for c in listening if c.laddr.ip in ("0.0.0.0", "::") and c.laddr.port not in idle]
+            assert len(wide) <= 1, f"{process}: {wide}"
+    finally:
+        driver.send_signal(signal.SIGINT)
+        driver.wait(60)

@@ -1,0 +1,406 @@
+"""A cluster of pretended workers for the supervisor's decisions: pure Python, no clock, every order of events.
+
+A worker does in one line what the real one does, and the promises that must hold at any moment are checked after each event.
+What happens next is drawn from a seeded source, so a story that fails can be told again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from random import Random
+
+from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.machine import handle, replay
+from raytrain_ft.policy.reconcile import Marks
+from raytrain_ft.policy.roster import MemberState, Rules
+from raytrain_ft.policy.run_state import RunState
+from raytrain_ft.policy.states import ENDED, LIVE, TRAINING, State
+
+OUT_OF_STEP = ("idle", "suspect")
+
+
+@dataclass
+class Worker:
+    """What a worker is, as far as the supervisor can tell: `step` steps committed, one bucket."""
+
+    member: str
+    ready: bool = False
+    dead: bool = False
+    frozen: bool = False
+    incarnation: int = 0
+    world: tuple[str, ...] = ()
+    filled: bool = False
+    step: int = 0
+    reduced: bool = False
+    stop: bool = False
+    stops_at: int | None = None
+    status: str = "idle"
+    told: tuple[int, str] | None = None
+
+    def marks(self) -> Marks | None:
+        gradient = self.step if self.reduced else None
+        return Marks(self.member, self.step, (self.step,), (gradient,)) if self.filled else None
+
+
+@dataclass
+class Call:
+    """A command on its way to one worker; a slow one may be overtaken by much."""
+
+    member: str
+    what: str
+    work: Callable[[Worker], None]
+    slow: bool
+
+
+@dataclass
+class Cluster:
+    """One run on pretended workers.
+
+    Attributes:
+        calls: commands that were not carried out yet; mail: events that were not delivered yet; timers: not fired yet.
+        edges: every (event, state before, state after) so far.
+    """
+
+    rules: Rules
+    chance: Random
+    capacity: int = 0
+    corruption: float = 0.01
+    run: RunState = field(init=False)
+    log: list[m.Event] = field(default_factory=list)
+    workers: dict[str, Worker] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+    mail: list[m.Event] = field(default_factory=list)
+    timers: list[m.SetTimer] = field(default_factory=list)
+    edges: set[tuple[type[m.Event], State, State]] = field(default_factory=set)
+    now: float = 0.0
+    charged: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+    _trained: tuple[str, ...] = ()
+    _fenced: int = 0
+    _formed: int = 0
+
+    def __post_init__(self) -> None:
+        self.run = RunState(self.rules)
+
+    # ---------------------------------------------------------------- the supervisor's actor
+
+    def tell(self, event: m.Event, *, crash: bool = False) -> list[m.Command]:
+        """Log, decide, check, carry out; or crash before anything is carried out, and come back."""
+        self.now += 0.01
+        event = replace(event, at=self.now)
+        before, members = self.run.state, dict(self.run.members)
+        self.log.append(event)
+        commands = handle(self.run, event)
+        self.edges.add((type(event), before, self.run.state))
+        self._check(event, before, members, commands)
+        if crash:
+            self.restart()
+        else:
+            for command in commands:
+                self._carry_out(command)
+        return commands
+
+    def restart(self) -> None:
+        """The supervisor dies. Timers, answers and some commands are lost; what workers say again and again is not."""
+        again = replay(self.rules, self.log)
+        assert again == self.run, "the state is not a fold of the event log"
+        self.run = again
+        self.timers.clear()
+        self.mail.clear()
+        for call in self.calls:
+            worker = self.workers.get(call.member)
+            if worker is not None and not worker.dead and call.what != "start" and self.chance.random() < 0.5:
+                call.work(worker)
+        self.mail.clear()
+        self.calls.clear()
+        for worker in self.workers.values():
+            worker.told = None
+        if self.run.state not in ENDED:
+            self.tell(m.SupervisorRestarted())
+            self.tell(m.CapacityChanged(slots=self.capacity))
+
+    def _carry_out(self, command: m.Command) -> None:
+        match command:
+            case m.StartWorker(member):
+                self.workers[member] = Worker(member)
+                self._call(member, "start", self._become_ready)
+            case m.Watch(member):
+                self._call(member, "watch", self._become_ready)
+            case m.Fence(members, incarnation):
+                for member in members:
+                    self._call(member, "fence", lambda w: self._leave(w, incarnation))
+            case m.Reconcile(world, _, _):
+                for member in world:
+                    self._call(member, "reconcile", lambda w: self._reconcile(w, command))
+            case m.Fill(world, _, _, _, _):
+                for member in world:
+                    self._call(member, "fill", lambda w: self._fill(w, command))
+            case m.Run(world, incarnation):
+                for member in world:
+                    self._call(member, "run", lambda w: self._start_steps(w, incarnation))
+            case m.StopAtBoundary(members):
+                for member in members:
+                    self._call(member, "stop", lambda w: setattr(w, "stop", True))
+            case m.Save(member):
+                self._call(member, "save", lambda w: self._post(m.Saved(member=w.member, path=f"step {w.step}")))
+            case m.Kill(member):
+                self.workers.pop(member, None)
+            case m.SetTimer():
+                self.timers.append(command)
+
+    def _call(self, member: str, what: str, work: Callable[[Worker], None]) -> None:
+        self.calls.append(Call(member, what, work, slow=self.chance.random() < 0.05))
+
+    def _post(self, event: m.Event) -> None:
+        self.mail.append(event)
+
+    def _report_loss(self, member: str, cause: str = "the process died") -> None:
+        self._post(m.WorkerLost(member=member, cause=cause, noticed_by="ray"))
+
+    def _perform(self, call: Call) -> None:
+        worker = self.workers.get(call.member)
+        if worker is None or worker.dead:
+            self._report_loss(call.member)
+        else:
+            call.work(worker)
+
+    # ---------------------------------------------------------------- what a worker does
+
+    def _become_ready(self, worker: Worker) -> None:
+        if self.run.members.get(worker.member) == MemberState.STARTING:
+            worker.ready = True
+            self._post(m.WorkerStarted(member=worker.member, node="n", pid=1))
+
+    def _leave(self, worker: Worker, incarnation: int) -> None:
+        if incarnation > worker.incarnation:  # else the call is refused, and the supervisor hears nothing
+            worker.incarnation, worker.status = incarnation, "idle"
+            self._post(m.Fenced(member=worker.member, incarnation=incarnation, marks=worker.marks()))
+
+    def _enter(self, worker: Worker, incarnation: int, world: tuple[str, ...]) -> bool:
+        """Whether this worker is of the incarnation, and nobody whom it will meet there has left or died."""
+        if incarnation < worker.incarnation:
+            return False
+        worker.incarnation, worker.world = incarnation, world
+        peers = [self.workers.get(member) for member in world]
+        if all(peer is not None and not peer.dead and peer.incarnation <= incarnation for peer in peers):
+            return True
+        if self.chance.random() < 0.5:  # the collective failed; else it hangs
+            self._post(m.Suspected(incarnation=incarnation, reason="a collective failed", noticed_by=worker.member))
+        return False
+
+    def _reconcile(self, worker: Worker, command: m.Reconcile) -> None:
+        if not self._enter(worker, command.incarnation, command.world):
+            return
+        worker.stop = False
+        if command.plan is None:
+            worker.filled = True
+        elif worker.filled:
+            worker.step, worker.reduced = command.plan.step, False
+        digests = (self._digest(worker),) if worker.filled else ()
+        self._post(m.Reconciled(member=worker.member, incarnation=command.incarnation, digests=digests))
+
+    def _digest(self, worker: Worker) -> str:
+        return "other bits" if self.chance.random() < self.corruption else f"step {worker.step}"
+
+    def _fill(self, worker: Worker, command: m.Fill) -> None:
+        if not self._enter(worker, command.incarnation, command.world):
+            return
+        if worker.member in command.whole:
+            source = self.workers[command.source]
+            assert source.filled
+            assert source.incarnation == command.incarnation
+            worker.filled, worker.step, worker.reduced = True, source.step, False
+        self._post(m.Filled(member=worker.member, incarnation=command.incarnation, digests=(self._digest(worker),)))
+
+    def _start_steps(self, worker: Worker, incarnation: int) -> None:
+        if incarnation == worker.incarnation and worker.status == "idle":
+            assert worker.filled
+            worker.status, worker.stop, worker.stops_at = "running", False, None
+            if worker.step >= self.rules.max_steps:
+                worker.status = "completed"
+
+    def _peers(self, worker: Worker) -> list[Worker] | None:
+        """All of its world, if all of them run; then it can commit a step as soon as nobody is behind."""
+        peers = [self.workers.get(member) for member in worker.world]
+        running = [p for p in peers if p and not p.dead and p.incarnation == worker.incarnation and p.status not in OUT_OF_STEP]
+        return running if len(running) == len(peers) and all(p.step >= worker.step for p in running) else None
+
+    def _commit(self, worker: Worker) -> None:
+        """A step; or, of its two halves, the first. They agree on whether to stop after it."""
+        peers = self._peers(worker)
+        assert peers is not None
+        if all(peer.step == worker.step and not peer.reduced for peer in peers):
+            stop = any(peer.stop for peer in peers)
+            for peer in peers:
+                peer.stops_at = worker.step + 1 if stop else None
+        if not worker.reduced and self.chance.random() < 0.3:
+            worker.reduced = True
+            return
+        step, worker.step, worker.reduced = worker.step, worker.step + 1, False
+        place = {"rank": worker.world.index(worker.member), "world_size": len(peers), "epoch": 0, "start": 0}
+        steps = {"incarnation": worker.incarnation, "first_step": step, "stop_step": step + 1}
+        self._post(m.StepsCommitted(member=worker.member, **place, **steps, ids_digest="", loss=0.0))
+        if worker.stops_at == worker.step:
+            worker.status = "stopped"
+        elif worker.step >= self.rules.max_steps:
+            worker.status = "completed"
+
+    def _beat(self, worker: Worker) -> None:
+        worker.told = (worker.incarnation, worker.status)
+        member, incarnation = worker.member, worker.incarnation
+        if worker.status == "stopped":
+            self._post(m.Stopped(member=member, incarnation=incarnation, step=worker.step))
+        elif worker.status == "completed":
+            self._post(m.Completed(member=member, incarnation=incarnation, digest=self._digest(worker)))
+        elif worker.status == "suspect":
+            self._post(m.Suspected(incarnation=incarnation, reason="a collective failed", noticed_by=member))
+
+    # ---------------------------------------------------------------- what may happen next
+
+    def fair(self) -> list[Callable[[], object]]:
+        """What happens by itself in a cluster in which nothing goes wrong any more."""
+        actions: list[Callable[[], object]] = []
+        for i, call in enumerate(self.calls):
+            worker = self.workers.get(call.member)
+            if (worker is None or not worker.frozen) and (not call.slow or self.chance.random() < 0.05):
+                actions.append(lambda i=i: self._perform(self.calls.pop(i)))
+        actions += [lambda i=i: self.tell(self.mail.pop(i)) for i in range(len(self.mail))]
+        for worker in self.workers.values():
+            if worker.dead or worker.frozen:
+                continue
+            if worker.told != (worker.incarnation, worker.status) and worker.status not in ("idle", "running"):
+                actions.append(lambda w=worker: self._beat(w))
+            if worker.status == "running" and self._peers(worker) is not None:
+                actions.append(lambda w=worker: self._commit(w))
+        return actions
+
+    def faults(self) -> list[Callable[[], object]]:
+        """What may go wrong."""
+        actions: list[Callable[[], object]] = [
+            lambda: self.resize(self.chance.randrange(self.rules.max_workers + 3)),
+            self.restart,
+        ]
+        if self.mail:
+            actions.append(lambda: self.tell(self.mail.pop(self.chance.randrange(len(self.mail))), crash=True))
+        if self.run.incarnation:
+            lost = m.SamplesLost(incarnation=self.run.incarnation, step=0, epoch=0, start=0, stop=1, why="not finite")
+            actions.append(lambda: self._post(lost))
+        if self.timers:
+            actions.append(lambda: self._fire(self.chance.randrange(len(self.timers))))
+        for worker in self.workers.values():
+            actions.append(lambda w=worker: self._die(w, noticed=self.chance.random() < 0.5))
+            actions.append(lambda w=worker: setattr(w, "frozen", not w.frozen))
+            actions.append(lambda w=worker: self._report_loss(w.member, "silent for 2.0 s"))
+            if worker.status == "running":
+                actions.append(lambda w=worker: setattr(w, "status", "suspect"))
+        return actions
+
+    def end_early(self) -> None:
+        """The user's code raises, or the user gives up."""
+        if self.workers and self.chance.random() < 0.5:
+            member = self.chance.choice(list(self.workers))
+            self.tell(m.TaskFailed(member=member, rank=0, step=0, kind="task", message="ZeroDivisionError"))
+        else:
+            self.tell(m.AbortRequested(reason="Ctrl-C"))
+
+    def resize(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.tell(m.CapacityChanged(slots=capacity))
+
+    def _die(self, worker: Worker, *, noticed: bool) -> None:
+        worker.dead = True
+        if noticed:
+            preempted = self.chance.random() < 0.3
+            self._post(m.WorkerLost(member=worker.member, cause="it died", noticed_by="ray", preempted=preempted))
+
+    def _fire(self, index: int) -> None:
+        timer = self.timers.pop(index)
+        self.tell(m.TimerFired(timer=timer.timer, incarnation=timer.incarnation))
+
+    def calm_down(self) -> None:
+        """Nothing goes wrong any more, and whoever is dead or frozen is noticed."""
+        self.corruption = 0.0
+        self.resize(max(self.capacity, self.rules.min_workers))
+        for worker in self.workers.values():
+            if worker.dead or worker.frozen:
+                self._report_loss(worker.member)
+
+    def finish(self, most_events: int = 4000) -> None:
+        """Goes on to the end of the run, in any fair order; deadlines pass only when nothing else can happen."""
+        for _ in range(most_events):
+            if self.run.state in ENDED:
+                return
+            actions = self.fair()
+            slow = [call for call in self.calls if call.slow]
+            if actions:
+                self.chance.choice(actions)()
+            elif slow:
+                slow[0].slow = False
+            else:
+                assert self.timers, f"stuck in {self.run.state}: nobody is asked, no deadline is set"
+                self._fire(0)
+        raise AssertionError(f"no end after {most_events} events; state {self.run.state}")
+
+    # ---------------------------------------------------------------- the promises
+
+    def _check(self, event: m.Event, before: State, members: dict[str, MemberState], commands: list[m.Command]) -> None:
+        """What must be true after every event."""
+        run = self.run
+        kills = {command.member for command in commands if isinstance(command, m.Kill)}
+        lost = members.keys() - run.members.keys()
+        assert lost <= kills, "a member was lost and not killed"
+        assert len(set(run.world)) == len(run.world) <= self.rules.max_workers
+        if run.state in TRAINING | {State.REBUILD}:
+            assert set(run.joining) == set(run.roster.active())
+        if run.state in TRAINING:
+            assert run.world == run.joining
+        if run.state in ENDED and before not in ENDED:
+            assert run.state == State.FINISHED or (run.failure is not None and run.failure[1])
+            assert kills >= set(run.members)
+        self._check_times()
+        self._check_budgets(event, before, [members[member] for member in lost])
+        for command in commands:
+            self._check_command(command, kills)
+
+    def _check_command(self, command: m.Command, kills: set[str]) -> None:
+        match command:
+            case m.StartWorker(member):
+                assert self.run.state in LIVE - {State.SHUTTING_DOWN} or member in kills
+            case m.Fence(members, incarnation):
+                assert incarnation > max(self._fenced, self._formed), "an incarnation was fenced twice"
+                assert set(members) <= set(self.run.members)
+                self._fenced = incarnation
+            case m.Reconcile(_, incarnation, _):
+                assert incarnation == self.run.incarnation > self._formed, "an incarnation was formed twice"
+                assert incarnation >= self._fenced
+                self._formed = incarnation
+            case m.Run(world, incarnation):
+                self._check_run(world, incarnation)
+
+    def _check_run(self, world: tuple[str, ...], incarnation: int) -> None:
+        """All who are told to run hold the same state; replacements sit where those sat whom they replace."""
+        assert incarnation == self.run.incarnation == self._formed
+        here = [
+            w for member in world if (w := self.workers.get(member)) and w.incarnation == incarnation and w.status == "idle"
+        ]
+        assert all(worker.filled for worker in here)
+        assert len({worker.step for worker in here}) <= 1
+        plan = self.run.plan
+        is_done = plan is not None and plan.step >= self.rules.max_steps
+        assert is_done or self.rules.min_workers <= len(world)
+        if len(world) == len(self._trained):
+            assert all(a == b or a not in world for a, b in zip(self._trained, world, strict=True))
+        self._trained = world
+
+    def _check_times(self) -> None:
+        for recovery in self.run.recoveries:
+            times = [recovery.detected, recovery.fenced, recovery.reconciled, recovery.filled, recovery.resumed]
+            known = [at for at in times if at is not None]
+            assert known == sorted(known), f"times out of order: {recovery}"
+
+    def _check_budgets(self, event: m.Event, before: State, lost: list[MemberState]) -> None:
+        preempted = isinstance(event, m.WorkerLost) and event.preempted
+        if before != State.SHUTTING_DOWN:
+            self.charged[preempted] += lost.count(MemberState.ACTIVE)
+        for budget, used in ((self.rules.max_preemption_failures, True), (self.rules.max_failures, False)):
+            assert self.run.state == State.ERRORED or not 0 <= budget < self.charged[used]
