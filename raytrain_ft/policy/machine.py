@@ -146,9 +146,10 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost) -> list[m.Comm
     kills: list[m.Command] = [m.Kill(member) for member in members]
     working = [member for member in members if was[member] == MemberState.ACTIVE]
     if not working:
-        if run.state == State.SCHEDULING and run.roster.cannot_start():
-            return kills + run.fail("RecoveryError", f"workers cannot be started: {event.cause}")
-        return kills + run.provision() + _go_on_waiting(run)
+        commands = kills + run.provision() + _go_on_waiting(run)
+        if run.state == State.SCHEDULING and run.roster.cannot_start() and not run.roster.any_starting():
+            commands += run.fail("RecoveryError", f"workers cannot be started: {event.cause}")
+        return commands
     if run.state == State.SHUTTING_DOWN:
         return kills + (_save(run) if saver in members else [])
     recovery = run.history.begin(event.at, event.cause, event.noticed_by, len(run.world))
@@ -156,9 +157,8 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost) -> list[m.Comm
     exhausted = [words for words in [run.roster.charge(event.preempted) for _ in working] if words]
     if exhausted:
         return kills + run.fail("RetryBudgetError", f"{exhausted[-1]}; last cause: {event.cause}")
-    if run.state == State.FENCE:
-        return kills + run.provision() + phases.take_stock(run, event.at)
-    return kills + phases.fence(run, event.at) + run.provision()
+    go_on = phases.take_stock if run.state == State.FENCE else phases.fence
+    return kills + go_on(run, event.at) + run.provision()
 
 
 def _on_suspected(run: RunState, event: m.Suspected) -> list[m.Command]:

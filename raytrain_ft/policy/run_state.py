@@ -74,11 +74,10 @@ class RunState:
         return next((member for member in self.world if member in self.members), None)
 
     def provision(self) -> list[m.Command]:
-        """Starts the workers that are missing."""
+        """Starts the workers that are missing; before the first world the minimum in any case."""
         if self.state in ENDED or self.state == State.SHUTTING_DOWN:
             return []
-        cannot_go_on = self.state in (State.SCHEDULING, State.REPLACE)
-        return self.roster.provision(self.rules.min_workers if cannot_go_on else 0)
+        return self.roster.provision(self.rules.min_workers if self.state == State.SCHEDULING else 0)
 
     def fail(self, kind: str, message: str) -> list[m.Command]:
         """The run ends with this error."""

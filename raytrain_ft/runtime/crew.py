@@ -16,6 +16,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayEr
 
 from raytrain_ft.errors import ConfigError, FencedError
 from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.states import State
 from raytrain_ft.runtime import placement
 from raytrain_ft.runtime.health import Health
 from raytrain_ft.runtime.spec import NAMESPACE, Introduction, RunSpec
@@ -103,9 +104,10 @@ class Crew:
     # ---------------------------------------------------------------- starting and watching
 
     async def _start(self, member: str) -> None:
-        nodes = placement.nodes()
-        taken = Counter(node for node in self._placed.values() if node)
-        node = placement.choose(nodes, placement.demand(self._spec.options), taken, self._health.lost_nodes)
+        node = await self._choose_node()
+        if node is None and self._health.state != State.SCHEDULING:
+            self._lost(member, "no node has room for another worker", "supervisor")
+            return
         self._placed[member] = node
         actor = ray.remote(Worker).options(
             name=self._spec.member_name(member),
@@ -118,6 +120,16 @@ class Crew:
         supervisor = ray.get_runtime_context().current_actor
         self._handles[member] = actor.remote(member, self._spec, supervisor)
         await self._introduce(member)
+
+    async def _choose_node(self) -> str | None:
+        """The emptiest node whose raylet answers: Ray itself learns of a killed raylet only after many seconds."""
+        nodes = placement.nodes()
+        while True:
+            taken = Counter(node for node in self._placed.values() if node)
+            chosen = placement.choose(nodes, placement.demand(self._spec.options), taken, self._health.lost_nodes)
+            if chosen is None or await placement.answers(next(n for n in nodes if n["NodeID"] == chosen)):
+                return chosen
+            self._health.node_lost(chosen, nodes)
 
     async def _attach(self, member: str) -> None:
         try:

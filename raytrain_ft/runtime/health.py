@@ -155,11 +155,18 @@ class Health:
             pass  # Ray knows already, and the call that watches this worker tells it with its cause
         except (RayError, ValueError, TimeoutError):
             if member in self._heard:
+                node = self._crew.node_of(member)
+                if node is not None and not self._others_heard_on(node, member):
+                    self.lost_nodes.add(node)  # perhaps all of it is frozen or unplugged, which Ray learns after a minute
                 cause = f"silent for {silent + patience:.1f} s (frozen, or cut off)"
                 self._heard.pop(member)
                 self._tell(m.WorkerLost(at=self._now(), member=member, cause=cause, noticed_by="heartbeat"))
         finally:
             self._probing.discard(member)
+
+    def _others_heard_on(self, node: str, member: str) -> bool:
+        late = time.monotonic() - self._spec.heartbeat_timeout
+        return any(at >= late for other, at in self._heard.items() if other != member and self._crew.node_of(other) == node)
 
     def _all_silent(self) -> bool:
         """Whether nobody at all is heard: then it is rather this process, or the machine, that is held up."""
@@ -183,6 +190,11 @@ class Health:
                 self._tell(m.WorkerLost(at=self._now(), member=member, cause=cause, noticed_by="step time"))
 
     # ---------------------------------------------------------------- the cluster's size
+
+    def node_lost(self, node: str, nodes: list[dict[str, Any]]) -> None:
+        """This node is gone or frozen, whatever Ray still thinks: nothing is placed there any more."""
+        self.lost_nodes.add(node)
+        self._count(nodes)
 
     def _count(self, nodes: list[dict[str, Any]]) -> None:
         capacity = placement.capacity(nodes, placement.demand(self._spec.options), self.lost_nodes)

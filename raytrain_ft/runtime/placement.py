@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+CONNECT_SECONDS = 0.5
 
 
 def demand(options: dict[str, Any]) -> dict[str, float]:
@@ -35,6 +38,17 @@ def choose(nodes: list[dict[str, Any]], wanted: dict[str, float], taken: Counter
     if not free:
         return None
     return min(free, key=lambda n: (taken[n["NodeID"]], n["NodeID"]))["NodeID"]
+
+
+async def answers(node: dict[str, Any]) -> bool:
+    """Whether a node's raylet takes connections. One that was killed refuses, one that was unplugged is silent."""
+    try:
+        connection = asyncio.open_connection(node["NodeManagerAddress"], node["NodeManagerPort"])
+        _, writer = await asyncio.wait_for(connection, CONNECT_SECONDS)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
 
 
 def strategy_for(node: str | None) -> Any:

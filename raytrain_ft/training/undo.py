@@ -177,7 +177,8 @@ class Undo:
         records = [self._records[key] for key in wanted]
         skipped = _skipped(records)
         self.forget(r.parameter for r, was in zip(records, skipped, strict=True) if was)
-        return [r for r, was in zip(records, skipped, strict=True) if not was]
+        # Last updated, first undone: that is what the cache still holds.
+        return [r for r, was in zip(reversed(records), reversed(skipped), strict=True) if not was]
 
     def _cohorts(self, records: list[Record]) -> list[_Cohort]:
         """Puts together what one batched operation can undo."""

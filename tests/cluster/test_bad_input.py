@@ -10,8 +10,8 @@ import ray
 import torch
 from conftest import train
 from ray.util import list_named_actors
-from toy import Toy
 from torch.nn.functional import cross_entropy
+from toy import Toy
 
 import raytrain_ft as ft
 from raytrain_ft import FailAt

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,19 +22,17 @@ from raytrain_ft.runtime.event_log import read_records
 def test_goes_on_smaller_without_room_and_grows_when_a_node_joins(cluster: LocalCluster, tmp_path: Path) -> None:
     fault = FailAt(rank=1, step=10, phase="backward", bucket=1, action="sigkill_node")
 
-    def join_later() -> None:
+    task = Toy(step_seconds=0.1)
+    full = len(cluster.node_ids())  # the run takes all the room there is
+    arguments = {"workers": (2, full), "steps": 150, "global_batch_size": 40, "num_spares": 0, "replacement": "shrink"}
+    with ThreadPoolExecutor(1) as pool:  # Ray adds nodes from the main thread only
+        training = pool.submit(train, tmp_path, "elastic", task=task, faults=[fault], **arguments)
         deadline = time.monotonic() + 60
         while not list(tmp_path.glob("elastic/faults/*")) and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(3)
+        time.sleep(2)
         cluster.add_node()
-
-    thread = threading.Thread(target=join_later)
-    thread.start()
-    task = Toy(step_seconds=0.1)
-    full = len(cluster.node_ids())  # the run takes all the room there is
-    result = train(tmp_path, "elastic", task=task, workers=(2, full), steps=150, global_batch_size=40, num_spares=0, faults=[fault], replacement="shrink")
-    thread.join()
+        result = training.result(timeout=120)
     shrunk, grown = result.recoveries
     assert (shrunk.world_before, shrunk.world_after) == (full, full - 1)
     assert (grown.world_before, grown.world_after, grown.lost) == (full - 1, full, [])
@@ -67,7 +65,9 @@ def test_below_the_minimum_the_run_ends_with_a_reason(cluster: LocalCluster, tmp
 
 
 def test_an_uneven_share_and_short_last_batches_use_every_sample_once(cluster: LocalCluster, tmp_path: Path) -> None:
-    result = train(tmp_path, "uneven", global_batch_size=33, steps=40, gradient_accumulation_steps=2, num_spares=0)
+    result = train(
+        tmp_path, "uneven", task=Toy(norm=False), global_batch_size=33, steps=40, gradient_accumulation_steps=2, num_spares=0
+    )
     proof = audit(read_records(Path(result.path) / "events.jsonl"))
     assert proof.ok
     assert proof.epochs_complete == 2

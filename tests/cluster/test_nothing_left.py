@@ -32,7 +32,11 @@ def workers_of(cluster) -> list[psutil.Process]:
     for node in cluster.node_ids():
         for process in cluster.processes(node):
             try:
-                if "Worker" in process.name() or "Supervisor" in process.name() or "ray::worker:" in " ".join(process.cmdline()):
+                if (
+                    "Worker" in process.name()
+                    or "Supervisor" in process.name()
+                    or "ray::worker:" in " ".join(process.cmdline())
+                ):
                     found.append(process)
             except psutil.NoSuchProcess:
                 continue

@@ -15,13 +15,14 @@ import raytrain_ft as ft
 class Toy(ft.TrainTask):
     """About 6,000 parameters in several buckets when `bucket_bytes` is small."""
 
-    def __init__(self, step_seconds: float = 0.0, optimizer: str = "AdamW") -> None:
+    def __init__(self, step_seconds: float = 0.0, optimizer: str = "AdamW", norm: bool = True) -> None:
         self.step_seconds = step_seconds
         self.optimizer_name = optimizer
+        self.norm = norm
 
     def model(self, stage: int) -> nn.Module:
         return nn.Sequential(
-            *(nn.Linear(16, 64, bias=False), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1)),
+            *(nn.Linear(16, 64, bias=False), nn.BatchNorm1d(64) if self.norm else nn.LayerNorm(64), nn.ReLU(), nn.Dropout(0.1)),
             *(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)),
         )
 

@@ -65,7 +65,8 @@ class Cluster:
     rules: Rules
     chance: Random
     capacity: int = 0
-    corruption: float = 0.01
+    corruption: float = 0.02
+    slowness: float = 0.05
     run: RunState = field(init=False)
     log: list[m.Event] = field(default_factory=list)
     workers: dict[str, Worker] = field(default_factory=dict)
@@ -78,6 +79,8 @@ class Cluster:
     _trained: tuple[str, ...] = ()
     _fenced: int = 0
     _formed: int = 0
+    _to_fill: int = 0
+    _answered: set[tuple[type[m.Event], str, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.run = RunState(self.rules)
@@ -91,6 +94,8 @@ class Cluster:
         before, members = self.run.state, dict(self.run.members)
         self.log.append(event)
         commands = handle(self.run, event)
+        if isinstance(event, m.Reconciled | m.Filled):
+            self._answered.add((type(event), event.member, event.incarnation))
         self.edges.add((type(event), before, self.run.state))
         self._check(event, before, members, commands)
         if crash:
@@ -149,7 +154,7 @@ class Cluster:
                 self.timers.append(command)
 
     def _call(self, member: str, what: str, work: Callable[[Worker], None]) -> None:
-        self.calls.append(Call(member, what, work, slow=self.chance.random() < 0.05))
+        self.calls.append(Call(member, what, work, slow=self.chance.random() < self.slowness))
 
     def _post(self, event: m.Event) -> None:
         self.mail.append(event)
@@ -284,7 +289,8 @@ class Cluster:
             actions.append(lambda: self.tell(self.mail.pop(self.chance.randrange(len(self.mail))), crash=True))
         if self.run.incarnation:
             lost = m.SamplesLost(incarnation=self.run.incarnation, step=0, epoch=0, start=0, stop=1, why="not finite")
-            actions.append(lambda: self._post(lost))
+            late = m.Suspected(incarnation=self.run.incarnation, reason="a collective failed", noticed_by="w0")
+            actions += [lambda: self._post(lost), lambda: self._post(late)]
         if self.timers:
             actions.append(lambda: self._fire(self.chance.randrange(len(self.timers))))
         for worker in self.workers.values():
@@ -293,6 +299,7 @@ class Cluster:
             actions.append(lambda w=worker: self._report_loss(w.member, "silent for 2.0 s"))
             if worker.status == "running":
                 actions.append(lambda w=worker: setattr(w, "status", "suspect"))
+                actions.append(lambda w=worker: setattr(w, "stop", True))  # a call that was under way since a resize before
         return actions
 
     def end_early(self) -> None:
@@ -306,6 +313,10 @@ class Cluster:
     def resize(self, capacity: int) -> None:
         self.capacity = capacity
         self.tell(m.CapacityChanged(slots=capacity))
+
+    def lose(self, member: str) -> None:
+        """This worker dies, and Ray tells of it."""
+        self._die(self.workers[member], noticed=True)
 
     def _die(self, worker: Worker, *, noticed: bool) -> None:
         worker.dead = True
@@ -325,20 +336,24 @@ class Cluster:
             if worker.dead or worker.frozen:
                 self._report_loss(worker.member)
 
+    def go_on(self) -> None:
+        """One thing happens, and nothing goes wrong. Deadlines pass only when nothing else can happen."""
+        actions = self.fair()
+        slow = [call for call in self.calls if call.slow]
+        if actions:
+            self.chance.choice(actions)()
+        elif slow:
+            slow[0].slow = False
+        else:
+            assert self.timers, f"stuck in {self.run.state}: nobody is asked, no deadline is set"
+            self._fire(0)
+
     def finish(self, most_events: int = 4000) -> None:
-        """Goes on to the end of the run, in any fair order; deadlines pass only when nothing else can happen."""
+        """Goes on to the end of the run."""
         for _ in range(most_events):
             if self.run.state in ENDED:
                 return
-            actions = self.fair()
-            slow = [call for call in self.calls if call.slow]
-            if actions:
-                self.chance.choice(actions)()
-            elif slow:
-                slow[0].slow = False
-            else:
-                assert self.timers, f"stuck in {self.run.state}: nobody is asked, no deadline is set"
-                self._fire(0)
+            self.go_on()
         raise AssertionError(f"no end after {most_events} events; state {self.run.state}")
 
     # ---------------------------------------------------------------- the promises
@@ -374,12 +389,16 @@ class Cluster:
                 assert incarnation == self.run.incarnation > self._formed, "an incarnation was formed twice"
                 assert incarnation >= self._fenced
                 self._formed = incarnation
+            case m.Fill(_, incarnation, _, _, _):
+                self._to_fill = incarnation
             case m.Run(world, incarnation):
                 self._check_run(world, incarnation)
 
     def _check_run(self, world: tuple[str, ...], incarnation: int) -> None:
         """All who are told to run hold the same state; replacements sit where those sat whom they replace."""
         assert incarnation == self.run.incarnation == self._formed
+        asked = m.Filled if self._to_fill == incarnation else m.Reconciled
+        assert {(asked, member, incarnation) for member in world} <= self._answered
         here = [
             w for member in world if (w := self.workers.get(member)) and w.incarnation == incarnation and w.status == "idle"
         ]

@@ -1,0 +1,125 @@
+"""The supervisor's decisions under every order of events: losses, late and lost answers, deadlines, restarts of its own.
+
+The promises are checked by `fake_crew` after each event, and here: whatever happened, once the cluster has calmed down the run
+comes to its end, and if that is not success it says why.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from fake_crew import Cluster
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.roster import Rules
+from raytrain_ft.policy.states import ENDED, TRANSITIONS, State
+
+REASONS = {"ConfigError", "NoSurvivorError", "RecoveryError", "RetryBudgetError", "TaskError", "AbortedError"}
+
+
+@st.composite
+def all_rules(draw: st.DrawFn) -> Rules:
+    most = draw(st.integers(1, 4))
+    budgets = st.sampled_from([-1, -1, -1, 0, 3])
+    return Rules(
+        min_workers=draw(st.integers(1, most)),
+        max_workers=most,
+        max_steps=draw(st.integers(1, 8)),
+        spares=draw(st.integers(0, 2)),
+        wait_for_replacement=draw(st.booleans()),
+        max_failures=draw(budgets),
+        max_preemption_failures=draw(budgets),
+        max_fruitless_recoveries=draw(st.sampled_from([10, 10, 2, 0])),
+        max_start_failures=draw(st.sampled_from([5, 1])),
+    )
+
+
+def live_through(rules: Rules, seed: int) -> Cluster:
+    """A troubled time, and then a calm one, until the run ends."""
+    chance = Random(seed)
+    cluster = Cluster(rules, chance, corruption=chance.choice([0.0, 0.02, 0.2]))
+    if chance.random() < 0.01:
+        cluster.tell(m.AbortRequested(reason="Ctrl-C"))
+    cluster.tell(m.RunStarted(run_id="r"))
+    cluster.resize(chance.choice([rules.min_workers, rules.min_workers, 6]))
+    trouble = chance.choice([0.0, 0.02, 0.1, 0.3])
+    for _ in range(chance.randrange(150)):
+        if cluster.run.state in ENDED:
+            break
+        actions = cluster.fair()
+        if not actions or chance.random() < trouble:
+            actions = cluster.faults()
+        elif chance.random() < 0.05:
+            actions = [lambda: cluster.resize(6)]
+        chance.choice(actions)()
+    if cluster.run.state not in ENDED and chance.random() < 0.2:
+        cluster.end_early()
+    if cluster.run.state not in ENDED:
+        cluster.calm_down()
+        cluster.finish()
+    return cluster
+
+
+@settings(max_examples=1500, deadline=None, derandomize=True)
+@given(rules=all_rules(), seed=st.integers(0, 2**32))
+def test_whatever_happens_the_run_comes_to_an_end_and_says_why(rules: Rules, seed: int) -> None:
+    run = live_through(rules, seed).run
+    if run.state == State.FINISHED:
+        assert run.result["path"] == f"step {rules.max_steps}"
+        assert run.step == rules.max_steps
+        assert run.failure is None
+    else:
+        assert run.failure is not None
+        kind, reason = run.failure
+        assert kind in REASONS
+        assert reason
+    assert all(recovery.resumed is not None for recovery in run.recoveries[:-1])
+
+
+def test_a_calm_run_with_room_finishes_in_the_largest_world_and_recovers_from_nothing() -> None:
+    for seed in range(100):
+        cluster = Cluster(Rules(min_workers=2, max_workers=4, max_steps=6), Random(seed), corruption=0.0)
+        cluster.tell(m.RunStarted(run_id="r"))
+        cluster.resize(6)
+        cluster.finish()
+        assert cluster.run.state == State.FINISHED
+        assert len(cluster.run.world) == 4
+        assert cluster.run.recoveries == []
+
+
+def test_a_run_that_lost_a_worker_grows_back_to_its_size() -> None:
+    for seed in range(100):
+        rules = Rules(min_workers=1, max_workers=3, max_steps=40, spares=0, wait_for_replacement=False)
+        cluster = Cluster(rules, Random(seed), corruption=0.0, slowness=0.0)
+        cluster.tell(m.RunStarted(run_id="r"))
+        cluster.resize(3)
+        while cluster.run.step < 3:
+            cluster.go_on()
+        cluster.lose("w1")
+        cluster.finish()
+        assert cluster.run.state == State.FINISHED
+        assert len(cluster.run.world) == 3
+
+
+def test_every_edge_of_the_table_is_taken_and_no_other() -> None:
+    """`handle` refuses what the table lacks; here, nothing is in the table that cannot happen."""
+    taken: set[tuple[type[m.Event], State, State]] = set()
+    listed = {(event, a, b) for event, by_state in TRANSITIONS.items() for a, targets in by_state.items() for b in targets}
+    chance = Random(7)
+    for seed in range(20_000):
+        rules = Rules(
+            min_workers=chance.choice([1, 1, 2]),
+            max_workers=chance.choice([2, 3]),
+            max_steps=chance.choice([1, 4, 12]),
+            spares=chance.choice([0, 1]),
+            wait_for_replacement=chance.random() < 0.3,
+            max_fruitless_recoveries=chance.choice([10, 10, 2, 1, 0]),
+            max_start_failures=chance.choice([5, 1]),
+        )
+        taken |= live_through(rules, seed).edges
+        if taken >= listed:
+            break
+    missing = {f"{event.__name__}: {a} -> {b}" for event, a, b in listed - taken}
+    assert not missing

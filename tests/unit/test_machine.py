@@ -1,0 +1,461 @@
+"""What the supervisor decides, told as short stories. `test_interleavings.py` has every other order of events."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_ft.errors import IllegalEventError
+from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.machine import handle, replay
+from raytrain_ft.policy.reconcile import Copy, Marks
+from raytrain_ft.policy.roster import MemberState, Rules
+from raytrain_ft.policy.run_state import RunState
+from raytrain_ft.policy.states import ENDED, LIVE, TRANSITIONS, State, diagram
+from raytrain_ft.policy.strategy import Guarantee
+
+ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
+
+
+class Story:
+    """A run whose workers do as they are told, at once; what they are told is kept in `said`."""
+
+    def __init__(self, workers: int = 3, *, spares: int = 0, slots: int | None = None, **rules: Any) -> None:
+        numbers: dict[str, Any] = {"min_workers": 1, "max_workers": workers, "max_steps": 100, "spares": spares} | rules
+        self.run = RunState(Rules(**numbers))
+        self.events: list[m.Event] = []
+        self.said: list[m.Command] = []
+        self.tell(m.RunStarted(run_id="r"))
+        self.tell(m.CapacityChanged(slots=workers + spares if slots is None else slots))
+
+    def tell(self, *events: m.Event) -> list[m.Command]:
+        """The commands that follow from these events."""
+        self.said = []
+        for event in events:
+            self.events.append(event)
+            self.said += handle(self.run, event)
+        return self.said
+
+    def started(self, *members: str) -> Story:
+        self.tell(*(m.WorkerStarted(member=member, node="n", pid=1) for member in members))
+        return self
+
+    def lost(self, member: str, *, preempted: bool = False) -> Story:
+        self.tell(m.WorkerLost(member=member, cause="the node died", noticed_by="heartbeat", preempted=preempted))
+        return self
+
+    def fenced(self, *members: str, step: int = 5, empty: Sequence[str] = ()) -> Story:
+        """These leave their step; all stand at the beginning of `step`, and those in `empty` hold nothing."""
+        for member in members:
+            marks = None if member in empty else Marks(member, step, (step, step), (None, None))
+            self.tell(m.Fenced(member=member, incarnation=self.run.incarnation, marks=marks))
+        return self
+
+    def reconciled(self, *members: str, empty: Sequence[str] = (), undone: int = 0) -> Story:
+        for member in members:
+            digests = () if member in empty else ("a", "b")
+            self.tell(m.Reconciled(member=member, incarnation=self.run.incarnation, digests=digests, undone=undone))
+        return self
+
+    def filled(self, *members: str) -> Story:
+        for member in members:
+            self.tell(m.Filled(member=member, incarnation=self.run.incarnation, digests=("a", "b")))
+        return self
+
+    def committed(self, step: int, at: float = 0.0) -> Story:
+        rank = {"rank": 0, "world_size": len(self.run.world), "epoch": 0, "start": 0, "ids_digest": "", "loss": 1.0}
+        where = {"member": self.run.world[0], "incarnation": self.run.incarnation}
+        self.tell(m.StepsCommitted(at=at, first_step=step, stop_step=step + 1, **where, **rank))
+        return self
+
+    def fires(self, timer: str) -> Story:
+        self.tell(m.TimerFired(timer=timer, incarnation=self.run.incarnation))
+        return self
+
+    def completed(self) -> Story:
+        world = self.run.world
+        self.tell(*(m.Completed(member=member, incarnation=self.run.incarnation, digest="d") for member in world))
+        return self
+
+    def to(self, state: State) -> Story:
+        """w2 is lost and w3 takes its place, up to this state of the recovery."""
+        self.started("w3").lost("w2")
+        if state == State.FENCE:
+            return self
+        self.fenced("w0", "w1")
+        if state == State.REPLACE:
+            return self
+        self.reconciled("w0", "w1", "w3", empty=["w3"])
+        return self if state == State.REBUILD else self.filled("w0", "w1", "w3")
+
+
+def running(workers: int = 3, **rules: Any) -> Story:
+    """All workers train, and have committed the first step; spares are still starting."""
+    story = Story(workers, **rules)
+    world = [f"w{i}" for i in range(workers)]
+    story.started(*world).reconciled(*world).committed(0)
+    assert (story.run.state, story.run.world) == (State.RUNNING, tuple(world))
+    return story
+
+
+def of(commands: Sequence[m.Command], *kinds: type) -> list[m.Command]:
+    return [command for command in commands if isinstance(command, kinds)]
+
+
+# ---------------------------------------------------------------- from the start to the end
+
+
+def test_a_run_without_failures() -> None:
+    story = Story(2, max_steps=1)
+    assert story.said == [m.StartWorker("w1")], "the first one was asked for before anything was known of the cluster"
+    story.started("w0", "w1")
+    assert of(story.said, m.Reconcile) == [m.Reconcile(("w0", "w1"), 1, None)]
+    story.reconciled("w0", "w1")
+    assert story.said == [m.Run(("w0", "w1"), 1)]
+    assert story.committed(0).run.state == State.RUNNING
+    assert of(story.completed().said, m.Save) == [m.Save("w0")]
+    story.tell(m.Saved(member="w0", path="p"))
+    assert story.run.state == State.FINISHED
+    assert story.run.result == {"digest": "d", "path": "p"}
+    assert story.said == [m.Kill("w0"), m.Kill("w1"), m.End()]
+    assert story.run.recoveries == []
+
+
+def test_too_few_workers_at_the_start() -> None:
+    story = Story(3, slots=1, min_workers=2).started("w0").fires("schedule")
+    assert story.run.failure is not None
+    assert story.run.failure[0] == "ConfigError"
+    assert "1 workers could be placed within 120 s" in story.run.failure[1]
+
+
+def test_enough_workers_at_the_start_though_not_all() -> None:
+    story = Story(3, min_workers=2).started("w0", "w1")
+    assert story.run.state == State.SCHEDULING, "the third may still come"
+    assert of(story.fires("schedule").said, m.Reconcile) == [m.Reconcile(("w0", "w1"), 1, None)]
+
+
+def test_workers_that_die_with_their_node_while_starting_are_one_failed_start() -> None:
+    story = Story(8, max_start_failures=2)
+    story.tell(*(m.WorkerLost(member=f"w{i}", cause="the node died") for i in range(8)))
+    assert story.run.state == State.SCHEDULING
+    story.lost("w8")
+    story.tell(*(m.WorkerLost(member=member, cause="it exited") for member in list(story.run.members)))
+    assert story.run.failure == ("RecoveryError", "workers cannot be started: it exited")
+
+
+def test_a_user_exception_ends_the_run_at_once() -> None:
+    story = running()
+    story.tell(m.TaskFailed(member="w1", rank=1, step=7, kind="task", message="ZeroDivisionError: ..."))
+    assert story.run.state == State.ERRORED
+    assert story.run.failure == ("TaskError", "rank 1 (w1), step 7: ZeroDivisionError: ...")
+    assert story.said == [m.Kill("w0"), m.Kill("w1"), m.Kill("w2"), m.End()]
+    assert story.lost("w0").said == [], "what comes after the end changes nothing"
+
+
+def test_an_exception_of_a_worker_that_was_given_up_for_lost_is_ignored() -> None:
+    story = running().lost("w1")
+    story.tell(m.TaskFailed(member="w1", rank=1, step=7, kind="task", message="woke up in a strange world"))
+    assert story.run.state == State.FENCE
+
+
+def test_abort_is_possible_from_the_first_moment() -> None:
+    run = RunState(Rules(min_workers=1, max_workers=1, max_steps=1))
+    assert handle(run, m.AbortRequested(reason="Ctrl-C")) == [m.End()]
+    assert (run.state, run.failure) == (State.ABORTED, ("AbortedError", "Ctrl-C"))
+
+
+# ---------------------------------------------------------------- one loss
+
+
+def test_a_replacement_takes_the_rank_of_who_it_replaces() -> None:
+    story = running(spares=1).started("w3").lost("w1")
+    assert story.said[0] == m.Kill("w1")
+    assert of(story.said, m.Fence) == [m.Fence(("w0", "w2"), 2)]
+    story.fenced("w0", "w2")
+    assert story.run.joining == ("w0", "w3", "w2")
+    story.reconciled("w0", "w3", "w2", empty=["w3"])
+    (fill,) = of(story.said, m.Fill)
+    copies = (Copy(0, "state", "w0", ("w3",)), Copy(1, "state", "w2", ("w3",)))
+    assert fill == m.Fill(("w0", "w3", "w2"), 2, copies, ("w3",), "w0")
+    assert story.filled("w0", "w3", "w2").said == [m.Run(("w0", "w3", "w2"), 2)]
+    (recovery,) = story.committed(5, at=9.0).run.recoveries
+    assert (recovery.lost, recovery.attempts, recovery.step, recovery.resumed) == (["w1"], 1, 5, 9.0)
+    assert recovery.guarantee == Guarantee.EXACT
+
+
+@pytest.mark.parametrize("state", [State.FENCE, State.REPLACE, State.REBUILD, State.RESUME])
+def test_a_loss_in_any_phase_goes_back_to_fence_with_the_larger_set(state: State) -> None:
+    story = running(spares=2).to(state)
+    assert story.run.state == state
+    story.lost("w1")
+    assert story.run.state == State.FENCE
+    (recovery,) = story.run.recoveries
+    assert recovery.lost == ["w2", "w1"]
+    # In FENCE itself the question stands, and only the answer of one member less is needed.
+    assert (story.run.incarnation, recovery.attempts) == ((2, 1) if state == State.FENCE else (3, 2))
+    fenced_again = ["w0"] if state == State.FENCE else ["w0", "w3"]
+    story.fenced(*fenced_again, empty=() if state == State.RESUME else ["w3"])
+    assert story.run.state == State.REPLACE, "a new worker is awaited"
+    assert story.started("w4", "w5").run.joining in [("w0", "w3", "w4"), ("w0", "w4", "w3")]
+
+
+def test_answers_of_an_older_incarnation_are_ignored() -> None:
+    story = running(spares=1).to(State.REBUILD).lost("w1")
+    before = copy.deepcopy(story.run)
+    late = [
+        m.Fenced(member="w0", incarnation=2, marks=None),
+        m.Reconciled(member="w0", incarnation=2, digests=("x",)),
+        m.Filled(member="w0", incarnation=2, digests=("x",)),
+        m.Suspected(incarnation=2, reason="a collective failed", noticed_by="w0"),
+        m.Completed(member="w0", incarnation=1, digest="x"),
+        m.Stopped(member="w0", incarnation=1, step=3),
+        m.TimerFired(timer="fence", incarnation=2),
+    ]
+    assert story.tell(*late) == []
+    before.story = story.run.story
+    assert story.run == before
+
+
+def test_a_step_committed_in_an_older_incarnation_counts_as_a_step_but_ends_no_recovery() -> None:
+    """A recovery that completes the interrupted step commits it under its old number; its time tells nothing of a step."""
+    story = running(spares=1).to(State.RESUME)
+    where = {"rank": 0, "world_size": 3, "epoch": 0, "start": 0, "ids_digest": "", "loss": 1.0}
+    story.tell(m.StepsCommitted(member="w0", incarnation=1, first_step=4, stop_step=5, longest_s=64.0, **where))
+    assert (story.run.state, story.run.step, story.run.longest_step) == (State.RESUME, 5, 0.0)
+
+
+def test_a_fence_that_nobody_answers() -> None:
+    story = running(2)
+    story.tell(m.Suspected(incarnation=1, reason="a step takes too long", noticed_by="step time"))
+    assert story.run.state == State.FENCE
+    story.fires("fence")
+    assert story.said == [m.Kill("w0"), m.Kill("w1"), m.End()]
+    assert story.run.failure is not None
+    assert story.run.failure[0] == "NoSurvivorError"
+
+
+def test_who_does_not_answer_the_fence_is_lost() -> None:
+    story = running(spares=1).started("w3").lost("w2").fenced("w0").fires("fence")
+    assert of(story.said, m.Kill) == [m.Kill("w1")]
+    assert story.run.recoveries[0].lost == ["w2", "w1"]
+    assert story.run.state == State.REPLACE
+
+
+@pytest.mark.parametrize(("timer", "state"), [("reconcile", State.REPLACE), ("fill", State.REBUILD)])
+def test_a_deadline_of_an_exchange_is_a_suspicion(timer: str, state: State) -> None:
+    """Everybody waits for the one that hangs: to give up all that are silent would leave nobody."""
+    story = running(spares=1).to(state).fires(timer)
+    assert (story.run.state, story.run.incarnation) == (State.FENCE, 3)
+    assert of(story.said, m.Kill) == []
+    assert f"{timer}: no answer from w0, w1, w3 in time" in story.run.recoveries[0].cause
+
+
+def test_a_deadline_counts_only_for_what_it_was_set_for() -> None:
+    story = running(spares=1).to(State.REBUILD)
+    for timer in ("schedule", "fence", "replacement", "reconcile", "save w0"):
+        assert story.fires(timer).said == []
+    assert (story.run.state, story.run.incarnation) == (State.REBUILD, 2)
+
+
+def test_all_replicas_lost() -> None:
+    story = running(2).lost("w0").lost("w1")
+    assert story.run.failure is not None
+    assert story.run.failure[0] == "NoSurvivorError"
+    assert "Spread the workers over more nodes" in story.run.failure[1]
+
+
+def test_all_lost_before_anybody_trained_begins_anew() -> None:
+    story = Story(2).started("w0", "w1").reconciled("w0").lost("w0").lost("w1").started("w2", "w3")
+    assert of(story.said, m.Reconcile) == [m.Reconcile(("w2", "w3"), story.run.incarnation, None)]
+
+
+# ---------------------------------------------------------------- fewer and more workers
+
+
+def test_waits_for_a_replacement_so_that_the_result_keeps_its_bits() -> None:
+    story = running().lost("w1").fenced("w0", "w2")
+    assert (story.run.state, story.run.joining) == (State.REPLACE, ())
+    assert story.started("w3").run.joining == ("w0", "w3", "w2")
+
+
+def test_goes_on_with_fewer_when_none_comes_in_time() -> None:
+    story = running().lost("w1").fenced("w0", "w2").fires("replacement").reconciled("w0", "w2").committed(5)
+    assert story.run.world == ("w0", "w2")
+    assert story.run.recoveries[0].guarantee == Guarantee.ROUNDING, "the same gradients are added in another order"
+
+
+def test_shrinks_at_once_if_told_so_and_grows_at_a_step_boundary() -> None:
+    story = running(wait_for_replacement=False).lost("w1").fenced("w0", "w2")
+    assert story.run.joining == ("w0", "w2")
+    story.started("w3")
+    assert story.run.state == State.REPLACE, "it came too late for this world"
+    story.reconciled("w0", "w2").committed(5)
+    assert story.run.state == State.RESIZING
+    assert story.said == [m.StopAtBoundary(("w0", "w2"))]
+    story.tell(*(m.Stopped(member=member, incarnation=2, step=7) for member in ("w0", "w2")))
+    story.fenced("w0", "w2", step=7).reconciled("w0", "w2", "w3", empty=["w3"]).filled("w0", "w2", "w3").committed(7)
+    assert (story.run.state, story.run.world) == (State.RUNNING, ("w0", "w2", "w3"))
+    shrunk, grown = story.run.recoveries
+    assert (shrunk.lost, grown.lost, grown.cause) == (["w1"], [], "1 more workers are ready")
+
+
+def test_fewer_than_the_minimum() -> None:
+    story = running(min_workers=3, wait_for_replacement=False).lost("w1").fenced("w0", "w2")
+    assert story.run.state == State.REPLACE, "it cannot go on without one more"
+    story.fires("replacement")
+    assert story.run.failure is not None
+    assert "2 workers are left and none came within 60 s" in story.run.failure[1]
+
+
+def test_a_late_call_to_stop_is_a_resize_that_nobody_asked_for() -> None:
+    story = running(2)
+    story.tell(m.Stopped(member="w0", incarnation=1, step=3))
+    assert story.run.state == State.RESIZING, "all of them will stop at this boundary"
+    story.tell(m.Stopped(member="w1", incarnation=1, step=3))
+    assert story.run.state == State.FENCE
+
+
+def test_completing_the_last_step_needs_no_replacement() -> None:
+    story = running(min_workers=3, max_steps=6).lost("w1").fenced("w0", "w2", step=6)
+    assert story.run.joining == ("w0", "w2")
+    story.reconciled("w0", "w2").completed()
+    assert story.run.state == State.SHUTTING_DOWN
+
+
+# ---------------------------------------------------------------- limits
+
+
+def test_the_budget_for_failures() -> None:
+    story = running(max_failures=0).lost("w1")
+    assert story.run.failure is not None
+    assert story.run.failure[0] == "RetryBudgetError"
+    assert "FailureConfig.max_failures allows 0; last cause: the node died" in story.run.failure[1]
+
+
+def test_a_preemption_has_a_budget_of_its_own() -> None:
+    story = running(max_failures=0, max_preemption_failures=1).lost("w1", preempted=True)
+    assert story.run.state == State.FENCE
+    assert story.lost("w2", preempted=True).run.state == State.ERRORED
+
+
+def test_recoveries_that_commit_no_step_come_to_an_end() -> None:
+    story = running(max_fruitless_recoveries=2, spares=1).to(State.RESUME)
+    suspected: dict[str, Any] = {"reason": "a collective failed", "noticed_by": "w0"}
+    story.tell(m.Suspected(incarnation=2, **suspected))
+    story.fenced("w0", "w1", "w3").reconciled("w0", "w1", "w3")
+    story.tell(m.Suspected(incarnation=3, **suspected))
+    assert story.run.failure is not None
+    assert story.run.failure[1].startswith("2 recoveries in a row committed no step at step 1; last cause: the node died")
+
+
+def test_an_undo_is_on_record_even_if_the_recovery_that_did_it_was_interrupted() -> None:
+    """w1 carries the undo out and w0 does not; afterwards w0 copies what w1 has, and no undo is in the plan."""
+    story = running(2, whole_update=False, wait_for_replacement=False)
+    story.tell(m.Suspected(incarnation=1, reason="a collective failed", noticed_by="w0"))
+    updated = {name: Marks(name, 5, (6, 5), (5, None)) for name in ("w0", "w1")}
+    story.tell(*(m.Fenced(member=name, incarnation=2, marks=marks) for name, marks in updated.items()))
+    assert story.run.plan is not None
+    assert story.run.plan.undo == (0,)
+    story.tell(m.Suspected(incarnation=2, reason="a collective failed", noticed_by="w0"))
+    undone = Marks("w1", 5, (5, 5), (None, None))
+    story.tell(*(m.Fenced(member=marks.member, incarnation=3, marks=marks) for marks in (updated["w0"], undone)))
+    assert story.run.plan.undo == ()
+    story.reconciled("w0", "w1").committed(5)
+    assert story.run.recoveries[0].guarantee == Guarantee.ROUNDING
+
+
+# ---------------------------------------------------------------- the end of the run
+
+
+def test_the_final_state_is_saved_by_the_lowest_rank_that_is_left() -> None:
+    story = running(max_steps=1).completed().lost("w2")
+    assert of(story.said, m.Save, m.StartWorker) == [], "the one that saves is there, and no replacement is needed"
+    assert of(story.lost("w0").said, m.Save) == [m.Save("w1")]
+    assert story.fires("save w0").said == [], "that one is gone"
+    assert of(story.fires("save w1").said, m.Kill) == [m.Kill("w1")]
+    assert story.run.failure == ("NoSurvivorError", "every worker was lost before the final state was saved")
+
+
+def test_replicas_that_differ_at_the_end() -> None:
+    story = running(2, max_steps=1)
+    story.tell(*(m.Completed(member=member, incarnation=1, digest=f"of {member}") for member in ("w0", "w1")))
+    assert story.run.failure is not None
+    assert "the replicas differ at the end of the run" in story.run.failure[1]
+
+
+# ---------------------------------------------------------------- the supervisor's own loss
+
+
+def test_a_supervisor_that_comes_back_reads_the_log_and_asks_again() -> None:
+    story = running(spares=1).to(State.FENCE).fenced("w0")
+    run = replay(story.run.rules, story.events)
+    assert run == story.run
+    commands = handle(run, m.SupervisorRestarted())
+    assert of(commands, m.Kill, m.Watch) == [m.Kill("w2"), *(m.Watch(member) for member in ("w0", "w1", "w3", "w4"))]
+    assert of(commands, m.Fence) == [m.Fence(("w0", "w1"), 3)], "an incarnation is never fenced twice: workers refuse"
+
+
+@pytest.mark.parametrize(
+    ("story", "again"),
+    [
+        (running(), []),
+        (running(spares=1).to(State.RESUME), [m.Run(("w0", "w1", "w3"), 2)]),
+        (running(max_steps=1).completed(), [m.Save("w0"), m.SetTimer("save w0", 60.0, 1)]),
+        (Story(1), [m.SetTimer("schedule", 120.0, 0)]),
+    ],
+    ids=["RUNNING", "RESUME", "SHUTTING_DOWN", "SCHEDULING"],
+)
+def test_what_was_asked_is_asked_again(story: Story, again: list[m.Command]) -> None:
+    commands = story.tell(m.SupervisorRestarted())
+    assert [command for command in commands if not isinstance(command, m.Kill | m.Watch)] == again
+
+
+def test_what_workers_say_again_after_a_restart_is_no_news() -> None:
+    story = running(max_steps=1).completed()
+    assert story.completed().said == []
+    assert story.run.state == State.SHUTTING_DOWN
+
+
+# ---------------------------------------------------------------- the table
+
+
+def test_an_illegal_event_raises_with_the_story_and_changes_nothing() -> None:
+    story = running()
+    before = copy.deepcopy(story.run)
+    with pytest.raises(IllegalEventError, match=r"Saved\(member=w0\) cannot come in state RUNNING") as raised:
+        story.tell(m.Saved(member="w0", path="p"))
+    assert "WorkerStarted(member=w2)" in str(raised.value), "the story so far"
+    assert story.run == before
+
+
+def test_the_table_is_complete() -> None:
+    """Every event has a place in it, nothing may come after the end, and every live state can be left."""
+    events = {cls for cls in vars(m).values() if isinstance(cls, type) and issubclass(cls, m.Event) and cls is not m.Event}
+    assert set(TRANSITIONS) == events
+    for by_state in TRANSITIONS.values():
+        assert not set(by_state) & ENDED
+    for state in LIVE:
+        assert any(by_state.get(state, set()) - {state} for by_state in TRANSITIONS.values())
+        assert m.WorkerLost in {event for event, by_state in TRANSITIONS.items() if state in by_state}
+
+
+def test_the_diagram_in_the_documentation_is_that_of_the_table() -> None:
+    text = diagram()
+    for state in State:
+        assert re.search(rf"\b{state}\b", text)
+    assert "RUNNING --> FENCE : Stopped, Suspected, WorkerLost\n" in text
+    if ARCHITECTURE.exists():
+        _, drawn, _ = ARCHITECTURE.read_text().split("<!-- state diagram -->")
+        assert drawn.strip() == f"```mermaid\n{text}```", "put in what `python -m raytrain_ft.policy.states` prints"
+
+
+def test_members_are_what_the_run_makes_of_them() -> None:
+    story = running(spares=1).to(State.REBUILD)
+    assert story.run.members == dict.fromkeys(("w0", "w1", "w3"), MemberState.ACTIVE) | {"w4": MemberState.STARTING}
+    story.lost("w1").fenced("w0", "w3", empty=["w3"])
+    assert story.run.members["w3"] == MemberState.SPARE, "its filling was interrupted: it holds nothing"

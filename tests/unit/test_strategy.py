@@ -1,0 +1,178 @@
+"""Who trains next and in which seat, what is copied to whom, and the account that is given of it."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raytrain_ft.policy.messages import StartWorker
+from raytrain_ft.policy.reconcile import Copy, Plan
+from raytrain_ft.policy.roster import MemberState, Roster, Rules
+from raytrain_ft.policy.strategy import Guarantee, Recoveries
+from raytrain_ft.policy.world import differing, rebuild, seats, shall_wait
+
+quick = settings(max_examples=200, deadline=None, derandomize=True)
+names = st.lists(st.sampled_from([f"w{i}" for i in range(12)]), unique=True, max_size=12)
+
+
+# ---------------------------------------------------------------- seats
+
+
+def test_everybody_keeps_the_rank_and_a_spare_takes_the_empty_one() -> None:
+    assert seats(["a", "b", "c"], ["a", "c"], ["s", "t"], 3) == ("a", "s", "c")
+
+
+def test_without_a_spare_ranks_move_up() -> None:
+    assert seats(["a", "b", "c"], ["a", "c"], [], 3) == ("a", "c")
+
+
+def test_spares_beyond_the_empty_seats_make_the_world_larger() -> None:
+    assert seats(["a", "b"], ["a", "b"], ["s", "t"], 3) == ("a", "b", "s")
+
+
+def test_a_filled_replacement_that_never_trained_comes_before_the_spares() -> None:
+    assert seats(["a", "b", "c"], ["a", "c", "filled"], ["s"], 3) == ("a", "filled", "c")
+
+
+@quick
+@given(world=names, others=names, most=st.integers(1, 12), data=st.data())
+def test_all_survivors_have_a_seat_and_nobody_has_two(
+    world: list[str], others: list[str], most: int, data: st.DataObject
+) -> None:
+    world = world[:most]
+    survivors = [member for member in world if data.draw(st.booleans())]
+    spares = [member for member in others if member not in world]
+    seated = seats(world, survivors, spares, most)
+    assert len(set(seated)) == len(seated) == min(most, len(survivors) + len(spares))
+    assert set(survivors) <= set(seated) <= {*survivors, *spares}
+    if len(seated) == len(world):
+        assert all(member == world[rank] for rank, member in enumerate(seated) if member in survivors)
+
+
+def test_to_wait_or_not_to_wait() -> None:
+    waits = Rules(min_workers=2, max_workers=4, max_steps=1)
+    shrinks = Rules(min_workers=2, max_workers=4, max_steps=1, wait_for_replacement=False)
+    assert shall_wait(waits, 4, 3, more_may_come=True)
+    assert not shall_wait(waits, 4, 3, more_may_come=False), "there is nothing to wait for"
+    assert not shall_wait(waits, 3, 3, more_may_come=True), "as many as before: it can grow later"
+    assert shall_wait(waits, 0, 3, more_may_come=True), "the first world is the largest there can be"
+    assert not shall_wait(shrinks, 4, 3, more_may_come=True)
+    assert shall_wait(shrinks, 4, 1, more_may_come=False), "fewer than the minimum cannot go on at all"
+
+
+# ---------------------------------------------------------------- what is copied to whom
+
+
+def test_equal_replicas_need_nothing() -> None:
+    assert rebuild(["a", "b"], {"a": ("x", "y"), "b": ("x", "y")}) == ()
+
+
+def test_a_replacement_is_filled_by_all_in_turn() -> None:
+    copies = rebuild(["a", "new", "b"], {"a": ("x", "y", "z"), "b": ("x", "y", "z")})
+    assert copies == tuple(Copy(bucket, "state", source, ("new",)) for bucket, source in enumerate("aba"))
+
+
+def test_the_majority_repairs_the_rest_and_only_who_is_right_sends() -> None:
+    digests = {"a": ("bad", "y"), "b": ("x", "bad"), "c": ("x", "y")}
+    assert rebuild(["a", "b", "c", "new"], digests) == (
+        Copy(0, "state", "b", ("a", "new")),
+        Copy(1, "state", "c", ("b", "new")),
+    )
+    assert differing(digests) == 2
+
+
+def test_of_two_that_differ_the_lower_rank_is_believed() -> None:
+    assert rebuild(["b", "a"], {"a": ("x",), "b": ("y",)}) == (Copy(0, "state", "b", ("a",)),)
+
+
+@quick
+@given(st.lists(st.lists(st.sampled_from("xyz"), min_size=3, max_size=3), min_size=1, max_size=5), st.integers(0, 2))
+def test_afterwards_all_hold_the_same_state(hashes: list[list[str]], newcomers: int) -> None:
+    digests = {f"w{i}": tuple(row) for i, row in enumerate(hashes)}
+    world = [*digests, *(f"new{i}" for i in range(newcomers))]
+    after = {member: list(digests.get(member, ("", "", ""))) for member in world}
+    for copy in rebuild(world, digests):
+        for target in copy.targets:
+            after[target][copy.bucket] = digests[copy.source][copy.bucket]
+    assert len({tuple(row) for row in after.values()}) == 1
+
+
+# ---------------------------------------------------------------- the account
+
+
+def test_a_recovery_tells_how_it_went() -> None:
+    recoveries = Recoveries()
+    recovery = recoveries.begin(1.0, "the node died", "heartbeat", 3)
+    recovery.begin_again()
+    recovery.fenced = 1.2
+    recovery.follow(Plan(step=7, completes=True, reason="step 6 was fully reduced"))
+    recovery.world_after = 3
+    assert recoveries.open is recovery
+    recoveries.close(1.5)
+    assert recoveries.open is None
+    assert (recovery.seconds, recovery.guarantee, recovery.step) == (0.5, Guarantee.EXACT, 7)
+
+
+def test_a_further_loss_is_part_of_the_same_recovery() -> None:
+    recoveries = Recoveries()
+    recovery = recoveries.begin(1.0, "the node died", "heartbeat", 3)
+    recovery.begin_again()
+    recovery.fenced = 1.2
+    assert recoveries.begin(2.0, "the process died", "ray", 3) is recovery
+    recovery.begin_again()
+    assert (recovery.cause, recovery.detected, recovery.attempts) == ("the node died; then the process died", 1.0, 2)
+    assert recovery.fenced is None, "times are those of the last attempt"
+    assert recoveries.begin(2.0, "the process died", "ray", 3).cause == "the node died; then the process died"
+
+
+def test_what_costs_the_guarantee() -> None:
+    def kept(plan: Plan | None = None, before: int = 3, after: int = 3, repaired: int = 0) -> Guarantee:
+        recoveries = Recoveries()
+        recovery = recoveries.begin(0.0, "cause", "ray", before)
+        recovery.begin_again()
+        if plan is not None:
+            recovery.follow(plan)
+        recovery.world_after, recovery.repaired = after, repaired
+        recoveries.close(1.0)
+        return recovery.guarantee
+
+    assert kept(Plan(step=1)) == Guarantee.EXACT
+    assert kept(Plan(step=1, undo=(0,))) == Guarantee.ROUNDING
+    assert kept(after=2) == Guarantee.ROUNDING, "the same gradients are added in another order"
+    assert kept(repaired=1) == Guarantee.ROUNDING, "where survivors differ, a majority is no proof"
+    assert kept(before=0, after=2) == Guarantee.EXACT, "nobody had trained"
+
+
+def test_a_resize_that_the_end_of_the_run_overtook_is_none() -> None:
+    recoveries = Recoveries()
+    recoveries.begin(1.0, "1 more workers are ready", "supervisor", 2)
+    recoveries.close(2.0)
+    assert recoveries.all == []
+
+
+# ---------------------------------------------------------------- the roster
+
+
+def test_the_cluster_s_room_and_the_number_of_spares_limit_what_is_started() -> None:
+    roster = Roster(Rules(min_workers=1, max_workers=2, max_steps=1, spares=1))
+    assert roster.provision() == []
+    assert roster.provision(at_least=1) == [StartWorker("w0")], "an autoscaler reacts to a worker that cannot be placed"
+    roster.resized(9)
+    assert roster.provision() == [StartWorker("w1"), StartWorker("w2")]
+    roster.resized(1)
+    assert roster.provision() == []
+    assert roster.lose("w1") == MemberState.STARTING
+    assert roster.provision() == [], "two are left, and there is room for one"
+
+
+def test_starting_is_given_up_after_some_rounds_until_the_cluster_grows() -> None:
+    roster = Roster(Rules(min_workers=1, max_workers=2, max_steps=1, spares=0, max_start_failures=2))
+    roster.resized(2)
+    for _ in range(2):
+        assert len(roster.provision()) == 2
+        for member in list(roster.members):
+            roster.lose(member)
+    assert roster.cannot_start()
+    assert roster.provision() == []
+    roster.resized(3)
+    assert roster.provision() == [StartWorker("w4"), StartWorker("w5")]
