@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 KILLS ?= 200
 MTBF ?= 3
 
-.PHONY: setup demo test lint chaos bench docs clean
+.PHONY: setup demo test lint chaos bench clean
 
 setup: $(VENV)/.ready
 

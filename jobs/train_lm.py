@@ -126,8 +126,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-workers", type=int, default=2, help="copies of the model, each on its own worker")
     parser.add_argument("--max-steps", type=int, default=150, help="updates of 32 windows each")
-    parser.add_argument("--storage-path", default=None, help="where runs are kept: a path or URI that every node sees")
-    parser.add_argument("--name", default="lm", help="the run; the same name goes on where it stopped")
+    parser.add_argument("--storage-path", default=None, help="where runs are kept: a path that every node sees")
+    parser.add_argument("--name", default="lm", help="the name of the run")
     args = parser.parse_args()
 
     task = PythonLM(args.max_steps)

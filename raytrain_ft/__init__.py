@@ -13,7 +13,7 @@ _EXPORTS = {
     "CheckpointConfig": "raytrain_ft.config",
     "FailAt": "raytrain_ft.chaos.faults",
     "FailureConfig": "raytrain_ft.config",
-    "Lamb": "raytrain_ft.training.lamb",
+    "LAMB": "raytrain_ft.training.lamb",
     "ParallelismConfig": "raytrain_ft.config",
     "RecoveryConfig": "raytrain_ft.config",
     "Result": "raytrain_ft.result",

@@ -1,10 +1,10 @@
-"""A seeded campaign of kills: real processes, real SIGKILL, at random moments, until so many have died.
+"""A seeded campaign of kills: real processes, real SIGKILL, at random moments.
 
     python -m raytrain_ft.campaign --kills 200 --mtbf 3 --seed 0
 
-Every worker process is fair game at any moment, in whatever phase of a step or of a recovery it is; now and then the supervisor
-or a whole node goes. Runs follow one another until the kills are used up; each must end bit-equal to the undisturbed run, with a
-record that the history checker finds sound.
+Every worker process is fair game at any moment, in whatever phase of a step or of a recovery it is, spares too; now and then
+the supervisor or a whole node goes. Runs follow one another until the kills are used up; each must end bit-equal to the
+undisturbed run, with a record that the history checker finds sound.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import random
 import signal
 import sys
 import tempfile
-import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -65,6 +66,13 @@ class Patient(TrainTask):
         return cross_entropy(output, batch[1])
 
 
+def wait(ended: Callable[[], bool], seconds: float) -> None:
+    """Waits so long, but no longer than to the end of the run."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not ended():
+        time.sleep(0.02)
+
+
 @dataclass
 class Killer:
     """Kills one victim after another, at exponential intervals, while runs go on."""
@@ -75,43 +83,41 @@ class Killer:
     left: int
     killed: dict[str, int] = field(default_factory=dict)
     run: str = ""
-    _stop: threading.Event = field(default_factory=threading.Event)
 
-    def work(self) -> None:
-        """Body of the thread."""
-        while self.left > 0 and not self._stop.wait(self.random.expovariate(1 / self.mtbf)):
+    def work_until(self, ended: Callable[[], bool]) -> None:
+        """Kills until the run has ended or the kills are used up. On the main thread: only there can Ray add nodes."""
+        while not ended():
+            wait(ended, self.random.expovariate(1 / self.mtbf))
             kind = self.random.choices(list(SHARES), list(SHARES.values()))[0]
-            if self.run and self._kill(kind):
+            if self.left > 0 and not ended() and self._kill(kind):
                 self.left -= 1
                 self.killed[kind] = self.killed.get(kind, 0) + 1
 
-    def stop(self) -> None:
-        """Ends the thread."""
-        self._stop.set()
-
     def _kill(self, kind: str) -> bool:
         account = self._account()
-        if account is None or account["state"] in ("INITIALIZING", "SCHEDULING") or len(account["world"]) < 2:
+        holders = account["holders"] if account else []
+        if account is None or account["state"] in ("INITIALIZING", "SCHEDULING", "SHUTTING_DOWN") or len(holders) < 2:
             return False  # a kill of the last replica would end the run, and rightly so
-        pids = [pid for pid in (account["pids"][member] for member in account["world"] if member in account["pids"]) if pid]
-        nodes = {node for member, node in account["nodes"].items() if member in account["world"]}
+        victim = self.random.choice([member for member, pid in account["pids"].items() if pid])
+        node = account["nodes"].get(victim)
+        alone = all(account["nodes"].get(member) == node for member in holders)
         try:
             if kind == "supervisor":
                 os.kill(account["pid"], signal.SIGKILL)
-            elif kind == "node" and len(nodes) > 1:
-                node = self.random.choice(sorted(nodes & set(self.cluster.node_ids())))
+            elif kind == "node" and node in self.cluster.node_ids() and not alone:
                 self.cluster.kill_node(node)
                 self.cluster.add_node()
             else:
-                os.kill(self.random.choice(pids), signal.SIGKILL)
-        except (ProcessLookupError, IndexError):
+                os.kill(account["pids"][victim], signal.SIGKILL)
+        except ProcessLookupError:
             return False  # it was gone before we came
         return True
 
     def _account(self) -> dict[str, Any] | None:
         try:
             supervisor = ray.get_actor(f"supervisor:{self.run}", namespace=NAMESPACE)
-            return ray.get(supervisor.status.remote(), timeout=5)
+            account: Any = ray.get(supervisor.status.remote(), timeout=5)
+            return account
         except (RayError, ValueError):
             return None
 
@@ -147,18 +153,16 @@ def main(kills: int, mtbf: float, seed: int, steps: int, workers: int) -> None:
         ideal = _training_seconds(reference)
         print(f"undisturbed: {steps} steps in {ideal:.1f} s; records in {storage}", flush=True)
         killer = Killer(cluster, random.Random(seed), mtbf, kills)
-        thread = threading.Thread(target=killer.work, daemon=True)
-        thread.start()
         number = 0
         while killer.left > 0:
             number += 1
             killer.run = f"run-{number}"
             violations += _one_run(storage, killer, steps, workers, reference, ideal, shares)
-        killer.stop()
-        thread.join(30)
     print(f"{sum(killer.killed.values())} kills ({killer.killed}) in {number} runs; {len(violations)} violations")
     if shares:
-        print(f"committed steps, as a share of what an undisturbed run commits in the same time: {sum(shares) / len(shares):.1%}")
+        print(
+            f"committed steps, as a share of what an undisturbed run commits in the same time: {sum(shares) / len(shares):.1%}"
+        )
     sys.exit(1 if violations else 0)
 
 
@@ -166,7 +170,10 @@ def _one_run(
     storage: str, killer: Killer, steps: int, workers: int, reference: Result, ideal: float, shares: list[float]
 ) -> list[str]:
     try:
-        result = train(storage, killer.run, steps, workers)
+        with ThreadPoolExecutor(1) as pool:
+            training = pool.submit(train, storage, killer.run, steps, workers)
+            killer.work_until(training.done)
+            result = training.result()
     except FTError as error:
         print(f"{killer.run}: {type(error).__name__}: {error}", flush=True)
         return [f"{killer.run} ended with {type(error).__name__}: {error}"]

@@ -87,7 +87,7 @@ class RecoveryConfig:
     heartbeat_interval: timedelta = timedelta(milliseconds=250)
     heartbeat_timeout: timedelta = timedelta(milliseconds=700)
     probe_timeout: timedelta = timedelta(milliseconds=500)
-    hang_timeout: timedelta = timedelta(seconds=30)
+    hang_timeout: timedelta = timedelta(seconds=60)
     fence_timeout: timedelta = timedelta(seconds=10)
     schedule_timeout: timedelta = timedelta(seconds=120)
     lease: timedelta = timedelta(seconds=120)
@@ -137,7 +137,11 @@ class TrainSettings:
         for name in ("max_steps", "global_batch_size", "gradient_accumulation_steps", "bucket_bytes"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ConfigError(f"Trainer({name}={getattr(self, name)!r}): use a whole number of at least 1")
-        least, most = workers(scaling)
+        for name in ("max_grad_norm", "first_bucket_bytes"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"Trainer({name}={value!r}): use a number greater than 0")
+        _, most = workers(scaling)
         needed = most * self.gradient_accumulation_steps
         if self.global_batch_size < needed:
             raise ConfigError(
@@ -155,7 +159,6 @@ class TrainSettings:
                 'RecoveryConfig(update="wait_free") updates buckets before all gradients are known, so it excludes '
                 'max_grad_norm and on_non_finite="skip"; use update="barrier"'
             )
-        del least
 
 
 def workers(scaling: ScalingConfig) -> tuple[int, int]:
@@ -170,6 +173,25 @@ def workers(scaling: ScalingConfig) -> tuple[int, int]:
     if isinstance(value, tuple) and len(value) == 2 and all(isinstance(n, int) for n in value) and 1 <= value[0] <= value[1]:
         return value
     raise ConfigError(f"ScalingConfig(num_workers={value!r}): use a number of at least 1, or a range (min, max)")
+
+
+def check_supported(scaling: ScalingConfig, run: ray.train.RunConfig) -> None:
+    """Refuses what Ray Train's classes can say but is not there yet, rather than passing over it in silence.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    wishes = {
+        "ScalingConfig.accelerator_type": scaling.accelerator_type,
+        "ScalingConfig.label_selector": scaling.label_selector,
+        "ScalingConfig.topology": scaling.topology,
+        "RunConfig.callbacks": run.callbacks,
+        "RunConfig.storage_filesystem": run.storage_filesystem,
+        "RunConfig.checkpoint_config": run.checkpoint_config if run.checkpoint_config != CheckpointConfig() else None,
+    }
+    for name, wish in wishes.items():
+        if wish:
+            raise ConfigError(f"{name}={wish!r} is not supported yet: leave it out")
 
 
 def check_name(name: str) -> str:

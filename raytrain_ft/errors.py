@@ -8,6 +8,7 @@
     │   └── RunActiveError            another run of this name is alive
     ├── TrainingFailedError           a run that has begun and could not be finished
     │   ├── TaskError                 the user's own code raised: its traceback, rank and step
+    │   ├── AbortedError              somebody asked for the end of the run
     │   ├── NonFiniteLossError        the loss became NaN or infinite and the policy is "raise"
     │   └── RecoveryError             a recovery that could not be carried out
     │       ├── NoSurvivorError       every replica is gone, and nothing durable covers the loss
@@ -46,6 +47,10 @@ class TaskError(TrainingFailedError):
 
 class NonFiniteLossError(TrainingFailedError):
     """The loss of a step is NaN or infinite and the policy is to raise."""
+
+
+class AbortedError(TrainingFailedError):
+    """Somebody asked for the end of the run."""
 
 
 class RecoveryError(TrainingFailedError):

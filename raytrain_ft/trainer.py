@@ -24,6 +24,7 @@ from raytrain_ft.config import (
     ScalingConfig,
     TrainSettings,
     check_name,
+    check_supported,
     workers,
 )
 from raytrain_ft.errors import ConfigError, RunActiveError, TrainingFailedError
@@ -47,11 +48,18 @@ class Trainer:
 
     Args:
         task: the user's `TrainTask`.
+        scaling_config: Ray Train's: how many workers, and what each of them takes.
+        run_config: Ray Train's: name, storage path, failure budgets.
+        recovery_config: how losses are met.
+        parallelism_config: how the model is spread.
         max_steps: optimizer steps of the run.
         global_batch_size: samples per step over all workers; stays the same when their number changes.
         seed: of everything random.
         gradient_accumulation_steps: micro-batches per worker and step.
         max_grad_norm: clip gradients to this global norm; None does not.
+        shuffle: whether each epoch has an order of its own, drawn from the seed.
+        drop_last: leave out the last, shorter batch of an epoch.
+        bucket_bytes, first_bucket_bytes: sizes of the gradient buckets, as in DDP.
         precision: "bf16" computes forward and loss under autocast.
         on_non_finite: "raise" ends the run at a NaN or infinite loss; "skip" leaves the step's update out and lists its
             samples as lost.
@@ -83,6 +91,7 @@ class Trainer:
         self._quiet = quiet
         self._settings = TrainSettings(**settings)
         self._settings.check(self._scaling, self._recovery)
+        check_supported(self._scaling, self._run)
         self._name = check_name(str(self._run.name))
 
     def fit(self) -> Result:
@@ -249,6 +258,12 @@ class Trainer:
                         raise TrainingFailedError(f"the supervisor has not answered for {UNAVAILABLE_S:g} s") from error
                     continue
                 except ActorDiedError as error:
+                    if "No module named" in str(error):
+                        module = str(error).split("No module named")[1].split()[0].strip("'\"")
+                        raise ConfigError(
+                            f"the cluster's nodes cannot import {module!r}, which the task needs: define the task in the job's "
+                            "own file, submit with --working-dir, or install the module on every node"
+                        ) from error
                     raise TrainingFailedError(f"the supervisor could not be kept alive: {error}") from error
                 except RayTaskError as error:
                     raise TrainingFailedError(f"the supervisor failed: {error}") from error

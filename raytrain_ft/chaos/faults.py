@@ -12,9 +12,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import psutil
+
+from raytrain_ft.errors import ConfigError
+from raytrain_ft.policy.states import State
 
 Action = Literal["sigkill", "sigkill_node", "sigstop", "exception", "exit", "hang"]
 Phase = Literal[
@@ -30,9 +33,11 @@ Phase = Literal[
     "reconcile",
     "transfer_source",
     "transfer_receiver",
-    "rebuild",
+    "join",
     "first_step",
 ]
+
+SUPERVISOR_PHASES = tuple(str(state) for state in State)
 
 
 class ChaosError(RuntimeError):
@@ -47,7 +52,7 @@ class FailAt:
         step: the step in which it happens; for the phases of a recovery, the step that the recovery interrupts or any (None).
         phase: `data` (before the batch is read), `forward`, `backward` (before bucket k is reduced), `reduce` (inside the
             all-reduce of bucket k), `reduced` (between reduce and update), `update` (inside the update), `updated`, `commit`
-            (between update and commit), `fence`, `reconcile`, `transfer_source`, `transfer_receiver`, `rebuild` (joining the
+            (between update and commit), `fence`, `reconcile`, `transfer_source`, `transfer_receiver`, `join` (the
             new group), `first_step` (the first step after a recovery). For the supervisor: a state of the machine.
         rank: who fails; None with `role="supervisor"`, or for "whoever comes first".
         bucket: for phases of a bucket, which one (None: the first that gets there).
@@ -62,6 +67,13 @@ class FailAt:
     action: Action = "sigkill"
     role: Literal["worker", "supervisor"] = "worker"
     nth: int = 1
+
+    def __post_init__(self) -> None:
+        known = get_args(Phase) if self.role == "worker" else SUPERVISOR_PHASES
+        if self.phase not in known:
+            raise ConfigError(f"FailAt(phase={self.phase!r}): a {self.role} has the phases {', '.join(known)}")
+        if self.action not in get_args(Action):
+            raise ConfigError(f"FailAt(action={self.action!r}): use one of {', '.join(get_args(Action))}")
 
     @property
     def name(self) -> str:

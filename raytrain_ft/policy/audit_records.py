@@ -117,8 +117,11 @@ def _read_started(story: Story, record: dict[str, Any]) -> None:
 
 def _read_resumed(story: Story, record: dict[str, Any]) -> None:
     incarnation, step, world_size = (_number(record, key) for key in ("incarnation", "step", "world_size"))
-    if story.begins and incarnation <= max(story.begins):
-        raise ValueError(f"incarnation {incarnation} was resumed after incarnation {max(story.begins)}")
+    newest = max(story.begins, default=0)
+    if incarnation == newest and (story.begins.get(newest), story.worlds.get(newest)) == (step, world_size):
+        return  # said again by a supervisor that had been lost in between
+    if incarnation <= newest:
+        raise ValueError(f"incarnation {incarnation} was resumed after incarnation {newest}")
     story.begins[incarnation], story.worlds[incarnation] = step, world_size
     story.finished_at = None
 

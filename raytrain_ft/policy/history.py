@@ -14,6 +14,7 @@ from typing import Any
 from raytrain_ft.policy.audit import audit
 
 LONGEST_RECOVERY_S = 120.0
+VOICES = ("StepsCommitted", "Filled", "Completed", "Stopped")
 
 
 def check(records: Sequence[dict[str, Any]], *, longest_recovery: float = LONGEST_RECOVERY_S) -> list[str]:
@@ -52,9 +53,8 @@ def _voices_of_the_lost(records: Sequence[dict[str, Any]]) -> list[str]:
             incarnation = record["incarnation"]
         elif record["event"] == "WorkerLost":
             lost[record["member"]] = incarnation
-        elif record["event"] in ("StepsCommitted", "Filled", "Completed", "Stopped") and record["member"] in lost:
-            if record["incarnation"] > lost[record["member"]]:
-                found.append(f"I5 {record['member']}, lost in incarnation {lost[record['member']]}: {record}")
+        elif record["event"] in VOICES and record["incarnation"] > lost.get(record["member"], record["incarnation"]):
+            found.append(f"I5 {record['member']}, lost in incarnation {lost[record['member']]}: {record}")
     return found
 
 

@@ -33,7 +33,7 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityChanged(Event):
-    """How many more workers the cluster could host now."""
+    """How many workers the cluster could host now, those that it hosts already included."""
 
     slots: int
 

@@ -69,6 +69,12 @@ class RunState:
         self.answers[event.member] = event
         return all(member in self.answers for member in asked)
 
+    def holders(self) -> list[str]:
+        """Who is known to hold training state now."""
+        if self.state in (State.RUNNING, State.RESIZING, State.RESUME):
+            return [member for member in self.world if member in self.members]
+        return [member for member in self.survivors if member in self.members]
+
     def saver(self) -> str | None:
         """Who writes the final state: the lowest rank that is left."""
         return next((member for member in self.world if member in self.members), None)

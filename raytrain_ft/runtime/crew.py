@@ -104,11 +104,10 @@ class Crew:
     # ---------------------------------------------------------------- starting and watching
 
     async def _start(self, member: str) -> None:
-        node = await self._choose_node()
+        node = await self._choose_node(member)
         if node is None and self._health.state != State.SCHEDULING:
             self._lost(member, "no node has room for another worker", "supervisor")
             return
-        self._placed[member] = node
         actor = ray.remote(Worker).options(
             name=self._spec.member_name(member),
             namespace=NAMESPACE,
@@ -118,15 +117,20 @@ class Crew:
             **self._spec.options,
         )
         supervisor = ray.get_runtime_context().current_actor
-        self._handles[member] = actor.remote(member, self._spec, supervisor)
+        try:
+            self._handles[member] = actor.remote(member, self._spec, supervisor)
+        except (RayError, ValueError, TypeError) as error:
+            self._lost(member, f"Ray refuses to start it: {error}", "ray")
+            return
         await self._introduce(member)
 
-    async def _choose_node(self) -> str | None:
+    async def _choose_node(self, member: str) -> str | None:
         """The emptiest node whose raylet answers: Ray itself learns of a killed raylet only after many seconds."""
         nodes = placement.nodes()
         while True:
             taken = Counter(node for node in self._placed.values() if node)
             chosen = placement.choose(nodes, placement.demand(self._spec.options), taken, self._health.lost_nodes)
+            self._placed[member] = chosen  # taken from now on, whatever others are started meanwhile
             if chosen is None or await placement.answers(next(n for n in nodes if n["NodeID"] == chosen)):
                 return chosen
             self._health.node_lost(chosen, nodes)
@@ -255,6 +259,7 @@ def _cause(error: BaseException) -> str:
             ("Failed to look up actor", "its process is gone"),
             ("connection error code 2", "the process died (SIGKILL, a crash or an exit)"),
             ("INTENDED_USER_EXIT", "the process exited"),
+            ("The actor died unexpectedly", "the process died"),
             ("exit code", "the process exited"),
         ):
             if sign in text and (sign != "OOM" or ("memory usage" in text and "TaskOOM" in text)):

@@ -22,10 +22,11 @@ from raytrain_ft.runtime.spec import Beat, RunSpec
 
 CHECK_INTERVAL_S = 0.05
 CLUSTER_INTERVAL_S = 1.0
+FORGIVE_NODE_S = 90.0
 PATIENCE_WITH_ALL = 10
 """Times the usual patience for an answer when everybody is silent at once."""
-WAITING = frozenset({"reduce", "reduced"})
-"""Places where a worker waits for others: who is elsewhere holds them up."""
+WAITING = "wait"
+"""The place where a worker waits for others: who is elsewhere holds them up."""
 
 
 class Health:
@@ -43,7 +44,7 @@ class Health:
         self._probing: set[str] = set()
         self._members: dict[str, MemberState] = {}
         self._capacity: int | None = None
-        self.lost_nodes: set[str] = set()
+        self._lost_nodes: dict[str, float] = {}
         self.loss: float | None = None
         self.state = State.INITIALIZING
         self.incarnation = 0
@@ -54,7 +55,16 @@ class Health:
     def follow(self, machine: RunState) -> None:
         """Keeps what decides about noticing in line with the machine."""
         self._members = dict(machine.members)
-        self.incarnation, self.step, self._longest = machine.incarnation, machine.step, machine.longest_step
+        self.state, self.incarnation = machine.state, machine.incarnation
+        self.step, self._longest = machine.step, machine.longest_step
+
+    def recall(self, past: Iterable[m.Event]) -> None:
+        """What was recorded before the supervisor's own restart is not recorded again."""
+        for event in past:
+            if isinstance(event, m.StepsCommitted):
+                self._recorded[event.member, event.incarnation] = event.stop_step
+            elif isinstance(event, m.SamplesLost):
+                self._skipped.add((event.incarnation, event.step))
 
     def expect(self, member: str) -> None:
         """From now on this worker must beat."""
@@ -157,7 +167,9 @@ class Health:
             if member in self._heard:
                 node = self._crew.node_of(member)
                 if node is not None and not self._others_heard_on(node, member):
-                    self.lost_nodes.add(node)  # perhaps all of it is frozen or unplugged, which Ray learns after a minute
+                    self._lost_nodes[node] = (
+                        time.monotonic()
+                    )  # perhaps all of it is frozen or unplugged, which Ray learns after a minute
                 cause = f"silent for {silent + patience:.1f} s (frozen, or cut off)"
                 self._heard.pop(member)
                 self._tell(m.WorkerLost(at=self._now(), member=member, cause=cause, noticed_by="heartbeat"))
@@ -184,7 +196,7 @@ class Health:
             if self._members.get(member) != MemberState.ACTIVE or beat.status != "running":
                 continue
             age = beat.since + time.monotonic() - self._heard.get(member, time.monotonic())
-            if age > limit and beat.where not in WAITING and beat.incarnation == self.incarnation:
+            if age > limit and beat.where != WAITING and beat.incarnation == self.incarnation:
                 cause = f"hung for {age:.0f} s in {beat.where!r} of step {beat.step}"
                 self._beats.pop(member)
                 self._tell(m.WorkerLost(at=self._now(), member=member, cause=cause, noticed_by="step time"))
@@ -193,8 +205,14 @@ class Health:
 
     def node_lost(self, node: str, nodes: list[dict[str, Any]]) -> None:
         """This node is gone or frozen, whatever Ray still thinks: nothing is placed there any more."""
-        self.lost_nodes.add(node)
+        self._lost_nodes[node] = time.monotonic()
         self._count(nodes)
+
+    @property
+    def lost_nodes(self) -> set[str]:
+        """Nodes where nothing should be placed. Forgiven after a while: by then Ray knows, or the node is well again."""
+        now = time.monotonic()
+        return {node for node, at in self._lost_nodes.items() if now - at < FORGIVE_NODE_S}
 
     def _count(self, nodes: list[dict[str, Any]]) -> None:
         capacity = placement.capacity(nodes, placement.demand(self._spec.options), self.lost_nodes)

@@ -54,6 +54,7 @@ class Heartbeat:
     def running(self, incarnation: int, rank: int) -> None:
         """Training has begun in this incarnation."""
         with self._lock:
+            self._close_record()  # what a recovery completed belongs to the incarnation before
             self._status, self._detail, self._kind = "running", "", ""
             self._incarnation, self._rank = incarnation, rank
             self._last_record = 0.0

@@ -29,8 +29,11 @@ def marks(member: str, replica: Replica) -> Marks | None:
 class Transfer:
     """Point-to-point copies within the group of one incarnation."""
 
-    def __init__(self, group: FencedGroup, world: Sequence[str], member: str, probe: Callable[[str], None]) -> None:
+    def __init__(
+        self, group: FencedGroup, world: Sequence[str], member: str, device: torch.device, probe: Callable[[str], None]
+    ) -> None:
         self._group = group
+        self._device = device  # NCCL sends from a GPU only
         self._rank = {name: rank for rank, name in enumerate(world)}
         self._member = member
         self._probe = probe
@@ -38,19 +41,19 @@ class Transfer:
     def copy(self, copy: Copy, give: Callable[[], Tensor]) -> Tensor | None:
         """Carries out this member's part of one copy; returns what it received, if it is a target."""
         if self._member == copy.source:
-            payload = give()
-            size = torch.tensor([payload.numel()], dtype=torch.int64)
+            payload = give().to(self._device)
+            size = torch.tensor([payload.numel()], dtype=torch.int64, device=self._device)
             for target in copy.targets:
                 self._probe("transfer_source")
                 self._group.send([size], self._rank[target], 0).wait()
                 self._group.send([payload], self._rank[target], 0).wait()
         elif self._member in copy.targets:
             self._probe("transfer_receiver")
-            size = torch.zeros(1, dtype=torch.int64)
+            size = torch.zeros(1, dtype=torch.int64, device=self._device)
             self._group.recv([size], self._rank[copy.source], 0).wait()
-            payload = torch.empty(int(size), dtype=torch.uint8)
+            payload = torch.empty(int(size), dtype=torch.uint8, device=self._device)
             self._group.recv([payload], self._rank[copy.source], 0).wait()
-            return payload
+            return payload.cpu()
         return None
 
 

@@ -30,7 +30,6 @@ class Supervisor:
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
         self._events: asyncio.Queue[m.Event] = asyncio.Queue()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._chaos = Injector(spec.faults, spec.directory / "faults", "supervisor")
         path = spec.directory / "events.jsonl"
         past = read_events(path) if path.exists() else []
@@ -38,10 +37,13 @@ class Supervisor:
         self._start = time.monotonic() - (past[-1].at if past else 0.0)
         self._machine = replay(spec.rules, past)
         self._health = health.Health(spec, self.tell, self.now)
+        self._health.recall(past)
+        self._health.follow(self._machine)
         self._crew = Crew(spec, self.tell, self.now, self._health)
         self._store = StoreServer()
         self._ended = asyncio.Event()
         self._restarted = bool(past)
+        self._was_over = self._machine.state in ENDED
 
     def now(self) -> float:
         """Seconds since the run began, monotonic, also across this actor's own restarts."""
@@ -63,10 +65,12 @@ class Supervisor:
         try:
             while self._machine.state not in ENDED:
                 self._step(await self._events.get())
+                self._events.task_done()
             await self._crew.settled()
         finally:
             watcher.cancel()
-        self._note_end()
+        if not self._was_over:
+            self._note_end()
         self._ended.set()
         return self.account()
 
@@ -92,6 +96,7 @@ class Supervisor:
             "nodes": {name: self._crew.node_of(name) for name in machine.members},
             "pids": {name: self._crew.pid_of(name) for name in machine.members},
             "world": list(machine.world),
+            "holders": machine.holders(),
             "recoveries": [asdict(recovery) for recovery in machine.recoveries],
             "failure": machine.failure,
             "result": machine.result,
@@ -106,6 +111,8 @@ class Supervisor:
         if beat.member not in self._machine.members and self._machine.state != State.INITIALIZING:
             return False
         self._health.heard(beat)
+        if beat.commits and self._machine.state not in ENDED:
+            await self._events.join()  # they are in the log before the worker forgets them
         return True
 
     async def store_set(self, incarnation: int, key: str, value: bytes) -> None:
@@ -131,7 +138,6 @@ class Supervisor:
             self._machine.state = State.ERRORED
             commands = [*(m.Kill(member) for member in self._machine.members), m.End()]
         if self._machine.state != before:
-            self._health.state = self._machine.state
             self._log.note("State", at=self.now(), state=str(self._machine.state), incarnation=self._machine.incarnation)
             self._chaos.probe(str(self._machine.state), step=self._machine.step)
         self._health.follow(self._machine)

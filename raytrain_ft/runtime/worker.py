@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -154,7 +153,7 @@ class Worker:
     def _reconcile(self, fence: Fence, world: tuple[str, ...], plan: Plan | None) -> tuple[tuple[str, ...], int]:
         fence.check()
         self._world, self._rank = world, world.index(self._member)
-        self._probe_recovery("rebuild")
+        self._probe_recovery("join")
         store = RayStore(self._supervisor, fence, GROUP_TIMEOUT)
         self._group = process_group.build(
             store, self._rank, len(world), fence, host=self._host, use_gpu=self._spec.use_gpu, timeout=GROUP_TIMEOUT
@@ -166,7 +165,7 @@ class Worker:
             return state.digests(), 0
         if not state.filled:
             return (), 0
-        transfer = recovery.Transfer(self._group, world, self._member, self._probe_recovery)
+        transfer = recovery.Transfer(self._group, world, self._member, state.device, self._probe_recovery)
         undone, commit = recovery.reconcile(self._replica, plan, transfer)
         if commit is not None:
             self._heartbeat.committed(commit)
@@ -186,7 +185,7 @@ class Worker:
         fence.check()
         assert self._group is not None
         state = self._replica.state
-        transfer = recovery.Transfer(self._group, self._world, self._member, self._probe_recovery)
+        transfer = recovery.Transfer(self._group, self._world, self._member, state.device, self._probe_recovery)
         recovery.take_states(self._replica, copies, transfer, version=extras.step if extras else state.step)
         if extras is not None:
             state.take(extras)
@@ -241,7 +240,3 @@ class Worker:
         state = self._replica.state
         write_tensors(path, state.model.state_dict(), {"step": state.step, "digests": list(state.digests())})
         return path
-
-    def retire(self) -> None:
-        """Ends this process."""
-        threading.Thread(target=lambda: (time.sleep(0.05), os._exit(0)), daemon=True).start()

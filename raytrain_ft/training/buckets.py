@@ -189,6 +189,7 @@ class Reducer:
 
     def _accept(self) -> None:
         bucket = self.buckets[self._accepted]
+        self._probe("wait", bucket.index)
         self._next().wait()
         bucket.gradient = self._step
         bucket.work = None

@@ -78,6 +78,11 @@ class TrainingState:
             *((f"buffer.{name}", b) for name, b in model.named_buffers()),
         ]
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model lives."""
+        return self.buckets[0].flat.device
+
     def slots(self, bucket: Bucket) -> Iterator[tuple[str, Any]]:
         """Name and value (a tensor, or a plain number) of everything in the state of a bucket, in a fixed order."""
         for i, p in enumerate(bucket.params):

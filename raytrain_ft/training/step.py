@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from raytrain_ft.errors import NonFiniteLossError
 from raytrain_ft.policy.sampling import GlobalBatch, Position
@@ -95,7 +96,6 @@ class Replica:
         self.settings = settings
         self.attempt: Attempt | None = None
         self.stop_agreed = False
-        self.norm: float | None = None
         self._probe = probe
         self._skip = False
         self._weight = 0.0
@@ -158,12 +158,19 @@ class Replica:
         batch = self.attempt.batch
         seed_all(step_seed(self.settings.seed, self.state.step, self.attempt.rank, number))
         self._at("forward")
+        data = self._on_device(micro_batch.data)
         with self._autocast():
-            output = self.state.model(self.task.inputs(micro_batch.data))
-            loss = self.task.loss(output, micro_batch.data)
+            output = self.state.model(self.task.inputs(data))
+            loss = self.task.loss(output, data)
         weighted = loss * (len(micro_batch.ids) / (batch.stop - batch.start))
         self.state.tail.losses.append(weighted)
         weighted.backward()
+
+    def _on_device(self, data: Any) -> Any:
+        device = self.state.buckets[0].flat.device
+        if device.type == "cpu":
+            return data
+        return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, data)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.settings.precision == "fp32":
@@ -181,8 +188,7 @@ class Replica:
             return
         if self.settings.max_grad_norm is not None:
             params = [p for bucket in behind for p in bucket.params]
-            norm = torch.nn.utils.clip_grad_norm_(params, self.settings.max_grad_norm, error_if_nonfinite=False)
-            self.norm = float(norm)
+            torch.nn.utils.clip_grad_norm_(params, self.settings.max_grad_norm, error_if_nonfinite=False)
         for bucket in behind:
             bucket.dirty = True
         self._at("update")
@@ -232,6 +238,8 @@ class Replica:
         state.tail.settled()
         self.attempt = None
         self.stop_agreed = state.tail.stop_agreed(state.buckets[-1].tail)
+        if self.undo is not None:
+            self.undo.forget()  # a committed step is never undone; its records would keep old buffers alive
         commit = Commit(attempt, state.loss, time.monotonic() - attempt.began, self._skip)
         self._skip = False
         return commit

@@ -19,7 +19,7 @@ STEP_PHASES = [
     [("reduce", 0), ("reduce", 1), ("reduce", 2), ("reduced", 0), ("reduced", 2)],
     [("update", None), ("updated", None), ("commit", None)],
 ]
-RECOVERY_PHASES = ["fence", "rebuild", "reconcile", "transfer_source", "transfer_receiver", "first_step"]
+RECOVERY_PHASES = ["fence", "join", "reconcile", "transfer_source", "transfer_receiver", "first_step"]
 
 
 def faults_of(cells, action="sigkill"):
@@ -44,7 +44,7 @@ def test_a_worker_killed_in_a_phase_of_the_step(cells, undisturbed, tmp_path: Pa
 def test_a_second_loss_in_a_phase_of_the_recovery(phase: str, undisturbed, tmp_path: Path) -> None:
     rank = {"transfer_receiver": 0, "first_step": 2}.get(phase, 1)
     first = FailAt(rank=0, step=10, phase="reduce", bucket=1)
-    second = FailAt(rank=rank, phase=phase, step=10 if phase == "first_step" else None, nth=2 if phase == "rebuild" else 1)
+    second = FailAt(rank=rank, phase=phase, step=10 if phase == "first_step" else None, nth=2 if phase == "join" else 1)
     if phase in ("reconcile",):
         second = FailAt(rank=rank, phase=phase, nth=2)  # the first is the beginning of the run
     result = train(tmp_path, "cascade", faults=[first, second])

@@ -66,9 +66,9 @@ def test_when_the_driver_goes(cluster, end: str, tmp_path: Path) -> None:
 
 
 def test_listeners_and_leftovers_of_a_run(cluster, tmp_path: Path) -> None:
-    shm_before = set(os.listdir("/dev/shm"))
+    shm_before = set(Path("/dev/shm").iterdir())
     result = train(tmp_path, "clean", steps=5)
-    assert set(os.listdir("/dev/shm")) - shm_before == set()
+    assert set(Path("/dev/shm").iterdir()) - shm_before == set()
     assert list_named_actors(all_namespaces=True) == []
     assert sorted(p.name for p in Path(result.path).iterdir()) == ["events.jsonl", "final.arrow", "nonce", "timeline.json"]
 

@@ -255,6 +255,31 @@ def test_a_deadline_of_an_exchange_is_a_suspicion(timer: str, state: State) -> N
     assert f"{timer}: no answer from w0, w1, w3 in time" in story.run.recoveries[0].cause
 
 
+def test_the_deadline_of_a_fence_leaves_time_for_the_longest_step() -> None:
+    story = running()
+    where: dict[str, Any] = {"rank": 0, "world_size": 3, "epoch": 0, "start": 0, "ids_digest": "", "loss": 1.0}
+    story.tell(m.StepsCommitted(member="w0", incarnation=1, first_step=1, stop_step=2, longest_s=20.0, **where))
+    assert of(story.lost("w2").said, m.SetTimer) == [m.SetTimer("fence", 60.0, 2)]
+
+
+def test_a_suspicion_while_workers_are_awaited_is_about_nothing() -> None:
+    story = running().lost("w1").fenced("w0", "w2")
+    story.tell(m.Suspected(incarnation=2, reason="a collective failed", noticed_by="w0"))
+    assert (story.run.state, story.run.incarnation) == (State.REPLACE, 2)
+
+
+def test_who_held_nothing_when_fenced_is_filled_whatever_it_answers_later() -> None:
+    """A worker that died half-way through an update, for example, has state, but no one knows of which version."""
+    story = running(spares=1).to(State.REPLACE).reconciled("w0", "w1", "w3")
+    (fill,) = [command for command in story.said if isinstance(command, m.Fill)]
+    assert fill.whole == ("w3",)
+
+
+def test_a_worker_that_trains_is_not_made_a_spare_by_a_second_introduction() -> None:
+    story = running().started("w0")
+    assert story.run.members["w0"] == MemberState.ACTIVE
+
+
 def test_a_deadline_counts_only_for_what_it_was_set_for() -> None:
     story = running(spares=1).to(State.REBUILD)
     for timer in ("schedule", "fence", "replacement", "reconcile", "save w0"):
@@ -353,6 +378,15 @@ def test_recoveries_that_commit_no_step_come_to_an_end() -> None:
     assert story.run.failure[1].startswith("2 recoveries in a row committed no step at step 1; last cause: the node died")
 
 
+def test_recoveries_that_commit_a_step_each_may_go_on_for_ever() -> None:
+    story = running(max_fruitless_recoveries=1, wait_for_replacement=False, spares=1)
+    for i in range(8):
+        story.started(f"w{i + 3}").lost(f"w{i + 2}").fenced("w0", "w1", step=i)
+        story.reconciled("w0", "w1", f"w{i + 3}").filled("w0", "w1", f"w{i + 3}").committed(i)
+    assert story.run.state == State.RUNNING
+    assert len(story.run.recoveries) == 8
+
+
 def test_an_undo_is_on_record_even_if_the_recovery_that_did_it_was_interrupted() -> None:
     """w1 carries the undo out and w0 does not; afterwards w0 copies what w1 has, and no undo is in the plan."""
     story = running(2, whole_update=False, wait_for_replacement=False)
@@ -400,19 +434,18 @@ def test_a_supervisor_that_comes_back_reads_the_log_and_asks_again() -> None:
     assert of(commands, m.Fence) == [m.Fence(("w0", "w1"), 3)], "an incarnation is never fenced twice: workers refuse"
 
 
-@pytest.mark.parametrize(
-    ("story", "again"),
-    [
-        (running(), []),
-        (running(spares=1).to(State.RESUME), [m.Run(("w0", "w1", "w3"), 2)]),
-        (running(max_steps=1).completed(), [m.Save("w0"), m.SetTimer("save w0", 60.0, 1)]),
-        (Story(1), [m.SetTimer("schedule", 120.0, 0)]),
-    ],
-    ids=["RUNNING", "RESUME", "SHUTTING_DOWN", "SCHEDULING"],
-)
-def test_what_was_asked_is_asked_again(story: Story, again: list[m.Command]) -> None:
-    commands = story.tell(m.SupervisorRestarted())
-    assert [command for command in commands if not isinstance(command, m.Kill | m.Watch)] == again
+def test_what_was_asked_is_asked_again() -> None:
+    growing = Story(2).started("w0").fires("schedule").reconciled("w0").committed(0).started("w1")
+    for story, state, again in (
+        (Story(1), State.SCHEDULING, [m.SetTimer("schedule", 120.0, 0)]),
+        (running(spares=1).to(State.RESUME), State.RESUME, [m.Run(("w0", "w1", "w3"), 2)]),
+        (running(), State.RUNNING, []),
+        (growing, State.RESIZING, [m.StopAtBoundary(("w0",))]),
+        (running(max_steps=1).completed(), State.SHUTTING_DOWN, [m.Save("w0"), m.SetTimer("save w0", 60.0, 1)]),
+    ):
+        assert story.run.state == state
+        commands = story.tell(m.SupervisorRestarted())
+        assert [command for command in commands if not isinstance(command, m.Kill | m.Watch)] == again
 
 
 def test_what_workers_say_again_after_a_restart_is_no_news() -> None:

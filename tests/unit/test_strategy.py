@@ -176,3 +176,8 @@ def test_starting_is_given_up_after_some_rounds_until_the_cluster_grows() -> Non
     assert roster.provision() == []
     roster.resized(3)
     assert roster.provision() == [StartWorker("w4"), StartWorker("w5")]
+    roster.lose("w4")
+    roster.provision()
+    roster.ready("w5")
+    roster.lose("w6")
+    assert not roster.cannot_start(), "one came, so starting is possible"
