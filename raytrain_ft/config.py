@@ -105,6 +105,8 @@ class RecoveryConfig:
                 raise ConfigError(f"RecoveryConfig({name}={getattr(self, name)!r}): use one of {', '.join(allowed)}")
         if self.num_spares < 0:
             raise ConfigError(f"RecoveryConfig(num_spares={self.num_spares}): use 0 or more")
+        if self.max_fruitless_recoveries < 1:
+            raise ConfigError(f"RecoveryConfig(max_fruitless_recoveries={self.max_fruitless_recoveries}): use 1 or more")
         for name, value in vars(self).items():
             if isinstance(value, timedelta) and value <= timedelta():
                 raise ConfigError(f"RecoveryConfig({name}={value}): a time must be longer than zero")

@@ -117,7 +117,7 @@ def _read_started(story: Story, record: dict[str, Any]) -> None:
 
 def _read_resumed(story: Story, record: dict[str, Any]) -> None:
     incarnation, step, world_size = (_number(record, key) for key in ("incarnation", "step", "world_size"))
-    newest = max(story.begins, default=0)
+    newest = max(story.begins, default=-1)
     if incarnation == newest and (story.begins.get(newest), story.worlds.get(newest)) == (step, world_size):
         return  # said again by a supervisor that had been lost in between
     if incarnation <= newest:

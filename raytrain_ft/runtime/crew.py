@@ -168,26 +168,25 @@ class Crew:
 
     # ---------------------------------------------------------------- commands
 
-    async def _call(self, member: str, method: str, *args: Any, seconds: float | None = None) -> Any:
-        """Calls a worker; None if it could not answer, which is then an event."""
+    async def _call(self, member: str, method: str, *args: Any, incarnation: int = 0, seconds: float | None = None) -> Any:
+        """Calls a worker, about an incarnation; None if it could not answer, which is then an event."""
         try:
             call = getattr(self.handle(member), method).remote(*args)
             return await asyncio.wait_for(asyncio.wrap_future(call.future()), seconds)
         except RayTaskError as error:
-            self._report(member, error)
+            self._report(member, error, incarnation)
         except (RayActorError, GetTimeoutError, ValueError) as error:
             self._lost(member, _cause(error), "ray")
         except TimeoutError:
             self._lost(member, f"no answer to {method} within {seconds:g} s", "deadline")
         return None
 
-    def _report(self, member: str, error: RayTaskError) -> None:
+    def _report(self, member: str, error: RayTaskError, incarnation: int) -> None:
         """What a worker's method raised, as an event. A fence that overtook the command is none."""
         cause = error.cause if isinstance(error.cause, BaseException) else error
         if isinstance(cause, FencedError):
             return
         if isinstance(cause, PeerLostError):
-            incarnation = self._health.incarnation
             self._tell(m.Suspected(at=self._now(), incarnation=incarnation, reason=str(cause)[:300], noticed_by=member))
             return
         kind = "config" if isinstance(cause, ConfigError) else "task"
@@ -201,27 +200,31 @@ class Crew:
         try:
             marks = await self.handle(member).fence.remote(incarnation)
         except RayTaskError as error:
-            self._report(member, error)
+            self._report(member, error, incarnation)
         except (RayError, ValueError) as error:
             self._lost(member, _cause(error), "ray")
         else:
             self._tell(m.Fenced(at=self._now(), member=member, incarnation=incarnation, marks=marks))
 
     async def _reconcile(self, member: str, world: tuple[str, ...], incarnation: int, plan: Any) -> None:
-        answer = await self._call(member, "reconcile", world, incarnation, plan)
+        answer = await self._call(member, "reconcile", world, incarnation, plan, incarnation=incarnation)
         if answer is not None:
             digests, undone = answer
             self._tell(m.Reconciled(at=self._now(), member=member, incarnation=incarnation, digests=digests, undone=undone))
 
     async def _fill(self, command: m.Fill) -> None:
-        extras = await self._call(command.source, "extras", command.incarnation) if command.whole else None
+        extras = (
+            await self._call(command.source, "extras", command.incarnation, incarnation=command.incarnation)
+            if command.whole
+            else None
+        )
         if command.whole and extras is None:
             return
         for member in command.world:
             self._spawn(self._fill_one(member, command, extras if member in command.whole else None))
 
     async def _fill_one(self, member: str, command: m.Fill, extras: Any) -> None:
-        digests = await self._call(member, "fill", command.incarnation, command.copies, extras)
+        digests = await self._call(member, "fill", command.incarnation, command.copies, extras, incarnation=command.incarnation)
         if digests is not None:
             self._tell(m.Filled(at=self._now(), member=member, incarnation=command.incarnation, digests=digests))
 

@@ -20,7 +20,9 @@ from raytrain_ft.training.step import Commit, Replica
 def marks(member: str, replica: Replica) -> Marks | None:
     """Where this worker stands, or None if it holds nothing that others could go on from."""
     state = replica.state
-    if not state.filled or any(bucket.dirty for bucket in state.buckets):
+    if any(bucket.dirty for bucket in state.buckets):
+        state.filled = False  # an update broke off in the middle: what is here is no version of anything
+    if not state.filled:
         return None
     versions = tuple(bucket.version for bucket in state.buckets)
     return Marks(member, state.step, versions, tuple(bucket.gradient for bucket in state.buckets))

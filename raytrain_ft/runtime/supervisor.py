@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+import traceback
 from dataclasses import asdict
 from typing import Any
 
@@ -132,9 +133,10 @@ class Supervisor:
         self._log.append(event)
         try:
             commands = handle(self._machine, event)
-        except IllegalEventError as error:
+        except Exception as error:
             # A bug of ours. End the run with the story rather than going on from a state that nobody foresaw.
-            self._machine.failure = ("IllegalEventError", str(error))
+            story = str(error) if isinstance(error, IllegalEventError) else traceback.format_exc()
+            self._machine.failure = ("IllegalEventError", story)
             self._machine.state = State.ERRORED
             commands = [*(m.Kill(member) for member in self._machine.members), m.End()]
         if self._machine.state != before:

@@ -1,0 +1,119 @@
+"""What plain PyTorch can do, and the same numbers: against an ordinary loop over the same global batches in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import train
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import TensorDataset
+
+import raytrain_ft as ft
+from raytrain_ft.policy.sampling import Position, Sampling, next_batch, sample_ids
+from raytrain_ft.training.random import seed_all
+
+STEPS, BATCH, SEED = 12, 24, 7
+
+
+class Autoencoder(nn.Module):
+    """Tied weights, and a layer that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+        self.encode = nn.Linear(8, 4, bias=False)
+        self.unused = nn.Linear(3, 3)
+        self.bias = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        code = torch.tanh(self.encode(self.frozen(x)))
+        return code @ self.encode.weight + self.bias
+
+
+class Everything(ft.TrainTask):
+    """Parameter groups, tied and frozen and unused parameters, a schedule; clipping and accumulation come from the Trainer."""
+
+    def model(self, stage: int) -> nn.Module:
+        return Autoencoder()
+
+    def optimizer(self, params):
+        matrices = [p for p in params if p.dim() == 2]
+        others = [p for p in params if p.dim() != 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.05}]
+        return torch.optim.AdamW(groups, lr=0.02, weight_decay=0.0)
+
+    def scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.02, 0.05], total_steps=STEPS + 1)
+
+    def dataset(self):
+        return TensorDataset(torch.randn(100, 8, generator=torch.Generator().manual_seed(3)))
+
+    def inputs(self, batch):
+        return batch[0]
+
+    def loss(self, output, batch):
+        return mse_loss(output, batch[0])
+
+
+class Classifier(ft.TrainTask):
+    def model(self, stage: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 3))
+
+    def optimizer(self, params):
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True)
+
+    def dataset(self):
+        inputs = torch.randn(100, 8, generator=torch.Generator().manual_seed(3))
+        return TensorDataset(inputs, inputs[:, :3].argmax(dim=1))
+
+    def loss(self, output, batch):
+        return cross_entropy(output, batch[1])
+
+
+def plain_loop(task: ft.TrainTask, *, clip: float | None = None, bf16: bool = False) -> nn.Module:
+    """The ordinary loop of a person who has never heard of us, on one process."""
+    seed_all(SEED)
+    model = task.model(0)
+    optimizer = task.optimizer([p for p in model.parameters() if p.requires_grad])
+    scheduler = task.scheduler(optimizer)
+    tensors = task.dataset().tensors
+    sampling, position = Sampling(100, BATCH, SEED), Position()
+    for _ in range(STEPS):
+        batch, position = next_batch(sampling, position)
+        ids = torch.from_numpy(sample_ids(sampling, batch.epoch, range(batch.start, batch.stop)).copy())
+        data = [tensor[ids] for tensor in tensors]
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+            loss = task.loss(model(task.inputs(data)), data)
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], clip)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return model
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_groups_ties_frozen_unused_clipping_accumulation_and_schedule(cluster, workers: int, tmp_path: Path) -> None:
+    task = Everything()
+    settings = {"global_batch_size": BATCH, "max_grad_norm": 0.1, "gradient_accumulation_steps": 2, "steps": STEPS}
+    result = train(tmp_path, "everything", task=task, workers=workers, **settings)
+    ours, plain = ft.load_model(task, result).state_dict(), plain_loop(task, clip=0.1).state_dict()
+    for name, value in plain.items():
+        torch.testing.assert_close(ours[name], value, rtol=2e-5, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_bf16_autocast_computes_in_bf16_and_updates_in_fp32(cluster, tmp_path: Path) -> None:
+    task = Classifier()
+    result = train(tmp_path, "bf16", task=task, workers=1, global_batch_size=BATCH, steps=STEPS, precision="bf16")
+    ours = ft.load_model(task, result).state_dict()
+    plain, full = plain_loop(task, bf16=True).state_dict(), plain_loop(task).state_dict()
+    for name, value in plain.items():
+        assert ours[name].dtype == torch.float32
+        torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6)
+    assert any(not torch.equal(ours[name], full[name]) for name in full)
