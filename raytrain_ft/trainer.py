@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import secrets
 import time
-import uuid
-import warnings
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -25,19 +21,17 @@ from raytrain_ft.config import (
     TrainSettings,
     check_name,
     check_supported,
-    workers,
 )
 from raytrain_ft.errors import ConfigError, RunActiveError, TrainingFailedError
-from raytrain_ft.policy.roster import Rules
-from raytrain_ft.policy.sampling import Sampling
+from raytrain_ft.prepare import prepare
 from raytrain_ft.progress import Display
 from raytrain_ft.result import Result, recovery_of
 from raytrain_ft.runtime.spec import NAMESPACE, RunSpec
 from raytrain_ft.runtime.supervisor import Supervisor
 from raytrain_ft.task import TrainTask, check_task
-from raytrain_ft.training.build import check_model, check_undo
-from raytrain_ft.training.step import StepSettings
 
+SUPERVISOR: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 1000}
+"""Ray's options for the supervisor actor: it restarts itself as often as it takes."""
 POLL_S = 0.2
 UNAVAILABLE_S = 120.0
 """How long the driver waits for a supervisor that Ray is restarting."""
@@ -87,12 +81,12 @@ class Trainer:
         self._scaling: Any = scaling_config or ScalingConfig()
         self._run = run_config or RunConfig()
         self._recovery = recovery_config or RecoveryConfig()
-        self._parallelism = parallelism_config or ParallelismConfig()
+        del parallelism_config  # it checks itself, and says so far only "no pipeline"
         self._quiet = quiet
         self._settings = TrainSettings(**settings)
         self._settings.check(self._scaling, self._recovery)
         check_supported(self._scaling, self._run)
-        self._name = check_name(str(self._run.name))
+        check_name(str(self._run.name))
 
     def fit(self) -> Result:
         """Trains to the end.
@@ -100,8 +94,8 @@ class Trainer:
         Raises:
             ConfigError: something about the run cannot work; TrainingFailedError: a run that began could not be finished.
         """
-        spec, supervisor_options = self._prepare()
-        supervisor = self._start(spec, supervisor_options)
+        spec = prepare(self._task, self._settings, self._scaling, self._run, self._recovery)
+        supervisor = self._start(spec)
         try:
             account = self._follow(spec, supervisor)
         except BaseException:
@@ -111,134 +105,15 @@ class Trainer:
             _clean_up(spec, supervisor)
         return _result(spec, account)
 
-    # ---------------------------------------------------------------- before anything starts
-
-    def _prepare(self) -> tuple[RunSpec, dict[str, Any]]:
-        settings, recovery, scaling = self._settings, self._recovery, self._scaling
-        update = self._check_task_parts()
-        directory = self._directory()
-        dataset = self._task.dataset()
-        sampling = Sampling(
-            dataset_size=_size(dataset),
-            global_batch_size=settings.global_batch_size,
-            seed=settings.seed,
-            shuffle=settings.shuffle,
-            drop_last=settings.drop_last,
-        )
-        del dataset
-        if not ray.is_initialized():
-            ray.init(log_to_driver=False)
-        least, most = workers(scaling)
-        failure = self._run.failure_config
-        rules = Rules(
-            min_workers=least,
-            max_workers=most,
-            max_steps=settings.max_steps,
-            spares=recovery.num_spares,
-            whole_update=update == "barrier",
-            wait_for_replacement=recovery.replacement == "wait",
-            schedule_timeout=recovery.schedule_timeout.total_seconds(),
-            replacement_timeout=recovery.replacement_timeout.total_seconds(),
-            fence_timeout=recovery.fence_timeout.total_seconds(),
-            max_failures=failure.max_failures if failure else -1,
-            max_preemption_failures=getattr(failure, "max_preemption_failures", -1),
-            max_fruitless_recoveries=recovery.max_fruitless_recoveries,
-        )
-        step = StepSettings(
-            seed=settings.seed,
-            gradient_accumulation_steps=settings.gradient_accumulation_steps,
-            max_grad_norm=settings.max_grad_norm,
-            precision=settings.precision,
-            update=update,
-            on_non_finite=settings.on_non_finite,
-            bucket_bytes=settings.bucket_bytes,
-            first_bucket_bytes=settings.first_bucket_bytes,
-        )
-        spec = RunSpec(
-            run_id=uuid.uuid4().hex[:12],
-            name=self._name,
-            directory=directory,
-            nonce=secrets.token_hex(16),
-            task=self._task,
-            sampling=sampling,
-            step=step,
-            rules=rules,
-            options=self._worker_options(),
-            use_gpu=scaling.use_gpu,
-            undo=recovery.undo,
-            faults=tuple(settings.faults),
-            heartbeat_interval=recovery.heartbeat_interval.total_seconds(),
-            heartbeat_timeout=recovery.heartbeat_timeout.total_seconds(),
-            probe_timeout=recovery.probe_timeout.total_seconds(),
-            hang_timeout=recovery.hang_timeout.total_seconds(),
-            lease=recovery.lease.total_seconds(),
-        )
-        return spec, {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 1000}
-
-    def _check_task_parts(self) -> Any:
-        """Builds model and optimizer once, here, so that what cannot work fails before any worker starts.
-
-        Returns the update mode: `strategy="auto"` falls back to "barrier" where wait-free updates could not be undone.
-        """
-        model = self._task.model(0)
-        check_model(model)
-        optimizer = self._task.optimizer([p for p in model.parameters() if p.requires_grad])
-        if self._recovery.update == "barrier":
-            return "barrier"
-        reasons = check_undo(optimizer, self._recovery.undo)
-        if not reasons:
-            return "wait_free"
-        if self._recovery.strategy == "auto":
-            warnings.warn(
-                f'update="wait_free" would need undo, but {"; ".join(reasons)}. Falling back to update="barrier", which '
-                "never needs it.",
-                stacklevel=4,
-            )
-            return "barrier"
-        raise errors.UndoRefusedError(
-            f'RecoveryConfig(update="wait_free"): {"; ".join(reasons)}. Use update="barrier", which never needs an undo.'
-        )
-
-    def _directory(self) -> Path:
-        """The run's directory, made. An earlier run of this name keeps its records beside the new ones."""
-        path = str(self._run.storage_path)
-        if "://" in path:
-            raise ConfigError(
-                f"RunConfig(storage_path={path!r}): only paths of a file system that all nodes share are supported so far"
-            )
-        directory = Path(path).expanduser().resolve() / self._name
-        try:
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            probe = directory / f".probe-{uuid.uuid4().hex}"
-            probe.write_text("")
-            probe.unlink()
-        except OSError as error:
-            raise ConfigError(f"RunConfig(storage_path={path!r}): {directory} cannot be written: {error}") from error
-        return directory
-
-    def _worker_options(self) -> dict[str, Any]:
-        resources = dict(self._scaling.resources_per_worker or {"CPU": 1})
-        options: dict[str, Any] = {"num_cpus": resources.pop("CPU", 0)}
-        gpus = resources.pop("GPU", 1 if self._scaling.use_gpu else 0)
-        if gpus:
-            options["num_gpus"] = gpus
-        if resources:
-            options["resources"] = resources
-        threads = str(max(1, int(options["num_cpus"])))
-        runtime_env: dict[str, Any] = dict(self._run.worker_runtime_env or {})
-        environment = {"OMP_NUM_THREADS": threads, **runtime_env.get("env_vars", {})}
-        options["runtime_env"] = {**runtime_env, "env_vars": environment}
-        return options
-
     # ---------------------------------------------------------------- while it runs
 
-    def _start(self, spec: RunSpec, options: dict[str, Any]) -> Any:
+    def _start(self, spec: RunSpec) -> Any:
         """Starts the supervisor. Its name is taken as long as the run lives, which keeps a second one out."""
         _refuse_second_run(spec)
         _keep_earlier_records(spec)
         (spec.directory / "nonce").write_text(spec.nonce)
         try:
-            return ray.remote(Supervisor).options(name=spec.supervisor_name, namespace=NAMESPACE, **options).remote(spec)
+            return ray.remote(Supervisor).options(name=spec.supervisor_name, namespace=NAMESPACE, **SUPERVISOR).remote(spec)
         except ValueError as error:
             raise RunActiveError(_active(spec)) from error
 
@@ -284,16 +159,6 @@ def _check_keywords(settings: dict[str, Any]) -> None:
         raise ConfigError(f"Trainer needs {' and '.join(missing)}")
     if not all(isinstance(fault, FailAt) for fault in settings.get("faults", ())):
         raise ConfigError(f"Trainer(faults={settings['faults']!r}): use raytrain_ft.chaos.FailAt")
-
-
-def _size(dataset: Any) -> int:
-    try:
-        size = len(dataset)
-    except TypeError as error:
-        raise ConfigError(f"dataset() returned a {type(dataset).__name__} without a length; use a map-style dataset") from error
-    if size == 0:
-        raise ConfigError("dataset() is empty: there is nothing to train on")
-    return size
 
 
 def _active(spec: RunSpec) -> str:
