@@ -96,9 +96,15 @@ class Killer:
     def _kill(self, kind: str) -> bool:
         account = self._account()
         holders = account["holders"] if account else []
-        if account is None or account["state"] in ("INITIALIZING", "SCHEDULING", "SHUTTING_DOWN") or len(holders) < 2:
+        known = [member for member, pid in account["pids"].items() if pid] if account else []
+        if (
+            account is None
+            or not known
+            or account["state"] in ("INITIALIZING", "SCHEDULING", "SHUTTING_DOWN")
+            or len(holders) < 2
+        ):
             return False  # a kill of the last replica would end the run, and rightly so
-        victim = self.random.choice([member for member, pid in account["pids"].items() if pid])
+        victim = self.random.choice(known)
         node = account["nodes"].get(victim)
         alone = all(account["nodes"].get(member) == node for member in holders)
         try:
