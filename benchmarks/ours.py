@@ -139,7 +139,9 @@ class Running:
 
 
 @contextmanager
-def training(task: Task, name: str, directory: str, num_workers: Any, recovery: ft.RecoveryConfig, **settings: Any) -> Iterator[Running]:
+def training(
+    task: Task, name: str, directory: str, num_workers: Any, recovery: ft.RecoveryConfig, **settings: Any
+) -> Iterator[Running]:
     """A run of the task that goes on while the block does; `settings` go to `Trainer`."""
     most = num_workers if isinstance(num_workers, int) else num_workers[1]
     trainer = ft.Trainer(

@@ -34,6 +34,7 @@ class Kill:
     step_s: float  # median step time just before the kill
     steps_redone: int  # completed before the kill, and computed again
     batches_dropped: int  # survivors' local batches whose step was thrown away for good
+    killed_at: float = 0.0  # monotonic time of the kill
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +93,16 @@ class Killer:
         self._random = np.random.default_rng(seed)
         self._timeout_s = timeout_s
 
-    def kill_one(self) -> Kill:
-        """Wait for full strength, kill one worker at a random phase of a step, wait for full strength again."""
+    def kill_one(self, number: int = signal.SIGKILL) -> Kill:
+        """Wait for full strength, kill one worker at a random phase of a step, wait for full strength again.
+
+        `number` is the signal: SIGSTOP freezes the worker instead.
+        """
         members, step_s = self._wait(self._steady, "full strength before a kill")
         time.sleep(float(self._random.uniform(0.0, step_s)))
         victim = int(self._random.choice(sorted(members)))
         killed_at = time.monotonic()
-        os.kill(victim, signal.SIGKILL)
+        os.kill(victim, number)
         last_step = max(e.step for e in self._entries(members, until=killed_at) if e.world)
 
         def recovered() -> tuple[float, float] | None:
@@ -120,6 +124,7 @@ class Killer:
             step_s=step_s,
             steps_redone=max(0, last_step + 1 - redone_from),
             batches_dropped=len(thrown_away),
+            killed_at=killed_at,
         )
 
     def stop(self, steps_ahead: int = 10) -> None:

@@ -22,7 +22,10 @@ from raytrain_ft.runtime.spec import Beat, RunSpec
 
 CHECK_INTERVAL_S = 0.05
 CLUSTER_INTERVAL_S = 1.0
-FORGIVE_NODE_S = 90.0
+FORGIVE_DEAD_NODE_S = 90.0
+"""How long a node that refuses connections is avoided. By then Ray knows of its death."""
+FORGIVE_SILENT_NODE_S = 15.0
+"""How long a node is avoided whose worker fell silent: most often it was that process alone, which Ray kills in seconds."""
 PATIENCE_WITH_ALL = 10
 """Times the usual patience for an answer when everybody is silent at once."""
 WAITING = "wait"
@@ -205,14 +208,14 @@ class Health:
 
     def node_lost(self, node: str, nodes: list[dict[str, Any]]) -> None:
         """This node is gone or frozen, whatever Ray still thinks: nothing is placed there any more."""
-        self._lost_nodes[node] = time.monotonic()
+        self._lost_nodes[node] = time.monotonic() + FORGIVE_DEAD_NODE_S
         self._count(nodes)
 
     @property
     def lost_nodes(self) -> set[str]:
-        """Nodes where nothing should be placed. Forgiven after a while: by then Ray knows, or the node is well again."""
+        """Nodes where nothing should be placed for now."""
         now = time.monotonic()
-        return {node for node, at in self._lost_nodes.items() if now - at < FORGIVE_NODE_S}
+        return {node for node, until in self._lost_nodes.items() if now < until}
 
     def _count(self, nodes: list[dict[str, Any]]) -> None:
         capacity = placement.capacity(nodes, placement.demand(self._spec.options), self.lost_nodes)

@@ -1,0 +1,136 @@
+"""How exact the end of a killed run is, and whether anybody is given up who lives."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+import raytrain_ft as ft
+from benchmarks.harness import Options, Report
+from raytrain_ft.chaos.cluster import LocalCluster
+from raytrain_ft.runtime.event_log import read_records
+from raytrain_ft.storage.arrow import read_tensors
+
+STEPS = 60
+PHASES = [("data", None), ("forward", None), ("update", None), ("commit", None)]
+PHASES += [(phase, bucket) for phase in ("backward", "reduce", "reduced") for bucket in range(3)]
+BUCKETS = {"bucket_bytes": 65_536, "first_bucket_bytes": 8_192}
+
+
+class Small(ft.TrainTask):
+    """A classifier with BatchNorm and dropout; a step takes `step_s` besides its computing."""
+
+    def __init__(self, step_s: float = 0.0) -> None:
+        self.step_s = step_s
+
+    def model(self, stage: int) -> nn.Module:
+        """About 40 thousand parameters."""
+        return nn.Sequential(
+            *(nn.Linear(32, 128, bias=False), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.1)),
+            *(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 8)),
+        )
+
+    def optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """AdamW."""
+        return torch.optim.AdamW(params, lr=1e-3)
+
+    def dataset(self) -> TensorDataset:
+        """Made by a fixed rule."""
+        inputs = torch.randn(4_000, 32, generator=torch.Generator().manual_seed(1))
+        return TensorDataset(inputs, inputs[:, :8].argmax(dim=1))
+
+    def loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
+        """Cross-entropy."""
+        time.sleep(self.step_s)
+        return cross_entropy(output, batch[1])
+
+
+def train(
+    directory: str, name: str, update: str, faults: list[ft.FailAt], steps: int = STEPS, step_s: float = 0.0, workers: int = 3
+) -> ft.Result:
+    """One run."""
+    return ft.Trainer(
+        Small(step_s),
+        max_steps=steps,
+        global_batch_size=12 * workers,
+        quiet=True,
+        faults=faults,
+        scaling_config=ft.ScalingConfig(num_workers=workers),
+        recovery_config=ft.RecoveryConfig(update=update),  # type: ignore[arg-type]
+        run_config=ft.RunConfig(name=name, storage_path=directory),
+        **BUCKETS,
+    ).fit()
+
+
+def faults_of(draws: random.Random, kills: int) -> list[ft.FailAt]:
+    """Kills at random ranks and phases, the last one 20 steps before the end."""
+    spacing = (STEPS - 22) // kills
+    found = []
+    for number in range(kills):
+        phase, bucket = draws.choice(PHASES)
+        step = STEPS - 21 - spacing * (kills - 1 - number)
+        found.append(ft.FailAt(rank=draws.randrange(3), step=step, phase=phase, bucket=bucket))
+    return found
+
+
+def distance(result: ft.Result, reference: ft.Result) -> float:
+    """Greatest relative difference (Frobenius norm) over the tensors of two final states."""
+    ours, theirs = read_tensors(result.final_state)[0], read_tensors(reference.final_state)[0]
+    pairs = [(ours[name].double(), theirs[name].double()) for name in theirs]
+    return max(float((a - b).norm() / b.norm().clamp_min(1e-12)) for a, b in pairs)
+
+
+def measure_bits(report: Report, options: Options) -> None:
+    """Killed runs against the undisturbed one, in both ways to update."""
+    draws = random.Random(options.seed)
+    runs, kills = (2, 3) if options.quick else (6, 5)
+    with tempfile.TemporaryDirectory(prefix="raytrain_ft-") as directory, LocalCluster(5):
+        for update in ("barrier", "wait_free"):
+            reference = train(directory, f"undisturbed-{update}", update, [])
+            killed = [train(directory, f"{update}-{n}", update, faults_of(draws, kills)) for n in range(runs)]
+            equal = [float(result.digest == reference.digest) for result in killed]
+            recoveries = [recovery for result in killed for recovery in result.recoveries]
+            undone = sum(recovery.undone > 0 for recovery in recoveries)
+            report.note(f"{update}: {len(recoveries)} recoveries in {runs} runs, {undone} with an undo")
+            if update == "barrier":
+                report.add("bit_equal_share", sum(equal) / runs, n=runs)
+                report.add("undo_share", undone / max(1, len(recoveries)), n=len(recoveries))
+            else:
+                report.add("wait_free_bit_equal_share", sum(equal) / runs, n=runs)
+                report.add("wait_free_max_relative_error", max(distance(result, reference) for result in killed), n=runs)
+
+
+def _spin(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
+def measure_false_alarms(report: Report, options: Options) -> None:
+    """A healthy run of many short steps while twice as many processes as cores want the CPU."""
+    steps = 1_500 if options.quick else 10_000
+    cores = multiprocessing.cpu_count()
+    hogs = [multiprocessing.Process(target=_spin, args=(600.0,), daemon=True) for _ in range(2 * cores)]
+    with tempfile.TemporaryDirectory(prefix="raytrain_ft-") as directory, LocalCluster(3):
+        for hog in hogs:
+            hog.start()
+        try:
+            result = train(directory, "healthy", "barrier", [], steps=steps, step_s=0.005, workers=2)
+        finally:
+            for hog in hogs:
+                hog.kill()
+        records = read_records(Path(result.path) / "events.jsonl")
+    alarms = [record for record in records if record["event"] in ("WorkerLost", "Suspected")]
+    for alarm in alarms:
+        report.note(f"FALSE ALARM: {alarm}")
+    report.add("false_alarms_per_10000_steps", len(alarms) * 10_000 / steps, n=steps)
+    report.note(f"false alarms: {steps} steps in {result.seconds:.0f} s with {2 * cores} busy processes on {cores} cores")

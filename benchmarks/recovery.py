@@ -1,0 +1,208 @@
+"""What a lost worker costs: kills at random phases, beside Ray Train's restart and Ray Train + torchft.
+
+    python -m benchmarks.recovery [--quick] --json FILE
+
+All three train the same model on four workers, keep the same journal of completed steps, and are killed by the same killer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+import raytrain_ft as ft
+from benchmarks import exactness
+from benchmarks.harness import REPORT_ONLY, Goal, Options, Report, loopback_bandwidth, main
+from benchmarks.models import RECOVERY
+from benchmarks.ours import Running, Task, training
+from benchmarks.peers.kills import Journal, Kill, Killer, summary
+from benchmarks.peers.ray_torchft import measure_replacement
+from benchmarks.peers.ray_train import measure_restart
+from raytrain_ft.chaos.cluster import LocalCluster
+from raytrain_ft.policy.audit import audit
+from raytrain_ft.runtime.event_log import read_records
+
+WORKERS = 4
+ADAMW_STATES = 3  # parameters and two moments, fp32
+GOALS = {
+    "pause_full_strength_p95_steps": Goal("<=", 2.0),
+    "pause_shrink_p95_steps": Goal("<=", 1.5),
+    "full_strength_ratio_vs_ray_train_restart": Goal("<=", 0.10),
+    "full_strength_ratio_vs_torchft": Goal("<=", 0.5),
+    "samples_lost": Goal("<=", 0.0),
+    "detect_sigkill_p99_s": Goal("<=", 0.1),
+    "detect_sigstop_p95_s": Goal("<=", 1.5),
+    "false_alarms_per_10000_steps": Goal("<=", 0.0),
+    "bit_equal_share": Goal(">=", 1.0),
+    "undo_share": Goal("<=", 0.0),
+    "wait_free_bit_equal_share": REPORT_ONLY,
+    "wait_free_max_relative_error": Goal("<=", 1e-5),
+}
+
+
+class CommitJournal:
+    """Stands where the schedule stands: `step()` is called once for every step that is committed."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._journal: Journal | None = None
+        self._steps = 0
+
+    def step(self) -> None:
+        """Notes a committed step. A spare that never trains writes nothing."""
+        self._journal = self._journal or Journal(self._directory)
+        self._journal.ended(self._steps, dist.get_world_size())
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, int]:
+        """What a replacement takes over."""
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Takes it over."""
+        self._steps = state["steps"]
+
+
+class Journaled(Task):
+    """The peers' work, with a journal of committed steps."""
+
+    def __init__(self, directory: str) -> None:
+        super().__init__(RECOVERY)
+        self._directory = directory
+
+    def scheduler(self, optimizer: Any) -> CommitJournal:
+        """No schedule: a journal."""
+        return CommitJournal(self._directory)
+
+
+def kill_ours(recovery: ft.RecoveryConfig, signals: list[int], workers: Any, seed: int) -> tuple[list[Kill], list[dict], float]:
+    """Our run, struck once per signal. Returns what each cost, the run's records, and what its clock said at monotonic 0."""
+    with tempfile.TemporaryDirectory(prefix="raytrain_ft-") as directory, LocalCluster(WORKERS + 1) as cluster:
+        del cluster
+        run = training(Journaled(directory), "recovery", directory, workers, recovery, max_steps=1_000_000)
+        with run as running:
+            killer = Killer(directory, WORKERS, running.why_ended, seed, timeout_s=120)
+            kills = []
+            for number in signals:
+                wait_for(lambda: has_spares(running, recovery.num_spares), 60)
+                kills.append(killer.kill_one(number))
+            account = running.status()
+            assert account is not None
+            offset = account["seconds"] - time.monotonic()
+        return kills, read_records(running.path / "events.jsonl"), offset
+
+
+def has_spares(running: Running, wanted: int) -> bool:
+    """Whether so many warm spares wait."""
+    account = running.status()
+    return (
+        account is not None and account["world_size"] == WORKERS and list(account["members"].values()).count("spare") >= wanted
+    )
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    """Waits until it is true.
+
+    Raises:
+        TimeoutError: it does not become true in time.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {seconds:g} s")
+        time.sleep(0.1)
+
+
+def detections(kills: list[Kill], records: list[dict], offset: float) -> list[float]:
+    """Seconds from each strike to the supervisor's first WorkerLost event after it."""
+    lost = [record["at"] for record in records if record["event"] == "WorkerLost"]
+    return [min(at for at in lost if at > kill.killed_at + offset) - kill.killed_at - offset for kill in kills]
+
+
+def breakdown(records: list[dict]) -> str:
+    """Medians of the phases of the recoveries, in words."""
+    found = [r for r in records if r["event"] == "Recovery" and r["resumed"] is not None and r["lost"]]
+    marks = ("detected", "fenced", "reconciled", "filled", "resumed")
+    spans = itertools.pairwise(marks)
+    return ", ".join(f"{b} +{1000 * statistics.median(r[b] - r[a] for r in found):.0f} ms" for a, b in spans if found)
+
+
+def p95(values: list[float]) -> float:
+    """The 95th percentile."""
+    return float(np.percentile(values, 95))
+
+
+def measure_ours(report: Report, options: Options) -> list[Kill]:
+    """Kills with a warm spare, without one, and freezes."""
+    kill, stop = int(signal.SIGKILL), int(signal.SIGSTOP)
+    spare = ft.RecoveryConfig(num_spares=1)
+    shrink = ft.RecoveryConfig(num_spares=0, replacement="shrink")
+    kills, records, offset = kill_ours(spare, [kill] * (6 if options.quick else 30), WORKERS, options.seed)
+    step = statistics.median(k.step_s for k in kills)
+    transfer = RECOVERY.num_parameters * 4 * ADAMW_STATES / loopback_bandwidth()
+    pauses = [(k.full_strength_s - 0.5 - transfer) / step for k in kills]
+    report.add("pause_full_strength_p95_steps", pauses, statistic=p95_of)
+    report.add("detect_sigkill_p99_s", detections(kills, records, offset), statistic=p99_of)
+    report.note(summary("raytrain_ft, warm spare", kills))
+    report.note(f"  medians of its phases: {breakdown(records)}; state / loopback bandwidth = {transfer * 1000:.0f} ms")
+
+    smaller, more, _ = kill_ours(shrink, [kill] * (3 if options.quick else 12), (2, WORKERS), options.seed + 1)
+    step = statistics.median(k.step_s for k in smaller)
+    report.add("pause_shrink_p95_steps", [(k.first_step_s - 0.5) / step for k in smaller], statistic=p95_of)
+    report.note(summary("raytrain_ft, no spare, goes on smaller and grows again", smaller))
+
+    frozen, stops, offset = kill_ours(spare, [stop] * (2 if options.quick else 8), WORKERS, options.seed + 2)
+    report.add("detect_sigstop_p95_s", detections(frozen, stops, offset), statistic=p95_of)
+    lost = [audit(r) for r in (records, more, stops)]
+    for proof in lost:
+        for violation in proof.violations:
+            report.note(f"AUDIT: {violation}")
+    report.add("samples_lost", float(sum(p.samples_lost for p in lost) + sum(len(p.violations) for p in lost)))
+    return kills
+
+
+def p95_of(values: Any, axis: int = -1) -> Any:
+    """For the harness: the 95th percentile along its axis."""
+    return np.percentile(values, 95, axis=axis)
+
+
+def p99_of(values: Any, axis: int = -1) -> Any:
+    """For the harness: the 99th percentile along its axis."""
+    return np.percentile(values, 99, axis=axis)
+
+
+def measure_peers(report: Report, ours: list[Kill], options: Options) -> None:
+    """The same kills for the peers, and the ratios of the medians."""
+    mine = statistics.median(k.full_strength_s for k in ours)
+    restarts = measure_restart(1 if options.quick else 5, WORKERS, seed=options.seed)
+    theirs = restarts.full_strength_s
+    report.add("full_strength_ratio_vs_ray_train_restart", [mine / t for t in theirs])
+    report.note(summary("Ray Train restart", restarts.kills))
+    replacements = measure_replacement(1 if options.quick else 5, WORKERS, seed=options.seed)
+    if replacements.kills:
+        report.add("full_strength_ratio_vs_torchft", [mine / t for t in replacements.full_strength_s])
+        report.note(summary("Ray Train + torchft (its DDP hook mended, in its favour)", replacements.kills))
+    else:
+        report.absent("full_strength_ratio_vs_torchft", replacements.why or "it could not be run")
+
+
+def run(options: Options) -> Report:
+    """All of it."""
+    report = Report("recovery", GOALS)
+    kills = measure_ours(report, options)
+    exactness.measure_bits(report, options)
+    exactness.measure_false_alarms(report, options)
+    measure_peers(report, kills, options)
+    return report
+
+
+if __name__ == "__main__":
+    main(run, __doc__)
