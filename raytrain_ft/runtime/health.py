@@ -170,9 +170,8 @@ class Health:
             if member in self._heard:
                 node = self._crew.node_of(member)
                 if node is not None and not self._others_heard_on(node, member):
-                    self._lost_nodes[node] = (
-                        time.monotonic()
-                    )  # perhaps all of it is frozen or unplugged, which Ray learns after a minute
+                    # perhaps all of it is frozen or unplugged, which Ray learns after a minute
+                    self._lost_nodes[node] = time.monotonic() + FORGIVE_SILENT_NODE_S
                 cause = f"silent for {silent + patience:.1f} s (frozen, or cut off)"
                 self._heard.pop(member)
                 self._tell(m.WorkerLost(at=self._now(), member=member, cause=cause, noticed_by="heartbeat"))
