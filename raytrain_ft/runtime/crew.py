@@ -42,6 +42,10 @@ class Crew:
         self._tasks: set[asyncio.Task[None]] = set()
         self._killing: set[asyncio.Task[None]] = set()
 
+    def taken(self) -> Counter[str]:
+        """Workers of ours on each node, those on their way included."""
+        return Counter(node for node in self._placed.values() if node)
+
     def node_of(self, member: str) -> str | None:
         """The Ray node of a worker."""
         known = self._introductions.get(member)
@@ -128,8 +132,8 @@ class Crew:
         """The emptiest node whose raylet answers: Ray itself learns of a killed raylet only after many seconds."""
         nodes = placement.nodes()
         while True:
-            taken = Counter(node for node in self._placed.values() if node)
-            chosen = placement.choose(nodes, placement.demand(self._spec.options), taken, self._health.lost_nodes)
+            wanted = placement.demand(self._spec.options)
+            chosen = placement.choose(nodes, wanted, self.taken(), self._health.lost_nodes)
             self._placed[member] = chosen  # taken from now on, whatever others are started meanwhile
             if chosen is None or await placement.answers(next(n for n in nodes if n["NodeID"] == chosen)):
                 return chosen

@@ -217,7 +217,7 @@ class Health:
         return {node for node, until in self._lost_nodes.items() if now < until}
 
     def _count(self, nodes: list[dict[str, Any]]) -> None:
-        capacity = placement.capacity(nodes, placement.demand(self._spec.options), self.lost_nodes)
+        capacity = placement.capacity(nodes, placement.demand(self._spec.options), self._crew.taken(), self.lost_nodes)
         if capacity != self._capacity:
             self._capacity = capacity
             self._tell(m.CapacityChanged(at=self._now(), slots=capacity))

@@ -20,21 +20,25 @@ def demand(options: dict[str, Any]) -> dict[str, float]:
     return {name: amount for name, amount in resources.items() if amount > 0}
 
 
-def room(node: dict[str, Any], wanted: dict[str, float]) -> int:
-    """How many workers a node could host if nothing else ran there."""
+def room(node: dict[str, Any], wanted: dict[str, float], taken: int) -> int:
+    """How many workers of ours a node could host, `taken` of which are there: what others use is not to be had."""
     if not node["Alive"]:
         return 0
-    return int(min((node["Resources"].get(name, 0.0) // amount for name, amount in wanted.items()), default=64))
+    return min(_times(node["Resources"], wanted), taken + _times(node["Available"], wanted))
 
 
-def capacity(nodes: Iterable[dict[str, Any]], wanted: dict[str, float], avoid: set[str]) -> int:
-    """How many workers the cluster could host. Nodes in `avoid` are gone although Ray does not know it yet."""
-    return sum(room(node, wanted) for node in nodes if node["NodeID"] not in avoid)
+def _times(resources: dict[str, float], wanted: dict[str, float]) -> int:
+    return int(min((resources.get(name, 0.0) // amount for name, amount in wanted.items()), default=64))
+
+
+def capacity(nodes: Iterable[dict[str, Any]], wanted: dict[str, float], taken: Counter[str], avoid: set[str]) -> int:
+    """How many workers of ours the cluster could host. Nodes in `avoid` are gone although Ray does not know it yet."""
+    return sum(room(node, wanted, taken[node["NodeID"]]) for node in nodes if node["NodeID"] not in avoid)
 
 
 def choose(nodes: list[dict[str, Any]], wanted: dict[str, float], taken: Counter[str], avoid: set[str]) -> str | None:
     """The node for the next worker: the one with the fewest of ours among those with room; None if there is none."""
-    free = [n for n in nodes if n["NodeID"] not in avoid and room(n, wanted) > taken[n["NodeID"]]]
+    free = [n for n in nodes if n["NodeID"] not in avoid and room(n, wanted, taken[n["NodeID"]]) > taken[n["NodeID"]]]
     if not free:
         return None
     return min(free, key=lambda n: (taken[n["NodeID"]], n["NodeID"]))["NodeID"]
@@ -57,5 +61,8 @@ def strategy_for(node: str | None) -> Any:
 
 
 def nodes() -> list[dict[str, Any]]:
-    """The cluster's nodes as Ray sees them."""
-    return ray.nodes()
+    """The cluster's nodes as Ray sees them, with what is free on each. Private to Ray: there is no public call for that."""
+    from ray._private.state import available_resources_per_node
+
+    available = available_resources_per_node()
+    return [{**node, "Available": available.get(node["NodeID"], {})} for node in ray.nodes()]

@@ -1,0 +1,37 @@
+"""Where workers go: spread, the emptiest node first, and only where there is room that nobody else uses."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from raytrain_ft.runtime.placement import capacity, choose, demand, room
+
+
+def node(name: str, cpus: float, free: float, alive: bool = True) -> dict:
+    return {"NodeID": name, "Alive": alive, "Resources": {"CPU": cpus}, "Available": {"CPU": free}}
+
+
+ONE = {"CPU": 1.0}
+
+
+def test_what_others_use_is_not_to_be_had() -> None:
+    assert room(node("a", 4, 1), ONE, taken=0) == 1
+    assert room(node("a", 4, 1), ONE, taken=2) == 3
+    assert room(node("a", 4, 4), ONE, taken=2) == 4  # ours are not yet seen by Ray: no more than there is in all
+    assert room(node("a", 4, 4, alive=False), ONE, taken=2) == 0
+
+
+def test_the_emptiest_node_with_room_is_chosen() -> None:
+    nodes = [node("a", 2, 1), node("b", 2, 2), node("c", 1, 0)]
+    assert choose(nodes, ONE, Counter(a=1), set()) == "b"
+    assert choose(nodes, ONE, Counter(a=1, b=1), {"b"}) == "a"
+    assert choose(nodes, {"GPU": 1.0}, Counter(), set()) is None
+
+
+def test_capacity_counts_ours_and_what_is_free() -> None:
+    nodes = [node("a", 2, 0), node("b", 2, 2), node("c", 1, 1)]
+    assert capacity(nodes, ONE, Counter(a=1), {"c"}) == 3
+
+
+def test_demand_in_rays_words() -> None:
+    assert demand({"num_cpus": 2, "num_gpus": 0, "resources": {"tpu": 1}}) == {"CPU": 2.0, "tpu": 1}
