@@ -119,7 +119,8 @@ def measure_false_alarms(report: Report, options: Options) -> None:
     """A healthy run of many short steps while twice as many processes as cores want the CPU."""
     steps = 1_500 if options.quick else 10_000
     cores = multiprocessing.cpu_count()
-    hogs = [multiprocessing.Process(target=_spin, args=(600.0,), daemon=True) for _ in range(2 * cores)]
+    context = multiprocessing.get_context("spawn")  # a fork of this process would inherit Ray's threads and handlers
+    hogs = [context.Process(target=_spin, args=(600.0,), daemon=True) for _ in range(2 * cores)]
     with tempfile.TemporaryDirectory(prefix="raytrain_ft-") as directory, LocalCluster(3):
         for hog in hogs:
             hog.start()

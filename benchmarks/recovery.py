@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ import raytrain_ft as ft
 from benchmarks import exactness
 from benchmarks.harness import REPORT_ONLY, Goal, Options, Report, loopback_bandwidth, main
 from benchmarks.models import RECOVERY
-from benchmarks.ours import Running, Task, training
+from benchmarks.ours import Run, Task, training
 from benchmarks.peers.kills import Journal, Kill, Killer, summary
 from benchmarks.peers.ray_torchft import measure_replacement
 from benchmarks.peers.ray_train import measure_restart
@@ -97,10 +98,10 @@ def kill_ours(recovery: ft.RecoveryConfig, signals: list[int], workers: Any, see
             account = running.status()
             assert account is not None
             offset = account["seconds"] - time.monotonic()
-        return kills, read_records(running.path / "events.jsonl"), offset
+        return kills, read_records(Path(directory) / "recovery" / "events.jsonl"), offset
 
 
-def has_spares(running: Running, wanted: int) -> bool:
+def has_spares(running: Run, wanted: int) -> bool:
     """Whether so many warm spares wait."""
     account = running.status()
     return (

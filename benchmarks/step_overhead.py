@@ -51,7 +51,7 @@ class Plan:
     torchft: tuple[int, int] = (41, 6)
 
 
-QUICK = Plan(two=(31, 6), four=(31, 5), update=(11, 5), paced=None, torchft=(9, 5))
+QUICK = Plan(two=(31, 5), four=(31, 4), update=(11, 5), paced=None, torchft=(9, 5))
 
 
 def as_ddp_does(work: Work) -> Work:
@@ -107,7 +107,9 @@ def compare_updates(num_workers: int, work: Work, plan: tuple[int, int]) -> tupl
         for side in sides:
             task = Timed(work, turns, side, plan)
             recovery = replace(PATIENT, update=side)
-            runs.append(enter(training(task, f"step-{side}", storage, num_workers, recovery, max_steps=task.max_steps)))
+            run = enter(training(task, f"step-{side}", storage, num_workers, recovery, max_steps=task.max_steps))
+            run.wait_for("its workers", lambda account: account["world"])  # before the other run looks for room
+            runs.append(run)
         for run in runs:
             run.result(PATIENCE_S)
         barrier, wait_free = ([block.slowest for block in read_blocks(turns, side, plan[0])[1:]] for side in sides)

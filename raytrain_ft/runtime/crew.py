@@ -26,6 +26,8 @@ from raytrain_ft.training.process_group import PeerLostError
 WATCH_SECONDS = 60.0
 START_SECONDS = 120.0
 KILL_SECONDS = 30.0
+ROOM_SECONDS = 10.0
+ROOM_POLL_SECONDS = 0.1
 
 
 class Crew:
@@ -129,15 +131,25 @@ class Crew:
         await self._introduce(member)
 
     async def _choose_node(self, member: str) -> str | None:
-        """The emptiest node whose raylet answers: Ray itself learns of a killed raylet only after many seconds."""
-        nodes = placement.nodes()
+        """The emptiest node with room whose raylet answers: Ray itself learns of a killed raylet only after many seconds.
+
+        Looks for a while, because what a lost worker held is free only when Ray has seen its end.
+        """
+        wanted = placement.demand(self._spec.options)
+        deadline = self._now() + ROOM_SECONDS
         while True:
-            wanted = placement.demand(self._spec.options)
+            nodes = placement.nodes()
             chosen = placement.choose(nodes, wanted, self.taken(), self._health.lost_nodes)
             self._placed[member] = chosen  # taken from now on, whatever others are started meanwhile
-            if chosen is None or await placement.answers(next(n for n in nodes if n["NodeID"] == chosen)):
+            if chosen is None:
+                if self._now() > deadline or self._health.state == State.SCHEDULING:
+                    return None
+                await asyncio.sleep(ROOM_POLL_SECONDS)
+            elif await placement.answers(next(n for n in nodes if n["NodeID"] == chosen)):
                 return chosen
-            self._health.node_lost(chosen, nodes)
+            else:
+                self._placed[member] = None
+                self._health.node_lost(chosen, nodes)
 
     async def _attach(self, member: str) -> None:
         try:
