@@ -57,7 +57,10 @@ async def answers(node: dict[str, Any]) -> bool:
 
 def strategy_for(node: str | None) -> Any:
     """Ray's scheduling strategy for a chosen node; without one the worker waits until the cluster grows."""
-    return "SPREAD" if node is None else NodeAffinitySchedulingStrategy(node, soft=True)
+    if node is None:
+        return "SPREAD"
+    # Another run may take the same place at the same moment: then Ray looks elsewhere, instead of waiting for it for ever.
+    return NodeAffinitySchedulingStrategy(node, soft=True, _spill_on_unavailable=True)
 
 
 def nodes() -> list[dict[str, Any]]:
