@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
 import tempfile
 import time
@@ -92,7 +93,7 @@ def distance(result: ft.Result, reference: ft.Result) -> float:
 def measure_bits(report: Report, options: Options) -> None:
     """Killed runs against the undisturbed one, in both ways to update."""
     draws = random.Random(options.seed)
-    runs, kills = (2, 3) if options.quick else (6, 5)
+    runs, kills = (1, 3) if options.quick else (6, 5)
     with tempfile.TemporaryDirectory(prefix="raytrain_ft-") as directory, LocalCluster(5):
         for update in ("barrier", "wait_free"):
             reference = train(directory, f"undisturbed-{update}", update, [])
@@ -110,6 +111,7 @@ def measure_bits(report: Report, options: Options) -> None:
 
 
 def _spin(seconds: float) -> None:
+    os.nice(15 - os.nice(0))  # as Ray's workers: at nice 0 these would take nearly all, which is no twofold oversubscription
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         pass
@@ -117,7 +119,7 @@ def _spin(seconds: float) -> None:
 
 def measure_false_alarms(report: Report, options: Options) -> None:
     """A healthy run of many short steps while twice as many processes as cores want the CPU."""
-    steps = 1_500 if options.quick else 10_000
+    steps = 500 if options.quick else 10_000
     cores = multiprocessing.cpu_count()
     context = multiprocessing.get_context("spawn")  # a fork of this process would inherit Ray's threads and handlers
     hogs = [context.Process(target=_spin, args=(600.0,), daemon=True) for _ in range(2 * cores)]

@@ -23,6 +23,7 @@ import argparse
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -163,6 +164,7 @@ class Report:
         self._load_before = os.getloadavg()[0]  # what else ran here: read before the benchmark adds its own
         self._estimates: dict[str, Estimate] = {}
         self._notes: list[str] = []
+        self._began = time.monotonic()
 
     def add(
         self,
@@ -194,6 +196,7 @@ class Report:
             self._estimates[key] = Estimate(float(value), float(low), float(high), n if n is not None else 1, why)
         else:
             self._estimates[key] = estimate(value, statistic)
+        self._tell(f"{key} = {self._estimates[key]}")
 
     def absent(self, key: str, why: str) -> None:
         """Record that a metric could not be measured here (a peer or a device is missing)."""
@@ -202,6 +205,11 @@ class Report:
     def note(self, text: str) -> None:
         """A line printed under the table: a floor, a breakdown, what was unusual."""
         self._notes.append(text)
+        self._tell(text)
+
+    def _tell(self, text: str) -> None:
+        """Shows at once what is known: a benchmark takes minutes, and one that is cut short still says something."""
+        print(f"[{time.monotonic() - self._began:5.0f} s] {text}", file=sys.stderr, flush=True)
 
     def verdict(self, key: str) -> str:
         """ "met", "NOT met", "report" (nothing to judge) or "n/a" (not measured)."""

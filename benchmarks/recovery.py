@@ -146,7 +146,7 @@ def measure_ours(report: Report, options: Options) -> list[Kill]:
     kill, stop = int(signal.SIGKILL), int(signal.SIGSTOP)
     spare = ft.RecoveryConfig(num_spares=1)
     shrink = ft.RecoveryConfig(num_spares=0, replacement="shrink")
-    kills, records, offset = kill_ours(spare, [kill] * (6 if options.quick else 30), WORKERS, options.seed)
+    kills, records, offset = kill_ours(spare, [kill] * (4 if options.quick else 30), WORKERS, options.seed)
     step = statistics.median(k.step_s for k in kills)
     transfer = RECOVERY.num_parameters * 4 * ADAMW_STATES / loopback_bandwidth()
     pauses = [(k.full_strength_s - 0.5 - transfer) / step for k in kills]
@@ -155,7 +155,7 @@ def measure_ours(report: Report, options: Options) -> list[Kill]:
     report.note(summary("raytrain_ft, warm spare", kills))
     report.note(f"  medians of its phases: {breakdown(records)}; state / loopback bandwidth = {transfer * 1000:.0f} ms")
 
-    smaller, more, _ = kill_ours(shrink, [kill] * (3 if options.quick else 12), (2, WORKERS), options.seed + 1)
+    smaller, more, _ = kill_ours(shrink, [kill] * (2 if options.quick else 12), (2, WORKERS), options.seed + 1)
     step = statistics.median(k.step_s for k in smaller)
     report.add("pause_shrink_p95_steps", [(k.first_step_s - 0.5) / step for k in smaller], statistic=p95_of)
     report.note(summary("raytrain_ft, no spare, goes on smaller and grows again", smaller))

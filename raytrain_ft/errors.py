@@ -5,7 +5,8 @@
     FTError
     ├── ConfigError (ValueError)      a value that the user gave; raised before any worker starts wherever possible
     │   ├── UndoRefusedError          an optimizer whose update cannot be undone
-    │   └── RunActiveError            another run of this name is alive
+    │   ├── RunActiveError            another run of this name is alive
+    │   └── MismatchError             a checkpoint of another model, optimizer or dataset: every difference listed
     ├── TrainingFailedError           a run that has begun and could not be finished
     │   ├── TaskError                 the user's own code raised: its traceback, rank and step
     │   ├── AbortedError              somebody asked for the end of the run
@@ -14,6 +15,8 @@
     │       ├── NoSurvivorError       every replica is gone, and nothing durable covers the loss
     │       └── RetryBudgetError      the budget for failures is used up, or recoveries make no progress
     ├── StorageError                  a file that is damaged, missing or of another format
+    │   ├── LockedError               another run writes to the same place
+    │   └── NoCheckpointError         there is no valid checkpoint, and one is required
     ├── FencedError                   internal: this worker's incarnation is over; whoever sees it leaves its wait
     └── IllegalEventError             internal: an event that the state machine does not allow; carries the story
 """
@@ -35,6 +38,10 @@ class UndoRefusedError(ConfigError):
 
 class RunActiveError(ConfigError):
     """Another run with this name is alive on the cluster."""
+
+
+class MismatchError(ConfigError):
+    """A checkpoint is of another model, optimizer or dataset. Nothing was loaded; the message lists every difference."""
 
 
 class TrainingFailedError(FTError):
@@ -67,6 +74,14 @@ class RetryBudgetError(RecoveryError):
 
 class StorageError(FTError):
     """A file is damaged, missing, or of another format."""
+
+
+class LockedError(StorageError):
+    """Another run writes to the same place."""
+
+
+class NoCheckpointError(StorageError):
+    """There is no valid checkpoint, and one is required."""
 
 
 class FencedError(FTError):

@@ -1,0 +1,240 @@
+"""Checkpoints in a directory: written shard by shard, committed by a manifest, verified before they are believed.
+
+    checkpoints/
+      writer.json                        who may write here (see `lock`)
+      step-000000120-e1-i3/
+        shard-00000-of-00002.arrow       one per worker
+        shard-00000-of-00002.json        size and hashes of that file: it is whole and durable
+        manifest.json                    written last: from here on it is a checkpoint
+
+A kill or a power cut at any instruction leaves the checkpoint before this one untouched, because nothing is ever written into a
+committed one, and it is deleted only after the next is committed (CheckFreq, sections 3.1 and 4.4). The last but one is what a
+reader falls back to when the last is damaged.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from raytrain_ft.errors import StorageError
+from raytrain_ft.storage import manifest as manifests
+from raytrain_ft.storage import shard as shards
+from raytrain_ft.storage.filesystem import PARTIAL, Storage
+from raytrain_ft.storage.manifest import Manifest, Name, ShardEntry, shard_file
+from raytrain_ft.storage.shard import Piece
+
+POLL_S = 0.01
+
+
+# ---------------------------------------------------------------- writing
+
+
+def write_shard(storage: Storage, name: Name, number: int, count: int, pieces: Sequence[Piece], data: memoryview) -> ShardEntry:
+    """Writes one worker's shard, and then the note that says that it is there.
+
+    Raises:
+        StorageError: it could not be written; nothing that was there before is changed.
+    """
+    file = f"{name}/{shard_file(number, count)}"
+    hashed = shards.Hashed(shards.encode(pieces, data))
+    storage.put(file, hashed)
+    entry = ShardEntry(hashed.size, hashed.blocks())
+    if count > 1:
+        storage.put(_note(file), [memoryview(json.dumps(asdict(entry)).encode())])
+    return entry
+
+
+def await_shards(
+    storage: Storage, name: Name, own: ShardEntry, count: int, timeout_s: float, check: Callable[[], None]
+) -> list[ShardEntry]:
+    """Waits until the other workers' shards are there; `own` is number 0.
+
+    Args:
+        check: called again and again; may raise to leave the wait.
+
+    Raises:
+        StorageError: they are not all there in time.
+    """
+    entries = {0: own}
+    deadline = time.monotonic() + timeout_s
+    while missing := [number for number in range(count) if number not in entries]:
+        for number in missing:
+            note = _note(f"{name}/{shard_file(number, count)}")
+            if storage.size(note):
+                fields = json.loads(storage.view(note).to_pybytes())
+                entries[number] = ShardEntry(fields["size"], fields["blocks"])
+        check()
+        if len(entries) < count:
+            if time.monotonic() > deadline:
+                raise StorageError(f"{name}: shards {missing} of {count} did not come within {timeout_s:g} s")
+            time.sleep(POLL_S)
+    return [entries[number] for number in range(count)]
+
+
+def commit(storage: Storage, manifest: Manifest) -> None:
+    """Makes it a checkpoint."""
+    storage.put(f"{manifest.name}/{manifests.FILE}", [memoryview(manifests.encode(manifest))])
+
+
+def _note(file: str) -> str:
+    return file.removesuffix(".arrow") + ".json"
+
+
+# ---------------------------------------------------------------- finding
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint's directory: complete if its manifest is there."""
+
+    name: Name
+    complete: bool
+
+
+def found(storage: Storage) -> list[Found]:
+    """The checkpoints of a directory, newest first, those that are under way or broke off included. Anything else that lies
+    there is passed over."""
+    names = sorted(filter(None, map(Name.parse, storage.names())), reverse=True)
+    return [Found(name, storage.size(f"{name}/{manifests.FILE}") is not None) for name in names]
+
+
+def read_manifest(storage: Storage, name: Name) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        StorageError: it is missing, damaged, or of another checkpoint.
+    """
+    where = f"{name}/{manifests.FILE}"
+    manifest = manifests.decode(storage.view(where), where)
+    if manifest.name != name:
+        raise StorageError(f"{where} is of {manifest.name}: files were moved")
+    return manifest
+
+
+def select(storage: Storage, warn: Callable[[str], None]) -> Iterator[Manifest]:
+    """Manifests of complete checkpoints, newest first. `warn` is told of each one that is passed over because it is damaged."""
+    for candidate in found(storage):
+        if not candidate.complete:
+            continue
+        try:
+            yield read_manifest(storage, candidate.name)
+        except StorageError as error:
+            warn(f"checkpoint {candidate.name} is passed over: {error}")
+
+
+# ---------------------------------------------------------------- reading
+
+
+class Content:
+    """The tensors of one checkpoint, verified. Bytes are mapped, and copied only where the caller puts them.
+
+    Attributes:
+        pieces: by tensor, its pieces in order, each with its bytes.
+    """
+
+    def __init__(self, manifest: Manifest, pieces: dict[str, list[tuple[Piece, memoryview]]]) -> None:
+        self.manifest = manifest
+        self.pieces = pieces
+
+
+def read(storage: Storage, manifest: Manifest) -> Content:
+    """Maps and verifies all shards of a checkpoint.
+
+    Raises:
+        StorageError: naming the file, and where in it the first damaged block begins.
+    """
+    pieces: dict[str, list[tuple[Piece, memoryview]]] = {}
+    count = len(manifest.shards)
+    for number, entry in enumerate(manifest.shards):
+        file = f"{manifest.name}/{shard_file(number, count)}"
+        for piece, data in shards.decode(_verified(storage, file, entry), file):
+            pieces.setdefault(piece.name, []).append((piece, data))
+    for name, parts in pieces.items():
+        _check_whole(manifest, name, parts)
+    return Content(manifest, pieces)
+
+
+def _verified(storage: Storage, file: str, entry: ShardEntry) -> pa.Buffer:
+    size = storage.size(file)
+    if size != entry.size:
+        raise StorageError(f"{file} has {size} bytes, its manifest says {entry.size}: it was cut short or replaced")
+    buffer = storage.view(file)
+    bad = shards.verify(buffer, entry.blocks)
+    if bad is not None:
+        raise StorageError(f"{file} is damaged at or after byte {bad * shards.BLOCK_BYTES}: its hash differs")
+    return buffer
+
+
+def _check_whole(manifest: Manifest, name: str, parts: list[tuple[Piece, memoryview]]) -> None:
+    """A tensor's pieces must follow each other without a gap and agree on what it is."""
+    parts.sort(key=lambda part: part[0].start)
+    first, reached = parts[0][0], 0
+    for piece, _ in parts:
+        if (piece.dtype, piece.shape) != (first.dtype, first.shape) or piece.start != reached:
+            raise StorageError(f"{manifest.name}: the pieces of tensor {name} do not fit together")
+        reached += piece.size
+
+
+# ---------------------------------------------------------------- retention
+
+
+def retain(storage: Storage, committed: Name, keep: int) -> list[Name]:
+    """Deletes what is not needed any more now that `committed` is durable; returns what was deleted.
+
+    The newest `keep` complete ones stay, and those that are marked as kept. What is incomplete and older broke off. The manifest
+    goes first, so that what is left when this breaks off is no checkpoint.
+    """
+    candidates = [candidate for candidate in found(storage) if candidate.name <= committed]
+    complete = [candidate.name for candidate in candidates if candidate.complete]
+    stay = set(complete[:keep]) | {name for name in complete[keep:] if _is_kept(storage, name)}
+    gone = [candidate.name for candidate in candidates if candidate.name not in stay]
+    for name in gone:
+        storage.delete(f"{name}/{manifests.FILE}")
+        storage.delete(str(name))
+    return gone
+
+
+def _is_kept(storage: Storage, name: Name) -> bool:
+    try:
+        return read_manifest(storage, name).kept
+    except StorageError:
+        return False  # damaged, and newer ones are not
+
+
+def sweep(storage: Storage) -> None:
+    """Removes what a writer that was killed left half written."""
+    for directory in ["", *(str(candidate.name) for candidate in found(storage) if not candidate.complete)]:
+        for name in storage.names(directory):
+            if PARTIAL.fullmatch(name):
+                storage.delete(f"{directory}/{name}" if directory else name)
+
+
+def differences(wanted: Mapping[str, tuple[str, tuple[int, ...]]], content: Content) -> list[str]:
+    """Every way in which the tensors of a checkpoint are not those that are wanted ({name: (dtype, shape)})."""
+    there = {name: (parts[0][0].dtype, parts[0][0].shape) for name, parts in content.pieces.items()}
+    lines = [f"{name} is missing in the checkpoint" for name in wanted.keys() - there.keys()]
+    lines += [f"{name} is in the checkpoint only" for name in there.keys() - wanted.keys()]
+    lines += [
+        f"{name} is {there[name][0]} {list(there[name][1])} in the checkpoint, {wanted[name][0]} {list(wanted[name][1])} here"
+        for name in wanted.keys() & there.keys()
+        if wanted[name] != there[name]
+    ]
+    return sorted(lines)
+
+
+def describe(manifest: Manifest) -> dict[str, Any]:
+    """A line of a listing."""
+    return {
+        "name": str(manifest.name),
+        "step": manifest.step,
+        "bytes": sum(shard.size for shard in manifest.shards),
+        "shards": len(manifest.shards),
+        "kept": manifest.kept,
+        "created": manifest.created,
+    }

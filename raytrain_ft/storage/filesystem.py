@@ -1,0 +1,290 @@
+"""A directory of files, anywhere that `pyarrow.fs` reaches. A file appears under its name whole and durable, or not at all.
+
+On a file system of the machine a file is written under another name, fsynced, renamed, and the directory is fsynced. An object
+store shows an object only when its upload is complete, so there the upload is all. Names are checked against an allow-list and
+never leave the directory, and symbolic links are not followed: the directory may hold what others have put there.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import re
+import stat
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from raytrain_ft.errors import ConfigError, StorageError
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+PARTIAL = re.compile(r"\.[A-Za-z0-9._-]+\.partial")
+WRITE_BACK_BYTES = 32 * 2**20
+"""How much is written before it is sent on its way to the disk, so that the last fsync finds little left to do."""
+
+
+class Storage(Protocol):
+    """One directory. Names are relative: "file" or "directory/file"."""
+
+    uri: str
+
+    def put(self, name: str, parts: Iterable[memoryview]) -> None:
+        """Writes a file that is there whole and durable when this returns, replacing one of this name."""
+        ...
+
+    def view(self, name: str) -> pa.Buffer:
+        """The content of a file; mapped where that is possible."""
+        ...
+
+    def names(self, directory: str = "") -> list[str]:
+        """What a directory holds, in order; empty if there is none."""
+        ...
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None if there is none."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Removes a file, or a directory that holds files only. What is absent is no error."""
+        ...
+
+
+def open_storage(uri: str) -> Storage:
+    """The storage at a path, or at any URI that `pyarrow.fs` knows ("s3://bucket/runs", "gs://...", "hdfs://...").
+
+    Raises:
+        ConfigError: the URI is of no known kind.
+    """
+    if "://" not in uri or uri.startswith("file://"):
+        return LocalStorage(Path(uri.removeprefix("file://")).expanduser().absolute())
+    try:
+        filesystem, path = pafs.FileSystem.from_uri(uri)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
+        raise ConfigError(f"storage {uri!r} is of no kind that pyarrow.fs knows (s3, gs, hdfs, file): {error}") from error
+    return RemoteStorage(uri, filesystem, path)
+
+
+def checked(name: str) -> str:
+    """The name, if it is one that we write.
+
+    Raises:
+        StorageError: it could lead out of the directory.
+    """
+    if not all(NAME.fullmatch(part) for part in name.split("/")):
+        raise StorageError(f"{name!r} is no name of a file of ours: letters, digits, '.', '_' and '-' only")
+    return name
+
+
+class LocalStorage:
+    """A directory of a file system of this machine, or of one that it mounts."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.uri = str(root)
+
+    def put(self, name: str, parts: Iterable[memoryview]) -> None:
+        path = self.root / checked(name)
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        try:
+            self._make(path.parent)
+            with suppress(FileNotFoundError):
+                partial.unlink()
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                _write_durably(descriptor, parts)
+            finally:
+                os.close(descriptor)
+            partial.rename(path)
+            _sync_directory(path.parent)
+        except OSError as error:
+            # Never tried again on the same file: after a failed fsync the kernel forgets what it could not write.
+            with suppress(OSError):
+                partial.unlink()
+            raise StorageError(f"{path} could not be written: {error.strerror or error}{_advice(error)}") from error
+
+    def _make(self, directory: Path) -> None:
+        """Makes a directory; each new entry is durable before anything is written into it."""
+        missing = []
+        while not directory.exists():
+            missing.append(directory)
+            directory = directory.parent
+        for path in reversed(missing):
+            path.mkdir(mode=0o700, exist_ok=True)
+            _sync_directory(path.parent)
+
+    def view(self, name: str) -> pa.Buffer:
+        path = self.root / checked(name)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                found = os.fstat(descriptor)
+                if not stat.S_ISREG(found.st_mode):
+                    raise StorageError(f"{path} is no regular file")
+                if not found.st_size:
+                    return pa.py_buffer(b"")
+                return pa.py_buffer(mmap.mmap(descriptor, found.st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ))
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
+
+    def names(self, directory: str = "") -> list[str]:
+        path = self.root / checked(directory) if directory else self.root
+        try:
+            return sorted(entry.name for entry in os.scandir(path) if not entry.is_symlink())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise StorageError(f"{path} cannot be listed: {error.strerror or error}") from error
+
+    def size(self, name: str) -> int | None:
+        try:
+            found = (self.root / checked(name)).lstat()
+        except OSError:
+            return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    def delete(self, name: str) -> None:
+        path = self.root / name
+        try:
+            if path.is_dir() and not path.is_symlink():
+                for entry in list(os.scandir(path)):
+                    Path(entry.path).unlink()
+                path.rmdir()
+            else:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageError(f"{path} could not be removed: {error.strerror or error}") from error
+
+
+class RemoteStorage:
+    """An object store, or any other file system of pyarrow."""
+
+    def __init__(self, uri: str, filesystem: Any, path: str) -> None:
+        self.uri = uri
+        self._filesystem = filesystem
+        self._path = path.rstrip("/")
+
+    def put(self, name: str, parts: Iterable[memoryview]) -> None:
+        path = f"{self._path}/{checked(name)}"
+        try:
+            if not path.startswith(self._path) or self._filesystem.type_name != "s3":
+                self._filesystem.create_dir(path.rpartition("/")[0], recursive=True)  # an object store has no directories
+            with self._filesystem.open_output_stream(path) as stream:
+                for part in parts:
+                    stream.write(part)
+        except OSError as error:
+            raise StorageError(f"{path} could not be written: {error}") from error
+
+    def view(self, name: str) -> pa.Buffer:
+        path = f"{self._path}/{checked(name)}"
+        try:
+            with self._filesystem.open_input_file(path) as file:
+                return file.read_buffer()
+        except OSError as error:
+            raise StorageError(f"{path} cannot be read: {error}") from error
+
+    def names(self, directory: str = "") -> list[str]:
+        path = f"{self._path}/{checked(directory)}" if directory else self._path
+        try:
+            found = self._filesystem.get_file_info(pafs.FileSelector(path, allow_not_found=True))
+        except OSError as error:
+            raise StorageError(f"{path} cannot be listed: {error}") from error
+        return sorted(info.base_name for info in found)
+
+    def size(self, name: str) -> int | None:
+        info = self._filesystem.get_file_info(f"{self._path}/{checked(name)}")
+        return info.size if info.type == pafs.FileType.File else None
+
+    def delete(self, name: str) -> None:
+        path = f"{self._path}/{name}"
+        try:
+            kind = self._filesystem.get_file_info(path).type
+            if kind == pafs.FileType.Directory:
+                self._filesystem.delete_dir(path)
+            elif kind == pafs.FileType.File:
+                self._filesystem.delete_file(path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise StorageError(f"{path} could not be removed: {error}") from error
+
+
+# ---------------------------------------------------------------- writing durably
+
+
+class _WriteBack:
+    """Sends what was written on its way to the disk while more is being written, on a thread of its own."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._wanted = threading.Event()
+        self._ended = False
+        self._error: OSError | None = None
+        self._thread = threading.Thread(target=self._run, name="write-back", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while self._wanted.wait() and not self._ended:
+            self._wanted.clear()
+            try:
+                os.fdatasync(self._descriptor)
+            except OSError as error:
+                self._error = error  # the kernel tells of it only once, so it must not be lost here
+                return
+
+    def go(self) -> None:
+        self._wanted.set()
+
+    def end(self) -> None:
+        """Waits for the thread.
+
+        Raises:
+            OSError: something did not reach the disk.
+        """
+        self._ended = True
+        self._wanted.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+def _write_durably(descriptor: int, parts: Iterable[memoryview]) -> None:
+    write_back: _WriteBack | None = None
+    waiting = 0
+    try:
+        for part in parts:
+            left = part
+            while len(left):
+                written = os.write(descriptor, left)
+                left, waiting = left[written:], waiting + written
+            if waiting >= WRITE_BACK_BYTES:
+                write_back = write_back or _WriteBack(descriptor)
+                write_back.go()
+                waiting = 0
+    finally:
+        if write_back is not None:
+            write_back.end()
+    os.fsync(descriptor)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _advice(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ". Free some space, or choose another storage_path; training goes on, and earlier checkpoints are untouched"
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return ". Look at its mount and its permissions; training goes on, and earlier checkpoints are untouched"
+    return ""

@@ -1,0 +1,135 @@
+"""Who may write here: one run at a time, shown by a small file that its owner renews.
+
+Every owner has an *epoch*, one more than the owner before. It is part of the names of its checkpoints, and is looked at again
+before every commit, so whoever was taken for dead and is not cannot commit any more. Time is measured by the reader's own
+monotonic clock: a file that does not change for `LEASE_S` has no living owner.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass, replace
+
+import psutil
+
+from raytrain_ft.errors import LockedError, StorageError
+from raytrain_ft.storage import checkpoint
+from raytrain_ft.storage.filesystem import Storage
+
+FILE = "writer.json"
+LEASE_S = 10.0
+RENEW_S = 2.5
+POLL_S = 0.2
+LONGEST = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The content of the file. `renewed` grows with every renewal; -1: the owner has left."""
+
+    owner: str
+    epoch: int
+    host: str
+    pid: int
+    started: float
+    renewed: int = 0
+
+
+def read_owner(storage: Storage) -> Owner | None:
+    """Who may write; None if nobody ever did, or the file is damaged."""
+    if not 0 < (storage.size(FILE) or 0) < LONGEST:
+        return None
+    try:
+        return Owner(**json.loads(storage.view(FILE).to_pybytes()))
+    except (StorageError, ValueError, TypeError):
+        return None
+
+
+class WriterLock:
+    """The right to write. Renewed by a thread until `release`; ends with its process at the latest."""
+
+    def __init__(self, storage: Storage, owner: Owner) -> None:
+        self._storage = storage
+        self.owner = owner
+        self._released = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="writer-lock", daemon=True)
+        self._thread.start()
+
+    def _renew(self) -> None:
+        while not self._released.wait(RENEW_S):
+            try:
+                if not holds(self._storage, self.owner.owner, self.owner.epoch):
+                    return  # somebody else has it: the next commit will say so
+                self.owner = replace(self.owner, renewed=self.owner.renewed + 1)
+                _write(self._storage, self.owner)
+            except StorageError:
+                continue  # the storage may come back; if it does not, others take over after the lease
+
+    def release(self) -> None:
+        """Gives it up; the next one need not wait."""
+        self._released.set()
+        self._thread.join(timeout=LEASE_S)
+        try:
+            if holds(self._storage, self.owner.owner, self.owner.epoch):
+                _write(self._storage, replace(self.owner, renewed=-1))
+        except StorageError:
+            return  # it runs out by itself
+
+
+def acquire(storage: Storage, owner: str) -> WriterLock:
+    """Takes the right to write. An owner of the same name takes it over at once (a supervisor that was restarted).
+
+    Its epoch is also greater than that of every checkpoint there, in case the file was lost.
+
+    Raises:
+        LockedError: another owner lives; StorageError: the storage cannot be written.
+    """
+    found = read_owner(storage)
+    if found is not None and found.owner != owner and not _has_left(found):
+        _await_end(storage, found)
+    latest = max([found.epoch if found else 0, *(candidate.name.epoch for candidate in checkpoint.found(storage))])
+    epoch = found.epoch if found is not None and found.owner == owner else latest + 1
+    mine = Owner(owner, epoch, socket.gethostname(), os.getpid(), psutil.Process().create_time())
+    _write(storage, mine)
+    if not holds(storage, owner, epoch):
+        raise LockedError(f"{storage.uri}: another run took the right to write at the same moment; try again")
+    return WriterLock(storage, mine)
+
+
+def holds(storage: Storage, owner: str, epoch: int) -> bool:
+    """Whether this owner still has the right to write."""
+    found = read_owner(storage)
+    return found is not None and (found.owner, found.epoch) == (owner, epoch)
+
+
+def _has_left(owner: Owner) -> bool:
+    """Whether it is known to be gone: it said so, or its process on this machine is another one or none."""
+    if owner.renewed < 0:
+        return True
+    if owner.host != socket.gethostname():
+        return False
+    try:
+        return psutil.Process(owner.pid).create_time() != owner.started
+    except psutil.Error:
+        return True
+
+
+def _await_end(storage: Storage, found: Owner) -> None:
+    deadline = time.monotonic() + LEASE_S
+    while time.monotonic() < deadline:
+        now = read_owner(storage)
+        if now != found:
+            owner = now or found
+            raise LockedError(
+                f"{storage.uri} is being written by run {owner.owner} (process {owner.pid} on {owner.host}): wait for its end, "
+                "or choose another name or storage_path"
+            )
+        time.sleep(POLL_S)
+
+
+def _write(storage: Storage, owner: Owner) -> None:
+    storage.put(FILE, [memoryview(json.dumps(asdict(owner)).encode())])

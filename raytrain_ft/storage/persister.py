@@ -1,0 +1,275 @@
+"""The process that writes a worker's snapshots to storage, so that training shares neither its interpreter nor its patience.
+
+The snapshot lies in memory that both processes map (a memfd: it has no name, and is gone when both are). Jobs and outcomes are
+lines of JSON on pipes. At most one job is under way, and it is never abandoned (CheckFreq, section 4.3.1): when the worker is
+lost in the midst of one, it is brought to its end before this process ends too.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+from typing import IO, Any
+
+from raytrain_ft.errors import LockedError, StorageError
+from raytrain_ft.storage import checkpoint, lock
+from raytrain_ft.storage.filesystem import Storage, open_storage
+from raytrain_ft.storage.manifest import Manifest, Name
+from raytrain_ft.storage.shard import Piece
+
+NICENESS = 10
+"""Added to the worker's own: where training needs every core, it comes first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One worker's part of a checkpoint.
+
+    Attributes:
+        uri: of the directory of checkpoints.
+        owner, epoch: whose right to write it is (see `lock`).
+        number, count: of this shard; number 0 commits when all are there.
+        pieces: (name, dtype, shape, start, size) of what lies in the shared memory, one after the other.
+        values, kept: for the manifest.
+        keep: how many checkpoints stay.
+        files: small files beside the checkpoints to write once it is committed ({name: content}).
+        timeout_s: how long to wait for the shards of others.
+    """
+
+    uri: str
+    owner: str
+    epoch: int
+    step: int
+    incarnation: int
+    number: int
+    count: int
+    pieces: list[tuple[str, str, tuple[int, ...], int, int]]
+    values: dict[str, Any] = field(default_factory=dict)
+    kept: bool = False
+    keep: int = 1
+    files: dict[str, str] = field(default_factory=dict)
+    size: int = 0
+    timeout_s: float = 120.0
+
+    @property
+    def name(self) -> Name:
+        """Of the checkpoint."""
+        return Name(self.step, self.epoch, self.incarnation)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a job ended.
+
+    Attributes:
+        error: None, or why there is no such checkpoint.
+        seconds: from the start of the job to its end.
+        size: bytes of the whole checkpoint's files (of the shard, but for number 0).
+    """
+
+    error: str | None
+    seconds: float
+    size: int
+
+
+def carry_out(job: Job, data: memoryview, cancelled: set[str]) -> int:
+    """Writes a shard and, as number 0, commits; returns the bytes written by all.
+
+    Raises:
+        StorageError: it could not be; LockedError: another run writes there by now.
+    """
+    storage = open_storage(job.uri)
+    pieces = [Piece(name, dtype, tuple(shape), start, size) for name, dtype, shape, start, size in job.pieces]
+    own = checkpoint.write_shard(storage, job.name, job.number, job.count, pieces, data)
+    if job.number != 0:
+        return own.size
+
+    def check() -> None:
+        if str(job.name) in cancelled:
+            raise StorageError(f"{job.name}: the world that was writing it is over")
+
+    entries = checkpoint.await_shards(storage, job.name, own, job.count, job.timeout_s, check)
+    if not lock.holds(storage, job.owner, job.epoch):
+        raise LockedError(f"{job.uri}: another run has taken the right to write; {job.name} is not committed")
+    manifest = Manifest(
+        step=job.step,
+        epoch=job.epoch,
+        incarnation=job.incarnation,
+        shards=entries,
+        values=job.values,
+        size=job.size,
+        kept=job.kept,
+        created=time.time(),
+    )
+    checkpoint.commit(storage, manifest)
+    _tidy(storage, job)
+    return sum(entry.size for entry in entries)
+
+
+def _tidy(storage: Storage, job: Job) -> None:
+    """What comes after the commit. That it fails makes the checkpoint no worse."""
+    try:
+        for name, content in job.files.items():
+            storage.put(name, [memoryview(content.encode())])
+        checkpoint.retain(storage, job.name, job.keep)
+    except StorageError as error:
+        print(f"after {job.name}: {error}", file=sys.stderr)
+
+
+# ---------------------------------------------------------------- the worker's side
+
+
+class SharedMemory:
+    """Memory that a persister maps too. Grows when it must; its pages are kept, so that they are touched only once."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("raytrain_ft-snapshot", os.MFD_CLOEXEC)
+        self.view = memoryview(bytearray())
+
+    def reserve(self, size: int) -> memoryview:
+        """At least this many bytes, the first of which are the first of the memory."""
+        if size > len(self.view):
+            os.ftruncate(self.descriptor, size)
+            self.view = memoryview(mmap.mmap(self.descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE))
+        return self.view[:size]
+
+    def close(self) -> None:
+        """Gives the memory back once no view of it is left."""
+        self.view = memoryview(bytearray())
+        os.close(self.descriptor)
+
+
+class Persister:
+    """A persister process, started with its first job and again if it was lost."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pending: Future[Outcome] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, if there is one."""
+        return self._process.pid if self._process and self._process.poll() is None else None
+
+    def start(self) -> None:
+        """Starts the process unless it runs."""
+        if self.pid is not None:
+            return
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "raytrain_ft.storage.persister", str(self._memory.descriptor)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[self._memory.descriptor],
+            env=os.environ | {"PYTHONPATH": path},
+        )
+        threading.Thread(target=self._listen, args=(self._process,), name="persister", daemon=True).start()
+
+    def submit(self, job: Job) -> Future[Outcome]:
+        """Begins a job. The future never fails: an outcome with an error says what went wrong."""
+        future: Future[Outcome] = Future()
+        with self._lock:
+            assert self._pending is None or self._pending.done(), "at most one job at a time"
+            self._pending = future
+        try:
+            self.start()
+            self._send(asdict(job))
+        except OSError as error:
+            self._settle(Outcome(f"the persister could not be reached: {error}", 0.0, 0))
+        return future
+
+    def cancel(self, name: Name) -> None:
+        """The world that writes this checkpoint is over: waiting for the shards of others is no use."""
+        if self._pending is not None and not self._pending.done():
+            try:
+                self._send({"cancel": str(name)})
+            except OSError:
+                return  # it has ended, which settles the job
+
+    def close(self, timeout_s: float) -> None:
+        """Lets it finish its job and end; a process that does not end in time is killed."""
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+            self._process.wait(timeout_s)
+        except (subprocess.TimeoutExpired, OSError):
+            self._process.kill()
+            self._process.wait()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            self._settle(Outcome(**json.loads(line)))
+        self._settle(Outcome(f"the persister process ended (exit code {process.wait()})", 0.0, 0))
+
+    def _settle(self, outcome: Outcome) -> None:
+        with self._lock:
+            future, self._pending = self._pending, None
+        if future is not None and not future.done():
+            future.set_result(outcome)
+
+
+# ---------------------------------------------------------------- the process
+
+
+def main() -> None:
+    """Body of the process: jobs from standard input until it ends."""
+    os.nice(NICENESS)
+    descriptor = int(sys.argv[1])
+    jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+    cancelled: set[str] = set()
+    threading.Thread(target=_read, args=(sys.stdin, jobs, cancelled), name="jobs", daemon=True).start()
+    while (job := jobs.get()) is not None:
+        began = time.monotonic()
+        try:
+            total = sum(piece[4] for piece in job.pieces)
+            size = carry_out(job, _map(descriptor, total), cancelled)
+            outcome = Outcome(None, time.monotonic() - began, size)
+        except StorageError as error:
+            outcome = Outcome(str(error), time.monotonic() - began, 0)
+        except Exception:
+            outcome = Outcome(traceback.format_exc(), time.monotonic() - began, 0)
+        cancelled.discard(str(job.name))
+        try:
+            print(json.dumps(asdict(outcome)), flush=True)
+        except BrokenPipeError:
+            break  # the worker is gone
+
+
+def _read(stream: IO[str], jobs: queue.SimpleQueue[Job | None], cancelled: set[str]) -> None:
+    for line in stream:
+        message = json.loads(line)
+        if "cancel" in message:
+            cancelled.add(message["cancel"])
+        else:
+            jobs.put(Job(**message))
+    jobs.put(None)
+
+
+def _map(descriptor: int, size: int) -> memoryview:
+    if not size:
+        return memoryview(b"")
+    return memoryview(mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""The file of a shard: an Arrow IPC file of pieces of tensors, written and read without copying their bytes.
+
+A row is one piece: the tensor's name, dtype and shape, the piece's first byte in it, and its bytes. Consecutive pieces share a
+record batch, so a thousand small tensors do not cost a thousand batches. The file is also a sequence of blocks of
+`BLOCK_BYTES`, whose hashes stand in the checkpoint's manifest: they cover every byte, headers and padding too.
+
+No torch here: the process that writes shards does not need it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from raytrain_ft.errors import StorageError
+
+FORMAT = "raytrain_ft-shard-1"
+BLOCK_BYTES = 4 * 2**20
+BATCH_BYTES = 64 * 2**20
+HASH_THREADS = 2
+SCHEMA = pa.schema(
+    [
+        ("name", pa.string()),
+        ("dtype", pa.string()),
+        ("shape", pa.list_(pa.int64())),
+        ("start", pa.int64()),
+        ("data", pa.large_binary()),
+    ],
+    metadata={"format": FORMAT},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes [start, start + size) of a tensor, in its contiguous order. A tensor without elements is a piece of size 0."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+# ---------------------------------------------------------------- writing
+
+
+def encode(pieces: Sequence[Piece], data: memoryview) -> list[memoryview]:
+    """The file, as parts in order. `data` holds the bytes of all pieces, one after the other; its parts are not copied."""
+    sink = _Parts()
+    with pa.ipc.new_file(pa.PythonFile(sink, mode="w"), SCHEMA) as writer:
+        for run, offset in _batches(pieces):
+            writer.write_batch(_batch(run, data, offset))
+    return sink.parts
+
+
+def _batches(pieces: Sequence[Piece]) -> Iterator[tuple[list[Piece], int]]:
+    run: list[Piece] = []
+    offset = size = 0
+    for piece in pieces:
+        if run and size + piece.size > BATCH_BYTES:
+            yield run, offset
+            run, offset, size = [], offset + size, 0
+        run.append(piece)
+        size += piece.size
+    if run:
+        yield run, offset
+
+
+def _batch(pieces: list[Piece], data: memoryview, offset: int) -> pa.RecordBatch:
+    ends = np.zeros(len(pieces) + 1, dtype=np.int64)
+    np.cumsum([piece.size for piece in pieces], out=ends[1:])
+    values = pa.py_buffer(data[offset : offset + int(ends[-1])])
+    column = pa.Array.from_buffers(pa.large_binary(), len(pieces), [None, pa.py_buffer(ends), values])
+    return pa.record_batch(
+        [
+            pa.array([piece.name for piece in pieces], pa.string()),
+            pa.array([piece.dtype for piece in pieces], pa.string()),
+            pa.array([piece.shape for piece in pieces], pa.list_(pa.int64())),
+            pa.array([piece.start for piece in pieces], pa.int64()),
+            column,
+        ],
+        schema=SCHEMA,
+    )
+
+
+class _Parts:
+    """A file for pyarrow's writer that keeps what it is given instead of copying it."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.parts: list[memoryview] = []
+
+    def write(self, data: bytes | pa.Buffer) -> int:
+        part = memoryview(data).cast("B")
+        self.parts.append(part)
+        return len(part)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class Hashed:
+    """Passes the parts of a file on in blocks, and hashes each on another thread while it is being written."""
+
+    def __init__(self, parts: Iterable[memoryview]) -> None:
+        self._parts = parts
+        self._hashes: list[Future[str]] = []
+        self.size = 0
+
+    def __iter__(self) -> Iterator[memoryview]:
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="hash") as pool:
+            for block in _blocks(self._parts):
+                self._hashes.append(pool.submit(_hash, block))
+                for part in block:
+                    self.size += len(part)
+                    yield part
+
+    def blocks(self) -> list[str]:
+        """The hash of every block, once all parts are passed on."""
+        return [hashed.result() for hashed in self._hashes]
+
+
+def _blocks(parts: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    block: list[memoryview] = []
+    room = BLOCK_BYTES
+    small = bytearray()  # headers come in many parts of a few bytes: they are passed on together
+    for part in parts:
+        rest = part
+        while len(rest):
+            taken, rest = rest[:room], rest[room:]
+            room -= len(taken)
+            if len(taken) < 4096:
+                small += taken
+            else:
+                if small:
+                    block.append(memoryview(bytes(small)))
+                    small.clear()
+                block.append(taken)
+            if room == 0:
+                if small:
+                    block.append(memoryview(bytes(small)))
+                    small.clear()
+                yield block
+                block, room = [], BLOCK_BYTES
+    if small:
+        block.append(memoryview(bytes(small)))
+    if block:
+        yield block
+
+
+def _hash(block: Sequence[memoryview]) -> str:
+    hasher = xxhash.xxh3_64()
+    for part in block:
+        hasher.update(part)
+    return hasher.hexdigest()
+
+
+# ---------------------------------------------------------------- reading
+
+
+def verify(buffer: pa.Buffer, blocks: Sequence[str]) -> int | None:
+    """Hashes a whole file; returns the number of the first block that is not what it was, or None."""
+    view = memoryview(buffer).cast("B")
+    count = -(-len(view) // BLOCK_BYTES)
+    if count != len(blocks):
+        return min(count, len(blocks))
+    bad: list[int] = []
+    numbers = iter(range(count))
+    lock = threading.Lock()
+
+    def work() -> None:
+        while not bad:
+            with lock:
+                number = next(numbers, None)
+            if number is None:
+                return
+            if _hash([view[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]]) != blocks[number]:
+                bad.append(number)
+
+    helpers = [threading.Thread(target=work, name="verify", daemon=True) for _ in range(min(HASH_THREADS, count) - 1)]
+    for helper in helpers:
+        helper.start()
+    work()
+    for helper in helpers:
+        helper.join()
+    return min(bad, default=None)
+
+
+def decode(buffer: pa.Buffer, name: str) -> Iterator[tuple[Piece, memoryview]]:
+    """The pieces of a file and their bytes, without copying them.
+
+    Raises:
+        StorageError: it is no shard.
+    """
+    try:
+        with pa.ipc.open_file(buffer) as reader:
+            if (reader.schema.metadata or {}).get(b"format") != FORMAT.encode() or not reader.schema.equals(SCHEMA):
+                raise StorageError(f"{name} is not a {FORMAT} file")
+            batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        for batch in batches:
+            batch.validate(full=True)
+            yield from _rows(batch)
+    except (pa.ArrowException, OSError, ValueError, UnicodeDecodeError) as error:
+        raise StorageError(f"{name} cannot be read as a shard: {error}") from error
+
+
+def _rows(batch: pa.RecordBatch) -> Iterator[tuple[Piece, memoryview]]:
+    names, dtypes, shapes, starts, data = (column for column in batch.columns)
+    columns = zip(names.to_pylist(), dtypes.to_pylist(), shapes.to_pylist(), starts.to_pylist(), strict=True)
+    for row, (name, dtype, shape, start) in enumerate(columns):
+        content = data[row].as_buffer()
+        if any(value is None for value in (name, dtype, shape, start, content)):
+            raise StorageError("a row lacks a value")
+        yield Piece(name, dtype, tuple(shape), start, content.size), memoryview(content).cast("B")

@@ -1,0 +1,139 @@
+"""State dicts without pickle: the tensors apart, all else as JSON that says what it was.
+
+A state dict is dicts, lists and tuples of plain values and tensors. `flatten` gives the tensors by path and a skeleton of JSON;
+`unflatten` puts them together again. Types that are not known are refused with their path, never guessed at.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raytrain_ft.errors import ConfigError, StorageError
+
+DEEPEST = 100
+
+
+def flatten(value: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
+    """The skeleton of a state dict, and its tensors by path.
+
+    Raises:
+        ConfigError: it holds something else than plain values, containers, numpy arrays and tensors; it names the path.
+    """
+    tensors: dict[str, Tensor] = {}
+    return _flatten(value, path, tensors, 0), tensors
+
+
+def _flatten(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any:
+    if depth > DEEPEST:
+        raise ConfigError(f"{path}: a state dict of more than {DEEPEST} levels cannot be stored; does it contain itself?")
+
+    def inner(item: Any, key: Any) -> Any:
+        part = str(key).replace("~", "~0").replace("/", "~1")  # as in JSON pointers, so that no two paths are the same
+        return _flatten(item, f"{path}/{part}" if path else part, tensors, depth + 1)
+
+    def pairs(items: Iterable[tuple[Any, Any]]) -> list[Any]:
+        return [[_flatten(key, f"{path}/(key)", tensors, depth + 1), inner(item, key)] for key, item in items]
+
+    match value:
+        case None | bool() | int() | str() if type(value) in (type(None), bool, int, str):
+            return value
+        case float() if type(value) is float:
+            return {"float": value.hex()}  # every bit, also of NaN and infinity, which JSON lacks
+        case Tensor():
+            tensors[path] = value
+            return {"tensor": path}
+        case np.ndarray() if value.dtype.kind in "biufc" and value.dtype.isnative:
+            return {"ndarray": [str(value.dtype), list(value.shape), base64.b64encode(value.tobytes()).decode()]}
+        case np.generic() if value.dtype.kind in "biufc":
+            return {"scalar": [str(value.dtype), base64.b64encode(value.tobytes()).decode()]}
+        case torch.dtype():
+            return {"dtype": str(value)}
+        case bytes():
+            return {"bytes": base64.b64encode(value).decode()}
+        case _ if type(value) in _MAPPINGS:
+            return {_MAPPINGS[type(value)]: pairs(value.items())}
+        case _ if type(value) in _SEQUENCES:
+            items = sorted(value) if isinstance(value, set | frozenset) else value
+            return {_SEQUENCES[type(value)]: [inner(item, number) for number, item in enumerate(items)]}
+    raise ConfigError(
+        f"{path or 'the state'} is a {type(value).__module__}.{type(value).__name__}, which cannot be stored without pickle: "
+        "let state_dict() return plain values, containers and tensors"
+    )
+
+
+_MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter", defaultdict: "defaultdict"}
+_SEQUENCES: dict[type, str] = {
+    list: "list",
+    tuple: "tuple",
+    torch.Size: "Size",
+    set: "set",
+    frozenset: "frozenset",
+    deque: "deque",
+}
+_MAKE: dict[str, Callable[[Any], Any]] = {
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": lambda pairs: Counter(dict(pairs)),
+    "defaultdict": lambda pairs: defaultdict(None, pairs),
+    "list": list,
+    "tuple": tuple,
+    "Size": torch.Size,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": deque,
+}
+
+
+def unflatten(skeleton: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """The state dict of a skeleton; `tensor` gives the tensor of a path.
+
+    Raises:
+        StorageError: it is no skeleton.
+    """
+    try:
+        return _unflatten(skeleton, tensor)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise StorageError(f"the stored state cannot be put together: {type(error).__name__}: {error}") from error
+
+
+def _unflatten(node: Any, tensor: Callable[[str], Tensor]) -> Any:
+    if not isinstance(node, dict):
+        return node
+    ((kind, value),) = node.items()
+    match kind:
+        case "float":
+            return float.fromhex(value)
+        case "tensor":
+            return tensor(value)
+        case "ndarray":
+            return np.frombuffer(base64.b64decode(value[2]), dtype=np.dtype(value[0])).reshape(value[1]).copy()
+        case "scalar":
+            return np.frombuffer(base64.b64decode(value[1]), dtype=np.dtype(value[0]))[0]
+        case "dtype":
+            return _dtype(value)
+        case "bytes":
+            return base64.b64decode(value)
+        case _ if kind in _MAPPINGS.values():
+            return _MAKE[kind]([(_key(_unflatten(key, tensor)), _unflatten(item, tensor)) for key, item in value])
+        case _ if kind in _SEQUENCES.values():
+            return _MAKE[kind]([_unflatten(item, tensor) for item in value])
+    raise ValueError(f"unknown kind {kind!r}")
+
+
+def _key(key: Any) -> Any:
+    hash(key)
+    return key
+
+
+def _dtype(text: str) -> torch.dtype:
+    found = getattr(torch, text.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{text!r} is no dtype")
+    return found

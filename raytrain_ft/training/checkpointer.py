@@ -1,0 +1,271 @@
+"""Checkpoints of one worker in two phases: snapshot (a copy in memory, overlapped with the next step), then persist (durable, in
+another process). CheckFreq, section 4.3.1.
+
+After a step that all workers agree upon, each begins to copy its share of the state; the next weight update waits for that, and
+for nothing else. The copy then goes to the persister. At most one checkpoint is under way, and it is never abandoned: when the
+next one is due and the one before is not durable yet, training waits. Worker 0 decides how often (`policy.frequency`).
+
+Knows nothing of Ray: the trainer uses it, and so does `raytrain_ft.checkfreq` in any training loop.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from raytrain_ft.errors import StorageError
+from raytrain_ft.policy.frequency import Costs, Decision, Tuner
+from raytrain_ft.storage.filesystem import open_storage
+from raytrain_ft.storage.manifest import Name
+from raytrain_ft.storage.persister import Job, Outcome, Persister, SharedMemory
+from raytrain_ft.training.snapshot import Copy, share, total_size
+
+PROFILE_FILE = "profile.json"
+POLL_S = 0.05
+
+Capture = Callable[[], tuple[Sequence[tuple[str, Tensor]], dict[str, Any]]]
+"""Gives the tensors of the state, by name in an order that is the same on every worker, and everything else as JSON."""
+Tell = Callable[[str, dict[str, Any]], None]
+"""Is told of what happened: "CheckpointCommitted", "CheckpointFailed", "IntervalChosen", with their fields."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where checkpoints go, and by whose right.
+
+    Attributes:
+        uri: of the directory of checkpoints; owner, epoch: see `storage.lock`.
+        keep: how many stay.
+        profile_key: what the measurements depend on; those of another key are not used.
+        timeout_s: how long to wait for the shards of others, and for a checkpoint that is under way.
+    """
+
+    uri: str
+    owner: str
+    epoch: int
+    keep: int = 1
+    profile_key: str = ""
+    timeout_s: float = 120.0
+
+
+class Checkpointer:
+    """One worker's part in the checkpoints of a run. All methods but the callbacks belong to the training thread."""
+
+    def __init__(self, target: Target, capture: Capture, tuner: Callable[[], Tuner], tell: Tell) -> None:
+        """`tuner` makes a new one; `tell` may be called on any thread."""
+        self._target = target
+        self._capture = capture
+        self._make_tuner = tuner
+        self._tell = tell
+        self._memory = SharedMemory()
+        self._persister = Persister(self._memory)
+        self._rank, self._count, self._incarnation = 0, 1, 0
+        self._tuner: Tuner | None = None
+        self._copy: Copy | None = None
+        self._job: Job | None = None
+        self._outcome: Future[Outcome] | None = None
+        self._stall_s = 0.0
+        self._first_step = True
+        self._update_s = 0.0
+
+    # ---------------------------------------------------------------- a world begins and ends
+
+    def begin(self, rank: int, count: int, incarnation: int, step: int) -> None:
+        """Training begins at `step` as worker `rank` of `count`."""
+        self._rank, self._incarnation, self._first_step = rank, incarnation, True
+        if rank != 0:
+            self._tuner = None
+        elif self._tuner is None:
+            self._tuner = self._make_tuner()
+            self._tuner.last = step
+            self._recall_profile(self._tuner)
+        elif count != self._count:
+            self._tuner.resized()
+        self._count = count
+
+    def fenced(self) -> None:
+        """The world is over. A copy that is under way comes to its end before anything else touches the state."""
+        if self._copy is not None:
+            self._copy.wait(_go_on)
+        if self._job is not None and self._job.count > 1:
+            self._persister.cancel(self._job.name)
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Brings the checkpoint under way to its end, and ends the persister."""
+        if self._copy is not None:
+            self._copy.wait(_go_on)
+        self._persister.close(timeout_s)
+
+    # ---------------------------------------------------------------- step by step
+
+    def wants(self, step: int) -> bool:
+        """Whether worker 0 wants a checkpoint once `step` steps are committed. Everybody must be told before the commit."""
+        return self._tuner is not None and self._tuner.due(step, busy=self.busy)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is under way."""
+        copying = self._copy is not None and self._copy.seconds is None
+        return copying or (self._outcome is not None and not self._outcome.done())
+
+    def await_copy(self, check: Callable[[], None]) -> None:
+        """Waits until the weights may change.
+
+        Args:
+            check: called while waiting; may raise to leave the wait.
+        """
+        if self._copy is not None:
+            self._stall_s += self._copy.wait(check)
+
+    def updated(self, seconds: float) -> None:
+        """The weight update of the present step took so long."""
+        self._update_s = seconds
+
+    def stepped(self, step: int, seconds: float) -> None:
+        """A step was committed (`step`: how many by now)."""
+        if self._tuner is not None:
+            self._tuner.stepped(seconds, self._update_s, busy=self.busy or self._first_step)
+            self._note(self._tuner.settle(step))
+        self._first_step = False
+
+    def take(self, step: int, check: Callable[[], None], *, kept: bool = False) -> None:
+        """Begins a checkpoint of the state after `step` steps. Waits for the one before to be durable.
+
+        Args:
+            kept: retention leaves it alone.
+
+        Raises:
+            StorageError: the one before does not come to its end within the deadline.
+        """
+        began = time.monotonic()
+        self.await_durable(check)
+        waited = time.monotonic() - began
+        decision = None
+        if self._tuner is not None:
+            self._tuner.waited(waited)
+            decision = self._tuner.began(step)
+        self._note(decision)
+        tensors, values = self._capture()
+        slices = share(tensors, self._rank, self._count)
+        pieces = [(p.name, p.dtype, p.shape, p.start, p.size) for p in (s.piece for s in slices)]
+        self._job = Job(
+            uri=self._target.uri,
+            owner=self._target.owner,
+            epoch=self._target.epoch,
+            step=step,
+            incarnation=self._incarnation,
+            number=self._rank,
+            count=self._count,
+            pieces=pieces,
+            values=values if self._rank == 0 else {},
+            kept=kept,
+            keep=self._target.keep,
+            files=self._profile_file(),
+            size=total_size(tensors),
+            timeout_s=self._target.timeout_s,
+        )
+        self._stall_s = waited
+        self._outcome = Future()
+        self._copy = Copy(slices, self._memory, self._copied)
+        self._copy.start()
+
+    def await_durable(self, check: Callable[[], None]) -> None:
+        """Waits until no checkpoint is under way.
+
+        Args:
+            check: called while waiting; may raise to leave the wait.
+
+        Raises:
+            StorageError: it is not durable within the deadline: the storage hangs.
+        """
+        deadline = time.monotonic() + 2 * self._target.timeout_s
+        while self.busy:
+            assert self._outcome is not None
+            _wait(self._outcome, POLL_S)
+            check()
+            if time.monotonic() > deadline:
+                raise StorageError(
+                    f"{self._target.uri} hangs: a checkpoint is not durable after {2 * self._target.timeout_s:g} s"
+                )
+
+    # ---------------------------------------------------------------- the two phases
+
+    def _copied(self, copy: Copy) -> None:
+        """The snapshot is complete: on to the persister. Runs on the snapshot's thread."""
+        job, outcome = self._job, self._outcome
+        assert job is not None
+        assert outcome is not None
+        if copy.error is not None:
+            self._fail(job, f"the snapshot failed: {copy.error}")
+            outcome.set_result(Outcome(str(copy.error), 0.0, 0))
+            return
+        self._persister.submit(job).add_done_callback(lambda done: self._persisted(job, copy, done.result(), outcome))
+
+    def _persisted(self, job: Job, copy: Copy, result: Outcome, outcome: Future[Outcome]) -> None:
+        """The persister is done. Runs on its listening thread."""
+        assert copy.seconds is not None
+        if result.error is not None:
+            self._fail(job, result.error)
+        elif job.number == 0:
+            if self._tuner is not None:
+                self._tuner.persisted(Costs(copy=copy.seconds, persist=result.seconds, stall=self._stall_s))
+            self._tell(
+                "CheckpointCommitted",
+                {
+                    "incarnation": job.incarnation,
+                    "step": job.step,
+                    "name": str(job.name),
+                    "bytes": result.size,
+                    "snapshot_s": copy.seconds,
+                    "stall_s": self._stall_s,
+                    "persist_s": result.seconds,
+                },
+            )
+        outcome.set_result(result)
+
+    def _fail(self, job: Job, reason: str) -> None:
+        self._tell("CheckpointFailed", {"incarnation": job.incarnation, "step": job.step, "reason": reason})
+
+    # ---------------------------------------------------------------- the interval
+
+    def _note(self, decision: Decision | None) -> None:
+        if decision is not None:
+            fields = asdict(decision.interval) | asdict(decision.profile)
+            names = ("k", "mode", "k_persist", "k_overhead", "k_failures", "iteration", "update", "copy", "persist", "overhead")
+            seconds = {f"{name}_s" if name in names[5:] else name: fields[name] for name in names}
+            about = {"step": decision.step, "observed": decision.observed, "reason": decision.reason}
+            self._tell("IntervalChosen", {"incarnation": self._incarnation, **seconds, **about})
+
+    def _profile_file(self) -> dict[str, str]:
+        if self._tuner is None or not self._tuner.k:
+            return {}
+        return {PROFILE_FILE: json.dumps({"key": self._target.profile_key, **self._tuner.to_json()})}
+
+    def _recall_profile(self, tuner: Tuner) -> None:
+        """An earlier run of the same kind has measured already. What cannot be read is measured again."""
+        storage = open_storage(self._target.uri)
+        try:
+            if storage.size(PROFILE_FILE) is None:
+                return
+            stored = json.loads(storage.view(PROFILE_FILE).to_pybytes())
+            if stored.get("key") == self._target.profile_key:
+                tuner.begin_from(stored)
+        except (StorageError, ValueError, AttributeError):
+            return
+
+
+def _wait(future: Future[Outcome], seconds: float) -> None:
+    done = threading.Event()
+    future.add_done_callback(lambda _: done.set())
+    done.wait(seconds)
+
+
+def _go_on() -> None:
+    """Nothing ends this wait but its deadline."""

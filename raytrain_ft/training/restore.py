@@ -1,0 +1,72 @@
+"""From a checkpoint back into tensors: everything is compared before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raytrain_ft.errors import StorageError
+from raytrain_ft.storage.checkpoint import Content
+from raytrain_ft.storage.shard import Piece
+
+THREADS = 2
+PART_BYTES = 16 * 2**20
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+def described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """{name: (dtype, shape)}, as `checkpoint.differences` takes it."""
+    return {name: (str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def fill(tensors: Mapping[str, Tensor], content: Content) -> None:
+    """Overwrites tensors with those of the same names in a checkpoint. They must be of the same dtype and shape.
+
+    Raises:
+        StorageError: one is not there, or of another size; nothing was changed.
+    """
+    for name, tensor in tensors.items():
+        parts = content.pieces.get(name)
+        size = tensor.numel() * tensor.element_size()
+        if parts is None or sum(piece.size for piece, _ in parts) != size:
+            raise StorageError(f"{content.manifest.name} holds tensor {name} not at all, or not with {size} bytes")
+    with ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="restore") as pool:
+        list(pool.map(lambda name: _fill_one(tensors[name], content.pieces[name]), tensors))
+
+
+def _fill_one(tensor: Tensor, parts: list[tuple[Piece, memoryview]]) -> None:
+    if not tensor.numel():
+        return
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        target = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+        for piece, data in parts:
+            target[piece.start : piece.start + piece.size] = np.frombuffer(data, dtype=np.uint8)
+        return
+    whole = np.concatenate([np.frombuffer(data, dtype=np.uint8) for _, data in parts])
+    tensor.copy_(torch.from_numpy(whole).view(tensor.dtype).reshape(tensor.shape))
+
+
+def make(content: Content, name: str, device: torch.device | str = "cpu") -> Tensor:
+    """A new tensor with the content of one in a checkpoint.
+
+    Raises:
+        StorageError: it is not there, or does not have the bytes that its dtype and shape ask for.
+    """
+    parts = content.pieces.get(name)
+    if parts is None:
+        raise StorageError(f"{content.manifest.name} holds no tensor {name}")
+    first = parts[0][0]
+    dtype = _DTYPES.get(first.dtype)
+    elements = 1
+    for length in first.shape:
+        elements *= length
+    if dtype is None or min(first.shape, default=0) < 0 or elements * dtype.itemsize != sum(len(data) for _, data in parts):
+        raise StorageError(f"{content.manifest.name}: tensor {name} says {first.dtype} {list(first.shape)} but has other bytes")
+    tensor = torch.empty(first.shape, dtype=dtype)
+    _fill_one(tensor, parts)
+    return tensor.to(device)

@@ -1,0 +1,159 @@
+"""Copies a worker's share of the training state into memory that its persister reads, while training goes on.
+
+The state is one sequence of bytes, tensor after tensor; each of n workers takes an n-th of it, whatever tensors that cuts
+through. The copy runs on a thread of its own during the next step's forward and backward pass, and only the weight update
+waits for it (CheckFreq, section 4.3.1). A tensor on the CPU is really copied: an alias would change under the writer.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from raytrain_ft.errors import ConfigError, StorageError
+from raytrain_ft.storage.persister import SharedMemory
+from raytrain_ft.storage.shard import Piece
+
+ALIGNMENT = 4096
+POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A piece of one tensor, and the tensor that it is a piece of."""
+
+    piece: Piece
+    tensor: Tensor
+
+
+def total_size(tensors: Sequence[tuple[str, Tensor]]) -> int:
+    """Bytes of these tensors."""
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
+
+
+def share(tensors: Sequence[tuple[str, Tensor]], number: int, count: int) -> list[Slice]:
+    """Worker `number`'s part of the state: all parts are of about the same size, and together they are the whole.
+
+    Raises:
+        ConfigError: a tensor is of a kind that has no plain bytes (sparse, quantized, on "meta").
+    """
+    total = total_size(tensors)
+    first, last = _cut(total, number, count), _cut(total, number + 1, count)
+    found: list[Slice] = []
+    offset = 0
+    for name, tensor in tensors:
+        _check(name, tensor)
+        size = tensor.numel() * tensor.element_size()
+        start, stop = max(first, offset) - offset, min(last, offset + size) - offset
+        # a tensor without bytes belongs to whoever has the place where it would be; at the very end, to the last worker
+        empty_here = size == 0 and (first <= offset < last or (offset == total and number == count - 1))
+        if start < stop or empty_here:
+            piece = Piece(name, str(tensor.dtype), tuple(tensor.shape), start if size else 0, max(0, stop - start))
+            found.append(Slice(piece, tensor))
+        offset += size
+    return found
+
+
+def _cut(total: int, number: int, count: int) -> int:
+    """Where the part of worker `number` begins. Aligned, so that small tensors are rarely cut."""
+    return total if number == count else total * number // count // ALIGNMENT * ALIGNMENT
+
+
+def _check(name: str, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise ConfigError(f"{name} is a {tensor.layout} tensor on {tensor.device}: only plain (strided) tensors can be stored")
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The tensor's bytes in contiguous order: uint8 [size]. A view where that is possible."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+class Copy:
+    """One snapshot: the copy of a worker's share into shared memory, on a thread.
+
+    Attributes:
+        seconds: how long it took; None while it is under way.
+    """
+
+    def __init__(self, slices: Sequence[Slice], memory: SharedMemory, then: Callable[[Copy], None]) -> None:
+        self.slices = slices
+        self.size = sum(s.piece.size for s in slices)
+        self.seconds: float | None = None
+        self.error: BaseException | None = None
+        self._memory = memory
+        self._then = then
+        self._done = threading.Event()
+        self._ready = _now_on_device(slices)
+        self._thread = threading.Thread(target=self._run, name="snapshot", daemon=True)
+
+    def start(self) -> None:
+        """Begins. From now on nobody may change the tensors until `wait` returns."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        began = time.monotonic()
+        try:
+            copy_all(self.slices, self._memory.reserve(self.size), self._ready)
+        except BaseException as error:  # told to whoever waits
+            self.error = error
+        self.seconds = time.monotonic() - began
+        self._done.set()
+        self._then(self)
+
+    def wait(self, check: Callable[[], None], timeout_s: float = 300.0) -> float:
+        """Waits until the tensors may change again; returns how long that took, in seconds.
+
+        Args:
+            check: called again and again; may raise to leave the wait.
+
+        Raises:
+            StorageError: the copy does not end in time, or failed.
+        """
+        if self._done.is_set():
+            return 0.0
+        began = time.monotonic()
+        while not self._done.wait(POLL_S):
+            check()
+            if time.monotonic() - began > timeout_s:
+                raise StorageError(f"a snapshot of {self.size} bytes has not ended within {timeout_s:g} s")
+        return time.monotonic() - began
+
+
+@torch.no_grad()
+def copy_all(slices: Sequence[Slice], memory: memoryview, ready: Callable[[], None] | None = None) -> None:
+    """Copies the slices into memory, one after the other."""
+    if ready is not None:
+        ready()
+    if not len(memory):
+        return
+    target = torch.frombuffer(memory, dtype=torch.uint8)
+    offset = 0
+    for part in slices:
+        piece = part.piece
+        if piece.size:
+            source = bytes_of(part.tensor)[piece.start : piece.start + piece.size]
+            target[offset : offset + piece.size].copy_(source, non_blocking=True)
+            offset += piece.size
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
+
+
+def _now_on_device(slices: Sequence[Slice]) -> Callable[[], None] | None:
+    """On a GPU, the copy runs on a stream of its own, after what is queued on the training stream now."""
+    device = next((s.tensor.device for s in slices if s.tensor.is_cuda), None)
+    if device is None:
+        return None
+    marked = torch.cuda.current_stream(device).record_event()
+    stream = torch.cuda.Stream(device)
+
+    def enter() -> None:
+        torch.cuda.set_stream(stream)
+        stream.wait_event(marked)
+
+    return enter
