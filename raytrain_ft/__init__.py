@@ -11,8 +11,10 @@ from typing import Any
 _EXPORTS = {
     "ArrowDataset": "raytrain_ft.training.arrow_dataset",
     "CheckpointConfig": "raytrain_ft.config",
+    "DaliImages": "raytrain_ft.training.dali",
     "FailAt": "raytrain_ft.chaos.faults",
     "FailureConfig": "raytrain_ft.config",
+    "ImageAugmentation": "raytrain_ft.training.images",
     "LAMB": "raytrain_ft.training.lamb",
     "ParallelismConfig": "raytrain_ft.config",
     "RecoveryConfig": "raytrain_ft.config",

@@ -13,8 +13,9 @@ from rich.table import Table
 from raytrain_ft.policy.audit import audit as audit_records
 from raytrain_ft.progress import describe
 from raytrain_ft.result import recovery_of
+from raytrain_ft.runtime import report as reports
 from raytrain_ft.runtime import timeline as timelines
-from raytrain_ft.runtime.event_log import read_records
+from raytrain_ft.runtime.event_log import read_records, read_run
 
 console = Console(highlight=False, soft_wrap=True)
 RUN = click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
@@ -36,8 +37,12 @@ def _records(run: Path) -> list[dict]:
 @main.command()
 @RUN
 def audit(run: Path) -> None:
-    """Proves from a run's own records that every sample of every epoch was used exactly once, or is listed as lost."""
-    result = audit_records(_records(run))
+    """Proves from a run's own records that every sample of every epoch was used exactly once, or is listed as lost.
+
+    Of a run that went on from a checkpoint, the records of the runs before are part of the proof.
+    """
+    _records(run)
+    result = audit_records(read_run(run))
     table = Table(show_header=False)
     table.add_row("run finished", "yes" if result.finished else "no")
     table.add_row("steps audited", f"{result.steps:,}")
@@ -81,6 +86,14 @@ def timeline(run: Path) -> None:
     """Writes timeline.json, which ui.perfetto.dev and chrome://tracing open."""
     _records(run)
     console.print(str(timelines.write(run)), markup=False)
+
+
+@main.command()
+@RUN
+def report(run: Path) -> None:
+    """Writes report.html: steps, losses, recoveries and checkpoints of a run in pictures."""
+    _records(run)
+    console.print(str(reports.write(run)), markup=False)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@ from datetime import timedelta
 from typing import Literal
 
 import ray.train
-from ray.train import CheckpointConfig, ScalingConfig
+from ray.train import ScalingConfig
 
 from raytrain_ft.errors import ConfigError
+from raytrain_ft.policy.frequency import check_budget
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 """Names of runs become names of files and actors, so they are checked against this allow-list."""
@@ -28,12 +29,57 @@ class FailureConfig(ray.train.FailureConfig):
 
 
 @dataclass
+class CheckpointConfig(ray.train.CheckpointConfig):
+    """Ray Train's `CheckpointConfig`, and how often: checkpoints are written by themselves, as often as their budget allows.
+
+    Attributes:
+        num_to_keep: how many stay; None keeps all.
+        overhead: the share of the training time that checkpoints may cost (CheckFreq's p), between 0 and 1.
+        every: "auto" chooses the interval from measurements, within `overhead`; a number of steps is taken as it is; None
+            writes no checkpoints.
+        keep_epochs: also write one at the end of every epoch, and keep these.
+        storage_path: where checkpoints go if not to the run's directory: a path, or any URI of `pyarrow.fs` ("s3://...").
+        resume: "auto" goes on from the newest valid checkpoint of a run of this name; "never" begins anew; "require" fails
+            without one.
+        override: what may differ from the checkpoint on resume: "optimizer", "dataset".
+        failure_interval: mean time between failures, if known, or "measured": with it, checkpoints are no more frequent than
+            Young and Daly's interval.
+    """
+
+    num_to_keep: int | None = 1
+    overhead: float = 0.035
+    every: int | Literal["auto"] | None = "auto"
+    keep_epochs: bool = False
+    storage_path: str | None = None
+    resume: Literal["auto", "never", "require"] = "auto"
+    override: tuple[str, ...] = ()
+    failure_interval: timedelta | Literal["measured"] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_budget(self.overhead)
+        every = self.every
+        if every not in ("auto", None) and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+            raise ConfigError(f'CheckpointConfig(every={every!r}): use "auto", a number of steps of at least 1, or None')
+        if self.resume not in ("auto", "never", "require"):
+            raise ConfigError(f"CheckpointConfig(resume={self.resume!r}): use auto, never or require")
+        unknown = set(self.override) - {"optimizer", "dataset"}
+        if isinstance(self.override, str) or unknown:
+            raise ConfigError(f'CheckpointConfig(override={self.override!r}): use a tuple of "optimizer", "dataset"')
+        interval = self.failure_interval
+        if interval not in (None, "measured") and not (isinstance(interval, timedelta) and interval > timedelta()):
+            raise ConfigError(f'CheckpointConfig(failure_interval={interval!r}): use a time longer than zero, or "measured"')
+
+
+@dataclass
 class RunConfig(ray.train.RunConfig):
-    """Ray Train's `RunConfig`; only the default of `failure_config` differs."""
+    """Ray Train's `RunConfig`; only the defaults of `failure_config` and `checkpoint_config` differ."""
 
     def __post_init__(self) -> None:
         if self.failure_config is None:
             self.failure_config = FailureConfig()
+        if self.checkpoint_config is None:
+            self.checkpoint_config = CheckpointConfig()
         super().__post_init__()
 
 
@@ -60,7 +106,8 @@ class RecoveryConfig:
     """How losses are met.
 
     Attributes:
-        strategy: "auto" takes the cheapest that keeps the result exact; "replication" insists on copying from replicas.
+        strategy: "auto" takes the cheapest that keeps the result exact: from replicas, and from a checkpoint if none is left;
+            "replication" insists on replicas; "checkpoint" has everybody go back to the newest checkpoint after every loss.
         update: "barrier" updates when all gradients are reduced, and never needs an undo; "wait_free" (SWIFT's) updates
             each bucket as soon as it is reduced; a loss in the backward pass may then have to be undone.
         undo: with wait-free updates: "exact" refuses optimizers whose update cannot be inverted; "replay" also allows
@@ -78,7 +125,7 @@ class RecoveryConfig:
         max_fruitless_recoveries: recoveries in a row without a committed step before the run gives up.
     """
 
-    strategy: Literal["auto", "replication"] = "auto"
+    strategy: Literal["auto", "replication", "checkpoint"] = "auto"
     update: Literal["barrier", "wait_free"] = "barrier"
     undo: Literal["exact", "replay"] = "exact"
     num_spares: int = 1
@@ -95,7 +142,7 @@ class RecoveryConfig:
 
     def __post_init__(self) -> None:
         choices = {
-            "strategy": ("auto", "replication"),
+            "strategy": ("auto", "replication", "checkpoint"),
             "update": ("barrier", "wait_free"),
             "undo": ("exact", "replay"),
             "replacement": ("wait", "shrink"),
@@ -127,7 +174,7 @@ class TrainSettings:
     gradient_accumulation_steps: int = 1
     max_grad_norm: float | None = None
     precision: Literal["fp32", "bf16"] = "fp32"
-    on_non_finite: Literal["raise", "skip"] = "raise"
+    on_non_finite: Literal["raise", "skip", "roll_back"] = "raise"
     shuffle: bool = True
     drop_last: bool = False
     bucket_bytes: int = 25 * 2**20
@@ -152,10 +199,8 @@ class TrainSettings:
             )
         if self.precision not in ("fp32", "bf16"):
             raise ConfigError(f"Trainer(precision={self.precision!r}): use fp32 or bf16")
-        if self.on_non_finite not in ("raise", "skip"):
-            raise ConfigError(
-                f"Trainer(on_non_finite={self.on_non_finite!r}): use raise or skip (rolling back needs checkpoints)"
-            )
+        if self.on_non_finite not in ("raise", "skip", "roll_back"):
+            raise ConfigError(f"Trainer(on_non_finite={self.on_non_finite!r}): use raise, skip or roll_back")
         if recovery.update == "wait_free" and (self.max_grad_norm is not None or self.on_non_finite == "skip"):
             raise ConfigError(
                 'RecoveryConfig(update="wait_free") updates buckets before all gradients are known, so it excludes '
@@ -189,7 +234,7 @@ def check_supported(scaling: ScalingConfig, run: ray.train.RunConfig) -> None:
         "ScalingConfig.topology": scaling.topology,
         "RunConfig.callbacks": run.callbacks,
         "RunConfig.storage_filesystem": run.storage_filesystem,
-        "RunConfig.checkpoint_config": run.checkpoint_config if run.checkpoint_config != CheckpointConfig() else None,
+        "CheckpointConfig.checkpoint_score_attribute": getattr(run.checkpoint_config, "checkpoint_score_attribute", None),
     }
     for name, wish in wishes.items():
         if wish:

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import os
 import secrets
+import sys
 import uuid
 import warnings
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import ray
+import torch
+import xxhash
 
-from raytrain_ft.config import RecoveryConfig, RunConfig, ScalingConfig, TrainSettings, check_name, workers
-from raytrain_ft.errors import ConfigError, UndoRefusedError
+from raytrain_ft.config import CheckpointConfig, RecoveryConfig, RunConfig, ScalingConfig, TrainSettings, check_name, workers
+from raytrain_ft.errors import ConfigError, NoCheckpointError, StorageError, UndoRefusedError
+from raytrain_ft.policy.frequency import profile_steps
 from raytrain_ft.policy.roster import Rules
-from raytrain_ft.policy.sampling import Sampling
-from raytrain_ft.runtime.spec import RunSpec
+from raytrain_ft.policy.sampling import Sampling, steps_per_epoch
+from raytrain_ft.runtime.event_log import read_records
+from raytrain_ft.runtime.spec import CheckpointSpec, RunSpec
+from raytrain_ft.storage.checkpoint import select
+from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.task import TrainTask
 from raytrain_ft.training.build import check_model, check_undo
 from raytrain_ft.training.step import StepSettings
@@ -30,7 +41,7 @@ def prepare(
     Raises:
         ConfigError: naming value, place and remedy.
     """
-    update = choose_update(task, recovery)
+    update, model_key = choose_update(task, recovery)
     directory = make_directory(str(run.storage_path), check_name(str(run.name)))
     sampling = Sampling(
         dataset_size=_size(task.dataset()),
@@ -63,6 +74,8 @@ def prepare(
         options=_worker_options(scaling, run),
         use_gpu=scaling.use_gpu is True,
         undo=recovery.undo,
+        checkpoints=_checkpoints(run, scaling, directory, sampling, model_key),
+        incarnation=last_incarnation(directory),
         faults=tuple(settings.faults),
         heartbeat_interval=recovery.heartbeat_interval.total_seconds(),
         heartbeat_timeout=recovery.heartbeat_timeout.total_seconds(),
@@ -81,6 +94,10 @@ def _rules(settings: TrainSettings, scaling: ScalingConfig, run: RunConfig, reco
         max_steps=settings.max_steps,
         spares=recovery.num_spares,
         whole_update=update == "barrier",
+        strategy=recovery.strategy,
+        checkpoints=_policy(run).every is not None,
+        roll_back=settings.on_non_finite == "roll_back",
+        measure_failures=_policy(run).failure_interval == "measured",
         wait_for_replacement=recovery.replacement == "wait",
         schedule_timeout=recovery.schedule_timeout.total_seconds(),
         replacement_timeout=recovery.replacement_timeout.total_seconds(),
@@ -91,8 +108,63 @@ def _rules(settings: TrainSettings, scaling: ScalingConfig, run: RunConfig, reco
     )
 
 
-def choose_update(task: TrainTask, recovery: RecoveryConfig) -> Update:
-    """Builds model and optimizer once, here, so that what cannot work fails early, and says how to update.
+def _policy(run: RunConfig) -> CheckpointConfig:
+    """The run's `CheckpointConfig`; Ray Train's own, which says less, is taken as ours with the defaults."""
+    given: Any = run.checkpoint_config
+    if isinstance(given, CheckpointConfig):
+        return given
+    return CheckpointConfig(num_to_keep=given.num_to_keep if given is not None else 1)
+
+
+def _checkpoints(
+    run: RunConfig, scaling: ScalingConfig, directory: Path, sampling: Sampling, model_key: Any
+) -> CheckpointSpec | None:
+    """How checkpoints are written.
+
+    Raises:
+        ConfigError: their place is of no known kind, or cannot be reached; NoCheckpointError: there is none, and one is
+            required.
+    """
+    how = _policy(run)
+    if how.every is None:
+        return None
+    uri = f"{how.storage_path.rstrip('/')}/{directory.name}/checkpoints" if how.storage_path else str(directory / "checkpoints")
+    storage = open_storage(uri)
+    try:
+        stored = [manifest.name for manifest in select(storage, warnings.warn)] if how.resume != "never" else []
+    except StorageError as error:
+        raise ConfigError(f"CheckpointConfig(storage_path={how.storage_path!r}) cannot be read: {error}") from error
+    if how.resume == "require" and not stored:
+        raise NoCheckpointError(f'CheckpointConfig(resume="require"): there is no valid checkpoint in {uri}')
+    depends_on = [model_key, workers(scaling), sampling.global_batch_size, uri, torch.__version__, os.cpu_count(), how.every]
+    known = how.failure_interval if isinstance(how.failure_interval, timedelta) else None
+    return CheckpointSpec(
+        uri=uri,
+        overhead=how.overhead,
+        every=how.every if isinstance(how.every, int) else None,
+        keep=how.num_to_keep or sys.maxsize,
+        keep_epochs=how.keep_epochs,
+        failure_s=known.total_seconds() if known else None,
+        profile_key=xxhash.xxh3_64_hexdigest(json.dumps(depends_on).encode()),
+        window=profile_steps(steps_per_epoch(sampling)),
+        resume=how.resume,
+        override=tuple(how.override),
+    )
+
+
+def last_incarnation(directory: Path) -> int:
+    """The last incarnation of earlier runs of this name: later ones have greater numbers, in records and checkpoints."""
+    last = 0
+    for log in directory.glob("events*.jsonl"):
+        with suppress(OSError, AttributeError):
+            found = (record.get("incarnation") for record in read_records(log))
+            last = max([last, *(number for number in found if isinstance(number, int))])
+    return last
+
+
+def choose_update(task: TrainTask, recovery: RecoveryConfig) -> tuple[Update, Any]:
+    """Builds model and optimizer once, here, so that what cannot work fails early, and says how to update; and what measured
+    times depend on of both.
 
     `strategy="auto"` falls back to "barrier" where wait-free updates could not be undone.
 
@@ -102,11 +174,12 @@ def choose_update(task: TrainTask, recovery: RecoveryConfig) -> Update:
     model = task.model(0)
     check_model(model)
     optimizer = task.optimizer([p for p in model.parameters() if p.requires_grad])
+    key = [type(optimizer).__name__, *([name, str(p.dtype), list(p.shape)] for name, p in model.named_parameters())]
     if recovery.update == "barrier":
-        return "barrier"
+        return "barrier", key
     reasons = "; ".join(check_undo(optimizer, recovery.undo))
     if not reasons:
-        return "wait_free"
+        return "wait_free", key
     if recovery.strategy != "auto":
         raise UndoRefusedError(
             f'RecoveryConfig(update="wait_free"): {reasons}. Use update="barrier", which never needs an undo.'
@@ -115,7 +188,7 @@ def choose_update(task: TrainTask, recovery: RecoveryConfig) -> Update:
         f'update="wait_free" would need undo, but {reasons}. Falling back to update="barrier", which never needs it.',
         stacklevel=5,
     )
-    return "barrier"
+    return "barrier", key
 
 
 def make_directory(storage_path: str, name: str) -> Path:

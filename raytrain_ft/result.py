@@ -23,6 +23,7 @@ class Result:
             reconciled, filled and resumed (seconds since the run began).
         digest: hash of the final training state, bucket by bucket: two runs are bit-identical if and only if it is equal.
         seconds: how long the run took.
+        checkpoint: where the newest checkpoint is: the storage of the run's checkpoints, and its name there.
         error: None; a run that fails raises.
     """
 
@@ -31,6 +32,7 @@ class Result:
     recoveries: list[Recovery] = field(default_factory=list)
     digest: str = ""
     seconds: float = 0.0
+    checkpoint: str | None = None
     error: Exception | None = None
 
     @property

@@ -29,7 +29,7 @@ class TrainTask:
         raise NotImplementedError
 
     def dataset(self) -> Any:
-        """A map-style dataset: `__len__` and `__getitem__`. For Arrow or Parquet files: `ArrowDataset`."""
+        """A map-style dataset: `__len__` and `__getitem__`. For Arrow or Parquet: `ArrowDataset`; for images: `DaliImages`."""
         raise NotImplementedError
 
     def loss(self, output: Any, batch: Any) -> Tensor:

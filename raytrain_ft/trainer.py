@@ -211,4 +211,5 @@ def _result(spec: RunSpec, account: dict[str, Any]) -> Result:
         raise kind(message + where)
     metrics = {"loss": account["loss"], "step": account["step"]}
     digest = account["result"].get("digest", "")
-    return Result(metrics, str(spec.directory), recoveries, digest, account["seconds"])
+    checkpoint = f"{spec.checkpoints.uri}/{account['stored'][0]}" if spec.checkpoints and account["stored"] else None
+    return Result(metrics, str(spec.directory), recoveries, digest, account["seconds"], checkpoint)

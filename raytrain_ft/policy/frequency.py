@@ -109,7 +109,7 @@ def check_budget(budget: float) -> float:
     """
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget < 1:
         raise ConfigError(
-            f"overhead={budget!r} is the share of the time that checkpoints may cost: use a number between 0 and 1, such as 0.035"
+            f"overhead={budget!r} is the share of the time that checkpoints may cost: use a number between 0 and 1"
         )
     return float(budget)
 
@@ -186,7 +186,7 @@ class Tuner:
     _measured: int = 0
 
     def stepped(self, seconds: float, update_s: float, *, busy: bool) -> None:
-        """Takes in a step. `busy`: a checkpoint was under way during it, or it is the first of a world."""
+        """Takes in a step, but for the first one of a world. `busy`: a checkpoint was under way during it."""
         self._all.append(seconds)
         if not busy:
             self._free.append(seconds)
@@ -203,6 +203,15 @@ class Tuner:
         if self.k:
             return step - self.last >= self.k
         return not busy and len(self._free) >= self.window
+
+    def earliest(self, step: int) -> int:
+        """The first step after this one at which a checkpoint may be due, by what is known now. While the first one is on its
+        way nothing is known: the answer then is near, and farther the longer it takes."""
+        if self.fixed is not None or self.k:
+            return max(step + 1, self.last + (self.fixed or self.k))
+        if self._costs is None and self.profile is not None:
+            return step + 1 + (step - self.last) // 4
+        return step + max(1, self.window - len(self._free))
 
     def persisted(self, costs: Costs) -> None:
         """The latest checkpoint is durable."""
@@ -226,11 +235,14 @@ class Tuner:
             step=step, interval=interval, profile=self.profile, observed=None, reason=f"profiled: {interval.reason}"
         )
 
-    def resized(self) -> None:
-        """The world is another one: steps take another time, which is measured before the next decision."""
+    def disturbed(self, step: int, *, resized: bool) -> None:
+        """Training goes on at this step after a recovery: the interval tells nothing. In a world of another size steps take
+        another time, too, which is measured before the next decision."""
+        self.last = min(self.last, step)
         self._all, self._free, self._updates, self._waited, self._costs = [], [], [], 0.0, None
-        self._measured = 0
-        self._overhead = None
+        if resized:
+            self._measured = 0
+            self._overhead = None
 
     # ---------------------------------------------------------------- the interval that ends
 
@@ -302,7 +314,8 @@ class Tuner:
     def begin_from(self, stored: dict[str, Any]) -> bool:
         """Takes over what an earlier run measured, so that this one need not; whether it could be used."""
         try:
-            profile = Profile(**{name: float(stored["profile"][name]) for name in ("iteration", "update", "copy", "persist")})
+            times = {name: float(stored["profile"][name]) for name in ("iteration", "update", "copy", "persist")}
+            profile = Profile(**times)  # pyright: ignore[reportArgumentType]
             k = int(stored["k"])
         except (KeyError, TypeError, ValueError):
             return False

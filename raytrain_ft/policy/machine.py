@@ -18,7 +18,10 @@ from raytrain_ft.policy import messages as m
 from raytrain_ft.policy import phases
 from raytrain_ft.policy.roster import MemberState, Rules
 from raytrain_ft.policy.run_state import RunState
-from raytrain_ft.policy.states import ENDED, TRANSITIONS, State
+from raytrain_ft.policy.states import ENDED, TRAINING, TRANSITIONS, State
+
+MOST_STORED = 16
+"""Checkpoints that are remembered to go back to."""
 
 
 def handle(run: RunState, event: m.Event) -> list[m.Command]:
@@ -62,8 +65,12 @@ def _is_stale(run: RunState, event: m.Event) -> bool:
         return True
     if isinstance(event, m.WorkerStarted):
         return run.members[event.member] != MemberState.STARTING
-    is_news = isinstance(event, m.StepsCommitted | m.SamplesLost)
-    return not is_news and getattr(event, "incarnation", run.incarnation) != run.incarnation
+    is_news = isinstance(event, m.StepsCommitted | m.SamplesLost | m.CheckpointCommitted | m.CheckpointFailed)
+    return (
+        not is_news
+        and not isinstance(event, m.RunStarted)
+        and getattr(event, "incarnation", run.incarnation) != run.incarnation
+    )
 
 
 def _short(event: m.Event) -> str:
@@ -76,7 +83,7 @@ def _short(event: m.Event) -> str:
 
 
 def _on_run_started(run: RunState, event: m.RunStarted) -> list[m.Command]:
-    del event
+    run.incarnation, run.stored = event.incarnation, list(event.stored)
     run.state = State.SCHEDULING
     return [m.SetTimer("schedule", run.rules.schedule_timeout, run.incarnation), *run.provision()]
 
@@ -104,6 +111,7 @@ def _begin(run: RunState, *, waited: bool = False) -> list[m.Command]:
     hoped_for = min(rules.max_workers, run.roster.slots) if run.roster.any_starting() and not waited else 0
     if len(spares) >= max(hoped_for, rules.min_workers):
         run.incarnation += 1
+        run.begin_from_stored()
         return phases.join(run, tuple(spares[: rules.max_workers]))
     if not waited:
         return []
@@ -188,6 +196,16 @@ def _on_samples_lost(run: RunState, event: m.SamplesLost) -> list[m.Command]:
     return []
 
 
+def _on_checkpoint_committed(run: RunState, event: m.CheckpointCommitted) -> list[m.Command]:
+    run.stored = [m.Stored(event.name, event.step), *run.stored][:MOST_STORED]
+    return []
+
+
+def _on_noted(run: RunState, event: m.CheckpointFailed | m.IntervalChosen) -> list[m.Command]:
+    del run, event  # for the record
+    return []
+
+
 def _on_completed(run: RunState, event: m.Completed) -> list[m.Command]:
     if run.state == State.SHUTTING_DOWN or not run.all_answered(event, run.world):
         return []
@@ -214,7 +232,16 @@ def _on_saved(run: RunState, event: m.Saved) -> list[m.Command]:
 
 
 def _on_task_failed(run: RunState, event: m.TaskFailed) -> list[m.Command]:
-    kinds = {"task": "TaskError", "non_finite": "NonFiniteLossError", "config": "ConfigError"}
+    if event.kind == "non_finite" and run.rules.roll_back and event.step not in run.rolled_back and run.state in TRAINING:
+        run.rolled_back.add(event.step)
+        run.going_back = True
+        return phases.suspect(run, event.at, f"the loss of step {event.step} is not finite", event.member)
+    kinds = {
+        "task": "TaskError",
+        "non_finite": "NonFiniteLossError",
+        "config": "ConfigError",
+        "mismatch": "MismatchError",
+    }
     return run.fail(kinds[event.kind], f"rank {event.rank} ({event.member}), step {event.step}: {event.message}")
 
 
@@ -277,6 +304,11 @@ _HANDLERS: dict[type[m.Event], Callable[[RunState, Any], list[m.Command]]] = {
     m.Filled: phases.on_filled,
     m.StepsCommitted: _on_steps_committed,
     m.SamplesLost: _on_samples_lost,
+    m.CheckpointCommitted: _on_checkpoint_committed,
+    m.CheckpointFailed: _on_noted,
+    m.CheckpointRejected: phases.on_rejected,
+    m.CheckpointsFound: phases.on_checkpoints_found,
+    m.IntervalChosen: _on_noted,
     m.Stopped: _on_stopped,
     m.Completed: _on_completed,
     m.Saved: _on_saved,

@@ -23,11 +23,27 @@ class Event:
     at: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A checkpoint: its name in storage, and how many steps are committed in it."""
+
+    name: str
+    step: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted(Event):
-    """The first event of a run: what it is and what it may use. `details` are for the record only."""
+    """The first event of a run: what it is and what it may use.
+
+    Attributes:
+        incarnation: the last one of earlier runs of this name; this run's are later.
+        stored: the checkpoints that it may begin from, newest first.
+        details: for the record only.
+    """
 
     run_id: str
+    incarnation: int = 0
+    stored: tuple[Stored, ...] = ()
     details: dict[str, Any] = field(default_factory=dict)
 
 
@@ -135,6 +151,79 @@ class SamplesLost(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointCommitted(Event):
+    """A checkpoint is durable. Seconds: of the copy into memory, of the wait for it, and of writing.
+
+    Attributes:
+        bytes: of its files.
+    """
+
+    member: str
+    incarnation: int
+    step: int
+    name: str
+    bytes: int
+    snapshot_s: float
+    stall_s: float
+    persist_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFailed(Event):
+    """A checkpoint could not be written. Training goes on."""
+
+    member: str
+    incarnation: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointsFound(Event):
+    """What there is in storage to go back to, newest first; `error` if that could not be found out.
+
+    Attributes:
+        reached: the step that the lost workers had come to, as far as it is known.
+    """
+
+    incarnation: int
+    stored: tuple[Stored, ...]
+    reached: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRejected(Event):
+    """A worker could not load the checkpoint that it was told to load."""
+
+    member: str
+    incarnation: int
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntervalChosen(Event):
+    """Worker 0 decided how many steps lie between two checkpoints; the numbers are those of `frequency.Decision`."""
+
+    member: str
+    incarnation: int
+    step: int
+    k: int
+    mode: str
+    k_persist: int
+    k_overhead: int
+    k_failures: int
+    iteration_s: float
+    update_s: float
+    copy_s: float
+    persist_s: float
+    overhead_s: float
+    observed: float | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped(Event):
     """A worker stopped at the step boundary that all agreed upon."""
 
@@ -167,7 +256,7 @@ class TaskFailed(Event):
     member: str
     rank: int
     step: int
-    kind: Literal["task", "non_finite", "config"]
+    kind: Literal["task", "non_finite", "config", "mismatch"]
     message: str
 
 
@@ -208,11 +297,20 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class Reconcile:
-    """All of `world` (in rank order) join the group of this incarnation; those with state carry out `plan`."""
+    """All of `world` (in rank order) join the group of this incarnation; those with state carry out `plan`. Without a plan
+    nobody holds the state: all load the checkpoint `load`, or begin anew if there is none."""
 
     world: tuple[str, ...]
     incarnation: int
     plan: Plan | None
+    load: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FindCheckpoints:
+    """Look for checkpoints in storage: it knows better than the events, which a lost worker could not send."""
+
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,10 +326,11 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Go on training."""
+    """Go on training. `failure_s`: mean time between failures so far, seconds, if that is to be regarded."""
 
     world: tuple[str, ...]
     incarnation: int
+    failure_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,4 +375,4 @@ class End:
     """The run is over; nothing more will be asked for."""
 
 
-Command = StartWorker | Fence | Reconcile | Fill | Run | StopAtBoundary | Save | Kill | Watch | SetTimer | End
+Command = StartWorker | Fence | FindCheckpoints | Reconcile | Fill | Run | StopAtBoundary | Save | Kill | Watch | SetTimer | End

@@ -39,7 +39,8 @@ def fence(run: RunState, at: float) -> list[m.Command]:
         )
     run.state = State.FENCE
     run.incarnation += 1
-    run.answers, run.survivors, run.joining, run.plan = {}, {}, (), None
+    run.answers, run.survivors, run.joining = {}, {}, ()
+    run.plan, run.load, run.seeking = None, None, False
     members = run.roster.active()
     if not members:
         return take_stock(run, at)
@@ -64,18 +65,22 @@ def take_stock(run: RunState, at: float) -> list[m.Command]:
         else:  # a replacement whose filling was interrupted holds nothing: it is a spare again
             run.members[member] = MemberState.SPARE
     run.recoveries[-1].fenced = at
-    if run.world and not run.survivors:
-        return run.fail(
-            "NoSurvivorError",
-            f"every replica is gone at step {run.step} ({run.recoveries[-1].cause}) and there is no checkpoint to go "
-            "back to. Spread the workers over more nodes.",
-        )
-    if run.survivors:
+    why = _why_go_back(run)
+    if why:
+        return _go_back(run, why)
+    if not run.survivors:
+        run.begin_from_stored()
+    else:
         try:
             run.plan = reconcile(list(run.survivors.values()), whole_update=run.rules.whole_update)
         except RecoveryError as error:
             return run.fail("RecoveryError", str(error))
     run.state = State.REPLACE
+    return _gather(run)
+
+
+def _gather(run: RunState) -> list[m.Command]:
+    """Waits for workers, but not for ever."""
     timer = m.SetTimer("replacement", run.rules.replacement_timeout, run.incarnation)
     return [timer, *run.provision(), *replace(run)]
 
@@ -85,13 +90,18 @@ def take_stock(run: RunState, at: float) -> list[m.Command]:
 
 def replace(run: RunState, *, waited: bool = False) -> list[m.Command]:
     """Forms the next world, or waits for workers to come."""
+    if run.seeking:
+        return []
     if run.plan is not None and run.plan.step >= run.rules.max_steps:  # all is computed: nobody needs to be replaced
-        return join(run, tuple(member for member in run.world if member in run.survivors))
+        return join(run, tuple(member for member in run.world if member in run.survivors) or tuple(run.survivors))
     spares = run.roster.spares()
     ready = len(run.survivors) + len(spares)
     more_may_come = run.roster.any_starting() and not waited
     if not shall_wait(run.rules, len(run.world), ready, more_may_come=more_may_come):
-        return join(run, seats(run.world, list(run.survivors), spares, run.rules.max_workers))
+        # who gave its state up keeps its rank
+        stay = list(run.survivors) or [member for member in run.world if member in spares]
+        others = [member for member in spares if member not in stay]
+        return join(run, seats(run.world, stay, others, run.rules.max_workers))
     if not waited:
         return []
     return run.fail(
@@ -99,6 +109,52 @@ def replace(run: RunState, *, waited: bool = False) -> list[m.Command]:
         f"{ready} workers are left and none came within {run.rules.replacement_timeout:g} s, but num_workers asks "
         f"for at least {run.rules.min_workers}. Add nodes, or lower the minimum.",
     )
+
+
+def _why_go_back(run: RunState) -> str:
+    """Why what the survivors hold is no use, in words; empty if they go on from it."""
+    if not run.world:
+        return ""  # nobody has trained yet: what the run begins from is known
+    if not run.survivors:
+        return f"nobody holds the state of step {run.step} any more"
+    if run.going_back:
+        return "the loss was not finite"
+    if run.rules.strategy == "checkpoint" and run.recoveries[-1].lost and run.stored:
+        return 'strategy="checkpoint"'
+    return ""
+
+
+def _go_back(run: RunState, why: str) -> list[m.Command]:
+    """What anybody holds is given up; workers are gathered while it is being looked what there is to load."""
+    recovery = run.recoveries[-1]
+    if not run.rules.checkpoints or run.rules.strategy == "replication":
+        return run.fail(
+            "NoSurvivorError",
+            f"{why} ({recovery.cause}) and there is no checkpoint to go back to. Spread the workers over more nodes, or allow "
+            "checkpoints (CheckpointConfig).",
+        )
+    recovery.reason = why
+    for member in run.roster.active():
+        run.members[member] = MemberState.SPARE
+    run.state, run.survivors, run.seeking = State.REPLACE, {}, True
+    return [m.FindCheckpoints(run.incarnation), *run.provision()]
+
+
+def on_checkpoints_found(run: RunState, event: m.CheckpointsFound) -> list[m.Command]:
+    """Everybody loads the newest; if there is none yet, the run begins anew, which is exact as well."""
+    if event.error:
+        return run.fail("RecoveryError", f"{run.recoveries[-1].reason}, and the checkpoints cannot be listed: {event.error}")
+    committed = max(run.step, event.reached)
+    run.stored, run.seeking = list(event.stored), False
+    run.begin_from_stored()
+    run.recoveries[-1].go_back(run.step, committed, run.load.name if run.load is not None else "the beginning")
+    return _gather(run)
+
+
+def on_rejected(run: RunState, event: m.CheckpointRejected) -> list[m.Command]:
+    """The next one is the checkpoint before; whoever could load this one may be a survivor, which is as good."""
+    run.rejected.add(event.name)
+    return suspect(run, event.at, f"checkpoint {event.name} cannot be loaded: {event.reason}", event.member)
 
 
 def join(run: RunState, world: tuple[str, ...]) -> list[m.Command]:
@@ -110,7 +166,8 @@ def join(run: RunState, world: tuple[str, ...]) -> list[m.Command]:
     if run.plan is not None:
         run.recoveries[-1].follow(run.plan)
     timer = m.SetTimer("reconcile", run.rules.phase_timeout, run.incarnation)
-    return [m.Reconcile(world, run.incarnation, run.plan), timer]
+    load = run.load.name if run.load is not None else ""
+    return [m.Reconcile(world, run.incarnation, run.plan, load), timer]
 
 
 def on_reconciled(run: RunState, event: m.Reconciled) -> list[m.Command]:
@@ -152,5 +209,7 @@ def resume(run: RunState, at: float) -> list[m.Command]:
     if run.history.open is not None:
         run.history.open.filled = at
     run.state = State.RESUME
-    run.world, run.answers = run.joining, {}
-    return [m.Run(run.world, run.incarnation)]
+    run.world, run.answers, run.going_back = run.joining, {}, False
+    losses = sum(len(recovery.lost) for recovery in run.recoveries)
+    failure_s = at / losses if losses and run.rules.measure_failures else None
+    return [m.Run(run.world, run.incarnation, failure_s)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 from raytrain_ft.policy import messages as m
 
@@ -17,6 +18,10 @@ class Rules:
     max_steps: int
     spares: int = 1
     whole_update: bool = True
+    strategy: Literal["auto", "replication", "checkpoint"] = "auto"
+    checkpoints: bool = False
+    roll_back: bool = False
+    measure_failures: bool = False
     wait_for_replacement: bool = True
     schedule_timeout: float = 120.0
     replacement_timeout: float = 60.0

@@ -23,7 +23,13 @@ class RunState:
         world: who trains, in rank order; during a recovery, who trained before it.
         joining: the world of this incarnation; empty until it is told to join.
         survivors: who holds state in this incarnation, and where it stood when it was fenced.
-        plan: what the survivors do to become consistent; None if nobody holds state yet.
+        plan: what the survivors do to become consistent; None if nobody holds state.
+        stored: checkpoints to go back to, newest first.
+        load: the checkpoint that everybody loads if nobody holds state; None: the run begins anew.
+        seeking: whether nobody holds state, and it is being looked what there is to load.
+        rejected: checkpoints that could not be loaded.
+        going_back: whether what the survivors hold is to be given up for a checkpoint.
+        rolled_back: steps whose loss was not finite, and that were therefore tried again from a checkpoint.
         answers: to what was asked last.
         history: every recovery and planned resize so far.
         fruitless: incarnations in a row that committed no step.
@@ -42,6 +48,12 @@ class RunState:
     joining: tuple[str, ...] = ()
     survivors: dict[str, Marks] = field(default_factory=dict)
     plan: Plan | None = None
+    stored: list[m.Stored] = field(default_factory=list)
+    load: m.Stored | None = None
+    seeking: bool = False
+    going_back: bool = False
+    rejected: set[str] = field(default_factory=set)
+    rolled_back: set[int] = field(default_factory=set)
     answers: dict[str, m.Event] = field(default_factory=dict)
     history: Recoveries = field(default_factory=Recoveries)
     fruitless: int = 0
@@ -74,6 +86,11 @@ class RunState:
         if self.state in (State.RUNNING, State.RESIZING, State.RESUME):
             return [member for member in self.world if member in self.members]
         return [member for member in self.survivors if member in self.members]
+
+    def begin_from_stored(self) -> None:
+        """The next world begins from the newest checkpoint that nobody has rejected; without one, from the beginning."""
+        self.load = next((stored for stored in self.stored if stored.name not in self.rejected), None)
+        self.step = self.load.step if self.load is not None else 0
 
     def saver(self) -> str | None:
         """Who writes the final state: the lowest rank that is left."""

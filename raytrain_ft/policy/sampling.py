@@ -12,6 +12,7 @@ A *position* is an index into the order of an epoch, a *sample id* is an index i
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -22,6 +23,9 @@ import numpy as np
 from raytrain_ft.errors import ConfigError
 
 _MAX_SEED = 2**64 - 1
+BLOCK = 4096
+"""Positions whose ids are computed, and kept, together."""
+ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,31 +79,67 @@ class GlobalBatch:
 # ---------------------------------------------------------------- the order of an epoch
 
 
-@lru_cache(maxsize=2)  # this epoch's and, for a loader that reads ahead, the next one's
 def order(sampling: Sampling, epoch: int) -> np.ndarray:
-    """Sample ids of `epoch` in the order in which they are read: int64 [dataset_size], read-only.
+    """Sample ids of a whole epoch in the order in which they are read: int64 [dataset_size], read-only."""
+    return sample_ids(sampling, epoch, range(sampling.dataset_size))
 
-    A function of (seed, epoch, dataset_size) alone: no global generator, no earlier epoch. Philox's raw stream is the
-    part of numpy that is promised never to change (NEP 19; `Generator.permutation` is not), and a sort of distinct
-    keys has one result whatever the algorithm, so a run may even be resumed under another numpy or on another CPU.
+
+def sample_ids(sampling: Sampling, epoch: int, positions: range) -> np.ndarray:
+    """Sample ids at `positions` of `epoch`: int64 [len(positions)], read-only.
+
+    A function of (seed, epoch, dataset_size, position) alone: no global generator, no earlier epoch, and no other position,
+    so going on in the middle of an epoch of any length costs as much as going on at its beginning (CheckFreq re-creates the
+    permutation and skips).
     """
-    if sampling.shuffle:
-        index_bits = max(1, (sampling.dataset_size - 1).bit_length())
-        mask = np.uint64((1 << index_bits) - 1)
-        philox = np.random.Philox(key=np.array([sampling.seed, epoch], dtype=np.uint64))
-        keys = philox.random_raw(sampling.dataset_size) & ~mask  # at least 24 random bits, 44 for a million samples
-        keys |= np.arange(sampling.dataset_size, dtype=np.uint64)
-        keys.sort()
-        ids = (keys & mask).astype(np.int64)
+    if not sampling.shuffle:
+        ids = np.arange(positions.start, positions.stop, dtype=np.int64)
     else:
-        ids = np.arange(sampling.dataset_size, dtype=np.int64)
+        blocks = range(positions.start // BLOCK, -(-positions.stop // BLOCK))
+        parts = [_block(sampling.seed, epoch, sampling.dataset_size, number) for number in blocks]
+        first = blocks.start * BLOCK
+        joined = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.int64)
+        ids = joined[positions.start - first : positions.stop - first]
     ids.flags.writeable = False  # it is shared by everybody who asks
     return ids
 
 
-def sample_ids(sampling: Sampling, epoch: int, positions: range) -> np.ndarray:
-    """Sample ids at `positions` of `epoch`: int64 [len(positions)], read-only."""
-    return order(sampling, epoch)[positions.start : positions.stop]
+@lru_cache(maxsize=8)
+def _block(seed: int, epoch: int, size: int, number: int) -> np.ndarray:
+    """The ids at positions [number * BLOCK, (number + 1) * BLOCK): int64, read-only."""
+    positions = np.arange(number * BLOCK, min((number + 1) * BLOCK, size), dtype=np.uint64)
+    ids = _permuted(positions, size, _keys(seed, epoch)).astype(np.int64)
+    ids.flags.writeable = False
+    return ids
+
+
+def _keys(seed: int, epoch: int) -> list[np.uint64]:
+    """One key per round, from Philox: its raw stream is promised never to change (NEP 19)."""
+    philox = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64))
+    return list(philox.random_raw(ROUNDS))
+
+
+def _permuted(positions: np.ndarray, size: int, keys: list[np.uint64]) -> np.ndarray:
+    """A pseudo-random permutation of [0, size), at some positions; integers only, so it is the same on every machine.
+
+    A Feistel network on pairs of digits to the base b = ceil(sqrt(size)); what lies beyond `size` is permuted again until it
+    does not (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+    """
+    base = np.uint64(math.isqrt(size - 1) + 1)
+    left, right = positions // base, positions % base
+    for key in keys:
+        left, right = right, (left + _mixed(right + key) % base) % base
+    ids = left * base + right
+    beyond = ids >= size
+    if beyond.any():
+        ids[beyond] = _permuted(ids[beyond], size, keys)
+    return ids
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """A 64-bit hash of each value: the finalizer of splitmix64 (Steele et al., OOPSLA 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
+    return values ^ (values >> np.uint64(31))
 
 
 def digest_of_ids(parts: Iterable[np.ndarray]) -> str:

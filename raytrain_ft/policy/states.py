@@ -47,12 +47,12 @@ TRANSITIONS: dict[type[m.Event], dict[State, set[State]]] = {
     m.WorkerStarted: _stay(LIVE) | {S.SCHEDULING: {S.SCHEDULING, S.REPLACE}, S.RUNNING: {S.RUNNING, S.RESIZING}},
     m.WorkerLost: {
         S.SCHEDULING: {S.SCHEDULING, S.REPLACE, S.ERRORED},
-        S.RUNNING: {S.RUNNING, S.FENCE, S.ERRORED},
-        S.RESIZING: {S.RESIZING, S.FENCE, S.ERRORED},
+        S.RUNNING: {S.RUNNING, S.FENCE, S.REPLACE, S.ERRORED},
+        S.RESIZING: {S.RESIZING, S.FENCE, S.REPLACE, S.ERRORED},
         S.FENCE: {S.FENCE, S.REPLACE, S.ERRORED},
         S.REPLACE: {S.REPLACE, S.FENCE, S.ERRORED},
         S.REBUILD: {S.REBUILD, S.FENCE, S.ERRORED},
-        S.RESUME: {S.RESUME, S.FENCE, S.ERRORED},
+        S.RESUME: {S.RESUME, S.FENCE, S.REPLACE, S.ERRORED},
         S.SHUTTING_DOWN: {S.SHUTTING_DOWN, S.ERRORED},
     },
     m.Suspected: _stay({S.FENCE, S.SHUTTING_DOWN})
@@ -63,10 +63,15 @@ TRANSITIONS: dict[type[m.Event], dict[State, set[State]]] = {
     m.Filled: {S.REBUILD: {S.REBUILD, S.RESUME, S.FENCE, S.ERRORED}},
     m.StepsCommitted: _stay(LIVE - {S.SCHEDULING}) | {S.RESUME: {S.RESUME, S.RUNNING, S.RESIZING}},
     m.SamplesLost: _stay(LIVE - {S.SCHEDULING}),
+    m.CheckpointCommitted: _stay(LIVE - {S.SCHEDULING}),
+    m.CheckpointFailed: _stay(LIVE - {S.SCHEDULING}),
+    m.IntervalChosen: _stay(LIVE - {S.SCHEDULING}),
+    m.CheckpointsFound: {S.REPLACE: {S.REPLACE, S.ERRORED}},
+    m.CheckpointRejected: {S.REPLACE: {S.FENCE, S.ERRORED}},
     m.Stopped: {state: {S.RESIZING, S.FENCE, S.ERRORED} for state in TRAINING},
     m.Completed: {state: {state, S.SHUTTING_DOWN, S.ERRORED} for state in TRAINING} | _stay({S.SHUTTING_DOWN}),
     m.Saved: {S.SHUTTING_DOWN: {S.FINISHED}},
-    m.TaskFailed: {state: {S.ERRORED} for state in LIVE},
+    m.TaskFailed: {state: {S.ERRORED} for state in LIVE} | {state: {S.FENCE, S.ERRORED} for state in TRAINING},
     m.TimerFired: _stay(TRAINING)
     | {
         S.SCHEDULING: {S.REPLACE, S.ERRORED},

@@ -12,6 +12,9 @@ class Strategy(StrEnum):
     """How lost state comes back (design, section 6, "Strategies")."""
 
     REPLICATION = "replication"
+    """Survivors become consistent, replacements are filled from them."""
+    CHECKPOINT = "checkpoint"
+    """Everybody loads the newest checkpoint; what was committed since is done again."""
 
 
 class Guarantee(StrEnum):
@@ -36,6 +39,7 @@ class Recovery:
         strategy, guarantee, reason: what was done, what it kept, and why.
         step: the step that training went on from.
         completes: whether the interrupted step was completed rather than redone.
+        redone: committed steps that are done again, because they came after the checkpoint.
         undone: parameters whose update was undone (on each survivor).
         repaired: buckets whose hash differed between survivors and that were copied from the majority.
         world_before, world_after: numbers of workers.
@@ -52,6 +56,7 @@ class Recovery:
     reason: str = ""
     step: int = 0
     completes: bool = False
+    redone: int = 0
     undone: int = 0
     repaired: int = 0
     world_before: int = 0
@@ -78,6 +83,13 @@ class Recovery:
         self.step, self.completes, self.reason = plan.step, plan.completes, plan.reason
         if plan.undo:
             self.guarantee = Guarantee.ROUNDING
+
+    def go_back(self, step: int, committed: int, source: str) -> None:
+        """Everybody goes back to this step: the same samples and the same bits once more."""
+        self.strategy = Strategy.CHECKPOINT
+        self.redone += max(0, committed - step)
+        self.step, self.completes = step, False
+        self.reason += f": everybody goes back to step {step} ({source}), {self.redone} steps or a few more are done again"
 
 
 @dataclass(slots=True)

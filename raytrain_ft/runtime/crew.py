@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from raytrain_ft.errors import ConfigError, FencedError
+from raytrain_ft.errors import ConfigError, FencedError, MismatchError, StorageError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.states import State
 from raytrain_ft.runtime import placement
@@ -38,6 +38,7 @@ class Crew:
         self._tell = tell
         self._now = now
         self._health = health
+        self.epoch = 0  # of the right to write checkpoints
         self._handles: dict[str, Any] = {}
         self._placed: dict[str, str | None] = {}
         self._introductions: dict[str, Introduction] = {}
@@ -75,14 +76,14 @@ class Crew:
                 self._health.alert(members)
                 for member in members:
                     self._spawn(self._fence(member, incarnation))
-            case m.Reconcile(world, incarnation, plan):
-                for member in world:
-                    self._spawn(self._reconcile(member, world, incarnation, plan))
+            case m.Reconcile():
+                for member in command.world:
+                    self._spawn(self._reconcile(member, command))
             case m.Fill():
                 self._spawn(self._fill(command))
-            case m.Run(world, incarnation):
+            case m.Run(world, incarnation, failure_s):
                 for member in world:
-                    self._spawn(self._ask(member, "run", incarnation))
+                    self._spawn(self._ask(member, "run", incarnation, failure_s))
             case m.StopAtBoundary(members):
                 for member in members:
                     self._spawn(self._ask(member, "stop_at_boundary"))
@@ -124,7 +125,7 @@ class Crew:
         )
         supervisor = ray.get_runtime_context().current_actor
         try:
-            self._handles[member] = actor.remote(member, self._spec, supervisor)
+            self._handles[member] = actor.remote(member, self._spec, supervisor, self.epoch)
         except (RayError, ValueError, TypeError) as error:
             self._lost(member, f"Ray refuses to start it: {error}", "ray")
             return
@@ -184,29 +185,36 @@ class Crew:
 
     # ---------------------------------------------------------------- commands
 
-    async def _call(self, member: str, method: str, *args: Any, incarnation: int = 0, seconds: float | None = None) -> Any:
+    async def _call(
+        self, member: str, method: str, *args: Any, incarnation: int = 0, seconds: float | None = None, load: str = ""
+    ) -> Any:
         """Calls a worker, about an incarnation; None if it could not answer, which is then an event."""
         try:
             call = getattr(self.handle(member), method).remote(*args)
             return await asyncio.wait_for(asyncio.wrap_future(call.future()), seconds)
         except RayTaskError as error:
-            self._report(member, error, incarnation)
+            self._report(member, error, incarnation, load)
         except (RayActorError, GetTimeoutError, ValueError) as error:
             self._lost(member, _cause(error), "ray")
         except TimeoutError:
             self._lost(member, f"no answer to {method} within {seconds:g} s", "deadline")
         return None
 
-    def _report(self, member: str, error: RayTaskError, incarnation: int) -> None:
-        """What a worker's method raised, as an event. A fence that overtook the command is none."""
+    def _report(self, member: str, error: RayTaskError, incarnation: int, load: str = "") -> None:
+        """What a worker's method raised, as an event. A fence that overtook the command is none. `load`: the checkpoint that
+        the worker was to load."""
         cause = error.cause if isinstance(error.cause, BaseException) else error
         if isinstance(cause, FencedError):
             return
         if isinstance(cause, PeerLostError):
             self._tell(m.Suspected(at=self._now(), incarnation=incarnation, reason=str(cause)[:300], noticed_by=member))
             return
-        kind = "config" if isinstance(cause, ConfigError) else "task"
-        message = str(cause) if kind == "config" else str(error)
+        if load and isinstance(cause, StorageError):
+            about = {"incarnation": incarnation, "name": load, "reason": str(cause)[:1000]}
+            self._tell(m.CheckpointRejected(at=self._now(), member=member, **about))
+            return
+        kind = "mismatch" if isinstance(cause, MismatchError) else "config" if isinstance(cause, ConfigError) else "task"
+        message = str(error) if kind == "task" else str(cause)
         self._tell(m.TaskFailed(at=self._now(), member=member, rank=-1, step=self._health.step, kind=kind, message=message))
 
     async def _ask(self, member: str, method: str, *args: Any) -> None:
@@ -222,8 +230,10 @@ class Crew:
         else:
             self._tell(m.Fenced(at=self._now(), member=member, incarnation=incarnation, marks=marks))
 
-    async def _reconcile(self, member: str, world: tuple[str, ...], incarnation: int, plan: Any) -> None:
-        answer = await self._call(member, "reconcile", world, incarnation, plan, incarnation=incarnation)
+    async def _reconcile(self, member: str, command: m.Reconcile) -> None:
+        incarnation = command.incarnation
+        asked = (command.world, incarnation, command.plan, command.load)
+        answer = await self._call(member, "reconcile", *asked, incarnation=incarnation, load=command.load)
         if answer is not None:
             digests, undone = answer
             self._tell(m.Reconciled(at=self._now(), member=member, incarnation=incarnation, digests=digests, undone=undone))

@@ -88,3 +88,9 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return records
+
+
+def read_run(directory: Path) -> list[dict[str, Any]]:
+    """The records of all runs in a directory, oldest first: those that a later run of the same name went on from, too."""
+    earlier = sorted(directory.glob("events-[0-9]*.jsonl"))
+    return [record for path in [*earlier, directory / "events.jsonl"] if path.exists() for record in read_records(path)]

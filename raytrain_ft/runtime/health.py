@@ -28,6 +28,9 @@ FORGIVE_SILENT_NODE_S = 15.0
 """How long a node is avoided whose worker fell silent: most often it was that process alone, which Ray kills in seconds."""
 PATIENCE_WITH_ALL = 10
 """Times the usual patience for an answer when everybody is silent at once."""
+NOTES: dict[str, type[m.CheckpointCommitted | m.CheckpointFailed | m.IntervalChosen]] = {
+    cls.__name__: cls for cls in (m.CheckpointCommitted, m.CheckpointFailed, m.IntervalChosen)
+}
 WAITING = "wait"
 """The place where a worker waits for others: who is elsewhere holds them up."""
 
@@ -44,6 +47,7 @@ class Health:
         self._told: dict[str, tuple[int, str]] = {}
         self._recorded: dict[tuple[str, int], int] = {}
         self._skipped: set[tuple[int, int]] = set()
+        self._noted: set[tuple[str, str, int, int]] = set()
         self._probing: set[str] = set()
         self._members: dict[str, MemberState] = {}
         self._capacity: int | None = None
@@ -52,6 +56,7 @@ class Health:
         self.state = State.INITIALIZING
         self.incarnation = 0
         self.step = 0
+        self.reached = 0  # the furthest step that any worker told of in this incarnation
         self._longest = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -68,6 +73,8 @@ class Health:
                 self._recorded[event.member, event.incarnation] = event.stop_step
             elif isinstance(event, m.SamplesLost):
                 self._skipped.add((event.incarnation, event.step))
+            elif isinstance(event, m.CheckpointCommitted | m.CheckpointFailed | m.IntervalChosen):
+                self._noted.add((event.member, type(event).__name__, event.incarnation, event.step))
 
     def expect(self, member: str) -> None:
         """From now on this worker must beat."""
@@ -89,8 +96,12 @@ class Health:
         if beat.member in self._heard:
             self._heard[beat.member] = time.monotonic()
         self._beats[beat.member] = beat
+        if beat.status == "running":
+            self.reached = max(self.reached, beat.step)
         for commit in beat.commits:
             self._record(beat.member, commit)
+        for name, fields in beat.notes:
+            self._note(beat.member, name, fields)
         if self._told.get(beat.member) != (beat.incarnation, beat.status):
             self._told[beat.member] = (beat.incarnation, beat.status)
             self._tell_status(beat)
@@ -109,6 +120,13 @@ class Health:
                 self._skipped.add(key_lost)
                 why = "the loss was not finite"
                 self._tell(m.SamplesLost(at=self._now(), incarnation=commit["incarnation"], why=why, **skipped))
+
+    def _note(self, member: str, name: str, fields: dict[str, Any]) -> None:
+        """An event about checkpoints, once: a step has at most one of a kind."""
+        key = (member, name, fields["incarnation"], fields["step"])
+        if key not in self._noted:
+            self._noted.add(key)
+            self._tell(NOTES[name](at=self._now(), member=member, **fields))
 
     def _tell_status(self, beat: Beat) -> None:
         at, member, incarnation = self._now(), beat.member, beat.incarnation

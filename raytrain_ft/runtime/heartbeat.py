@@ -33,6 +33,7 @@ class Heartbeat:
         self._where, self._step, self._since = "setup", 0, time.monotonic()
         self._open: list[Commit] = []
         self._closed: list[dict[str, Any]] = []
+        self._notes: list[tuple[str, dict[str, Any]]] = []
         self._last_record = 0.0
         self._thread = threading.Thread(target=self._beat_until_the_end, name="heartbeat", daemon=True)
 
@@ -78,6 +79,12 @@ class Heartbeat:
             if time.monotonic() - self._last_record < RECORD_INTERVAL_S:
                 return
             self._close_record()
+        self._wake.set()
+
+    def note(self, event: str, fields: dict[str, Any]) -> None:
+        """Something about checkpoints that the supervisor must know. Any thread may call it."""
+        with self._lock:
+            self._notes.append((event, fields))
         self._wake.set()
 
     def _close_record(self) -> None:
@@ -132,6 +139,7 @@ class Heartbeat:
                 reached = time.monotonic()
                 with self._lock:
                     self._closed = self._closed[len(beat.commits) :]
+                    self._notes = self._notes[len(beat.notes) :]
             elif time.monotonic() - reached > self._spec.lease:
                 os._exit(0)
 
@@ -148,4 +156,5 @@ class Heartbeat:
                 self._where,
                 time.monotonic() - self._since,
                 tuple(self._closed),
+                tuple(self._notes),
             )

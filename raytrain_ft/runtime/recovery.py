@@ -8,11 +8,21 @@ whole version, so it can begin again from wherever it stands.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
 
+from raytrain_ft.errors import StorageError
+from raytrain_ft.policy.frequency import Tuner
 from raytrain_ft.policy.reconcile import Copy, Marks, Plan
+from raytrain_ft.runtime.spec import RunSpec
+from raytrain_ft.storage import checkpoint
+from raytrain_ft.storage.filesystem import open_storage
+from raytrain_ft.storage.manifest import Name
+from raytrain_ft.training import durable
+from raytrain_ft.training.build import Checkpointing
+from raytrain_ft.training.checkpointer import Target, Tell
 from raytrain_ft.training.process_group import FencedGroup
 from raytrain_ft.training.step import Commit, Replica
 
@@ -115,3 +125,35 @@ def take_states(replica: Replica, copies: Sequence[Copy], transfer: Transfer, ve
             replica.state.unpack(buckets[index], payload)
             buckets[index].version = version
             buckets[index].dirty = False
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def checkpointing(spec: RunSpec, epoch: int, tell: Tell) -> Checkpointing | None:
+    """How the workers of this run write checkpoints; None if they do not."""
+    how = spec.checkpoints
+    if how is None:
+        return None
+    target = Target(uri=how.uri, owner=spec.run_id, epoch=epoch, keep=how.keep, profile_key=how.profile_key)
+    tuner = Tuner(budget=how.overhead, window=how.window, fixed=how.every, failure_s=how.failure_s)
+    return Checkpointing(target=target, tuner=tuner, tell=tell, keep_epochs=how.keep_epochs)
+
+
+def load(replica: Replica, spec: RunSpec, name: str) -> None:
+    """Takes over a checkpoint's state.
+
+    Raises:
+        StorageError: it is damaged, and nothing was changed; MismatchError: it does not belong to this run.
+    """
+    assert spec.checkpoints is not None
+    storage = open_storage(spec.checkpoints.uri)
+    parsed = Name.parse(name)
+    if parsed is None:
+        raise StorageError(f"{name!r} is no name of a checkpoint")
+    content = checkpoint.read(storage, checkpoint.read_manifest(storage, parsed))
+    if replica.attempt is not None:
+        replica.discard()
+    if replica.undo is not None:
+        replica.undo.forget()
+    durable.restore(replica.state, content, asdict(spec.sampling), spec.checkpoints.override)

@@ -15,6 +15,32 @@ NAMESPACE = "raytrain_ft"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSpec:
+    """How a run writes checkpoints and resumes from them; see `CheckpointConfig`.
+
+    Attributes:
+        uri: of the directory of checkpoints.
+        every: steps from one to the next; None chooses within `overhead`.
+        keep: how many stay.
+        failure_s: mean time between failures, if it is known beforehand.
+        profile_key: what measured times depend on.
+        window: steps to measure before the first checkpoint.
+        resume: "auto", "never" or "require".
+    """
+
+    uri: str
+    overhead: float
+    every: int | None
+    keep: int
+    keep_epochs: bool
+    failure_s: float | None
+    profile_key: str
+    window: int
+    resume: str
+    override: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
     """One run. Times in seconds.
 
@@ -22,6 +48,8 @@ class RunSpec:
         run_id: unique, also among runs of the same name.
         directory: the run's directory, visible from every node.
         nonce: what a worker must find in the directory, to prove that it is the same one.
+        checkpoints: None writes none.
+        incarnation: the last one of earlier runs of this name.
         options: of Ray, for each worker actor (num_cpus, num_gpus, resources, runtime_env).
     """
 
@@ -36,6 +64,8 @@ class RunSpec:
     options: dict[str, Any]
     use_gpu: bool
     undo: str
+    checkpoints: CheckpointSpec | None
+    incarnation: int
     faults: tuple[Any, ...]
     heartbeat_interval: float
     heartbeat_timeout: float
@@ -62,6 +92,7 @@ class Beat:
         where: what the training thread is doing, and at which step.
         since: seconds that it has been at it.
         commits: steps committed and not yet acknowledged.
+        notes: what is to be told of checkpoints and not yet acknowledged: (event, fields).
     """
 
     member: str
@@ -74,6 +105,7 @@ class Beat:
     where: str
     since: float
     commits: tuple[dict[str, Any], ...]
+    notes: tuple[tuple[str, dict[str, Any]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

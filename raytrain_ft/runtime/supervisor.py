@@ -14,13 +14,14 @@ from dataclasses import asdict
 from typing import Any
 
 from raytrain_ft.chaos.faults import Injector
-from raytrain_ft.errors import IllegalEventError
+from raytrain_ft.errors import FTError, IllegalEventError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.machine import handle, replay
 from raytrain_ft.policy.states import ENDED, State
-from raytrain_ft.runtime import health, timeline
+from raytrain_ft.runtime import health, report, timeline
 from raytrain_ft.runtime.crew import Crew
 from raytrain_ft.runtime.event_log import EventLog, read_events
+from raytrain_ft.runtime.library import Library
 from raytrain_ft.runtime.rendezvous import StoreServer
 from raytrain_ft.runtime.spec import Beat, RunSpec
 
@@ -42,8 +43,10 @@ class Supervisor:
         self._health.follow(self._machine)
         self._crew = Crew(spec, self.tell, self.now, self._health)
         self._store = StoreServer()
+        self._library = Library(spec)
         self._ended = asyncio.Event()
         self._restarted = bool(past)
+        self._ended_at: float | None = None
         self._was_over = self._machine.state in ENDED
 
     def now(self) -> float:
@@ -58,10 +61,16 @@ class Supervisor:
 
     async def run(self) -> dict[str, Any]:
         """Runs to the end and returns the account of it. Called again by Ray after a restart."""
+        try:
+            stored = await self._library.open()
+        except FTError as error:
+            return self.account() | {"failure": (type(error).__name__, str(error))}
+        self._crew.epoch = self._library.epoch
         if self._restarted:
             self.tell(m.SupervisorRestarted(at=self.now()))
         else:
-            self.tell(m.RunStarted(at=0.0, run_id=self._spec.run_id, details=_details(self._spec)))
+            started = {"incarnation": self._spec.incarnation, "stored": stored, "details": _details(self._spec)}
+            self.tell(m.RunStarted(at=0.0, run_id=self._spec.run_id, **started))
         watcher = asyncio.create_task(self._health.watch_cluster(self._crew))
         try:
             while self._machine.state not in ENDED:
@@ -69,7 +78,9 @@ class Supervisor:
                 self._events.task_done()
             await self._crew.settled()
         finally:
+            self._ended_at = self.now()
             watcher.cancel()
+            await self._library.close()
         if not self._was_over:
             self._note_end()
         self._ended.set()
@@ -98,10 +109,11 @@ class Supervisor:
             "pids": {name: self._crew.pid_of(name) for name in machine.members},
             "world": list(machine.world),
             "holders": machine.holders(),
+            "stored": [stored.name for stored in machine.stored],
             "recoveries": [asdict(recovery) for recovery in machine.recoveries],
             "failure": machine.failure,
             "result": machine.result,
-            "seconds": self.now(),
+            "seconds": self.now() if self._ended_at is None else self._ended_at,
             "pid": os.getpid(),
         }
 
@@ -112,7 +124,7 @@ class Supervisor:
         if beat.member not in self._machine.members and self._machine.state != State.INITIALIZING:
             return False
         self._health.heard(beat)
-        if beat.commits and self._machine.state not in ENDED:
+        if (beat.commits or beat.notes) and self._machine.state not in ENDED:
             await self._events.join()  # they are in the log before the worker forgets them
         return True
 
@@ -146,6 +158,8 @@ class Supervisor:
         for command in commands:
             if isinstance(command, m.Run):
                 self._note_resumed(command)
+            elif isinstance(command, m.FindCheckpoints):
+                self._library.find(command.incarnation, self._health.reached, self.tell, self.now)
             self._crew.carry_out(command)
 
     def _note_resumed(self, command: m.Run) -> None:
@@ -162,6 +176,10 @@ class Supervisor:
         elif machine.failure:
             self._log.note("RunFailed", at=self.now(), state=str(machine.state), error=machine.failure)
         timeline.write(self._spec.directory)
+        try:
+            report.write(self._spec.directory)
+        except Exception as error:  # a picture that cannot be drawn must not fail a run
+            self._log.note("ReportFailed", at=self.now(), reason=f"{type(error).__name__}: {error}")
 
 
 def _details(spec: RunSpec) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from raytrain_ft.training import process_group
 from raytrain_ft.training.build import build_replica
 from raytrain_ft.training.process_group import Fence, FencedGroup, PeerLostError
 from raytrain_ft.training.state import Extras
+from raytrain_ft.training.step import Replica
 
 GROUP_TIMEOUT = timedelta(seconds=30)
 PARK_DEADLINE_S = 3600.0
@@ -39,8 +40,9 @@ PARK_DEADLINE_S = 3600.0
 class Worker:
     """One replica. `member` is its name for life, `rank` its number in the present incarnation."""
 
-    def __init__(self, member: str, spec: RunSpec, supervisor: Any) -> None:
+    def __init__(self, member: str, spec: RunSpec, supervisor: Any, epoch: int) -> None:
         self._member = member
+        self._epoch = epoch  # of the run's right to write checkpoints
         self._spec = spec
         self._supervisor = supervisor
         self._host = ray.util.get_node_ip_address()
@@ -52,6 +54,7 @@ class Worker:
         self._rank = -1
         self._ready: Future[Introduction] | None = None
         self._first_step = False
+        self._used = False  # whether this replica may hold anything else than what it was built with
         self._chaos = Injector(spec.faults, spec.directory / "faults", "worker")
         self._heartbeat = Heartbeat(member, spec, supervisor)
 
@@ -68,10 +71,7 @@ class Worker:
         self._check_directory()
         threads = int(self._spec.options.get("num_cpus") or 1)
         torch.set_num_threads(max(1, threads))
-        spec = self._spec
-        self._replica = build_replica(
-            spec.task, spec.sampling, spec.step, use_gpu=spec.use_gpu, undo_mode=spec.undo, probe=self._probe
-        )
+        self._replica = self._build_replica()
         self._heartbeat.start()
         buckets = self._replica.state.buckets
         return Introduction(
@@ -80,6 +80,18 @@ class Worker:
             self._host,
             sum(p.numel() for bucket in buckets for p in bucket.params),
             len(buckets),
+        )
+
+    def _build_replica(self) -> Replica:
+        spec = self._spec
+        return build_replica(
+            spec.task,
+            spec.sampling,
+            spec.step,
+            use_gpu=spec.use_gpu,
+            undo_mode=spec.undo,
+            probe=self._probe,
+            checkpoints=recovery.checkpointing(spec, self._epoch, self._heartbeat.note),
         )
 
     def _check_directory(self) -> None:
@@ -130,16 +142,21 @@ class Worker:
     def _park(self, incarnation: int) -> Marks | None:
         self._probe_recovery("fence")
         self._heartbeat.idle(incarnation)
+        if self._replica.checkpointer is not None:
+            self._replica.checkpointer.fenced()
         self._replica.loader.stop(timedelta(seconds=0))
         self._replica.reducer.abandon()
         process_group.abandon(self._group)
         self._group = None
         return recovery.marks(self._member, self._replica)
 
-    def reconcile(self, world: tuple[str, ...], incarnation: int, plan: Plan | None) -> tuple[tuple[str, ...], int]:
-        """Joins the group of this incarnation and carries out the plan; returns (hash per bucket, parameters undone)."""
+    def reconcile(self, world: tuple[str, ...], incarnation: int, plan: Plan | None, load: str) -> tuple[tuple[str, ...], int]:
+        """Joins the group of this incarnation and carries out the plan; returns (hash per bucket, parameters undone).
+
+        Without a plan it loads the checkpoint `load`, or begins anew if that is empty.
+        """
         fence = self._enter(incarnation)
-        return self._training.submit(self._reconcile, fence, world, plan).result(timeout=PARK_DEADLINE_S)
+        return self._training.submit(self._reconcile, fence, world, plan, load).result(timeout=PARK_DEADLINE_S)
 
     def _enter(self, incarnation: int) -> Fence:
         with self._lock:
@@ -150,7 +167,7 @@ class Worker:
                 raise FencedError(f"incarnation {incarnation} is over; this worker is in {self._fence.incarnation}")
             return self._fence
 
-    def _reconcile(self, fence: Fence, world: tuple[str, ...], plan: Plan | None) -> tuple[tuple[str, ...], int]:
+    def _reconcile(self, fence: Fence, world: tuple[str, ...], plan: Plan | None, load: str) -> tuple[tuple[str, ...], int]:
         fence.check()
         self._world, self._rank = world, world.index(self._member)
         self._probe_recovery("join")
@@ -159,10 +176,10 @@ class Worker:
             store, self._rank, len(world), fence, host=self._host, use_gpu=self._spec.use_gpu, timeout=GROUP_TIMEOUT
         )
         self._probe_recovery("reconcile")
+        if plan is None:
+            self._begin_from(load)
+            return self._replica.state.digests(), 0
         state = self._replica.state
-        if plan is None:  # the beginning: everybody has built the same model from the same seed
-            state.filled = True
-            return state.digests(), 0
         if not state.filled:
             return (), 0
         transfer = recovery.Transfer(self._group, world, self._member, state.device, self._probe_recovery)
@@ -170,6 +187,16 @@ class Worker:
         if commit is not None:
             self._heartbeat.committed(commit)
         return state.digests(), undone
+
+    def _begin_from(self, load: str) -> None:
+        """From a checkpoint, or from the beginning: there everybody has built the same model from the same seed."""
+        if load:
+            recovery.load(self._replica, self._spec, load)
+        elif self._used:
+            assert self._replica.checkpointer is not None
+            self._replica.checkpointer.close()
+            self._replica = self._build_replica()
+        self._replica.state.filled = self._used = True
 
     def extras(self, incarnation: int) -> Extras:
         """What replacements need besides the buckets."""
@@ -185,22 +212,23 @@ class Worker:
         fence.check()
         assert self._group is not None
         state = self._replica.state
+        self._used = True
         transfer = recovery.Transfer(self._group, self._world, self._member, state.device, self._probe_recovery)
         recovery.take_states(self._replica, copies, transfer, version=extras.step if extras else state.step)
         if extras is not None:
             state.take(extras)
         return state.digests()
 
-    def run(self, incarnation: int) -> None:
+    def run(self, incarnation: int, failure_s: float | None) -> None:
         """Goes on training. Returns at once; the heartbeat tells how it goes."""
         fence = self._enter(incarnation)
         if not self._heartbeat.is_running(incarnation):
             self._heartbeat.running(incarnation, self._rank)
-            self._training.submit(self._run, fence)
+            self._training.submit(self._run, fence, failure_s)
 
     # ---------------------------------------------------------------- training
 
-    def _run(self, fence: Fence) -> None:
+    def _run(self, fence: Fence, failure_s: float | None) -> None:
         """Step after step until the end, a stop, a fence or an error."""
         replica, state = self._replica, self._replica.state
         assert self._group is not None
@@ -210,14 +238,19 @@ class Worker:
             replica.stop_agreed = False
             state.tail.stop_requested = False
             self._first_step = True
-            replica.loader.start(state.position, self._rank, len(self._world), self._spec.step.gradient_accumulation_steps)
+            rank, size = self._rank, len(self._world)
+            if replica.checkpointer is not None:
+                replica.checkpointer.begin(rank, size, fence.incarnation, state.step, failure_s)
+            replica.loader.start(state.position, rank, size, self._spec.step.gradient_accumulation_steps)
             while state.step < self._spec.rules.max_steps:
                 commit = replica.train_step(self._group)
                 self._heartbeat.committed(commit)
                 self._first_step = False
+                replica.checkpoint(fence.check)
                 if replica.stop_agreed:
                     self._heartbeat.ended("stopped", str(state.step))
                     return
+            replica.finish(fence.check)
             self._heartbeat.ended("completed", ":".join(state.digests()))
         except FencedError:
             return

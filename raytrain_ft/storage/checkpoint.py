@@ -67,8 +67,7 @@ def await_shards(
         for number in missing:
             note = _note(f"{name}/{shard_file(number, count)}")
             if storage.size(note):
-                fields = json.loads(storage.view(note).to_pybytes())
-                entries[number] = ShardEntry(fields["size"], fields["blocks"])
+                entries[number] = _read_note(storage, note)
         check()
         if len(entries) < count:
             if time.monotonic() > deadline:
@@ -84,6 +83,13 @@ def commit(storage: Storage, manifest: Manifest) -> None:
 
 def _note(file: str) -> str:
     return file.removesuffix(".arrow") + ".json"
+
+
+def _read_note(storage: Storage, note: str) -> ShardEntry:
+    try:
+        return manifests.decode_entry(json.loads(storage.view(note).to_pybytes()), note)
+    except (ValueError, RecursionError) as error:
+        raise StorageError(f"{note} is damaged: {error}") from error
 
 
 # ---------------------------------------------------------------- finding
@@ -111,6 +117,9 @@ def read_manifest(storage: Storage, name: Name) -> Manifest:
         StorageError: it is missing, damaged, or of another checkpoint.
     """
     where = f"{name}/{manifests.FILE}"
+    size = storage.size(where)
+    if size is None or size > manifests.LARGEST:
+        raise StorageError(f"{where} has {size} bytes" if size else f"{where} is not there, or no file")
     manifest = manifests.decode(storage.view(where), where)
     if manifest.name != name:
         raise StorageError(f"{where} is of {manifest.name}: files were moved")
@@ -164,6 +173,8 @@ def _verified(storage: Storage, file: str, entry: ShardEntry) -> pa.Buffer:
     size = storage.size(file)
     if size != entry.size:
         raise StorageError(f"{file} has {size} bytes, its manifest says {entry.size}: it was cut short or replaced")
+    if shards.count_blocks(entry.size) != len(entry.blocks):
+        raise StorageError(f"{file}: its manifest has {len(entry.blocks)} hashes for {entry.size} bytes")
     buffer = storage.view(file)
     bad = shards.verify(buffer, entry.blocks)
     if bad is not None:
@@ -187,16 +198,25 @@ def _check_whole(manifest: Manifest, name: str, parts: list[tuple[Piece, memoryv
 def retain(storage: Storage, committed: Name, keep: int) -> list[Name]:
     """Deletes what is not needed any more now that `committed` is durable; returns what was deleted.
 
-    The newest `keep` complete ones stay, and those that are marked as kept. What is incomplete and older broke off. The manifest
+    The newest `keep` complete ones stay, and those marked as kept. What is incomplete and older broke off. The manifest
     goes first, so that what is left when this breaks off is no checkpoint.
+
+    Raises:
+        StorageError: some could not be deleted; all others are.
     """
     candidates = [candidate for candidate in found(storage) if candidate.name <= committed]
     complete = [candidate.name for candidate in candidates if candidate.complete]
     stay = set(complete[:keep]) | {name for name in complete[keep:] if _is_kept(storage, name)}
-    gone = [candidate.name for candidate in candidates if candidate.name not in stay]
-    for name in gone:
-        storage.delete(f"{name}/{manifests.FILE}")
-        storage.delete(str(name))
+    gone, errors = [], []
+    for name in (candidate.name for candidate in candidates if candidate.name not in stay):
+        try:
+            storage.delete(f"{name}/{manifests.FILE}")
+            storage.delete(str(name))
+            gone.append(name)
+        except StorageError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
     return gone
 
 

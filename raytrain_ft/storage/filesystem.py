@@ -7,12 +7,11 @@ never leave the directory, and symbolic links are not followed: the directory ma
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import re
+import secrets
 import stat
-import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -22,11 +21,12 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from raytrain_ft.errors import ConfigError, StorageError
+from raytrain_ft.storage.durable import advice, sync_directory, write_durably
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 PARTIAL = re.compile(r"\.[A-Za-z0-9._-]+\.partial")
-WRITE_BACK_BYTES = 32 * 2**20
-"""How much is written before it is sent on its way to the disk, so that the last fsync finds little left to do."""
+S3_LIMITS = {"connect_timeout": 5.0, "request_timeout": 20.0, "retry_strategy": pafs.AwsStandardS3RetryStrategy(max_attempts=3)}
+"""An endpoint that does not answer is an error after about a minute at most, not after many."""
 
 
 class Storage(Protocol):
@@ -65,6 +65,9 @@ def open_storage(uri: str) -> Storage:
         return LocalStorage(Path(uri.removeprefix("file://")).expanduser().absolute())
     try:
         filesystem, path = pafs.FileSystem.from_uri(uri)
+        if isinstance(filesystem, pafs.S3FileSystem):
+            remake, (options,) = filesystem.__reduce__()  # a URI cannot say how long to wait
+            filesystem = remake(options | S3_LIMITS)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
         raise ConfigError(f"storage {uri!r} is of no kind that pyarrow.fs knows (s3, gs, hdfs, file): {error}") from error
     return RemoteStorage(uri, filesystem, path)
@@ -87,39 +90,48 @@ class LocalStorage:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.uri = str(root)
+        self._made: set[Path] = set()
 
     def put(self, name: str, parts: Iterable[memoryview]) -> None:
-        path = self.root / checked(name)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        path = self._path(name)
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
         try:
             self._make(path.parent)
-            with suppress(FileNotFoundError):
-                partial.unlink()
             descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
-                _write_durably(descriptor, parts)
+                write_durably(descriptor, parts)
             finally:
                 os.close(descriptor)
             partial.rename(path)
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
         except OSError as error:
-            # Never tried again on the same file: after a failed fsync the kernel forgets what it could not write.
             with suppress(OSError):
                 partial.unlink()
-            raise StorageError(f"{path} could not be written: {error.strerror or error}{_advice(error)}") from error
+            raise StorageError(f"{path} could not be written: {error.strerror or error}{advice(error)}") from error
+
+    def _path(self, name: str) -> Path:
+        path = self.root / checked(name)
+        if path.parent != self.root and path.parent.is_symlink():
+            raise StorageError(f"{path.parent} is a symbolic link, which is not followed")
+        return path
 
     def _make(self, directory: Path) -> None:
-        """Makes a directory; each new entry is durable before anything is written into it."""
-        missing = []
-        while not directory.exists():
-            missing.append(directory)
-            directory = directory.parent
+        """Makes a directory. Its name, and those of the ones made for it, are durable before anything is written into it:
+        also if whoever made it was killed before it could see to that."""
+        if directory in self._made:
+            return
+        missing, path = [], directory
+        while not path.exists():
+            missing.append(path)
+            path = path.parent
         for path in reversed(missing):
             path.mkdir(mode=0o700, exist_ok=True)
-            _sync_directory(path.parent)
+        for path in dict.fromkeys([*missing, directory, self.root]):
+            sync_directory(path.parent)
+        self._made.add(directory)
 
     def view(self, name: str) -> pa.Buffer:
-        path = self.root / checked(name)
+        path = self._path(name)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
@@ -131,8 +143,8 @@ class LocalStorage:
                 return pa.py_buffer(mmap.mmap(descriptor, found.st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ))
             finally:
                 os.close(descriptor)
-        except OSError as error:
-            raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
+        except (OSError, ValueError) as error:  # ValueError: it became shorter just now
+            raise StorageError(f"{path} cannot be read: {error}") from error
 
     def names(self, directory: str = "") -> list[str]:
         path = self.root / checked(directory) if directory else self.root
@@ -144,10 +156,13 @@ class LocalStorage:
             raise StorageError(f"{path} cannot be listed: {error.strerror or error}") from error
 
     def size(self, name: str) -> int | None:
+        path = self._path(name)
         try:
-            found = (self.root / checked(name)).lstat()
-        except OSError:
+            found = path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            raise StorageError(f"{path} cannot be read: {error}") from error
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def delete(self, name: str) -> None:
@@ -158,7 +173,9 @@ class LocalStorage:
                     Path(entry.path).unlink()
                 path.rmdir()
             else:
-                path.unlink(missing_ok=True)
+                path.unlink()
+        except (FileNotFoundError, NotADirectoryError):
+            return
         except OSError as error:
             raise StorageError(f"{path} could not be removed: {error.strerror or error}") from error
 
@@ -174,8 +191,8 @@ class RemoteStorage:
     def put(self, name: str, parts: Iterable[memoryview]) -> None:
         path = f"{self._path}/{checked(name)}"
         try:
-            if not path.startswith(self._path) or self._filesystem.type_name != "s3":
-                self._filesystem.create_dir(path.rpartition("/")[0], recursive=True)  # an object store has no directories
+            if self._filesystem.type_name != "s3":  # which has no directories
+                self._filesystem.create_dir(path.rpartition("/")[0], recursive=True)
             with self._filesystem.open_output_stream(path) as stream:
                 for part in parts:
                     stream.write(part)
@@ -199,7 +216,11 @@ class RemoteStorage:
         return sorted(info.base_name for info in found)
 
     def size(self, name: str) -> int | None:
-        info = self._filesystem.get_file_info(f"{self._path}/{checked(name)}")
+        path = f"{self._path}/{checked(name)}"
+        try:
+            info = self._filesystem.get_file_info(path)
+        except OSError as error:
+            raise StorageError(f"{path} cannot be read: {error}") from error
         return info.size if info.type == pafs.FileType.File else None
 
     def delete(self, name: str) -> None:
@@ -214,77 +235,3 @@ class RemoteStorage:
             return
         except OSError as error:
             raise StorageError(f"{path} could not be removed: {error}") from error
-
-
-# ---------------------------------------------------------------- writing durably
-
-
-class _WriteBack:
-    """Sends what was written on its way to the disk while more is being written, on a thread of its own."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._wanted = threading.Event()
-        self._ended = False
-        self._error: OSError | None = None
-        self._thread = threading.Thread(target=self._run, name="write-back", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while self._wanted.wait() and not self._ended:
-            self._wanted.clear()
-            try:
-                os.fdatasync(self._descriptor)
-            except OSError as error:
-                self._error = error  # the kernel tells of it only once, so it must not be lost here
-                return
-
-    def go(self) -> None:
-        self._wanted.set()
-
-    def end(self) -> None:
-        """Waits for the thread.
-
-        Raises:
-            OSError: something did not reach the disk.
-        """
-        self._ended = True
-        self._wanted.set()
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-
-def _write_durably(descriptor: int, parts: Iterable[memoryview]) -> None:
-    write_back: _WriteBack | None = None
-    waiting = 0
-    try:
-        for part in parts:
-            left = part
-            while len(left):
-                written = os.write(descriptor, left)
-                left, waiting = left[written:], waiting + written
-            if waiting >= WRITE_BACK_BYTES:
-                write_back = write_back or _WriteBack(descriptor)
-                write_back.go()
-                waiting = 0
-    finally:
-        if write_back is not None:
-            write_back.end()
-    os.fsync(descriptor)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _advice(error: OSError) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ". Free some space, or choose another storage_path; training goes on, and earlier checkpoints are untouched"
-    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return ". Look at its mount and its permissions; training goes on, and earlier checkpoints are untouched"
-    return ""

@@ -24,7 +24,11 @@ FILE = "writer.json"
 LEASE_S = 10.0
 RENEW_S = 2.5
 POLL_S = 0.2
+CLOCK_S = 2.0
+"""Two readings of when a process began may differ by so much, since the clock may be set between them."""
 LONGEST = 65_536
+LATEST_EPOCH = 10**9 - 1
+KINDS = {"owner": str, "epoch": int, "host": str, "pid": int, "started": (int, float), "renewed": int}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +44,23 @@ class Owner:
 
 
 def read_owner(storage: Storage) -> Owner | None:
-    """Who may write; None if nobody ever did, or the file is damaged."""
+    """Who may write; None if nobody ever did, or the file is damaged.
+
+    Raises:
+        StorageError: that cannot be told now.
+    """
     if not 0 < (storage.size(FILE) or 0) < LONGEST:
         return None
+    content = storage.view(FILE).to_pybytes()
     try:
-        return Owner(**json.loads(storage.view(FILE).to_pybytes()))
-    except (StorageError, ValueError, TypeError):
+        fields = json.loads(content)
+    except (ValueError, RecursionError):
         return None
+    if not isinstance(fields, dict) or fields.keys() != KINDS.keys():
+        return None
+    owner = Owner(**fields)
+    sound = all(isinstance(fields[name], kind) for name, kind in KINDS.items()) and 0 <= owner.epoch <= LATEST_EPOCH
+    return owner if sound else None
 
 
 class WriterLock:
@@ -93,6 +107,8 @@ def acquire(storage: Storage, owner: str) -> WriterLock:
         _await_end(storage, found)
     latest = max([found.epoch if found else 0, *(candidate.name.epoch for candidate in checkpoint.found(storage))])
     epoch = found.epoch if found is not None and found.owner == owner else latest + 1
+    if epoch > LATEST_EPOCH:
+        raise StorageError(f"{storage.uri}: a file or a checkpoint says that {latest} owners wrote here before; remove it")
     mine = Owner(owner, epoch, socket.gethostname(), os.getpid(), psutil.Process().create_time())
     _write(storage, mine)
     if not holds(storage, owner, epoch):
@@ -113,8 +129,8 @@ def _has_left(owner: Owner) -> bool:
     if owner.host != socket.gethostname():
         return False
     try:
-        return psutil.Process(owner.pid).create_time() != owner.started
-    except psutil.Error:
+        return abs(psutil.Process(owner.pid).create_time() - owner.started) > CLOCK_S
+    except (psutil.Error, ValueError, OverflowError):
         return True
 
 

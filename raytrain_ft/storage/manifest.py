@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, dataclass, field
+from functools import total_ordering
 from typing import Any
 
 import pyarrow as pa
@@ -16,7 +17,7 @@ FORMAT = "raytrain_ft-checkpoint-1"
 FILE = "manifest.json"
 LARGEST = 256 * 2**20
 """Bytes. A longer manifest is refused unread."""
-NAME = re.compile(r"step-(\d{9,18})-e(\d{1,9})-i(\d{1,9})")
+NAME = re.compile(r"step-([0-9]{9,18})-e([0-9]{1,9})-i([0-9]{1,9})")
 KINDS: dict[str, type | tuple[type, ...]] = {
     "step": int,
     "epoch": int,
@@ -29,22 +30,30 @@ KINDS: dict[str, type | tuple[type, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@total_ordering
+@dataclass(frozen=True, slots=True)
 class Name:
-    """A checkpoint's name, ordered by age: the step; the writer's epoch (how many have held the lock before); incarnation."""
+    """A checkpoint's name: steps committed; the writer's epoch (how many have held the lock before); its incarnation.
+
+    Ordered by age: a later run, and a later world of it, may have gone back to an earlier step, and what it wrote then counts.
+    """
 
     step: int
     epoch: int = 0
     incarnation: int = 0
+
+    def __lt__(self, other: Name) -> bool:
+        return (self.epoch, self.incarnation, self.step) < (other.epoch, other.incarnation, other.step)
 
     def __str__(self) -> str:
         return f"step-{self.step:09d}-e{self.epoch}-i{self.incarnation}"
 
     @classmethod
     def parse(cls, text: str) -> Name | None:
-        """The name, or None if it is none."""
+        """The name, or None if it is none. Every name is written in one way only."""
         found = NAME.fullmatch(text)
-        return cls(*map(int, found.groups())) if found else None
+        name = cls(*map(int, found.groups())) if found else None
+        return name if str(name) == text else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +99,9 @@ def shard_file(number: int, count: int) -> str:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The file's content. Its first field is the hash of all the rest."""
-    fields = asdict(manifest)
-    return json.dumps({"format": FORMAT, "hash": _digest(fields), **fields}, separators=(",", ":")).encode()
+    """The file's content. Its second field is the hash of every byte that comes after it."""
+    rest = json.dumps(asdict(manifest), separators=(",", ":")).removeprefix("{").encode()
+    return _head(rest) + rest
 
 
 def decode(content: pa.Buffer, where: str) -> Manifest:
@@ -101,25 +110,35 @@ def decode(content: pa.Buffer, where: str) -> Manifest:
     Raises:
         StorageError: it is damaged, or none.
     """
-    if content.size > LARGEST:
-        raise StorageError(f"{where} has {content.size} bytes: no manifest is that long")
+    data = content.to_pybytes()
     try:
-        fields = json.loads(content.to_pybytes())
-        kind, digest = fields.pop("format"), fields.pop("hash")
+        fields = json.loads(data)
+        kind, _ = fields.pop("format"), fields.pop("hash")
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise StorageError(f"{where} is damaged: {type(error).__name__}: {error}") from error
     if kind != FORMAT:
-        raise StorageError(f"{where} is of format {kind!r}, not {FORMAT}: was it written by another version?")
-    if digest != _digest(fields):
+        raise StorageError(f"{where} is of format {str(kind)[:80]!r}, not {FORMAT}: was it written by another version?")
+    if data[:HEAD_BYTES] != _head(data[HEAD_BYTES:]):
         raise StorageError(f"{where} is damaged: its hash differs")
     if fields.keys() != KINDS.keys() or not all(isinstance(fields[name], kind) for name, kind in KINDS.items()):
         raise StorageError(f"{where} does not have the fields of a {FORMAT}")
-    try:
-        shards = [ShardEntry(int(shard["size"]), [str(block) for block in shard["blocks"]]) for shard in fields.pop("shards")]
-    except (KeyError, TypeError, ValueError) as error:
-        raise StorageError(f"{where} does not describe its shards: {error}") from error
-    return Manifest(shards=shards, **fields)
+    return Manifest(shards=[decode_entry(shard, where) for shard in fields.pop("shards")], **fields)
 
 
-def _digest(fields: dict[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(fields, separators=(",", ":"), sort_keys=True).encode())
+def decode_entry(fields: Any, where: str) -> ShardEntry:
+    """What describes a shard, from JSON.
+
+    Raises:
+        StorageError: it does not.
+    """
+    match fields:
+        case {"size": int(size), "blocks": list(blocks), **rest} if not rest and all(isinstance(b, str) for b in blocks):
+            return ShardEntry(size, blocks)
+    raise StorageError(f"{where} does not describe its shards")
+
+
+def _head(rest: bytes) -> bytes:
+    return f'{{"format":"{FORMAT}","hash":"{xxhash.xxh3_128_hexdigest(rest)}",'.encode()
+
+
+HEAD_BYTES = len(_head(b""))

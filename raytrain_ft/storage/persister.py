@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -179,21 +180,26 @@ class Persister:
     def submit(self, job: Job) -> Future[Outcome]:
         """Begins a job. The future never fails: an outcome with an error says what went wrong."""
         future: Future[Outcome] = Future()
+        try:
+            message = json.dumps({name: getattr(job, name) for name in Job.__slots__})
+            self.start()
+        except (OSError, ValueError, TypeError) as error:  # the latter two: the values are no JSON
+            future.set_result(Outcome(f"the persister could not be given its job: {error}", 0.0, 0))
+            return future
         with self._lock:
-            assert self._pending is None or self._pending.done(), "at most one job at a time"
+            assert self._pending is None, "at most one job at a time"
             self._pending = future
         try:
-            self.start()
-            self._send(asdict(job))
+            self._send(message)
         except OSError as error:
-            self._settle(Outcome(f"the persister could not be reached: {error}", 0.0, 0))
+            self._settle(self._process, Outcome(f"the persister could not be reached: {error}", 0.0, 0))
         return future
 
     def cancel(self, name: Name) -> None:
         """The world that writes this checkpoint is over: waiting for the shards of others is no use."""
-        if self._pending is not None and not self._pending.done():
+        if self._pending is not None:
             try:
-                self._send({"cancel": str(name)})
+                self._send(json.dumps({"cancel": str(name)}))
             except OSError:
                 return  # it has ended, which settles the job
 
@@ -209,22 +215,25 @@ class Persister:
             self._process.kill()
             self._process.wait()
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: str) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(message).encode() + b"\n")
+        self._process.stdin.write(message.encode() + b"\n")
         self._process.stdin.flush()
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            self._settle(Outcome(**json.loads(line)))
-        self._settle(Outcome(f"the persister process ended (exit code {process.wait()})", 0.0, 0))
+            self._settle(process, Outcome(**json.loads(line)))
+        self._settle(process, Outcome(f"the persister process ended (exit code {process.wait()})", 0.0, 0))
 
-    def _settle(self, outcome: Outcome) -> None:
+    def _settle(self, process: subprocess.Popen[bytes] | None, outcome: Outcome) -> None:
+        """What a process that was replaced still says is not about the present job."""
         with self._lock:
+            if process is not self._process:
+                return
             future, self._pending = self._pending, None
-        if future is not None and not future.done():
+        if future is not None:
             future.set_result(outcome)
 
 
@@ -234,6 +243,9 @@ class Persister:
 def main() -> None:
     """Body of the process: jobs from standard input until it ends."""
     os.nice(NICENESS)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver: a job is brought to its end
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints is no answer
     descriptor = int(sys.argv[1])
     jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
     cancelled: set[str] = set()
@@ -250,7 +262,7 @@ def main() -> None:
             outcome = Outcome(traceback.format_exc(), time.monotonic() - began, 0)
         cancelled.discard(str(job.name))
         try:
-            print(json.dumps(asdict(outcome)), flush=True)
+            print(json.dumps(asdict(outcome)), file=answers, flush=True)
         except BrokenPipeError:
             break  # the worker is gone
 

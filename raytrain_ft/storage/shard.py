@@ -168,10 +168,15 @@ def _hash(block: Sequence[memoryview]) -> str:
 # ---------------------------------------------------------------- reading
 
 
+def count_blocks(size: int) -> int:
+    """How many blocks a file of this size has."""
+    return -(-size // BLOCK_BYTES)
+
+
 def verify(buffer: pa.Buffer, blocks: Sequence[str]) -> int | None:
     """Hashes a whole file; returns the number of the first block that is not what it was, or None."""
     view = memoryview(buffer).cast("B")
-    count = -(-len(view) // BLOCK_BYTES)
+    count = count_blocks(len(view))
     if count != len(blocks):
         return min(count, len(blocks))
     bad: list[int] = []
@@ -210,7 +215,7 @@ def decode(buffer: pa.Buffer, name: str) -> Iterator[tuple[Piece, memoryview]]:
         for batch in batches:
             batch.validate(full=True)
             yield from _rows(batch)
-    except (pa.ArrowException, OSError, ValueError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise StorageError(f"{name} cannot be read as a shard: {error}") from error
 
 
@@ -219,6 +224,6 @@ def _rows(batch: pa.RecordBatch) -> Iterator[tuple[Piece, memoryview]]:
     columns = zip(names.to_pylist(), dtypes.to_pylist(), shapes.to_pylist(), starts.to_pylist(), strict=True)
     for row, (name, dtype, shape, start) in enumerate(columns):
         content = data[row].as_buffer()
-        if any(value is None for value in (name, dtype, shape, start, content)):
-            raise StorageError("a row lacks a value")
+        if any(value is None for value in (name, dtype, shape, start, content)) or None in shape:
+            raise ValueError("a row lacks a value")
         yield Piece(name, dtype, tuple(shape), start, content.size), memoryview(content).cast("B")

@@ -7,6 +7,7 @@ A state dict is dicts, lists and tuples of plain values and tensors. `flatten` g
 from __future__ import annotations
 
 import base64
+import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -35,7 +36,7 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> A
         raise ConfigError(f"{path}: a state dict of more than {DEEPEST} levels cannot be stored; does it contain itself?")
 
     def inner(item: Any, key: Any) -> Any:
-        part = str(key).replace("~", "~0").replace("/", "~1")  # as in JSON pointers, so that no two paths are the same
+        part = str(key).replace("~", "~0").replace("/", "~1").encode(errors="backslashreplace").decode()  # as in JSON pointers
         return _flatten(item, f"{path}/{part}" if path else part, tensors, depth + 1)
 
     def pairs(items: Iterable[tuple[Any, Any]]) -> list[Any]:
@@ -45,8 +46,10 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> A
         case None | bool() | int() | str() if type(value) in (type(None), bool, int, str):
             return value
         case float() if type(value) is float:
-            return {"float": value.hex()}  # every bit, also of NaN and infinity, which JSON lacks
+            return {"float": struct.pack(">d", value).hex()}  # every bit, also of NaN and infinity, which JSON lacks
         case Tensor():
+            while path in tensors:  # the keys 1 and "1" are written alike
+                path += "~"
             tensors[path] = value
             return {"tensor": path}
         case np.ndarray() if value.dtype.kind in "biufc" and value.dtype.isnative:
@@ -59,8 +62,10 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> A
             return {"bytes": base64.b64encode(value).decode()}
         case _ if type(value) in _MAPPINGS:
             return {_MAPPINGS[type(value)]: pairs(value.items())}
+        case deque():
+            return {"deque": [value.maxlen, [inner(item, number) for number, item in enumerate(value)]]}
         case _ if type(value) in _SEQUENCES:
-            items = sorted(value) if isinstance(value, set | frozenset) else value
+            items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
             return {_SEQUENCES[type(value)]: [inner(item, number) for number, item in enumerate(items)]}
     raise ConfigError(
         f"{path or 'the state'} is a {type(value).__module__}.{type(value).__name__}, which cannot be stored without pickle: "
@@ -75,7 +80,6 @@ _SEQUENCES: dict[type, str] = {
     torch.Size: "Size",
     set: "set",
     frozenset: "frozenset",
-    deque: "deque",
 }
 _MAKE: dict[str, Callable[[Any], Any]] = {
     "dict": dict,
@@ -87,7 +91,6 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
     "Size": torch.Size,
     "set": set,
     "frozenset": frozenset,
-    "deque": deque,
 }
 
 
@@ -99,7 +102,7 @@ def unflatten(skeleton: Any, tensor: Callable[[str], Tensor]) -> Any:
     """
     try:
         return _unflatten(skeleton, tensor)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, struct.error) as error:
         raise StorageError(f"the stored state cannot be put together: {type(error).__name__}: {error}") from error
 
 
@@ -109,7 +112,7 @@ def _unflatten(node: Any, tensor: Callable[[str], Tensor]) -> Any:
     ((kind, value),) = node.items()
     match kind:
         case "float":
-            return float.fromhex(value)
+            return struct.unpack(">d", bytes.fromhex(value))[0]
         case "tensor":
             return tensor(value)
         case "ndarray":
@@ -120,6 +123,8 @@ def _unflatten(node: Any, tensor: Callable[[str], Tensor]) -> Any:
             return _dtype(value)
         case "bytes":
             return base64.b64decode(value)
+        case "deque":
+            return deque((_unflatten(item, tensor) for item in value[1]), value[0])
         case _ if kind in _MAPPINGS.values():
             return _MAKE[kind]([(_key(_unflatten(key, tensor)), _unflatten(item, tensor)) for key, item in value])
         case _ if kind in _SEQUENCES.values():

@@ -2,24 +2,52 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from raytrain_ft.errors import ConfigError
+from raytrain_ft.policy.frequency import Tuner
 from raytrain_ft.policy.sampling import Sampling
+from raytrain_ft.training.checkpointer import Checkpointer, Target, Tell
 from raytrain_ft.training.data import Loader
 from raytrain_ft.training.determinism import check_deterministic
+from raytrain_ft.training.durable import capture
 from raytrain_ft.training.random import seed_all
 from raytrain_ft.training.state import TrainingState
 from raytrain_ft.training.step import Replica, StepSettings
 from raytrain_ft.training.undo import refusals
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpointing:
+    """How a replica writes checkpoints.
+
+    Attributes:
+        tuner: with nothing measured yet.
+        tell: see `Checkpointer`.
+    """
+
+    target: Target
+    tuner: Tuner
+    tell: Tell
+    keep_epochs: bool = False
+
+
 HALF = (torch.float16, torch.bfloat16)
 
 
 def build_replica(
-    task: Any, sampling: Sampling, settings: StepSettings, *, use_gpu: bool, undo_mode: Any, probe: Any
+    task: Any,
+    sampling: Sampling,
+    settings: StepSettings,
+    *,
+    use_gpu: bool,
+    undo_mode: Any,
+    probe: Any,
+    checkpoints: Checkpointing | None = None,
 ) -> Replica:
     """Builds model, optimizer, schedule and loader.
 
@@ -45,7 +73,14 @@ def build_replica(
     augment = getattr(task, "augment", None)
     check_deterministic(dataset, sampling, augment)
     loader = Loader(dataset, sampling, augment)
-    return Replica(task, state, loader, settings, probe, undo_mode=undo_mode)
+    checkpointer = None
+    if checkpoints is not None:
+        data = asdict(sampling)
+        checkpointer = Checkpointer(
+            checkpoints.target, lambda: capture(state, data), lambda: deepcopy(checkpoints.tuner), checkpoints.tell
+        )
+    keep_epochs = checkpoints is not None and checkpoints.keep_epochs
+    return Replica(task, state, loader, settings, probe, undo_mode, checkpointer, keep_epochs)
 
 
 def check_model(model: torch.nn.Module) -> None:

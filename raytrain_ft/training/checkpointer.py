@@ -1,5 +1,5 @@
-"""Checkpoints of one worker in two phases: snapshot (a copy in memory, overlapped with the next step), then persist (durable, in
-another process). CheckFreq, section 4.3.1.
+"""Checkpoints of one worker in two phases: snapshot (a copy in memory, overlapped with the next step), then persist (durable,
+in another process). CheckFreq, section 4.3.1.
 
 After a step that all workers agree upon, each begins to copy its share of the state; the next weight update waits for that, and
 for nothing else. The copy then goes to the persister. At most one checkpoint is under way, and it is never abandoned: when the
@@ -23,15 +23,18 @@ from torch import Tensor
 from raytrain_ft.errors import StorageError
 from raytrain_ft.policy.frequency import Costs, Decision, Tuner
 from raytrain_ft.storage.filesystem import open_storage
-from raytrain_ft.storage.manifest import Name
 from raytrain_ft.storage.persister import Job, Outcome, Persister, SharedMemory
 from raytrain_ft.training.snapshot import Copy, share, total_size
 
 PROFILE_FILE = "profile.json"
 POLL_S = 0.05
+PATIENCE_S = 30.0
+"""How long training waits for the checkpoint before to be durable. What usually is a wait of milliseconds is then a fault."""
 
 Capture = Callable[[], tuple[Sequence[tuple[str, Tensor]], dict[str, Any]]]
 """Gives the tensors of the state, by name in an order that is the same on every worker, and everything else as JSON."""
+Own = Callable[[], Sequence[tuple[str, Tensor]]]
+"""Gives tensors that this worker alone stores, whole, by names that no other worker uses."""
 Tell = Callable[[str, dict[str, Any]], None]
 """Is told of what happened: "CheckpointCommitted", "CheckpointFailed", "IntervalChosen", with their fields."""
 
@@ -58,10 +61,13 @@ class Target:
 class Checkpointer:
     """One worker's part in the checkpoints of a run. All methods but the callbacks belong to the training thread."""
 
-    def __init__(self, target: Target, capture: Capture, tuner: Callable[[], Tuner], tell: Tell) -> None:
-        """`tuner` makes a new one; `tell` may be called on any thread."""
+    def __init__(
+        self, target: Target, capture: Capture, tuner: Callable[[], Tuner], tell: Tell, own: Own | None = None
+    ) -> None:
+        """`tuner` makes a new one; `tell` may be called on any thread; `own` is called right after `capture`."""
         self._target = target
         self._capture = capture
+        self._own = own or (lambda: ())
         self._make_tuner = tuner
         self._tell = tell
         self._memory = SharedMemory()
@@ -71,23 +77,31 @@ class Checkpointer:
         self._copy: Copy | None = None
         self._job: Job | None = None
         self._outcome: Future[Outcome] | None = None
+        self._hangs = False
         self._stall_s = 0.0
         self._first_step = True
         self._update_s = 0.0
 
     # ---------------------------------------------------------------- a world begins and ends
 
-    def begin(self, rank: int, count: int, incarnation: int, step: int) -> None:
-        """Training begins at `step` as worker `rank` of `count`."""
+    def begin(self, rank: int, count: int, incarnation: int, step: int, failure_s: float | None = None) -> None:
+        """Training begins at `step` as worker `rank` of `count`.
+
+        Args:
+            failure_s: mean time between failures so far, seconds, if it is to be regarded.
+        """
         self._rank, self._incarnation, self._first_step = rank, incarnation, True
+        self._persister.start()  # now, so that its start is not in the first checkpoint's time
         if rank != 0:
             self._tuner = None
         elif self._tuner is None:
             self._tuner = self._make_tuner()
             self._tuner.last = step
             self._recall_profile(self._tuner)
-        elif count != self._count:
-            self._tuner.resized()
+        else:
+            self._tuner.disturbed(step, resized=count != self._count)
+        if self._tuner is not None and failure_s is not None:
+            self._tuner.failure_s = failure_s
         self._count = count
 
     def fenced(self) -> None:
@@ -108,6 +122,11 @@ class Checkpointer:
     def wants(self, step: int) -> bool:
         """Whether worker 0 wants a checkpoint once `step` steps are committed. Everybody must be told before the commit."""
         return self._tuner is not None and self._tuner.due(step, busy=self.busy)
+
+    def earliest(self, step: int) -> int:
+        """The first step after this one at which worker 0 may want a checkpoint, by what it knows now; on worker 0 only."""
+        assert self._tuner is not None
+        return self._tuner.earliest(step + self._first_step)
 
     @property
     def busy(self) -> bool:
@@ -131,21 +150,29 @@ class Checkpointer:
     def stepped(self, step: int, seconds: float) -> None:
         """A step was committed (`step`: how many by now)."""
         if self._tuner is not None:
-            self._tuner.stepped(seconds, self._update_s, busy=self.busy or self._first_step)
+            if not self._first_step:  # it warms up, or comes after a recovery
+                self._tuner.stepped(seconds, self._update_s, busy=self.busy)
             self._note(self._tuner.settle(step))
         self._first_step = False
 
     def take(self, step: int, check: Callable[[], None], *, kept: bool = False) -> None:
-        """Begins a checkpoint of the state after `step` steps. Waits for the one before to be durable.
+        """Begins a checkpoint of the state after `step` steps. Waits for the one before to be durable; where storage hangs,
+        this one is left out after `PATIENCE_S` and those after it at once, until it goes on: training does not hang with it.
 
         Args:
+            check: called while waiting; may raise to leave the wait.
             kept: retention leaves it alone.
-
-        Raises:
-            StorageError: the one before does not come to its end within the deadline.
         """
         began = time.monotonic()
-        self.await_durable(check)
+        try:
+            self.await_durable(check, 0.0 if self._hangs else PATIENCE_S)
+        except StorageError as error:
+            self._hangs = True
+            self._tell("CheckpointFailed", {"incarnation": self._incarnation, "step": step, "reason": str(error)})
+            if self._tuner is not None:
+                self._tuner.began(step)
+            return
+        self._hangs = False
         waited = time.monotonic() - began
         decision = None
         if self._tuner is not None:
@@ -153,7 +180,7 @@ class Checkpointer:
             decision = self._tuner.began(step)
         self._note(decision)
         tensors, values = self._capture()
-        slices = share(tensors, self._rank, self._count)
+        slices = share(tensors, self._rank, self._count) + share(self._own(), 0, 1)
         pieces = [(p.name, p.dtype, p.shape, p.start, p.size) for p in (s.piece for s in slices)]
         self._job = Job(
             uri=self._target.uri,
@@ -176,24 +203,37 @@ class Checkpointer:
         self._copy = Copy(slices, self._memory, self._copied)
         self._copy.start()
 
-    def await_durable(self, check: Callable[[], None]) -> None:
+    def finish(self, step: int, check: Callable[[], None]) -> None:
+        """A checkpoint of the last state, unless there is one, and waits until it is durable. That it cannot be is told, not
+        raised: what was trained is not lost with it.
+
+        Args:
+            check: called while waiting; may raise to leave the wait.
+        """
+        try:
+            if self._job is None or self._job.step != step:
+                self.take(step, check)
+            self.await_durable(check, PATIENCE_S)
+        except StorageError as error:
+            self._tell("CheckpointFailed", {"incarnation": self._incarnation, "step": step, "reason": str(error)})
+
+    def await_durable(self, check: Callable[[], None], timeout_s: float | None = None) -> None:
         """Waits until no checkpoint is under way.
 
         Args:
             check: called while waiting; may raise to leave the wait.
+            timeout_s: by default twice the time that the target allows.
 
         Raises:
-            StorageError: it is not durable within the deadline: the storage hangs.
+            StorageError: it is not durable in time.
         """
-        deadline = time.monotonic() + 2 * self._target.timeout_s
+        deadline = time.monotonic() + (2 * self._target.timeout_s if timeout_s is None else timeout_s)
         while self.busy:
             assert self._outcome is not None
+            if time.monotonic() >= deadline:
+                raise StorageError(f"{self._target.uri} is slow or hangs: the checkpoint before is still being written")
             _wait(self._outcome, POLL_S)
             check()
-            if time.monotonic() > deadline:
-                raise StorageError(
-                    f"{self._target.uri} hangs: a checkpoint is not durable after {2 * self._target.timeout_s:g} s"
-                )
 
     # ---------------------------------------------------------------- the two phases
 
@@ -237,11 +277,11 @@ class Checkpointer:
 
     def _note(self, decision: Decision | None) -> None:
         if decision is not None:
-            fields = asdict(decision.interval) | asdict(decision.profile)
-            names = ("k", "mode", "k_persist", "k_overhead", "k_failures", "iteration", "update", "copy", "persist", "overhead")
-            seconds = {f"{name}_s" if name in names[5:] else name: fields[name] for name in names}
+            interval, profile = asdict(decision.interval), asdict(decision.profile)
+            interval["overhead_s"] = interval.pop("overhead")
+            times = {f"{name}_s": profile[name] for name in ("iteration", "update", "copy", "persist")}
             about = {"step": decision.step, "observed": decision.observed, "reason": decision.reason}
-            self._tell("IntervalChosen", {"incarnation": self._incarnation, **seconds, **about})
+            self._tell("IntervalChosen", {"incarnation": self._incarnation, **interval, **times, **about})
 
     def _profile_file(self) -> dict[str, str]:
         if self._tuner is None or not self._tuner.k:

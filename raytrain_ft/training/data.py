@@ -8,13 +8,14 @@ iterator is two integers, never prefetched data). Must not know of Ray, nor of t
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -38,6 +39,17 @@ Collate = Callable[[list[Any]], Any]
 _POLL_SECONDS = 0.01  # how late a fence may be noticed while the step waits for data
 
 
+@runtime_checkable
+class BatchSource(Protocol):
+    """A dataset that loads, augments and collates whole batches itself, as `DaliImages` does."""
+
+    def __len__(self) -> int: ...
+
+    def load_batch(self, ids: np.ndarray, epoch: int, seed: int) -> Any:
+        """The collated samples `ids` (int64 [n], n > 0). Each is a function of (seed, epoch, id), whatever `ids` are."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
     """What one forward pass of one rank reads."""
@@ -56,7 +68,8 @@ class MicroBatch:
 class Loader:
     """Prepares `prefetch` steps ahead, on one thread. Used by one consumer thread.
 
-    `dataset` is map-style: `__len__` and `__getitem__(int)`, or `__getitems__(list[int]) -> list` for whole batches.
+    `dataset` is map-style: `__len__` and `__getitem__(int)`, or `__getitems__(list[int]) -> list` for whole batches; or
+    it is a `BatchSource`, which augments and collates by itself.
     `augment(sample, generator)` returns a new sample, random only through `generator`, which is seeded from
     (seed, epoch, sample id): so its draws do not depend on the world or on what was redone. `timeout` bounds every wait
     for the dataset. Raises ConfigError when the dataset cannot be read in the order of `sampling`.
@@ -74,6 +87,11 @@ class Loader:
         size = dataset_size(dataset)
         if size != sampling.dataset_size:
             raise ConfigError(f"The dataset has {size} samples, but the run was planned for {sampling.dataset_size}.")
+        if isinstance(dataset, BatchSource) and (augment is not None or collate is not default_collate):
+            raise ConfigError(
+                f"{type(dataset).__name__} augments and collates by itself: leave out the task's augment (DaliImages has "
+                "an argument of that name), and collate."
+            )
         if prefetch < 1:
             raise ConfigError(f"prefetch={prefetch}: the number of steps to prepare ahead must be at least 1.")
         self._dataset, self._sampling, self._augment, self._collate = dataset, sampling, augment, collate
@@ -99,6 +117,8 @@ class Loader:
         self._feed = _Feed(self._prefetch)
         thread = threading.Thread(target=self._fill, args=(self._feed, plan), name="raytrain_ft-loader", daemon=True)
         self._feed.thread = thread
+        atexit.unregister(self.stop)
+        atexit.register(self.stop)  # a thread that is inside a C++ library when the interpreter ends makes it abort
         thread.start()
 
     def next(self, check: Callable[[], None] | None = None) -> list[MicroBatch]:
@@ -129,6 +149,7 @@ class Loader:
             assert self._feed.thread is not None
             self._feed.thread.join(patience.total_seconds())
             self._feed = None
+        atexit.unregister(self.stop)
 
     # ------------------------------------------------------------ on the thread
 
@@ -166,6 +187,9 @@ class Loader:
 
     def _load(self, feed: _Feed, ids: np.ndarray, epoch: int) -> Any:
         """The collated samples `ids`, augmented as of `epoch`."""
+        if isinstance(self._dataset, BatchSource):
+            feed.raise_if_stopped()
+            return self._dataset.load_batch(ids, epoch, self._sampling.seed)
         if type(self._dataset) is TensorDataset and self._augment is None and self._collate is default_collate:
             index = torch.from_numpy(ids)
             return [tensor[index] for tensor in self._dataset.tensors]  # the same bits and type as collated rows
@@ -184,7 +208,8 @@ class Loader:
 
 def dataset_size(dataset: Any) -> int:
     """Number of samples. Raises ConfigError for a dataset that is empty or cannot be read by index."""
-    if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")) or not hasattr(dataset, "__len__"):
+    readable = any(hasattr(dataset, name) for name in ("__getitem__", "__getitems__", "load_batch"))
+    if not readable or not hasattr(dataset, "__len__"):
         raise ConfigError(
             f"{type(dataset).__name__} is not map-style: it needs __len__ and __getitem__(index). A stream cannot be "
             "resumed or shared out exactly; write it to Arrow or Parquet files and use raytrain_ft's ArrowDataset."

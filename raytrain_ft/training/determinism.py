@@ -17,7 +17,7 @@ import torch
 
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.sampling import Sampling, order
-from raytrain_ft.training.data import Augment, fetch
+from raytrain_ft.training.data import Augment, BatchSource, fetch
 from raytrain_ft.training.random import sample_seed, seed_all
 
 _SAMPLES = 8
@@ -36,6 +36,12 @@ def check_deterministic(dataset: Any, sampling: Sampling, augment: Augment | Non
     dataset. The global generators are put back as they were.
     """
     ids = order(sampling, 0)[:_SAMPLES].tolist()
+    batches = isinstance(dataset, BatchSource)
+
+    def loaded() -> list[Any]:
+        if batches:
+            return [dataset.load_batch(np.array([i], dtype=np.int64), 0, sampling.seed) for i in ids]
+        return fetch(dataset, ids)
 
     def augmented() -> list[Any]:
         assert augment is not None
@@ -48,11 +54,11 @@ def check_deterministic(dataset: Any, sampling: Sampling, augment: Augment | Non
 
     saved = _global_generators()
     try:
-        raw = _observe(lambda: fetch(dataset, ids))
-        _refuse_random("dataset.__getitem__", *raw, ids)
-        if augment is not None:
+        raw = _observe(loaded)
+        _refuse_random("dataset.load_batch" if batches else "dataset.__getitem__", *raw, ids)
+        if augment is not None and not batches:
             drawn = _observe(augmented)
-            if _observe(lambda: fetch(dataset, ids))[0][0] != raw[0][0]:
+            if _observe(loaded)[0][0] != raw[0][0]:
                 raise ConfigError("augment writes into the dataset's own sample: it must return a new one.")
             _refuse_random("augment", *drawn, ids)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +16,11 @@ from raytrain_ft.storage.shard import Piece
 
 THREADS = 2
 PART_BYTES = 16 * 2**20
-_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_DTYPES = {
+    str(dtype): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
+}
 
 
 def described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -62,11 +67,13 @@ def make(content: Content, name: str, device: torch.device | str = "cpu") -> Ten
         raise StorageError(f"{content.manifest.name} holds no tensor {name}")
     first = parts[0][0]
     dtype = _DTYPES.get(first.dtype)
-    elements = 1
-    for length in first.shape:
-        elements *= length
-    if dtype is None or min(first.shape, default=0) < 0 or elements * dtype.itemsize != sum(len(data) for _, data in parts):
-        raise StorageError(f"{content.manifest.name}: tensor {name} says {first.dtype} {list(first.shape)} but has other bytes")
-    tensor = torch.empty(first.shape, dtype=dtype)
+    size = sum(len(data) for _, data in parts)
+    if dtype is None or min(first.shape, default=0) < 0 or math.prod(first.shape) * dtype.itemsize != size:
+        what = f"{first.dtype} {list(first.shape)}"
+        raise StorageError(f"{content.manifest.name}: tensor {name} says {what} but has {size} bytes")
+    try:
+        tensor = torch.empty(first.shape, dtype=dtype)
+    except RuntimeError as error:
+        raise StorageError(f"{content.manifest.name}: tensor {name}, {first.dtype} {list(first.shape)}: {error}") from error
     _fill_one(tensor, parts)
     return tensor.to(device)

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 from raytrain_ft.errors import NonFiniteLossError
 from raytrain_ft.policy.sampling import GlobalBatch, Position
 from raytrain_ft.training.buckets import Bucket, Probe, Reducer, only
+from raytrain_ft.training.checkpointer import Checkpointer
 from raytrain_ft.training.data import Loader, MicroBatch
 from raytrain_ft.training.process_group import FencedGroup
 from raytrain_ft.training.random import seed_all, step_seed
@@ -36,7 +37,8 @@ class StepSettings:
     Attributes:
         update: "barrier" updates when every bucket is reduced; "wait_free" each bucket as soon as it is.
         precision: "bf16" runs forward and loss under autocast; parameters stay fp32.
-        on_non_finite: what to do when the loss of a step is NaN or infinite.
+        on_non_finite: what to do when the loss of a step is NaN or infinite; whether a worker that raises means the end of the
+            run or a way back is for the supervisor to say.
     """
 
     seed: int = 0
@@ -44,7 +46,7 @@ class StepSettings:
     max_grad_norm: float | None = None
     precision: Literal["fp32", "bf16"] = "fp32"
     update: Literal["barrier", "wait_free"] = "barrier"
-    on_non_finite: Literal["raise", "skip"] = "raise"
+    on_non_finite: Literal["raise", "skip", "roll_back"] = "raise"
     bucket_bytes: int = 25 * 2**20
     first_bucket_bytes: int = 2**20
 
@@ -79,6 +81,8 @@ class Replica:
     Attributes:
         attempt: the step under way, or None between steps.
         stop_agreed: all ranks agreed, in the last step, to stop at this boundary.
+        checkpoint_agreed: all ranks agreed, in the last step, that a checkpoint is due at this boundary.
+        checkpointer: None writes none.
     """
 
     def __init__(
@@ -89,6 +93,8 @@ class Replica:
         settings: StepSettings,
         probe: Callable[[str, int, int | None], None] | None = None,
         undo_mode: Literal["exact", "replay"] = "exact",
+        checkpointer: Checkpointer | None = None,
+        keep_epochs: bool = False,
     ) -> None:
         self.task = task
         self.state = state
@@ -96,7 +102,11 @@ class Replica:
         self.settings = settings
         self.attempt: Attempt | None = None
         self.stop_agreed = False
+        self.checkpoint_agreed = False
+        self.checkpointer = checkpointer
+        self._keep_epochs = keep_epochs
         self._probe = probe
+        self._last_commit: float | None = None
         self._skip = False
         self._weight = 0.0
         # What the flat buffers hold after an update may be passed to others as the step's gradient only if it still is that.
@@ -137,6 +147,23 @@ class Replica:
             )
         self._at("commit")
         return self.commit()
+
+    def checkpoint(self, check: Callable[[], None]) -> None:
+        """Begins a checkpoint of the state between two steps, if that was agreed upon.
+
+        Args:
+            check: called in every wait; may raise to leave it.
+        """
+        if self.checkpointer is not None and self.checkpoint_agreed:
+            self._at("checkpoint")
+            self.checkpoint_agreed = False
+            self.checkpointer.take(self.state.step, check, kept=self._keep_epochs and self.state.position.consumed == 0)
+
+    def finish(self, check: Callable[[], None]) -> None:
+        """The run's last checkpoint, which is waited for."""
+        if self.checkpointer is not None:
+            self._at("checkpoint")
+            self.checkpointer.finish(self.state.step, check)
 
     def begin(self, micro_batches: list[MicroBatch], group: FencedGroup, began: float) -> None:
         """Starts an attempt: from here on the buffers may change, so they are saved."""
@@ -186,18 +213,33 @@ class Replica:
         if self._must_skip():
             self._mark(behind)
             return
+        self._await_copy()
         if self.settings.max_grad_norm is not None:
             params = [p for bucket in behind for p in bucket.params]
             torch.nn.utils.clip_grad_norm_(params, self.settings.max_grad_norm, error_if_nonfinite=False)
         for bucket in behind:
             bucket.dirty = True
         self._at("update")
+        began = time.monotonic()
         self.state.optimizer.step()
+        if self.checkpointer is not None:
+            self.checkpointer.updated(time.monotonic() - began)
         self._mark(behind)
+
+    def _await_copy(self) -> None:
+        """A snapshot that is under way reads what an update would change."""
+        if self.checkpointer is not None:
+            self._at("wait")
+            self.checkpointer.await_copy(self._check)
+
+    def _check(self) -> None:
+        if self.reducer.group is not None:
+            self.reducer.group.fence.check()
 
     @torch.no_grad()
     def update_bucket(self, bucket: Bucket) -> None:
         """Updates one bucket as soon as it is reduced (`update="wait_free"`). Once begun, it runs to its end."""
+        self._await_copy()
         bucket.dirty = True
         self._at_bucket("update", bucket.index)
         with only(self.state.optimizer, bucket.params):
@@ -237,11 +279,16 @@ class Replica:
         state.position = attempt.after
         state.tail.settled()
         self.attempt = None
-        self.stop_agreed = state.tail.stop_agreed(state.buckets[-1].tail)
+        tail = state.buckets[-1].tail
+        self.stop_agreed, self.checkpoint_agreed = state.tail.stop_agreed(tail), state.tail.checkpoint_agreed(tail)
         if self.undo is not None:
             self.undo.forget()  # a committed step is never undone; its records would keep old buffers alive
         commit = Commit(attempt, state.loss, time.monotonic() - attempt.began, self._skip)
         self._skip = False
+        if self.checkpointer is not None:
+            now = time.monotonic()
+            self.checkpointer.stepped(state.step, now - (self._last_commit or attempt.began))
+            self._last_commit = now
         return commit
 
     def discard(self) -> None:
@@ -267,6 +314,9 @@ class Replica:
 
     def _fill_tail(self, tail: Tensor) -> None:
         assert self.attempt is not None
+        if self.checkpointer is not None:
+            epoch_ends = self._keep_epochs and self.attempt.rank == 0 and self.attempt.after.consumed == 0
+            self.state.tail.checkpoint_wanted = epoch_ends or self.checkpointer.wants(self.state.step + 1)
         self.state.tail.fill(tail, self._weight, self.attempt.rank)
 
     def _at(self, phase: str) -> None:

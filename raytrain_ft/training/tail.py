@@ -1,7 +1,8 @@
 """What travels in the tail of a step's last bucket: values that every rank must agree upon when the step ends.
 
-``[loss | stop | changes of integer buffers | floating buffers]``, all summed over ranks: the loss weighted by samples; how many
-ranks were asked to stop at this step's boundary (so that all stop at the same one, without a collective of its own);
+``[loss | stop | checkpoint | changes of integer buffers | floating buffers]``, all summed over ranks: the loss weighted by
+samples; how many ranks were asked to stop at this step's boundary, and whether rank 0 wants a checkpoint of the state there (so
+that all stop, or begin one, at the same boundary, without a collective of its own);
 BatchNorm statistics and other floating buffers, averaged by samples, so that no rank ever holds committed state that nobody
 else has; and rank 0's change of integer buffers, such as BatchNorm's batch counter.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-HEADER = 2
+HEADER = 3
 LARGEST_EXACT_INTEGER = 2**24
 """Changes of integer buffers travel as fp32, which holds integers exactly up to here."""
 
@@ -22,6 +23,7 @@ class Tail:
     Attributes:
         losses: per micro-batch of this rank, loss * samples / global samples.
         stop_requested: whether this rank asks for a stop at the step's boundary.
+        checkpoint_wanted: whether this rank wants a checkpoint of the state at the step's boundary.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,6 +33,7 @@ class Tail:
         self.size = HEADER + sum(b.numel() for b in (*self.integers, *self.floats))
         self.losses: list[Tensor] = []
         self.stop_requested = False
+        self.checkpoint_wanted = False
         self._before: list[Tensor] | None = None
 
     def begin(self) -> None:
@@ -55,6 +58,7 @@ class Tail:
         for loss in self.losses:
             tail[0] += loss.detach().to(tail.dtype)
         tail[1] = 1.0 if self.stop_requested else 0.0
+        tail[2] = 1.0 if self.checkpoint_wanted else 0.0
         offset = HEADER
         before = self._before or []
         for buffer, old in zip(self.integers, before, strict=False):
@@ -90,3 +94,8 @@ class Tail:
     def stop_agreed(tail: Tensor) -> bool:
         """Whether some rank asked for a stop: the same answer on every rank."""
         return float(tail[1]) > 0
+
+    @staticmethod
+    def checkpoint_agreed(tail: Tensor) -> bool:
+        """Whether a checkpoint is due at this boundary: the same answer on every rank."""
+        return float(tail[2]) > 0

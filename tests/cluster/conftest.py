@@ -31,6 +31,7 @@ def cluster() -> Iterator[LocalCluster]:
 
 def train(path: Path, name: str, *, task: Any = None, workers: Any = 3, steps: int = STEPS, **arguments: Any) -> ft.Result:
     """One run of the toy task; `arguments` are of Trainer or, where it has them, of RecoveryConfig."""
+    checkpoints = arguments.pop("checkpoints", None)
     recovery = {key: arguments.pop(key) for key in list(arguments) if key in ft.RecoveryConfig.__dataclass_fields__}
     settings = {"global_batch_size": 32, "seed": 7, "quiet": True, **SMALL_BUCKETS, **arguments}
     return ft.Trainer(
@@ -38,7 +39,7 @@ def train(path: Path, name: str, *, task: Any = None, workers: Any = 3, steps: i
         max_steps=steps,
         scaling_config=ft.ScalingConfig(num_workers=workers),
         recovery_config=ft.RecoveryConfig(**recovery),
-        run_config=ft.RunConfig(name=name, storage_path=str(path)),
+        run_config=ft.RunConfig(name=name, storage_path=str(path), checkpoint_config=checkpoints),
         **settings,
     ).fit()
 

@@ -75,6 +75,7 @@ class Cluster:
     timers: list[m.SetTimer] = field(default_factory=list)
     edges: set[tuple[type[m.Event], State, State]] = field(default_factory=set)
     now: float = 0.0
+    disk: list[m.Stored] = field(default_factory=list)
     charged: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
     _trained: tuple[str, ...] = ()
     _fenced: int = 0
@@ -134,13 +135,16 @@ class Cluster:
             case m.Fence(members, incarnation):
                 for member in members:
                     self._call(member, "fence", lambda w: self._leave(w, incarnation))
-            case m.Reconcile(world, _, _):
+            case m.FindCheckpoints(incarnation):
+                error = "the storage does not answer" if self.chance.random() < self.corruption else ""
+                self._post(m.CheckpointsFound(incarnation=incarnation, stored=tuple(reversed(self.disk)), error=error))
+            case m.Reconcile(world):
                 for member in world:
                     self._call(member, "reconcile", lambda w: self._reconcile(w, command))
             case m.Fill(world, _, _, _, _):
                 for member in world:
                     self._call(member, "fill", lambda w: self._fill(w, command))
-            case m.Run(world, incarnation):
+            case m.Run(world, incarnation, _):
                 for member in world:
                     self._call(member, "run", lambda w: self._start_steps(w, incarnation))
             case m.StopAtBoundary(members):
@@ -198,7 +202,12 @@ class Cluster:
             return
         worker.stop = False
         if command.plan is None:
-            worker.filled = True
+            stored = [stored for stored in self.disk if stored.name == command.load]
+            if command.load and (not stored or self.chance.random() < self.corruption):
+                about = {"incarnation": command.incarnation, "name": command.load, "reason": "its hash differs"}
+                self._post(m.CheckpointRejected(member=worker.member, **about))
+                return
+            worker.filled, worker.step, worker.reduced = True, stored[0].step if stored else 0, False
         elif worker.filled:
             worker.step, worker.reduced = command.plan.step, False
         digests = (self._digest(worker),) if worker.filled else ()
@@ -245,10 +254,26 @@ class Cluster:
         place = {"rank": worker.world.index(worker.member), "world_size": len(peers), "epoch": 0, "start": 0}
         steps = {"incarnation": worker.incarnation, "first_step": step, "stop_step": step + 1}
         self._post(m.StepsCommitted(member=worker.member, **place, **steps, ids_digest="", loss=0.0))
+        if self.rules.checkpoints and place["rank"] == 0 and self.chance.random() < 0.5:
+            self._checkpoint(worker)
         if worker.stops_at == worker.step:
             worker.status = "stopped"
         elif worker.step >= self.rules.max_steps:
             worker.status = "completed"
+
+    def _checkpoint(self, worker: Worker) -> None:
+        """It is durable, and the one before is deleted; but perhaps the worker does not live to tell."""
+        name = f"step {worker.step} of {worker.incarnation}"
+        self.disk = [*self.disk[-1:], m.Stored(name, worker.step)]
+        about = {"member": worker.member, "incarnation": worker.incarnation, "step": worker.step}
+        if self.chance.random() < 0.5:
+            times = {"snapshot_s": 0.0, "stall_s": 0.0, "persist_s": 0.0}
+            self._post(m.CheckpointCommitted(**about, name=name, bytes=1, **times))
+        else:
+            self._post(m.CheckpointFailed(**about, reason="disk full"))
+        bounds = {"k": 2, "mode": "cpu", "k_persist": 2, "k_overhead": 1, "k_failures": 0}
+        times = {"iteration_s": 1.0, "update_s": 0.1, "copy_s": 0.1, "persist_s": 1.0, "overhead_s": 0.0}
+        self._post(m.IntervalChosen(**about, **bounds, **times, observed=None, reason="profiled"))
 
     def _beat(self, worker: Worker) -> None:
         worker.told = (worker.incarnation, worker.status)
@@ -287,7 +312,7 @@ class Cluster:
         ]
         if self.mail:
             actions.append(lambda: self.tell(self.mail.pop(self.chance.randrange(len(self.mail))), crash=True))
-        if self.run.incarnation:
+        if self._formed:
             lost = m.SamplesLost(incarnation=self.run.incarnation, step=0, epoch=0, start=0, stop=1, why="not finite")
             late = m.Suspected(incarnation=self.run.incarnation, reason="a collective failed", noticed_by="w0")
             actions += [lambda: self._post(lost), lambda: self._post(late)]
@@ -298,6 +323,11 @@ class Cluster:
             actions.append(lambda w=worker: setattr(w, "frozen", not w.frozen))
             actions.append(lambda w=worker: self._report_loss(w.member, "silent for 2.0 s"))
             if worker.status == "running":
+                if self.rules.roll_back:
+                    nan = m.TaskFailed(
+                        member=worker.member, rank=0, step=worker.step, kind="non_finite", message="the loss is NaN"
+                    )
+                    actions.append(lambda nan=nan: self._post(nan))
                 actions.append(lambda w=worker: setattr(w, "status", "suspect"))
                 actions.append(lambda w=worker: setattr(w, "stop", True))  # a call that was under way since a resize before
         return actions
@@ -391,7 +421,7 @@ class Cluster:
                 self._formed = incarnation
             case m.Fill(_, incarnation, _, _, _):
                 self._to_fill = incarnation
-            case m.Run(world, incarnation):
+            case m.Run(world, incarnation, _):
                 self._check_run(world, incarnation)
 
     def _check_run(self, world: tuple[str, ...], incarnation: int) -> None:

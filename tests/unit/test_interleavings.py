@@ -16,7 +16,15 @@ from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.states import ENDED, TRANSITIONS, State
 
-REASONS = {"ConfigError", "NoSurvivorError", "RecoveryError", "RetryBudgetError", "TaskError", "AbortedError"}
+REASONS = {
+    "AbortedError",
+    "ConfigError",
+    "NoSurvivorError",
+    "NonFiniteLossError",
+    "RecoveryError",
+    "RetryBudgetError",
+    "TaskError",
+}
 
 
 @st.composite
@@ -33,6 +41,10 @@ def all_rules(draw: st.DrawFn) -> Rules:
         max_preemption_failures=draw(budgets),
         max_fruitless_recoveries=draw(st.sampled_from([10, 10, 2, 0])),
         max_start_failures=draw(st.sampled_from([5, 1])),
+        checkpoints=draw(st.booleans()),
+        strategy=draw(st.sampled_from(["auto", "auto", "replication", "checkpoint"])),
+        roll_back=draw(st.booleans()),
+        measure_failures=draw(st.booleans()),
     )
 
 
@@ -42,7 +54,9 @@ def live_through(rules: Rules, seed: int) -> Cluster:
     cluster = Cluster(rules, chance, corruption=chance.choice([0.0, 0.02, 0.2]))
     if chance.random() < 0.01:
         cluster.tell(m.AbortRequested(reason="Ctrl-C"))
-    cluster.tell(m.RunStarted(run_id="r"))
+    if rules.checkpoints and chance.random() < 0.3:
+        cluster.disk = [m.Stored("step 0 of 1", 0), m.Stored("step 1 of 2", min(1, rules.max_steps))]
+    cluster.tell(m.RunStarted(run_id="r", incarnation=2, stored=tuple(reversed(cluster.disk))))
     cluster.resize(chance.choice([rules.min_workers, rules.min_workers, 6]))
     trouble = chance.choice([0.0, 0.02, 0.1, 0.3])
     for _ in range(chance.randrange(150)):
@@ -117,6 +131,9 @@ def test_every_edge_of_the_table_is_taken_and_no_other() -> None:
             wait_for_replacement=chance.random() < 0.3,
             max_fruitless_recoveries=chance.choice([10, 10, 2, 1, 0]),
             max_start_failures=chance.choice([5, 1]),
+            checkpoints=chance.random() < 0.7,
+            strategy=chance.choice(["auto", "auto", "checkpoint"]),
+            roll_back=chance.random() < 0.3,
         )
         taken |= live_through(rules, seed).edges
         if taken >= listed:

@@ -481,7 +481,7 @@ def test_the_diagram_in_the_documentation_is_that_of_the_table() -> None:
     text = diagram()
     for state in State:
         assert re.search(rf"\b{state}\b", text)
-    assert "RUNNING --> FENCE : Stopped, Suspected, WorkerLost\n" in text
+    assert "RUNNING --> FENCE : Stopped, Suspected, TaskFailed, WorkerLost\n" in text
     if ARCHITECTURE.exists():
         _, drawn, _ = ARCHITECTURE.read_text().split("<!-- state diagram -->")
         assert drawn.strip() == f"```mermaid\n{text}```", "put in what `python -m raytrain_ft.policy.states` prints"

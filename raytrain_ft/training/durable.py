@@ -1,0 +1,135 @@
+"""The training state as a checkpoint holds it: tensors by name, everything else as JSON; and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raytrain_ft.errors import MismatchError
+from raytrain_ft.policy.sampling import Position
+from raytrain_ft.storage.checkpoint import Content, differences
+from raytrain_ft.storage.manifest import Manifest
+from raytrain_ft.storage.tree import flatten, unflatten
+from raytrain_ft.training.restore import described, fill, make
+from raytrain_ft.training.state import TrainingState
+
+
+def capture(state: TrainingState, data: dict[str, Any]) -> tuple[list[tuple[str, Tensor]], dict[str, Any]]:
+    """All tensors by name, and everything else: what a checkpoint holds.
+
+    What the next forward pass may change (buffers) is copied here; what only an update changes is not.
+
+    Args:
+        data: what the position of the data refers to.
+    """
+    tensors = [*_weights(state), *((name, buffer.clone()) for name, buffer in _buffers(state))]
+    numbers: dict[str, Any] = {}
+    for name, p in state.model.named_parameters():
+        for key, value in sorted(state.optimizer.state.get(p, {}).items()):
+            path = f"optimizer/{name}/{key}"
+            if isinstance(value, Tensor):
+                tensors.append((path, value))
+            else:
+                numbers[path] = flatten(value, path)[0]
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in state.optimizer.param_groups]
+    scheduler = state.scheduler.state_dict() if state.scheduler else None
+    settings, more = flatten({"groups": groups, "scheduler": scheduler})
+    tensors += [(path, value.detach().clone()) for path, value in more.items()]
+    values = {
+        "step": state.step,
+        "position": [state.position.epoch, state.position.consumed],
+        "data": data,
+        "loss": state.loss.hex(),
+        "optimizer": type(state.optimizer).__name__,
+        "numbers": numbers,
+        "settings": settings,
+    }
+    return tensors, values
+
+
+def _weights(state: TrainingState) -> list[tuple[str, Tensor]]:
+    return [(f"model/{name}", p.data) for name, p in state.model.named_parameters()]
+
+
+def _buffers(state: TrainingState) -> list[tuple[str, Tensor]]:
+    return [(f"buffer/{name}", buffer.detach()) for name, buffer in state.model.named_buffers()]
+
+
+@torch.no_grad()
+def restore(state: TrainingState, content: Content, data: dict[str, Any], override: Sequence[str] = ()) -> None:
+    """Takes over the state of a checkpoint.
+
+    Args:
+        data: what the position of the data refers to in this run.
+        override: "optimizer" keeps this run's optimizer and schedule as they are if the checkpoint's are of another kind;
+            "dataset" goes on with other data, from its beginning if the position does not exist there.
+
+    Raises:
+        MismatchError: it is of another model, optimizer or dataset; every difference is listed, and nothing was changed.
+        StorageError: something that it must hold is not there.
+    """
+    values = content.manifest.values
+    own = dict([*_weights(state), *_buffers(state)])
+    theirs = {name: parts for name, parts in content.pieces.items() if name.startswith(("model/", "buffer/"))}
+    other_optimizer, other_data = _other_optimizer(state, values), _other_data(values, data)
+    lines = differences(described(own), Content(content.manifest, theirs))
+    lines += other_optimizer if "optimizer" not in override else []
+    lines += other_data if "dataset" not in override else []
+    if lines:
+        raise _mismatch(content.manifest, lines)
+    fill(own, content)
+    if not other_optimizer:
+        _restore_optimizer(state, content)
+    epoch, consumed = values["position"]
+    if consumed > data["dataset_size"]:
+        consumed = 0
+    state.step, state.position, state.loss = values["step"], Position(epoch, consumed), float.fromhex(values["loss"])
+    for bucket in state.buckets:
+        bucket.version, bucket.gradient, bucket.dirty = state.step, None, False
+    state.filled = True
+
+
+def _mismatch(manifest: Manifest, lines: list[str]) -> MismatchError:
+    shown = "\n  ".join(lines[:100])
+    return MismatchError(
+        f"checkpoint {manifest.name} does not belong to this run; nothing was loaded:\n  {shown}\n"
+        'Use another run name, CheckpointConfig(resume="never"), or say what may differ: override=("optimizer", "dataset").'
+    )
+
+
+def _other_optimizer(state: TrainingState, values: dict[str, Any]) -> list[str]:
+    name, groups = type(state.optimizer).__name__, len(state.optimizer.param_groups)
+    lines = [f"optimizer {values['optimizer']} in the checkpoint, {name} here"] if values["optimizer"] != name else []
+    stored = unflatten(values["settings"], lambda path: torch.empty(0))["groups"]
+    return lines + ([f"{len(stored)} parameter groups in the checkpoint, {groups} here"] if len(stored) != groups else [])
+
+
+def _other_data(values: dict[str, Any], data: dict[str, Any]) -> list[str]:
+    stored = values["data"]
+    return [
+        f"{name} {stored.get(name)} in the checkpoint, {data.get(name)} here"
+        for name in sorted(stored.keys() | data.keys())
+        if stored.get(name) != data.get(name)
+    ]
+
+
+def _restore_optimizer(state: TrainingState, content: Content) -> None:
+    values = content.manifest.values
+    by_name = {f"optimizer/{name}": p for name, p in state.model.named_parameters()}
+    state.optimizer.state.clear()
+    for path in [*(name for name in content.pieces if name.startswith("optimizer/")), *values["numbers"]]:
+        prefix, _, key = path.rpartition("/")
+        p = by_name[prefix]
+        if path in values["numbers"]:
+            state.optimizer.state[p][key] = unflatten(values["numbers"][path], lambda path: torch.empty(0))
+        else:
+            value = make(content, path)
+            state.optimizer.state[p][key] = value.to(p.device) if value.dim() else value
+    settings = unflatten(values["settings"], lambda path: make(content, path))
+    for group, stored in zip(state.optimizer.param_groups, settings["groups"], strict=True):
+        group.update(stored)
+    if state.scheduler is not None and settings["scheduler"] is not None:
+        state.scheduler.load_state_dict(settings["scheduler"])

@@ -1,0 +1,284 @@
+"""Whatever is lost, training goes on from a checkpoint, and ends with the bits of the run that lost nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from conftest import promise_kept, train
+from torch.utils.data import TensorDataset
+from toy import Toy
+
+import raytrain_ft as ft
+from raytrain_ft.errors import ConfigError, MismatchError, NoCheckpointError, NonFiniteLossError
+from raytrain_ft.policy.audit import audit
+from raytrain_ft.policy.strategy import Guarantee, Strategy
+from raytrain_ft.runtime.event_log import read_records, read_run
+
+OFTEN = ft.CheckpointConfig(every=5)
+EVERYBODY = range(3)
+
+
+def events(result: ft.Result | Path, name: str) -> list[dict]:
+    path = Path(result.path) if isinstance(result, ft.Result) else result
+    return [record for record in read_records(path / "events.jsonl") if record["event"] == name]
+
+
+def whole_run_is_proven(path: Path) -> bool:
+    """Over all runs of this name: every sample once."""
+    return audit(read_run(path)).ok
+
+
+def test_a_run_of_the_same_name_goes_on_where_it_ended(undisturbed, tmp_path: Path) -> None:
+    train(tmp_path, "run", steps=12, checkpoints=OFTEN)
+    result = train(tmp_path, "run", checkpoints=OFTEN)
+    assert result.digest == undisturbed().digest
+    assert events(result, "Resumed")[0]["step"] == 12
+    assert whole_run_is_proven(tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == [Path(result.checkpoint).name]
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_a_run_goes_on_with_another_number_of_workers(undisturbed, tmp_path: Path, workers: int) -> None:
+    train(tmp_path, "run", steps=12, checkpoints=OFTEN)
+    result = train(tmp_path, "run", workers=workers, checkpoints=OFTEN)
+    assert whole_run_is_proven(tmp_path / "run")
+    reference = undisturbed()
+    ours, theirs = ft.load_model(Toy(), result), ft.load_model(Toy(), reference)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0.2, atol=0.05)  # dropout differs with the shares; the samples do not
+
+
+@pytest.mark.parametrize(("phase", "bucket"), [("data", None), ("backward", 1), ("update", None), ("checkpoint", None)])
+def test_every_replica_dies_at_once(undisturbed, tmp_path: Path, phase: str, bucket: int | None) -> None:
+    faults = [ft.FailAt(rank=rank, step=20 if phase == "checkpoint" else 22, phase=phase, bucket=bucket) for rank in EVERYBODY]
+    result = train(tmp_path, "run", faults=faults, checkpoints=OFTEN)
+    assert result.digest == undisturbed().digest
+    assert promise_kept(result) == []
+    recovery = result.recoveries[0]
+    assert (recovery.strategy, recovery.guarantee) == (Strategy.CHECKPOINT, Guarantee.EXACT)
+    assert 10 <= recovery.step <= 20
+
+
+def test_every_replica_dies_before_the_first_checkpoint(undisturbed, tmp_path: Path) -> None:
+    faults = [ft.FailAt(rank=rank, step=3, phase="forward") for rank in EVERYBODY]
+    result = train(tmp_path, "run", faults=faults, checkpoints=OFTEN)
+    assert result.digest == undisturbed().digest
+    assert result.recoveries[0].step == 0
+
+
+def test_the_whole_cluster_of_workers_and_the_supervisor_die(undisturbed, tmp_path: Path) -> None:
+    faults = [ft.FailAt(rank=rank, step=17, phase="reduced") for rank in EVERYBODY]
+    faults.append(ft.FailAt(role="supervisor", phase="REPLACE", nth=2))
+    result = train(tmp_path, "run", faults=faults, checkpoints=OFTEN)
+    assert result.digest == undisturbed().digest
+    assert promise_kept(result) == []
+
+
+@pytest.mark.parametrize("update", ["barrier", "wait_free"])
+def test_a_worker_dies_while_a_checkpoint_is_written(undisturbed, tmp_path: Path, update: str) -> None:
+    """The steps after a checkpoint began: it is under way then. What the others go on from is not the checkpoint."""
+    faults = [ft.FailAt(rank=0, step=10, phase="forward"), ft.FailAt(rank=2, step=15, phase="data")]
+    result = train(tmp_path, "run", faults=faults, checkpoints=OFTEN, update=update)
+    assert result.digest == undisturbed(update=update).digest
+    assert promise_kept(result) == []
+    assert {recovery.strategy for recovery in result.recoveries} == {Strategy.REPLICATION}
+    assert events(result, "CheckpointCommitted")[-1]["step"] == 30
+
+
+def test_strategy_checkpoint_has_everybody_go_back(undisturbed, tmp_path: Path) -> None:
+    faults = [ft.FailAt(rank=1, step=23, phase="forward")]
+    result = train(tmp_path, "run", faults=faults, checkpoints=OFTEN, strategy="checkpoint", task=Toy(0.02))
+    assert result.digest == undisturbed(task=Toy(0.02)).digest
+    assert (result.recoveries[0].strategy, result.recoveries[0].step) == (Strategy.CHECKPOINT, 20)
+    assert whole_run_is_proven(tmp_path / "run")
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(undisturbed, tmp_path: Path) -> None:
+    how = ft.CheckpointConfig(every=5, num_to_keep=3)
+    train(tmp_path, "run", steps=20, checkpoints=how)
+    newest = sorted((tmp_path / "run" / "checkpoints").glob("step-*20-*"))[-1]
+    shard = sorted(newest.glob("*.arrow"))[1]
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    result = train(tmp_path, "run", checkpoints=how)
+    assert result.digest == undisturbed().digest
+    rejected = events(result, "CheckpointRejected")
+    assert rejected
+    assert shard.name in rejected[0]["reason"]
+    assert events(result, "Resumed")[0]["step"] == 15
+
+
+def test_the_persister_is_killed(undisturbed, tmp_path: Path) -> None:
+    """Training goes on, says so, and writes the next checkpoint with another one."""
+    slow, killed = Toy(0.05), threading.Event()
+
+    def kill_one() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not killed.is_set():
+            for process in psutil.process_iter(["cmdline", "environ"]):
+                if "raytrain_ft.storage.persister" in " ".join(process.info["cmdline"] or ()):
+                    process.kill()
+                    killed.set()
+                    return
+            time.sleep(0.01)
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    result = train(tmp_path, "run", task=slow, checkpoints=ft.CheckpointConfig(every=2))
+    killer.join()
+    assert killed.is_set()
+    assert result.digest == undisturbed(task=slow).digest
+    assert events(result, "CheckpointCommitted")[-1]["step"] == 30
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 200 KB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(path)], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs may be mounted here: {mounted.stderr.decode().strip()}")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_full_disk_does_not_end_training(undisturbed, tmp_path: Path, small_disk: Path) -> None:
+    (small_disk / "ballast").write_bytes(bytes(120_000))
+    result = train(tmp_path, "run", checkpoints=ft.CheckpointConfig(every=5, storage_path=str(small_disk)))
+    assert result.digest == undisturbed().digest
+    failed = events(result, "CheckpointFailed")
+    assert failed
+    assert "No space left" in failed[0]["reason"]
+    assert "Free some space" in failed[0]["reason"]
+
+
+def test_what_is_required_must_be_there(cluster, tmp_path: Path) -> None:
+    with pytest.raises(NoCheckpointError, match="no valid checkpoint"):
+        train(tmp_path, "run", checkpoints=ft.CheckpointConfig(resume="require"))
+
+
+class Wider(Toy):
+    """Another model and another optimizer."""
+
+    def model(self, stage: int) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+
+
+class Longer(Toy):
+    """Other data."""
+
+    def dataset(self) -> TensorDataset:
+        return TensorDataset(*(torch.cat([tensor, tensor[:100]]) for tensor in super().dataset().tensors))
+
+
+def test_a_checkpoint_of_something_else_is_refused_with_every_difference(cluster, tmp_path: Path) -> None:
+    train(tmp_path, "run", steps=10, checkpoints=OFTEN)
+    with pytest.raises(MismatchError) as caught:
+        train(tmp_path, "run", task=Wider(optimizer="SGD"), checkpoints=OFTEN)
+    for difference in ("0.weight is torch.float32 [64, 16]", "4.weight is in the checkpoint only", "AdamW", "SGD"):
+        assert difference in str(caught.value)
+    with pytest.raises(MismatchError, match="dataset_size 500 in the checkpoint, 600 here"):
+        train(tmp_path, "run", task=Longer(), checkpoints=OFTEN)
+    overridden = ft.CheckpointConfig(every=5, override=("dataset",))
+    assert events(train(tmp_path, "run", task=Longer(), checkpoints=overridden), "Resumed")[0]["step"] == 10
+
+
+def test_never_resume_begins_anew(undisturbed, tmp_path: Path) -> None:
+    train(tmp_path, "run", steps=10, checkpoints=OFTEN)
+    result = train(tmp_path, "run", checkpoints=ft.CheckpointConfig(every=5, resume="never"))
+    assert result.digest == undisturbed().digest
+    assert events(result, "Resumed")[0]["step"] == 0
+
+
+class Sometimes(Toy):
+    """Its loss is not finite at one step: the first time only, or always."""
+
+    def __init__(self, marker: Path, always: bool) -> None:
+        super().__init__()
+        self.marker, self.always, self.calls = marker, always, 0
+
+    def loss(self, output: torch.Tensor, batch: list[torch.Tensor]) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 13 or (self.always and self.marker.exists()):
+            first = not self.marker.exists()
+            self.marker.touch()
+            if first or self.always:
+                return super().loss(output, batch) * float("nan")
+        return super().loss(output, batch)
+
+
+def test_a_loss_that_is_not_finite_once_is_rolled_back(undisturbed, tmp_path: Path) -> None:
+    task = Sometimes(tmp_path / "marker", always=False)
+    result = train(tmp_path, "run", task=task, on_non_finite="roll_back", checkpoints=OFTEN)
+    assert result.digest == undisturbed().digest
+    assert result.recoveries[0].strategy == Strategy.CHECKPOINT
+
+
+def test_a_loss_that_is_never_finite_ends_the_run(cluster, tmp_path: Path) -> None:
+    task = Sometimes(tmp_path / "marker", always=True)
+    with pytest.raises(NonFiniteLossError):
+        train(tmp_path, "run", task=task, on_non_finite="roll_back", checkpoints=OFTEN)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({"overhead": 0}, {"overhead": 1.0}, {"overhead": "5%"}, {"every": 0}, {"every": 2.5}),
+        *({"resume": "maybe"}, {"override": "all"}),
+    ],
+)
+def test_values_that_cannot_be_used(values: dict) -> None:
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        ft.CheckpointConfig(**values)
+
+
+def test_a_place_of_no_known_kind(cluster, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere://"):
+        train(tmp_path, "run", checkpoints=ft.CheckpointConfig(storage_path="nowhere://bucket"))
+
+
+def test_no_persister_outlives_its_run(cluster, tmp_path: Path) -> None:
+    train(tmp_path, "run", checkpoints=OFTEN)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+        if not any("raytrain_ft.storage.persister" in line for line in lines):
+            return
+        time.sleep(0.1)
+    pytest.fail("a persister process is left")
+
+
+def test_a_frozen_persister_holds_up_nobody(undisturbed, tmp_path: Path) -> None:
+    """Storage hangs: training leaves checkpoints out, says so, and ends with the same bits."""
+    slow, frozen = Toy(0.02), []
+
+    def freeze_all() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and len(frozen) < len(EVERYBODY):
+            for process in psutil.process_iter(["cmdline"]):
+                if "raytrain_ft.storage.persister" in " ".join(process.info["cmdline"] or ()) and process.pid not in frozen:
+                    os.kill(process.pid, signal.SIGSTOP)
+                    frozen.append(process.pid)
+            time.sleep(0.01)
+
+    freezer = threading.Thread(target=freeze_all)
+    freezer.start()
+    try:
+        result = train(tmp_path, "run", task=slow, checkpoints=ft.CheckpointConfig(every=4))
+    finally:
+        freezer.join()
+        for pid in frozen:
+            os.kill(pid, signal.SIGKILL)
+    assert result.digest == undisturbed(task=slow).digest
+    assert "hangs" in events(result, "CheckpointFailed")[0]["reason"]

@@ -1,0 +1,255 @@
+"""The report: whatever the log holds, one page comes out that says what happened and runs nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from raytrain_ft.cli import main
+from raytrain_ft.runtime import report
+from raytrain_ft.runtime.report_data import LARGEST, gather, thin
+
+HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;$\\frac{1}{0}$ \ud800 \x00 -->]]></style></svg>"
+VOID = {"meta", "img", "br", "path", "use", "rect", "link"}
+
+
+class Page(HTMLParser):
+    """What a browser would make of the page: elements, attributes, text, and tags that do not match."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text: list[str] = []
+        self.open: list[str] = []
+        self.mismatches: list[str] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in VOID:
+            return
+        if not self.open or self.open.pop() != tag:
+            self.mismatches.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def checked(records: list[Any]) -> Page:
+    """The parsed page of these records; whatever they hold, it is well formed, self-contained and runs nothing."""
+    html = report.build(records, "dir")
+    page = Page(html)
+    assert page.mismatches == []
+    assert page.open == []
+    forbidden = {"script", "img", "iframe", "link", "object", "embed", "base", "form", "foreignobject", "image"}
+    assert not forbidden & set(page.tags)
+    assert not [name for name, _ in page.attributes if name.startswith("on") or name == "src"]
+    assert all(value.startswith("#") for name, value in page.attributes if name.endswith("href"))
+    assert not re.search(r"https?:|@import|url\((?!#)", html)
+    ids = [value for name, value in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    html.encode()
+    return page
+
+
+def step(at: float, stop: int, **more: Any) -> dict[str, Any]:
+    fields = {"member": "w0", "rank": 0, "world_size": 3, "incarnation": 1, "first_step": stop - 1, "stop_step": stop}
+    return {"event": "StepsCommitted", "at": at, **fields, "loss": 2.0 / stop, "longest_s": 0.05, **more}
+
+
+def recovery(at: float, **more: Any) -> dict[str, Any]:
+    marks = {
+        "detected": at,
+        "fenced": at + 0.1,
+        "reconciled": at + 0.2,
+        "filled": at + 0.3,
+        "resumed": at + 0.5,
+        "reason": "it is redone",
+    }
+    about = {"cause": "the process died", "noticed_by": "ray", "lost": ["w1"], "incarnation": 2, "strategy": "replication"}
+    return {"event": "Recovery", **about, "guarantee": "exact", "step": 5, "world_before": 3, "world_after": 2, **marks, **more}
+
+
+def checkpoint(at: float, number: int, **more: Any) -> dict[str, Any]:
+    costs = {"bytes": 2_000_000, "snapshot_s": 0.0125, "stall_s": 0.0031, "persist_s": 0.41}
+    name = f"step-{number:09d}-i1"
+    about = {"at": at, "member": "w0", "incarnation": 1, "step": number, "name": name}
+    return {"event": "CheckpointCommitted", **about, **costs, **more}
+
+
+def interval(at: float, k: int, **more: Any) -> dict[str, Any]:
+    bounds = {"k_persist": 9, "k_overhead": k, "k_failures": 0, "observed": 0.031, "reason": "raised: over budget"}
+    return {
+        "event": "IntervalChosen",
+        "at": at,
+        "member": "w0",
+        "incarnation": 1,
+        "step": 5,
+        "k": k,
+        "mode": "cpu",
+        **bounds,
+        **more,
+    }
+
+
+def run_of_everything() -> list[dict[str, Any]]:
+    return [
+        {
+            "event": "RunStarted",
+            "at": 0.0,
+            "run_id": "abc",
+            "details": {"name": "digits", "max_steps": 20, "update": "barrier"},
+        },
+        {"event": "Resumed", "at": 0.9, "incarnation": 1, "step": 0, "world_size": 3},
+        *(step(1.0 + 0.1 * n, n) for n in range(1, 11)),
+        checkpoint(1.5, 4),
+        interval(1.6, 14),
+        {"event": "WorkerLost", "at": 2.05, "member": "w1", "cause": "the process died", "noticed_by": "ray"},
+        {"event": "WorkerLost", "at": 2.06, "member": "w1", "cause": "silent", "noticed_by": "heartbeat"},
+        {"event": "SupervisorRestarted", "at": 2.2},
+        {"event": "Resumed", "at": 2.4, "incarnation": 2, "step": 5, "world_size": 2},
+        *(step(2.5 + 0.1 * n, 5 + n, incarnation=2) for n in range(1, 16)),
+        {"event": "CheckpointFailed", "at": 3.0, "member": "w0", "incarnation": 2, "step": 12, "reason": "disk full"},
+        recovery(2.0),
+        {"event": "RunFinished", "at": 4.2, "steps": 20, "digest": "d", "path": "p"},
+    ]
+
+
+def test_a_run_is_told() -> None:
+    page = checked(run_of_everything())
+    words = " ".join(page.text)
+    for expected in (
+        *("digits", "finished", "Steps over time", "Recoveries, phase by phase", "Loss over steps", "Checkpoints"),
+        *("Checkpoint interval k", "the process died", "replication", "exact", "w1", "3 → 2", "500 ms", "it is redone"),
+        *("step-000000004-i1", "2.000", "12.5", "3.1", "0.41", "disk full", "raised: over budget", "3.1%"),
+        *("fence", "replace", "rebuild", "resume", "worker lost", "supervisor restarted", "1 worker lost"),
+    ):
+        assert expected in words, expected
+    assert page.tags.count("svg") == 5
+
+
+def test_a_return_to_an_earlier_step_is_seen_and_stale_lines_are_not() -> None:
+    facts = gather([*run_of_everything(), step(4.1, 19, incarnation=1)])
+    assert (2.4, 5.0) in facts.progress
+    assert facts.progress[-1] == (4.0, 20.0)
+    assert [loss.member for loss in facts.gone] == ["w1"]
+    assert facts.recoveries[0].phases[0] == ("fence", 2.0, 2.1)
+
+
+@pytest.mark.parametrize("records", [[], [{}], [None, 5, "x", []], [{"event": "RunStarted"}], [{"event": "Recovery"}]])
+def test_hardly_any_records(records: list[Any]) -> None:
+    page = checked(records)
+    assert "not ended" in " ".join(page.text)
+
+
+def test_a_run_in_which_nothing_happened() -> None:
+    quiet = [r for r in run_of_everything() if r["event"] in ("RunStarted", "RunFinished", "StepsCommitted")]
+    page = checked(quiet)
+    assert page.tags.count("svg") == 2
+    assert " ".join(page.text).count("None in this run.") == 3
+
+
+def test_a_failed_run_says_why() -> None:
+    end = {"event": "RunFailed", "at": 3.0, "state": "ERRORED", "error": ["TaskError", "division by <zero>"]}
+    words = " ".join(checked([*run_of_everything()[:-1], end]).text)
+    assert "failed" in words
+    assert "TaskError: division by <zero>" in words
+
+
+def test_hostile_text_everywhere_stays_text() -> None:
+    records = json.loads(json.dumps(run_of_everything()))
+
+    def poison(value: Any) -> Any:
+        if isinstance(value, str):
+            return HOSTILE
+        if isinstance(value, dict):
+            return {name: poison(inner) for name, inner in value.items()}
+        return [poison(inner) for inner in value] if isinstance(value, list) else value
+
+    poisoned = [{name: value if name == "event" else poison(value) for name, value in record.items()} for record in records]
+    page = checked(poisoned)
+    assert page.tags.count("svg") == 5
+    assert any("<script>alert(1)</script>" in words for words in page.text)  # shown as it is, not swallowed
+
+
+FIELDS = sorted({name for record in run_of_everything() for name in record} | {"missing"})
+NUMBERS = st.one_of(st.integers(), st.floats(), st.sampled_from([0, -1, 1e-300, 1e11, 1e308, 10**400]))
+ANYTHING = st.one_of(NUMBERS, st.none(), st.booleans(), st.text(), st.just(HOSTILE), st.lists(NUMBERS, max_size=3))
+
+
+@settings(max_examples=20, database=None, phases=(Phase.generate,), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.tuples(st.integers(0, len(run_of_everything()) - 1), st.sampled_from(FIELDS), ANYTHING), max_size=40))
+def test_fields_of_any_type(changes: list[tuple[int, str, Any]]) -> None:
+    records = run_of_everything()
+    for index, name, value in changes:
+        records[index][name] = value
+    checked(records)
+
+
+def test_ten_thousand_records_are_quick_and_the_page_stays_small() -> None:
+    checked(run_of_everything())  # imports
+    records = [step(0.1 * n, n + 1, loss=10.0 / (n + 1)) for n in range(8000)]
+    records += [checkpoint(0.1 * n, n) for n in range(0, 8000, 8)]
+    records += [interval(n, 10 + n % 7) for n in range(0, 800, 2)]
+    records += [recovery(n, incarnation=n) for n in range(0, 800, 2)]
+    records += [{"event": "WorkerLost", "at": n, "member": f"w{n}", "cause": "gone"} for n in range(0, 800, 4)]
+    assert len(records) == 10_000
+    begin = time.perf_counter()
+    page = report.build(records)
+    seconds = time.perf_counter() - begin
+    assert seconds < 4, seconds  # well under one on an idle machine
+    assert len(page) < 3_000_000
+
+
+def test_thinning_keeps_ends_order_and_peaks() -> None:
+    points = [(float(n), 1.0 if n == 4321 else 0.0) for n in range(10_000)]
+    few = thin(points)
+    assert len(few) <= 2000
+    assert few == sorted(few)
+    assert (few[0], few[-1]) == (points[0], points[-1])
+    assert (4321.0, 1.0) in few
+
+
+def test_numbers_that_are_not_measurements_are_left_out() -> None:
+    values = [float("nan"), float("inf"), -LARGEST * 10, 10**400, True, "7"]
+    assert gather([step(1.0, 5, loss=value) for value in values]).losses == []
+
+
+def test_writing_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in run_of_everything()) + '{"event": "Cut'
+    )
+    (tmp_path / "report.html").write_text("old")
+    assert report.write(tmp_path) == tmp_path / "report.html"
+    assert "digits" in (tmp_path / "report.html").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "report.html"]
+
+
+def test_the_command(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(record) + "\n" for record in run_of_everything()))
+    result = CliRunner().invoke(main, ["report", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "report.html").exists()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "no events.jsonl" in CliRunner().invoke(main, ["report", str(empty)]).output
