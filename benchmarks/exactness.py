@@ -67,7 +67,7 @@ def train(
         faults=faults,
         scaling_config=ft.ScalingConfig(num_workers=workers),
         recovery_config=ft.RecoveryConfig(update=update),  # type: ignore[arg-type]
-        run_config=ft.RunConfig(name=name, storage_path=directory),
+        run_config=ft.RunConfig(name=name, storage_path=directory, checkpoint_config=ft.CheckpointConfig(every=None)),
         **BUCKETS,
     ).fit()
 

@@ -192,7 +192,7 @@ def training(
         shuffle=False,  # the peers read in order, too
         quiet=True,
         scaling_config=ft.ScalingConfig(num_workers=num_workers),
-        run_config=ft.RunConfig(name=name, storage_path=storage),
+        run_config=ft.RunConfig(name=name, storage_path=storage, checkpoint_config=ft.CheckpointConfig(every=None)),
         recovery_config=recovery,
         **settings,
     )

@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from raytrain_ft.cli_checkpoints import checkpoints
 from raytrain_ft.policy.audit import audit as audit_records
 from raytrain_ft.progress import describe
 from raytrain_ft.result import recovery_of
@@ -25,6 +26,9 @@ RUN = click.argument("run", type=click.Path(exists=True, file_okay=False, path_t
 @click.version_option(package_name="raytrain_ft")
 def main() -> None:
     """Looks into the runs of raytrain_ft. RUN is a run's directory: storage_path/name."""
+
+
+main.add_command(checkpoints)
 
 
 def _records(run: Path) -> list[dict]:

@@ -54,8 +54,8 @@ class Audit:
 def audit(records: Iterable[dict[str, Any]]) -> Audit:
     """Checks a run's event log: records with a key "event", in log order; events it does not know are passed over.
 
-    RunStarted, Resumed, StepsCommitted, SamplesLost and RunFinished count. A `SamplesLost` belongs to the incarnation
-    that it names, or else to the one that owned its step when the record was written.
+    RunStarted, Resumed, StepsCommitted, StepsStored, SamplesLost and RunFinished count. A `SamplesLost` belongs to the
+    incarnation that it names, or else to the one that owned its step when the record was written.
     """
     story = read_story(records)
     if story.sampling is None:
@@ -95,7 +95,23 @@ def _claims(story: Story, sampling: Sampling) -> dict[int, dict[GlobalBatch, str
                     story.violations.append(f"{commit}: step {step} was committed before by the same rank")
                 seen.add((incarnation, rank, step))
                 claims.setdefault(step, {}).setdefault(batch, str(commit))
+    for commit in story.stored:
+        _fill_in(claims, commit, story, sampling)
     return claims
+
+
+def _fill_in(claims: dict[int, dict[GlobalBatch, str]], commit: Commit, story: Story, sampling: Sampling) -> None:
+    """The steps that only a checkpoint tells of."""
+    if commit.incarnation not in story.begins:
+        return  # of a run whose records are not here
+    batches, problem = _drawn(commit, sampling)
+    if problem is not None:
+        story.violations.append(f"{commit}, as a checkpoint has it: {problem}")
+        return
+    owned = story.owned(commit.incarnation)
+    for step, batch in enumerate(batches, commit.first_step):
+        if step in owned:
+            claims.setdefault(step, {}).setdefault(batch, str(commit))
 
 
 def _out_of_place(commit: Commit, story: Story) -> str | None:

@@ -48,7 +48,8 @@ class Loss:
 
 @dataclass(slots=True)
 class Story:
-    """The records, parsed. `begins`, `worlds`, `weights`: where each incarnation resumed, and how it shared out."""
+    """The records, parsed. `begins`, `worlds`, `weights`: where each incarnation resumed, and how it shared out; `stored`: what
+    a checkpoint says of steps that nobody may have lived to tell of."""
 
     sampling: Sampling | None = None
     max_steps: int = 0
@@ -57,6 +58,7 @@ class Story:
     worlds: dict[int, int] = field(default_factory=dict)
     weights: dict[int, tuple[float, ...] | None] = field(default_factory=dict)
     commits: list[Commit] = field(default_factory=list)
+    stored: list[Commit] = field(default_factory=list)
     losses: list[Loss] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
 
@@ -79,7 +81,8 @@ def read_story(records: Iterable[dict[str, Any]]) -> Story:
     readers = {
         "RunStarted": _read_started,
         "Resumed": _read_resumed,
-        "StepsCommitted": _read_commit,
+        "StepsCommitted": lambda story, record: story.commits.append(_commit(record)),
+        "StepsStored": lambda story, record: story.stored.append(_commit(record)),
         "SamplesLost": _read_loss,
         "RunFinished": _read_finished,
     }
@@ -126,7 +129,7 @@ def _read_resumed(story: Story, record: dict[str, Any]) -> None:
     story.finished_at = None
 
 
-def _read_commit(story: Story, record: dict[str, Any]) -> None:
+def _commit(record: dict[str, Any]) -> Commit:
     rank, world_size, incarnation, first, stop, epoch, start = (
         _number(record, key) for key in ("rank", "world_size", "incarnation", "first_step", "stop_step", "epoch", "start")
     )
@@ -144,7 +147,7 @@ def _read_commit(story: Story, record: dict[str, Any]) -> None:
     )
     if first >= stop or rank >= world_size:
         raise ValueError(f"{commit}, in a world of {world_size}")
-    story.commits.append(commit)
+    return commit
 
 
 def _read_loss(story: Story, record: dict[str, Any]) -> None:

@@ -150,11 +150,13 @@ class Costs:
     Attributes:
         copy: until the snapshot was complete; persist: from there until it was durable.
         stall: how long updates waited for the copy.
+        device_copy: until the snapshot was complete within the device's memory; None if it was not taken there.
     """
 
     copy: float
     persist: float
     stall: float
+    device_copy: float | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -166,6 +168,7 @@ class Tuner:
         window: steps to measure before the first checkpoint.
         last: the step after which the latest checkpoint was taken, or with which training began.
         k: steps between checkpoints; 0 while that is not known.
+        mode: where snapshots are taken to first, if there is room.
         profile: the measurements, smoothed; None while there are none.
     """
 
@@ -175,6 +178,7 @@ class Tuner:
     failure_s: float | None = None
     last: int = 0
     k: int = 0
+    mode: Literal["cpu", "gpu"] = "gpu"
     profile: Profile | None = None
     _free: list[float] = field(default_factory=list)
     _updates: list[float] = field(default_factory=list)
@@ -204,14 +208,15 @@ class Tuner:
             return step - self.last >= self.k
         return not busy and len(self._free) >= self.window
 
-    def earliest(self, step: int) -> int:
+    def earliest(self, step: int, *, warm_up: int = 0) -> int:
         """The first step after this one at which a checkpoint may be due, by what is known now. While the first one is on its
-        way nothing is known: the answer then is near, and farther the longer it takes."""
+        way nothing is known: the answer then is near, and farther the longer it takes. `warm_up`: steps that will not be
+        measured."""
         if self.fixed is not None or self.k:
             return max(step + 1, self.last + (self.fixed or self.k))
         if self._costs is None and self.profile is not None:
             return step + 1 + (step - self.last) // 4
-        return step + max(1, self.window - len(self._free))
+        return step + max(1, self.window - len(self._free)) + warm_up
 
     def persisted(self, costs: Costs) -> None:
         """The latest checkpoint is durable."""
@@ -230,7 +235,7 @@ class Tuner:
             return None
         self._take(self._costs)
         interval = choose(self.profile, self.budget, failure_s=self.failure_s)
-        self.k = interval.k
+        self.k, self.mode = interval.k, interval.mode
         return Decision(
             step=step, interval=interval, profile=self.profile, observed=None, reason=f"profiled: {interval.reason}"
         )
@@ -286,6 +291,8 @@ class Tuner:
         copy = _smooth(self.profile.copy, costs.copy) if known else costs.copy
         persist = _smooth(self.profile.persist, costs.persist) if known else costs.persist
         self.profile = replace(self.profile, copy=copy, persist=persist)
+        if costs.device_copy is not None:  # it fitted: by how much does not matter
+            self.profile = replace(self.profile, device_copy=costs.device_copy, free=self.profile.size + 1)
 
     def _moved(self, interval: Interval, observed: float) -> tuple[int, str]:
         """Up at once when the budget is exceeded or persisting takes longer; down only when two intervals in a row say so, and

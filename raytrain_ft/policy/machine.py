@@ -65,12 +65,9 @@ def _is_stale(run: RunState, event: m.Event) -> bool:
         return True
     if isinstance(event, m.WorkerStarted):
         return run.members[event.member] != MemberState.STARTING
-    is_news = isinstance(event, m.StepsCommitted | m.SamplesLost | m.CheckpointCommitted | m.CheckpointFailed)
-    return (
-        not is_news
-        and not isinstance(event, m.RunStarted)
-        and getattr(event, "incarnation", run.incarnation) != run.incarnation
-    )
+    if isinstance(event, m.RunStarted | m.StepsCommitted | m.SamplesLost | m.CheckpointCommitted | m.CheckpointFailed):
+        return False
+    return getattr(event, "incarnation", None) not in (None, run.incarnation)
 
 
 def _short(event: m.Event) -> str:

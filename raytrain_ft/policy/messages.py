@@ -251,13 +251,14 @@ class Saved(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFailed(Event):
-    """The user's own code raised, or the loss is not finite."""
+    """The user's own code raised, or the loss is not finite: of this all ranks tell, so it belongs to an incarnation."""
 
     member: str
     rank: int
     step: int
     kind: Literal["task", "non_finite", "config", "mismatch"]
     message: str
+    incarnation: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,6 +70,7 @@ def take_stock(run: RunState, at: float) -> list[m.Command]:
         return _go_back(run, why)
     if not run.survivors:
         run.begin_from_stored()
+        run.recoveries[-1].step = run.step
     else:
         try:
             run.plan = reconcile(list(run.survivors.values()), whole_update=run.rules.whole_update)

@@ -114,12 +114,16 @@ class Health:
         self.loss = commit["loss"]
         fields = {name: value for name, value in commit.items() if name != "skipped"}
         self._tell(m.StepsCommitted(at=self._now(), member=member, **fields))
-        for skipped in commit["skipped"]:  # all ranks skip alike, and say so; one is enough
-            key_lost = (commit["incarnation"], skipped["step"])
-            if key_lost not in self._skipped:
-                self._skipped.add(key_lost)
+        self.skipped(commit)
+
+    def skipped(self, commit: dict[str, Any]) -> None:
+        """Tells of the samples of skipped steps. All ranks skip alike, and say so; one is enough."""
+        for lost in commit["skipped"]:
+            key = (commit["incarnation"], lost["step"])
+            if key not in self._skipped:
+                self._skipped.add(key)
                 why = "the loss was not finite"
-                self._tell(m.SamplesLost(at=self._now(), incarnation=commit["incarnation"], why=why, **skipped))
+                self._tell(m.SamplesLost(at=self._now(), incarnation=commit["incarnation"], why=why, **lost))
 
     def _note(self, member: str, name: str, fields: dict[str, Any]) -> None:
         """An event about checkpoints, once: a step has at most one of a kind."""
@@ -139,7 +143,9 @@ class Health:
                 self._tell(m.Completed(at=at, member=member, incarnation=incarnation, digest=beat.detail))
             case "failed":
                 kind: Any = beat.kind
-                self._tell(m.TaskFailed(at=at, member=member, rank=beat.rank, step=beat.step, kind=kind, message=beat.detail))
+                about = {"rank": beat.rank, "step": beat.step, "kind": kind, "message": beat.detail}
+                shared = incarnation if kind == "non_finite" else None
+                self._tell(m.TaskFailed(at=at, member=member, incarnation=shared, **about))
 
     # ---------------------------------------------------------------- silence
 

@@ -87,37 +87,18 @@ class Heartbeat:
             self._notes.append((event, fields))
         self._wake.set()
 
+    def untold(self) -> list[dict[str, Any]]:
+        """Records of the steps of which the supervisor may not know yet. A checkpoint holds them, so that they are not lost if
+        this worker dies before it can tell."""
+        with self._lock:
+            return [*self._closed, *([_record(self._open)] if self._open else [])]
+
     def _close_record(self) -> None:
-        """Merges the open commits into one record. All are of one incarnation, one after the other."""
+        """Merges the open commits into one record."""
         commits, self._open = self._open, []
         self._last_record = time.monotonic()
-        if not commits:
-            return
-        first, last = commits[0].attempt, commits[-1].attempt
-        self._closed.append(
-            {
-                "rank": first.rank,
-                "world_size": first.world_size,
-                "incarnation": first.incarnation,
-                "first_step": first.step,
-                "stop_step": last.step + 1,
-                "epoch": first.batch.epoch,
-                "start": first.batch.start,
-                "ids_digest": digest_of_ids(ids for c in commits for ids in c.attempt.ids),
-                "loss": commits[-1].loss,
-                "longest_s": max(c.seconds for c in commits),
-                "skipped": [
-                    {
-                        "step": c.attempt.step,
-                        "epoch": c.attempt.batch.epoch,
-                        "start": c.attempt.batch.start,
-                        "stop": c.attempt.batch.stop,
-                    }
-                    for c in commits
-                    if c.skipped
-                ],
-            }
-        )
+        if commits:
+            self._closed.append(_record(commits))
 
     # ---------------------------------------------------------------- on the thread
 
@@ -158,3 +139,30 @@ class Heartbeat:
                 tuple(self._closed),
                 tuple(self._notes),
             )
+
+
+def _record(commits: list[Commit]) -> dict[str, Any]:
+    """These commits as one record. All are of one incarnation, one after the other."""
+    first, last = commits[0].attempt, commits[-1].attempt
+    return {
+        "rank": first.rank,
+        "world_size": first.world_size,
+        "incarnation": first.incarnation,
+        "first_step": first.step,
+        "stop_step": last.step + 1,
+        "epoch": first.batch.epoch,
+        "start": first.batch.start,
+        "ids_digest": digest_of_ids(ids for c in commits for ids in c.attempt.ids),
+        "loss": commits[-1].loss,
+        "longest_s": max(c.seconds for c in commits),
+        "skipped": [
+            {
+                "step": c.attempt.step,
+                "epoch": c.attempt.batch.epoch,
+                "start": c.attempt.batch.start,
+                "stop": c.attempt.batch.stop,
+            }
+            for c in commits
+            if c.skipped
+        ],
+    }

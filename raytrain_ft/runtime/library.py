@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 from raytrain_ft.errors import StorageError
 from raytrain_ft.policy import messages as m
@@ -20,6 +21,7 @@ class Library:
 
     Attributes:
         epoch: of the right to write; 0 before `open`.
+        records: by checkpoint, the steps committed before it of which its worker may not have told anybody.
     """
 
     def __init__(self, spec: RunSpec) -> None:
@@ -27,6 +29,7 @@ class Library:
         self._lock: lock.WriterLock | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.epoch = 0
+        self.records: dict[str, list[dict[str, Any]]] = {}
 
     async def open(self) -> tuple[m.Stored, ...]:
         """Takes the right to write; returns what the run may begin from, newest first.
@@ -66,9 +69,10 @@ class Library:
         """Of a run that may not resume, only its own."""
         assert self._spec.checkpoints is not None
         storage = open_storage(self._spec.checkpoints.uri)
-        found = checkpoint.select(storage, warnings.warn)
         mine = self._spec.checkpoints.resume != "never"
-        return tuple(m.Stored(str(one.name), one.step) for one in found if mine or one.epoch == self.epoch)
+        found = [one for one in checkpoint.select(storage, warnings.warn) if mine or one.epoch == self.epoch]
+        self.records = {str(one.name): one.values.get("records", []) for one in found}
+        return tuple(m.Stored(str(one.name), one.step) for one in found)
 
     async def close(self) -> None:
         """Gives up the right to write."""

@@ -16,13 +16,14 @@ from torch import Tensor
 from raytrain_ft.errors import StorageError
 from raytrain_ft.policy.frequency import Tuner
 from raytrain_ft.policy.reconcile import Copy, Marks, Plan
+from raytrain_ft.runtime.heartbeat import Heartbeat
 from raytrain_ft.runtime.spec import RunSpec
 from raytrain_ft.storage import checkpoint
 from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.storage.manifest import Name
 from raytrain_ft.training import durable
 from raytrain_ft.training.build import Checkpointing
-from raytrain_ft.training.checkpointer import Target, Tell
+from raytrain_ft.training.checkpointer import Target
 from raytrain_ft.training.process_group import FencedGroup
 from raytrain_ft.training.step import Commit, Replica
 
@@ -130,14 +131,14 @@ def take_states(replica: Replica, copies: Sequence[Copy], transfer: Transfer, ve
 # ---------------------------------------------------------------- checkpoints
 
 
-def checkpointing(spec: RunSpec, epoch: int, tell: Tell) -> Checkpointing | None:
+def checkpointing(spec: RunSpec, epoch: int, heartbeat: Heartbeat) -> Checkpointing | None:
     """How the workers of this run write checkpoints; None if they do not."""
     how = spec.checkpoints
     if how is None:
         return None
     target = Target(uri=how.uri, owner=spec.run_id, epoch=epoch, keep=how.keep, profile_key=how.profile_key)
     tuner = Tuner(budget=how.overhead, window=how.window, fixed=how.every, failure_s=how.failure_s)
-    return Checkpointing(target=target, tuner=tuner, tell=tell, keep_epochs=how.keep_epochs)
+    return Checkpointing(target=target, tuner=tuner, tell=heartbeat.note, records=heartbeat.untold, keep_epochs=how.keep_epochs)
 
 
 def load(replica: Replica, spec: RunSpec, name: str) -> None:

@@ -158,9 +158,17 @@ class Supervisor:
         for command in commands:
             if isinstance(command, m.Run):
                 self._note_resumed(command)
+            elif isinstance(command, m.Reconcile) and command.load:
+                self._note_stored(command.load)
             elif isinstance(command, m.FindCheckpoints):
                 self._library.find(command.incarnation, self._health.reached, self.tell, self.now)
             self._crew.carry_out(command)
+
+    def _note_stored(self, name: str) -> None:
+        """What a checkpoint says of the steps before it, if that has not been noted: its worker may have died untold."""
+        for record in self._library.records.pop(name, []):
+            self._log.note("StepsStored", at=self.now(), member=name, **record)
+            self._health.skipped(record)
 
     def _note_resumed(self, command: m.Run) -> None:
         recoveries = self._machine.recoveries

@@ -91,7 +91,7 @@ class Worker:
             use_gpu=spec.use_gpu,
             undo_mode=spec.undo,
             probe=self._probe,
-            checkpoints=recovery.checkpointing(spec, self._epoch, self._heartbeat.note),
+            checkpoints=recovery.checkpointing(spec, self._epoch, self._heartbeat),
         )
 
     def _check_directory(self) -> None:

@@ -70,6 +70,8 @@ def open_storage(uri: str) -> Storage:
             filesystem = remake(options | S3_LIMITS)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
         raise ConfigError(f"storage {uri!r} is of no kind that pyarrow.fs knows (s3, gs, hdfs, file): {error}") from error
+    if not path.strip("/"):
+        raise ConfigError(f"storage {uri!r} names no directory")
     return RemoteStorage(uri, filesystem, path)
 
 
@@ -193,9 +195,14 @@ class RemoteStorage:
         try:
             if self._filesystem.type_name != "s3":  # which has no directories
                 self._filesystem.create_dir(path.rpartition("/")[0], recursive=True)
-            with self._filesystem.open_output_stream(path) as stream:
-                for part in parts:
-                    stream.write(part)
+            try:
+                with self._filesystem.open_output_stream(path) as stream:
+                    for part in parts:
+                        stream.write(part)
+            except BaseException:
+                with suppress(OSError):
+                    self._filesystem.delete_file(path)  # what was written of it was shown when the stream was closed
+                raise
         except OSError as error:
             raise StorageError(f"{path} could not be written: {error}") from error
 

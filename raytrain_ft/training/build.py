@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,12 +28,14 @@ class Checkpointing:
 
     Attributes:
         tuner: with nothing measured yet.
+        records: what else a checkpoint is to hold: the records of steps that nobody else may know of yet.
         tell: see `Checkpointer`.
     """
 
     target: Target
     tuner: Tuner
     tell: Tell
+    records: Callable[[], list[dict[str, Any]]]
     keep_epochs: bool = False
 
 
@@ -75,9 +78,9 @@ def build_replica(
     loader = Loader(dataset, sampling, augment)
     checkpointer = None
     if checkpoints is not None:
-        data = asdict(sampling)
+        how, data = checkpoints, asdict(sampling)
         checkpointer = Checkpointer(
-            checkpoints.target, lambda: capture(state, data), lambda: deepcopy(checkpoints.tuner), checkpoints.tell
+            how.target, lambda: capture(state, data, how.records()), lambda: deepcopy(how.tuner), how.tell
         )
     keep_epochs = checkpoints is not None and checkpoints.keep_epochs
     return Replica(task, state, loader, settings, probe, undo_mode, checkpointer, keep_epochs)

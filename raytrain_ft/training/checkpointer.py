@@ -24,12 +24,12 @@ from raytrain_ft.errors import StorageError
 from raytrain_ft.policy.frequency import Costs, Decision, Tuner
 from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.storage.persister import Job, Outcome, Persister, SharedMemory
-from raytrain_ft.training.snapshot import Copy, share, total_size
+from raytrain_ft.training.snapshot import Copy, free_on_device, share, total_size
 
 PROFILE_FILE = "profile.json"
 POLL_S = 0.05
-PATIENCE_S = 30.0
-"""How long training waits for the checkpoint before to be durable. What usually is a wait of milliseconds is then a fault."""
+PATIENCE_S = 10.0
+"""How long training waits at least for the checkpoint before to be durable: three times the longest so far if that is more."""
 
 Capture = Callable[[], tuple[Sequence[tuple[str, Tensor]], dict[str, Any]]]
 """Gives the tensors of the state, by name in an order that is the same on every worker, and everything else as JSON."""
@@ -78,6 +78,7 @@ class Checkpointer:
         self._job: Job | None = None
         self._outcome: Future[Outcome] | None = None
         self._hangs = False
+        self._longest_s = 0.0
         self._stall_s = 0.0
         self._first_step = True
         self._update_s = 0.0
@@ -108,6 +109,7 @@ class Checkpointer:
         """The world is over. A copy that is under way comes to its end before anything else touches the state."""
         if self._copy is not None:
             self._copy.wait(_go_on)
+            self._copy.join()
         if self._job is not None and self._job.count > 1:
             self._persister.cancel(self._job.name)
 
@@ -115,6 +117,7 @@ class Checkpointer:
         """Brings the checkpoint under way to its end, and ends the persister."""
         if self._copy is not None:
             self._copy.wait(_go_on)
+            self._copy.join()
         self._persister.close(timeout_s)
 
     # ---------------------------------------------------------------- step by step
@@ -126,7 +129,7 @@ class Checkpointer:
     def earliest(self, step: int) -> int:
         """The first step after this one at which worker 0 may want a checkpoint, by what it knows now; on worker 0 only."""
         assert self._tuner is not None
-        return self._tuner.earliest(step + self._first_step)
+        return self._tuner.earliest(step, warm_up=int(self._first_step))
 
     @property
     def busy(self) -> bool:
@@ -165,7 +168,7 @@ class Checkpointer:
         """
         began = time.monotonic()
         try:
-            self.await_durable(check, 0.0 if self._hangs else PATIENCE_S)
+            self.await_durable(check, 0.0 if self._hangs else self._patience())
         except StorageError as error:
             self._hangs = True
             self._tell("CheckpointFailed", {"incarnation": self._incarnation, "step": step, "reason": str(error)})
@@ -200,7 +203,9 @@ class Checkpointer:
         )
         self._stall_s = waited
         self._outcome = Future()
-        self._copy = Copy(slices, self._memory, self._copied)
+        free = free_on_device(tensors)
+        mode = self._tuner.mode if self._tuner is not None else "gpu"
+        self._copy = Copy(slices, self._memory, self._copied, mode if free > sum(piece[4] for piece in pieces) else "cpu")
         self._copy.start()
 
     def finish(self, step: int, check: Callable[[], None]) -> None:
@@ -213,7 +218,7 @@ class Checkpointer:
         try:
             if self._job is None or self._job.step != step:
                 self.take(step, check)
-            self.await_durable(check, PATIENCE_S)
+            self.await_durable(check, 0.0 if self._hangs else self._patience())
         except StorageError as error:
             self._tell("CheckpointFailed", {"incarnation": self._incarnation, "step": step, "reason": str(error)})
 
@@ -235,6 +240,9 @@ class Checkpointer:
             _wait(self._outcome, POLL_S)
             check()
 
+    def _patience(self) -> float:
+        return max(PATIENCE_S, 3 * self._longest_s)
+
     # ---------------------------------------------------------------- the two phases
 
     def _copied(self, copy: Copy) -> None:
@@ -251,11 +259,13 @@ class Checkpointer:
     def _persisted(self, job: Job, copy: Copy, result: Outcome, outcome: Future[Outcome]) -> None:
         """The persister is done. Runs on its listening thread."""
         assert copy.seconds is not None
+        self._longest_s = max(self._longest_s, result.seconds)
         if result.error is not None:
             self._fail(job, result.error)
         elif job.number == 0:
             if self._tuner is not None:
-                self._tuner.persisted(Costs(copy=copy.seconds, persist=result.seconds, stall=self._stall_s))
+                times = {"copy": copy.seconds, "persist": result.seconds, "device_copy": copy.device_seconds}
+                self._tuner.persisted(Costs(stall=self._stall_s, **times))  # pyright: ignore[reportArgumentType]
             self._tell(
                 "CheckpointCommitted",
                 {

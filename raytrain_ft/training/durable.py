@@ -17,13 +17,16 @@ from raytrain_ft.training.restore import described, fill, make
 from raytrain_ft.training.state import TrainingState
 
 
-def capture(state: TrainingState, data: dict[str, Any]) -> tuple[list[tuple[str, Tensor]], dict[str, Any]]:
+def capture(
+    state: TrainingState, data: dict[str, Any], records: list[dict[str, Any]]
+) -> tuple[list[tuple[str, Tensor]], dict[str, Any]]:
     """All tensors by name, and everything else: what a checkpoint holds.
 
     What the next forward pass may change (buffers) is copied here; what only an update changes is not.
 
     Args:
         data: what the position of the data refers to.
+        records: kept as they are.
     """
     tensors = [*_weights(state), *((name, buffer.clone()) for name, buffer in _buffers(state))]
     numbers: dict[str, Any] = {}
@@ -46,6 +49,7 @@ def capture(state: TrainingState, data: dict[str, Any]) -> tuple[list[tuple[str,
         "optimizer": type(state.optimizer).__name__,
         "numbers": numbers,
         "settings": settings,
+        "records": records,
     }
     return tensors, values
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -77,12 +78,20 @@ def bytes_of(tensor: Tensor) -> Tensor:
 class Copy:
     """One snapshot: the copy of a worker's share into shared memory, on a thread.
 
+    On a GPU it may be copied within the device's memory first (mode "gpu", section 4.3.1): the weights may change again as soon
+    as that is done.
+
     Attributes:
-        seconds: how long it took; None while it is under way.
+        seconds: how long it took to be in host memory; None while it is under way.
+        device_seconds: how long it took within the device; None if it was not copied there.
     """
 
-    def __init__(self, slices: Sequence[Slice], memory: SharedMemory, then: Callable[[Copy], None]) -> None:
+    def __init__(
+        self, slices: Sequence[Slice], memory: SharedMemory, then: Callable[[Copy], None], mode: Literal["cpu", "gpu"] = "cpu"
+    ) -> None:
         self.slices = slices
+        self.device_seconds: float | None = None
+        self._mode = mode
         self.size = sum(s.piece.size for s in slices)
         self.seconds: float | None = None
         self.error: BaseException | None = None
@@ -99,12 +108,23 @@ class Copy:
     def _run(self) -> None:
         began = time.monotonic()
         try:
-            copy_all(self.slices, self._memory.reserve(self.size), self._ready)
+            memory = self._memory.reserve(self.size)
+            if self._ready is not None:
+                self._ready()
+            if self._mode == "gpu":
+                self.slices = _cloned(self.slices)
+                self.device_seconds = time.monotonic() - began
+                self._done.set()
+            copy_all(self.slices, memory)
         except BaseException as error:  # told to whoever waits
             self.error = error
         self.seconds = time.monotonic() - began
         self._done.set()
         self._then(self)
+
+    def join(self) -> None:
+        """Waits until the copy was also handed on."""
+        self._thread.join()
 
     def wait(self, check: Callable[[], None], timeout_s: float = 300.0) -> float:
         """Waits until the tensors may change again; returns how long that took, in seconds.
@@ -126,13 +146,30 @@ class Copy:
 
 
 @torch.no_grad()
-def copy_all(slices: Sequence[Slice], memory: memoryview, ready: Callable[[], None] | None = None) -> None:
-    """Copies the slices into memory, one after the other."""
-    if ready is not None:
-        ready()
+def _cloned(slices: Sequence[Slice]) -> list[Slice]:
+    """The slices, copied within their device's memory."""
+    clones = []
+    for part in slices:
+        start, size = part.piece.start, part.piece.size
+        clones.append(Slice(replace(part.piece, start=0), bytes_of(part.tensor)[start : start + size].clone()))
+    torch.cuda.current_stream().synchronize()
+    return clones
+
+
+def free_on_device(tensors: Sequence[tuple[str, Tensor]]) -> int:
+    """Bytes that are free on the GPU that the tensors are on; 0 without one."""
+    device = next((tensor.device for _, tensor in tensors if tensor.is_cuda), None)
+    return torch.cuda.mem_get_info(device)[0] if device is not None else 0
+
+
+@torch.no_grad()
+def copy_all(slices: Sequence[Slice], memory: memoryview) -> None:
+    """Copies the slices into memory, one after the other. From a GPU at the speed of its bus, if the memory can be pinned."""
     if not len(memory):
         return
     target = torch.frombuffer(memory, dtype=torch.uint8)
+    if torch.cuda.is_initialized():
+        _pin(target)
     offset = 0
     for part in slices:
         piece = part.piece
@@ -142,6 +179,17 @@ def copy_all(slices: Sequence[Slice], memory: memoryview, ready: Callable[[], No
             offset += piece.size
     if torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()
+
+
+_pinned: set[int] = set()
+
+
+def _pin(target: Tensor) -> None:
+    """Lets the GPU write to this memory by itself. Memory that is pinned already, or cannot be, is used as it is."""
+    if target.data_ptr() not in _pinned:
+        _pinned.add(target.data_ptr())
+        runtime: Any = torch.cuda.cudart()
+        runtime.cudaHostRegister(target.data_ptr(), target.numel(), 0)
 
 
 def _now_on_device(slices: Sequence[Slice]) -> Callable[[], None] | None:

@@ -304,7 +304,7 @@ class Replica:
         loss = self.state.tail.loss(self.state.buckets[-1].tail)
         if math.isfinite(loss):
             return False
-        if self.settings.on_non_finite == "raise":
+        if self.settings.on_non_finite != "skip":
             raise NonFiniteLossError(
                 f"the loss of step {self.state.step} is {loss}. Nothing was updated. Look at the learning rate and at this "
                 'batch, or leave such steps out with Trainer(on_non_finite="skip").'

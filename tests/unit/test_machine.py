@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from raytrain_ft.policy.reconcile import Copy, Marks
 from raytrain_ft.policy.roster import MemberState, Rules
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, LIVE, TRANSITIONS, State, diagram
-from raytrain_ft.policy.strategy import Guarantee
+from raytrain_ft.policy.strategy import Guarantee, Strategy
 
 ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
 
@@ -297,6 +298,90 @@ def test_all_replicas_lost() -> None:
 def test_all_lost_before_anybody_trained_begins_anew() -> None:
     story = Story(2).started("w0", "w1").reconciled("w0").lost("w0").lost("w1").started("w2", "w3")
     assert of(story.said, m.Reconcile) == [m.Reconcile(("w2", "w3"), story.run.incarnation, None)]
+
+
+# ---------------------------------------------------------------- back to a checkpoint
+
+
+def stored(*steps: int) -> tuple[m.Stored, ...]:
+    return tuple(m.Stored(f"at {step}", step) for step in steps)
+
+
+def found(story: Story, *steps: int, reached: int = 0, error: str = "") -> Story:
+    """What there is in storage, newest first."""
+    story.tell(m.CheckpointsFound(incarnation=story.run.incarnation, stored=stored(*steps), reached=reached, error=error))
+    return story
+
+
+def test_all_replicas_lost_and_everybody_loads_the_newest_checkpoint() -> None:
+    story = running(2, checkpoints=True).lost("w0").lost("w1")
+    assert of(story.said, m.FindCheckpoints) == [m.FindCheckpoints(story.run.incarnation)]
+    story.started("w2", "w3")
+    assert story.run.joining == (), "storage has not answered yet"
+    found(story, 40, 20, reached=47)
+    assert of(story.said, m.Reconcile) == [m.Reconcile(("w2", "w3"), story.run.incarnation, None, "at 40")]
+    recovery = story.reconciled("w2", "w3").committed(40).run.recoveries[0]
+    assert (recovery.strategy, recovery.guarantee) == (Strategy.CHECKPOINT, Guarantee.EXACT)
+    assert (recovery.step, recovery.redone) == (40, 7)
+
+
+def test_all_replicas_lost_before_the_first_checkpoint_begins_anew() -> None:
+    story = found(running(2, checkpoints=True).lost("w0").lost("w1").started("w2", "w3"))
+    assert of(story.said, m.Reconcile) == [m.Reconcile(("w2", "w3"), story.run.incarnation, None, "")]
+    assert story.run.step == 0
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_not_tried_again() -> None:
+    story = found(running(2, checkpoints=True).lost("w0").lost("w1").started("w2", "w3"), 40, 20)
+    story.tell(m.CheckpointRejected(member="w2", incarnation=story.run.incarnation, name="at 40", reason="its hash differs"))
+    found(story.fenced("w2", "w3", empty=["w2", "w3"]), 40, 20)
+    assert of(story.said, m.Reconcile) == [m.Reconcile(("w2", "w3"), story.run.incarnation, None, "at 20")]
+
+
+def test_who_could_load_what_another_could_not_is_a_survivor() -> None:
+    story = found(running(2, checkpoints=True).lost("w0").lost("w1").started("w2", "w3"), 40, 20)
+    story.tell(m.CheckpointRejected(member="w2", incarnation=story.run.incarnation, name="at 40", reason="its hash differs"))
+    story.fenced("w2", "w3", step=40, empty=["w2"])
+    assert story.run.plan is not None
+    assert story.run.plan.step == 40
+
+
+def test_storage_that_does_not_answer_ends_the_run_with_a_reason() -> None:
+    story = found(running(2, checkpoints=True).lost("w0").lost("w1"), error="the storage did not answer within 60 s")
+    assert story.run.failure is not None
+    assert story.run.failure[0] == "RecoveryError"
+    assert "did not answer" in story.run.failure[1]
+
+
+def test_strategy_checkpoint_gives_up_what_survivors_hold() -> None:
+    story = running(3, checkpoints=True, strategy="checkpoint", spares=1).started("w3")
+    story.tell(
+        m.CheckpointCommitted(member="w0", incarnation=1, step=4, name="at 4", bytes=1, snapshot_s=0, stall_s=0, persist_s=0)
+    )
+    found(story.lost("w1").fenced("w0", "w2", step=7), 4)
+    assert of(story.said, m.Reconcile) == [m.Reconcile(("w0", "w3", "w2"), story.run.incarnation, None, "at 4")]
+
+
+def test_a_loss_that_is_not_finite_is_rolled_back_once() -> None:
+    story = running(2, checkpoints=True, roll_back=True)
+    nan = m.TaskFailed(member="w0", rank=0, step=5, kind="non_finite", message="the loss is nan", incarnation=1)
+    story.tell(nan, replace(nan, member="w1", rank=1))
+    found(story.fenced("w0", "w1"), 4).reconciled("w0", "w1").committed(4)
+    assert story.run.state == State.RUNNING
+    story.tell(nan)
+    assert story.run.state == State.RUNNING, "that was before"
+    story.tell(replace(nan, incarnation=story.run.incarnation))
+    assert story.run.failure is not None
+    assert story.run.failure[0] == "NonFiniteLossError"
+
+
+def test_a_run_begins_from_what_is_stored_and_goes_on_counting() -> None:
+    story = Story(2)
+    story.run = RunState(Rules(min_workers=2, max_workers=2, max_steps=100, checkpoints=True, spares=0))
+    story.tell(m.RunStarted(run_id="r", incarnation=7, stored=stored(30, 20)), m.CapacityChanged(slots=2))
+    story.started("w0", "w1")
+    assert of(story.said, m.Reconcile) == [m.Reconcile(("w0", "w1"), 8, None, "at 30")]
+    assert story.reconciled("w0", "w1").run.step == 30
 
 
 # ---------------------------------------------------------------- fewer and more workers

@@ -1,0 +1,55 @@
+"""Snapshots of a state that lives on a GPU: through host memory, and through the device's own; overlapped with an update."""
+
+from __future__ import annotations
+
+import time
+from typing import Literal
+
+import pytest
+import torch
+
+from raytrain_ft.storage.persister import SharedMemory
+from raytrain_ft.training.snapshot import Copy, free_on_device, share
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is False")
+
+
+def nothing() -> None:
+    """Leaves no wait."""
+
+
+@pytest.mark.parametrize("mode", ["cpu", "gpu"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_snapshot_is_the_state_before_the_update(mode: Literal["cpu", "gpu"], count: int) -> None:
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    tensors = [(f"t{i}", torch.randn(1000, 4096 + i, device="cuda", generator=generator)) for i in range(4)]
+    before = b"".join(tensor.cpu().numpy().tobytes() for _, tensor in tensors)
+    taken = bytearray()
+    for number in range(count):
+        memory, done = SharedMemory(), []
+        copy = Copy(share(tensors, number, count), memory, done.append, mode)
+        copy.start()
+        copy.wait(nothing)
+        if number == count - 1:
+            for _, tensor in tensors:
+                tensor.add_(1.0)  # at once: the copy within the device must be complete
+        copy.join()
+        assert copy.error is None
+        assert (copy.device_seconds is not None) == (mode == "gpu")
+        taken += memory.reserve(copy.size)
+    assert bytes(taken) == before
+
+
+def test_within_the_device_is_faster_than_over_the_bus() -> None:
+    tensors = [("big", torch.zeros(256 * 2**20 // 4, device="cuda"))]
+    assert free_on_device(tensors) > 0
+    seconds = {}
+    for mode in ("cpu", "gpu", "cpu", "gpu"):  # the first of each touches the memory
+        copy = Copy(share(tensors, 0, 1), SharedMemory(), lambda _: None, mode)
+        torch.cuda.synchronize()
+        began = time.monotonic()
+        copy.start()
+        copy.wait(nothing)
+        seconds[mode] = time.monotonic() - began
+        copy.join()
+    assert seconds["gpu"] < seconds["cpu"]
