@@ -10,6 +10,11 @@ BROWSER = command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v 
 	&& timeout 60 apt-get -qq update && timeout 180 env DEBIAN_FRONTEND=noninteractive \
 	apt-get -qq install --yes --no-install-recommends chromium fonts-dejavu-core; } >/dev/null 2>&1 || echo "no chromium: the tests of the report in a browser will be skipped"
 
+# For the tests that kill a commit at its system calls. Without it they are skipped.
+STRACE = command -v strace >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	&& timeout 60 apt-get -qq update && timeout 60 env DEBIAN_FRONTEND=noninteractive \
+	apt-get -qq install --yes --no-install-recommends strace; } >/dev/null 2>&1 || echo "no strace: some tests are skipped"
+
 .PHONY: setup demo test lint chaos bench clean
 
 setup: $(VENV)/.ready
@@ -18,6 +23,7 @@ $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	-@$(BROWSER)
+	-@$(STRACE)
 	touch $@
 
 demo: setup ## Train three times: undisturbed, a node killed in the update, a node killed in a wait-free backward pass

@@ -52,7 +52,8 @@ def overhead(run: Loop, stretches: int, intervals: int, how: How = "pipelined") 
     before = run.run(40, "none")
     for _ in range(stretches):
         run.settle()
-        with_them = run.run(intervals * max(1, run.tuner.fixed or run.tuner.k), how)
+        k = max(1, run.tuner.fixed or run.tuner.k)
+        with_them = run.run(k * max(intervals, -(-80 // k)), how)
         run.settle()
         after = run.run(40, "none")
         base = statistics.mean(before + after)
@@ -65,8 +66,13 @@ def learn(run: Loop) -> int:
     """Runs until the interval is known and has been corrected a few times; returns it."""
     while not run.tuner.k:
         run.run(10)
-    for _ in range(6):
-        run.run(run.tuner.k)
+    same = 0
+    for _ in range(30):
+        before = run.tuner.k
+        run.run(before)
+        same = same + 1 if run.tuner.k == before else 0
+        if same == 4:
+            break
     return run.tuner.k
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from raytrain_ft.policy.frequency import Tuner
+from raytrain_ft.policy.tuner import Tuner
 from raytrain_ft.storage import lock
 from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.training.checkpointer import Checkpointer, Target

@@ -53,8 +53,9 @@ class FailAt:
         step: the step in which it happens; for the phases of a recovery, the step that the recovery interrupts or any (None).
         phase: `data` (before the batch is read), `forward`, `backward` (before bucket k is reduced), `reduce` (inside the
             all-reduce of bucket k), `reduced` (between reduce and update), `update` (inside the update), `updated`, `commit`
-            (between update and commit), `checkpoint` (a checkpoint is about to begin), `fence`, `reconcile`, `transfer_source`, `transfer_receiver`, `join` (the
-            new group), `first_step` (the first step after a recovery). For the supervisor: a state of the machine.
+            (between update and commit), `checkpoint` (one is about to begin), `fence`, `reconcile`, `transfer_source`,
+            `transfer_receiver`, `join` (the new group), `first_step` (the first step after a recovery). For the supervisor: a
+            state of the machine.
         rank: who fails; None with `role="supervisor"`, or for "whoever comes first".
         bucket: for phases of a bucket, which one (None: the first that gets there).
         action: SIGKILL of the process or of its whole node, SIGSTOP, an exception, `os._exit`, or a hang in user code.

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from raytrain_ft.errors import StorageError
-from raytrain_ft.policy.frequency import Tuner
 from raytrain_ft.policy.reconcile import Copy, Marks, Plan
+from raytrain_ft.policy.tuner import Tuner
 from raytrain_ft.runtime.heartbeat import Heartbeat
 from raytrain_ft.runtime.spec import RunSpec
 from raytrain_ft.storage import checkpoint

@@ -17,7 +17,9 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any
 
@@ -82,8 +84,11 @@ class Outcome:
     size: int
 
 
-def carry_out(job: Job, data: memoryview, cancelled: set[str]) -> int:
-    """Writes a shard and, as number 0, commits; returns the bytes written by all.
+def carry_out(job: Job, data: memoryview, cancelled: set[str], done: Callable[[int], None] = lambda size: None) -> None:
+    """Writes a shard and, as number 0, commits. Then it tidies up, which takes as long again as some of the writing did.
+
+    Args:
+        done: is told of the bytes written by all, as soon as they are durable.
 
     Raises:
         StorageError: it could not be; LockedError: another run writes there by now.
@@ -92,7 +97,8 @@ def carry_out(job: Job, data: memoryview, cancelled: set[str]) -> int:
     pieces = [Piece(name, dtype, tuple(shape), start, size) for name, dtype, shape, start, size in job.pieces]
     own = checkpoint.write_shard(storage, job.name, job.number, job.count, pieces, data)
     if job.number != 0:
-        return own.size
+        done(own.size)
+        return
 
     def check() -> None:
         if str(job.name) in cancelled:
@@ -112,8 +118,8 @@ def carry_out(job: Job, data: memoryview, cancelled: set[str]) -> int:
         created=time.time(),
     )
     checkpoint.commit(storage, manifest)
+    done(sum(entry.size for entry in entries))
     _tidy(storage, job)
-    return sum(entry.size for entry in entries)
 
 
 def _tidy(storage: Storage, job: Job) -> None:
@@ -122,8 +128,8 @@ def _tidy(storage: Storage, job: Job) -> None:
         for name, content in job.files.items():
             storage.put(name, [memoryview(content.encode())])
         checkpoint.retain(storage, job.name, job.keep)
-    except StorageError as error:
-        print(f"after {job.name}: {error}", file=sys.stderr)
+    except Exception as error:
+        print(f"after {job.name}: {error!r}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------- the worker's side
@@ -135,13 +141,15 @@ class SharedMemory:
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("raytrain_ft-snapshot", os.MFD_CLOEXEC)
         self.view = memoryview(bytearray())
+        self._growing = threading.Lock()
 
     def reserve(self, size: int) -> memoryview:
         """At least this many bytes, the first of which are the first of the memory."""
-        if size > len(self.view):
-            os.ftruncate(self.descriptor, size)
-            self.view = memoryview(mmap.mmap(self.descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE))
-        return self.view[:size]
+        with self._growing:
+            if size > len(self.view):
+                os.ftruncate(self.descriptor, size)
+                self.view = memoryview(mmap.mmap(self.descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE))
+            return self.view[:size]
 
     def close(self) -> None:
         """Gives the memory back once no view of it is left."""
@@ -247,24 +255,27 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints is no answer
     descriptor = int(sys.argv[1])
+    mapped = memoryview(b"")  # it grows only, so what is mapped once stays so
     jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
     cancelled: set[str] = set()
     threading.Thread(target=_read, args=(sys.stdin, jobs, cancelled), name="jobs", daemon=True).start()
     while (job := jobs.get()) is not None:
         began = time.monotonic()
+
+        def answer(error: str | None, size: int = 0, began: float = began) -> None:
+            with suppress(BrokenPipeError):  # the worker is gone
+                print(json.dumps(asdict(Outcome(error, time.monotonic() - began, size))), file=answers, flush=True)
+
         try:
             total = sum(piece[4] for piece in job.pieces)
-            size = carry_out(job, _map(descriptor, total), cancelled)
-            outcome = Outcome(None, time.monotonic() - began, size)
+            if total > len(mapped):
+                mapped = memoryview(mmap.mmap(descriptor, os.fstat(descriptor).st_size, mmap.MAP_SHARED, mmap.PROT_READ))
+            carry_out(job, mapped[:total], cancelled, lambda size: answer(None, size))
         except StorageError as error:
-            outcome = Outcome(str(error), time.monotonic() - began, 0)
+            answer(str(error))
         except Exception:
-            outcome = Outcome(traceback.format_exc(), time.monotonic() - began, 0)
+            answer(traceback.format_exc())
         cancelled.discard(str(job.name))
-        try:
-            print(json.dumps(asdict(outcome)), file=answers, flush=True)
-        except BrokenPipeError:
-            break  # the worker is gone
 
 
 def _read(stream: IO[str], jobs: queue.SimpleQueue[Job | None], cancelled: set[str]) -> None:
@@ -275,12 +286,6 @@ def _read(stream: IO[str], jobs: queue.SimpleQueue[Job | None], cancelled: set[s
         else:
             jobs.put(Job(**message))
     jobs.put(None)
-
-
-def _map(descriptor: int, size: int) -> memoryview:
-    if not size:
-        return memoryview(b"")
-    return memoryview(mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ))
 
 
 if __name__ == "__main__":

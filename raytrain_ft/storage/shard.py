@@ -220,10 +220,15 @@ def decode(buffer: pa.Buffer, name: str) -> Iterator[tuple[Piece, memoryview]]:
 
 
 def _rows(batch: pa.RecordBatch) -> Iterator[tuple[Piece, memoryview]]:
-    names, dtypes, shapes, starts, data = (column for column in batch.columns)
-    columns = zip(names.to_pylist(), dtypes.to_pylist(), shapes.to_pylist(), starts.to_pylist(), strict=True)
-    for row, (name, dtype, shape, start) in enumerate(columns):
-        content = data[row].as_buffer()
-        if any(value is None for value in (name, dtype, shape, start, content)) or None in shape:
-            raise ValueError("a row lacks a value")
-        yield Piece(name, dtype, tuple(shape), start, content.size), memoryview(content).cast("B")
+    if any(column.null_count for column in (*batch.columns, batch.column(2).flatten())):
+        raise ValueError("a row lacks a value")
+    if not len(batch):
+        return
+    data = batch.column(4)
+    _, offsets, values = data.buffers()  # a value that is asked for by its row would be a copy
+    ends = np.frombuffer(offsets, np.int64)[data.offset : data.offset + len(data) + 1].tolist()
+    content = memoryview(values or b"").cast("B")
+    for name, dtype, shape, start, begin, end in zip(
+        *(column.to_pylist() for column in batch.columns[:4]), ends[:-1], ends[1:], strict=True
+    ):
+        yield Piece(name, dtype, tuple(shape), start, end - begin), content[begin:end]

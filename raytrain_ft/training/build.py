@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from raytrain_ft.errors import ConfigError
-from raytrain_ft.policy.frequency import Tuner
 from raytrain_ft.policy.sampling import Sampling
+from raytrain_ft.policy.tuner import Tuner
 from raytrain_ft.training.checkpointer import Checkpointer, Target, Tell
 from raytrain_ft.training.data import Loader
 from raytrain_ft.training.determinism import check_deterministic

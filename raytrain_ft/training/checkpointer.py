@@ -21,10 +21,10 @@ from typing import Any
 from torch import Tensor
 
 from raytrain_ft.errors import StorageError
-from raytrain_ft.policy.frequency import Costs, Decision, Tuner
+from raytrain_ft.policy.tuner import Costs, Decision, Tuner
 from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.storage.persister import Job, Outcome, Persister, SharedMemory
-from raytrain_ft.training.snapshot import Copy, free_on_device, share, total_size
+from raytrain_ft.training.snapshot import ALIGNMENT, Copy, free_on_device, share, total_size
 
 PROFILE_FILE = "profile.json"
 POLL_S = 0.05
@@ -79,6 +79,7 @@ class Checkpointer:
         self._outcome: Future[Outcome] | None = None
         self._hangs = False
         self._longest_s = 0.0
+        self._waited_s = 0.0
         self._stall_s = 0.0
         self._first_step = True
         self._update_s = 0.0
@@ -152,11 +153,20 @@ class Checkpointer:
 
     def stepped(self, step: int, seconds: float) -> None:
         """A step was committed (`step`: how many by now)."""
+        if self._first_step:
+            self._prepare()
         if self._tuner is not None:
             if not self._first_step:  # it warms up, or comes after a recovery
                 self._tuner.stepped(seconds, self._update_s, busy=self.busy)
             self._note(self._tuner.settle(step))
         self._first_step = False
+
+    def _prepare(self) -> None:
+        """Touches the memory for snapshots, in the background: the first one is then as fast as those after it. After the first
+        step the state has its whole size."""
+        tensors, _ = self._capture()
+        size = -(-total_size(tensors) // self._count)
+        threading.Thread(target=self._memory.reserve, args=(size + ALIGNMENT,), name="prepare", daemon=True).start()
 
     def take(self, step: int, check: Callable[[], None], *, kept: bool = False) -> None:
         """Begins a checkpoint of the state after `step` steps. Waits for the one before to be durable; where storage hangs,
@@ -179,8 +189,8 @@ class Checkpointer:
         waited = time.monotonic() - began
         decision = None
         if self._tuner is not None:
-            self._tuner.waited(waited)
             decision = self._tuner.began(step)
+            self._tuner.waited(waited)  # the next step's time contains it
         self._note(decision)
         tensors, values = self._capture()
         slices = share(tensors, self._rank, self._count) + share(self._own(), 0, 1)
@@ -201,7 +211,7 @@ class Checkpointer:
             size=total_size(tensors),
             timeout_s=self._target.timeout_s,
         )
-        self._stall_s = waited
+        self._waited_s, self._stall_s = waited, 0.0
         self._outcome = Future()
         free = free_on_device(tensors)
         mode = self._tuner.mode if self._tuner is not None else "gpu"
@@ -274,7 +284,7 @@ class Checkpointer:
                     "name": str(job.name),
                     "bytes": result.size,
                     "snapshot_s": copy.seconds,
-                    "stall_s": self._stall_s,
+                    "stall_s": self._waited_s + self._stall_s,
                     "persist_s": result.seconds,
                 },
             )

@@ -13,9 +13,10 @@ from torch import Tensor
 from raytrain_ft.errors import StorageError
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.shard import Piece
+from raytrain_ft.training.memory import is_plain, move
 
 THREADS = 2
-PART_BYTES = 16 * 2**20
+PART_BYTES = 4 * 2**20
 _DTYPES = {
     str(dtype): dtype
     for dtype in vars(torch).values()
@@ -41,19 +42,32 @@ def fill(tensors: Mapping[str, Tensor], content: Content) -> None:
         if parts is None or sum(piece.size for piece, _ in parts) != size:
             raise StorageError(f"{content.manifest.name} holds tensor {name} not at all, or not with {size} bytes")
     with ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="restore") as pool:
-        list(pool.map(lambda name: _fill_one(tensors[name], content.pieces[name]), tensors))
+        large = [
+            pool.submit(move, *copy) for name, tensor in tensors.items() for copy in _fill_one(tensor, content.pieces[name])
+        ]
+        for copy in large:
+            copy.result()
 
 
-def _fill_one(tensor: Tensor, parts: list[tuple[Piece, memoryview]]) -> None:
+def _fill_one(tensor: Tensor, parts: list[tuple[Piece, memoryview]]) -> list[tuple[int, int, int]]:
+    """Fills a tensor, and leaves large copies to the caller: (target, source, size)."""
+    large: list[tuple[int, int, int]] = []
     if not tensor.numel():
-        return
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
-        target = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+        return large
+    if is_plain(tensor):
+        target = tensor.data_ptr()
         for piece, data in parts:
-            target[piece.start : piece.start + piece.size] = np.frombuffer(data, dtype=np.uint8)
-        return
+            source = np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0] if piece.size else 0
+            if piece.size < PART_BYTES:
+                move(target + piece.start, source, piece.size)
+                continue
+            for start in range(0, piece.size, PART_BYTES):
+                size = min(PART_BYTES, piece.size - start)
+                large.append((target + piece.start + start, source + start, size))
+        return large
     whole = np.concatenate([np.frombuffer(data, dtype=np.uint8) for _, data in parts])
     tensor.copy_(torch.from_numpy(whole).view(tensor.dtype).reshape(tensor.shape))
+    return large
 
 
 def make(content: Content, name: str, device: torch.device | str = "cpu") -> Tensor:
@@ -75,5 +89,6 @@ def make(content: Content, name: str, device: torch.device | str = "cpu") -> Ten
         tensor = torch.empty(first.shape, dtype=dtype)
     except RuntimeError as error:
         raise StorageError(f"{content.manifest.name}: tensor {name}, {first.dtype} {list(first.shape)}: {error}") from error
-    _fill_one(tensor, parts)
+    for copy in _fill_one(tensor, parts):
+        move(*copy)
     return tensor.to(device)

@@ -19,6 +19,7 @@ from torch import Tensor
 from raytrain_ft.errors import ConfigError, StorageError
 from raytrain_ft.storage.persister import SharedMemory
 from raytrain_ft.storage.shard import Piece
+from raytrain_ft.training.memory import is_plain, move
 
 ALIGNMENT = 4096
 POLL_S = 0.05
@@ -170,13 +171,17 @@ def copy_all(slices: Sequence[Slice], memory: memoryview) -> None:
     target = torch.frombuffer(memory, dtype=torch.uint8)
     if torch.cuda.is_initialized():
         _pin(target)
-    offset = 0
+    address, offset = target.data_ptr(), 0
     for part in slices:
-        piece = part.piece
-        if piece.size:
-            source = bytes_of(part.tensor)[piece.start : piece.start + piece.size]
+        piece, tensor = part.piece, part.tensor
+        if not piece.size:
+            continue
+        if is_plain(tensor):
+            move(address + offset, tensor.data_ptr() + piece.start, piece.size)
+        else:
+            source = bytes_of(tensor)[piece.start : piece.start + piece.size]
             target[offset : offset + piece.size].copy_(source, non_blocking=True)
-            offset += piece.size
+        offset += piece.size
     if torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()
 

@@ -1,0 +1,198 @@
+"""CheckFreq for any PyTorch loop: checkpoints as often as a budget allows, and a resume at the exact next sample.
+
+    import raytrain_ft.checkfreq as checkfreq
+
+    loader = checkfreq.Loader(dataset, global_batch_size=64)              # instead of DataLoader
+    with checkfreq.open("runs/digits", model=model, optimizer=optimizer, scheduler=scheduler, loader=loader):
+        for epoch in loader.epochs(10):
+            for batch in loader:
+                ...                                                       # the loop as it was
+
+Works in a script, under torchrun, and in Ray Train. A step is *committed*, and may be checkpointed, when the loop asks for the
+next batch: whatever it does after the update (scheduler, averaging, validation) belongs to the step. The copy of the state
+overlaps with the next forward and backward pass; only `optimizer.step()` waits for it (Mohan et al., FAST'21).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from raytrain_ft.errors import ConfigError
+from raytrain_ft.policy.frequency import LONGEST_PROFILE, check_budget, profile_steps
+from raytrain_ft.storage import checkpoint
+from raytrain_ft.storage.filesystem import LocalStorage, Storage, open_storage
+from raytrain_ft.training import objects as states
+from raytrain_ft.training.journal import Journal
+from raytrain_ft.training.ranks import Ranks, current
+from raytrain_ft.training.resumable import Loader
+from raytrain_ft.training.session import Plan, Session
+
+__all__ = ["Loader", "Run", "open"]
+
+CHECKPOINTS = "checkpoints"
+JOURNAL = "checkfreq.jsonl"
+
+
+def open(
+    path: str | Path,
+    *,
+    overhead: float = 0.035,
+    every: int | Literal["auto"] = "auto",
+    keep: int = 2,
+    keep_epochs: bool = False,
+    resume: Literal["auto", "never", "require"] = "auto",
+    override: Collection[str] = (),
+    timeout: timedelta = timedelta(minutes=2),
+    **objects: Any,
+) -> Run:
+    """Begins a run or goes on with it. Use it as a context manager: its end writes the last checkpoint.
+
+    Under torch.distributed all ranks call it, with a path that all of them share.
+
+    Args:
+        path: directory of the run, or any URI of `pyarrow.fs`; checkpoints go to its "checkpoints".
+        overhead: the share of the training time that checkpoints may cost, between 0 and 1.
+        every: steps between checkpoints; "auto" chooses them from measurements, again and again.
+        keep: how many checkpoints stay. With one, a damaged file leaves nothing to fall back to.
+        keep_epochs: also write one at the end of every epoch, and keep these.
+        resume: "auto" goes on from the newest valid checkpoint, if there is one; "require" fails without one; "never" begins
+            anew and leaves earlier ones out of account.
+        override: names of `objects` that may differ from the checkpoint, and then stay as they are; "dataset" for loaders.
+        timeout: how long to wait for other ranks, and for storage.
+        objects: what is saved and restored, by names of your choice: a `Loader`, modules, optimizers, and anything else with
+            state_dict() and load_state_dict(). Updates of torch optimizers are followed by themselves; see `Run.update`.
+
+    Raises:
+        ConfigError: a value that cannot be used. MismatchError: the checkpoint is of something else: all differences.
+        NoCheckpointError: none is there and one is required, or all are damaged.
+        LockedError: another run writes there. StorageError: the storage cannot be used.
+    """
+    _check(overhead, every, keep, resume, override, objects)
+    loaders = {name: value for name, value in objects.items() if isinstance(value, Loader)}
+    others = {name: value for name, value in objects.items() if name not in loaders}
+    states.check_objects(others)
+    states.take_apart(others)  # what cannot be stored is told now, not at the first checkpoint
+    storage = open_storage(_inside(str(path)))
+    for loader in loaders.values():
+        loader.check_world(current()[1])
+    ranks = Ranks(timeout)
+    plan = Plan(
+        budget=overhead,
+        window=profile_steps(max(map(len, loaders.values()))) if loaders else LONGEST_PROFILE,
+        every=None if every == "auto" else every,
+        keep=keep,
+        keep_epochs=keep_epochs,
+        timeout_s=timeout.total_seconds(),
+    )
+    session = Session(ranks, storage, _journal(storage, ranks.rank), others, loaders, plan)
+    try:
+        session.begin(resume, override)
+    except BaseException:
+        session.close()
+        raise
+    return Run(session)
+
+
+class Run:
+    """A run under way."""
+
+    def __init__(self, session: Session) -> None:
+        """Use `open`."""
+        self._session = session
+
+    @property
+    def step(self) -> int:
+        """Updates made so far, over all launches of the run."""
+        return self._session.step
+
+    def batches(self, loader: Loader, *, until_step: int) -> Iterator[Any]:
+        """Batches of one epoch after the other, until `step` has come that far."""
+        while self.step < until_step:
+            for batch in loader:
+                yield batch
+                if self.step >= until_step:
+                    return
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Around an update that is not made by a torch optimizer that `open` was given: waits until the copy of the weights is
+        complete, and counts a step."""
+        self._session.update_begins()
+        yield
+        self._session.update_ends()
+
+    def commit(self) -> None:
+        """In a loop without a `Loader`: the place where a resumed one begins, right before each batch. Loaders call it by
+        themselves. A checkpoint begins here when it is due."""
+        self._session.commit()
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Around what is no training (a validation in the midst of an epoch), so that it is not taken for slow steps. What
+        happens between epochs is left out anyway."""
+        began = time.monotonic()
+        yield
+        self._session.leave_out(time.monotonic() - began)
+
+    def ray_checkpoint(self) -> Any:
+        """The newest committed checkpoint as a `ray.train.Checkpoint`, for `ray.train.report(metrics, checkpoint=...)`; None if
+        there is none yet, and where storage is no directory. It is read in place: report it before `keep` more are there."""
+        storage = self._session.storage
+        complete = [found.name for found in checkpoint.found(storage) if found.complete]
+        if not complete or not isinstance(storage, LocalStorage):
+            return None
+        import ray.train
+
+        return ray.train.Checkpoint.from_directory(str(storage.root / str(complete[0])))
+
+    def close(self) -> None:
+        """What leaving the `with` block does, for code that has none: writes the last checkpoint and waits for it."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self._session.finish()
+        finally:
+            self._session.close()
+
+
+def _check(
+    overhead: float, every: int | str, keep: int, resume: str, override: Collection[str], objects: Mapping[str, Any]
+) -> None:
+    check_budget(overhead)
+    if every != "auto" and not _natural(every):
+        raise ConfigError(f'checkfreq.open(every={every!r}): use "auto", or a number of steps of at least 1')
+    if not _natural(keep):
+        raise ConfigError(f"checkfreq.open(keep={keep!r}): at least 1 checkpoint must stay")
+    if resume not in ("auto", "never", "require"):
+        raise ConfigError(f"checkfreq.open(resume={resume!r}): use auto, never or require")
+    if not objects:
+        raise ConfigError("checkfreq.open: pass what is to be saved by keyword: model=model, optimizer=optimizer, ...")
+    if states.GENERATORS in objects or "dataset" in objects:
+        raise ConfigError(f'checkfreq.open: "dataset" and "{states.GENERATORS}" mean something else; choose another keyword')
+    if isinstance(override, str):
+        raise ConfigError(f'checkfreq.open(override={override!r}): use a set of names, such as {{"{override}"}}')
+
+
+def _natural(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _inside(path: str) -> str:
+    """The directory of checkpoints of a run."""
+    base, mark, query = path.partition("?") if "://" in path else (path, "", "")
+    return f"{base.rstrip('/')}/{CHECKPOINTS}{mark}{query}"
+
+
+def _journal(storage: Storage, rank: int) -> Journal:
+    return Journal(storage.root.parent / JOURNAL if isinstance(storage, LocalStorage) and rank == 0 else None)

@@ -1,0 +1,270 @@
+"""`raytrain-ft checkpoints`: lists, verifies, shows and exports checkpoints, whoever wrote them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import torch
+import xxhash
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from raytrain_ft.errors import ConfigError, StorageError
+from raytrain_ft.storage import checkpoint
+from raytrain_ft.storage.checkpoint import Content, Found
+from raytrain_ft.storage.filesystem import Storage, open_storage
+from raytrain_ft.storage.manifest import Manifest, Name
+from raytrain_ft.storage.tree import flatten
+from raytrain_ft.training import objects, restore
+
+console = Console(highlight=False, soft_wrap=True)
+LONGEST_VALUE = 200
+PLACE = click.argument("place")
+WHICH = click.option("--name", "which", help="Name or step of the checkpoint; default: the newest valid one.")
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+@click.group()
+def checkpoints() -> None:
+    """Looks into checkpoints. PLACE is a run's directory, a directory of checkpoints, or a URI of either."""
+
+
+def _clearly(command: Command) -> Command:
+    """Errors of the storage are told in a line, without a traceback."""
+
+    @wraps(command)
+    def wrapped(*args: Any, **options: Any) -> None:
+        try:
+            command(*args, **options)
+        except (StorageError, ConfigError, OSError) as error:
+            raise click.ClickException(_printable(str(error))) from error
+
+    return wrapped  # pyright: ignore[reportReturnType]
+
+
+# ---------------------------------------------------------------- the commands
+
+
+@checkpoints.command("list")
+@PLACE
+@click.option("--verify", is_flag=True, help="Read them all, and say which are damaged.")
+@_clearly
+def list_(place: str, verify: bool) -> None:
+    """Lists checkpoints, newest first, with those that broke off or are under way."""
+    storage = _storage(place)
+    table = Table("name", "step", "size", "age", "shards", "kept", "state")
+    for found in _found(storage):
+        manifest, error = _manifest(storage, found)
+        error = error or (_damage(storage, found) if verify and found.complete else None)
+        state = f"damaged: {error}" if error else "ok" if verify and found.complete else "" if found.complete else "incomplete"
+        if manifest is None:
+            _row(table, str(found.name), f"{found.name.step:,}", "", "", "", "", state)
+        else:
+            about = checkpoint.describe(manifest)
+            kept = "yes" if manifest.kept else ""
+            age = _age(time.time() - manifest.created)
+            _row(table, str(found.name), f"{found.name.step:,}", _size(about["bytes"]), age, str(about["shards"]), kept, state)
+    console.print(table)
+
+
+@checkpoints.command()
+@PLACE
+@_clearly
+def verify(place: str) -> None:
+    """Reads every byte of every checkpoint. The exit code is 1 if one is damaged."""
+    storage = _storage(place)
+    damaged = 0
+    for found in _found(storage):
+        if not found.complete:
+            console.print(f"{found.name}  incomplete: it broke off, or is under way", markup=False)
+            continue
+        error = _damage(storage, found)
+        damaged += error is not None
+        console.print(f"{found.name}  {'ok' if error is None else f'DAMAGED: {_printable(error)}'}", markup=False)
+    sys.exit(1 if damaged else 0)
+
+
+@checkpoints.command()
+@PLACE
+@WHICH
+@_clearly
+def show(place: str, which: str | None) -> None:
+    """Shows the tensors of a checkpoint, with a digest (XXH3, 64 bits) of each one's bytes, and its other values."""
+    content = _content(_storage(place), which)
+    table = Table("tensor", "dtype", "shape", "size", "digest")
+    for name, parts in sorted(content.pieces.items()):
+        hasher, first = xxhash.xxh3_64(), parts[0][0]
+        for _, data in parts:
+            hasher.update(data)
+        size = sum(len(data) for _, data in parts)
+        _row(table, name, first.dtype.removeprefix("torch."), str(list(first.shape)), _size(size), hasher.hexdigest())
+    console.print(str(content.manifest.name), markup=False)
+    console.print(table)
+    for key, value in content.manifest.values.items():
+        text = json.dumps(value)
+        shown = text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}... ({len(text):,} characters)"
+        console.print(f"{_printable(key)}: {_printable(shown)}", markup=False)
+
+
+@checkpoints.command()
+@PLACE
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@WHICH
+@click.option("--format", "kind", type=click.Choice(["safetensors", "torch"]), default="safetensors", show_default=True)
+@click.option("--optimizer", is_flag=True, help="With safetensors: the optimizer's tensors too, under optimizer/...")
+@click.option("--force", is_flag=True, help="Overwrite FILE.")
+@_clearly
+def export(place: str, file: Path, which: str | None, kind: str, optimizer: bool, force: bool) -> None:
+    """Writes the state to FILE for use without raytrain_ft.
+
+    safetensors: the model's tensors by the names of its state_dict(). torch: a dict {"model": ..., "optimizer": ..., ...} of
+    all state, for torch.load(FILE, weights_only=True).
+    """
+    if file.exists() and not force:
+        raise click.ClickException(f"{file} exists: choose another file, or overwrite it with --force")
+    content = _content(_storage(place), which)
+    state = _state(content)
+    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    try:
+        if kind == "torch":
+            _save_torch(state, partial)
+        else:
+            _save_safetensors(state, content.manifest, partial, optimizer)
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
+    console.print(f"{content.manifest.name}: {_size(file.stat().st_size)} to {file}", markup=False)
+
+
+# ---------------------------------------------------------------- finding
+
+
+def _storage(place: str) -> Storage:
+    """The directory of checkpoints at a place, or within it."""
+    base, mark, query = place.partition("?") if "://" in place else (place, "", "")
+    for uri in (place, f"{base.rstrip('/')}/checkpoints{mark}{query}"):
+        storage = open_storage(uri)
+        if checkpoint.found(storage):
+            return storage
+    raise click.ClickException(f"{place} holds no checkpoints: give a run's directory, or the directory of its checkpoints")
+
+
+def _found(storage: Storage) -> list[Found]:
+    return checkpoint.found(storage)
+
+
+def _manifest(storage: Storage, found: Found) -> tuple[Manifest | None, str | None]:
+    if not found.complete:
+        return None, None
+    try:
+        return checkpoint.read_manifest(storage, found.name), None
+    except StorageError as error:
+        return None, str(error)
+
+
+def _damage(storage: Storage, found: Found) -> str | None:
+    """What is wrong with a checkpoint; None if nothing is."""
+    try:
+        checkpoint.read(storage, checkpoint.read_manifest(storage, found.name))
+    except StorageError as error:
+        return str(error)
+    return None
+
+
+def _content(storage: Storage, which: str | None) -> Content:
+    """A checkpoint by its name or step; by default the newest that is whole."""
+    if which is None:
+        for manifest in checkpoint.select(storage, _warn):
+            try:
+                return checkpoint.read(storage, manifest)
+            except StorageError as error:
+                _warn(f"checkpoint {manifest.name} is passed over: {error}")
+        raise click.ClickException(f"{storage.uri} holds no checkpoint that can be read")
+    for found in _found(storage):
+        if found.complete and which in (str(found.name), str(found.name.step)):
+            return checkpoint.read(storage, checkpoint.read_manifest(storage, found.name))
+    wanted = "no step or name of a checkpoint" if Name.parse(which) is None and not which.isdigit() else "not there"
+    raise click.ClickException(f"--name {which} is {wanted}: see `raytrain-ft checkpoints list`")
+
+
+def _warn(message: str) -> None:
+    click.echo(_printable(message), err=True)
+
+
+# ---------------------------------------------------------------- exporting
+
+
+def _state(content: Content) -> dict[str, Any]:
+    """{"model": state dict, "optimizer": ..., ...} of a checkpoint of either writer."""
+    if objects.own_name(0, "skeletons") in content.pieces:  # written by raytrain_ft.checkfreq
+        skeletons = objects.stored_skeletons(content, 0)
+        return {name: objects.put_together(content, skeleton, 0) for name, skeleton in skeletons.items()}
+    state: dict[str, Any] = {}
+    for path in content.pieces:  # the trainer's: model/NAME, buffer/NAME, optimizer/NAME/KEY
+        group, _, rest = path.partition("/")
+        state.setdefault({"buffer": "model"}.get(group, group), {})[rest] = restore.make(content, path)
+    return state
+
+
+def _save_torch(state: dict[str, Any], path: Path) -> None:
+    state = {name: value for name, value in state.items() if name != objects.GENERATORS}
+    torch.save(state, path)
+
+
+def _save_safetensors(state: dict[str, Any], manifest: Manifest, path: Path, optimizer: bool) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    modules = [name for name, value in state.items() if _is_of_tensors(value)]
+    chosen = "model" if "model" in state else next(iter(modules), None)
+    if chosen is None:
+        raise click.ClickException(f"{manifest.name} holds no model; --format torch writes all that it holds")
+    tensors = {name: value for name, value in state[chosen].items() if isinstance(value, torch.Tensor)}
+    for name in [name for name in state if optimizer and name.startswith("optimizer")]:
+        inner = state[name]
+        plain = _is_of_tensors(inner)
+        tensors |= {f"{name}/{key}": value for key, value in inner.items()} if plain else flatten(inner, name)[1]
+    try:
+        save_file(tensors, path, {"format": "pt", "step": str(manifest.step), "checkpoint": str(manifest.name)})
+    except (SafetensorError, ValueError, RuntimeError) as error:
+        raise click.ClickException(f"safetensors cannot hold this state ({error}): use --format torch") from error
+
+
+def _is_of_tensors(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value) and all(isinstance(one, torch.Tensor) for one in value.values())
+
+
+# ---------------------------------------------------------------- printing
+
+
+def _row(table: Table, *cells: str) -> None:
+    table.add_row(*(Text(_printable(cell)) for cell in cells))
+
+
+def _printable(text: str) -> str:
+    """Names in a file may be anything, but they do not get to steer the terminal."""
+    return "".join(character if character.isprintable() or character == "\n" else "?" for character in text)
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def _age(seconds: float) -> str:
+    for length, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"

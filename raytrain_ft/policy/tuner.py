@@ -1,0 +1,243 @@
+"""The feedback that corrects Algorithm 1: what was promised is compared with what is observed (CheckFreq, 4.3.2 and 4.4).
+
+Checkpoints cost what steps take longer than those that have none under way. k goes up at once when that exceeds the budget, and
+down when it may (the published code only goes up, and never looks again). Pure: times come in as numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from statistics import mean, stdev
+from typing import Any, Literal
+
+from raytrain_ft.policy.frequency import Interval, Profile, choose
+
+SMOOTHING = 0.3
+"""Weight of the newest observation."""
+FEWEST_FREE = 4
+"""Steps without a checkpoint under way that say what a step takes by itself."""
+JUDGED_STEPS = 30
+"""Steps that a judgement needs at least: a few, of which some happen to be slow, say nothing."""
+TOLERANCE = 0.1
+"""A k that is off by less than this share is left alone while the overhead is within its budget."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A decision with the numbers behind it, for the record.
+
+    Attributes:
+        step: steps committed when it was made.
+        observed: share of the time that checkpoints cost since the last decision; None if that is not known.
+        reason: in words.
+    """
+
+    step: int
+    interval: Interval
+    profile: Profile
+    observed: float | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What one checkpoint took, seconds.
+
+    Attributes:
+        copy: until the snapshot was complete; persist: from there until it was durable.
+        stall: how long updates waited for the copy.
+        device_copy: until the snapshot was complete within the device's memory; None if it was not taken there.
+    """
+
+    copy: float
+    persist: float
+    stall: float
+    device_copy: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Tuner:
+    """Decides after which steps to checkpoint. One worker's decides for all.
+
+    Attributes:
+        budget: the share of the time that checkpoints may cost; fixed: take this k and measure only.
+        window: steps to measure before the first checkpoint.
+        last: the step after which the latest checkpoint was taken, or with which training began.
+        k: steps between checkpoints; 0 while that is not known.
+        mode: where snapshots are taken to first, if there is room.
+        profile: the measurements, smoothed; None while there are none.
+    """
+
+    budget: float
+    window: int
+    fixed: int | None = None
+    failure_s: float | None = None
+    last: int = 0
+    k: int = 0
+    mode: Literal["cpu", "gpu"] = "gpu"
+    profile: Profile | None = None
+    _free: list[float] = field(default_factory=list)
+    _updates: list[float] = field(default_factory=list)
+    _all: list[float] = field(default_factory=list)
+    _waited: float = 0.0
+    _costs: list[Costs] = field(default_factory=list)
+    _overhead: float | None = None
+    _deviation: float = 0.0
+    _under_way: bool = False
+    _lower: list[int] = field(default_factory=list)
+
+    def stepped(self, seconds: float, update_s: float, *, busy: bool) -> None:
+        """Takes in a step, but for the first one of a world. `busy`: a checkpoint is under way at its end."""
+        self._all.append(seconds)
+        if not busy and not self._under_way:
+            self._free.append(seconds)
+            self._updates.append(update_s)
+        self._under_way = busy
+
+    def waited(self, seconds: float) -> None:
+        """A checkpoint was due, and the one before was not durable yet."""
+        self._waited += seconds
+
+    def due(self, step: int, *, busy: bool) -> bool:
+        """Whether to checkpoint after this step (`step`: steps committed by then). `busy`: the one before is under way."""
+        if self.fixed is not None:
+            return step - self.last >= self.fixed
+        if self.k:
+            return step - self.last >= self.k
+        return not busy and len(self._free) >= self.window
+
+    def earliest(self, step: int, *, warm_up: int = 0) -> int:
+        """The first step after this one at which a checkpoint may be due, by what is known now. While the first one is on its
+        way nothing is known: the answer then is near, and farther the longer it takes. `warm_up`: steps that will not be
+        measured."""
+        if self.fixed is not None or self.k:
+            return max(step + 1, self.last + (self.fixed or self.k))
+        if not self._costs and self.profile is not None:
+            return step + 1 + (step - self.last) // 4
+        return step + max(1, self.window - len(self._free)) + warm_up
+
+    def persisted(self, costs: Costs) -> None:
+        """The latest checkpoint is durable."""
+        self._costs.append(costs)
+
+    def began(self, step: int) -> Decision | None:
+        """A checkpoint is taken after this step. What the intervals before it tell, once they have enough steps."""
+        decision = None
+        if self.profile is None:
+            self._take_free()
+            self._begin_window()
+        elif self._costs and len(self._all) >= JUDGED_STEPS:
+            decision = self._judge(step)
+            self._begin_window()
+        self.last, self._under_way = step, True
+        return decision
+
+    def settle(self, step: int) -> Decision | None:
+        """The first decision, as soon as the first checkpoint is durable."""
+        if self.k or self.fixed is not None or not self._costs or self.profile is None:
+            return None
+        self._take(self._costs[-1])
+        interval = choose(self.profile, self.budget, failure_s=self.failure_s)
+        self.k, self.mode = interval.k, interval.mode
+        return Decision(
+            step=step, interval=interval, profile=self.profile, observed=None, reason=f"profiled: {interval.reason}"
+        )
+
+    def disturbed(self, step: int, *, resized: bool) -> None:
+        """Training goes on at this step after a recovery: the interval tells nothing. In a world of another size steps take
+        another time, too, which is measured before the next decision."""
+        self.last = min(self.last, step)
+        self._begin_window()
+        if resized:
+            self._overhead = None
+
+    # ---------------------------------------------------------------- what the intervals tell
+
+    def _begin_window(self) -> None:
+        self._all, self._free, self._updates, self._costs, self._waited = [], [], [], [], 0.0
+
+    def _judge(self, step: int) -> Decision | None:
+        """Compares what the steps since the last time took with what they take without checkpoints."""
+        doubt = self._take_free()
+        assert self.profile is not None
+        for costs in self._costs:
+            self._take(costs)
+        count, base = len(self._costs), self.profile.iteration * len(self._all)
+        extra = sum(self._all) - base
+        overhead = (extra - self._waited) / count  # may be negative: steps vary, and only the mean of many tells
+        self._overhead = overhead if self._overhead is None else _smooth(self._overhead, overhead)
+        if self.fixed is not None or not self.k:
+            return None
+        seen = max(0.0, self._overhead, mean(costs.stall for costs in self._costs))
+        interval = choose(self.profile, self.budget, overhead=seen, failure_s=self.failure_s)
+        observed = extra / base
+        k, moved = self._moved(interval, over=observed - doubt / base > self.budget)
+        if k == self.k:
+            return None
+        self.k = k
+        reason = f"{moved} ({observed:.1%} observed, budget {self.budget:.1%}): {interval.reason}"
+        return Decision(step=step, interval=interval, profile=self.profile, observed=observed, reason=reason)
+
+    def _take_free(self) -> float:
+        """The time of a step without checkpoints, from those that had none under way; returns the standard error of the time
+        that all steps of the window would have taken without, seconds."""
+        free, n = self._free, len(self._all)
+        if len(free) < FEWEST_FREE:
+            return self._deviation * math.sqrt(n)
+        iteration, update = mean(free), mean(self._updates)
+        if self.profile is None:
+            self.profile = Profile(iteration=iteration, update=update, copy=0.0, persist=0.0)
+        else:
+            self.profile = replace(self.profile, iteration=iteration, update=update)
+        self._deviation = stdev(free)
+        return self._deviation * math.sqrt(n + n * n / len(free))
+
+    def _take(self, costs: Costs) -> None:
+        assert self.profile is not None
+        known = self.profile.persist > 0
+        copy = _smooth(self.profile.copy, costs.copy) if known else costs.copy
+        persist = _smooth(self.profile.persist, costs.persist) if known else costs.persist
+        self.profile = replace(self.profile, copy=copy, persist=persist)
+        if costs.device_copy is not None:  # it fitted: by how much does not matter
+            self.profile = replace(self.profile, device_copy=costs.device_copy, free=self.profile.size + 1)
+
+    def _moved(self, interval: Interval, *, over: bool) -> tuple[int, str]:
+        """Up at once when the budget is exceeded or persisting takes longer; down only when it was to be twice in a row, and
+        then no further than both times."""
+        if interval.k > self.k and (over or interval.k > self.k * (1 + TOLERANCE)):
+            self._lower = []
+            return interval.k, "raised"
+        if interval.k < self.k * (1 - TOLERANCE) and not over:
+            self._lower.append(interval.k)
+            if len(self._lower) >= 2:
+                k, self._lower = max(self._lower), []
+                return k, "lowered"
+            return self.k, ""
+        self._lower = []
+        return self.k, ""
+
+    # ---------------------------------------------------------------- between runs
+
+    def to_json(self) -> dict[str, Any]:
+        """What a later run of the same kind begins with."""
+        profile = self.profile
+        times = {} if profile is None else {name: getattr(profile, name) for name in ("iteration", "update", "copy", "persist")}
+        return {"k": self.k, "profile": times}
+
+    def begin_from(self, stored: dict[str, Any]) -> bool:
+        """Takes over what an earlier run measured, so that this one need not; whether it could be used."""
+        try:
+            times = {name: float(stored["profile"][name]) for name in ("iteration", "update", "copy", "persist")}
+            profile = Profile(**times)  # pyright: ignore[reportArgumentType]
+            k = int(stored["k"])
+        except (KeyError, TypeError, ValueError):
+            return False
+        if k < 1 or not 0 < profile.iteration < math.inf:
+            return False
+        self.k, self.profile = k, profile
+        return True
+
+
+def _smooth(old: float, new: float) -> float:
+    return old + SMOOTHING * (new - old)

@@ -1,0 +1,229 @@
+"""The state of whatever has `state_dict()` and `load_state_dict()`: taken apart for a checkpoint, compared, put back.
+
+Two kinds of state. *Shared*: parameters of modules and what optimizers keep for them. It is the same on every rank, changes
+in the weight update only, and is copied while the next step computes; each rank stores a part of it. *Own*: everything else,
+that is buffers, schedulers, scalers, random generators. It may differ between ranks and may change at any time, so it is copied
+at once, and each rank stores its own.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from raytrain_ft.errors import ConfigError, StorageError
+from raytrain_ft.storage.checkpoint import Content
+from raytrain_ft.storage.tree import flatten, unflatten
+from raytrain_ft.training import restore
+
+GENERATORS = "generators"
+"""What the state of the random generators is called among a rank's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """State taken apart.
+
+    Attributes:
+        skeletons: by object, its state dict as JSON, with paths in place of tensors.
+        shared: tensors by path, in an order that is the same on every rank. They are the objects' own: not copied.
+        own: tensors by path; copies.
+    """
+
+    skeletons: dict[str, Any]
+    shared: dict[str, Tensor]
+    own: dict[str, Tensor]
+
+
+def bare(value: Any) -> Any:
+    """The module inside the wrappers that put a prefix to its names (DDP, DataParallel, torch.compile); others as they are."""
+    while True:
+        if isinstance(value, DistributedDataParallel | DataParallel):
+            value = value.module
+        elif isinstance(value, nn.Module) and isinstance(getattr(value, "_orig_mod", None), nn.Module):
+            value = value._orig_mod
+        else:
+            return value
+
+
+def check_objects(objects: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an object without state_dict() and load_state_dict()."""
+    for name, value in objects.items():
+        if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise ConfigError(
+                f"checkfreq.open({name}={type(value).__name__}): it needs state_dict() and load_state_dict(); "
+                "wrap it in an object that has them"
+            )
+
+
+# ---------------------------------------------------------------- taking apart
+
+
+@torch.no_grad()
+def take_apart(objects: Mapping[str, Any]) -> Parts:
+    """The state as it is now.
+
+    Raises:
+        ConfigError: it holds something that cannot be stored without pickle, or a tensor that is one of many processes' parts.
+    """
+    skeletons: dict[str, Any] = {}
+    shared: dict[str, Tensor] = {}
+    own: dict[str, Tensor] = {}
+    for name, value in objects.items():
+        skeletons[name], tensors = flatten(_state(value), name)
+        common = _addresses(value)
+        for path, tensor in tensors.items():
+            _check_whole(path, tensor)
+            if common is None or id(tensor) in common:
+                shared[path] = tensor
+            else:
+                own[path] = tensor.detach().clone()
+    skeleton, tensors = flatten(generator_states(), GENERATORS)
+    skeletons[GENERATORS] = skeleton
+    return Parts(skeletons, dict(sorted(shared.items())), own | tensors)
+
+
+def _state(value: Any) -> Any:
+    value = bare(value)
+    return value.state_dict(keep_vars=True) if isinstance(value, nn.Module) else value.state_dict()
+
+
+def _addresses(value: Any) -> set[int] | None:
+    """Which tensors of its state are shared, by id(); None if all are."""
+    if isinstance(value, torch.optim.Optimizer):
+        return None
+    value = bare(value)
+    return {id(parameter) for parameter in value.parameters()} if isinstance(value, nn.Module) else set()
+
+
+def _check_whole(path: str, tensor: Tensor) -> None:
+    if hasattr(tensor, "to_local") or hasattr(tensor, "local_shards"):
+        raise ConfigError(f"{path} is a {type(tensor).__name__}: models that are sharded over processes cannot be stored here")
+
+
+def own_tensors(parts: Parts, rank: int) -> list[tuple[str, Tensor]]:
+    """A rank's own state as tensors by name: that of rank 0 also serves ranks that did not exist when it was stored."""
+    content = json.dumps(parts.skeletons).encode()
+    skeleton = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return [(own_name(rank, "skeletons"), skeleton), *((own_name(rank, path), one) for path, one in parts.own.items())]
+
+
+def own_name(rank: int, path: str) -> str:
+    """Name in a checkpoint of what belongs to one rank."""
+    return f"rank-{rank}/{path}"
+
+
+# ---------------------------------------------------------------- comparing
+
+
+def describe(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be the same for a state to fit: {object: {"class": ..., "tensors" or "groups": shapes}}; JSON."""
+    return {name: _describe(bare(value)) for name, value in objects.items()}
+
+
+def _describe(value: Any) -> dict[str, Any]:
+    about: dict[str, Any] = {"class": f"{type(value).__module__}.{type(value).__qualname__}"}
+    if isinstance(value, nn.Module):
+        state = flatten(value.state_dict(keep_vars=True))[1]
+        about = {"class": "module", "tensors": {key: [str(one.dtype), list(one.shape)] for key, one in state.items()}}
+    elif isinstance(value, torch.optim.Optimizer):
+        about["groups"] = [[[str(p.dtype), list(p.shape)] for p in group["params"]] for group in value.param_groups]
+    return about
+
+
+def differences(name: str, stored: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Every way in which the description of an object here is not the stored one."""
+    found: list[str] = []
+    if stored.get("class") != here["class"]:
+        found.append(f"{name} is a {stored.get('class')} in the checkpoint, a {here['class']} here")
+        return found
+    found += _keyed(name, stored.get("tensors", {}), here.get("tensors", {}))
+    before, now = stored.get("groups", []), here.get("groups", [])
+    if len(before) != len(now):
+        found.append(f"{name} has {len(before)} parameter groups in the checkpoint, {len(now)} here")
+    for number, (old, new) in enumerate(zip(before, now, strict=False)):
+        if len(old) != len(new):
+            found.append(f"{name}: group {number} has {len(old)} parameters in the checkpoint, {len(new)} here")
+        pairs = enumerate(zip(old, new, strict=False))
+        found += [f"{name}: group {number}, parameter {i} {_versus(a, b)}" for i, (a, b) in pairs if a != b]
+    return found
+
+
+def _keyed(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    found = [f"{name}: {key} is missing in the checkpoint" for key in new if key not in old]
+    found += [f"{name}: {key} is in the checkpoint only" for key in old if key not in new]
+    return found + [f"{name}: {key} {_versus(old[key], new[key])}" for key in new if key in old and old[key] != new[key]]
+
+
+def _versus(old: list[Any], new: list[Any]) -> str:
+    return f"is {old[0]} {old[1]} in the checkpoint, {new[0]} {new[1]} here"
+
+
+# ---------------------------------------------------------------- putting back
+
+
+def stored_skeletons(content: Content, rank: int) -> dict[str, Any]:
+    """What `own_tensors` wrote down for this rank.
+
+    Raises:
+        StorageError: it is not there, or damaged.
+    """
+    try:
+        found = json.loads(restore.make(content, own_name(rank, "skeletons")).numpy().tobytes())
+    except (ValueError, RecursionError) as error:
+        raise StorageError(f"{content.manifest.name}: the state of rank {rank} is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise StorageError(f"{content.manifest.name}: the state of rank {rank} is no state")
+    return found
+
+
+def put_together(content: Content, skeleton: Any, rank: int) -> Any:
+    """The state dict that a skeleton stands for.
+
+    Raises:
+        StorageError: the checkpoint does not have what it asks for.
+    """
+
+    def tensor(path: str) -> Tensor:
+        own = own_name(rank, path)
+        return restore.make(content, own if own in content.pieces else path)
+
+    return unflatten(skeleton, tensor)
+
+
+def put_back(value: Any, state: Any) -> None:
+    """Loads a state dict into an object."""
+    bare(value).load_state_dict(state)
+
+
+# ---------------------------------------------------------------- random generators
+
+
+def generator_states() -> dict[str, Any]:
+    """The states of the global generators: torch's on the CPU and on every GPU in use, numpy's, Python's."""
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    version, internal, following = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "numpy": [name, np.asarray(keys), int(position), int(has_gauss), float(cached)],
+        "python": [version, np.asarray(internal, dtype=np.uint32), following],
+    }
+
+
+def set_generators(state: Mapping[str, Any]) -> None:
+    """Puts the generators where they were."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
+    np.random.set_state(tuple(state["numpy"]))
+    version, internal, following = state["python"]
+    random.setstate((version, tuple(int(value) for value in internal), following))

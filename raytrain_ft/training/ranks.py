@@ -1,0 +1,106 @@
+"""The processes that train together, as torch.distributed has them (torchrun, Ray Train), or one process alone.
+
+What they tell each other here is small and rare: JSON, in tensors of bytes over a gloo group of their own, so that it neither
+needs a GPU nor disturbs the collectives of the training. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from raytrain_ft import errors
+from raytrain_ft.errors import FTError, StorageError
+
+
+class Ranks:
+    """This process among those that train together. Every method is a collective: all ranks call it, in the same order.
+
+    Attributes:
+        rank, count: this process's number, and of how many; 0 of 1 without torch.distributed.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        """Joins. A rank that does not come within `timeout` makes every method here raise StorageError."""
+        self.rank, self.count = current()
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if self.count > 1 else None
+        self._timeout = timeout
+
+    def first_says(self, value: Any) -> Any:
+        """Rank 0's value, on every rank; what the others give is ignored.
+
+        Raises:
+            StorageError: rank 0 cannot be reached.
+        """
+        if self._group is None:
+            return value
+        content = _bytes(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([len(content)])
+        self._carefully(lambda: dist.broadcast(size, 0, group=self._group))
+        if self.rank != 0:
+            content = torch.empty(int(size), dtype=torch.uint8)
+        self._carefully(lambda: dist.broadcast(content, 0, group=self._group))
+        return _value(content)
+
+    def all_say(self, value: Any) -> list[Any]:
+        """Every rank's value, in the order of ranks.
+
+        Raises:
+            StorageError: a rank cannot be reached.
+        """
+        if self._group is None:
+            return [value]
+        content = _bytes(value)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
+        self._carefully(lambda: dist.all_gather(sizes, torch.tensor([len(content)]), group=self._group))
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(content)] = content
+        found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.count)]
+        self._carefully(lambda: dist.all_gather(found, padded, group=self._group))
+        return [_value(one[: int(size)]) for one, size in zip(found, sizes, strict=True)]
+
+    def agree(self, error: FTError | None) -> None:
+        """Raises on every rank if one of them has an error: its own, or else that of the first that has one."""
+        said = self.all_say(None if error is None else [type(error).__name__, str(error)])
+        if error is not None:
+            raise error
+        for rank, other in enumerate(said):
+            if other is not None:
+                kind = getattr(errors, other[0], StorageError)
+                raise kind(f"rank {rank}: {other[1]}")
+
+    def leave(self) -> None:
+        """Gives the group up."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _carefully(self, collective: Any) -> None:
+        try:
+            collective()
+        except RuntimeError as error:
+            raise StorageError(
+                f"rank {self.rank} of {self.count}: the others could not be reached within {self._timeout}; "
+                f"is one of them lost, or not inside checkfreq.open? ({error})"
+            ) from error
+
+
+def current() -> tuple[int, int]:
+    """(rank, world size) by torch.distributed; (0, 1) if that is not in use."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def _bytes(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _value(content: Tensor) -> Any:
+    return json.loads(content.numpy().tobytes())

@@ -1,0 +1,187 @@
+"""A loader that goes on with the exact next sample: torch's DataLoader, driven by an order that two integers describe.
+
+CheckFreq's resumable iterator (section 4.3.1, Fig. 5), for any number of processes: the state is (epoch, samples consumed by
+all ranks together). Nothing that was read ahead is saved. What a dataset draws at random, from torch, numpy or `random`, is a
+function of (seed, epoch, sample), so it is the same whoever loads the sample, and the training's own draws are not disturbed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from raytrain_ft.errors import ConfigError
+from raytrain_ft.policy.sampling import Position, Sampling, next_batch, sample_ids, share, steps_per_epoch
+from raytrain_ft.training.data import dataset_size, fetch
+from raytrain_ft.training.random import sample_seed
+from raytrain_ft.training.ranks import current
+
+_OURS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last", "generator")
+
+
+class Loader:
+    """Takes the place of `torch.utils.data.DataLoader`.
+
+    `for batch in loader` runs to the end of the epoch, from wherever it stands: from its beginning, in the midst of it after a
+    resume or a `break`. Under torch.distributed every rank reads its share of each global batch.
+
+    Attributes:
+        dataset: as given.
+        position: where the loader stands: the batch that comes next begins here.
+        share: this rank's samples in the batch that was handed out last, as a multiple of an equal share. It is 1 unless a
+            batch cannot be shared out evenly; then DDP's mean over ranks is the mean over samples if the loss is multiplied
+            by it.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        global_batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> None:
+        """
+        Args:
+            dataset: map-style: `__len__` and `__getitem__`.
+            global_batch_size: samples per batch over all ranks, whatever their number: it is what stays when that changes.
+            shuffle: each epoch in an order of its own, a function of (seed, epoch).
+            drop_last: leave out an epoch's last batch if it is short.
+            options: any other argument of DataLoader: num_workers, collate_fn, pin_memory, prefetch_factor...
+
+        Raises:
+            ConfigError: the dataset cannot be read by index, or an option cannot be used.
+        """
+        for name in _OURS:
+            if name in options:
+                raise ConfigError(
+                    f"checkfreq.Loader({name}=...): the loader makes the order itself; use global_batch_size, shuffle, seed, "
+                    "drop_last"
+                )
+        self.dataset = dataset
+        self.sampling = Sampling(dataset_size(dataset), global_batch_size, seed, shuffle, drop_last)
+        self.position = Position()
+        self.share = 1.0
+        self._before: Callable[[], None] = _nothing
+        self._after: Callable[[], None] = _nothing
+        rows = dataset if type(dataset) is TensorDataset else _Seeded(dataset, seed)
+        self._torch: DataLoader[Any] = DataLoader(rows, batch_sampler=_Shares(self), generator=torch.Generator(), **options)
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        return steps_per_epoch(self.sampling)
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = self.position.epoch
+        batches: Iterator[Any] | None = None
+        try:
+            while self.position.epoch == epoch:
+                self._before()
+                batches = batches or iter(self._torch)
+                data = next(batches)
+                batch, after = next_batch(self.sampling, self.position)
+                rank, count = current()
+                self.share = len(share(batch, rank, count)) * count / len(batch)
+                self.position = after
+                yield data
+        finally:  # also when the loop is left with `break`
+            self._after()
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs that are left of `count`: `for epoch in loader.epochs(90): for batch in loader: ...`
+
+        Raises:
+            ConfigError: an epoch was left without reading a batch of it, which would go on for ever.
+        """
+        while self.position.epoch < count:
+            before = self.position
+            yield before.epoch
+            if self.position == before:
+                raise ConfigError(f"epoch {before.epoch}: the loop over epochs read no batch from its loader")
+
+    def observe(self, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None) -> None:
+        """Has `before` called when a batch is asked for, and `after` when the loop is left."""
+        self._before, self._after = before or _nothing, after or _nothing
+
+    # ------------------------------------------------------------ what is saved
+
+    def state_dict(self) -> dict[str, int]:
+        """The two integers."""
+        return asdict(self.position)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on from there.
+
+        Raises:
+            ConfigError: there is no such position in this dataset.
+        """
+        position = Position(int(state["epoch"]), int(state["consumed"]))
+        batch, _ = next_batch(self.sampling, position)
+        self.position = Position(batch.epoch, batch.start)
+
+    def check_world(self, count: int) -> None:
+        """Raises ConfigError if some batch has fewer samples than there are ranks: a rank would have nothing to do."""
+        size, batch = self.sampling.dataset_size, self.sampling.global_batch_size
+        rest = 0 if self.sampling.drop_last else size % batch
+        for samples, which in ((batch, "each batch"), (rest, "the last batch of an epoch")):
+            if 0 < samples < count:
+                raise ConfigError(
+                    f"{which} has {samples} samples for {count} ranks: use another global_batch_size, or drop_last=True"
+                )
+
+
+class _Shares:
+    """The batch sampler: this rank's sample ids, batch after batch, from the loader's position to the end of the epoch."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        sampling, position = self._loader.sampling, self._loader.position
+        plain = type(self._loader.dataset) is TensorDataset
+        epoch = position.epoch
+        while position.epoch == epoch:
+            batch, position = next_batch(sampling, position)
+            ids = sample_ids(sampling, epoch, share(batch, *current())).tolist()
+            yield ids if plain else [(epoch, index) for index in ids]
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+class _Seeded(Dataset[Any]):
+    """A dataset whose draws from the global generators depend on the epoch and the sample alone, and disturb nobody else's."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
+        states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        try:
+            return [self._one(epoch, index) for epoch, index in keys]
+        finally:
+            torch.set_rng_state(states[0])
+            np.random.set_state(states[1])
+            random.setstate(states[2])
+
+    def _one(self, epoch: int, index: int) -> Any:
+        value = sample_seed(self.seed, epoch, index)
+        torch.default_generator.manual_seed(value)
+        np.random.seed(value & 0xFFFF_FFFF)
+        random.seed(value)
+        return fetch(self.dataset, [index])[0]
+
+
+def _nothing() -> None:
+    """Nobody observes this loader."""

@@ -1,0 +1,228 @@
+"""Going on from a checkpoint of `raytrain_ft.checkfreq`: found, read, compared with what is there, and only then loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from raytrain_ft.errors import ConfigError, MismatchError, NoCheckpointError, StorageError
+from raytrain_ft.policy.sampling import Position
+from raytrain_ft.storage import checkpoint
+from raytrain_ft.storage.checkpoint import Content
+from raytrain_ft.storage.filesystem import Storage
+from raytrain_ft.storage.manifest import Manifest, Name
+from raytrain_ft.training import objects as states
+from raytrain_ft.training.random import seed_all, step_seed
+from raytrain_ft.training.resumable import Loader
+
+KIND = "raytrain_ft.checkfreq-1"
+BEGUN_FILE = "begun.json"
+"""Says from which writer's epoch on checkpoints count: a run was told to begin anew where there were some."""
+
+
+# ---------------------------------------------------------------- what is stored beside the tensors
+
+
+def values(
+    objects: Mapping[str, Any], loaders: Mapping[str, Loader], data: Mapping[str, Position], world: int
+) -> dict[str, Any]:
+    """For the manifest; JSON. `data`: where each loader stands."""
+    return {
+        "kind": KIND,
+        "world": world,
+        "data": {name: asdict(position) for name, position in data.items()},
+        "datasets": {name: asdict(loader.sampling) for name, loader in loaders.items()},
+        "objects": states.describe(objects),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Those values, read and checked."""
+
+    world: int
+    data: dict[str, Position]
+    datasets: dict[str, dict[str, Any]]
+    objects: dict[str, dict[str, Any]]
+
+
+def _stored(manifest: Manifest) -> _Stored:
+    found = manifest.values
+    if found.get("kind") != KIND:
+        raise MismatchError(f"{manifest.name} was not written by raytrain_ft.checkfreq (kind {found.get('kind')!r})")
+    try:
+        data = {name: Position(int(one["epoch"]), int(one["consumed"])) for name, one in found["data"].items()}
+        datasets = {name: dict(one) for name, one in found["datasets"].items()}
+        objects = {name: dict(one) for name, one in found["objects"].items()}
+        return _Stored(int(found["world"]), data, datasets, objects)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StorageError(f"{manifest.name} does not have the values of a {KIND}: {error!r}") from error
+
+
+# ---------------------------------------------------------------- finding
+
+
+def begin_anew(storage: Storage, epoch: int) -> None:
+    """From now on only checkpoints of writers from `epoch` on count."""
+    if checkpoint.found(storage):
+        storage.put(BEGUN_FILE, [memoryview(json.dumps({"epoch": epoch}).encode())])
+
+
+def _begun(storage: Storage) -> int:
+    if storage.size(BEGUN_FILE) is None:
+        return 0
+    try:
+        return int(json.loads(storage.view(BEGUN_FILE).to_pybytes())["epoch"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise StorageError(f"{storage.uri}/{BEGUN_FILE} is damaged: remove it to go on from the newest checkpoint") from error
+
+
+def newest(storage: Storage, warn: Callable[[str], None]) -> Content | None:
+    """The newest checkpoint that is whole, verified; None if there are none at all. `warn` is told of those passed over.
+
+    Raises:
+        NoCheckpointError: there are some, and all are damaged. MismatchError: it is none of ours.
+    """
+    begun = _begun(storage)
+    passed: list[str] = []
+
+    for candidate in checkpoint.found(storage):
+        if not candidate.complete or candidate.name.epoch < begun:
+            continue
+        try:
+            manifest = checkpoint.read_manifest(storage, candidate.name)
+            _stored(manifest)
+            return checkpoint.read(storage, manifest)
+        except StorageError as error:
+            passed.append(f"checkpoint {candidate.name} is passed over: {error}")
+            warn(passed[-1])
+    if passed:
+        raise NoCheckpointError(
+            f"{storage.uri}: no checkpoint can be read; " + "; ".join(passed) + '. resume="never" begins anew'
+        )
+    return None
+
+
+def named(storage: Storage, name: str) -> Content:
+    """A checkpoint that another rank has chosen.
+
+    Raises:
+        StorageError: this process cannot read it.
+    """
+    parsed = Name.parse(name)
+    if parsed is None or storage.size(f"{name}/manifest.json") is None:
+        raise StorageError(f"{storage.uri} does not hold {name} here: is it a directory that all ranks share?")
+    return checkpoint.read(storage, checkpoint.read_manifest(storage, parsed))
+
+
+# ---------------------------------------------------------------- comparing, then loading
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is about to be loaded: everything fits.
+
+    Attributes:
+        states: (object, its state dict); positions: (loader, where it goes on); generators: their states.
+        step: steps committed; world: how many ranks it was stored by; notes: what was overridden, in words.
+    """
+
+    states: list[tuple[Any, Any]]
+    positions: list[tuple[Loader, Position]]
+    generators: dict[str, Any]
+    step: int
+    world: int
+    notes: list[str]
+
+
+def plan(
+    content: Content, objects: Mapping[str, Any], loaders: Mapping[str, Loader], override: Collection[str], rank: int
+) -> Plan:
+    """Compares, and puts together what is to be loaded. Changes nothing.
+
+    Raises:
+        MismatchError: with every difference that `override` does not allow. StorageError: a part is missing.
+    """
+    stored = _stored(content.manifest)
+    here = states.describe(objects)
+    unknown = set(override) - stored.objects.keys() - here.keys() - {"dataset"}
+    if unknown:
+        names = sorted({*stored.objects, *here, "dataset"})
+        raise ConfigError(f"checkfreq.open(override=...): {sorted(unknown)} are not among {names}")
+    apart: dict[str, list[str]] = {}
+    for name in sorted(stored.objects.keys() | here.keys()):
+        if name not in here:
+            apart[name] = [f"{name} is in the checkpoint, and was not passed to checkfreq.open"]
+        elif name not in stored.objects:
+            apart[name] = [f"{name} was passed to checkfreq.open, and is not in the checkpoint"]
+        else:
+            apart[name] = states.differences(name, stored.objects[name], here[name])
+    lines = [line for name, found in apart.items() if name not in override for line in found]
+    data = _data_differences(stored, loaders)
+    lines += [line for found in data.values() for line in found if "dataset" not in override]
+    if lines:
+        raise MismatchError(
+            f"{content.manifest.name} does not fit; nothing was loaded:\n"
+            + "\n".join(f"  {line}" for line in lines)
+            + '\nTo go on without what differs, pass its name in override={...} ("dataset" for the data)'
+        )
+    source = rank if rank < stored.world else 0
+    skeletons = states.stored_skeletons(content, source)
+    chosen = [name for name in here if not apart[name]]
+    try:
+        found = [(objects[name], states.put_together(content, skeletons[name], source)) for name in chosen]
+        generators = states.put_together(content, skeletons[states.GENERATORS], source)
+    except KeyError as error:
+        raise StorageError(f"{content.manifest.name} lacks the state of {error}") from error
+    notes = [f"overridden: {line}" for lines in (*apart.values(), *data.values()) for line in lines]
+    positions = [(loaders[name], _position(stored, loaders[name], name)) for name in loaders if name in stored.data]
+    if rank >= stored.world:
+        generators = {}
+    return Plan(found, positions, generators, content.manifest.step, stored.world, notes)
+
+
+def _data_differences(stored: _Stored, loaders: Mapping[str, Loader]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name in sorted(stored.datasets.keys() | loaders.keys()):
+        if name not in loaders or name not in stored.data or name not in stored.datasets:
+            found[name] = [f"loader {name} is {'in the checkpoint' if name not in loaders else 'here'} only"]
+            continue
+        here, before = asdict(loaders[name].sampling), stored.datasets[name]
+        found[name] = [
+            f"{name}: {key} is {before.get(key)} in the checkpoint, {here[key]} here"
+            for key in here
+            if before.get(key) != here[key]
+        ]
+    return found
+
+
+def _position(stored: _Stored, loader: Loader, name: str) -> Position:
+    """Where to go on. In another order of samples that is the beginning of the epoch."""
+    here, before = asdict(loader.sampling), stored.datasets[name]
+    same = all(before.get(key) == here[key] for key in ("dataset_size", "seed", "shuffle"))
+    return stored.data[name] if same else Position(stored.data[name].epoch, 0)
+
+
+def load(plan: Plan) -> None:
+    """Loads all of it but the generators.
+
+    Raises:
+        ConfigError: an object does not take its own state back.
+    """
+    for value, state in plan.states:
+        try:
+            states.put_back(value, state)
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{type(value).__name__}.load_state_dict failed: {type(error).__name__}: {error}") from error
+    for loader, position in plan.positions:
+        loader.load_state_dict(asdict(position))
+
+
+def set_generators(plan: Plan, rank: int) -> None:
+    """Puts the random generators where they were. A rank that did not exist then gets streams of its own."""
+    if plan.generators:
+        states.set_generators(plan.generators)
+    else:
+        seed_all(step_seed(0, plan.step, rank, 0))

@@ -1,0 +1,278 @@
+"""What stands behind `raytrain_ft.checkfreq`: one process's part in a run whose loop belongs to the user.
+
+A step begins when a batch is asked for and ends when the next one is: then it is *committed*, with all that the loop did
+after the update. Rank 0 decides how often to checkpoint. The others learn it without a collective per step: with every
+checkpoint rank 0 also says at which step it will speak again, and only there do the ranks meet (a broadcast of two numbers
+over gloo).
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from raytrain_ft.errors import FTError, NoCheckpointError
+from raytrain_ft.policy.sampling import Position
+from raytrain_ft.policy.tuner import Tuner
+from raytrain_ft.storage import checkpoint, lock
+from raytrain_ft.storage.checkpoint import Content
+from raytrain_ft.storage.filesystem import Storage
+from raytrain_ft.training import objects as states
+from raytrain_ft.training import resume as resuming
+from raytrain_ft.training.checkpointer import Checkpointer, Target
+from raytrain_ft.training.journal import Journal
+from raytrain_ft.training.ranks import Ranks
+from raytrain_ft.training.resumable import Loader
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a session was told; see `checkfreq.open`. `window`: steps to measure before the first checkpoint."""
+
+    budget: float
+    window: int
+    every: int | None
+    keep: int
+    keep_epochs: bool
+    timeout_s: float
+
+
+class Session:
+    """See above. All methods belong to the training thread.
+
+    Attributes:
+        step: updates made so far, over all launches of the run.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        storage: Storage,
+        journal: Journal,
+        objects: Mapping[str, Any],
+        loaders: Mapping[str, Loader],
+        plan: Plan,
+    ) -> None:
+        self.step = 0
+        self.storage = storage
+        self._ranks, self._journal, self._plan = ranks, journal, plan
+        self._objects, self._loaders = objects, loaders
+        self._closing = ExitStack()
+        self._resumed: resuming.Plan | None = None
+        self._began_at = 0
+        self._parts: states.Parts | None = None
+        self._committed: dict[str, Position] = {}
+        self._uncommitted: dict[str, Position] | None = None  # where the data stand after an update of the present step
+        self._next_decision = 0
+        self._since: float | None = None  # when the clock was last read; None while it stands still
+        self._seconds = self._update_s = self._update_began = 0.0
+
+    # ---------------------------------------------------------------- the beginning
+
+    def begin(self, resume: str, override: Collection[str]) -> None:
+        """Takes the right to write, loads the newest valid checkpoint, and gets ready. Undone by `close`, also after an error.
+
+        Raises:
+            the errors of `checkfreq.open`, on every rank.
+        """
+        self._closing.callback(self._ranks.leave)
+        self._closing.callback(self._journal.close)
+        right = _by_first(self._ranks, self._acquire)
+        self._resume(resume, override, right["epoch"])
+        target = Target(
+            uri=self.storage.uri,
+            owner=right["owner"],
+            epoch=right["epoch"],
+            keep=self._plan.keep,
+            profile_key=self._profile_key(),
+            timeout_s=self._plan.timeout_s,
+        )
+        self._checkpointer = Checkpointer(target, self._capture, self._tuner, self._journal.tell, self._own)
+        self._closing.callback(self._checkpointer.close, self._plan.timeout_s)
+        self._follow()
+        self._checkpointer.begin(self._ranks.rank, self._ranks.count, 1, self.step)
+        self._next_decision = self._ranks.first_says(self._earliest())
+
+    def _acquire(self) -> dict[str, Any]:
+        right = lock.acquire(self.storage, uuid.uuid4().hex)
+        self._closing.callback(right.release)
+        checkpoint.sweep(self.storage)
+        return {"owner": right.owner.owner, "epoch": right.owner.epoch}
+
+    def _resume(self, resume: str, override: Collection[str], epoch: int) -> None:
+        """Every rank reads the same checkpoint, and none changes anything unless it fits on all."""
+        found: list[Content] = []
+
+        def choose() -> str | None:
+            if resume == "never":
+                resuming.begin_anew(self.storage, epoch)
+                return None
+            content = resuming.newest(self.storage, lambda text: self._journal.tell("CheckpointPassedOver", {"reason": text}))
+            if content is None and resume == "require":
+                raise NoCheckpointError(f'{self.storage.uri} holds no checkpoint, and resume="require"')
+            found.extend([content] if content else [])
+            return str(content.manifest.name) if content else None
+
+        def compare() -> resuming.Plan:
+            content = found[0] if found else resuming.named(self.storage, str(name))
+            return resuming.plan(content, self._objects, self._loaders, override, self._ranks.rank)
+
+        name = _by_first(self._ranks, choose)
+        if name is None:
+            self._journal.tell("Started", {"world": self._ranks.count})
+            return
+        plan = _by_all(self._ranks, compare)
+        _by_all(self._ranks, lambda: resuming.load(plan))
+        resuming.set_generators(plan, self._ranks.rank)
+        self._resumed, self.step, self._began_at = plan, plan.step, plan.step
+        data = {name: loader.state_dict() for name, loader in self._loaders.items()}
+        about = {"world": self._ranks.count, "world_before": plan.world, "notes": plan.notes}
+        self._journal.tell("Resumed", {"checkpoint": name, "step": self.step, "data": data, **about})
+
+    def _tuner(self) -> Tuner:
+        return Tuner(budget=self._plan.budget, window=self._plan.window, fixed=self._plan.every)
+
+    def _profile_key(self) -> str:
+        """Measurements of another world, or of objects of other sizes, are of no use."""
+        batches = [loader.sampling.global_batch_size for loader in self._loaders.values()]
+        size = sum(one.numel() for value in self._objects.values() for one in getattr(value, "parameters", list)())
+        return f"{self._ranks.count} ranks, batches {batches}, {size} parameters, {torch.cuda.device_count()} devices"
+
+    def _follow(self) -> None:
+        """Has the loaders and the optimizers tell of what happens."""
+        for loader in self._loaders.values():
+            loader.observe(self.commit, self.pause)
+            self._closing.callback(loader.observe)
+        for value in self._objects.values():
+            if isinstance(value, torch.optim.Optimizer):
+                before = value.register_step_pre_hook(lambda *_: self.update_begins())
+                after = value.register_step_post_hook(lambda *_: self.update_ends())
+                self._closing.callback(before.remove)
+                self._closing.callback(after.remove)
+
+    # ---------------------------------------------------------------- step by step
+
+    def update_begins(self) -> None:
+        """The weights are about to change: waits until a copy that is under way is complete."""
+        self._checkpointer.await_copy(_go_on)
+        self._update_began = time.monotonic()
+
+    def update_ends(self) -> None:
+        """The weights have changed. However often that happens between two batches, it is one step."""
+        now = time.monotonic()
+        self._update_s += now - self._update_began
+        self._update_began = now  # an optimizer's step inside `update` is not counted twice
+        if self._uncommitted is None:
+            self.step += 1
+        self._uncommitted = {name: loader.position for name, loader in self._loaders.items()}
+
+    def commit(self) -> None:
+        """A batch is asked for: what was done since the last one is a step, if there was an update in it."""
+        now = time.monotonic()
+        if self._since is not None:
+            self._seconds += now - self._since
+        self._since = now
+        if self._resumed is not None:
+            resuming.set_generators(self._resumed, self._ranks.rank)  # something may have drawn since `begin`
+            self._resumed = None
+        if self._uncommitted is not None:
+            ended = self._commit_step() and self._plan.keep_epochs
+            if ended or self.step >= self._next_decision:
+                self._decide(ended)
+
+    def pause(self) -> None:
+        """The epoch is over: until the next batch is asked for, time is not counted."""
+        if self._since is not None:
+            self._seconds += time.monotonic() - self._since
+            self._since = None
+
+    def leave_out(self, seconds: float) -> None:
+        """So much of the time since the last batch was no training."""
+        if self._since is not None:
+            self._since += seconds
+
+    def _commit_step(self) -> bool:
+        """Returns whether an epoch ended with this step."""
+        assert self._uncommitted is not None
+        self._committed, self._uncommitted = self._uncommitted, None
+        self._checkpointer.updated(self._update_s)
+        self._checkpointer.stepped(self.step, self._seconds)
+        self._seconds = self._update_s = 0.0
+        return any(position.consumed == 0 for position in self._committed.values())
+
+    def _decide(self, ended: bool) -> None:
+        """The ranks meet: is a checkpoint due, and at which step will rank 0 speak again?"""
+        due = ended or (self._ranks.rank == 0 and self._checkpointer.wants(self.step))
+        if due and self._ranks.rank == 0:
+            self._checkpointer.take(self.step, _go_on, kept=ended)
+        due, self._next_decision = self._ranks.first_says([due, self._earliest()])
+        if due and self._ranks.rank != 0:
+            self._checkpointer.take(self.step, _go_on, kept=ended)
+
+    def _earliest(self) -> int:
+        return self._checkpointer.earliest(self.step) if self._ranks.rank == 0 else 0
+
+    # ---------------------------------------------------------------- what is stored
+
+    def _capture(self) -> tuple[list[tuple[str, torch.Tensor]], dict[str, Any]]:
+        self._parts = states.take_apart(self._objects)
+        about = resuming.values(self._objects, self._loaders, self._committed, self._ranks.count)
+        return list(self._parts.shared.items()), about
+
+    def _own(self) -> list[tuple[str, torch.Tensor]]:
+        assert self._parts is not None
+        return states.own_tensors(self._parts, self._ranks.rank)
+
+    # ---------------------------------------------------------------- the end
+
+    def finish(self) -> None:
+        """The loop has come to its end: its last state becomes a checkpoint, which is waited for."""
+        if self._uncommitted is not None:
+            self.pause()
+            self._commit_step()
+        if self.step > self._began_at:
+            self._checkpointer.finish(self.step, _go_on)
+        elif any(loader.position != Position() for loader in self._loaders.values()) and not self.step:
+            self._journal.tell("NothingToStore", {"reason": "batches were read and no update was seen: pass the optimizer"})
+        self._journal.tell("Finished", {"step": self.step})
+
+    def close(self) -> None:
+        """Brings a checkpoint that is under way to its end, and gives everything back."""
+        self._closing.close()
+
+
+def _by_first(ranks: Ranks, work: Callable[[], T]) -> T:
+    """What rank 0's work gives, or its error, on every rank."""
+    value: T | None = None
+    error: FTError | None = None
+    if ranks.rank == 0:
+        try:
+            value = work()
+        except FTError as found:
+            error = found
+    ranks.agree(error)
+    return ranks.first_says(value)
+
+
+def _by_all(ranks: Ranks, work: Callable[[], T]) -> T:
+    """What this rank's work gives; an error of one is an error of all."""
+    error: FTError | None = None
+    value: T | None = None
+    try:
+        value = work()
+    except FTError as found:
+        error = found
+    ranks.agree(error)
+    return value  # pyright: ignore[reportReturnType]
+
+
+def _go_on() -> None:
+    """Nothing ends a wait but its deadline."""

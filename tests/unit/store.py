@@ -1,0 +1,101 @@
+"""What the tests of storage share: a worker's part of a checkpoint written in this process, and what a reader makes of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from raytrain_ft.errors import StorageError
+from raytrain_ft.storage import checkpoint
+from raytrain_ft.storage.checkpoint import Content
+from raytrain_ft.storage.filesystem import LocalStorage, Storage, open_storage
+from raytrain_ft.storage.lock import Owner
+from raytrain_ft.storage.lock import _write as write_owner
+from raytrain_ft.storage.persister import Job, carry_out
+from raytrain_ft.training.restore import make
+from raytrain_ft.training.snapshot import copy_all, share, total_size
+
+OWNER = Owner(owner="test", epoch=1, host="nowhere", pid=os.getpid(), started=0.0)
+
+
+def own(storage: Storage, owner: Owner = OWNER) -> None:
+    """Gives an owner the right to write."""
+    write_owner(storage, owner)
+
+
+def save(uri: str, step: int, tensors: Mapping[str, Tensor], count: int = 1, **more: object) -> None:
+    """Writes and commits a checkpoint as `count` workers would; number 0 comes last, so that it need not wait."""
+    pairs = list(tensors.items())
+    for number in reversed(range(count)):
+        slices = share(pairs, number, count)
+        memory = memoryview(bytearray(sum(part.piece.size for part in slices)))
+        copy_all(slices, memory)
+        pieces = [(p.name, p.dtype, p.shape, p.start, p.size) for p in (part.piece for part in slices)]
+        job = Job(
+            uri=uri,
+            step=step,
+            number=number,
+            count=count,
+            pieces=pieces,
+            size=total_size(pairs),
+            **({"owner": OWNER.owner, "epoch": OWNER.epoch, "incarnation": 1, "keep": 2} | more),  # pyright: ignore
+        )
+        carry_out(job, memory, set())
+
+
+def newest(storage: Storage, warnings: list[str]) -> Content | None:
+    """The newest checkpoint that can be read whole, as every reader chooses it."""
+    for manifest in checkpoint.select(storage, warnings.append):
+        try:
+            return checkpoint.read(storage, manifest)
+        except StorageError as error:
+            warnings.append(str(error))
+    return None
+
+
+def tensors_of(content: Content) -> dict[str, Tensor]:
+    """New tensors with all that a checkpoint holds."""
+    return {name: make(content, name) for name in content.pieces}
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Also where a value is not equal to itself."""
+    a, b = (t.detach().resolve_conj().resolve_neg().contiguous() for t in (a, b))
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return not a.numel() or torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def state(step: int) -> dict[str, Tensor]:
+    """A small state in which every element says which step it is of."""
+    return {
+        "weight": torch.full((300, 20), float(step)),
+        "bias": torch.full((7,), float(step), dtype=torch.float64),
+        "empty": torch.empty(0, 3),
+        "count": torch.tensor(step),
+    }
+
+
+def step_of(content: Content) -> int:
+    """The step that all tensors of a `state` are of.
+
+    Raises:
+        AssertionError: they are not of one step.
+    """
+    found = {float(value) for tensor in tensors_of(content).values() for value in tensor.unique()}
+    assert found == {float(content.manifest.step)}, f"a mix of steps: {found}"
+    return content.manifest.step
+
+
+def two_checkpoints(path: Path, keep: int = 2) -> LocalStorage:
+    """Checkpoints of steps 10 and 20."""
+    storage = open_storage(str(path))
+    assert isinstance(storage, LocalStorage)
+    own(storage)
+    for step in (10, 20):
+        save(storage.uri, step, state(step), keep=keep)
+    return storage

@@ -1,0 +1,158 @@
+"""Scripts that use `raytrain_ft.checkfreq` are killed, resumed, and resumed in other worlds: same bits, each sample once."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+JOB = Path(__file__).with_name("checkfreq_job.py")
+SAMPLES, BATCHES_PER_EPOCH = 60, 8
+DEADLINE_S = 120
+
+
+@contextmanager
+def started(directory: Path, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """The job as a process in a group of its own, with its persister; gone at the end."""
+    process = subprocess.Popen(
+        [sys.executable, str(JOB), str(directory), *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=DEADLINE_S)
+
+
+def complete(directory: Path, *arguments: str, world: int = 1) -> list[Any]:
+    """Runs the job to its end as so many ranks; returns what each had at the end."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "lo"}
+    environments = [common | {"RANK": str(rank)} for rank in range(world)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(JOB), str(directory), *arguments],
+            stdout=subprocess.DEVNULL,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        )
+        for environment in environments
+    ]
+    try:
+        codes = [process.wait(DEADLINE_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert codes == [0] * world
+    return [torch.load(directory / f"final-{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_bits(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same_bits, a, b))
+    return a == b
+
+
+def used(directory: Path) -> dict[int, tuple[int, list[int]]]:
+    """{step: (epoch, sample ids over all ranks)}; of a step that was done again, the later launch counts."""
+    found: dict[int, tuple[int, list[int]]] = {}
+    launches: dict[tuple[str, ...], list[Path]] = {}
+    for path in sorted(directory.glob("ids-*.jsonl"), key=lambda path: path.stat().st_mtime_ns):
+        _, _, world, _, begun, pid = path.stem.split("-")
+        launches.setdefault((world, begun, pid if world == "1" else ""), []).append(path)
+    for paths in launches.values():
+        steps: dict[int, tuple[int, list[int]]] = {}
+        for path in paths:
+            for record in map(json.loads, path.read_text().split("\n")[:-1]):
+                ids = steps.get(record["step"], (0, []))[1]
+                steps[record["step"]] = (record["epoch"], ids + record["ids"])
+        found |= steps
+    return found
+
+
+def check_each_once(directory: Path, until: int) -> None:
+    found = used(directory)
+    assert sorted(found) == list(range(1, until + 1))
+    for epoch in range(until // BATCHES_PER_EPOCH):
+        ids = [index for e, batch in found.values() if e == epoch for index in batch]
+        assert sorted(ids) == list(range(SAMPLES)), epoch
+
+
+def test_killed_anywhere_the_end_has_the_same_bits(tmp_path: Path) -> None:
+    (reference,) = complete(tmp_path / "undisturbed", "--until", "60")
+    directory = tmp_path / "killed"
+    generator = random.Random(5)
+    step = 0
+    for how in ("step", "persisting", "step", "persisting", "process alone"):
+        with started(directory, "--until", "60") as process:
+            assert process.stdout is not None
+            aim = step + generator.randint(4, 9)
+            for line in process.stdout:
+                step = int(line)
+                if step >= aim:
+                    break
+            if how == "persisting":
+                until_incomplete(directory / "checkpoints")
+            if how == "process alone":  # its persister brings the checkpoint under way to its end
+                process.kill()
+            else:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(DEADLINE_S)
+            step = max([step, *(int(line) for line in process.stdout if line.endswith("\n"))])
+    assert step < 60, "the job ended before it was killed for the last time"
+    (final,) = complete(directory, "--until", "60")
+    assert same_bits(final, reference)
+    assert used(directory) == used(tmp_path / "undisturbed")
+    check_each_once(directory, 60)
+
+
+def until_incomplete(checkpoints: Path) -> None:
+    """Returns at a moment when a checkpoint is being written."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        for entry in checkpoints.glob("step-*"):
+            if not (entry / "manifest.json").exists():
+                return
+    pytest.fail("no checkpoint was under way")
+
+
+def test_other_worlds_read_each_sample_once_and_learn_the_same(tmp_path: Path) -> None:
+    (alone,) = complete(tmp_path / "alone", "--quiet", "--until", "24")
+    elastic = tmp_path / "elastic"
+    complete(elastic, "--quiet", "--until", "10", world=2)
+    complete(elastic, "--quiet", "--until", "15", world=1)
+    first, second = complete(elastic, "--quiet", "--until", "24", world=2)
+    check_each_once(elastic, 24)
+    assert same_bits(first["model"], second["model"])
+    for name, tensor in alone["model"].items():
+        torch.testing.assert_close(first["model"][name], tensor, rtol=1e-3, atol=1e-5)
+
+
+def test_the_same_world_has_the_same_bits(tmp_path: Path) -> None:
+    """Dropout and BatchNorm differ between ranks: each must get its own back."""
+    reference = complete(tmp_path / "undisturbed", "--until", "24", world=2)
+    complete(tmp_path / "resumed", "--until", "11", world=2)
+    assert same_bits(complete(tmp_path / "resumed", "--until", "24", world=2), reference)
+    check_each_once(tmp_path / "resumed", 24)

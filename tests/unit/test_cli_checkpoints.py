@@ -1,0 +1,177 @@
+"""`raytrain-ft checkpoints`: what it prints, what it writes, and how it fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import raytrain_ft.checkfreq as checkfreq
+from raytrain_ft.cli import main
+from raytrain_ft.storage import checkpoint
+from raytrain_ft.storage.filesystem import LocalStorage
+from raytrain_ft.storage.manifest import Manifest, Name
+from raytrain_ft.storage.shard import Piece
+
+
+def call(*arguments: str | Path) -> Result:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(main, ["checkpoints", *map(str, arguments)])
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module, torch.optim.Optimizer]:
+    """A run with checkpoints of steps 2 and 3."""
+    directory = tmp_path_factory.mktemp("runs") / "digits"
+    model = build()
+    optimizer = torch.optim.Adam(model.parameters())
+    loader = checkfreq.Loader(TensorDataset(torch.randn(8, 4)), global_batch_size=4)
+    with checkfreq.open(directory, every=1, model=model, optimizer=optimizer, loader=loader) as run:
+        for (batch,) in run.batches(loader, until_step=3):
+            model(batch).sum().backward()
+            optimizer.step()
+    return directory, model, optimizer
+
+
+@pytest.fixture
+def run_directory(trained: tuple[Path, nn.Module, torch.optim.Optimizer], tmp_path: Path) -> Path:
+    """A copy of it that may be damaged."""
+    for path in trained[0].rglob("*"):
+        if path.is_file():
+            copy = tmp_path / "run" / path.relative_to(trained[0])
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(path.read_bytes())
+    return tmp_path / "run"
+
+
+def damage(directory: Path, step: int) -> str:
+    (file,) = directory.glob(f"checkpoints/step-{step:09d}-*/shard-*.arrow")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(bytes(content))
+    return f"{file.parent.name}/{file.name}"
+
+
+@pytest.mark.parametrize("inside", ["", "checkpoints"])
+def test_list(run_directory: Path, inside: str) -> None:
+    (run_directory / "checkpoints" / "step-000000009-e1-i1").mkdir()
+    result = call("list", run_directory / inside)
+    assert result.exit_code == 0
+    lines = [line for line in result.output.splitlines() if "step-" in line]
+    assert [line.split()[1] for line in lines] == [f"step-00000000{n}-e1-i1" for n in (9, 3, 2)]
+    assert "incomplete" in lines[0]
+    assert "KiB" in lines[1]
+    assert "ok" not in result.output
+
+
+def test_list_verifies(run_directory: Path) -> None:
+    damage(run_directory, 2)
+    lines = [line for line in call("list", run_directory, "--verify").output.splitlines() if "step-" in line]
+    assert "ok" in lines[0]
+    assert "damaged" in lines[1]
+
+
+def test_verify_names_the_file(run_directory: Path) -> None:
+    assert call("verify", run_directory).exit_code == 0
+    file = damage(run_directory, 3)
+    result = call("verify", run_directory)
+    assert result.exit_code == 1
+    assert f"{file} is damaged" in result.output
+    assert "step-000000002-e1-i1  ok" in result.output
+
+
+def test_show(run_directory: Path) -> None:
+    result = call("show", run_directory, "--name", "3")
+    assert result.exit_code == 0
+    (line,) = [line for line in result.output.splitlines() if "model/0.weight" in line]
+    assert "float32" in line
+    assert "[3, 4]" in line
+    assert "48 B" in line
+    assert 'kind: "raytrain_ft.checkfreq-1"' in result.output
+    assert call("show", run_directory).output == result.output
+    damage(run_directory, 3)
+    fallen_back = call("show", run_directory)
+    assert "passed over" in fallen_back.output
+    assert "step-000000002-e1-i1" in fallen_back.output
+    assert call("show", run_directory, "--name", "3").exit_code == 1
+
+
+def test_export_safetensors(
+    run_directory: Path, trained: tuple[Path, nn.Module, torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    file = tmp_path / "model.safetensors"
+    result = call("export", run_directory, file)
+    assert result.exit_code == 0, result.output
+    tensors = load_file(file)
+    expected = trained[1].state_dict()
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    build().load_state_dict(tensors)
+    with safe_open(file, "pt") as opened:
+        assert opened.metadata()["step"] == "3"
+    assert "exists" in call("export", run_directory, file).output
+    assert call("export", run_directory, file, "--force", "--optimizer", "--name", "2").exit_code == 0
+    assert "optimizer/state/0/exp_avg" in load_file(file)
+    assert {path.name for path in tmp_path.iterdir()} == {file.name, run_directory.name}, "nothing half written is left"
+
+
+def test_export_torch(run_directory: Path, trained: tuple[Path, nn.Module, torch.optim.Optimizer], tmp_path: Path) -> None:
+    file = tmp_path / "state.pt"
+    assert call("export", run_directory, file, "--format", "torch").exit_code == 0
+    state = torch.load(file, weights_only=True)
+    model = build()
+    model.load_state_dict(state["model"])
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.load_state_dict(state["optimizer"])
+    wanted = trained[2].state_dict()["state"][0]
+    assert all(torch.equal(optimizer.state_dict()["state"][0][key], wanted[key]) for key in wanted)
+
+
+def trainers(directory: Path) -> None:
+    """A checkpoint with the names that the trainer gives its tensors, and one that steers terminals."""
+    storage = LocalStorage(directory)
+    pieces = [
+        Piece(name, "torch.float32", (2,), 0, 8)
+        for name in ("model/a.weight", "buffer/a.mean", "optimizer/a.weight/exp_avg", "\x1b[31mred[bold]")
+    ]
+    name = Name(5, 1, 1)
+    entry = checkpoint.write_shard(storage, name, 0, 1, pieces, memoryview(bytes(32)))
+    values = {"optimizer": "Adam", "note": "\x1b[31m" + "x" * 1000}
+    checkpoint.commit(storage, Manifest(step=5, epoch=1, incarnation=1, shards=[entry], values=values))
+
+
+def test_trainers_checkpoints(tmp_path: Path) -> None:
+    trainers(tmp_path / "checkpoints")
+    shown = call("show", tmp_path)
+    assert shown.exit_code == 0
+    assert "\x1b" not in shown.output
+    assert "red[bold]" in shown.output
+    assert "characters)" in shown.output
+    file = tmp_path / "model.safetensors"
+    assert call("export", tmp_path, file, "--optimizer").exit_code == 0
+    assert sorted(load_file(file)) == ["a.mean", "a.weight", "optimizer/a.weight/exp_avg"]
+
+
+def test_clear_errors(tmp_path: Path, run_directory: Path) -> None:
+    assert "holds no checkpoints" in call("list", tmp_path / "nothing").output
+    assert "no kind that pyarrow.fs knows" in call("list", "nosuch://x").output
+    assert "not there" in call("show", run_directory, "--name", "77").output
+    assert "no step or name" in call("show", run_directory, "--name", "../../etc").output
+    manifest = next(run_directory.glob("checkpoints/step-000000003-*/manifest.json"))
+    fields = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(fields | {"step": 4}))
+    assert "damaged" in call("list", run_directory).output
+    assert call("verify", run_directory).exit_code == 1
+    result = call("export", run_directory, tmp_path / "missing" / "file", "--name", "2")
+    assert result.exit_code == 1
+    assert "Traceback" not in result.output

@@ -1,0 +1,262 @@
+"""Algorithm 1 of CheckFreq, and the feedback that corrects it, against a simulated machine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raytrain_ft.errors import ConfigError
+from raytrain_ft.policy.frequency import Profile, choose, profile_steps
+from raytrain_ft.policy.tuner import Costs, Decision, Tuner
+
+# ---------------------------------------------------------------- Algorithm 1
+
+
+def profile(copy: float, largest: float) -> Profile:
+    """T_i=1, T_w=.1, T_g=.05, T_s=3, m=1, M=10 with M_max=`largest`; in whole bytes of a tenth."""
+    free = round((largest - 10) * 10)
+    return Profile(iteration=1.0, update=0.1, copy=copy, persist=3.0, device_copy=0.05, size=10, free=free)
+
+
+@pytest.mark.parametrize(
+    ("copy", "largest", "k", "mode", "overhead"),
+    [(0.5, 16.0, 4, "cpu", 0.0), (2.0, 16.0, 5, "gpu", 0.05), (2.0, 10.5, 32, "cpu", 1.1)],
+)
+def test_golden_vectors(copy: float, largest: float, k: int, mode: str, overhead: float) -> None:
+    interval = choose(profile(copy, largest), 0.035)
+    assert (interval.k, interval.mode) == (k, mode)
+    assert interval.overhead == pytest.approx(overhead)
+
+
+def test_worked_example_of_the_paper() -> None:
+    """A checkpoint that costs as much as an iteration, at 5 %: every 20 iterations."""
+    interval = choose(Profile(iteration=1.0, update=1.0, copy=1.0, persist=0.0), 0.05)
+    assert interval.k == 20
+
+
+times = st.floats(0, 1000, allow_nan=False)
+
+
+@settings(deadline=None)
+@given(st.floats(0.001, 100), times, times, times, st.floats(0.001, 0.999), st.one_of(st.none(), st.floats(1, 1e6)))
+def test_what_is_promised_holds(
+    iteration: float, update: float, copy: float, persist: float, budget: float, failure_s: float | None
+) -> None:
+    measured = Profile(iteration=iteration, update=min(update, iteration), copy=copy, persist=persist)
+    interval = choose(measured, budget, failure_s=failure_s)
+    k = interval.k
+    assert k >= 1
+    assert interval.overhead <= budget * k * iteration * (1 + 1e-6) + 1e-6 * iteration
+    assert copy + persist <= k * iteration + interval.overhead + 1e-6 * max(iteration, persist, copy)
+    if failure_s is not None:
+        assert k * iteration >= math.sqrt(2 * interval.overhead * failure_s) - 1e-6 * k * iteration
+    bounds = (interval.k_persist, interval.k_overhead, interval.k_failures, 1)
+    assert k == max(bounds), "and no larger than one of the bounds asks for"
+    assert choose(measured, min(0.999, budget * 1.5), failure_s=failure_s).k <= k
+    assert interval.reason
+
+
+def test_failure_rate_joins_in() -> None:
+    measured = Profile(iteration=1.0, update=0.5, copy=1.5, persist=3.0)
+    assert choose(measured, 0.5).k == 4
+    rare = choose(measured, 0.5, failure_s=10_000.0)
+    assert rare.k == math.ceil(math.sqrt(2 * 1.0 * 10_000)) == 142
+    assert "failures are rare" in rare.reason
+    assert choose(measured, 0.5, failure_s=1.0).k == 4, "frequent failures do not break the other bounds"
+
+
+@pytest.mark.parametrize("budget", [0, 1, -0.1, 1.5, float("nan"), "0.1", True, None])
+def test_bad_budgets_are_refused(budget: float) -> None:
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        choose(profile(0.5, 16.0), budget)
+
+
+@pytest.mark.parametrize("change", [{"iteration": 0.0}, {"iteration": math.inf}, {"copy": -1.0}, {"persist": -1.0}])
+def test_bad_times_are_refused(change: dict[str, float]) -> None:
+    values = {"iteration": 1.0, "update": 0.1, "copy": 1.0, "persist": 1.0} | change
+    with pytest.raises(ConfigError):
+        choose(Profile(**values), 0.05)  # pyright: ignore[reportArgumentType]
+
+
+def test_steps_to_measure() -> None:
+    assert [profile_steps(n) for n in (1, 400, 401, 2_000, 5_000, 10**6)] == [4, 4, 5, 20, 50, 50]
+
+
+# ---------------------------------------------------------------- a simulated machine
+
+
+@dataclass
+class Machine:
+    """One worker with checkpoints in two phases, in simulated time: what `Checkpointer` does, without memory and disks.
+
+    Attributes:
+        iteration, update, copy, persist: seconds, as in `Profile`; slowed: how much slower a step is while a persister works.
+    """
+
+    tuner: Tuner
+    iteration: float = 1.0
+    update: float = 0.1
+    copy: float = 0.5
+    persist: float = 3.0
+    slowed: float = 0.0
+    now: float = 0.0
+    step: int = 0
+    decisions: list[Decision] = field(default_factory=list)
+    taken: list[int] = field(default_factory=list)
+    _copied: float = 0.0
+    _durable: float = 0.0
+    _stall: float = 0.0
+    _told: bool = True
+    _began: float = 0.0
+
+    def run(self, steps: int) -> float:
+        """So many steps; returns the seconds they took."""
+        begun = self.now
+        for _ in range(steps):
+            self._one()
+        return self.now - begun
+
+    def _one(self) -> None:
+        busy = self.now < self._durable
+        until = self.now + (self.iteration - self.update) * (1 + (self.slowed if busy else 0.0))
+        self._stall += max(0.0, self._copied - until)
+        self.now = max(until, self._copied) + self.update
+        self.step += 1
+        self._settle()
+        seconds, self._began = self.now - self._began, self.now
+        if self.step > 1:
+            self.tuner.stepped(seconds, self.update, busy=self.now < self._durable)
+        self._note(self.tuner.settle(self.step))
+        if self.tuner.due(self.step, busy=self.now < self._durable):
+            self._take()
+
+    def _take(self) -> None:
+        waited = max(0.0, self._durable - self.now)
+        self.now += waited
+        self._settle()
+        self.tuner.waited(waited)
+        self._note(self.tuner.began(self.step))
+        self.taken.append(self.step)
+        self._copied = self.now + self.copy
+        self._durable = self._copied + self.persist
+        self._stall, self._told = waited, False
+
+    def _settle(self) -> None:
+        if not self._told and self.now >= self._durable:
+            self._told = True
+            self.tuner.persisted(Costs(copy=self.copy, persist=self.persist, stall=self._stall))
+
+    def _note(self, decision: Decision | None) -> None:
+        if decision is not None:
+            self.decisions.append(decision)
+
+
+def machine(budget: float = 0.05, **times: float) -> Machine:
+    return Machine(Tuner(budget=budget, window=5), **times)  # pyright: ignore[reportArgumentType]
+
+
+def overhead(simulated: Machine, steps: int, iteration: float = 1.0) -> float:
+    return simulated.run(steps) / (steps * iteration) - 1
+
+
+def test_nothing_is_written_while_measuring_and_then_the_interval_is_algorithm_1s() -> None:
+    simulated = machine()
+    simulated.run(100)
+    assert simulated.taken[0] == 6, "one step to warm up, and five to measure"
+    first = simulated.decisions[0]
+    assert first.interval.k == choose(first.profile, 0.05).k == 4
+    gaps = [b - a for a, b in pairwise(simulated.taken[1:])]
+    assert set(gaps) == {4}
+    assert len(simulated.decisions) == 1, "nothing changed, so nothing was decided again"
+
+
+@pytest.mark.parametrize("budget", [0.02, 0.035, 0.1])
+def test_overhead_comes_to_its_budget_where_that_binds(budget: float) -> None:
+    simulated = machine(budget, copy=2.0)
+    simulated.run(500)
+    assert overhead(simulated, 40 * simulated.tuner.k) == pytest.approx(budget, abs=0.005)
+
+
+@pytest.mark.parametrize("slowed", [0.1, 0.3])
+def test_interference_that_algorithm_1_does_not_know_is_met(slowed: float) -> None:
+    """The copy is hidden, but the persister slows training down."""
+    simulated = machine(0.035, slowed=slowed)
+    simulated.run(1_500)
+    assert overhead(simulated, 30 * simulated.tuner.k) <= 0.035 + 0.005
+
+
+def test_contention_raises_k_and_its_end_lowers_it() -> None:
+    simulated = machine(0.05, copy=1.5, persist=5.0)
+    simulated.run(300)
+    before = simulated.tuner.k
+    simulated.copy, simulated.persist = 3.0, 15.0  # another job shares the disk and the memory
+    simulated.run(2_000)
+    during = simulated.tuner.k
+    assert during > before
+    assert overhead(simulated, 20 * during) <= 0.055
+    simulated.copy, simulated.persist = 1.5, 5.0
+    simulated.run(6_000)
+    assert before <= simulated.tuner.k <= before * 1.15
+    assert overhead(simulated, 20 * simulated.tuner.k) <= 0.055
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.floats(0.0, 4.0), st.floats(0.0, 20.0)), min_size=2, max_size=6), st.floats(0.02, 0.3))
+def test_never_lowered_right_after_a_raise(loads: list[tuple[float, float]], budget: float) -> None:
+    simulated = machine(budget)
+    for copy, persist in loads:
+        simulated.copy, simulated.persist = copy, persist
+        simulated.run(300)
+    changes = [(decision.step, decision.interval.k, decision.reason) for decision in simulated.decisions]
+    for (step, _, reason), (later, _, then) in pairwise(changes):
+        if reason.startswith("raised") and then.startswith("lowered"):
+            between = [taken for taken in simulated.taken if step < taken <= later]
+            assert len(between) >= 2, "two intervals in a row must say so"
+    for before, after in pairwise(simulated.taken):
+        assert after > before
+
+
+def test_a_fixed_interval_is_taken_as_it_is() -> None:
+    simulated = Machine(Tuner(budget=0.05, window=5, fixed=7))
+    simulated.run(50)
+    assert simulated.taken == [7, 14, 21, 28, 35, 42, 49]
+    assert simulated.decisions == []
+
+
+def test_a_profile_is_taken_over() -> None:
+    simulated = machine(copy=2.0)
+    simulated.run(500)
+    again = Machine(Tuner(budget=0.05, window=5))
+    assert again.tuner.begin_from(simulated.tuner.to_json())
+    assert again.tuner.k == simulated.tuner.k
+    again.copy = 2.0
+    again.run(again.tuner.k + 1)
+    assert len(again.taken) == 1, "nothing is measured again"
+
+
+@pytest.mark.parametrize("stored", [{}, {"k": 0}, {"k": 3, "profile": {}}, {"k": "x", "profile": None}, {"k": 2, "profile": 3}])
+def test_a_foreign_profile_is_left_alone(stored: dict[str, object]) -> None:
+    tuner = Tuner(budget=0.05, window=5)
+    assert not tuner.begin_from(stored)
+    assert tuner.k == 0
+
+
+def test_rank_0_speaks_in_time() -> None:
+    """What other ranks rely on: between the steps at which rank 0 speaks, hardly a checkpoint becomes due."""
+    simulated = machine(0.05, copy=1.5)
+    tuner = simulated.tuner
+    speaks, delays = tuner.earliest(1), []
+    for _ in range(400):
+        taken = len(simulated.taken)
+        simulated.run(1)
+        if len(simulated.taken) > taken:
+            delays.append(speaks - simulated.step)
+        if simulated.step >= speaks:
+            speaks = tuner.earliest(simulated.step)
+            assert simulated.step < speaks <= simulated.step + max(tuner.k, tuner.window)
+    assert max(delays) <= 1

@@ -1,0 +1,184 @@
+"""One run writes at a time; whoever was taken for dead and is not cannot commit any more."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import psutil
+import pytest
+from store import OWNER, newest, own, save, state, step_of, two_checkpoints
+
+from raytrain_ft.errors import LockedError, StorageError
+from raytrain_ft.storage import checkpoint, lock
+from raytrain_ft.storage.filesystem import LocalStorage
+from raytrain_ft.storage.lock import Owner, acquire, holds, read_owner
+
+
+@pytest.fixture(autouse=True)
+def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "LEASE_S", 0.8)
+    monkeypatch.setattr(lock, "RENEW_S", 0.1)
+    monkeypatch.setattr(lock, "POLL_S", 0.05)
+
+
+def test_a_second_owner_is_refused_and_told_who_the_first_is(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    held = acquire(storage, "first")
+    with pytest.raises(LockedError, match=f"run first.*process {os.getpid()} on {socket.gethostname()}"):
+        acquire(LocalStorage(tmp_path), "second")
+    held.release()
+    second = acquire(storage, "second")  # at once: the first has left
+    assert second.owner.epoch == held.owner.epoch + 1
+    second.release()
+
+
+def test_a_dead_process_is_succeeded_at_once(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    own(storage, Owner("first", 4, socket.gethostname(), child.pid, psutil.Process(child.pid).create_time()))
+    child.kill()
+    child.wait()
+    began = time.monotonic()
+    held = acquire(storage, "second")
+    assert time.monotonic() - began < 0.5
+    assert held.owner.epoch == 5
+    held.release()
+
+
+def test_another_process_of_the_same_number_is_not_the_owner(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    own(storage, Owner("first", 4, socket.gethostname(), os.getpid(), started=1.0))
+    held = acquire(storage, "second")
+    held.release()
+    assert held.owner.epoch == 5
+
+
+def test_the_same_owner_takes_it_over_with_the_same_epoch(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    first = acquire(storage, "run")
+    again = acquire(storage, "run")
+    assert again.owner.epoch == first.owner.epoch
+    for held in (first, again):
+        held.release()
+
+
+def test_an_owner_elsewhere_that_falls_silent_is_succeeded_after_the_lease(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    own(storage, replace(OWNER, owner="far", epoch=2, host="elsewhere"))
+    began = time.monotonic()
+    held = acquire(storage, "near")
+    assert lock.LEASE_S <= time.monotonic() - began < lock.LEASE_S + 1
+    assert held.owner.epoch == 3
+    held.release()
+
+
+def test_an_owner_elsewhere_that_renews_is_not_succeeded(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    far = replace(OWNER, owner="far", host="elsewhere")
+    own(storage, far)
+    timer = threading.Timer(0.2, lambda: own(LocalStorage(tmp_path), replace(far, renewed=1)))
+    timer.start()
+    with pytest.raises(LockedError, match="far"):
+        acquire(storage, "near")
+    timer.join()
+
+
+def test_whoever_lost_the_right_to_write_cannot_commit(tmp_path: Path) -> None:
+    storage = two_checkpoints(tmp_path)
+    own(storage, replace(OWNER, owner="another", epoch=2))
+    with pytest.raises(LockedError, match="not committed"):
+        save(storage.uri, 30, state(30))
+    own(storage, replace(OWNER, epoch=2))
+    with pytest.raises(LockedError):
+        save(storage.uri, 40, state(40))  # the same owner, but of before
+    content = newest(storage, [])
+    assert content is not None
+    assert step_of(content) == 20
+
+
+def test_a_renewal_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = LocalStorage(tmp_path)
+    failures = iter([StorageError("the network is down")] * 3)
+
+    def view(name: str) -> object:
+        for failure in failures:
+            raise failure
+        return LocalStorage.view(storage, name)
+
+    held = acquire(storage, "run")
+    monkeypatch.setattr(storage, "view", view)
+    time.sleep(1.0)
+    found = read_owner(storage)
+    assert found is not None
+    assert found.renewed > 0
+    held.release()
+
+
+def test_the_epoch_exceeds_that_of_every_checkpoint(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    own(storage, replace(OWNER, epoch=7))
+    save(storage.uri, 1, state(1), epoch=7)
+    storage.delete(lock.FILE)
+    held = acquire(storage, "run")
+    assert held.owner.epoch == 8
+    held.release()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[",
+        b"[" * 50_000,
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b"x" * 70_000,
+        json.dumps(asdict(OWNER) | {"epoch": "7"}).encode(),
+        json.dumps(asdict(OWNER) | {"epoch": 10**12}).encode(),
+        json.dumps(asdict(OWNER) | {"epoch": -1}).encode(),
+        json.dumps(asdict(OWNER) | {"renewed": None}).encode(),
+        json.dumps(asdict(OWNER) | {"more": 1}).encode(),
+        json.dumps(asdict(OWNER) | {"host": socket.gethostname(), "pid": 10**30}).encode(),
+        json.dumps(asdict(OWNER) | {"host": socket.gethostname(), "pid": -5, "started": float("nan")}).encode(),
+    ],
+)
+def test_a_damaged_lock_is_nobodys(tmp_path: Path, content: bytes) -> None:
+    storage = two_checkpoints(tmp_path)
+    (tmp_path / lock.FILE).write_bytes(content)
+    held = acquire(storage, "run")
+    assert held.owner.epoch == 2
+    assert holds(storage, "run", 2)
+    held.release()
+
+
+def test_an_epoch_that_no_name_can_hold_is_a_typed_error(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    own(storage, replace(OWNER, owner="first", epoch=lock.LATEST_EPOCH, renewed=-1))
+    with pytest.raises(StorageError, match="remove it"):
+        acquire(storage, "second")
+
+
+def test_a_lock_that_is_no_file_is_a_typed_error(tmp_path: Path) -> None:
+    (tmp_path / lock.FILE).mkdir()
+    with pytest.raises(StorageError):
+        acquire(LocalStorage(tmp_path), "run")
+
+
+def test_a_link_in_place_of_the_lock_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    target.write_text("mine")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / lock.FILE).symlink_to(target)
+    held = acquire(LocalStorage(tmp_path / "runs"), "run")
+    held.release()
+    assert target.read_text() == "mine"
+    assert checkpoint.found(LocalStorage(tmp_path / "runs")) == []

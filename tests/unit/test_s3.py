@@ -1,0 +1,198 @@
+"""Checkpoints in an object store, spoken to as in production: a real server of S3's protocol on the loopback device."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from store import OWNER, newest, own, save, state, step_of
+
+from raytrain_ft.errors import ConfigError, LockedError, StorageError
+from raytrain_ft.storage import checkpoint, filesystem, lock
+from raytrain_ft.storage.filesystem import Storage, open_storage
+
+pytest.importorskip("moto.server")
+BUCKET = "bucket"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def uri(port: int, path: str, bucket: str = BUCKET) -> str:
+    return f"s3://key:secret@{bucket}/{path}?scheme=http&endpoint_override=127.0.0.1:{port}&region=us-east-1"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The port of a server that holds one bucket."""
+    port = free_port()
+    log = (tmp_path_factory.mktemp("moto") / "log").open("wb")
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(command, stdout=log, stderr=log, cwd=Path(log.name).parent)
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            request = urllib.request.Request(f"http://127.0.0.1:{port}/{BUCKET}", method="PUT")
+            urllib.request.urlopen(request, timeout=5).close()
+            break
+        except (OSError, urllib.error.URLError):
+            assert process.poll() is None, Path(log.name).read_text()
+            assert time.monotonic() < deadline, "the server does not answer"
+            time.sleep(0.2)
+    yield port
+    process.kill()
+    process.wait()
+    log.close()
+
+
+@pytest.fixture
+def storage(server: int, request: pytest.FixtureRequest) -> Storage:
+    found = open_storage(uri(server, f"runs/{re.sub('[^a-z0-9]', '-', request.node.name)}"))
+    own(found)
+    return found
+
+
+def test_checkpoints_are_written_selected_read_and_deleted(storage: Storage) -> None:
+    for step in (10, 20, 30):
+        save(storage.uri, step, state(step), count=3)
+    assert [(found.name.step, found.complete) for found in checkpoint.found(storage)] == [(30, True), (20, True)]
+    warnings: list[str] = []
+    content = newest(storage, warnings)
+    assert content is not None
+    assert (step_of(content), warnings) == (30, [])
+
+
+def test_a_large_tensor_takes_several_parts(storage: Storage) -> None:
+    tensor = torch.arange(5_000_000, dtype=torch.int64)
+    save(storage.uri, 1, {"t": tensor}, count=2)
+    content = newest(storage, [])
+    assert content is not None
+    found = b"".join(bytes(data) for _, data in content.pieces["t"])
+    assert found == tensor.numpy().tobytes()
+
+
+def test_a_damaged_object_is_passed_over_and_named(storage: Storage) -> None:
+    for step in (10, 20):
+        save(storage.uri, step, state(step))
+    name = "step-000000020-e1-i1/shard-00000-of-00001.arrow"
+    data = bytearray(storage.view(name).to_pybytes())
+    data[len(data) // 2] ^= 1
+    storage.put(name, [memoryview(data)])
+    warnings: list[str] = []
+    content = newest(storage, warnings)
+    assert content is not None
+    assert step_of(content) == 10
+    assert name in warnings[0]
+
+
+def test_the_right_to_write(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "LEASE_S", 1.0)
+    monkeypatch.setattr(lock, "RENEW_S", 0.1)
+    save(storage.uri, 10, state(10))
+    held = lock.acquire(storage, "another")
+    assert held.owner.epoch == OWNER.epoch + 1
+    with pytest.raises(LockedError, match="not committed"):
+        save(storage.uri, 20, state(20))
+    with pytest.raises(LockedError, match="another"):
+        lock.acquire(storage, "a third")
+    held.release()
+    content = newest(storage, [])
+    assert content is not None
+    assert step_of(content) == 10
+
+
+UPLOAD = """
+import sys, time
+from commits import job
+from raytrain_ft.storage import checkpoint, filesystem
+from raytrain_ft.storage.shard import Piece
+def parts():
+    for _ in range(4):
+        yield memoryview(bytes(6 * 2**20))
+    print("halfway", flush=True)
+    time.sleep(60)
+storage = filesystem.open_storage(sys.argv[1])
+storage.put("step-000000020-e1-i1/" + sys.argv[2], parts())
+"""
+
+
+@pytest.mark.parametrize("file", ["shard-00000-of-00001.arrow", "manifest.json"])
+def test_an_upload_that_is_killed_leaves_nothing_that_is_selected(storage: Storage, file: str) -> None:
+    save(storage.uri, 10, state(10))
+    path = os.pathsep.join([str(Path(__file__).parent), *(entry for entry in sys.path if entry)])
+    process = subprocess.Popen(
+        [sys.executable, "-c", UPLOAD, storage.uri, file], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"halfway\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert storage.size(f"step-000000020-e1-i1/{file}") is None
+    content = newest(storage, [])
+    assert content is not None
+    assert step_of(content) == 10
+    save(storage.uri, 30, state(30))
+
+
+def test_a_put_that_fails_halfway_leaves_nothing(storage: Storage) -> None:
+    def parts() -> Iterator[memoryview]:
+        yield memoryview(bytes(11 * 2**20))
+        raise StorageError("the world is over")
+
+    with pytest.raises(StorageError, match="the world is over"):
+        storage.put("step-000000020-e1-i1/manifest.json", parts())
+    assert storage.size("step-000000020-e1-i1/manifest.json") is None
+
+
+CALLS: dict[str, Callable[[Storage], Any]] = {
+    "put": lambda storage: storage.put("a/b", [memoryview(b"x")]),
+    "view": lambda storage: storage.view("a/b"),
+    "names": lambda storage: storage.names(),
+    "size": lambda storage: storage.size("a/b"),
+    "delete": lambda storage: storage.delete("a"),
+}
+
+
+@pytest.mark.parametrize("call", ["put", "view"])
+def test_a_bucket_that_is_not_there(server: int, call: str) -> None:
+    with pytest.raises(StorageError, match=r"(?i)no.?such.?bucket|not exist|404|not found"):
+        CALLS[call](open_storage(uri(server, "runs", "another")))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_endpoint_that_refuses_connections(call: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(StorageError, match=r"(?i)connect|network|curl"):
+        CALLS[call](open_storage(uri(free_port(), "runs")))
+    assert time.monotonic() - began < 15
+
+
+def test_an_endpoint_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = filesystem.S3_LIMITS | {"connect_timeout": 1.0, "request_timeout": 1.0}
+    monkeypatch.setattr(filesystem, "S3_LIMITS", limits)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        began = time.monotonic()
+        with pytest.raises(StorageError):
+            open_storage(uri(silent.getsockname()[1], "runs")).size("a/b")
+        assert time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize("bad", ["s3://", "s3://bucket/runs?no_such_option=1", "gs2://bucket"])
+def test_a_uri_that_cannot_be_used(bad: str) -> None:
+    with pytest.raises(ConfigError):
+        open_storage(bad)
