@@ -33,7 +33,7 @@ class CheckpointConfig(ray.train.CheckpointConfig):
     """Ray Train's `CheckpointConfig`, and how often: checkpoints are written by themselves, as often as their budget allows.
 
     Attributes:
-        num_to_keep: how many stay; None keeps all.
+        num_to_keep: how many stay, so that there is one to fall back to if the newest is damaged; None keeps all.
         overhead: the share of the training time that checkpoints may cost (CheckFreq's p), between 0 and 1.
         every: "auto" chooses the interval from measurements, within `overhead`; a number of steps is taken as it is; None
             writes no checkpoints.
@@ -46,7 +46,7 @@ class CheckpointConfig(ray.train.CheckpointConfig):
             Young and Daly's interval.
     """
 
-    num_to_keep: int | None = 1
+    num_to_keep: int | None = 2
     overhead: float = 0.035
     every: int | Literal["auto"] | None = "auto"
     keep_epochs: bool = False
@@ -107,7 +107,8 @@ class RecoveryConfig:
 
     Attributes:
         strategy: "auto" takes the cheapest that keeps the result exact: from replicas, and from a checkpoint if none is left;
-            "replication" insists on replicas; "checkpoint" has everybody go back to the newest checkpoint after every loss.
+            "replication" insists on replicas; "checkpoint" has everybody go back to the newest checkpoint after every loss;
+            "snapshot" to the newest copy in the memory of another node, and writes no checkpoints to storage.
         update: "barrier" updates when all gradients are reduced, and never needs an undo; "wait_free" (SWIFT's) updates
             each bucket as soon as it is reduced; a loss in the backward pass may then have to be undone.
         undo: with wait-free updates: "exact" refuses optimizers whose update cannot be inverted; "replay" also allows
@@ -125,7 +126,7 @@ class RecoveryConfig:
         max_fruitless_recoveries: recoveries in a row without a committed step before the run gives up.
     """
 
-    strategy: Literal["auto", "replication", "checkpoint"] = "auto"
+    strategy: Literal["auto", "replication", "checkpoint", "snapshot"] = "auto"
     update: Literal["barrier", "wait_free"] = "barrier"
     undo: Literal["exact", "replay"] = "exact"
     num_spares: int = 1
@@ -142,7 +143,7 @@ class RecoveryConfig:
 
     def __post_init__(self) -> None:
         choices = {
-            "strategy": ("auto", "replication", "checkpoint"),
+            "strategy": ("auto", "replication", "checkpoint", "snapshot"),
             "update": ("barrier", "wait_free"),
             "undo": ("exact", "replay"),
             "replacement": ("wait", "shrink"),

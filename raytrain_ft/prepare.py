@@ -113,7 +113,7 @@ def _policy(run: RunConfig) -> CheckpointConfig:
     given: Any = run.checkpoint_config
     if isinstance(given, CheckpointConfig):
         return given
-    return CheckpointConfig(num_to_keep=given.num_to_keep if given is not None else 1)
+    return CheckpointConfig(num_to_keep=given.num_to_keep if given is not None else 2)
 
 
 def _checkpoints(

@@ -14,6 +14,7 @@ from raytrain_ft.policy.reconcile import reconcile
 from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import State
+from raytrain_ft.policy.strategy import Strategy
 from raytrain_ft.policy.world import differing, rebuild, seats, shall_wait
 
 
@@ -68,6 +69,11 @@ def take_stock(run: RunState, at: float) -> list[m.Command]:
     why = _why_go_back(run)
     if why:
         return _go_back(run, why)
+    return _go_on(run)
+
+
+def _go_on(run: RunState) -> list[m.Command]:
+    """From what the survivors hold; before anybody trained, from what the run began from."""
     if not run.survivors:
         run.begin_from_stored()
         run.recoveries[-1].step = run.step
@@ -120,13 +126,13 @@ def _why_go_back(run: RunState) -> str:
         return f"nobody holds the state of step {run.step} any more"
     if run.going_back:
         return "the loss was not finite"
-    if run.rules.strategy == "checkpoint" and run.recoveries[-1].lost and run.stored:
-        return 'strategy="checkpoint"'
+    if run.rules.strategy in ("checkpoint", "snapshot") and run.recoveries[-1].lost and run.stored:
+        return f'strategy="{run.rules.strategy}"'
     return ""
 
 
 def _go_back(run: RunState, why: str) -> list[m.Command]:
-    """What anybody holds is given up; workers are gathered while it is being looked what there is to load."""
+    """Workers are gathered while it is being looked what there is to load."""
     recovery = run.recoveries[-1]
     if not run.rules.checkpoints or run.rules.strategy == "replication":
         return run.fail(
@@ -135,20 +141,25 @@ def _go_back(run: RunState, why: str) -> list[m.Command]:
             "checkpoints (CheckpointConfig).",
         )
     recovery.reason = why
-    for member in run.roster.active():
-        run.members[member] = MemberState.SPARE
-    run.state, run.survivors, run.seeking = State.REPLACE, {}, True
+    run.state, run.seeking = State.REPLACE, True
     return [m.FindCheckpoints(run.incarnation), *run.provision()]
 
 
 def on_checkpoints_found(run: RunState, event: m.CheckpointsFound) -> list[m.Command]:
-    """Everybody loads the newest; if there is none yet, the run begins anew, which is exact as well."""
+    """What anybody holds is given up, and everybody loads the newest. If there is none, survivors go on as they are; without
+    any, the run begins anew, which is exact as well."""
+    recovery, run.seeking = run.recoveries[-1], False
+    if run.survivors and not run.going_back and not event.stored:
+        recovery.reason = ""
+        return _go_on(run)
     if event.error:
-        return run.fail("RecoveryError", f"{run.recoveries[-1].reason}, and the checkpoints cannot be listed: {event.error}")
-    committed = max(run.step, event.reached)
-    run.stored, run.seeking = list(event.stored), False
+        return run.fail("RecoveryError", f"{recovery.reason}, and the checkpoints cannot be listed: {event.error}")
+    for member in run.roster.active():
+        run.members[member] = MemberState.SPARE
+    committed, run.survivors, run.stored = max(run.step, event.reached), {}, list(event.stored)
     run.begin_from_stored()
-    run.recoveries[-1].go_back(run.step, committed, run.load.name if run.load is not None else "the beginning")
+    strategy = Strategy.SNAPSHOT if run.rules.strategy == "snapshot" else Strategy.CHECKPOINT
+    recovery.go_back(run.step, committed, run.load.name if run.load is not None else "the beginning", strategy)
     return _gather(run)
 
 

@@ -18,7 +18,7 @@ class Rules:
     max_steps: int
     spares: int = 1
     whole_update: bool = True
-    strategy: Literal["auto", "replication", "checkpoint"] = "auto"
+    strategy: Literal["auto", "replication", "checkpoint", "snapshot"] = "auto"
     checkpoints: bool = False
     roll_back: bool = False
     measure_failures: bool = False

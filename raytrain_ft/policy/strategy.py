@@ -15,6 +15,8 @@ class Strategy(StrEnum):
     """Survivors become consistent, replacements are filled from them."""
     CHECKPOINT = "checkpoint"
     """Everybody loads the newest checkpoint; what was committed since is done again."""
+    SNAPSHOT = "snapshot"
+    """The same from a copy in the memory of another node (Elastic Horovod)."""
 
 
 class Guarantee(StrEnum):
@@ -84,9 +86,9 @@ class Recovery:
         if plan.undo:
             self.guarantee = Guarantee.ROUNDING
 
-    def go_back(self, step: int, committed: int, source: str) -> None:
+    def go_back(self, step: int, committed: int, source: str, strategy: Strategy) -> None:
         """Everybody goes back to this step: the same samples and the same bits once more."""
-        self.strategy = Strategy.CHECKPOINT
+        self.strategy = strategy
         self.redone += max(0, committed - step)
         self.step, self.completes = step, False
         self.reason += f": everybody goes back to step {step} ({source}), {self.redone} steps or a few more are done again"

@@ -7,9 +7,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import ray
+from ray.exceptions import RayError
+
 from raytrain_ft.errors import StorageError
 from raytrain_ft.policy import messages as m
-from raytrain_ft.runtime.spec import RunSpec
+from raytrain_ft.runtime import placement
+from raytrain_ft.runtime.holder import ANSWER_SECONDS, Holder, holder_of
+from raytrain_ft.runtime.spec import NAMESPACE, RunSpec
 from raytrain_ft.storage import checkpoint, lock
 from raytrain_ft.storage.filesystem import open_storage
 
@@ -27,6 +32,7 @@ class Library:
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
         self._lock: lock.WriterLock | None = None
+        self._holder: Any = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.epoch = 0
         self.records: dict[str, list[dict[str, Any]]] = {}
@@ -43,11 +49,27 @@ class Library:
 
     def _open(self) -> tuple[m.Stored, ...]:
         assert self._spec.checkpoints is not None
+        if self._in_memory:
+            self._start_holder()
+            return ()
         storage = open_storage(self._spec.checkpoints.uri)
         self._lock = lock.acquire(storage, self._spec.run_id)
         self.epoch = self._lock.owner.epoch
         checkpoint.sweep(storage)
         return () if self._spec.checkpoints.resume == "never" else self._stored()
+
+    @property
+    def _in_memory(self) -> bool:
+        return self._spec.rules.strategy == "snapshot"
+
+    def _start_holder(self) -> None:
+        """On a node that hosts no worker, if there is one. It ends with this process; the next one starts another."""
+        assert self._spec.checkpoints is not None
+        node = placement.apart(placement.nodes(), placement.demand(self._spec.options))
+        options = {"name": self._spec.member_name("holder"), "namespace": NAMESPACE, "num_cpus": 0, "max_concurrency": 64}
+        keep = min(self._spec.checkpoints.keep, 2)
+        strategy = placement.strategy_for(node)
+        self._holder = ray.remote(Holder).options(**options, scheduling_strategy=strategy).remote(keep)
 
     def find(self, incarnation: int, reached: int, tell: Callable[[m.Event], None], now: Callable[[], float]) -> None:
         """Begins to look what there is now; the answer is an event."""
@@ -68,11 +90,21 @@ class Library:
     def _stored(self) -> tuple[m.Stored, ...]:
         """Of a run that may not resume, only its own."""
         assert self._spec.checkpoints is not None
+        if self._in_memory:
+            return self._held()
         storage = open_storage(self._spec.checkpoints.uri)
         mine = self._spec.checkpoints.resume != "never"
         found = [one for one in checkpoint.select(storage, warnings.warn) if mine or one.epoch == self.epoch]
         self.records = {str(one.name): one.values.get("records", []) for one in found}
         return tuple(m.Stored(str(one.name), one.step) for one in found)
+
+    def _held(self) -> tuple[m.Stored, ...]:
+        try:
+            found = ray.get(holder_of(self._spec).found.remote(), timeout=ANSWER_SECONDS)
+        except (RayError, StorageError):
+            return ()  # it is gone, and with it the snapshots
+        self.records = {name: records for name, _, records in found}
+        return tuple(m.Stored(name, step) for name, step, _ in found)
 
     async def close(self) -> None:
         """Gives up the right to write."""

@@ -44,6 +44,12 @@ def choose(nodes: list[dict[str, Any]], wanted: dict[str, float], taken: Counter
     return min(free, key=lambda n: (taken[n["NodeID"]], n["NodeID"]))["NodeID"]
 
 
+def apart(nodes: list[dict[str, Any]], wanted: dict[str, float]) -> str | None:
+    """A node where workers have least to do with it: one that has no room for any, or else for the fewest."""
+    alive = [node for node in nodes if node["Alive"]]
+    return min(alive, key=lambda n: (_times(n["Resources"], wanted), n["NodeID"]))["NodeID"] if alive else None
+
+
 async def answers(node: dict[str, Any]) -> bool:
     """Whether a node's raylet takes connections. One that was killed refuses, one that was unplugged is silent."""
     try:

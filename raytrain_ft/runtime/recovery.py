@@ -16,11 +16,13 @@ from torch import Tensor
 from raytrain_ft.errors import StorageError
 from raytrain_ft.policy.reconcile import Copy, Marks, Plan
 from raytrain_ft.policy.tuner import Tuner
+from raytrain_ft.runtime import holder
 from raytrain_ft.runtime.heartbeat import Heartbeat
 from raytrain_ft.runtime.spec import RunSpec
 from raytrain_ft.storage import checkpoint
 from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.storage.manifest import Name
+from raytrain_ft.storage.persister import Persister
 from raytrain_ft.training import durable
 from raytrain_ft.training.build import Checkpointing
 from raytrain_ft.training.checkpointer import Target
@@ -138,7 +140,15 @@ def checkpointing(spec: RunSpec, epoch: int, heartbeat: Heartbeat) -> Checkpoint
         return None
     target = Target(uri=how.uri, owner=spec.run_id, epoch=epoch, keep=how.keep, profile_key=how.profile_key)
     tuner = Tuner(budget=how.overhead, window=how.window, fixed=how.every, failure_s=how.failure_s)
-    return Checkpointing(target=target, tuner=tuner, tell=heartbeat.note, records=heartbeat.untold, keep_epochs=how.keep_epochs)
+    in_memory = spec.rules.strategy == "snapshot"
+    return Checkpointing(
+        target=target,
+        tuner=tuner,
+        tell=heartbeat.note,
+        records=heartbeat.untold,
+        keep_epochs=how.keep_epochs,
+        persister=(lambda memory: holder.HolderPersister(memory, spec)) if in_memory else Persister,
+    )
 
 
 def load(replica: Replica, spec: RunSpec, name: str) -> None:
@@ -148,11 +158,14 @@ def load(replica: Replica, spec: RunSpec, name: str) -> None:
         StorageError: it is damaged, and nothing was changed; MismatchError: it does not belong to this run.
     """
     assert spec.checkpoints is not None
-    storage = open_storage(spec.checkpoints.uri)
     parsed = Name.parse(name)
     if parsed is None:
         raise StorageError(f"{name!r} is no name of a checkpoint")
-    content = checkpoint.read(storage, checkpoint.read_manifest(storage, parsed))
+    if spec.rules.strategy == "snapshot":
+        content = holder.load(spec, parsed)
+    else:
+        storage = open_storage(spec.checkpoints.uri)
+        content = checkpoint.read(storage, checkpoint.read_manifest(storage, parsed))
     if replica.attempt is not None:
         replica.discard()
     if replica.undo is not None:

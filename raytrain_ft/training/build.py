@@ -12,7 +12,8 @@ import torch
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.policy.tuner import Tuner
-from raytrain_ft.training.checkpointer import Checkpointer, Target, Tell
+from raytrain_ft.storage.persister import Persister, SharedMemory
+from raytrain_ft.training.checkpointer import AnyPersister, Checkpointer, Target, Tell
 from raytrain_ft.training.data import Loader
 from raytrain_ft.training.determinism import check_deterministic
 from raytrain_ft.training.durable import capture
@@ -37,6 +38,7 @@ class Checkpointing:
     tell: Tell
     records: Callable[[], list[dict[str, Any]]]
     keep_epochs: bool = False
+    persister: Callable[[SharedMemory], AnyPersister] = Persister
 
 
 HALF = (torch.float16, torch.bfloat16)
@@ -80,7 +82,11 @@ def build_replica(
     if checkpoints is not None:
         how, data = checkpoints, asdict(sampling)
         checkpointer = Checkpointer(
-            how.target, lambda: capture(state, data, how.records()), lambda: deepcopy(how.tuner), how.tell
+            how.target,
+            lambda: capture(state, data, how.records()),
+            lambda: deepcopy(how.tuner),
+            how.tell,
+            persister=how.persister,
         )
     keep_epochs = checkpoints is not None and checkpoints.keep_epochs
     return Replica(task, state, loader, settings, probe, undo_mode, checkpointer, keep_epochs)

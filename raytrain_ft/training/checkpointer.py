@@ -16,13 +16,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from raytrain_ft.errors import StorageError
 from raytrain_ft.policy.tuner import Costs, Decision, Tuner
 from raytrain_ft.storage.filesystem import open_storage
+from raytrain_ft.storage.manifest import Name
 from raytrain_ft.storage.persister import Job, Outcome, Persister, SharedMemory
 from raytrain_ft.training.snapshot import ALIGNMENT, Copy, free_on_device, share, total_size
 
@@ -37,6 +38,26 @@ Own = Callable[[], Sequence[tuple[str, Tensor]]]
 """Gives tensors that this worker alone stores, whole, by names that no other worker uses."""
 Tell = Callable[[str, dict[str, Any]], None]
 """Is told of what happened: "CheckpointCommitted", "CheckpointFailed", "IntervalChosen", with their fields."""
+
+
+class AnyPersister(Protocol):
+    """Makes snapshots safe: see `storage.persister.Persister`, which writes them to files."""
+
+    def start(self) -> None:
+        """Gets ready."""
+        ...
+
+    def submit(self, job: Job) -> Future[Outcome]:
+        """Begins a job; at most one is under way."""
+        ...
+
+    def cancel(self, name: Name) -> None:
+        """Others will not write their parts any more."""
+        ...
+
+    def close(self, timeout_s: float) -> None:
+        """Ends, once the job under way is done."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +83,13 @@ class Checkpointer:
     """One worker's part in the checkpoints of a run. All methods but the callbacks belong to the training thread."""
 
     def __init__(
-        self, target: Target, capture: Capture, tuner: Callable[[], Tuner], tell: Tell, own: Own | None = None
+        self,
+        target: Target,
+        capture: Capture,
+        tuner: Callable[[], Tuner],
+        tell: Tell,
+        own: Own | None = None,
+        persister: Callable[[SharedMemory], AnyPersister] = Persister,
     ) -> None:
         """`tuner` makes a new one; `tell` may be called on any thread; `own` is called right after `capture`."""
         self._target = target
@@ -71,7 +98,7 @@ class Checkpointer:
         self._make_tuner = tuner
         self._tell = tell
         self._memory = SharedMemory()
-        self._persister = Persister(self._memory)
+        self._persister = persister(self._memory)
         self._rank, self._count, self._incarnation = 0, 1, 0
         self._tuner: Tuner | None = None
         self._copy: Copy | None = None

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 import torch
 from conftest import promise_kept, train
+from ray.util import list_named_actors
 from torch.utils.data import TensorDataset
 from toy import Toy
 
@@ -44,7 +46,9 @@ def test_a_run_of_the_same_name_goes_on_where_it_ended(undisturbed, tmp_path: Pa
     assert result.digest == undisturbed().digest
     assert events(result, "Resumed")[0]["step"] == 12
     assert whole_run_is_proven(tmp_path / "run")
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == [Path(result.checkpoint).name]
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert len(kept) == 2
+    assert kept[-1] == Path(result.checkpoint).name
 
 
 class Alike(Toy):
@@ -107,6 +111,38 @@ def test_strategy_checkpoint_has_everybody_go_back(undisturbed, tmp_path: Path) 
     assert result.digest == undisturbed(task=Toy(0.02)).digest
     assert (result.recoveries[0].strategy, result.recoveries[0].step) == (Strategy.CHECKPOINT, 20)
     assert whole_run_is_proven(tmp_path / "run")
+
+
+@pytest.mark.parametrize("lost", [[1], [0, 1, 2]], ids=["one dies", "all die"])
+def test_strategy_snapshot_goes_back_to_what_another_node_holds_in_memory(undisturbed, tmp_path: Path, lost: list[int]) -> None:
+    faults = [ft.FailAt(rank=rank, step=23, phase="forward") for rank in lost]
+    result = train(tmp_path, "run", faults=faults, checkpoints=OFTEN, strategy="snapshot", task=Toy(0.02))
+    assert result.digest == undisturbed(task=Toy(0.02)).digest
+    assert promise_kept(result) == []
+    assert (result.recoveries[0].strategy, result.recoveries[0].step) == (Strategy.SNAPSHOT, 20)
+    assert not list((tmp_path / "run").glob("checkpoints/step-*")), "nothing is written to storage"
+
+
+def test_without_their_holder_the_survivors_go_on_from_what_they_have(undisturbed, tmp_path: Path) -> None:
+    task = KillsTheHolder(0.02)
+    result = train(tmp_path, "run", faults=[ft.FailAt(rank=1, step=23, phase="forward")], strategy="snapshot", task=task)
+    assert result.digest == undisturbed(task=Toy(0.02)).digest
+    assert result.recoveries[0].step == 23
+
+
+class KillsTheHolder(Toy):
+    """Before step 22, its first worker kills the holder of snapshots."""
+
+    calls = 0
+
+    def loss(self, output: torch.Tensor, batch: list[torch.Tensor]) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 22:
+            for actor in list_named_actors(all_namespaces=True):
+                if actor["name"].endswith(":holder"):
+                    with suppress(ValueError):
+                        ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
+        return super().loss(output, batch)
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(undisturbed, tmp_path: Path) -> None:

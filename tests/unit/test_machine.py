@@ -362,6 +362,15 @@ def test_strategy_checkpoint_gives_up_what_survivors_hold() -> None:
     assert of(story.said, m.Reconcile) == [m.Reconcile(("w0", "w3", "w2"), story.run.incarnation, None, "at 4")]
 
 
+def test_survivors_go_on_from_what_they_have_if_there_is_nothing_to_go_back_to() -> None:
+    story = running(3, checkpoints=True, strategy="snapshot", spares=1).started("w3")
+    about = {"step": 4, "name": "at 4", "bytes": 1, "snapshot_s": 0.0, "stall_s": 0.0, "persist_s": 0.0}
+    story.tell(m.CheckpointCommitted(member="w0", incarnation=1, **about))
+    found(story.lost("w1").fenced("w0", "w2", step=7))
+    assert story.run.plan is not None
+    assert story.run.plan.step == 7
+
+
 def test_a_loss_that_is_not_finite_is_rolled_back_once() -> None:
     story = running(2, checkpoints=True, roll_back=True)
     nan = m.TaskFailed(member="w0", rank=0, step=5, kind="non_finite", message="the loss is nan", incarnation=1)

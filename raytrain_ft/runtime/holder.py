@@ -1,0 +1,157 @@
+"""Snapshots in memory, owned by an actor on another node: `strategy="snapshot"`, as Elastic Horovod commits and restores.
+
+The parts of a snapshot lie in Ray's object store of the holder's node. An object dies with its owner, so the holder puts them
+there itself, and they outlive the workers that they came from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayError
+
+from raytrain_ft.errors import StorageError
+from raytrain_ft.runtime.spec import NAMESPACE, RunSpec
+from raytrain_ft.storage.checkpoint import Content
+from raytrain_ft.storage.manifest import Manifest, Name
+from raytrain_ft.storage.persister import Job, Outcome, SharedMemory
+from raytrain_ft.storage.shard import Piece
+
+ANSWER_SECONDS = 30.0
+
+
+@dataclass
+class Snapshot:
+    """One snapshot, complete once all parts are there.
+
+    Attributes:
+        parts: by worker, the pieces and a reference to their bytes.
+        head: what worker 0 says of the whole.
+    """
+
+    name: Name
+    count: int
+    parts: dict[int, tuple[list[Any], Any]] = field(default_factory=dict)
+    head: dict[str, Any] = field(default_factory=dict)
+    complete: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Holder:
+    """The actor. Keeps the newest complete snapshots, and those that are on their way."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._snapshots: dict[Name, Snapshot] = {}
+
+    async def put(self, job: Job, data: np.ndarray) -> int:
+        """Takes one worker's part: bytes, as a uint8 array. Worker 0 is answered when all parts are there.
+
+        Returns:
+            Bytes of the snapshot, as far as it is there.
+        """
+        snapshot = self._snapshots.setdefault(job.name, Snapshot(job.name, job.count))
+        snapshot.parts[job.number] = (job.pieces, ray.put(np.array(data)))
+        if job.number == 0:
+            snapshot.head = {"values": job.values, "size": job.size}
+        if len(snapshot.parts) == snapshot.count:
+            snapshot.complete.set()
+            self._forget()
+        if job.number == 0:
+            await asyncio.wait_for(snapshot.complete.wait(), job.timeout_s)
+        return job.size
+
+    def _forget(self) -> None:
+        """The newest complete ones stay; what is incomplete and older broke off."""
+        complete = sorted((name for name, s in self._snapshots.items() if s.complete.is_set()), reverse=True)
+        oldest = complete[: self._keep][-1]
+        for name in [name for name in self._snapshots if name < oldest]:
+            del self._snapshots[name]
+
+    async def found(self) -> list[tuple[str, int, list[dict[str, Any]]]]:
+        """Complete snapshots, newest first: name, step, and the records of steps that they hold."""
+        complete = sorted((name for name, s in self._snapshots.items() if s.complete.is_set()), reverse=True)
+        return [(str(name), name.step, self._snapshots[name].head["values"].get("records", [])) for name in complete]
+
+    async def get(self, name: str) -> tuple[dict[str, Any], list[tuple[list[Any], Any]]] | None:
+        """What worker 0 said of the whole, and per worker the pieces and a reference to their bytes; None if there is none."""
+        snapshot = next((s for key, s in self._snapshots.items() if str(key) == name and s.complete.is_set()), None)
+        return None if snapshot is None else (snapshot.head, [snapshot.parts[number] for number in range(snapshot.count)])
+
+
+def holder_of(spec: RunSpec) -> Any:
+    """The run's holder.
+
+    Raises:
+        StorageError: it is gone.
+    """
+    try:
+        return ray.get_actor(spec.member_name("holder"), namespace=NAMESPACE)
+    except ValueError as error:
+        raise StorageError("the holder of snapshots is gone, and with it the snapshots") from error
+
+
+class HolderPersister:
+    """Brings a worker's part to the holder: to a `Checkpointer`, a persister like the one that writes files."""
+
+    def __init__(self, memory: SharedMemory, spec: RunSpec) -> None:
+        self._memory = memory
+        self._spec = spec
+
+    def start(self) -> None:
+        """There is nothing to start."""
+
+    def submit(self, job: Job) -> Future[Outcome]:
+        """Begins to bring it there. The future never fails: an outcome with an error says what went wrong."""
+        future: Future[Outcome] = Future()
+        threading.Thread(target=self._bring, args=(job, future), name="holder", daemon=True).start()
+        return future
+
+    def _bring(self, job: Job, future: Future[Outcome]) -> None:
+        began = time.monotonic()
+        data = np.frombuffer(self._memory.view[: sum(piece[4] for piece in job.pieces)], dtype=np.uint8)
+        try:
+            size = ray.get(holder_of(self._spec).put.remote(job, data), timeout=job.timeout_s)
+            future.set_result(Outcome(None, time.monotonic() - began, size))
+        except (RayError, StorageError, TimeoutError) as error:
+            future.set_result(Outcome(f"the holder of snapshots: {error}", time.monotonic() - began, 0))
+
+    def cancel(self, name: Name) -> None:
+        """The holder forgets what is not complete with the next snapshot."""
+
+    def close(self, timeout_s: float) -> None:
+        """There is nothing to end."""
+
+
+def load(spec: RunSpec, name: Name) -> Content:
+    """A snapshot, as a checkpoint's content.
+
+    Raises:
+        StorageError: it is gone.
+    """
+    try:
+        found = ray.get(holder_of(spec).get.remote(str(name)), timeout=ANSWER_SECONDS)
+        if found is None:
+            raise StorageError(f"the holder has no snapshot {name} any more")
+        head, parts = found
+        arrays = ray.get([reference for _, reference in parts], timeout=ANSWER_SECONDS)
+    except RayError as error:
+        raise StorageError(f"the holder of snapshots: {error}") from error
+    pieces: dict[str, list[tuple[Piece, memoryview]]] = {}
+    for (described, _), data in zip(parts, arrays, strict=True):
+        offset = 0
+        for tensor, dtype, shape, start, size in described:
+            piece = Piece(tensor, dtype, tuple(shape), start, size)
+            pieces.setdefault(tensor, []).append((piece, memoryview(data)[offset : offset + size]))
+            offset += size
+    for those in pieces.values():
+        those.sort(key=lambda part: part[0].start)
+    values, size = head["values"], int(head["size"])
+    manifest = Manifest(step=name.step, epoch=name.epoch, incarnation=name.incarnation, shards=[], values=values, size=size)
+    return Content(manifest, pieces)
