@@ -117,8 +117,8 @@ class HolderPersister:
         began = time.monotonic()
         data = np.frombuffer(self._memory.view[: sum(piece[4] for piece in job.pieces)], dtype=np.uint8)
         try:
-            size = ray.get(holder_of(self._spec).put.remote(job, data), timeout=job.timeout_s)
-            future.set_result(Outcome(None, time.monotonic() - began, size))
+            size: Any = ray.get(holder_of(self._spec).put.remote(job, data), timeout=job.timeout_s)
+            future.set_result(Outcome(None, time.monotonic() - began, int(size)))
         except (RayError, StorageError, TimeoutError) as error:
             future.set_result(Outcome(f"the holder of snapshots: {error}", time.monotonic() - began, 0))
 
