@@ -74,7 +74,7 @@ def prepare(
         options=_worker_options(scaling, run),
         use_gpu=scaling.use_gpu is True,
         undo=recovery.undo,
-        checkpoints=_checkpoints(run, scaling, directory, sampling, model_key),
+        checkpoints=_checkpoints(run, scaling, directory, sampling, model_key, settings.max_steps),
         incarnation=last_incarnation(directory),
         faults=tuple(settings.faults),
         heartbeat_interval=recovery.heartbeat_interval.total_seconds(),
@@ -117,7 +117,7 @@ def _policy(run: RunConfig) -> CheckpointConfig:
 
 
 def _checkpoints(
-    run: RunConfig, scaling: ScalingConfig, directory: Path, sampling: Sampling, model_key: Any
+    run: RunConfig, scaling: ScalingConfig, directory: Path, sampling: Sampling, model_key: Any, max_steps: int
 ) -> CheckpointSpec | None:
     """How checkpoints are written.
 
@@ -131,11 +131,16 @@ def _checkpoints(
     uri = f"{how.storage_path.rstrip('/')}/{directory.name}/checkpoints" if how.storage_path else str(directory / "checkpoints")
     storage = open_storage(uri)
     try:
-        stored = [manifest.name for manifest in select(storage, warnings.warn)] if how.resume != "never" else []
+        stored = [manifest.step for manifest in select(storage, warnings.warn)] if how.resume != "never" else []
     except StorageError as error:
         raise ConfigError(f"CheckpointConfig(storage_path={how.storage_path!r}) cannot be read: {error}") from error
     if how.resume == "require" and not stored:
         raise NoCheckpointError(f'CheckpointConfig(resume="require"): there is no valid checkpoint in {uri}')
+    if stored and stored[0] > max_steps:
+        raise ConfigError(
+            f"Trainer(max_steps={max_steps}): the newest checkpoint in {uri} is of step {stored[0]}. Ask for more, choose "
+            'another RunConfig(name=...), or begin anew with CheckpointConfig(resume="never")'
+        )
     depends_on = [model_key, workers(scaling), sampling.global_batch_size, uri, torch.__version__, os.cpu_count(), how.every]
     known = how.failure_interval if isinstance(how.failure_interval, timedelta) else None
     return CheckpointSpec(

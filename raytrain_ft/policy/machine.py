@@ -163,7 +163,7 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost) -> list[m.Comm
     if exhausted:
         return kills + run.fail("RetryBudgetError", f"{exhausted[-1]}; last cause: {event.cause}")
     go_on = phases.take_stock if run.state == State.FENCE else phases.fence
-    return kills + go_on(run, event.at) + run.provision()
+    return kills + go_on(run, event.at)
 
 
 def _on_suspected(run: RunState, event: m.Suspected) -> list[m.Command]:
@@ -185,7 +185,7 @@ def _on_steps_committed(run: RunState, event: m.StepsCommitted) -> list[m.Comman
         return []
     run.history.close(event.at)
     run.state = State.RUNNING
-    return _grow(run, event.at)
+    return run.provision() + _grow(run, event.at)
 
 
 def _on_samples_lost(run: RunState, event: m.SamplesLost) -> list[m.Command]:

@@ -87,9 +87,13 @@ def _go_on(run: RunState) -> list[m.Command]:
 
 
 def _gather(run: RunState) -> list[m.Command]:
-    """Waits for workers, but not for ever."""
+    """Forms the next world, or waits for workers, but not for ever.
+
+    New ones are started now only if there are too few: on a busy machine, a spare's imports would hold up the recovery.
+    """
+    too_few = len(run.survivors) + len(run.roster.spares()) < (len(run.world) or run.rules.max_workers)
     timer = m.SetTimer("replacement", run.rules.replacement_timeout, run.incarnation)
-    return [timer, *run.provision(), *replace(run)]
+    return [timer, *(run.provision() if too_few else []), *replace(run)]
 
 
 # ---------------------------------------------------------------- REPLACE: get workers, make survivors consistent

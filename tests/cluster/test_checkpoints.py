@@ -237,6 +237,12 @@ def test_a_checkpoint_of_something_else_is_refused_with_every_difference(cluster
     assert events(train(tmp_path, "run", task=Longer(), checkpoints=overridden), "Resumed")[0]["step"] == 10
 
 
+def test_fewer_steps_than_are_done_already_are_refused(cluster, tmp_path: Path) -> None:
+    train(tmp_path, "run", steps=10, checkpoints=OFTEN)
+    with pytest.raises(ConfigError, match="newest checkpoint .* is of step 10"):
+        train(tmp_path, "run", steps=9, checkpoints=OFTEN)
+
+
 def test_never_resume_begins_anew(undisturbed, tmp_path: Path) -> None:
     train(tmp_path, "run", steps=10, checkpoints=OFTEN)
     result = train(tmp_path, "run", checkpoints=ft.CheckpointConfig(every=5, resume="never"))

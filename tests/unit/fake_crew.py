@@ -263,14 +263,16 @@ class Cluster:
 
     def _checkpoint(self, worker: Worker) -> None:
         """It is durable, and the one before is deleted; but perhaps the worker does not live to tell."""
-        name = f"step {worker.step} of {worker.incarnation}"
-        self.disk = [*self.disk[-1:], m.Stored(name, worker.step)]
+        self.disk = [*self.disk[-1:], m.Stored(f"step {worker.step} of {worker.incarnation}", worker.step)]
+        self._tell_of_checkpoint(worker, "" if self.chance.random() < 0.5 else "disk full")
+
+    def _tell_of_checkpoint(self, worker: Worker, error: str) -> None:
         about = {"member": worker.member, "incarnation": worker.incarnation, "step": worker.step}
-        if self.chance.random() < 0.5:
-            times = {"snapshot_s": 0.0, "stall_s": 0.0, "persist_s": 0.0}
-            self._post(m.CheckpointCommitted(**about, name=name, bytes=1, **times))
+        if error:
+            self._post(m.CheckpointFailed(**about, reason=error))
         else:
-            self._post(m.CheckpointFailed(**about, reason="disk full"))
+            times = {"snapshot_s": 0.0, "stall_s": 0.0, "persist_s": 0.0}
+            self._post(m.CheckpointCommitted(**about, name=f"step {worker.step} of {worker.incarnation}", bytes=1, **times))
         bounds = {"k": 2, "mode": "cpu", "k_persist": 2, "k_overhead": 1, "k_failures": 0}
         times = {"iteration_s": 1.0, "update_s": 0.1, "copy_s": 0.1, "persist_s": 1.0, "overhead_s": 0.0}
         self._post(m.IntervalChosen(**about, **bounds, **times, observed=None, reason="profiled"))
@@ -316,6 +318,9 @@ class Cluster:
             lost = m.SamplesLost(incarnation=self.run.incarnation, step=0, epoch=0, start=0, stop=1, why="not finite")
             late = m.Suspected(incarnation=self.run.incarnation, reason="a collective failed", noticed_by="w0")
             actions += [lambda: self._post(lost), lambda: self._post(late)]
+        if self.rules.checkpoints and self._formed and self.workers:
+            worker = self.workers[self.chance.choice(list(self.workers))]
+            actions.append(lambda: self._tell_of_checkpoint(worker, "disk full"))
         if self.timers:
             actions.append(lambda: self._fire(self.chance.randrange(len(self.timers))))
         for worker in self.workers.values():

@@ -524,7 +524,7 @@ def test_a_supervisor_that_comes_back_reads_the_log_and_asks_again() -> None:
     run = replay(story.run.rules, story.events)
     assert run == story.run
     commands = handle(run, m.SupervisorRestarted())
-    assert of(commands, m.Kill, m.Watch) == [m.Kill("w2"), *(m.Watch(member) for member in ("w0", "w1", "w3", "w4"))]
+    assert of(commands, m.Kill, m.Watch) == [m.Kill("w2"), *(m.Watch(member) for member in ("w0", "w1", "w3"))]
     assert of(commands, m.Fence) == [m.Fence(("w0", "w1"), 3)], "an incarnation is never fenced twice: workers refuse"
 
 
@@ -581,8 +581,14 @@ def test_the_diagram_in_the_documentation_is_that_of_the_table() -> None:
         assert drawn.strip() == f"```mermaid\n{text}```", "put in what `python -m raytrain_ft.policy.states` prints"
 
 
+def test_a_new_spare_is_started_when_training_goes_on_again() -> None:
+    story = running(spares=1).to(State.RESUME)
+    assert of(story.said, m.StartWorker) == []
+    assert of(story.committed(5).said, m.StartWorker) == [m.StartWorker("w4")]
+
+
 def test_members_are_what_the_run_makes_of_them() -> None:
     story = running(spares=1).to(State.REBUILD)
-    assert story.run.members == dict.fromkeys(("w0", "w1", "w3"), MemberState.ACTIVE) | {"w4": MemberState.STARTING}
+    assert story.run.members == dict.fromkeys(("w0", "w1", "w3"), MemberState.ACTIVE)
     story.lost("w1").fenced("w0", "w3", empty=["w3"])
     assert story.run.members["w3"] == MemberState.SPARE, "its filling was interrupted: it holds nothing"
