@@ -91,9 +91,10 @@ def _gather(run: RunState) -> list[m.Command]:
 
     New ones are started now only if there are too few: on a busy machine, a spare's imports would hold up the recovery.
     """
-    too_few = len(run.survivors) + len(run.roster.spares()) < (len(run.world) or run.rules.max_workers)
-    timer = m.SetTimer("replacement", run.rules.replacement_timeout, run.incarnation)
-    return [timer, *(run.provision() if too_few else []), *replace(run)]
+    ready, rules = len(run.survivors) + len(run.roster.spares()), run.rules
+    needed = (len(run.world) or rules.max_workers) if rules.wait_for_replacement else rules.min_workers
+    timer = m.SetTimer("replacement", rules.replacement_timeout, run.incarnation)
+    return [timer, *(run.provision() if ready < needed else []), *replace(run)]
 
 
 # ---------------------------------------------------------------- REPLACE: get workers, make survivors consistent
