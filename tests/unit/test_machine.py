@@ -409,13 +409,14 @@ def test_goes_on_with_fewer_when_none_comes_in_time() -> None:
 
 
 def test_shrinks_at_once_if_told_so_and_grows_at_a_step_boundary() -> None:
-    story = running(wait_for_replacement=False).lost("w1").fenced("w0", "w2")
+    story = running(wait_for_replacement=False, spares=1).lost("w1").fenced("w0", "w2")
     assert story.run.joining == ("w0", "w2")
+    assert of(story.said, m.StartWorker) == [], "nobody waits for it, so it need not be in the way"
     story.started("w3")
     assert story.run.state == State.REPLACE, "it came too late for this world"
     story.reconciled("w0", "w2").committed(5)
     assert story.run.state == State.RESIZING
-    assert story.said == [m.StopAtBoundary(("w0", "w2"))]
+    assert of(story.said, m.StopAtBoundary, m.StartWorker) == [m.StartWorker("w4"), m.StopAtBoundary(("w0", "w2"))]
     story.tell(*(m.Stopped(member=member, incarnation=2, step=7) for member in ("w0", "w2")))
     story.fenced("w0", "w2", step=7).reconciled("w0", "w2", "w3", empty=["w3"]).filled("w0", "w2", "w3").committed(7)
     assert (story.run.state, story.run.world) == (State.RUNNING, ("w0", "w2", "w3"))
