@@ -239,7 +239,7 @@ def test_a_checkpoint_of_something_else_is_refused_with_every_difference(cluster
 
 def test_fewer_steps_than_are_done_already_are_refused(cluster, tmp_path: Path) -> None:
     train(tmp_path, "run", steps=10, checkpoints=OFTEN)
-    with pytest.raises(ConfigError, match="newest checkpoint .* is of step 10"):
+    with pytest.raises(ConfigError, match=r"newest checkpoint .* is of step 10"):
         train(tmp_path, "run", steps=9, checkpoints=OFTEN)
 
 
