@@ -124,7 +124,7 @@ class Ours:
     def restore(self) -> None:
         """From the files to tensors, verified."""
         manifest = next(checkpoint.select(self.storage, print))
-        fill(self.targets, checkpoint.read(self.storage, manifest))
+        fill(self.targets, checkpoint.map_shards(self.storage, manifest))
 
     def file(self) -> Path:
         """The newest shard."""

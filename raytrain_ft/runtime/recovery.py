@@ -155,7 +155,8 @@ def load(replica: Replica, spec: RunSpec, name: str) -> None:
     """Takes over a checkpoint's state.
 
     Raises:
-        StorageError: it is damaged, and nothing was changed; MismatchError: it does not belong to this run.
+        StorageError: it is damaged; unless the state is still `filled`, the replica is of no use until it is loaded, filled or
+            built anew. MismatchError: it does not belong to this run.
     """
     assert spec.checkpoints is not None
     parsed = Name.parse(name)
@@ -165,7 +166,7 @@ def load(replica: Replica, spec: RunSpec, name: str) -> None:
         content = holder.load(spec, parsed)
     else:
         storage = open_storage(spec.checkpoints.uri)
-        content = checkpoint.read(storage, checkpoint.read_manifest(storage, parsed))
+        content = checkpoint.map_shards(storage, checkpoint.read_manifest(storage, parsed))
     if replica.attempt is not None:
         replica.discard()
     if replica.undo is not None:

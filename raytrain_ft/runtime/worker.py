@@ -191,6 +191,7 @@ class Worker:
     def _begin_from(self, load: str) -> None:
         """From a checkpoint, or from the beginning: there everybody has built the same model from the same seed."""
         if load:
+            self._used = True  # also by a load that fails half way
             recovery.load(self._replica, self._spec, load)
         elif self._used:
             assert self._replica.checkpointer is not None

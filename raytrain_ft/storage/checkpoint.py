@@ -18,7 +18,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
@@ -140,16 +140,45 @@ def select(storage: Storage, warn: Callable[[str], None]) -> Iterator[Manifest]:
 # ---------------------------------------------------------------- reading
 
 
+class Mapped(NamedTuple):
+    """A shard's file, and the hashes of its blocks."""
+
+    file: str
+    buffer: pa.Buffer
+    blocks: list[str]
+
+
 class Content:
-    """The tensors of one checkpoint, verified. Bytes are mapped, and copied only where the caller puts them.
+    """The tensors of one checkpoint. Bytes are mapped, and copied only where the caller puts them.
 
     Attributes:
         pieces: by tensor, its pieces in order, each with its bytes.
+        files: what they lie in; none if they lie in memory.
+        verified: whether all of `files` is as it was written. Before that nothing here may be believed.
     """
 
-    def __init__(self, manifest: Manifest, pieces: dict[str, list[tuple[Piece, memoryview]]]) -> None:
+    def __init__(
+        self, manifest: Manifest, pieces: dict[str, list[tuple[Piece, memoryview]]], files: Sequence[Mapped] = ()
+    ) -> None:
         self.manifest = manifest
         self.pieces = pieces
+        self.files = files
+        self.verified = not files
+
+    def verify(self, hashed: Callable[[int, int], None] | None = None) -> None:
+        """Hashes every byte of the files.
+
+        Args:
+            hashed: see `shard.verify`: may copy what it is told of, which is of use only if this does not raise.
+
+        Raises:
+            StorageError: naming the file, and where in it the first damaged block begins.
+        """
+        for file, buffer, blocks in self.files:
+            bad = shards.verify(buffer, blocks, hashed)
+            if bad is not None:
+                raise StorageError(f"{file} is damaged at or after byte {bad * shards.BLOCK_BYTES}: its hash differs")
+        self.verified = True
 
 
 def read(storage: Storage, manifest: Manifest) -> Content:
@@ -158,28 +187,43 @@ def read(storage: Storage, manifest: Manifest) -> Content:
     Raises:
         StorageError: naming the file, and where in it the first damaged block begins.
     """
-    pieces: dict[str, list[tuple[Piece, memoryview]]] = {}
+    content = map_shards(storage, manifest)
+    content.verify()
+    return content
+
+
+def map_shards(storage: Storage, manifest: Manifest) -> Content:
+    """Maps all shards of a checkpoint, for `restore.fill` to verify while it copies them.
+
+    Raises:
+        StorageError: naming the file, if it was cut short or what it says of its tensors cannot be read.
+    """
     count = len(manifest.shards)
-    for number, entry in enumerate(manifest.shards):
-        file = f"{manifest.name}/{shard_file(number, count)}"
-        for piece, data in shards.decode(_verified(storage, file, entry), file):
-            pieces.setdefault(piece.name, []).append((piece, data))
-    for name, parts in pieces.items():
-        _check_whole(manifest, name, parts)
-    return Content(manifest, pieces)
+    files = [_mapped(storage, f"{manifest.name}/{shard_file(i, count)}", entry) for i, entry in enumerate(manifest.shards)]
+    content = Content(manifest, {}, files)
+    try:
+        _find_pieces(content)
+    except StorageError:
+        content.verify()  # which says where the damage is, if it is damage
+        raise
+    return content
 
 
-def _verified(storage: Storage, file: str, entry: ShardEntry) -> pa.Buffer:
+def _mapped(storage: Storage, file: str, entry: ShardEntry) -> Mapped:
     size = storage.size(file)
     if size != entry.size:
         raise StorageError(f"{file} has {size} bytes, its manifest says {entry.size}: it was cut short or replaced")
     if shards.count_blocks(entry.size) != len(entry.blocks):
         raise StorageError(f"{file}: its manifest has {len(entry.blocks)} hashes for {entry.size} bytes")
-    buffer = storage.view(file)
-    bad = shards.verify(buffer, entry.blocks)
-    if bad is not None:
-        raise StorageError(f"{file} is damaged at or after byte {bad * shards.BLOCK_BYTES}: its hash differs")
-    return buffer
+    return Mapped(file, storage.view(file), entry.blocks)
+
+
+def _find_pieces(content: Content) -> None:
+    for file, buffer, _ in content.files:
+        for piece, data in shards.decode(buffer, file):
+            content.pieces.setdefault(piece.name, []).append((piece, data))
+    for name, parts in content.pieces.items():
+        _check_whole(content.manifest, name, parts)
 
 
 def _check_whole(manifest: Manifest, name: str, parts: list[tuple[Piece, memoryview]]) -> None:

@@ -10,7 +10,7 @@ No torch here: the process that writes shards does not need it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -24,6 +24,8 @@ FORMAT = "raytrain_ft-shard-1"
 BLOCK_BYTES = 4 * 2**20
 BATCH_BYTES = 64 * 2**20
 HASH_THREADS = 2
+HASHED_BYTES = 512 * 2**10
+"""A reader hashes so many bytes at a time: what comes next finds them in the processor's cache."""
 SCHEMA = pa.schema(
     [
         ("name", pa.string()),
@@ -173,9 +175,14 @@ def count_blocks(size: int) -> int:
     return -(-size // BLOCK_BYTES)
 
 
-def verify(buffer: pa.Buffer, blocks: Sequence[str]) -> int | None:
-    """Hashes a whole file; returns the number of the first block that is not what it was, or None."""
-    view = memoryview(buffer).cast("B")
+def verify(buffer: pa.Buffer, blocks: Sequence[str], hashed: Callable[[int, int], None] | None = None) -> int | None:
+    """Hashes a whole file; returns the number of the first block that is not what it was, or None.
+
+    Args:
+        hashed: is told of each part that was hashed, by the addresses where it begins and ends; by several threads, and before
+            its block is known to be right.
+    """
+    view, address = memoryview(buffer).cast("B"), pa.py_buffer(buffer).address
     count = count_blocks(len(view))
     if count != len(blocks):
         return min(count, len(blocks))
@@ -189,31 +196,43 @@ def verify(buffer: pa.Buffer, blocks: Sequence[str]) -> int | None:
                 number = next(numbers, None)
             if number is None:
                 return
-            if _hash([view[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]]) != blocks[number]:
+            hasher = xxhash.xxh3_64()
+            for start in range(number * BLOCK_BYTES, end := min((number + 1) * BLOCK_BYTES, len(view)), HASHED_BYTES):
+                stop = min(start + HASHED_BYTES, end)
+                hasher.update(view[start:stop])
+                if hashed is not None:
+                    hashed(address + start, address + stop)
+            if hasher.hexdigest() != blocks[number]:
                 bad.append(number)
 
-    helpers = [threading.Thread(target=work, name="verify", daemon=True) for _ in range(min(HASH_THREADS, count) - 1)]
-    for helper in helpers:
-        helper.start()
-    work()
-    for helper in helpers:
-        helper.join()
+    with ThreadPoolExecutor(max_workers=HASH_THREADS, thread_name_prefix="verify") as pool:
+        helpers = [pool.submit(work) for _ in range(min(HASH_THREADS, count) - 1)]
+        work()
+        for helper in helpers:
+            helper.result()
     return min(bad, default=None)
 
 
 def decode(buffer: pa.Buffer, name: str) -> Iterator[tuple[Piece, memoryview]]:
-    """The pieces of a file and their bytes, without copying them.
+    """The pieces of a file and their bytes, without copying them: each lies in the file, after the one before.
 
     Raises:
         StorageError: it is no shard.
     """
+    buffer = pa.py_buffer(buffer)
     try:
         with pa.ipc.open_file(buffer) as reader:
             if (reader.schema.metadata or {}).get(b"format") != FORMAT.encode() or not reader.schema.equals(SCHEMA):
                 raise StorageError(f"{name} is not a {FORMAT} file")
             batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        reached = buffer.address
         for batch in batches:
             batch.validate(full=True)
+            values = batch.column(4).buffers()[2]
+            if values is not None and values.size:
+                if not reached <= values.address <= values.address + values.size <= buffer.address + buffer.size:
+                    raise ValueError("its tensors' bytes are compressed, or not in order")
+                reached = values.address + values.size
             yield from _rows(batch)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise StorageError(f"{name} cannot be read as a shard: {error}") from error

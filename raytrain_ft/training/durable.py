@@ -13,7 +13,7 @@ from raytrain_ft.policy.sampling import Position
 from raytrain_ft.storage.checkpoint import Content, differences
 from raytrain_ft.storage.manifest import Manifest
 from raytrain_ft.storage.tree import flatten, unflatten
-from raytrain_ft.training.restore import described, fill, make
+from raytrain_ft.training.restore import allocate, described, fill
 from raytrain_ft.training.state import TrainingState
 
 
@@ -73,7 +73,8 @@ def restore(state: TrainingState, content: Content, data: dict[str, Any], overri
 
     Raises:
         MismatchError: it is of another model, optimizer or dataset; every difference is listed, and nothing was changed.
-        StorageError: something that it must hold is not there.
+        StorageError: it is damaged, or lacks something. Unless the state is still `filled`, its tensors may hold anything by
+            now: it is to be restored from another checkpoint, filled by another worker, or built anew.
     """
     values = content.manifest.values
     own = dict([*_weights(state), *_buffers(state)])
@@ -83,10 +84,13 @@ def restore(state: TrainingState, content: Content, data: dict[str, Any], overri
     lines += other_optimizer if "optimizer" not in override else []
     lines += other_data if "dataset" not in override else []
     if lines:
+        content.verify()  # damage is no difference
         raise _mismatch(content.manifest, lines)
-    fill(own, content)
+    more = {} if other_optimizer else {name: allocate(content, name) for name in content.pieces if name not in own}
+    state.filled = False
+    fill(own | more, content)
     if not other_optimizer:
-        _restore_optimizer(state, content)
+        _restore_optimizer(state, values, more)
     epoch, consumed = values["position"]
     if consumed > data["dataset_size"]:
         consumed = 0
@@ -120,19 +124,18 @@ def _other_data(values: dict[str, Any], data: dict[str, Any]) -> list[str]:
     ]
 
 
-def _restore_optimizer(state: TrainingState, content: Content) -> None:
-    values = content.manifest.values
+def _restore_optimizer(state: TrainingState, values: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     by_name = {f"optimizer/{name}": p for name, p in state.model.named_parameters()}
     state.optimizer.state.clear()
-    for path in [*(name for name in content.pieces if name.startswith("optimizer/")), *values["numbers"]]:
+    for path in [*(name for name in tensors if name.startswith("optimizer/")), *values["numbers"]]:
         prefix, _, key = path.rpartition("/")
         p = by_name[prefix]
         if path in values["numbers"]:
             state.optimizer.state[p][key] = unflatten(values["numbers"][path], lambda path: torch.empty(0))
         else:
-            value = make(content, path)
+            value = tensors[path]
             state.optimizer.state[p][key] = value.to(p.device) if value.dim() else value
-    settings = unflatten(values["settings"], lambda path: make(content, path))
+    settings = unflatten(values["settings"], tensors.__getitem__)
     for group, stored in zip(state.optimizer.param_groups, settings["groups"], strict=True):
         group.update(stored)
     if state.scheduler is not None and settings["scheduler"] is not None:

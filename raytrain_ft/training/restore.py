@@ -1,10 +1,10 @@
-"""From a checkpoint back into tensors: everything is compared before anything is changed."""
+"""From a checkpoint back into tensors: compared first, then verified and copied in one pass over the bytes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -15,8 +15,8 @@ from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.shard import Piece
 from raytrain_ft.training.memory import is_plain, move
 
-THREADS = 2
-PART_BYTES = 4 * 2**20
+Copy = tuple[int, int, int]
+"""Addresses of the source and the target, and bytes."""
 _DTYPES = {
     str(dtype): dtype
     for dtype in vars(torch).values()
@@ -31,64 +31,97 @@ def described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, 
 
 @torch.no_grad()
 def fill(tensors: Mapping[str, Tensor], content: Content) -> None:
-    """Overwrites tensors with those of the same names in a checkpoint. They must be of the same dtype and shape.
+    """Overwrites tensors with those of the same names in a checkpoint, all of whose bytes it verifies while it copies.
+
+    They must be of the same dtype and shape.
 
     Raises:
-        StorageError: one is not there, or of another size; nothing was changed.
+        StorageError: a tensor is not there, or of another size: nothing was changed. Or a file is damaged: by then the tensors
+            hold anything, and the caller must fill them from another checkpoint or give them up.
     """
     for name, tensor in tensors.items():
         parts = content.pieces.get(name)
         size = tensor.numel() * tensor.element_size()
         if parts is None or sum(piece.size for piece, _ in parts) != size:
-            raise StorageError(f"{content.manifest.name} holds tensor {name} not at all, or not with {size} bytes")
-    with ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="restore") as pool:
-        large = [
-            pool.submit(move, *copy) for name, tensor in tensors.items() for copy in _fill_one(tensor, content.pieces[name])
-        ]
-        for copy in large:
-            copy.result()
+            raise _misfit(content, f"{name} is not there, or not with {size} bytes")
+    plain = {name: tensor for name, tensor in tensors.items() if is_plain(tensor)}
+    copies = [copy for name, tensor in plain.items() for copy in _copies(tensor, content.pieces[name])]
+    if content.files:
+        content.verify(_Walk(copies).copy)
+    else:
+        for source, target, size in copies:
+            move(target, source, size)
+    for name in tensors.keys() - plain.keys():
+        _put(tensors[name], content.pieces[name])
 
 
-def _fill_one(tensor: Tensor, parts: list[tuple[Piece, memoryview]]) -> list[tuple[int, int, int]]:
-    """Fills a tensor, and leaves large copies to the caller: (target, source, size)."""
-    large: list[tuple[int, int, int]] = []
-    if not tensor.numel():
-        return large
-    if is_plain(tensor):
-        target = tensor.data_ptr()
-        for piece, data in parts:
-            source = np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0] if piece.size else 0
-            if piece.size < PART_BYTES:
-                move(target + piece.start, source, piece.size)
-                continue
-            for start in range(0, piece.size, PART_BYTES):
-                size = min(PART_BYTES, piece.size - start)
-                large.append((target + piece.start + start, source + start, size))
-        return large
-    whole = np.concatenate([np.frombuffer(data, dtype=np.uint8) for _, data in parts])
-    tensor.copy_(torch.from_numpy(whole).view(tensor.dtype).reshape(tensor.shape))
-    return large
+def _misfit(content: Content, what: str) -> StorageError:
+    """What is raised for a tensor that is not as it should be, unless a file is damaged: then that is raised instead."""
+    content.verify()
+    return StorageError(f"{content.manifest.name}: tensor {what}")
 
 
-def make(content: Content, name: str, device: torch.device | str = "cpu") -> Tensor:
-    """A new tensor with the content of one in a checkpoint.
+def _copies(tensor: Tensor, parts: list[tuple[Piece, memoryview]]) -> Iterator[Copy]:
+    """What fills a plain tensor."""
+    target = tensor.data_ptr()
+    for piece, data in parts:
+        if piece.size:
+            yield np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0], target + piece.start, piece.size
+
+
+def _put(tensor: Tensor, parts: list[tuple[Piece, memoryview]]) -> None:
+    """Fills a tensor of another kind."""
+    if tensor.numel():
+        whole = np.concatenate([np.frombuffer(data, dtype=np.uint8) for _, data in parts])
+        tensor.copy_(torch.from_numpy(whole).view(tensor.dtype).reshape(tensor.shape))
+
+
+class _Walk:
+    """Copies in the order of their sources, done bit by bit as the sources come by."""
+
+    def __init__(self, copies: list[Copy]) -> None:
+        self._copies = sorted(copies)
+        self._sources = [source for source, _, _ in self._copies]
+
+    def copy(self, start: int, stop: int) -> None:
+        """Copies what begins at address `start` and ends at `stop`."""
+        number = max(0, bisect_right(self._sources, start) - 1)
+        while number < len(self._copies) and self._sources[number] < stop:
+            source, target, size = self._copies[number]
+            first, last = max(source, start), min(source + size, stop)
+            if first < last:
+                move(target + first - source, first, last - first)
+            number += 1
+
+
+def allocate(content: Content, name: str) -> Tensor:
+    """A new tensor like one in a checkpoint, not filled yet.
 
     Raises:
         StorageError: it is not there, or does not have the bytes that its dtype and shape ask for.
     """
     parts = content.pieces.get(name)
     if parts is None:
-        raise StorageError(f"{content.manifest.name} holds no tensor {name}")
+        raise _misfit(content, f"{name} is not there")
     first = parts[0][0]
     dtype = _DTYPES.get(first.dtype)
     size = sum(len(data) for _, data in parts)
     if dtype is None or min(first.shape, default=0) < 0 or math.prod(first.shape) * dtype.itemsize != size:
-        what = f"{first.dtype} {list(first.shape)}"
-        raise StorageError(f"{content.manifest.name}: tensor {name} says {what} but has {size} bytes")
+        raise _misfit(content, f"{name} says {first.dtype} {list(first.shape)} but has {size} bytes")
     try:
-        tensor = torch.empty(first.shape, dtype=dtype)
+        return torch.empty(first.shape, dtype=dtype)
     except RuntimeError as error:
-        raise StorageError(f"{content.manifest.name}: tensor {name}, {first.dtype} {list(first.shape)}: {error}") from error
-    for copy in _fill_one(tensor, parts):
-        move(*copy)
-    return tensor.to(device)
+        raise _misfit(content, f"{name}, {first.dtype} {list(first.shape)}: {error}") from error
+
+
+def make(content: Content, name: str) -> Tensor:
+    """A new tensor with the content of one in a verified checkpoint.
+
+    Raises:
+        StorageError: as `allocate` does.
+    """
+    assert content.verified
+    tensor = allocate(content, name)
+    for source, target, size in _copies(tensor, content.pieces[name]):
+        move(target, source, size)
+    return tensor

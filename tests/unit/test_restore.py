@@ -1,0 +1,234 @@
+"""Tensors are filled in one pass that verifies what it copies; what a failed load leaves is never taken for state."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from store import own, same_bits, save
+from torch import Tensor, nn
+
+from raytrain_ft.errors import MismatchError, StorageError
+from raytrain_ft.policy.sampling import Position
+from raytrain_ft.runtime import recovery
+from raytrain_ft.runtime.worker import Worker
+from raytrain_ft.storage import checkpoint, shard
+from raytrain_ft.storage.checkpoint import Content
+from raytrain_ft.storage.filesystem import LocalStorage
+from raytrain_ft.training import durable
+from raytrain_ft.training.restore import fill, make
+from raytrain_ft.training.state import TrainingState
+
+SIZES = (70_000, 0, 1, 12_000, 3, 8192, 33_333, 5)
+DATA = {"dataset_size": 100}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a few thousand bytes are many blocks, parts and batches."""
+    monkeypatch.setattr(shard, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(shard, "HASHED_BYTES", 1000)
+    monkeypatch.setattr(shard, "BATCH_BYTES", 30_000)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> LocalStorage:
+    """Without a checkpoint."""
+    found = LocalStorage(tmp_path / "checkpoints")
+    own(found)
+    return found
+
+
+def mapped(storage: LocalStorage, number: int = 0) -> Content:
+    """A checkpoint, counted from the newest, that nobody has verified."""
+    manifests = list(checkpoint.select(storage, pytest.fail))
+    return checkpoint.map_shards(storage, manifests[number])
+
+
+def some() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {f"t{i}": torch.randint(256, (size,), dtype=torch.uint8, generator=generator) for i, size in enumerate(SIZES)}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_tensors_are_filled_while_they_are_verified(storage: LocalStorage, count: int) -> None:
+    tensors = some() | {"transposed": torch.randn(70, 90).t(), "wide": torch.randn(50, 40)}
+    save(storage.uri, 1, tensors, count)
+    content = mapped(storage)
+    assert not content.verified
+    targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items() if name != "t3"}  # not all of them
+    targets["wide"] = torch.zeros(40, 50).t()
+    fill(targets, content)
+    assert content.verified
+    assert [name for name, target in targets.items() if not same_bits(target, tensors[name])] == []
+    assert same_bits(make(content, "t3"), tensors["t3"])
+
+
+def test_each_byte_is_copied_once(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = some()
+    save(storage.uri, 1, tensors, 2)
+    copied: list[tuple[int, int]] = []
+    monkeypatch.setattr("raytrain_ft.training.restore.move", lambda target, source, size: copied.append((target, size)))
+    fill(tensors, mapped(storage))
+    assert sum(size for _, size in copied) == sum(SIZES)
+    assert all(first + size <= second for (first, size), (second, _) in pairwise(sorted(copied)))
+    assert max(size for _, size in copied) == 1000
+
+
+def test_nothing_is_made_of_what_was_not_verified(storage: LocalStorage) -> None:
+    save(storage.uri, 1, some())
+    with pytest.raises(AssertionError):
+        make(mapped(storage), "t0")
+
+
+def test_an_error_of_a_copy_is_not_lost_in_its_thread(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(storage.uri, 1, some())
+    calls = iter(range(10**6))
+
+    def move(target: int, source: int, size: int) -> None:
+        if next(calls) == 20:
+            raise OSError("once")
+
+    monkeypatch.setattr("raytrain_ft.training.restore.move", move)
+    with pytest.raises(OSError, match="once"):
+        fill(some(), mapped(storage))
+
+
+def test_no_flipped_bit_is_loaded(storage: LocalStorage) -> None:
+    """Wherever it is: in a tensor, in what is said of it, or between the two."""
+    tensors = some()
+    save(storage.uri, 1, tensors, 2)
+    random = np.random.default_rng(0)
+    for file in sorted(storage.root.glob("*/*.arrow")):
+        original = file.read_bytes()
+        headers = [i for i in range(0, len(original), 64) if original[i : i + 64].count(0) > 30]  # random bytes have few zeros
+        places = [*random.integers(len(original), size=150), *(random.choice(headers, 350) + random.integers(64, size=350))]
+        for position in (min(int(place), len(original) - 1) for place in places):
+            damaged = bytearray(original)
+            damaged[position] ^= 1 << random.integers(8)
+            file.write_bytes(damaged)
+            with pytest.raises(StorageError, match=f"{file.parent.name}/{file.name} is damaged at or after byte") as found:
+                fill(tensors, mapped(storage))
+            block = int(str(found.value).split("byte ")[1].split(":")[0])
+            assert block == position // 4096 * 4096
+        for size in (*range(0, len(original), 4096), len(original) - 1):
+            file.write_bytes(original[:size])
+            with pytest.raises(StorageError, match=file.name):
+                mapped(storage)
+        file.write_bytes(original)
+    fill(tensors, mapped(storage))
+
+
+# ---------------------------------------------------------------- the trainer's state
+
+
+def trained(step: int) -> TrainingState:
+    """A state of a model that has made an update or more."""
+    torch.manual_seed(step)
+    model = nn.Sequential(nn.Linear(60, 70), nn.BatchNorm1d(70), nn.Linear(70, 9))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 / step)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for _ in range(step):
+        optimizer.zero_grad()
+        model(torch.randn(8, 60)).sum().backward()
+        optimizer.step()
+        schedule.step()
+    state = TrainingState(model, optimizer, schedule, bucket_bytes=10_000, first_bucket_bytes=5000)
+    state.step, state.position, state.filled = step, Position(0, step), True
+    return state
+
+
+def store(storage: LocalStorage, state: TrainingState) -> None:
+    tensors, values = durable.capture(state, DATA, [])
+    save(storage.uri, state.step, dict(tensors), 2, values=values)
+
+
+def all_of(state: TrainingState) -> tuple[Any, ...]:
+    assert state.scheduler is not None
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in state.optimizer.param_groups]
+    return state.digests(), state.step, state.position, groups, state.scheduler.state_dict()
+
+
+def damage(file: Path, position: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1
+    file.write_bytes(content)
+
+
+def test_the_state_is_restored_in_one_pass(storage: LocalStorage) -> None:
+    old, here = trained(3), trained(1)
+    store(storage, old)
+    durable.restore(here, mapped(storage), DATA)
+    assert all_of(here) == all_of(old)
+    assert here.filled
+
+
+def test_a_state_whose_restore_failed_counts_for_nothing_until_another_succeeds(storage: LocalStorage) -> None:
+    before, here = trained(3), trained(1)
+    store(storage, before)
+    store(storage, trained(5))
+    last = max(storage.root.glob("*/*.arrow"))
+    damage(last, last.stat().st_size // 2)
+    _, *rest = all_of(here)
+    with pytest.raises(StorageError, match=f"{last.name} is damaged at or after byte"):
+        durable.restore(here, mapped(storage), DATA)
+    assert not here.filled
+    assert recovery.marks("w0", SimpleNamespace(state=here)) is None  # pyright: ignore
+    assert list(all_of(here)[1:]) == rest  # what is no tensor is taken over last
+    durable.restore(here, mapped(storage, 1), DATA)
+    assert all_of(here) == all_of(before)
+    assert here.filled
+
+
+def test_a_damaged_name_is_damage_and_no_other_model(storage: LocalStorage) -> None:
+    here = trained(1)
+    store(storage, trained(2))
+    unchanged = all_of(here)
+    for name in (b"model/0.weight", b"torch.float32", b"optimizer/0.weight/exp_avg"):
+        file = next(path for path in sorted(storage.root.glob("*/*.arrow")) if name in path.read_bytes())
+        position = file.read_bytes().index(name) + len(name) - 1
+        damage(file, position)
+        with pytest.raises(StorageError, match=f"{file.name} is damaged at or after byte"):
+            durable.restore(here, mapped(storage), DATA)
+        damage(file, position)
+    assert all_of(here)[1:] == unchanged[1:]
+
+
+def test_a_state_of_another_model_changes_nothing(storage: LocalStorage) -> None:
+    here = trained(1)
+    store(storage, trained(2))
+    here.model.add_module("more", nn.Linear(1, 1))
+    unchanged = all_of(here)
+    with pytest.raises(MismatchError, match=r"model/more\.weight is missing"):
+        durable.restore(here, mapped(storage), DATA)
+    assert all_of(here) == unchanged
+    assert here.filled
+
+
+def test_who_begins_anew_after_a_load_that_failed_is_built_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = object.__new__(Worker)
+    closed: list[bool] = []
+
+    def replica() -> Any:
+        checkpointer = SimpleNamespace(close=lambda: closed.append(True))
+        return SimpleNamespace(checkpointer=checkpointer, state=SimpleNamespace(filled=False))
+
+    def load(*_: Any) -> None:
+        raise StorageError("damaged")
+
+    first = replica()
+    worker._replica, worker._used, worker._spec = first, False, SimpleNamespace()  # pyright: ignore
+    monkeypatch.setattr(recovery, "load", load)
+    monkeypatch.setattr(worker, "_build_replica", replica)
+    with pytest.raises(StorageError):
+        worker._begin_from("step-000000001-e1-i1")
+    assert not first.state.filled
+    worker._begin_from("")
+    assert worker._replica is not first
+    assert worker._replica.state.filled
+    assert closed == [True]
