@@ -70,7 +70,8 @@ def test_listeners_and_leftovers_of_a_run(cluster, tmp_path: Path) -> None:
     result = train(tmp_path, "clean", steps=5)
     assert set(Path("/dev/shm").iterdir()) - shm_before == set()
     assert list_named_actors(all_namespaces=True) == []
-    assert sorted(p.name for p in Path(result.path).iterdir()) == ["events.jsonl", "final.arrow", "nonce", "timeline.json"]
+    files = sorted(p.name for p in Path(result.path).iterdir())
+    assert files == ["checkpoints", "events.jsonl", "final.arrow", "nonce", "report.html", "timeline.json"]
 
 
 def test_no_listener_of_ours_is_open_to_all(cluster, tmp_path: Path) -> None:
