@@ -26,12 +26,15 @@ from benchmarks.paced import How, Loop, Preset, loop, second_writer
 from raytrain_ft.errors import StorageError
 from raytrain_ft.policy import sampling as order
 from raytrain_ft.policy.sampling import Position, Sampling, next_batch, sample_ids, share
+from raytrain_ft.policy.tuner import JUDGED_STEPS
 from raytrain_ft.storage import checkpoint
 from raytrain_ft.storage.filesystem import LocalStorage
 from raytrain_ft.storage.manifest import Manifest, Name
 from raytrain_ft.storage.shard import Piece
 
 BUDGET = 0.035
+JUDGEMENTS = 12
+STRETCH_STEPS = 160
 BOUND = Preset("copy as long as ten steps", 0.012, 0.002, 256)  # T_c > T_i - T_w: the budget decides on k
 FREE = Preset("copy hidden in a step", 0.060, 0.004, 64)  # the copy is hidden: persisting decides on k
 PRESETS = [Preset("64 MB, 60 ms", 0.060, 0.005, 64), Preset("192 MB, 120 ms", 0.120, 0.008, 192)]
@@ -53,7 +56,7 @@ def overhead(run: Loop, stretches: int, intervals: int, how: How = "pipelined") 
     for _ in range(stretches):
         run.settle()
         k = max(1, run.tuner.fixed or run.tuner.k)
-        with_them = run.run(k * max(intervals, -(-80 // k)), how)
+        with_them = run.run(k * max(intervals, -(-STRETCH_STEPS // k)), how)
         run.settle()
         after = run.run(40, "none")
         base = statistics.mean(before + after)
@@ -63,16 +66,11 @@ def overhead(run: Loop, stretches: int, intervals: int, how: How = "pipelined") 
 
 
 def learn(run: Loop) -> int:
-    """Runs until the interval is known and has been corrected a few times; returns it."""
+    """Runs until the interval is known and was looked at again a dozen times; returns it."""
     while not run.tuner.k:
         run.run(10)
-    same = 0
-    for _ in range(30):
-        before = run.tuner.k
-        run.run(before)
-        same = same + 1 if run.tuner.k == before else 0
-        if same == 4:
-            break
+    for _ in range(JUDGEMENTS):
+        run.run(max(run.tuner.k, JUDGED_STEPS))
     return run.tuner.k
 
 
@@ -93,7 +91,7 @@ def measure_quiet(report: Report, options: Options) -> None:
     for preset in (BOUND, FREE):
         with loop(preset, budget=BUDGET) as run:
             k = learn(run)
-            shares = overhead(run, 3 if options.quick else 8, 3)
+            shares = overhead(run, 3 if options.quick else 10, 3)
             bound = binds(run)
             found = estimate([statistics.mean(error_points([statistics.mean(shares)], bound=bound))])
             worst = found if worst is None or (found.value or 0) > (worst.value or 0) else worst

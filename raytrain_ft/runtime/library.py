@@ -45,7 +45,11 @@ class Library:
         """
         if self._spec.checkpoints is None:
             return ()
-        return await asyncio.wait_for(asyncio.to_thread(self._open), FIND_SECONDS)
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(self._open), FIND_SECONDS)
+        except TimeoutError as error:
+            uri = self._spec.checkpoints.uri
+            raise StorageError(f"CheckpointConfig: the storage {uri} did not answer within {FIND_SECONDS:g} s") from error
 
     def _open(self) -> tuple[m.Stored, ...]:
         assert self._spec.checkpoints is not None

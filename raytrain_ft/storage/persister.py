@@ -175,6 +175,8 @@ class Persister:
         """Starts the process unless it runs."""
         if self.pid is not None:
             return
+        # One that has just died may not have been heard of yet; what it had to do is over with it.
+        self._settle(self._process, Outcome("the persister process ended", 0.0, 0))
         path = os.pathsep.join(entry for entry in sys.path if entry)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "raytrain_ft.storage.persister", str(self._memory.descriptor)],

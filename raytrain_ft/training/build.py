@@ -81,6 +81,7 @@ def build_replica(
     checkpointer = None
     if checkpoints is not None:
         how, data = checkpoints, asdict(sampling)
+        capture(state, data, [])  # what cannot be stored is told now, not at the first checkpoint
         checkpointer = Checkpointer(
             how.target,
             lambda: capture(state, data, how.records()),

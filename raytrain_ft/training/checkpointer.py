@@ -104,6 +104,7 @@ class Checkpointer:
         self._copy: Copy | None = None
         self._job: Job | None = None
         self._outcome: Future[Outcome] | None = None
+        self._preparing: threading.Thread | None = None
         self._hangs = False
         self._longest_s = 0.0
         self._waited_s = 0.0
@@ -142,11 +143,14 @@ class Checkpointer:
             self._persister.cancel(self._job.name)
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """Brings the checkpoint under way to its end, and ends the persister."""
+        """Brings the checkpoint under way to its end, ends the persister, and gives the memory back."""
         if self._copy is not None:
             self._copy.wait(_go_on)
             self._copy.join()
         self._persister.close(timeout_s)
+        if self._preparing is not None:
+            self._preparing.join(timeout_s)
+        self._memory.close()
 
     # ---------------------------------------------------------------- step by step
 
@@ -193,7 +197,8 @@ class Checkpointer:
         step the state has its whole size."""
         tensors, _ = self._capture()
         size = -(-total_size(tensors) // self._count)
-        threading.Thread(target=self._memory.reserve, args=(size + ALIGNMENT,), name="prepare", daemon=True).start()
+        self._preparing = threading.Thread(target=self._memory.reserve, args=(size + ALIGNMENT,), name="prepare", daemon=True)
+        self._preparing.start()
 
     def take(self, step: int, check: Callable[[], None], *, kept: bool = False) -> None:
         """Begins a checkpoint of the state after `step` steps. Waits for the one before to be durable; where storage hangs,
@@ -253,7 +258,8 @@ class Checkpointer:
             check: called while waiting; may raise to leave the wait.
         """
         try:
-            if self._job is None or self._job.step != step:
+            job = self._job
+            if job is None or (job.step, job.incarnation) != (step, self._incarnation):  # all ranks must answer this alike
                 self.take(step, check)
             self.await_durable(check, 0.0 if self._hangs else self._patience())
         except StorageError as error:

@@ -123,9 +123,9 @@ class Copy:
         self._done.set()
         self._then(self)
 
-    def join(self) -> None:
-        """Waits until the copy was also handed on."""
-        self._thread.join()
+    def join(self, timeout_s: float = 5.0) -> None:
+        """Waits until the copy was also handed on, which takes milliseconds unless who it goes to is frozen."""
+        self._thread.join(timeout_s)
 
     def wait(self, check: Callable[[], None], timeout_s: float = 300.0) -> float:
         """Waits until the tensors may change again; returns how long that took, in seconds.

@@ -21,10 +21,12 @@ from torch.utils.data import TensorDataset
 from toy import Toy
 
 import raytrain_ft as ft
-from raytrain_ft.errors import ConfigError, MismatchError, NoCheckpointError, NonFiniteLossError
+from raytrain_ft.errors import ConfigError, LockedError, MismatchError, NoCheckpointError, NonFiniteLossError
 from raytrain_ft.policy.audit import audit
 from raytrain_ft.policy.strategy import Guarantee, Strategy
 from raytrain_ft.runtime.event_log import read_records, read_run
+from raytrain_ft.storage import lock
+from raytrain_ft.storage.filesystem import open_storage
 
 OFTEN = ft.CheckpointConfig(every=5)
 EVERYBODY = range(3)
@@ -295,6 +297,31 @@ def test_values_that_cannot_be_used(values: dict) -> None:
 def test_a_place_of_no_known_kind(cluster, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere://"):
         train(tmp_path, "run", checkpoints=ft.CheckpointConfig(storage_path="nowhere://bucket"))
+
+
+def test_two_writers_to_one_place(cluster, tmp_path: Path) -> None:
+    """The other one may be of another cluster: only the place itself can tell."""
+    other = lock.acquire(open_storage(str(tmp_path / "run" / "checkpoints")), "somebody else")
+    try:
+        with pytest.raises(LockedError, match="somebody else"):
+            train(tmp_path, "run", checkpoints=OFTEN)
+    finally:
+        other.release()
+
+
+class Unstorable(Toy):
+    """Its schedule keeps what has no plain form."""
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        schedule.notes = object()  # type: ignore[attr-defined]
+        return schedule
+
+
+def test_what_cannot_be_stored_is_told_before_the_first_step(cluster, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"scheduler/notes is a builtins\.object"):
+        train(tmp_path, "run", task=Unstorable(), checkpoints=OFTEN)
+    train(tmp_path, "without", steps=3, task=Unstorable(), checkpoints=ft.CheckpointConfig(every=None))
 
 
 def test_no_persister_outlives_its_run(cluster, tmp_path: Path) -> None:

@@ -1,0 +1,63 @@
+"""The persister process: what its worker hears of a job, whatever becomes of the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from raytrain_ft.storage import lock
+from raytrain_ft.storage.filesystem import open_storage
+from raytrain_ft.storage.persister import Job, Outcome, Persister, SharedMemory
+
+
+def test_a_process_that_dies_settles_its_job_also_if_another_is_started_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one may be started before the thread that listens to the first has told of its end."""
+    right = lock.acquire(open_storage(str(tmp_path)), "test")
+    memory = SharedMemory()
+    memory.reserve(8)
+    persister = Persister(memory)
+    told, real = threading.Event(), persister._settle
+
+    def late(process: subprocess.Popen[bytes] | None, outcome: Outcome) -> None:
+        if "ended (exit code" in (outcome.error or ""):
+            told.wait(20)
+        real(process, outcome)
+
+    monkeypatch.setattr(persister, "_settle", late)
+    try:
+        about = {"uri": str(tmp_path), "owner": "test", "epoch": right.owner.epoch, "incarnation": 1}
+        pieces = [("t", "torch.uint8", (8,), 0, 8)]
+        waiting = persister.submit(Job(step=1, number=0, count=2, pieces=pieces, **about))  # the other half never comes
+        first = persister.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while persister.pid in (first, None) and time.monotonic() < deadline:
+            persister.start()
+        told.set()
+        outcome = waiting.result(timeout=10)
+        assert outcome.error is not None
+        assert "persister process ended" in outcome.error
+        again = persister.submit(Job(step=2, number=0, count=1, pieces=pieces, **about))
+        assert again.result(timeout=30).error is None
+    finally:
+        told.set()
+        persister.close(10)
+        memory.close()
+        right.release()
+
+
+def test_who_is_closed_gives_its_memory_back() -> None:
+    before = set(Path("/proc/self/fd").iterdir())
+    memory = SharedMemory()
+    memory.reserve(2**20)
+    memory.close()
+    assert set(Path("/proc/self/fd").iterdir()) == before
