@@ -16,6 +16,7 @@ _EXPORTS = {
     "FailureConfig": "raytrain_ft.config",
     "ImageAugmentation": "raytrain_ft.training.images",
     "LAMB": "raytrain_ft.training.lamb",
+    "LogConfig": "raytrain_ft.config",
     "ParallelismConfig": "raytrain_ft.config",
     "RecoveryConfig": "raytrain_ft.config",
     "Result": "raytrain_ft.result",

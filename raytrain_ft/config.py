@@ -12,6 +12,7 @@ from ray.train import ScalingConfig
 
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.frequency import check_budget
+from raytrain_ft.policy.schedule import SCHEDULES, Schedule
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 """Names of runs become names of files and actors, so they are checked against this allow-list."""
@@ -85,20 +86,68 @@ class RunConfig(ray.train.RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelismConfig:
-    """How the model is spread. Only data parallelism for now.
+    """How the model is spread: over stages of a pipeline, and each stage over replicas.
 
     Attributes:
-        pipeline_parallel_degree: stages of the model; 1 is no pipeline.
+        pipeline_parallel_degree: stages of the model; 1 is no pipeline. Divides `num_workers`.
+        num_pp_microbatches: into how many micro-batches each replica cuts its share of a step; by default twice the stages.
+        schedule: "1f1b" or "gpipe", as in torch.distributed.pipelining.
+        split: "task" asks `TrainTask.model(stage)` for every stage; "auto" cuts the `torch.nn.Sequential` that `model(0)`
+            returns into stages of about equal cost, which is counted; a tuple says which layer begins each further stage.
     """
 
     pipeline_parallel_degree: int = 1
+    num_pp_microbatches: int | None = None
+    schedule: Schedule = "1f1b"
+    split: Literal["task", "auto"] | tuple[int, ...] = "task"
 
     def __post_init__(self) -> None:
-        if self.pipeline_parallel_degree != 1:
-            raise ConfigError(
-                f"ParallelismConfig(pipeline_parallel_degree={self.pipeline_parallel_degree}): pipelines are not there yet; "
-                "use 1"
-            )
+        for name in ("pipeline_parallel_degree", "num_pp_microbatches"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"ParallelismConfig({name}={value!r}): use a whole number of at least 1")
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(f"ParallelismConfig(schedule={self.schedule!r}): use one of {', '.join(SCHEDULES)}")
+        stages, cuts = self.pipeline_parallel_degree, self.split
+        if isinstance(cuts, tuple):
+            if len(cuts) != stages - 1 or list(cuts) != sorted(set(cuts)) or any(cut < 1 for cut in cuts):
+                raise ConfigError(
+                    f"ParallelismConfig(split={cuts!r}): {stages} stages need {stages - 1} rising numbers of layers, from 1 on"
+                )
+        elif cuts not in ("task", "auto"):
+            raise ConfigError(f'ParallelismConfig(split={cuts!r}): use "task", "auto" or a tuple of layers')
+
+    @property
+    def micro_batches(self) -> int:
+        """Of each step and replica."""
+        return self.num_pp_microbatches or 2 * self.pipeline_parallel_degree
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """How what crosses between the stages of a pipeline is logged, so that a lost stage can be replayed (SWIFT, section 5).
+
+    Attributes:
+        enabled: without a log, the loss of a stage that has no replica takes everybody back to the newest checkpoint.
+        memory_bytes: how much may wait to be written on each worker; beyond that training waits, which is counted.
+        quota_bytes: how much each worker may have on the disk; beyond that it stops logging until the next checkpoint.
+        compression: "lz4" or "zstd", lossless; None writes the bytes as they are.
+        synchronous: write before sending. Only to see what that costs.
+    """
+
+    enabled: bool = True
+    memory_bytes: int = 256 * 2**20
+    quota_bytes: int | None = None
+    compression: Literal["lz4", "zstd"] | None = None
+    synchronous: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes", "quota_bytes"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"LogConfig({name}={value!r}): use a number of bytes greater than 0")
+        if self.compression not in (None, "lz4", "zstd"):
+            raise ConfigError(f'LogConfig(compression={self.compression!r}): use "lz4", "zstd" or None')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +155,11 @@ class RecoveryConfig:
     """How losses are met.
 
     Attributes:
-        strategy: "auto" takes the cheapest that keeps the result exact: from replicas, and from a checkpoint if none is left;
-            "replication" insists on replicas; "checkpoint" has everybody go back to the newest checkpoint after every loss;
-            "snapshot" to the newest copy in the memory of another node, and writes no checkpoints to storage.
+        strategy: "auto" takes the cheapest that keeps the result exact: from replicas; if none is left, in a pipeline by replay
+            from the log, else from a checkpoint; "logging" says the same; "replication" insists on replicas; "checkpoint" has
+            everybody go back to the newest checkpoint after every loss; "snapshot" to the newest copy in the memory of another
+            node, and writes no checkpoints to storage.
+        log: of what crosses between the stages of a pipeline.
         update: "barrier" updates when all gradients are reduced, and never needs an undo; "wait_free" (SWIFT's) updates
             each bucket as soon as it is reduced; a loss in the backward pass may then have to be undone.
         undo: with wait-free updates: "exact" refuses optimizers whose update cannot be inverted; "replay" also allows
@@ -126,7 +177,8 @@ class RecoveryConfig:
         max_fruitless_recoveries: recoveries in a row without a committed step before the run gives up.
     """
 
-    strategy: Literal["auto", "replication", "checkpoint", "snapshot"] = "auto"
+    strategy: Literal["auto", "replication", "logging", "checkpoint", "snapshot"] = "auto"
+    log: LogConfig = field(default_factory=LogConfig)
     update: Literal["barrier", "wait_free"] = "barrier"
     undo: Literal["exact", "replay"] = "exact"
     num_spares: int = 1
@@ -143,7 +195,7 @@ class RecoveryConfig:
 
     def __post_init__(self) -> None:
         choices = {
-            "strategy": ("auto", "replication", "checkpoint", "snapshot"),
+            "strategy": ("auto", "replication", "logging", "checkpoint", "snapshot"),
             "update": ("barrier", "wait_free"),
             "undo": ("exact", "replay"),
             "replacement": ("wait", "shrink"),
@@ -182,7 +234,7 @@ class TrainSettings:
     first_bucket_bytes: int = 2**20
     faults: tuple = field(default=())
 
-    def check(self, scaling: ScalingConfig, recovery: RecoveryConfig) -> None:
+    def check(self, scaling: ScalingConfig, recovery: RecoveryConfig, parallelism: ParallelismConfig) -> None:
         """Raises `ConfigError` for values that cannot work together."""
         for name in ("max_steps", "global_batch_size", "gradient_accumulation_steps", "bucket_bytes"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
@@ -191,8 +243,10 @@ class TrainSettings:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"Trainer({name}={value!r}): use a number greater than 0")
+        if parallelism.pipeline_parallel_degree > 1:
+            self._check_pipeline(scaling, recovery, parallelism)
         _, most = workers(scaling)
-        needed = most * self.gradient_accumulation_steps
+        needed = most // parallelism.pipeline_parallel_degree * self.gradient_accumulation_steps
         if self.global_batch_size < needed:
             raise ConfigError(
                 f"Trainer(global_batch_size={self.global_batch_size}): with up to {most} workers and "
@@ -207,6 +261,35 @@ class TrainSettings:
                 'RecoveryConfig(update="wait_free") updates buckets before all gradients are known, so it excludes '
                 'max_grad_norm and on_non_finite="skip"; use update="barrier"'
             )
+
+    def _check_pipeline(self, scaling: ScalingConfig, recovery: RecoveryConfig, parallelism: ParallelismConfig) -> None:
+        stages, micro_batches = parallelism.pipeline_parallel_degree, parallelism.micro_batches
+        least, most = workers(scaling)
+        if least % stages or most % stages:
+            raise ConfigError(
+                f"ScalingConfig(num_workers={scaling.num_workers}): {stages} stages need a multiple of {stages} workers"
+            )
+        for replicas in range(least // stages, most // stages + 1):
+            if self.global_batch_size % (replicas * micro_batches):
+                raise ConfigError(
+                    f"Trainer(global_batch_size={self.global_batch_size}): {replicas} replicas of {micro_batches} "
+                    f"micro-batches need a multiple of {replicas * micro_batches}"
+                )
+        refused = {
+            'RecoveryConfig(update="wait_free")': recovery.update == "wait_free",
+            "Trainer(gradient_accumulation_steps=...)": self.gradient_accumulation_steps != 1,
+            "ScalingConfig(use_gpu=True)": scaling.use_gpu is True,
+            'RecoveryConfig(strategy="snapshot")': recovery.strategy == "snapshot",
+        }
+        remedy = {
+            'RecoveryConfig(update="wait_free")': "stages update when all have finished, which costs nothing",
+            "Trainer(gradient_accumulation_steps=...)": "set ParallelismConfig(num_pp_microbatches=...) instead",
+            "ScalingConfig(use_gpu=True)": "what goes between stages is sent from CPUs only, so far",
+            'RecoveryConfig(strategy="snapshot")': 'use "auto", "logging" or "checkpoint"',
+        }
+        for what, present in refused.items():
+            if present:
+                raise ConfigError(f"{what} does not go with a pipeline: {remedy[what]}")
 
 
 def workers(scaling: ScalingConfig) -> tuple[int, int]:

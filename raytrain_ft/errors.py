@@ -16,6 +16,7 @@
     │       └── RetryBudgetError      the budget for failures is used up, or recoveries make no progress
     ├── StorageError                  a file that is damaged, missing or of another format
     │   ├── LockedError               another run writes to the same place
+    │   ├── LogGapError               a tensor log lacks a record, or holds it damaged
     │   └── NoCheckpointError         there is no valid checkpoint, and one is required
     ├── FencedError                   internal: this worker's incarnation is over; whoever sees it leaves its wait
     └── IllegalEventError             internal: an event that the state machine does not allow; carries the story
@@ -78,6 +79,10 @@ class StorageError(FTError):
 
 class LockedError(StorageError):
     """Another run writes to the same place."""
+
+
+class LogGapError(StorageError):
+    """A tensor log lacks a record that a replay needs, or holds it damaged."""
 
 
 class NoCheckpointError(StorageError):

@@ -17,31 +17,48 @@ import ray
 import torch
 import xxhash
 
-from raytrain_ft.config import CheckpointConfig, RecoveryConfig, RunConfig, ScalingConfig, TrainSettings, check_name, workers
+from raytrain_ft.config import (
+    CheckpointConfig,
+    ParallelismConfig,
+    RecoveryConfig,
+    RunConfig,
+    ScalingConfig,
+    TrainSettings,
+    check_name,
+    workers,
+)
 from raytrain_ft.errors import ConfigError, NoCheckpointError, StorageError, UndoRefusedError
 from raytrain_ft.policy.frequency import profile_steps
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.sampling import Sampling, steps_per_epoch
 from raytrain_ft.runtime.event_log import read_records
-from raytrain_ft.runtime.spec import CheckpointSpec, RunSpec
+from raytrain_ft.runtime.spec import CheckpointSpec, LogSpec, RunSpec
 from raytrain_ft.storage.checkpoint import select
 from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.task import TrainTask
+from raytrain_ft.training.attempt import StepSettings
 from raytrain_ft.training.build import check_model, check_undo
-from raytrain_ft.training.step import StepSettings
+from raytrain_ft.training.pipeline import PipelineSettings, build_stage
+from raytrain_ft.training.split import check_cuts, measure_cuts
 
 Update = Literal["barrier", "wait_free"]
 
 
 def prepare(
-    task: TrainTask, settings: TrainSettings, scaling: ScalingConfig, run: RunConfig, recovery: RecoveryConfig
+    task: TrainTask,
+    settings: TrainSettings,
+    scaling: ScalingConfig,
+    run: RunConfig,
+    recovery: RecoveryConfig,
+    parallelism: ParallelismConfig,
 ) -> RunSpec:
     """Checks what needs the task or the file system, connects to Ray, and puts together what a run is.
 
     Raises:
         ConfigError: naming value, place and remedy.
     """
-    update, model_key = choose_update(task, recovery)
+    pipeline = pipeline_of(task, parallelism, settings)
+    update, model_key = choose_update(task, recovery) if pipeline is None else ("barrier", check_stages(task, pipeline))
     directory = make_directory(str(run.storage_path), check_name(str(run.name)))
     sampling = Sampling(
         dataset_size=_size(task.dataset()),
@@ -50,6 +67,12 @@ def prepare(
         shuffle=settings.shuffle,
         drop_last=settings.drop_last,
     )
+    if pipeline is not None and sampling.dataset_size % sampling.global_batch_size and not sampling.drop_last:
+        raise ConfigError(
+            f"Trainer(global_batch_size={sampling.global_batch_size}): the {sampling.dataset_size} samples of an epoch leave a "
+            "smaller last batch, and a pipeline needs micro-batches of one size: set drop_last=True, or choose a batch that "
+            "divides the samples"
+        )
     step = StepSettings(
         seed=settings.seed,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
@@ -57,6 +80,7 @@ def prepare(
         precision=settings.precision,
         update=update,
         on_non_finite=settings.on_non_finite,
+        pipeline=pipeline,
         bucket_bytes=settings.bucket_bytes,
         first_bucket_bytes=settings.first_bucket_bytes,
     )
@@ -70,11 +94,12 @@ def prepare(
         task=task,
         sampling=sampling,
         step=step,
-        rules=_rules(settings, scaling, run, recovery, update),
+        rules=_rules(settings, scaling, run, recovery, update, step.stages),
         options=_worker_options(scaling, run),
         use_gpu=scaling.use_gpu is True,
         undo=recovery.undo,
         checkpoints=_checkpoints(run, scaling, directory, sampling, model_key, settings.max_steps),
+        log=_log(recovery) if pipeline is not None else None,
         incarnation=last_incarnation(directory),
         faults=tuple(settings.faults),
         heartbeat_interval=recovery.heartbeat_interval.total_seconds(),
@@ -85,13 +110,29 @@ def prepare(
     )
 
 
-def _rules(settings: TrainSettings, scaling: ScalingConfig, run: RunConfig, recovery: RecoveryConfig, update: Update) -> Rules:
+def _log(recovery: RecoveryConfig) -> LogSpec | None:
+    how = recovery.log
+    if not how.enabled:
+        return None
+    return LogSpec(
+        memory_bytes=how.memory_bytes,
+        quota_bytes=how.quota_bytes,
+        compression=how.compression,
+        synchronous=how.synchronous,
+    )
+
+
+def _rules(
+    settings: TrainSettings, scaling: ScalingConfig, run: RunConfig, recovery: RecoveryConfig, update: Update, stages: int
+) -> Rules:
     least, most = workers(scaling)
     failure = run.failure_config
     return Rules(
         min_workers=least,
         max_workers=most,
         max_steps=settings.max_steps,
+        stages=stages,
+        logging=stages > 1 and recovery.log.enabled and recovery.strategy in ("auto", "logging"),
         spares=recovery.num_spares,
         whole_update=update == "barrier",
         strategy=recovery.strategy,
@@ -165,6 +206,37 @@ def last_incarnation(directory: Path) -> int:
             found = (record.get("incarnation") for record in read_records(log))
             last = max([last, *(number for number in found if isinstance(number, int))])
     return last
+
+
+def pipeline_of(task: TrainTask, parallelism: ParallelismConfig, settings: TrainSettings) -> PipelineSettings | None:
+    """How the model is spread over stages; None if it is not.
+
+    Raises:
+        ConfigError: it cannot be cut as asked.
+    """
+    stages, split = parallelism.pipeline_parallel_degree, parallelism.split
+    if stages == 1:
+        return None
+    cuts = None
+    if split != "task":
+        cuts = (
+            split
+            if isinstance(split, tuple)
+            else measure_cuts(task, stages, settings.global_batch_size // parallelism.micro_batches)
+        )
+        check_cuts(task, cuts)
+    return PipelineSettings(stages=stages, micro_batches=parallelism.micro_batches, schedule=parallelism.schedule, cuts=cuts)
+
+
+def check_stages(task: TrainTask, pipeline: PipelineSettings) -> Any:
+    """Builds every stage and its optimizer once, so that what cannot work fails early; returns what measured times are of."""
+    key: list[Any] = [pipeline.stages, pipeline.micro_batches, pipeline.schedule]
+    for stage in range(pipeline.stages):
+        model = build_stage(task, stage, pipeline)
+        check_model(model)
+        optimizer = task.optimizer([p for p in model.parameters() if p.requires_grad])
+        key += [type(optimizer).__name__, *([name, str(p.dtype), list(p.shape)] for name, p in model.named_parameters())]
+    return key
 
 
 def choose_update(task: TrainTask, recovery: RecoveryConfig) -> tuple[Update, Any]:

@@ -10,6 +10,7 @@ import torch
 
 from raytrain_ft.policy.strategy import Guarantee, Recovery, Strategy
 from raytrain_ft.storage.arrow import read_tensors
+from raytrain_ft.training.pipeline import PipelineSettings, build_stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,9 @@ class Result:
 
     @property
     def final_state(self) -> str:
-        """The file with the model's final state."""
-        return str(Path(self.path) / "final.arrow")
+        """The file with the model's final state; of a pipeline, that of its first stage, and the others lie beside it."""
+        one = Path(self.path) / "final.arrow"
+        return str(one if one.exists() else one.with_name("final-stage-0.arrow"))
 
 
 def recovery_of(fields: dict[str, Any]) -> Recovery:
@@ -49,16 +51,23 @@ def recovery_of(fields: dict[str, Any]) -> Recovery:
 
 
 def load_model(task: Any, result: Result | str) -> torch.nn.Module:
-    """The task's model with the final weights of a run.
+    """The task's model with the final weights of a run; of a pipeline whose stages the task gives, all stages in a Sequential.
 
     Args:
-        result: what `fit` returned, or the path of a `final.arrow`.
+        result: what `fit` returned, or the path of a `final.arrow` or `final-stage-0.arrow`.
 
     Raises:
-        StorageError: the file is missing or damaged.
+        StorageError: a file is missing or damaged.
     """
-    path = result.final_state if isinstance(result, Result) else result
-    tensors, _ = read_tensors(path)
-    model = task.model(0)
-    model.load_state_dict(tensors)
-    return model
+    path = Path(result.final_state if isinstance(result, Result) else result)
+    tensors, values = read_tensors(path)
+    if "stages" not in values:
+        model = task.model(0)
+        model.load_state_dict(tensors)
+        return model
+    cuts = values["cuts"]
+    settings = PipelineSettings(stages=values["stages"], micro_batches=1, cuts=None if cuts is None else tuple(cuts))
+    parts = [build_stage(task, stage, settings) for stage in range(settings.stages)]
+    for stage, part in enumerate(parts):
+        part.load_state_dict(read_tensors(path.with_name(f"final-stage-{stage}.arrow"))[0])
+    return torch.nn.Sequential(*parts)

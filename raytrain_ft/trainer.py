@@ -81,10 +81,10 @@ class Trainer:
         self._scaling: Any = scaling_config or ScalingConfig()
         self._run = run_config or RunConfig()
         self._recovery = recovery_config or RecoveryConfig()
-        del parallelism_config  # it checks itself, and says so far only "no pipeline"
+        self._parallelism = parallelism_config or ParallelismConfig()
         self._quiet = quiet
         self._settings = TrainSettings(**settings)
-        self._settings.check(self._scaling, self._recovery)
+        self._settings.check(self._scaling, self._recovery, self._parallelism)
         check_supported(self._scaling, self._run)
         check_name(str(self._run.name))
 
@@ -94,7 +94,7 @@ class Trainer:
         Raises:
             ConfigError: something about the run cannot work; TrainingFailedError: a run that began could not be finished.
         """
-        spec = prepare(self._task, self._settings, self._scaling, self._run, self._recovery)
+        spec = prepare(self._task, self._settings, self._scaling, self._run, self._recovery, self._parallelism)
         supervisor = self._start(spec)
         try:
             account = self._follow(spec, supervisor)

@@ -22,7 +22,10 @@ from raytrain_ft.policy.states import State
 Action = Literal["sigkill", "sigkill_node", "sigstop", "exception", "exit", "hang"]
 Phase = Literal[
     "data",
+    "receive",
     "forward",
+    "backward_pass",
+    "send",
     "backward",
     "reduce",
     "reduced",
@@ -51,13 +54,14 @@ class FailAt:
 
     Attributes:
         step: the step in which it happens; for the phases of a recovery, the step that the recovery interrupts or any (None).
-        phase: `data` (before the batch is read), `forward`, `backward` (before bucket k is reduced), `reduce` (inside the
+        phase: `data` (before the batch is read), `forward` (of micro-batch k); in a pipeline `receive` (before it waits for
+            micro-batch k), `backward_pass` (of micro-batch k), `send` (of what comes out of either); `backward` (before bucket k is reduced), `reduce` (inside the
             all-reduce of bucket k), `reduced` (between reduce and update), `update` (inside the update), `updated`, `commit`
             (between update and commit), `checkpoint` (one is about to begin), `fence`, `reconcile`, `transfer_source`,
             `transfer_receiver`, `join` (the new group), `first_step` (the first step after a recovery). For the supervisor: a
             state of the machine.
         rank: who fails; None with `role="supervisor"`, or for "whoever comes first".
-        bucket: for phases of a bucket, which one (None: the first that gets there).
+        bucket, micro_batch: for phases of a bucket or of a micro-batch, which one (None: the first that gets there).
         action: SIGKILL of the process or of its whole node, SIGSTOP, an exception, `os._exit`, or a hang in user code.
         nth: fail at the nth time that this point is reached in this process (1 is the first).
     """
@@ -66,6 +70,7 @@ class FailAt:
     step: int | None = None
     rank: int | None = None
     bucket: int | None = None
+    micro_batch: int | None = None
     action: Action = "sigkill"
     role: Literal["worker", "supervisor"] = "worker"
     nth: int = 1
@@ -80,7 +85,7 @@ class FailAt:
     @property
     def name(self) -> str:
         """A name that is safe as the name of a file."""
-        return f"{self.role}-{self.rank}-{self.step}-{self.phase}-{self.bucket}-{self.action}-{self.nth}"
+        return f"{self.role}-{self.rank}-{self.step}-{self.phase}-{self.bucket}-{self.micro_batch}-{self.action}-{self.nth}"
 
 
 class Injector:
@@ -91,12 +96,17 @@ class Injector:
         self._directory = directory
         self._counts: dict[str, int] = {}
 
-    def probe(self, phase: str, *, rank: int | None = None, step: int | None = None, bucket: int | None = None) -> None:
-        """Called wherever a failure could strike; almost always does nothing."""
+    def probe(self, phase: str, *, rank: int | None = None, step: int | None = None, part: int | None = None) -> None:
+        """Called wherever a failure could strike; almost always does nothing.
+
+        Args:
+            part: the bucket or the micro-batch.
+        """
         for fault in self._faults:
             if fault.phase != phase or (fault.rank is not None and fault.rank != rank):
                 continue
-            if (fault.step is not None and fault.step != step) or (fault.bucket is not None and fault.bucket != bucket):
+            wanted = fault.bucket if fault.bucket is not None else fault.micro_batch
+            if (fault.step is not None and fault.step != step) or (wanted is not None and wanted != part):
                 continue
             self._counts[fault.name] = self._counts.get(fault.name, 0) + 1
             if self._counts[fault.name] == fault.nth and self._claim(fault):

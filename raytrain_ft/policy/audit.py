@@ -72,15 +72,17 @@ def _claims(story: Story, sampling: Sampling) -> dict[int, dict[GlobalBatch, str
     """Per step that stands, the global batches that were drawn for it (there ought to be one), each with a witness."""
     claims: dict[int, dict[GlobalBatch, str]] = {}
     ranks: dict[tuple[int, str], int] = {}
-    members: dict[tuple[int, int], str] = {}
-    seen: set[tuple[int, int, int]] = set()
+    members: dict[tuple[int, int], set[str]] = {}
+    seen: set[tuple[int, str, int]] = set()
     for commit in sorted(story.commits, key=lambda commit: commit.first_step):  # `order` keeps two epochs
         incarnation, rank = commit.incarnation, commit.rank
         problem = _out_of_place(commit, story)
         if problem is None and commit.first_step >= story.owned(incarnation).stop:
             continue  # void as a whole: a younger incarnation did these steps again
-        same_member = members.setdefault((incarnation, rank), commit.member) == commit.member
-        if problem is None and not (same_member and ranks.setdefault((incarnation, commit.member), rank) == rank):
+        who = members.setdefault((incarnation, rank), set())
+        who.add(commit.member)
+        as_many_as_stages = len(who) <= story.stages  # all stages of a pipeline's replica draw the same samples
+        if problem is None and not (as_many_as_stages and ranks.setdefault((incarnation, commit.member), rank) == rank):
             problem = "another member has this rank, or this member another rank, in the same incarnation"
         batches: list[GlobalBatch] = []
         if problem is None:
@@ -91,9 +93,9 @@ def _claims(story: Story, sampling: Sampling) -> dict[int, dict[GlobalBatch, str
         owned = story.owned(incarnation)
         for step, batch in enumerate(batches, commit.first_step):
             if step in owned:
-                if (incarnation, rank, step) in seen:
+                if (incarnation, commit.member, step) in seen:
                     story.violations.append(f"{commit}: step {step} was committed before by the same rank")
-                seen.add((incarnation, rank, step))
+                seen.add((incarnation, commit.member, step))
                 claims.setdefault(step, {}).setdefault(batch, str(commit))
     for commit in story.stored:
         _fill_in(claims, commit, story, sampling)

@@ -49,10 +49,11 @@ class Loss:
 @dataclass(slots=True)
 class Story:
     """The records, parsed. `begins`, `worlds`, `weights`: where each incarnation resumed, and how it shared out; `stored`: what
-    a checkpoint says of steps that nobody may have lived to tell of."""
+    a checkpoint says of steps that nobody may have lived to tell of; `stages`: of a pipeline, which draw as one rank."""
 
     sampling: Sampling | None = None
     max_steps: int = 0
+    stages: int = 1
     finished_at: int | None = None
     begins: dict[int, int] = field(default_factory=dict)
     worlds: dict[int, int] = field(default_factory=dict)
@@ -116,6 +117,7 @@ def _read_started(story: Story, record: dict[str, Any]) -> None:
     if story.sampling not in (None, sampling):
         raise ValueError(f"the run went on with {sampling} after {story.sampling}")
     story.sampling, story.max_steps = sampling, _number(record, "max_steps")
+    story.stages = _number(record, "stages") if "stages" in record else 1
 
 
 def _read_resumed(story: Story, record: dict[str, Any]) -> None:

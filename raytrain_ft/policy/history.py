@@ -30,14 +30,15 @@ def check(records: Sequence[dict[str, Any]], *, longest_recovery: float = LONGES
 
 
 def _differing_replicas(records: Sequence[dict[str, Any]]) -> list[str]:
-    """All who hold the whole state in an incarnation, after filling and at the end, have the same hashes."""
+    """All who hold the whole state of a stage in an incarnation, after filling and at the end, have the same hashes."""
     found: list[str] = []
     for event, field in (("Filled", "digests"), ("Completed", "digest")):
-        seen: dict[int, tuple[str, Any]] = {}
+        seen: dict[tuple[int, int], tuple[str, Any]] = {}
         for record in records:
             if record["event"] != event:
                 continue
-            member, value = seen.setdefault(record["incarnation"], (record["member"], record[field]))
+            where = (record["incarnation"], record.get("stage", 0))
+            member, value = seen.setdefault(where, (record["member"], record[field]))
             if value != record[field]:
                 found.append(f"I2 {event} in incarnation {record['incarnation']}: {record['member']} differs from {member}")
     return found

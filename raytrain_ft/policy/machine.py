@@ -19,7 +19,10 @@ from raytrain_ft.policy import phases
 from raytrain_ft.policy.roster import MemberState, Rules
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, TRAINING, TRANSITIONS, State
+from raytrain_ft.policy.world import differing_in_stages
 
+NEWS = (m.RunStarted, m.StepsCommitted, m.SamplesLost, m.CheckpointCommitted, m.CheckpointFailed, m.LogFailed)
+"""What counts whichever incarnation it is about."""
 MOST_STORED = 16
 """Checkpoints that are remembered to go back to."""
 
@@ -65,7 +68,7 @@ def _is_stale(run: RunState, event: m.Event) -> bool:
         return True
     if isinstance(event, m.WorkerStarted):
         return run.members[event.member] != MemberState.STARTING
-    if isinstance(event, m.RunStarted | m.StepsCommitted | m.SamplesLost | m.CheckpointCommitted | m.CheckpointFailed):
+    if isinstance(event, NEWS):
         return False
     return getattr(event, "incarnation", None) not in (None, run.incarnation)
 
@@ -91,7 +94,7 @@ def _on_capacity_changed(run: RunState, event: m.CapacityChanged) -> list[m.Comm
 
 
 def _on_worker_started(run: RunState, event: m.WorkerStarted) -> list[m.Command]:
-    run.roster.ready(event.member)
+    run.roster.ready(event.member, event.node)
     return _grow(run, event.at) if run.state == State.RUNNING else _go_on_waiting(run)
 
 
@@ -105,11 +108,11 @@ def _go_on_waiting(run: RunState) -> list[m.Command]:
 def _begin(run: RunState, *, waited: bool = False) -> list[m.Command]:
     """Forms the first world, of as many as the cluster has room for; after the deadline, of as many as there are."""
     spares, rules = run.roster.spares(), run.rules
-    hoped_for = min(rules.max_workers, run.roster.slots) if run.roster.any_starting() and not waited else 0
+    hoped_for = rules.whole(min(rules.max_workers, run.roster.slots)) if run.roster.any_starting() and not waited else 0
     if len(spares) >= max(hoped_for, rules.min_workers):
         run.incarnation += 1
         run.begin_from_stored()
-        return phases.join(run, tuple(spares[: rules.max_workers]))
+        return phases.join(run, tuple(spares[: rules.whole(min(rules.max_workers, len(spares)))]))
     if not waited:
         return []
     return run.fail(
@@ -122,7 +125,7 @@ def _begin(run: RunState, *, waited: bool = False) -> list[m.Command]:
 def _grow(run: RunState, at: float) -> list[m.Command]:
     """A planned resize: everybody stops at a step boundary that all agree upon."""
     spares = len(run.roster.spares())
-    if len(run.world) >= run.rules.max_workers or not spares or run.step >= run.rules.max_steps:
+    if len(run.world) >= run.rules.max_workers or spares < run.rules.stages or run.step >= run.rules.max_steps:
         return []
     run.state = State.RESIZING
     run.history.begin(at, f"{spares} more workers are ready", "supervisor", len(run.world))
@@ -146,7 +149,7 @@ def _on_worker_lost(run: RunState, event: m.WorkerLost) -> list[m.Command]:
 
 def _lose(run: RunState, members: list[str], event: m.WorkerLost) -> list[m.Command]:
     """These members are gone, all in the way that the event tells."""
-    saver = run.saver()
+    savers = run.savers()
     was = {member: run.roster.lose(member) for member in members}
     kills: list[m.Command] = [m.Kill(member) for member in members]
     working = [member for member in members if was[member] == MemberState.ACTIVE]
@@ -156,7 +159,7 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost) -> list[m.Comm
             commands += run.fail("RecoveryError", f"workers cannot be started: {event.cause}")
         return commands
     if run.state == State.SHUTTING_DOWN:
-        return kills + (_save(run) if saver in members else [])
+        return kills + (_save(run) if set(savers) & set(members) else [])
     recovery = run.history.begin(event.at, event.cause, event.noticed_by, len(run.world))
     recovery.lost += working
     exhausted = [words for words in [run.roster.charge(event.preempted) for _ in working] if words]
@@ -195,7 +198,11 @@ def _on_samples_lost(run: RunState, event: m.SamplesLost) -> list[m.Command]:
 
 def _on_checkpoint_committed(run: RunState, event: m.CheckpointCommitted) -> list[m.Command]:
     run.stored = [m.Stored(event.name, event.step), *run.stored][:MOST_STORED]
-    return []
+    if not run.rules.logging:
+        return []
+    if run.logged_since is None:  # a log that had broken off begins again with a checkpoint
+        run.logged_since = event.step
+    return [m.Trim(tuple(member for member in run.world if member in run.members), event.step)]
 
 
 def _on_noted(run: RunState, event: m.CheckpointFailed | m.IntervalChosen) -> list[m.Command]:
@@ -203,29 +210,36 @@ def _on_noted(run: RunState, event: m.CheckpointFailed | m.IntervalChosen) -> li
     return []
 
 
+def _on_log_failed(run: RunState, event: m.LogFailed) -> list[m.Command]:
+    del event
+    run.logged_since = None
+    return []
+
+
 def _on_completed(run: RunState, event: m.Completed) -> list[m.Command]:
     if run.state == State.SHUTTING_DOWN or not run.all_answered(event, run.world):
         return []
-    digests = {e.member: e.digest for e in run.answers.values() if isinstance(e, m.Completed)}
-    if len(set(digests.values())) > 1:
+    digests = {e.member: (e.digest,) for e in run.answers.values() if isinstance(e, m.Completed)}
+    if differing_in_stages(run.world, digests, run.rules.stages):
         return run.fail("RecoveryError", f"the replicas differ at the end of the run: {digests}")
     run.history.close(event.at)
-    run.result["digest"] = event.digest
+    run.result["digest"] = ":".join(digests[member][0] for member in run.world[: run.rules.stages])
     run.step = run.rules.max_steps
     run.state = State.SHUTTING_DOWN
     return _save(run)
 
 
 def _save(run: RunState) -> list[m.Command]:
-    saver = run.saver()
-    if saver is None:
-        return run.fail("NoSurvivorError", "every worker was lost before the final state was saved")
-    return [m.Save(saver), m.SetTimer(f"save {saver}", run.rules.phase_timeout, run.incarnation)]
+    savers, run.answers = run.savers(), {}
+    if len(savers) < run.rules.stages:
+        what = "every worker was" if run.rules.stages == 1 else "every worker of a stage was"
+        return run.fail("NoSurvivorError", f"{what} lost before the final state was saved")
+    return [m.Save(savers), m.SetTimer(f"save {savers}", run.rules.phase_timeout, run.incarnation)]
 
 
 def _on_saved(run: RunState, event: m.Saved) -> list[m.Command]:
     run.result["path"] = event.path
-    return run.end(State.FINISHED)
+    return run.end(State.FINISHED) if run.all_answered(event, run.savers()) else []
 
 
 def _on_task_failed(run: RunState, event: m.TaskFailed) -> list[m.Command]:
@@ -252,7 +266,7 @@ def _on_abort_requested(run: RunState, event: m.AbortRequested) -> list[m.Comman
 
 def _on_timer_fired(run: RunState, event: m.TimerFired) -> list[m.Command]:
     """A deadline counts only for what it was set for: by now the run may be elsewhere."""
-    saver = run.saver()
+    savers = run.savers()
     silent = [member for member in run.joining or run.roster.active() if member not in run.answers]
     match event.timer, run.state:
         case "schedule", State.SCHEDULING:
@@ -263,8 +277,9 @@ def _on_timer_fired(run: RunState, event: m.TimerFired) -> list[m.Command]:
             return phases.replace(run, waited=True)
         case ("reconcile", State.REPLACE) | ("fill", State.REBUILD):
             return phases.suspect(run, event.at, f"{event.timer}: no answer from {', '.join(silent)} in time", "deadline")
-        case timer, State.SHUTTING_DOWN if saver is not None and timer == f"save {saver}":
-            return _lose_silent(run, event.at, [saver], "it did not save the final state in time")
+        case timer, State.SHUTTING_DOWN if timer == f"save {savers}":
+            late = [member for member in savers if member not in run.answers]
+            return _lose_silent(run, event.at, late, "it did not save the final state in time")
     return []
 
 
@@ -306,6 +321,8 @@ _HANDLERS: dict[type[m.Event], Callable[[RunState, Any], list[m.Command]]] = {
     m.CheckpointRejected: phases.on_rejected,
     m.CheckpointsFound: phases.on_checkpoints_found,
     m.IntervalChosen: _on_noted,
+    m.LogFailed: _on_log_failed,
+    m.LogMissing: phases.on_log_missing,
     m.Stopped: _on_stopped,
     m.Completed: _on_completed,
     m.Saved: _on_saved,

@@ -108,11 +108,12 @@ class Reconciled(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filled(Event):
-    """A worker holds the whole training state; `digests` as in Reconciled."""
+    """A worker holds the whole training state of its stage; `digests` as in Reconciled."""
 
     member: str
     incarnation: int
     digests: tuple[str, ...]
+    stage: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +204,25 @@ class CheckpointRejected(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogMissing(Event):
+    """A replay needs a record that no log has, or that is damaged."""
+
+    member: str
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogFailed(Event):
+    """A worker cannot log any more (a full disk, or its quota). Training goes on."""
+
+    member: str
+    incarnation: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IntervalChosen(Event):
     """Worker 0 decided how many steps lie between two checkpoints; the numbers are those of `frequency.Decision`."""
 
@@ -239,6 +259,7 @@ class Completed(Event):
     member: str
     incarnation: int
     digest: str
+    stage: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,13 +319,19 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class Reconcile:
-    """All of `world` (in rank order) join the group of this incarnation; those with state carry out `plan`. Without a plan
-    nobody holds the state: all load the checkpoint `load`, or begin anew if there is none."""
+    """All of `world` (in rank order) join the group of this incarnation; `holders` carry out `plan`, whatever others hold is
+    void. Without a plan nobody holds the state: all load the checkpoint `load`, or begin anew if there is none.
+
+    Attributes:
+        logged: the boundaries between stages that are logged from now on, each named by the stage before it.
+    """
 
     world: tuple[str, ...]
     incarnation: int
     plan: Plan | None
     load: str = ""
+    holders: tuple[str, ...] = ()
+    logged: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,13 +343,44 @@ class FindCheckpoints:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Copy state, bucket by bucket. `whole` receive everything, the step number and the schedules too, from `source`."""
+    """Copy state, bucket by bucket.
+
+    Attributes:
+        members: who takes part.
+        whole: who receives everything, the step number and the schedules too, and from whom.
+    """
 
     world: tuple[str, ...]
     incarnation: int
+    members: tuple[str, ...]
     copies: tuple[Copy, ...]
-    whole: tuple[str, ...]
-    source: str
+    whole: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Load a checkpoint (without one, begin anew) and compute again from the log what was committed since then.
+
+    Attributes:
+        members: who does this: all who host one of `stages`.
+        load: the checkpoint.
+        until: the number of steps that are committed afterwards.
+    """
+
+    world: tuple[str, ...]
+    incarnation: int
+    members: tuple[str, ...]
+    stages: tuple[int, ...]
+    load: str
+    until: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trim:
+    """A checkpoint of this step is durable: what was logged before it is not needed any more."""
+
+    members: tuple[str, ...]
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,9 +401,9 @@ class StopAtBoundary:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """One member writes the final state."""
+    """These write the final state, one per stage."""
 
-    member: str
+    members: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,4 +434,19 @@ class End:
     """The run is over; nothing more will be asked for."""
 
 
-Command = StartWorker | Fence | FindCheckpoints | Reconcile | Fill | Run | StopAtBoundary | Save | Kill | Watch | SetTimer | End
+Command = (
+    StartWorker
+    | Fence
+    | FindCheckpoints
+    | Reconcile
+    | Fill
+    | Replay
+    | Trim
+    | Run
+    | StopAtBoundary
+    | Save
+    | Kill
+    | Watch
+    | SetTimer
+    | End
+)

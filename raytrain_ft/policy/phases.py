@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from raytrain_ft.errors import RecoveryError
 from raytrain_ft.policy import messages as m
-from raytrain_ft.policy.reconcile import reconcile
+from raytrain_ft.policy.reconcile import reconcile, reconcile_stages
 from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import State
 from raytrain_ft.policy.strategy import Strategy
-from raytrain_ft.policy.world import differing, rebuild, seats, shall_wait
+from raytrain_ft.policy.topology import groups_by_node, groups_of, logged_edges, stage_of, to_replay
+from raytrain_ft.policy.world import differing_in_stages, rebuild_stages, seats, seats_in_stages, shall_wait
+
+REPLAY_PATIENCE = 3
+"""Times the longest step that a replayed step may take."""
 
 
 def suspect(run: RunState, at: float, reason: str, noticed_by: str) -> list[m.Command]:
@@ -41,7 +45,7 @@ def fence(run: RunState, at: float) -> list[m.Command]:
     run.state = State.FENCE
     run.incarnation += 1
     run.answers, run.survivors, run.joining = {}, {}, ()
-    run.plan, run.load, run.seeking = None, None, False
+    run.plan, run.load, run.seeking, run.replaying = None, None, False, frozenset()
     members = run.roster.active()
     if not members:
         return take_stock(run, at)
@@ -66,10 +70,41 @@ def take_stock(run: RunState, at: float) -> list[m.Command]:
         else:  # a replacement whose filling was interrupted holds nothing: it is a spare again
             run.members[member] = MemberState.SPARE
     run.recoveries[-1].fenced = at
+    if run.survivors and run.rules.stages > 1:
+        return _take_stock_of_stages(run)
     why = _why_go_back(run)
+    return _go_back(run, why) if why else _go_on(run)
+
+
+def _take_stock_of_stages(run: RunState) -> list[m.Command]:
+    """In a pipeline survivors may hold some of the stages only: the others are replayed, if they can be."""
+    rules = run.rules
+    held = frozenset(marks.stage for marks in run.survivors.values())
+    run.replaying = to_replay(groups_of(run.logged, rules.stages), held, rules.stages)
+    if run.replaying and not run.world:  # nobody has trained yet: what they hold is what the run begins from
+        run.replaying = frozenset()
+        _give_up(run, list(run.survivors))
+        return _go_on(run)
+    why = _why_go_back(run)
+    run.source = run.replay_from(min(marks.step for marks in run.survivors.values()))
+    if run.replaying and not why and (held <= run.replaying or run.source is None):
+        why = f"nobody holds {_words(frozenset(range(rules.stages)) - held)}, and no log reaches back to a checkpoint of it"
     if why:
         return _go_back(run, why)
+    _give_up(run, [member for member, marks in run.survivors.items() if marks.stage in run.replaying])
     return _go_on(run)
+
+
+def _give_up(run: RunState, members: list[str]) -> None:
+    """What these hold is no use: they are spares."""
+    for member in members:
+        del run.survivors[member]
+        run.members[member] = MemberState.SPARE
+
+
+def _words(stages: frozenset[int]) -> str:
+    names = ", ".join(str(stage) for stage in sorted(stages))
+    return f"stage {names}" if len(stages) == 1 else f"stages {names}"
 
 
 def _go_on(run: RunState) -> list[m.Command]:
@@ -79,7 +114,9 @@ def _go_on(run: RunState) -> list[m.Command]:
         run.recoveries[-1].step = run.step
     else:
         try:
-            run.plan = reconcile(list(run.survivors.values()), whole_update=run.rules.whole_update)
+            marks = list(run.survivors.values())
+            pipeline = run.rules.stages > 1
+            run.plan = reconcile_stages(marks) if pipeline else reconcile(marks, whole_update=run.rules.whole_update)
         except RecoveryError as error:
             return run.fail("RecoveryError", str(error))
     run.state = State.REPLACE
@@ -104,16 +141,18 @@ def replace(run: RunState, *, waited: bool = False) -> list[m.Command]:
     """Forms the next world, or waits for workers to come."""
     if run.seeking:
         return []
-    if run.plan is not None and run.plan.step >= run.rules.max_steps:  # all is computed: nobody needs to be replaced
+    if (
+        run.plan is not None and run.plan.step >= run.rules.max_steps and run.rules.stages == 1
+    ):  # all is computed: nobody needs to be replaced
         return join(run, tuple(member for member in run.world if member in run.survivors) or tuple(run.survivors))
     spares = run.roster.spares()
     ready = len(run.survivors) + len(spares)
     more_may_come = run.roster.any_starting() and not waited
     if not shall_wait(run.rules, len(run.world), ready, more_may_come=more_may_come):
-        # who gave its state up keeps its rank
-        stay = list(run.survivors) or [member for member in run.world if member in spares]
-        others = [member for member in spares if member not in stay]
-        return join(run, seats(run.world, stay, others, run.rules.max_workers))
+        world = _seated(run, spares)
+        if run.replaying and len(world) != len(run.world):
+            return _go_back(run, f"there are workers for {len(world)} ranks only, and the log is of {len(run.world)}")
+        return join(run, world)
     if not waited:
         return []
     return run.fail(
@@ -121,6 +160,17 @@ def replace(run: RunState, *, waited: bool = False) -> list[m.Command]:
         f"{ready} workers are left and none came within {run.rules.replacement_timeout:g} s, but num_workers asks "
         f"for at least {run.rules.min_workers}. Add nodes, or lower the minimum.",
     )
+
+
+def _seated(run: RunState, spares: list[str]) -> tuple[str, ...]:
+    rules = run.rules
+    if rules.stages > 1:
+        stages = {member: marks.stage for member, marks in run.survivors.items()}
+        return seats_in_stages(run.world, stages, spares, rules.max_workers, rules.stages)
+    # who gave its state up keeps its rank
+    stay = list(run.survivors) or [member for member in run.world if member in spares]
+    others = [member for member in spares if member not in stay]
+    return seats(run.world, stay, others, rules.max_workers)
 
 
 def _why_go_back(run: RunState) -> str:
@@ -154,7 +204,7 @@ def on_checkpoints_found(run: RunState, event: m.CheckpointsFound) -> list[m.Com
     """What anybody holds is given up, and everybody loads the newest. If there is none, survivors go on as they are; without
     any, the run begins anew, which is exact as well."""
     recovery, run.seeking = run.recoveries[-1], False
-    if run.survivors and not run.going_back and not event.stored:
+    if run.survivors and not run.going_back and not run.replaying and not event.stored:
         recovery.reason = ""
         return _go_on(run)
     if event.error:
@@ -162,6 +212,7 @@ def on_checkpoints_found(run: RunState, event: m.CheckpointsFound) -> list[m.Com
     for member in run.roster.active():
         run.members[member] = MemberState.SPARE
     committed, run.survivors, run.stored = max(run.step, event.reached), {}, list(event.stored)
+    run.plan, run.replaying = None, frozenset()
     run.begin_from_stored()
     strategy = Strategy.SNAPSHOT if run.rules.strategy == "snapshot" else Strategy.CHECKPOINT
     recovery.go_back(run.step, committed, run.load.name if run.load is not None else "the beginning", strategy)
@@ -178,13 +229,31 @@ def join(run: RunState, world: tuple[str, ...]) -> list[m.Command]:
     """The members of the next world come together in a new group, and those who hold state carry out the plan."""
     run.state = State.REPLACE
     run.joining, run.answers = world, {}
+    stages = {member: stage_of(rank, run.rules.stages) for rank, member in enumerate(world)}
+    _give_up(run, [member for member, marks in run.survivors.items() if stages.get(member) != marks.stage])
     for member in world:
         run.members[member] = MemberState.ACTIVE
     if run.plan is not None:
         run.recoveries[-1].follow(run.plan)
+    _log_from_now_on(run)
     timer = m.SetTimer("reconcile", run.rules.phase_timeout, run.incarnation)
     load = run.load.name if run.load is not None else ""
-    return [m.Reconcile(world, run.incarnation, run.plan, load), timer]
+    holders = tuple(run.survivors)
+    return [m.Reconcile(world, run.incarnation, run.plan, load, holders, tuple(sorted(run.logged))), timer]
+
+
+def _log_from_now_on(run: RunState) -> None:
+    """What is logged in the next world. If that is more than before, or another number of replicas, the log begins anew."""
+    stages = run.rules.stages
+    if not run.rules.logging:
+        return
+    logged = logged_edges(groups_by_node(run.joining, run.roster.nodes, stages))
+    goes_on = run.plan is not None and len(run.joining) == len(run.world) and logged <= run.logged
+    if goes_on:
+        return  # a boundary within a node is logged further: the log stays as it is
+    run.logged = logged
+    if run.plan is None or not run.replaying:
+        run.logged_since = run.plan.step if run.plan is not None else run.step
 
 
 def on_reconciled(run: RunState, event: m.Reconciled) -> list[m.Command]:
@@ -199,15 +268,40 @@ def on_reconciled(run: RunState, event: m.Reconciled) -> list[m.Command]:
     held = {member: answers[member] for member in world if run.plan is None or member in run.survivors}
     if recovery is not None:
         recovery.reconciled, recovery.incarnation, recovery.world_after = event.at, run.incarnation, len(world)
-        recovery.repaired += differing(held)
-    copies = rebuild(world, held)
-    if not copies:
+        recovery.repaired += differing_in_stages(world, held, run.rules.stages)
+    copies, whole = rebuild_stages(world, held, run.rules.stages)
+    if not copies and not run.replaying:
         return resume(run, event.at)
     run.state = State.REBUILD
     run.answers = {}
-    empty = tuple(member for member in world if member not in held)
-    timer = m.SetTimer("fill", run.rules.phase_timeout, run.incarnation)
-    return [m.Fill(world, run.incarnation, copies, empty, next(iter(held))), timer]
+    fill = m.Fill(world, run.incarnation, tuple(member for member in world if not _replays(run, member)), copies, whole)
+    seconds = run.rules.phase_timeout
+    commands: list[m.Command] = [fill]
+    if run.replaying:
+        commands.append(_replay(run))
+        seconds += REPLAY_PATIENCE * run.longest_step * run.recoveries[-1].replayed
+    return [*commands, m.SetTimer("fill", seconds, run.incarnation)]
+
+
+def _replays(run: RunState, member: str) -> bool:
+    return stage_of(run.joining.index(member), run.rules.stages) in run.replaying
+
+
+def _replay(run: RunState) -> m.Command:
+    """The stages that nobody holds compute again what was committed since the newest checkpoint."""
+    plan, source, recovery = run.plan, run.source, run.recoveries[-1]
+    assert plan is not None
+    assert source is not None
+    recovery.replay(_words(run.replaying), source.step, source.name or "the beginning")
+    members = tuple(member for member in run.joining if _replays(run, member))
+    stages = tuple(sorted(run.replaying))
+    return m.Replay(run.joining, run.incarnation, members, stages, source.name, plan.step)
+
+
+def on_log_missing(run: RunState, event: m.LogMissing) -> list[m.Command]:
+    """A replay with a gap would be another training: everybody goes back to the checkpoint instead."""
+    run.logged_since = None
+    return suspect(run, event.at, f"the log is not whole: {event.reason}", event.member)
 
 
 # ---------------------------------------------------------------- REBUILD and RESUME
@@ -216,7 +310,8 @@ def on_reconciled(run: RunState, event: m.Reconciled) -> list[m.Command]:
 def on_filled(run: RunState, event: m.Filled) -> list[m.Command]:
     if not run.all_answered(event, run.joining):
         return []
-    if differing({e.member: e.digests for e in run.answers.values() if isinstance(e, m.Filled)}):
+    digests = {e.member: e.digests for e in run.answers.values() if isinstance(e, m.Filled)}
+    if differing_in_stages(run.joining, digests, run.rules.stages):
         return suspect(run, event.at, "the state still differs between replicas after filling", "hash")
     return resume(run, event.at)
 

@@ -34,12 +34,16 @@ class Marks:
         step: steps that it has committed.
         versions: per bucket, updates applied to it.
         gradients: per bucket, the step whose reduced gradient is still held, or None.
+        stage: the stage of a pipeline that it hosts.
+        agreed: what all stages agreed upon at the end of the latest step of which this survivor knows it: (step, numbers).
     """
 
     member: str
     step: int
     versions: tuple[int, ...]
     gradients: tuple[int | None, ...]
+    stage: int = 0
+    agreed: tuple[int, tuple[float, ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,7 @@ class Plan:
         undo: buckets whose update of step `step` everybody undoes.
         states: buckets whose state is copied, after the updates.
         reason: the decision in words.
+        agreed: in a pipeline, what all stages agreed upon in the step that is completed.
     """
 
     step: int
@@ -71,6 +76,7 @@ class Plan:
     undo: tuple[int, ...] = ()
     states: tuple[Copy, ...] = ()
     reason: str = "nobody had begun to update"
+    agreed: tuple[float, ...] = ()
 
 
 def reconcile(survivors: Sequence[Marks], *, whole_update: bool) -> Plan:
@@ -96,6 +102,29 @@ def reconcile(survivors: Sequence[Marks], *, whole_update: bool) -> Plan:
     if newest == base:
         return Plan(step=base, reason=f"nobody had updated anything in step {base}: it is redone")
     return _redo(survivors, base)
+
+
+def reconcile_stages(survivors: Sequence[Marks]) -> Plan:
+    """Decides how the survivors of a pipeline become consistent.
+
+    A stage updates only when all stages have agreed that nobody lacks a gradient any more. So if one survivor knows of that
+    agreement, every survivor has its gradients and the step is completed; if none does, nobody has updated, and it is redone.
+
+    Raises:
+        RecoveryError: as `reconcile`.
+    """
+    base = min(marks.step for marks in survivors)
+    newest = max(version for marks in survivors for version in marks.versions)
+    if newest - base > 1:
+        raise RecoveryError(
+            f"survivors are {newest - base} updates apart ({_places(survivors)}); only one step can be under way"
+        )
+    known = [marks.agreed[1] for marks in survivors if marks.agreed is not None and marks.agreed[0] == base]
+    if not known:
+        return Plan(base, reason=f"step {base} was not finished by all stages: it is redone")
+    return Plan(
+        base + 1, True, reason=f"all stages had finished step {base}: it is completed everywhere", agreed=tuple(known[0])
+    )
 
 
 def _complete(survivors: Sequence[Marks], base: int, whole_update: bool) -> Plan:

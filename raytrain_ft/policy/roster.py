@@ -11,14 +11,21 @@ from raytrain_ft.policy import messages as m
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the user asked for, as far as decisions need it. Times in seconds; a budget of -1 has no limit."""
+    """What the user asked for, as far as decisions need it. Times in seconds; a budget of -1 has no limit.
+
+    Attributes:
+        stages: of the pipeline; a world is of whole replicas, so its size is a multiple of this.
+        logging: whether what crosses between stages is logged.
+    """
 
     min_workers: int
     max_workers: int
     max_steps: int
+    stages: int = 1
+    logging: bool = False
     spares: int = 1
     whole_update: bool = True
-    strategy: Literal["auto", "replication", "checkpoint", "snapshot"] = "auto"
+    strategy: Literal["auto", "replication", "logging", "checkpoint", "snapshot"] = "auto"
     checkpoints: bool = False
     roll_back: bool = False
     measure_failures: bool = False
@@ -31,6 +38,10 @@ class Rules:
     max_preemption_failures: int = -1
     max_fruitless_recoveries: int = 10
     max_start_failures: int = 5
+
+    def whole(self, workers: int) -> int:
+        """How many of these workers make whole replicas."""
+        return workers // self.stages * self.stages
 
 
 class MemberState(StrEnum):
@@ -47,6 +58,7 @@ class Roster:
 
     Attributes:
         members: every live member and what it is to the run.
+        nodes: where each of them is, as far as it is known.
         gone: members that were lost, in order.
         slots: how many workers the cluster could host.
         start_failures: rounds of starts in a row of which no worker became ready. Workers that were started together and
@@ -55,6 +67,7 @@ class Roster:
 
     rules: Rules
     members: dict[str, MemberState] = field(default_factory=dict)
+    nodes: dict[str, str] = field(default_factory=dict)
     gone: list[str] = field(default_factory=list)
     slots: int = 0
     start_failures: int = 0
@@ -103,14 +116,17 @@ class Roster:
             self.start_failures = 0
         self.slots = slots
 
-    def ready(self, member: str) -> None:
+    def ready(self, member: str, node: str = "") -> None:
         """A worker that was starting is a spare."""
+        if node:
+            self.nodes[member] = node
         self.members[member] = MemberState.SPARE
         self.start_failures = 0
 
     def lose(self, member: str) -> MemberState:
         """Strikes a member off; returns what it was."""
         was = self.members.pop(member)
+        self.nodes.pop(member, None)
         self.gone.append(member)
         if was == MemberState.STARTING and int(member[1:]) >= self._round_began:
             self.start_failures += 1

@@ -11,6 +11,7 @@ from raytrain_ft.policy.reconcile import Marks, Plan
 from raytrain_ft.policy.roster import MemberState, Roster, Rules
 from raytrain_ft.policy.states import ENDED, State
 from raytrain_ft.policy.strategy import Recoveries, Recovery
+from raytrain_ft.policy.topology import members_of
 
 
 @dataclass(slots=True)
@@ -23,6 +24,10 @@ class RunState:
         world: who trains, in rank order; during a recovery, who trained before it.
         joining: the world of this incarnation; empty until it is told to join.
         survivors: who holds state in this incarnation, and where it stood when it was fenced.
+        replaying: stages that nobody holds, or that go back with such a one: they are replayed.
+        source: the checkpoint that they replay from.
+        logged: boundaries between stages that are logged, each named by the stage before it.
+        logged_since: the step from which on the log is complete for the present world; None if it is not.
         plan: what the survivors do to become consistent; None if nobody holds state.
         stored: checkpoints to go back to, newest first.
         load: the checkpoint that everybody loads if nobody holds state; None: the run begins anew.
@@ -47,6 +52,10 @@ class RunState:
     world: tuple[str, ...] = ()
     joining: tuple[str, ...] = ()
     survivors: dict[str, Marks] = field(default_factory=dict)
+    replaying: frozenset[int] = frozenset()
+    source: m.Stored | None = None
+    logged: frozenset[int] = frozenset()
+    logged_since: int | None = None
     plan: Plan | None = None
     stored: list[m.Stored] = field(default_factory=list)
     load: m.Stored | None = None
@@ -76,7 +85,9 @@ class RunState:
         """Every recovery and planned resize so far, the last one perhaps still under way."""
         return self.history.all
 
-    def all_answered(self, event: m.Fenced | m.Reconciled | m.Filled | m.Stopped | m.Completed, asked: Iterable[str]) -> bool:
+    def all_answered(
+        self, event: m.Fenced | m.Reconciled | m.Filled | m.Stopped | m.Completed | m.Saved, asked: Iterable[str]
+    ) -> bool:
         """Takes an answer in; whether everybody who was asked has answered now."""
         self.answers[event.member] = event
         return all(member in self.answers for member in asked)
@@ -92,9 +103,20 @@ class RunState:
         self.load = next((stored for stored in self.stored if stored.name not in self.rejected), None)
         self.step = self.load.step if self.load is not None else 0
 
-    def saver(self) -> str | None:
-        """Who writes the final state: the lowest rank that is left."""
-        return next((member for member in self.world if member in self.members), None)
+    def savers(self) -> tuple[str, ...]:
+        """Who writes the final state: of each stage, the lowest rank that is left."""
+        stages = [members_of(self.world, stage, self.rules.stages) for stage in range(self.rules.stages)]
+        left = [[member for member in members if member in self.members] for members in stages]
+        return tuple(members[0] for members in left if members)
+
+    def replay_from(self, step: int) -> m.Stored | None:
+        """The checkpoint to replay from, up to `step`: the newest that the log reaches back to; a checkpoint without a name is
+        the beginning of the run. None if there is none."""
+        since = self.logged_since
+        if since is None or not self.rules.logging:
+            return None
+        usable = [one for one in self.stored if one.name not in self.rejected and since <= one.step <= step]
+        return max(usable, key=lambda one: one.step, default=m.Stored("", 0) if since == 0 else None)
 
     def provision(self) -> list[m.Command]:
         """Starts the workers that are missing; before the first world the minimum in any case."""

@@ -44,7 +44,8 @@ def _stay(states: Iterable[State]) -> dict[State, set[State]]:
 TRANSITIONS: dict[type[m.Event], dict[State, set[State]]] = {
     m.RunStarted: {S.INITIALIZING: {S.SCHEDULING}},
     m.CapacityChanged: _stay(LIVE) | {S.SCHEDULING: {S.SCHEDULING, S.REPLACE}},
-    m.WorkerStarted: _stay(LIVE) | {S.SCHEDULING: {S.SCHEDULING, S.REPLACE}, S.RUNNING: {S.RUNNING, S.RESIZING}},
+    m.WorkerStarted: _stay(LIVE)
+    | {S.SCHEDULING: {S.SCHEDULING, S.REPLACE}, S.RUNNING: {S.RUNNING, S.RESIZING}, S.REPLACE: {S.REPLACE, S.ERRORED}},
     m.WorkerLost: {
         S.SCHEDULING: {S.SCHEDULING, S.REPLACE, S.ERRORED},
         S.RUNNING: {S.RUNNING, S.FENCE, S.REPLACE, S.ERRORED},
@@ -66,11 +67,13 @@ TRANSITIONS: dict[type[m.Event], dict[State, set[State]]] = {
     m.CheckpointCommitted: _stay(LIVE - {S.SCHEDULING}),
     m.CheckpointFailed: _stay(LIVE - {S.SCHEDULING}),
     m.IntervalChosen: _stay(LIVE - {S.SCHEDULING}),
+    m.LogFailed: _stay(LIVE - {S.SCHEDULING}),
+    m.LogMissing: {S.REBUILD: {S.FENCE, S.ERRORED}},
     m.CheckpointsFound: {S.REPLACE: {S.REPLACE, S.ERRORED}},
-    m.CheckpointRejected: {S.REPLACE: {S.FENCE, S.ERRORED}},
+    m.CheckpointRejected: {S.REPLACE: {S.FENCE, S.ERRORED}, S.REBUILD: {S.FENCE, S.ERRORED}},
     m.Stopped: {state: {S.RESIZING, S.FENCE, S.ERRORED} for state in TRAINING},
     m.Completed: {state: {state, S.SHUTTING_DOWN, S.ERRORED} for state in TRAINING} | _stay({S.SHUTTING_DOWN}),
-    m.Saved: {S.SHUTTING_DOWN: {S.FINISHED}},
+    m.Saved: {S.SHUTTING_DOWN: {S.SHUTTING_DOWN, S.FINISHED}},
     m.TaskFailed: {state: {S.ERRORED} for state in LIVE} | {state: {S.FENCE, S.ERRORED} for state in TRAINING},
     m.TimerFired: _stay(TRAINING)
     | {

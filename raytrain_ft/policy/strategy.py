@@ -13,6 +13,8 @@ class Strategy(StrEnum):
 
     REPLICATION = "replication"
     """Survivors become consistent, replacements are filled from them."""
+    LOGGING = "logging"
+    """Survivors stay as they are, replacements load the newest checkpoint and replay their logged inputs (SWIFT, section 5)."""
     CHECKPOINT = "checkpoint"
     """Everybody loads the newest checkpoint; what was committed since is done again."""
     SNAPSHOT = "snapshot"
@@ -42,6 +44,7 @@ class Recovery:
         step: the step that training went on from.
         completes: whether the interrupted step was completed rather than redone.
         redone: committed steps that are done again, because they came after the checkpoint.
+        replayed: committed steps that lost stages computed again from the log, while everybody else kept them.
         undone: parameters whose update was undone (on each survivor).
         repaired: buckets whose hash differed between survivors and that were copied from the majority.
         world_before, world_after: numbers of workers.
@@ -59,6 +62,7 @@ class Recovery:
     step: int = 0
     completes: bool = False
     redone: int = 0
+    replayed: int = 0
     undone: int = 0
     repaired: int = 0
     world_before: int = 0
@@ -85,6 +89,12 @@ class Recovery:
         self.step, self.completes, self.reason = plan.step, plan.completes, plan.reason
         if plan.undo:
             self.guarantee = Guarantee.ROUNDING
+
+    def replay(self, stages: str, step: int, source: str) -> None:
+        """Lost stages replay from this step on; nobody else goes back."""
+        self.strategy = Strategy.LOGGING
+        self.replayed = max(self.replayed, self.step - step)
+        self.reason += f"; {stages} had no replica left and replays steps {step} to {self.step} from {source}"
 
     def go_back(self, step: int, committed: int, source: str, strategy: Strategy) -> None:
         """Everybody goes back to this step: the same samples and the same bits once more."""

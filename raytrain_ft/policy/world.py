@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from raytrain_ft.policy.reconcile import Copy
 from raytrain_ft.policy.roster import Rules
+from raytrain_ft.policy.topology import members_of
 
 Digests = Mapping[str, tuple[str, ...]]
 """Per member that holds state, the hash of each bucket."""
@@ -28,6 +29,59 @@ def seats(world: Sequence[str], survivors: Sequence[str], spares: Sequence[str],
     pool = [*(member for member in survivors if member not in world), *spares]
     taken = [member if member in survivors else (pool.pop(0) if pool else None) for member in world]
     return tuple([*(member for member in taken if member is not None), *pool][: max(most, len(survivors))])
+
+
+def seats_in_stages(
+    world: Sequence[str], survivors: Mapping[str, int], spares: Sequence[str], most: int, stages: int
+) -> tuple[str, ...]:
+    """The next world of a pipeline in rank order: as many whole replicas as there are workers for.
+
+    Survivors stay at their stage, and at their seat where they can; whoever else sat at an empty seat returns to it. With fewer
+    replicas than before, a stage may have more survivors than seats: they are spares then, for other stages too.
+
+    Args:
+        survivors: the stage of each.
+    """
+    replicas = min(most, len(survivors) + len(spares)) // stages
+    seats: list[str | None] = [None] * (replicas * stages)
+    for rank, member in enumerate(world[: len(seats)]):
+        if survivors.get(member) == rank % stages:
+            seats[rank] = member
+    free: list[str] = []
+    for member in [member for member in survivors if member not in seats]:
+        empty = [rank for rank in range(survivors[member], len(seats), stages) if seats[rank] is None]
+        if empty:
+            seats[empty[0]] = member
+        else:
+            free.append(member)
+    pool = [*spares, *free]
+    for rank, member in enumerate(world[: len(seats)]):
+        if seats[rank] is None and member in pool:
+            seats[rank] = member
+    pool = [member for member in pool if member not in seats]
+    return tuple(member if member is not None else pool.pop(0) for member in seats)
+
+
+def rebuild_stages(world: Sequence[str], digests: Digests, stages: int) -> tuple[tuple[Copy, ...], tuple[tuple[str, str], ...]]:
+    """What must be copied within each stage that somebody holds, and who receives all of it from whom."""
+    copies: list[Copy] = []
+    whole: list[tuple[str, str]] = []
+    for stage in range(stages):
+        members = members_of(world, stage, stages)
+        held = {member: digests[member] for member in members if member in digests}
+        if held:
+            copies += rebuild(members, held)
+            whole += [(member, next(iter(held))) for member in members if member not in held]
+    return tuple(copies), tuple(whole)
+
+
+def differing_in_stages(world: Sequence[str], digests: Digests, stages: int) -> int:
+    """In how many buckets those who hold the state of one stage do not agree."""
+    found = 0
+    for stage in range(stages):
+        held = {member: digests[member] for member in members_of(world, stage, stages) if member in digests}
+        found += differing(held) if held else 0
+    return found
 
 
 def rebuild(world: Sequence[str], digests: Digests) -> tuple[Copy, ...]:

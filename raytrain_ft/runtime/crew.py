@@ -14,9 +14,10 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from raytrain_ft.errors import ConfigError, FencedError, MismatchError, StorageError
+from raytrain_ft.errors import ConfigError, FencedError, LogGapError, MismatchError, StorageError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.states import State
+from raytrain_ft.policy.topology import stage_of
 from raytrain_ft.runtime import placement
 from raytrain_ft.runtime.health import Health
 from raytrain_ft.runtime.spec import NAMESPACE, Introduction, RunSpec
@@ -81,14 +82,21 @@ class Crew:
                     self._spawn(self._reconcile(member, command))
             case m.Fill():
                 self._spawn(self._fill(command))
+            case m.Replay():
+                for member in command.members:
+                    self._spawn(self._replay(member, command))
+            case m.Trim(members, step):
+                for member in members:
+                    self._spawn(self._ask(member, "trim", step))
             case m.Run(world, incarnation, failure_s):
                 for member in world:
                     self._spawn(self._ask(member, "run", incarnation, failure_s))
             case m.StopAtBoundary(members):
                 for member in members:
                     self._spawn(self._ask(member, "stop_at_boundary"))
-            case m.Save(member):
-                self._spawn(self._save(member))
+            case m.Save(members):
+                for stage, member in enumerate(members):
+                    self._spawn(self._save(member, stage, len(members)))
             case m.Kill(member):
                 self._spawn(self._kill(member), self._killing)
             case m.SetTimer(timer, seconds, incarnation):
@@ -209,6 +217,10 @@ class Crew:
         if isinstance(cause, PeerLostError):
             self._tell(m.Suspected(at=self._now(), incarnation=incarnation, reason=str(cause)[:300], noticed_by=member))
             return
+        if isinstance(cause, LogGapError):
+            about = {"incarnation": incarnation, "reason": str(cause)[:1000]}
+            self._tell(m.LogMissing(at=self._now(), member=member, **about))
+            return
         if load and isinstance(cause, StorageError):
             about = {"incarnation": incarnation, "name": load, "reason": str(cause)[:1000]}
             self._tell(m.CheckpointRejected(at=self._now(), member=member, **about))
@@ -232,30 +244,37 @@ class Crew:
 
     async def _reconcile(self, member: str, command: m.Reconcile) -> None:
         incarnation = command.incarnation
-        asked = (command.world, incarnation, command.plan, command.load)
+        asked = (command.world, incarnation, command.plan, command.load, member in command.holders, command.logged)
         answer = await self._call(member, "reconcile", *asked, incarnation=incarnation, load=command.load)
         if answer is not None:
             digests, undone = answer
             self._tell(m.Reconciled(at=self._now(), member=member, incarnation=incarnation, digests=digests, undone=undone))
 
     async def _fill(self, command: m.Fill) -> None:
-        extras = (
-            await self._call(command.source, "extras", command.incarnation, incarnation=command.incarnation)
-            if command.whole
-            else None
-        )
-        if command.whole and extras is None:
-            return
-        for member in command.world:
-            self._spawn(self._fill_one(member, command, extras if member in command.whole else None))
+        extras: dict[str, Any] = {}
+        for source in {source for _, source in command.whole}:
+            extras[source] = await self._call(source, "extras", command.incarnation, incarnation=command.incarnation)
+            if extras[source] is None:
+                return
+        wanted = {member: extras[source] for member, source in command.whole}
+        for member in command.members:
+            asked = (command.incarnation, command.copies, wanted.get(member))
+            self._spawn(self._await_filled(member, command, "fill", *asked))
 
-    async def _fill_one(self, member: str, command: m.Fill, extras: Any) -> None:
-        digests = await self._call(member, "fill", command.incarnation, command.copies, extras, incarnation=command.incarnation)
+    async def _replay(self, member: str, command: m.Replay) -> None:
+        asked = (command.incarnation, command.stages, command.load, command.until)
+        await self._await_filled(member, command, "replay", *asked, load=command.load)
+
+    async def _await_filled(self, member: str, command: m.Fill | m.Replay, method: str, *asked: Any, load: str = "") -> None:
+        incarnation = command.incarnation
+        digests = await self._call(member, method, *asked, incarnation=incarnation, load=load)
         if digests is not None:
-            self._tell(m.Filled(at=self._now(), member=member, incarnation=command.incarnation, digests=digests))
+            stage = stage_of(command.world.index(member), self._spec.rules.stages)
+            self._tell(m.Filled(at=self._now(), member=member, incarnation=incarnation, digests=digests, stage=stage))
 
-    async def _save(self, member: str) -> None:
-        path = await self._call(member, "save", str(self._spec.directory / "final.arrow"))
+    async def _save(self, member: str, stage: int, stages: int) -> None:
+        file = "final.arrow" if stages == 1 else f"final-stage-{stage}.arrow"
+        path = await self._call(member, "save", str(self._spec.directory / file))
         if path is not None:
             self._tell(m.Saved(at=self._now(), member=member, path=path))
 

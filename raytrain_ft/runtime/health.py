@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, get_args
 
 from ray.exceptions import ActorDiedError, RayError
 
@@ -17,6 +17,7 @@ from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import State
+from raytrain_ft.policy.topology import stage_of
 from raytrain_ft.runtime import placement
 from raytrain_ft.runtime.spec import Beat, RunSpec
 
@@ -28,9 +29,8 @@ FORGIVE_SILENT_NODE_S = 15.0
 """How long a node is avoided whose worker fell silent: most often it was that process alone, which Ray kills in seconds."""
 PATIENCE_WITH_ALL = 10
 """Times the usual patience for an answer when everybody is silent at once."""
-NOTES: dict[str, type[m.CheckpointCommitted | m.CheckpointFailed | m.IntervalChosen]] = {
-    cls.__name__: cls for cls in (m.CheckpointCommitted, m.CheckpointFailed, m.IntervalChosen)
-}
+Note = m.CheckpointCommitted | m.CheckpointFailed | m.IntervalChosen | m.LogFailed
+NOTES: dict[str, type[Note]] = {cls.__name__: cls for cls in get_args(Note)}
 WAITING = "wait"
 """The place where a worker waits for others: who is elsewhere holds them up."""
 
@@ -73,7 +73,7 @@ class Health:
                 self._recorded[event.member, event.incarnation] = event.stop_step
             elif isinstance(event, m.SamplesLost):
                 self._skipped.add((event.incarnation, event.step))
-            elif isinstance(event, m.CheckpointCommitted | m.CheckpointFailed | m.IntervalChosen):
+            elif isinstance(event, Note):
                 self._noted.add((event.member, type(event).__name__, event.incarnation, event.step))
 
     def expect(self, member: str) -> None:
@@ -140,7 +140,8 @@ class Health:
             case "stopped":
                 self._tell(m.Stopped(at=at, member=member, incarnation=incarnation, step=int(beat.detail)))
             case "completed":
-                self._tell(m.Completed(at=at, member=member, incarnation=incarnation, digest=beat.detail))
+                stage = stage_of(beat.rank, self._spec.rules.stages)
+                self._tell(m.Completed(at=at, member=member, incarnation=incarnation, digest=beat.detail, stage=stage))
             case "failed":
                 kind: Any = beat.kind
                 about = {"rank": beat.rank, "step": beat.step, "kind": kind, "message": beat.detail}

@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError, RayError
 
 from raytrain_ft.policy.sampling import digest_of_ids
 from raytrain_ft.runtime.spec import Beat, RunSpec
-from raytrain_ft.training.step import Commit
+from raytrain_ft.training.attempt import Commit
 
 RECORD_INTERVAL_S = 1.0
 """Committed steps are merged into one record per this time; the first of an incarnation goes out at once."""
@@ -145,8 +145,8 @@ def _record(commits: list[Commit]) -> dict[str, Any]:
     """These commits as one record. All are of one incarnation, one after the other."""
     first, last = commits[0].attempt, commits[-1].attempt
     return {
-        "rank": first.rank,
-        "world_size": first.world_size,
+        "rank": first.replica,  # who draws which samples; all stages of a pipeline draw the same
+        "world_size": first.replicas,
         "incarnation": first.incarnation,
         "first_step": first.step,
         "stop_step": last.step + 1,

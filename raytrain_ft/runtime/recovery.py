@@ -24,10 +24,11 @@ from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.storage.manifest import Name
 from raytrain_ft.storage.persister import Persister
 from raytrain_ft.training import durable
+from raytrain_ft.training.attempt import Commit
 from raytrain_ft.training.build import Checkpointing
 from raytrain_ft.training.checkpointer import Target
 from raytrain_ft.training.process_group import FencedGroup
-from raytrain_ft.training.step import Commit, Replica
+from raytrain_ft.training.step import Replica
 
 
 def marks(member: str, replica: Replica) -> Marks | None:
@@ -38,7 +39,8 @@ def marks(member: str, replica: Replica) -> Marks | None:
     if not state.filled:
         return None
     versions = tuple(bucket.version for bucket in state.buckets)
-    return Marks(member, state.step, versions, tuple(bucket.gradient for bucket in state.buckets))
+    gradients = tuple(bucket.gradient for bucket in state.buckets)
+    return Marks(member, state.step, versions, gradients, replica.stage, state.agreed)
 
 
 class Transfer:
@@ -93,6 +95,8 @@ def reconcile(replica: Replica, plan: Plan, transfer: Transfer) -> tuple[int, Co
             bucket.flat.copy_(payload.view(bucket.flat.dtype))
             bucket.gradient = base
     if plan.completes:
+        if plan.agreed and state.step == base:
+            replica.take_agreed(plan.agreed)
         _update(replica, base)
     undone = sum(replica.undo_bucket(state.buckets[index]) for index in plan.undo)
     take_states(replica, plan.states, transfer, version=plan.step)
@@ -166,7 +170,8 @@ def load(replica: Replica, spec: RunSpec, name: str) -> None:
         content = holder.load(spec, parsed)
     else:
         storage = open_storage(spec.checkpoints.uri)
-        content = checkpoint.map_shards(storage, checkpoint.read_manifest(storage, parsed))
+        manifest = checkpoint.read_manifest(storage, parsed)
+        content = checkpoint.map_shards(storage, manifest, durable.holds(manifest, replica.state.stage))
     if replica.attempt is not None:
         replica.discard()
     if replica.undo is not None:

@@ -55,19 +55,28 @@ class StoreServer:
 
 
 class RayStore(Store):
-    """The client's side. Every wait is left when the incarnation is fenced."""
+    """The client's side. Every wait is left when the incarnation is fenced.
 
-    def __init__(self, server: Any, fence: Fence, timeout: timedelta) -> None:
+    Args:
+        part: a name for the group, if there are several in one incarnation.
+    """
+
+    def __init__(self, server: Any, fence: Fence, timeout: timedelta, part: str = "") -> None:
         super().__init__()
+        self._part = part
         self._server = server
         self._fence = fence
         self._timeout = timeout
 
     def set(self, key: str, value: str | bytes) -> None:  # type: ignore[override]
         data = value.encode() if isinstance(value, str) else bytes(value)
-        ray.get(self._server.store_set.remote(self._fence.incarnation, key, data), timeout=self._timeout.total_seconds())
+        ray.get(
+            self._server.store_set.remote(self._fence.incarnation, self._part + key, data),
+            timeout=self._timeout.total_seconds(),
+        )
 
-    def _values(self, keys: list[str], timeout: timedelta) -> list[bytes]:
+    def _values(self, names: list[str], timeout: timedelta) -> list[bytes]:
+        keys = [self._part + name for name in names]
         left = timeout.total_seconds()
         while left > 0:
             self._fence.check()
@@ -96,11 +105,13 @@ class RayStore(Store):
 
     def add(self, key: str, value: int) -> int:  # type: ignore[override]
         return ray.get(
-            self._server.store_add.remote(self._fence.incarnation, key, value), timeout=self._timeout.total_seconds()
+            self._server.store_add.remote(self._fence.incarnation, self._part + key, value),
+            timeout=self._timeout.total_seconds(),
         )
 
     def check(self, keys: list[str]) -> bool:  # type: ignore[override]
-        return ray.get(self._server.store_get.remote(self._fence.incarnation, list(keys), 0.0), timeout=10) is not None
+        names = [self._part + key for key in keys]
+        return ray.get(self._server.store_get.remote(self._fence.incarnation, names, 0.0), timeout=10) is not None
 
     def delete_key(self, key: str) -> bool:  # type: ignore[override]
         del key

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.sampling import Sampling
-from raytrain_ft.training.step import StepSettings
+from raytrain_ft.training.attempt import StepSettings
 
 NAMESPACE = "raytrain_ft"
 """Ray namespace of all our named actors."""
@@ -41,12 +41,23 @@ class CheckpointSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogSpec:
+    """How a run logs what crosses between stages; see `LogConfig`."""
+
+    memory_bytes: int
+    quota_bytes: int | None
+    compression: Literal["lz4", "zstd"] | None
+    synchronous: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
     """One run. Times in seconds.
 
     Attributes:
         run_id: unique, also among runs of the same name.
         directory: the run's directory, visible from every node.
+        log: how what crosses between the stages of a pipeline is logged; None does not.
         nonce: what a worker must find in the directory, to prove that it is the same one.
         checkpoints: None writes none.
         incarnation: the last one of earlier runs of this name.
@@ -65,6 +76,7 @@ class RunSpec:
     use_gpu: bool
     undo: str
     checkpoints: CheckpointSpec | None
+    log: LogSpec | None
     incarnation: int
     faults: tuple[Any, ...]
     heartbeat_interval: float
@@ -72,6 +84,11 @@ class RunSpec:
     probe_timeout: float
     hang_timeout: float
     lease: float
+
+    @property
+    def logs(self) -> Path:
+        """Where the logs of all workers are."""
+        return self.directory / "logs"
 
     @property
     def supervisor_name(self) -> str:

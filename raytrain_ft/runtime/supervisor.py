@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import time
 import traceback
 from dataclasses import asdict
@@ -81,6 +82,7 @@ class Supervisor:
             self._ended_at = self.now()
             watcher.cancel()
             await self._library.close()
+            shutil.rmtree(self._spec.logs, ignore_errors=True)  # nobody is left to recover
         if not self._was_over:
             self._note_end()
         self._ended.set()
@@ -173,7 +175,8 @@ class Supervisor:
     def _note_resumed(self, command: m.Run) -> None:
         recoveries = self._machine.recoveries
         step = recoveries[-1].step if recoveries and recoveries[-1].resumed is None else self._machine.step
-        self._log.note("Resumed", at=self.now(), incarnation=command.incarnation, step=step, world_size=len(command.world))
+        replicas = len(command.world) // self._spec.rules.stages
+        self._log.note("Resumed", at=self.now(), incarnation=command.incarnation, step=step, world_size=replicas)
 
     def _note_end(self) -> None:
         machine = self._machine
@@ -202,4 +205,5 @@ def _details(spec: RunSpec) -> dict[str, Any]:
         "max_steps": rules.max_steps,
         "num_workers": [rules.min_workers, rules.max_workers],
         "update": spec.step.update,
+        "stages": rules.stages,
     }

@@ -21,18 +21,22 @@ import torch
 from raytrain_ft.chaos.faults import Injector
 from raytrain_ft.errors import ConfigError, FencedError, NonFiniteLossError
 from raytrain_ft.policy.reconcile import Copy, Marks, Plan
-from raytrain_ft.runtime import recovery
+from raytrain_ft.policy.topology import stage_of
+from raytrain_ft.runtime import connections, recovery
+from raytrain_ft.runtime.connections import Connections
 from raytrain_ft.runtime.heartbeat import Heartbeat
 from raytrain_ft.runtime.rendezvous import RayStore
 from raytrain_ft.runtime.spec import Introduction, RunSpec
 from raytrain_ft.storage.arrow import write_tensors
-from raytrain_ft.training import process_group
+from raytrain_ft.training import process_group, replay
 from raytrain_ft.training.build import build_replica
 from raytrain_ft.training.process_group import Fence, FencedGroup, PeerLostError
 from raytrain_ft.training.state import Extras
 from raytrain_ft.training.step import Replica
 
 GROUP_TIMEOUT = timedelta(seconds=30)
+FLUSH_S = 5.0
+"""How long a fence waits for what was logged to be readable by others."""
 PARK_DEADLINE_S = 3600.0
 """How long a fence waits for the training thread. A backstop: the supervisor's own deadline comes long before."""
 
@@ -50,10 +54,13 @@ class Worker:
         self._lock = threading.Lock()
         self._fence = Fence(0)
         self._group: FencedGroup | None = None
+        self._connections: Connections | None = None
+        self._log = connections.open_log(spec, member, self._note)
         self._world: tuple[str, ...] = ()
         self._rank = -1
         self._ready: Future[Introduction] | None = None
         self._first_step = False
+        self._replayed = ""  # the checkpoint that an interrupted replay began from
         self._used = False  # whether this replica may hold anything else than what it was built with
         self._chaos = Injector(spec.faults, spec.directory / "faults", "worker")
         self._heartbeat = Heartbeat(member, spec, supervisor)
@@ -82,7 +89,10 @@ class Worker:
             len(buckets),
         )
 
-    def _build_replica(self) -> Replica:
+    def _note(self, event: str, fields: dict[str, Any]) -> None:
+        self._heartbeat.note(event, {name: value for name, value in fields.items() if name != "member"})
+
+    def _build_replica(self, stage: int = 0) -> Replica:
         spec = self._spec
         return build_replica(
             spec.task,
@@ -92,6 +102,7 @@ class Worker:
             undo_mode=spec.undo,
             probe=self._probe,
             checkpoints=recovery.checkpointing(spec, self._epoch, self._heartbeat),
+            stage=stage,
         )
 
     def _check_directory(self) -> None:
@@ -103,9 +114,9 @@ class Worker:
                 "Use a path that is shared by all nodes."
             )
 
-    def _probe(self, phase: str, step: int, bucket: int | None) -> None:
+    def _probe(self, phase: str, step: int, part: int | None) -> None:
         self._heartbeat.at(phase, step)
-        self._chaos.probe(phase, rank=self._rank, step=step, bucket=bucket)
+        self._chaos.probe(phase, rank=self._rank, step=step, part=part)
         if self._first_step and phase == "forward":
             self._chaos.probe("first_step", rank=self._rank, step=step)
 
@@ -146,17 +157,28 @@ class Worker:
             self._replica.checkpointer.fenced()
         self._replica.loader.stop(timedelta(seconds=0))
         self._replica.reducer.abandon()
+        if self._connections is not None:
+            self._connections.leave()
         process_group.abandon(self._group)
-        self._group = None
+        self._group = self._connections = None
+        if self._log is not None:
+            self._log.flush(FLUSH_S)
         return recovery.marks(self._member, self._replica)
 
-    def reconcile(self, world: tuple[str, ...], incarnation: int, plan: Plan | None, load: str) -> tuple[tuple[str, ...], int]:
+    def reconcile(
+        self, world: tuple[str, ...], incarnation: int, plan: Plan | None, load: str, holds: bool, logged: tuple[int, ...]
+    ) -> tuple[tuple[str, ...], int]:
         """Joins the group of this incarnation and carries out the plan; returns (hash per bucket, parameters undone).
 
         Without a plan it loads the checkpoint `load`, or begins anew if that is empty.
+
+        Args:
+            holds: whether what this worker holds counts.
+            logged: see `messages.Reconcile`.
         """
         fence = self._enter(incarnation)
-        return self._training.submit(self._reconcile, fence, world, plan, load).result(timeout=PARK_DEADLINE_S)
+        job = self._training.submit(self._reconcile, fence, world, plan, load, holds, frozenset(logged))
+        return job.result(timeout=PARK_DEADLINE_S)
 
     def _enter(self, incarnation: int) -> Fence:
         with self._lock:
@@ -167,7 +189,9 @@ class Worker:
                 raise FencedError(f"incarnation {incarnation} is over; this worker is in {self._fence.incarnation}")
             return self._fence
 
-    def _reconcile(self, fence: Fence, world: tuple[str, ...], plan: Plan | None, load: str) -> tuple[tuple[str, ...], int]:
+    def _reconcile(
+        self, fence: Fence, world: tuple[str, ...], plan: Plan | None, load: str, holds: bool, logged: frozenset[int]
+    ) -> tuple[tuple[str, ...], int]:
         fence.check()
         self._world, self._rank = world, world.index(self._member)
         self._probe_recovery("join")
@@ -175,7 +199,10 @@ class Worker:
         self._group = process_group.build(
             store, self._rank, len(world), fence, host=self._host, use_gpu=self._spec.use_gpu, timeout=GROUP_TIMEOUT
         )
+        self._connections = Connections(self._spec, self._supervisor, self._group, self._host, logged, self._log, GROUP_TIMEOUT)
         self._probe_recovery("reconcile")
+        self._take_stage(stage_of(self._rank, self._spec.rules.stages))
+        self._replica.state.filled &= holds
         if plan is None:
             self._begin_from(load)
             return self._replica.state.digests(), 0
@@ -185,8 +212,20 @@ class Worker:
         transfer = recovery.Transfer(self._group, world, self._member, state.device, self._probe_recovery)
         undone, commit = recovery.reconcile(self._replica, plan, transfer)
         if commit is not None:
+            self._connections.note_agreed(commit.attempt.step, plan.agreed)
             self._heartbeat.committed(commit)
         return state.digests(), undone
+
+    def _take_stage(self, stage: int) -> None:
+        """Hosts another stage of the pipeline than before, with its first weights."""
+        if self._replica.stage != stage:
+            self._rebuild(stage)
+
+    def _rebuild(self, stage: int) -> None:
+        if self._replica.checkpointer is not None:
+            self._replica.checkpointer.close()
+        self._replica = self._build_replica(stage)
+        self._used, self._replayed = False, ""
 
     def _begin_from(self, load: str) -> None:
         """From a checkpoint, or from the beginning: there everybody has built the same model from the same seed."""
@@ -194,9 +233,7 @@ class Worker:
             self._used = True  # also by a load that fails half way
             recovery.load(self._replica, self._spec, load)
         elif self._used:
-            assert self._replica.checkpointer is not None
-            self._replica.checkpointer.close()
-            self._replica = self._build_replica()
+            self._rebuild(self._replica.stage)
         self._replica.state.filled = self._used = True
 
     def extras(self, incarnation: int) -> Extras:
@@ -214,11 +251,44 @@ class Worker:
         assert self._group is not None
         state = self._replica.state
         self._used = True
+        if extras is not None and self._replica.attempt is not None:  # of a world before
+            self._replica.discard()
         transfer = recovery.Transfer(self._group, self._world, self._member, state.device, self._probe_recovery)
         recovery.take_states(self._replica, copies, transfer, version=extras.step if extras else state.step)
         if extras is not None:
             state.take(extras)
+            self._replayed = ""
         return state.digests()
+
+    def replay(self, incarnation: int, stages: tuple[int, ...], load: str, until: int) -> tuple[str, ...]:
+        """Computes again, from the log, what this worker's stage committed since a checkpoint; returns the hash per bucket.
+
+        A replay that was interrupted goes on from where it stood: what it has is what any other replay would have.
+
+        Raises:
+            LogGapError: a record is missing or damaged.
+        """
+        fence = self._enter(incarnation)
+        return self._training.submit(self._replay, fence, frozenset(stages), load, until).result(timeout=PARK_DEADLINE_S)
+
+    def _replay(self, fence: Fence, stages: frozenset[int], load: str, until: int) -> tuple[str, ...]:
+        fence.check()
+        assert self._connections is not None
+        source = load or "the beginning"
+        if self._replayed != source:
+            self._begin_from(load)
+            self._replayed = source
+        self._replica.state.filled = False
+        self._first_step = False
+        replay.replay(self._replica, self._connections.replay(stages), until, self._spec.step.micro_batches)
+        self._replica.state.filled = self._used = True
+        self._replayed = ""
+        return self._replica.state.digests()
+
+    def trim(self, step: int) -> None:
+        """A checkpoint of this step is durable: what was logged before it is not needed any more."""
+        if self._log is not None:
+            self._log.trim(step)
 
     def run(self, incarnation: int, failure_s: float | None) -> None:
         """Goes on training. Returns at once; the heartbeat tells how it goes."""
@@ -232,19 +302,20 @@ class Worker:
     def _run(self, fence: Fence, failure_s: float | None) -> None:
         """Step after step until the end, a stop, a fence or an error."""
         replica, state = self._replica, self._replica.state
-        assert self._group is not None
+        assert self._connections is not None
         try:
             fence.check()
+            links = self._connections.live()
             assert state.filled, "told to run before it was filled"
             replica.stop_agreed = False
             state.tail.stop_requested = False
             self._first_step = True
-            rank, size = self._rank, len(self._world)
+            rank, size, stages = self._rank, len(self._world), self._spec.rules.stages
             if replica.checkpointer is not None:
-                replica.checkpointer.begin(rank, size, fence.incarnation, state.step, failure_s)
-            replica.loader.start(state.position, rank, size, self._spec.step.gradient_accumulation_steps)
+                replica.checkpointer.begin(rank, size, fence.incarnation, state.step, failure_s, stages)
+            replica.loader.start(state.position, links.replica, links.replicas, self._spec.step.micro_batches)
             while state.step < self._spec.rules.max_steps:
-                commit = replica.train_step(self._group)
+                commit = replica.train_step(links)
                 self._heartbeat.committed(commit)
                 self._first_step = False
                 replica.checkpoint(fence.check)
@@ -272,5 +343,9 @@ class Worker:
 
     def _save(self, path: str) -> str:
         state = self._replica.state
-        write_tensors(path, state.model.state_dict(), {"step": state.step, "digests": list(state.digests())})
+        values: dict[str, Any] = {"step": state.step, "digests": list(state.digests())}
+        pipeline = self._spec.step.pipeline
+        if pipeline is not None:
+            values |= {"stage": self._replica.stage, "stages": pipeline.stages, "cuts": pipeline.cuts}
+        write_tensors(path, state.model.state_dict(), values)
         return path

@@ -192,14 +192,18 @@ def read(storage: Storage, manifest: Manifest) -> Content:
     return content
 
 
-def map_shards(storage: Storage, manifest: Manifest) -> Content:
-    """Maps all shards of a checkpoint, for `restore.fill` to verify while it copies them.
+def map_shards(storage: Storage, manifest: Manifest, wanted: Callable[[int], bool] = lambda number: True) -> Content:
+    """Maps the shards of a checkpoint, for `restore.fill` to verify while it copies them.
+
+    Args:
+        wanted: whether to look at a shard, by its number. Each tensor must be in these shards, or in the others.
 
     Raises:
         StorageError: naming the file, if it was cut short or what it says of its tensors cannot be read.
     """
     count = len(manifest.shards)
-    files = [_mapped(storage, f"{manifest.name}/{shard_file(i, count)}", entry) for i, entry in enumerate(manifest.shards)]
+    numbers = [number for number in range(count) if wanted(number)]
+    files = [_mapped(storage, f"{manifest.name}/{shard_file(i, count)}", manifest.shards[i]) for i in numbers]
     content = Content(manifest, {}, files)
     try:
         _find_pieces(content)

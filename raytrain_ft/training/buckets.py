@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from raytrain_ft.training.process_group import FencedGroup, FencedWork
+from raytrain_ft.training.process_group import FencedGroup, FencedWork, Finished, Solo
 
 Probe = Callable[[str, int | None], None]
 
@@ -38,7 +38,7 @@ class Bucket:
         self.version = 0
         self.gradient: int | None = None
         self.dirty = False
-        self.work: FencedWork | None = None
+        self.work: FencedWork | Finished | None = None
         self.allocate()
 
     def allocate(self) -> None:
@@ -128,7 +128,7 @@ class Reducer:
         probe: Probe,
     ) -> None:
         self.buckets = buckets
-        self.group: FencedGroup | None = None
+        self.group: FencedGroup | Solo | None = None
         self._on_reduced = on_reduced
         self._eager = eager
         self._fill_tail = fill_tail
@@ -182,7 +182,7 @@ class Reducer:
         self._launched += 1
         self._probe("reduce", bucket.index)
 
-    def _next(self) -> FencedWork:
+    def _next(self) -> FencedWork | Finished:
         work = self.buckets[self._accepted].work
         assert work is not None
         return work

@@ -7,19 +7,22 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.policy.tuner import Tuner
 from raytrain_ft.storage.persister import Persister, SharedMemory
+from raytrain_ft.training.attempt import StepSettings
 from raytrain_ft.training.checkpointer import AnyPersister, Checkpointer, Target, Tell
 from raytrain_ft.training.data import Loader
 from raytrain_ft.training.determinism import check_deterministic
 from raytrain_ft.training.durable import capture
-from raytrain_ft.training.random import seed_all
+from raytrain_ft.training.pipeline import build_stage
+from raytrain_ft.training.random import seed_all, step_seed
 from raytrain_ft.training.state import TrainingState
-from raytrain_ft.training.step import Replica, StepSettings
+from raytrain_ft.training.step import Replica
 from raytrain_ft.training.undo import refusals
 
 
@@ -53,15 +56,15 @@ def build_replica(
     undo_mode: Any,
     probe: Any,
     checkpoints: Checkpointing | None = None,
+    stage: int = 0,
 ) -> Replica:
-    """Builds model, optimizer, schedule and loader.
+    """Builds model, optimizer, schedule and loader: of all of the model, or of one stage of a pipeline.
 
     Raises:
         ConfigError: the model has nothing to train, parameters of a kind that cannot be handled, or the dataset is not
             deterministic.
     """
-    seed_all(settings.seed)
-    model = task.model(0)
+    model = build_model(task, stage, settings)
     device = torch.device("cuda") if use_gpu else torch.device("cpu")
     model.to(device)
     check_model(model)
@@ -73,24 +76,55 @@ def build_replica(
         task.scheduler(optimizer),
         bucket_bytes=settings.bucket_bytes,
         first_bucket_bytes=settings.first_bucket_bytes,
+        stage=stage if settings.pipeline is not None else None,
     )
-    dataset = task.dataset()
-    augment = getattr(task, "augment", None)
-    check_deterministic(dataset, sampling, augment)
-    loader = Loader(dataset, sampling, augment)
+    loader = _loader(task, sampling, reads=settings.pipeline is None or stage in (0, settings.pipeline.stages - 1))
     checkpointer = None
     if checkpoints is not None:
         how, data = checkpoints, asdict(sampling)
-        capture(state, data, [])  # what cannot be stored is told now, not at the first checkpoint
+        stages = settings.stages
+        capture(state, data, [], stages)  # what cannot be stored is told now, not at the first checkpoint
         checkpointer = Checkpointer(
             how.target,
-            lambda: capture(state, data, how.records()),
+            lambda: capture(state, data, how.records(), stages),
             lambda: deepcopy(how.tuner),
             how.tell,
             persister=how.persister,
         )
     keep_epochs = checkpoints is not None and checkpoints.keep_epochs
-    return Replica(task, state, loader, settings, probe, undo_mode, checkpointer, keep_epochs)
+    return Replica(task, state, loader, settings, probe, undo_mode, checkpointer, keep_epochs, stage)
+
+
+def build_model(task: Any, stage: int, settings: StepSettings) -> torch.nn.Module:
+    """The model, or a stage of it, with its first weights: those of a stage that the task gives are drawn from a stream of
+    their own, those of a model that is split are the weights that it has in one piece."""
+    own_stream = settings.pipeline is not None and settings.pipeline.cuts is None and stage > 0
+    seed_all(step_seed(settings.seed, 0, 0, 0, stage) if own_stream else settings.seed)
+    return build_stage(task, stage, settings.pipeline)
+
+
+def _loader(task: Any, sampling: Sampling, *, reads: bool) -> Loader:
+    """A stage in the middle knows what its step is about, and needs none of it."""
+    if not reads:
+        return Loader(_Unread(sampling.dataset_size), sampling)
+    dataset = task.dataset()
+    augment = getattr(task, "augment", None)
+    check_deterministic(dataset, sampling, augment)
+    return Loader(dataset, sampling, augment)
+
+
+class _Unread:
+    """A dataset of which nothing is read."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def load_batch(self, ids: np.ndarray, epoch: int, seed: int) -> Any:
+        del ids, epoch, seed
+        return ()
 
 
 def check_model(model: torch.nn.Module) -> None:

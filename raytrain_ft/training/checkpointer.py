@@ -99,7 +99,7 @@ class Checkpointer:
         self._tell = tell
         self._memory = SharedMemory()
         self._persister = persister(self._memory)
-        self._rank, self._count, self._incarnation = 0, 1, 0
+        self._rank, self._count, self._stages, self._incarnation = 0, 1, 1, 0
         self._tuner: Tuner | None = None
         self._copy: Copy | None = None
         self._job: Job | None = None
@@ -114,12 +114,16 @@ class Checkpointer:
 
     # ---------------------------------------------------------------- a world begins and ends
 
-    def begin(self, rank: int, count: int, incarnation: int, step: int, failure_s: float | None = None) -> None:
+    def begin(
+        self, rank: int, count: int, incarnation: int, step: int, failure_s: float | None = None, stages: int = 1
+    ) -> None:
         """Training begins at `step` as worker `rank` of `count`.
 
         Args:
             failure_s: mean time between failures so far, seconds, if it is to be regarded.
+            stages: of the pipeline; the state that is captured is that of stage `rank % stages`.
         """
+        self._stages = stages
         self._rank, self._incarnation, self._first_step = rank, incarnation, True
         self._persister.start()  # now, so that its start is not in the first checkpoint's time
         if rank != 0:
@@ -196,7 +200,7 @@ class Checkpointer:
         """Touches the memory for snapshots, in the background: the first one is then as fast as those after it. After the first
         step the state has its whole size."""
         tensors, _ = self._capture()
-        size = -(-total_size(tensors) // self._count)
+        size = -(-total_size(tensors) // (self._count // self._stages))
         self._preparing = threading.Thread(target=self._memory.reserve, args=(size + ALIGNMENT,), name="prepare", daemon=True)
         self._preparing.start()
 
@@ -225,7 +229,7 @@ class Checkpointer:
             self._tuner.waited(waited)  # the next step's time contains it
         self._note(decision)
         tensors, values = self._capture()
-        slices = share(tensors, self._rank, self._count) + share(self._own(), 0, 1)
+        slices = share(tensors, self._rank // self._stages, self._count // self._stages) + share(self._own(), 0, 1)
         pieces = [(p.name, p.dtype, p.shape, p.start, p.size) for p in (s.piece for s in slices)]
         self._job = Job(
             uri=self._target.uri,

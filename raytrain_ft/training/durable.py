@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from raytrain_ft.training.state import TrainingState
 
 
 def capture(
-    state: TrainingState, data: dict[str, Any], records: list[dict[str, Any]]
+    state: TrainingState, data: dict[str, Any], records: list[dict[str, Any]], stages: int = 1
 ) -> tuple[list[tuple[str, Tensor]], dict[str, Any]]:
     """All tensors by name, and everything else: what a checkpoint holds.
 
@@ -27,6 +28,7 @@ def capture(
     Args:
         data: what the position of the data refers to.
         records: kept as they are.
+        stages: of the pipeline, of which `state` is one.
     """
     tensors = [*_weights(state), *((name, buffer.clone()) for name, buffer in _buffers(state))]
     numbers: dict[str, Any] = {}
@@ -41,17 +43,55 @@ def capture(
     scheduler = state.scheduler.state_dict() if state.scheduler else None
     settings, more = flatten({"groups": groups, "scheduler": scheduler})
     tensors += [(path, value.detach().clone()) for path, value in more.items()]
+    own = {"optimizer": type(state.optimizer).__name__, "numbers": numbers, "settings": settings}
     values = {
         "step": state.step,
         "position": [state.position.epoch, state.position.consumed],
         "data": data,
         "loss": state.loss.hex(),
-        "optimizer": type(state.optimizer).__name__,
-        "numbers": numbers,
-        "settings": settings,
         "records": records,
     }
-    return tensors, values
+    if state.stage is None:
+        return tensors, values | own
+    # every stage's names bear its number, and so do its values, which are not the same on all workers
+    tensors.append((OWN_VALUES, torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)))
+    return [(f"{_prefix(state)}{name}", tensor) for name, tensor in tensors], values | {"stages": stages}
+
+
+OWN_VALUES = "values"
+"""In a pipeline, what a stage alone knows, as JSON in bytes."""
+
+
+def _prefix(state: TrainingState) -> str:
+    return "" if state.stage is None else f"stage-{state.stage}/"
+
+
+def holds(manifest: Manifest, stage: int | None) -> Callable[[int], bool]:
+    """Which shards of a checkpoint hold the state of this stage, by number; all of them without a pipeline."""
+    stages = manifest.values.get("stages", 1)
+    return lambda number: stage is None or number % stages == stage
+
+
+def _of_stage(state: TrainingState, content: Content) -> tuple[Content, dict[str, Any]]:
+    """What a checkpoint holds of this stage, by the stage's own names; and its values.
+
+    Raises:
+        MismatchError: it is of another number of stages. StorageError: it is damaged.
+    """
+    prefix, values = _prefix(state), content.manifest.values
+    if not prefix:
+        if "stages" in values:
+            raise _mismatch(content.manifest, [f"{values['stages']} stages of a pipeline in the checkpoint, none here"])
+        return content, values
+    pieces = {name.removeprefix(prefix): parts for name, parts in content.pieces.items() if name.startswith(prefix)}
+    if OWN_VALUES not in pieces:
+        there = values.get("stages", "no")
+        raise _mismatch(
+            content.manifest, [f"{there} stages of a pipeline in the checkpoint, and not number {state.stage} of this run"]
+        )
+    content.verify()
+    own = json.loads(b"".join(bytes(data) for _, data in pieces.pop(OWN_VALUES)))
+    return Content(content.manifest, pieces, content.files), values | own
 
 
 def _weights(state: TrainingState) -> list[tuple[str, Tensor]]:
@@ -76,7 +116,7 @@ def restore(state: TrainingState, content: Content, data: dict[str, Any], overri
         StorageError: it is damaged, or lacks something. Unless the state is still `filled`, its tensors may hold anything by
             now: it is to be restored from another checkpoint, filled by another worker, or built anew.
     """
-    values = content.manifest.values
+    content, values = _of_stage(state, content)
     own = dict([*_weights(state), *_buffers(state)])
     theirs = {name: parts for name, parts in content.pieces.items() if name.startswith(("model/", "buffer/"))}
     other_optimizer, other_data = _other_optimizer(state, values), _other_data(values, data)

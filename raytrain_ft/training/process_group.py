@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store
 
 from raytrain_ft.errors import FencedError
@@ -189,6 +190,25 @@ class FencedGroup(dist.ProcessGroup):
             raise PeerLostError(f"{name} could not start: {error}") from error
         return FencedWork(work, self.fence)
 
+    def post_send(self, tensor: Tensor, peer: int, tag: int) -> Any:
+        """Begins to send to a rank, as gloo does it: nothing tells of its end. Both must be kept until the peer has it.
+
+        Raises:
+            FencedError: the incarnation ended; PeerLostError: it could not start.
+        """
+        return self._post("send", tensor, peer, tag)
+
+    def post_receive(self, tensor: Tensor, peer: int, tag: int) -> Any:
+        """Begins to receive from a rank; only a thread that may be left behind for ever may wait for it."""
+        return self._post("recv", tensor, peer, tag)
+
+    def _post(self, name: str, tensor: Tensor, peer: int, tag: int) -> Any:
+        self.fence.check()
+        try:
+            return getattr(self.inner, name)([tensor], peer, tag)
+        except RuntimeError as error:
+            raise PeerLostError(f"{name} with rank {peer} could not start: {error}") from error
+
     def getBackendName(self) -> str:
         return BACKEND
 
@@ -205,6 +225,36 @@ for _name in (
     *("_allgather_base", "_reduce_scatter_base"),
 ):
     setattr(FencedGroup, _name, _fenced(_name))
+
+
+class Solo:
+    """The group of a rank that is alone: what it holds is already the sum."""
+
+    def __init__(self, fence: Fence) -> None:
+        self.fence = fence
+
+    def start(self, name: str, *args: Any, **kwargs: Any) -> Finished:
+        """Nothing to do."""
+        del name, args, kwargs
+        self.fence.check()
+        return Finished(self.fence)
+
+
+class Finished:
+    """A collective of one."""
+
+    def __init__(self, fence: Fence) -> None:
+        self._fence = fence
+
+    def wait(self) -> bool:
+        self._fence.check()
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def succeeded(self) -> bool:
+        return True
 
 
 _abandoned: list[object] = []
@@ -237,9 +287,17 @@ def _connect(store: Store, rank: int, size: int, host: str, use_gpu: bool, timeo
 
 
 def build(
-    store: Store, rank: int, size: int, fence: Fence, *, host: str, use_gpu: bool = False, timeout: timedelta
+    store: Store,
+    rank: int,
+    size: int,
+    fence: Fence,
+    *,
+    host: str,
+    use_gpu: bool = False,
+    timeout: timedelta,
+    default: bool = True,
 ) -> FencedGroup:
-    """Joins the incarnation of `fence` and makes its group the default group of torch.distributed.
+    """Joins the incarnation of `fence` and makes its group the default group of torch.distributed, unless it is a part of it.
 
     Args:
         store: where the ranks exchange their addresses; only keys of this incarnation may be in it.
@@ -269,6 +327,8 @@ def build(
         fence.check()
         raise PeerLostError(f"the group of incarnation {fence.incarnation} could not be built: {inner}") from inner
     group = FencedGroup(inner, fence, rank, size)
+    if not default:
+        return group
     dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=size, timeout=timeout, pg_options=group)
     return group
 
@@ -281,3 +341,9 @@ def abandon(group: FencedGroup | None) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     _abandoned.append(group.inner)
+
+
+def leave(group: FencedGroup | Solo | None) -> None:
+    """Leaves a part of the world, as `abandon` leaves the world."""
+    if isinstance(group, FencedGroup):
+        _abandoned.append(group.inner)

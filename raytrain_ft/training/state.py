@@ -46,9 +46,11 @@ class TrainingState:
     """The model, its optimizer and schedule, and where they stand.
 
     Attributes:
+        stage: the stage of a pipeline whose model this is; None without one.
         step: steps committed.
         loss: mean loss over the global batch of the latest update.
         position: of the data, after `step` steps.
+        agreed: in a pipeline, what all stages agreed upon at the end of a step: (step, numbers).
         filled: whether it holds the run's state; a replacement does not until it was filled.
     """
 
@@ -60,13 +62,16 @@ class TrainingState:
         *,
         bucket_bytes: int,
         first_bucket_bytes: int,
+        stage: int | None = None,
     ) -> None:
+        self.stage = stage
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.step = 0
         self.loss = float("nan")
         self.position = Position()
+        self.agreed: tuple[int, tuple[float, ...]] | None = None
         self.filled = False
         self.tail = Tail(model)
         trained = [p for p in model.parameters() if p.requires_grad]

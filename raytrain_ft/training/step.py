@@ -1,18 +1,18 @@
 """One training step of one worker, top to bottom. Start reading here.
 
-A step is: read this rank's share of the global batch; forward and backward, once per micro-batch; reduce the gradients bucket
-by bucket while the backward pass goes on; update; commit. Nothing is promised to anybody before `commit`, and no collective,
-vote or device sync is there for the sake of failures. Whatever ends a step early (`FencedError`, `PeerLostError`) leaves it
-between two of these lines, with marks on the buckets that say where.
+A step is: read this rank's share of the global batch; forward and backward, once per micro-batch (in a pipeline: of this
+stage, in turn with its neighbours); reduce the gradients bucket by bucket while the backward pass goes on; update; commit.
+Nothing is promised to anybody before `commit`, and no collective, vote or device sync is there for the sake of failures.
+Whatever ends a step early (`FencedError`, `PeerLostError`) leaves it between two of these lines, with marks on the buckets that
+say where.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -20,65 +20,26 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from raytrain_ft.errors import NonFiniteLossError
-from raytrain_ft.policy.sampling import GlobalBatch, Position
+from raytrain_ft.training.attempt import Attempt, Commit, StepSettings, keeps_gradients
 from raytrain_ft.training.buckets import Bucket, Probe, Reducer, only
 from raytrain_ft.training.checkpointer import Checkpointer
 from raytrain_ft.training.data import Loader, MicroBatch
-from raytrain_ft.training.process_group import FencedGroup
+from raytrain_ft.training.links import Links
+from raytrain_ft.training.pipeline import Stage
 from raytrain_ft.training.random import seed_all, step_seed
 from raytrain_ft.training.state import TrainingState
+from raytrain_ft.training.tail import HEADER
 from raytrain_ft.training.undo import Undo
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSettings:
-    """What a step depends on besides the task.
-
-    Attributes:
-        update: "barrier" updates when every bucket is reduced; "wait_free" each bucket as soon as it is.
-        precision: "bf16" runs forward and loss under autocast; parameters stay fp32.
-        on_non_finite: what to do when the loss of a step is NaN or infinite; whether a worker that raises means the end of the
-            run or a way back is for the supervisor to say.
-    """
-
-    seed: int = 0
-    gradient_accumulation_steps: int = 1
-    max_grad_norm: float | None = None
-    precision: Literal["fp32", "bf16"] = "fp32"
-    update: Literal["barrier", "wait_free"] = "barrier"
-    on_non_finite: Literal["raise", "skip", "roll_back"] = "raise"
-    bucket_bytes: int = 25 * 2**20
-    first_bucket_bytes: int = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """A step under way: what it reads, and what the world looks like."""
-
-    step: int
-    batch: GlobalBatch
-    after: Position
-    ids: tuple[Any, ...]
-    rank: int
-    world_size: int
-    incarnation: int
-    began: float
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """A step that was committed on this worker, for the run's record."""
-
-    attempt: Attempt
-    loss: float
-    seconds: float
-    skipped: bool
+AGREED = HEADER + 1
+"""Numbers that the stages of a pipeline agree upon: the head of the tail, and the square of the gradients' norm."""
 
 
 class Replica:
-    """One copy of the model and the step that trains it.
+    """One copy of the model, or of one of its stages, and the step that trains it.
 
     Attributes:
+        stage: the stage of a pipeline that this is a copy of; 0 without one.
         attempt: the step under way, or None between steps.
         stop_agreed: all ranks agreed, in the last step, to stop at this boundary.
         checkpoint_agreed: all ranks agreed, in the last step, that a checkpoint is due at this boundary.
@@ -95,8 +56,10 @@ class Replica:
         undo_mode: Literal["exact", "replay"] = "exact",
         checkpointer: Checkpointer | None = None,
         keep_epochs: bool = False,
+        stage: int = 0,
     ) -> None:
         self.task = task
+        self.stage = stage
         self.state = state
         self.loader = loader
         self.settings = settings
@@ -121,8 +84,21 @@ class Replica:
             fill_tail=self._fill_tail,
             probe=self._at_bucket,
         )
+        self._micro_batches: list[MicroBatch] = []
+        self._norm: Tensor | None = None
+        self._pipeline = None
+        if settings.pipeline is not None:
+            self._pipeline = Stage(
+                stage,
+                settings.pipeline,
+                forward=self._forward,
+                first_inputs=lambda number: task.inputs(self._on_device(self._micro_batches[number].data)),
+                loss=self._weighted_loss,
+                before_last=self.reducer.arm,
+                probe=self._at_bucket,
+            )
 
-    def train_step(self, group: FencedGroup) -> Commit:
+    def train_step(self, links: Links) -> Commit:
         """Runs one step to its commit.
 
         Raises:
@@ -131,13 +107,14 @@ class Replica:
         began = time.monotonic()
         self.stop_agreed = False
         self._at("data")
-        micro_batches = self.loader.next(group.fence.check)
-        self.begin(micro_batches, group, began)
-        for number, micro_batch in enumerate(micro_batches):
-            if number == len(micro_batches) - 1:
-                self.reducer.arm()
-            self.forward_backward(number, micro_batch)
+        self.begin(self.loader.next(links.fence.check), links, began)
+        if self._pipeline is not None:
+            self._pipeline.run(self.state.step, links)
+        else:
+            self.forward_backward()
         self.reducer.finish()
+        if links.agree is not None:
+            self._agree(links.agree)
         if self.settings.update == "barrier":
             self.update()
         elif not math.isfinite(self.state.loss):
@@ -165,33 +142,65 @@ class Replica:
             self._at("checkpoint")
             self.checkpointer.finish(self.state.step, check)
 
-    def begin(self, micro_batches: list[MicroBatch], group: FencedGroup, began: float) -> None:
+    def begin(self, micro_batches: list[MicroBatch], links: Links, began: float) -> None:
         """Starts an attempt: from here on the buffers may change, so they are saved."""
         first = micro_batches[0]
-        self.reducer.group = group
+        self._micro_batches = micro_batches
+        self.reducer.group = links.group
         self.reducer.begin(self.state.step)
         self.state.tail.begin()
         ids = tuple(micro_batch.ids for micro_batch in micro_batches)
         self._weight = sum(len(i) for i in ids) / (first.batch.stop - first.batch.start)
         self.attempt = Attempt(
-            self.state.step, first.batch, first.after, ids, group.rank(), group.size(), group.fence.incarnation, began
+            self.state.step, first.batch, first.after, ids, links.replica, links.replicas, links.fence.incarnation, began
         )
 
-    def forward_backward(self, number: int, micro_batch: MicroBatch) -> None:
-        """One micro-batch. Its loss is weighted by its samples, so that gradients only need to be summed over ranks."""
+    def forward_backward(self) -> None:
+        """All micro-batches, one after the other."""
+        for number, micro_batch in enumerate(self._micro_batches):
+            if number == len(self._micro_batches) - 1:
+                self.reducer.arm()
+            if micro_batch.data is None:
+                continue  # fewer samples than micro-batches at the end of an epoch: it contributes nothing
+            self._at_bucket("forward", number)
+            output = self._forward(number, [self.task.inputs(self._on_device(micro_batch.data))])
+            self._weighted_loss(number, output).backward()
+
+    def _forward(self, number: int, arguments: Sequence[Any]) -> Any:
         assert self.attempt is not None
-        if micro_batch.data is None:
-            return  # fewer samples than micro-batches at the end of an epoch: it contributes nothing
-        batch = self.attempt.batch
-        seed_all(step_seed(self.settings.seed, self.state.step, self.attempt.rank, number))
-        self._at("forward")
-        data = self._on_device(micro_batch.data)
+        seed_all(step_seed(self.settings.seed, self.state.step, self.attempt.replica, number, self.stage))
         with self._autocast():
-            output = self.state.model(self.task.inputs(data))
-            loss = self.task.loss(output, data)
+            return self.state.model(*arguments)
+
+    def _weighted_loss(self, number: int, output: Any) -> Tensor:
+        """The loss of a micro-batch, weighted by its samples, so that gradients only need to be summed over replicas."""
+        assert self.attempt is not None
+        micro_batch, batch = self._micro_batches[number], self.attempt.batch
+        with self._autocast():
+            loss = self.task.loss(output, self._on_device(micro_batch.data))
         weighted = loss * (len(micro_batch.ids) / (batch.stop - batch.start))
-        self.state.tail.losses.append(weighted)
-        weighted.backward()
+        self.state.tail.losses.append(weighted.detach())
+        return weighted
+
+    @torch.no_grad()
+    def _agree(self, agree: Callable[[int, Tensor], Tensor]) -> None:
+        """The end of a pipeline's backward pass: what was summed over each stage's replicas is now summed over the stages. Who
+        has the answer knows that nobody lacks a gradient any more."""
+        assert self.attempt is not None
+        numbers = torch.zeros(AGREED, dtype=torch.float64)
+        if self.attempt.replica == 0:  # each stage speaks once
+            numbers[:HEADER] = self.state.buckets[-1].tail[:HEADER].double()
+            if self.settings.max_grad_norm is not None:
+                views = [view for bucket in self.state.buckets for view in bucket.views]
+                numbers[HEADER] = torch.nn.utils.get_total_norm(views).double() ** 2
+        self._at("wait")
+        self.take_agreed(agree(self.state.step, numbers).tolist())
+
+    def take_agreed(self, numbers: Sequence[float]) -> None:
+        """Takes over what all stages agreed upon in the step under way: loss, stop, checkpoint, square of the gradient norm."""
+        self.state.buckets[-1].tail[:HEADER] = torch.tensor(numbers[:HEADER], dtype=torch.float64)
+        self._norm = torch.tensor(numbers[HEADER], dtype=torch.float64).sqrt().float()
+        self.state.agreed = (self.state.step, tuple(numbers))
 
     def _on_device(self, data: Any) -> Any:
         device = self.state.buckets[0].flat.device
@@ -216,7 +225,10 @@ class Replica:
         self._await_copy()
         if self.settings.max_grad_norm is not None:
             params = [p for bucket in behind for p in bucket.params]
-            torch.nn.utils.clip_grad_norm_(params, self.settings.max_grad_norm, error_if_nonfinite=False)
+            if self._norm is None:
+                torch.nn.utils.clip_grad_norm_(params, self.settings.max_grad_norm, error_if_nonfinite=False)
+            else:
+                torch.nn.utils.clip_grads_with_norm_(params, self.settings.max_grad_norm, self._norm)
         for bucket in behind:
             bucket.dirty = True
         self._at("update")
@@ -315,9 +327,9 @@ class Replica:
     def _fill_tail(self, tail: Tensor) -> None:
         assert self.attempt is not None
         if self.checkpointer is not None:
-            epoch_ends = self._keep_epochs and self.attempt.rank == 0 and self.attempt.after.consumed == 0
+            epoch_ends = self._keep_epochs and self.attempt.replica == 0 and self.attempt.after.consumed == 0
             self.state.tail.checkpoint_wanted = epoch_ends or self.checkpointer.wants(self.state.step + 1)
-        self.state.tail.fill(tail, self._weight, self.attempt.rank)
+        self.state.tail.fill(tail, self._weight, self.attempt.replica)
 
     def _at(self, phase: str) -> None:
         self._at_bucket(phase, None)
@@ -325,14 +337,6 @@ class Replica:
     def _at_bucket(self, phase: str, bucket: int | None) -> None:
         if self._probe is not None:
             self._probe(phase, self.state.step, bucket)
-
-
-def keeps_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `step()` leaves `p.grad` as it was. True of torch's own optimizers and ours, but for SGD with Nesterov, whose
-    foreach variant overwrites it; nothing is known of others."""
-    if isinstance(optimizer, torch.optim.SGD) and any(group["nesterov"] for group in optimizer.param_groups):
-        return False
-    return type(optimizer).__module__.startswith(("torch.optim.", "raytrain_ft."))
 
 
 def _do_nothing(bucket: Bucket) -> None:

@@ -22,7 +22,8 @@ OUT_OF_STEP = ("idle", "suspect")
 
 @dataclass
 class Worker:
-    """What a worker is, as far as the supervisor can tell: `step` steps committed, one bucket."""
+    """What a worker is, as far as the supervisor can tell: `step` steps committed, one bucket. In a pipeline, `reduced` is that
+    it knows of the agreement of all stages at the step's end."""
 
     member: str
     ready: bool = False
@@ -33,6 +34,8 @@ class Worker:
     filled: bool = False
     step: int = 0
     reduced: bool = False
+    stage: int = 0
+    agreed: int | None = None
     stop: bool = False
     stops_at: int | None = None
     status: str = "idle"
@@ -40,7 +43,8 @@ class Worker:
 
     def marks(self) -> Marks | None:
         gradient = self.step if self.reduced else None
-        return Marks(self.member, self.step, (self.step,), (gradient,)) if self.filled else None
+        agreed = None if self.agreed is None else (self.agreed, (0.5,))
+        return Marks(self.member, self.step, (self.step,), (gradient,), self.stage, agreed) if self.filled else None
 
 
 @dataclass
@@ -138,11 +142,16 @@ class Cluster:
             case m.FindCheckpoints(incarnation):
                 error = "the storage does not answer" if self.chance.random() < self.corruption else ""
                 self._post(m.CheckpointsFound(incarnation=incarnation, stored=tuple(reversed(self.disk)), error=error))
+            case m.Trim(members, _):
+                assert set(members) <= set(self.run.members)
+            case m.Replay():
+                for member in command.members:
+                    self._call(member, "replay", lambda w: self._replay(w, command))
             case m.Reconcile(world):
                 for member in world:
                     self._call(member, "reconcile", lambda w: self._reconcile(w, command))
-            case m.Fill(world, _, _, _, _):
-                for member in world:
+            case m.Fill():
+                for member in command.members:
                     self._call(member, "fill", lambda w: self._fill(w, command))
             case m.Run(world, incarnation, _):
                 for member in world:
@@ -150,8 +159,10 @@ class Cluster:
             case m.StopAtBoundary(members):
                 for member in members:
                     self._call(member, "stop", lambda w: setattr(w, "stop", True))
-            case m.Save(member):
-                self._call(member, "save", lambda w: self._post(m.Saved(member=w.member, path=f"step {w.step}")))
+            case m.Save(members):
+                assert len(members) == self.rules.stages
+                for member in members:
+                    self._call(member, "save", lambda w: self._post(m.Saved(member=w.member, path=f"step {w.step}")))
             case m.Kill(member):
                 self.workers.pop(member, None)
             case m.SetTimer():
@@ -178,7 +189,8 @@ class Cluster:
     def _become_ready(self, worker: Worker) -> None:
         if self.run.members.get(worker.member) == MemberState.STARTING:
             worker.ready = True
-            self._post(m.WorkerStarted(member=worker.member, node="n", pid=1))
+            node = f"n{self.chance.randrange(6)}"
+            self._post(m.WorkerStarted(member=worker.member, node=node, pid=1))
 
     def _leave(self, worker: Worker, incarnation: int) -> None:
         if incarnation > worker.incarnation:  # else the call is refused, and the supervisor hears nothing
@@ -201,6 +213,10 @@ class Cluster:
         if not self._enter(worker, command.incarnation, command.world):
             return
         worker.stop = False
+        stage = command.world.index(worker.member) % self.rules.stages
+        if worker.stage != stage:
+            worker.stage, worker.filled, worker.agreed = stage, False, None
+        worker.filled = worker.filled and worker.member in command.holders
         if command.plan is None:
             stored = [stored for stored in self.disk if stored.name == command.load]
             if command.load and (not stored or self.chance.random() < self.corruption):
@@ -208,8 +224,11 @@ class Cluster:
                 self._post(m.CheckpointRejected(member=worker.member, **about))
                 return
             worker.filled, worker.step, worker.reduced = True, stored[0].step if stored else 0, False
+            worker.agreed = None
         elif worker.filled:
+            assert self.rules.stages == 1 or worker.reduced <= command.plan.completes
             worker.step, worker.reduced = command.plan.step, False
+            worker.agreed = command.plan.step - 1 if command.plan.agreed else worker.agreed
         digests = (self._digest(worker),) if worker.filled else ()
         self._post(m.Reconciled(member=worker.member, incarnation=command.incarnation, digests=digests))
 
@@ -219,12 +238,28 @@ class Cluster:
     def _fill(self, worker: Worker, command: m.Fill) -> None:
         if not self._enter(worker, command.incarnation, command.world):
             return
-        if worker.member in command.whole:
-            source = self.workers[command.source]
+        for source in [self.workers[source] for member, source in command.whole if member == worker.member]:
             assert source.filled
+            assert source.stage == worker.stage
             assert source.incarnation == command.incarnation
             worker.filled, worker.step, worker.reduced = True, source.step, False
         self._post(m.Filled(member=worker.member, incarnation=command.incarnation, digests=(self._digest(worker),)))
+
+    def _replay(self, worker: Worker, command: m.Replay) -> None:
+        if not self._enter(worker, command.incarnation, command.world):
+            return
+        assert worker.stage in command.stages
+        assert command.stages != tuple(range(self.rules.stages))
+        about = {"member": worker.member, "incarnation": command.incarnation}
+        stored = [stored for stored in self.disk if stored.name == command.load]
+        if command.load and (not stored or self.chance.random() < self.corruption):
+            self._post(m.CheckpointRejected(**about, name=command.load, reason="its hash differs"))
+        elif self.chance.random() < self.corruption:
+            self._post(m.LogMissing(**about, reason="a record is damaged"))
+        else:
+            assert not stored or stored[0].step <= command.until
+            worker.filled, worker.step, worker.reduced, worker.agreed = True, command.until, False, None
+            self._post(m.Filled(**about, digests=(self._digest(worker),)))
 
     def _start_steps(self, worker: Worker, incarnation: int) -> None:
         if incarnation == worker.incarnation and worker.status == "idle":
@@ -248,8 +283,9 @@ class Cluster:
             for peer in peers:
                 peer.stops_at = worker.step + 1 if stop else None
         if not worker.reduced and self.chance.random() < 0.3:
-            worker.reduced = True
+            worker.reduced, worker.agreed = True, worker.step
             return
+        worker.agreed = worker.step
         step, worker.step, worker.reduced = worker.step, worker.step + 1, False
         place = {"rank": worker.world.index(worker.member), "world_size": len(peers), "epoch": 0, "start": 0}
         steps = {"incarnation": worker.incarnation, "first_step": step, "stop_step": step + 1}
@@ -318,6 +354,10 @@ class Cluster:
             lost = m.SamplesLost(incarnation=self.run.incarnation, step=0, epoch=0, start=0, stop=1, why="not finite")
             late = m.Suspected(incarnation=self.run.incarnation, reason="a collective failed", noticed_by="w0")
             actions += [lambda: self._post(lost), lambda: self._post(late)]
+        if self.rules.stages > 1 and self._formed and self.workers:
+            member = self.chance.choice(list(self.workers))
+            full = m.LogFailed(member=member, incarnation=self.run.incarnation, step=self.run.step, reason="disk full")
+            actions.append(lambda: self._post(full))
         if self.rules.checkpoints and self._formed and self.workers:
             worker = self.workers[self.chance.choice(list(self.workers))]
             actions.append(lambda: self._tell_of_checkpoint(worker, "disk full"))
@@ -400,6 +440,7 @@ class Cluster:
         lost = members.keys() - run.members.keys()
         assert lost <= kills, "a member was lost and not killed"
         assert len(set(run.world)) == len(run.world) <= self.rules.max_workers
+        assert len(run.world) % self.rules.stages == 0
         if run.state in TRAINING | {State.REBUILD}:
             assert set(run.joining) == set(run.roster.active())
         if run.state in TRAINING:
@@ -420,12 +461,12 @@ class Cluster:
                 assert incarnation > max(self._fenced, self._formed), "an incarnation was fenced twice"
                 assert set(members) <= set(self.run.members)
                 self._fenced = incarnation
-            case m.Reconcile(_, incarnation, _):
+            case m.Reconcile(_, incarnation):
                 assert incarnation == self.run.incarnation > self._formed, "an incarnation was formed twice"
                 assert incarnation >= self._fenced
                 self._formed = incarnation
-            case m.Fill(_, incarnation, _, _, _):
-                self._to_fill = incarnation
+            case m.Fill() | m.Replay():
+                self._to_fill = command.incarnation
             case m.Run(world, incarnation, _):
                 self._check_run(world, incarnation)
 
@@ -438,6 +479,7 @@ class Cluster:
             w for member in world if (w := self.workers.get(member)) and w.incarnation == incarnation and w.status == "idle"
         ]
         assert all(worker.filled for worker in here)
+        assert all(worker.stage == world.index(worker.member) % self.rules.stages for worker in here)
         assert len({worker.step for worker in here}) <= 1
         plan = self.run.plan
         is_done = plan is not None and plan.step >= self.rules.max_steps

@@ -29,11 +29,14 @@ REASONS = {
 
 @st.composite
 def all_rules(draw: st.DrawFn) -> Rules:
-    most = draw(st.integers(1, 4))
+    stages = draw(st.sampled_from([1, 1, 2, 3]))
+    most = draw(st.integers(1, 4 if stages == 1 else 2))
     budgets = st.sampled_from([-1, -1, -1, 0, 3])
     return Rules(
-        min_workers=draw(st.integers(1, most)),
-        max_workers=most,
+        min_workers=stages * draw(st.integers(1, most)),
+        max_workers=stages * most,
+        stages=stages,
+        logging=stages > 1 and draw(st.booleans()),
         max_steps=draw(st.integers(1, 8)),
         spares=draw(st.integers(0, 2)),
         wait_for_replacement=draw(st.booleans()),
@@ -57,7 +60,7 @@ def live_through(rules: Rules, seed: int) -> Cluster:
     if rules.checkpoints and chance.random() < 0.3:
         cluster.disk = [m.Stored("step 0 of 1", 0), m.Stored("step 1 of 2", min(1, rules.max_steps))]
     cluster.tell(m.RunStarted(run_id="r", incarnation=2, stored=tuple(reversed(cluster.disk))))
-    cluster.resize(chance.choice([rules.min_workers, rules.min_workers, 6]))
+    cluster.resize(chance.choice([rules.min_workers, rules.min_workers, 6, rules.max_workers + 2]))
     trouble = chance.choice([0.0, 0.02, 0.1, 0.3])
     for _ in range(chance.randrange(150)):
         if cluster.run.state in ENDED:
@@ -122,14 +125,17 @@ def test_every_edge_of_the_table_is_taken_and_no_other() -> None:
     taken: set[tuple[type[m.Event], State, State]] = set()
     listed = {(event, a, b) for event, by_state in TRANSITIONS.items() for a, targets in by_state.items() for b in targets}
     chance = Random(7)
-    for seed in range(20_000):
+    for seed in range(60_000):
+        stages = chance.choice([1, 2])
         rules = Rules(
-            min_workers=chance.choice([1, 1, 2]),
-            max_workers=chance.choice([2, 3]),
+            min_workers=stages * chance.choice([1, 1, 2]),
+            max_workers=stages * 2 if stages > 1 else chance.choice([2, 3]),
+            stages=stages,
+            logging=stages > 1,
             max_steps=chance.choice([1, 4, 12]),
             spares=chance.choice([0, 1]),
             wait_for_replacement=chance.random() < 0.3,
-            max_fruitless_recoveries=chance.choice([10, 10, 2, 1, 0]),
+            max_fruitless_recoveries=chance.choice([10, 2, 1, 1, 0]),
             max_start_failures=chance.choice([5, 1]),
             checkpoints=chance.random() < 0.7,
             strategy=chance.choice(["auto", "auto", "checkpoint"]),

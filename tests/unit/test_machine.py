@@ -119,7 +119,7 @@ def test_a_run_without_failures() -> None:
     story.reconciled("w0", "w1")
     assert story.said == [m.Run(("w0", "w1"), 1)]
     assert story.committed(0).run.state == State.RUNNING
-    assert of(story.completed().said, m.Save) == [m.Save("w0")]
+    assert of(story.completed().said, m.Save) == [m.Save(("w0",))]
     story.tell(m.Saved(member="w0", path="p"))
     assert story.run.state == State.FINISHED
     assert story.run.result == {"digest": "d", "path": "p"}
@@ -182,7 +182,7 @@ def test_a_replacement_takes_the_rank_of_who_it_replaces() -> None:
     story.reconciled("w0", "w3", "w2", empty=["w3"])
     (fill,) = of(story.said, m.Fill)
     copies = (Copy(0, "state", "w0", ("w3",)), Copy(1, "state", "w2", ("w3",)))
-    assert fill == m.Fill(("w0", "w3", "w2"), 2, copies, ("w3",), "w0")
+    assert fill == m.Fill(("w0", "w3", "w2"), 2, ("w0", "w3", "w2"), copies, (("w3", "w0"),))
     assert story.filled("w0", "w3", "w2").said == [m.Run(("w0", "w3", "w2"), 2)]
     (recovery,) = story.committed(5, at=9.0).run.recoveries
     assert (recovery.lost, recovery.attempts, recovery.step, recovery.resumed) == (["w1"], 1, 5, 9.0)
@@ -273,7 +273,7 @@ def test_who_held_nothing_when_fenced_is_filled_whatever_it_answers_later() -> N
     """A worker that died half-way through an update, for example, has state, but no one knows of which version."""
     story = running(spares=1).to(State.REPLACE).reconciled("w0", "w1", "w3")
     (fill,) = [command for command in story.said if isinstance(command, m.Fill)]
-    assert fill.whole == ("w3",)
+    assert fill.whole == (("w3", "w0"),)
 
 
 def test_a_worker_that_trains_is_not_made_a_spare_by_a_second_introduction() -> None:
@@ -504,9 +504,9 @@ def test_an_undo_is_on_record_even_if_the_recovery_that_did_it_was_interrupted()
 def test_the_final_state_is_saved_by_the_lowest_rank_that_is_left() -> None:
     story = running(max_steps=1).completed().lost("w2")
     assert of(story.said, m.Save, m.StartWorker) == [], "the one that saves is there, and no replacement is needed"
-    assert of(story.lost("w0").said, m.Save) == [m.Save("w1")]
-    assert story.fires("save w0").said == [], "that one is gone"
-    assert of(story.fires("save w1").said, m.Kill) == [m.Kill("w1")]
+    assert of(story.lost("w0").said, m.Save) == [m.Save(("w1",))]
+    assert story.fires("save ('w0',)").said == [], "that one is gone"
+    assert of(story.fires("save ('w1',)").said, m.Kill) == [m.Kill("w1")]
     assert story.run.failure == ("NoSurvivorError", "every worker was lost before the final state was saved")
 
 
@@ -536,7 +536,7 @@ def test_what_was_asked_is_asked_again() -> None:
         (running(spares=1).to(State.RESUME), State.RESUME, [m.Run(("w0", "w1", "w3"), 2)]),
         (running(), State.RUNNING, []),
         (growing, State.RESIZING, [m.StopAtBoundary(("w0",))]),
-        (running(max_steps=1).completed(), State.SHUTTING_DOWN, [m.Save("w0"), m.SetTimer("save w0", 60.0, 1)]),
+        (running(max_steps=1).completed(), State.SHUTTING_DOWN, [m.Save(("w0",)), m.SetTimer("save ('w0',)", 60.0, 1)]),
     ):
         assert story.run.state == state
         commands = story.tell(m.SupervisorRestarted())

@@ -214,9 +214,9 @@ def test_who_begins_anew_after_a_load_that_failed_is_built_anew(monkeypatch: pyt
     worker = object.__new__(Worker)
     closed: list[bool] = []
 
-    def replica() -> Any:
+    def replica(stage: int = 0) -> Any:
         checkpointer = SimpleNamespace(close=lambda: closed.append(True))
-        return SimpleNamespace(checkpointer=checkpointer, state=SimpleNamespace(filled=False))
+        return SimpleNamespace(checkpointer=checkpointer, state=SimpleNamespace(filled=False), stage=stage)
 
     def load(*_: Any) -> None:
         raise StorageError("damaged")

@@ -1,0 +1,95 @@
+"""How a worker connects with the others of its incarnation: the groups of a world, and the log of what crosses its pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from raytrain_ft.policy.topology import replica_of, stage_of
+from raytrain_ft.runtime.rendezvous import RayStore
+from raytrain_ft.runtime.spec import RunSpec
+from raytrain_ft.storage.log_reader import LogReader
+from raytrain_ft.storage.tensor_log import TensorLog
+from raytrain_ft.training import process_group
+from raytrain_ft.training.links import Links, Switchboard, agreed_key, data_parallel
+from raytrain_ft.training.process_group import FencedGroup, Solo
+
+
+def open_log(spec: RunSpec, member: str, tell: Callable[[str, dict[str, Any]], None]) -> TensorLog | None:
+    """A worker's log of what it sends to other stages; None if the run has none."""
+    if spec.log is None:
+        return None
+    how = spec.log
+    return TensorLog(
+        spec.logs,
+        member,
+        memory_bytes=how.memory_bytes,
+        quota_bytes=how.quota_bytes,
+        compression=how.compression,
+        synchronous=how.synchronous,
+        tell=tell,
+    )
+
+
+class Connections:
+    """One worker's connections in one incarnation.
+
+    Args:
+        world: the group of all ranks.
+        logged: the boundaries that are logged, each named by the stage before it.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        supervisor: Any,
+        world: FencedGroup,
+        host: str,
+        logged: frozenset[int],
+        log: TensorLog | None,
+        timeout: timedelta,
+    ) -> None:
+        self._spec, self._world, self._log = spec, world, log
+        self._stages = spec.rules.stages
+        self._reader: LogReader | None = None
+        self._board: Switchboard | None = None
+        self._stage_group: FencedGroup | Solo | None = None
+        if self._stages > 1:
+            self._stage_group = self._join_stage(supervisor, host, timeout)
+            self._board = Switchboard(world, self._stage_group, self._stages, logged, log)
+
+    def _join_stage(self, supervisor: Any, host: str, timeout: timedelta) -> FencedGroup | Solo:
+        rank, fence = self._world.rank(), self._world.fence
+        replicas = self._world.size() // self._stages
+        if replicas == 1:
+            return Solo(fence)
+        store = RayStore(supervisor, fence, timeout, f"stage-{stage_of(rank, self._stages)}/")
+        number = replica_of(rank, self._stages)
+        return process_group.build(
+            store, number, replicas, fence, host=host, use_gpu=self._spec.use_gpu, timeout=timeout, default=False
+        )
+
+    def live(self) -> Links:
+        """For training."""
+        return data_parallel(self._world) if self._board is None else self._board.live()
+
+    def replay(self, stages: frozenset[int]) -> Links:
+        """For a replay of these stages, of which this worker hosts one."""
+        assert self._board is not None
+        self._reader = LogReader(self._spec.logs)
+        return self._board.replay(self._reader, stages)
+
+    def note_agreed(self, step: int, numbers: Sequence[float]) -> None:
+        """Logs what all agreed upon in a step that was completed by a recovery."""
+        if self._log is not None and numbers:
+            agreed = torch.tensor(numbers, dtype=torch.float64)
+            self._log.append(agreed_key(step), self._world.fence.incarnation, [agreed])
+
+    def leave(self) -> None:
+        """The incarnation is over."""
+        process_group.leave(self._stage_group)
+        if self._reader is not None:
+            self._reader.close()

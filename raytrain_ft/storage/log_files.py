@@ -1,0 +1,152 @@
+"""The files of one tensor log: begun, appended to, ended and deleted."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from raytrain_ft.storage.log_format import END, Compression, Encoder, Key
+
+FILE_BYTES = 64 * 2**20
+FILE_STEPS = 4
+"""A file holds records of so many consecutive steps at most, so that `LogFiles.trim` finds files to delete."""
+_PARTS_PER_CALL = 512  # Linux takes at most 1024
+
+
+@dataclass(slots=True)
+class Record:
+    """What waits to be written: tensors of `size` bytes, and what `version_of` said of each when it was handed over."""
+
+    key: Key
+    incarnation: int
+    tensors: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+    size: int
+
+
+def version_of(tensor: Tensor) -> int:
+    """Counts the changes to a tensor's memory; those that do not pass through PyTorch are not noticed."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class _OpenFile:
+    """A file that is being written, or was."""
+
+    def __init__(self, path: Path, descriptor: int, incarnation: int, encoder: Encoder) -> None:
+        self.path = path
+        self.descriptor = descriptor
+        self.incarnation = incarnation
+        self.encoder: Encoder | None = encoder
+        self.size = 0
+        self.first, self.last = 2**63, -1  # steps
+
+    def takes(self, record: Record) -> bool:
+        first, last = min(self.first, record.key.step), max(self.last, record.key.step)
+        return (
+            self.incarnation == record.incarnation and self.size < FILE_BYTES and last - first < FILE_STEPS
+        ) or not self.size
+
+
+class LogFiles:
+    """This life's files. Used by one thread at a time."""
+
+    def __init__(self, directory: Path, member: str, quota_bytes: int | None, compression: Compression | None) -> None:
+        self.directory = directory
+        self.size = 0
+        self._member = member
+        self._quota_bytes = quota_bytes
+        self._compression: Compression | None = compression
+        self._current: _OpenFile | None = None
+        self._all: list[_OpenFile] = []
+        self._sequence = 0
+
+    def write(self, record: Record) -> None:
+        """Appends a record.
+
+        Raises:
+            OSError: the disk, or the quota; the caller must `abandon` the file.
+            ValueError: a tensor that cannot be logged, or was changed.
+        """
+        if self._current is None or not self._current.takes(record):
+            self.end()
+            self._current = self._begin(record.incarnation)
+        file = self._current
+        assert file.encoder is not None
+        parts = file.encoder.encode(record.key, record.incarnation, record.tensors)
+        if tuple(map(version_of, record.tensors)) != record.versions:  # after its checksum was made; later a reader sees it
+            raise ValueError(f"a tensor of {record.key} was changed before it was written")
+        size = sum(map(len, parts))
+        if self._quota_bytes is not None and self.size + size + len(END) > self._quota_bytes:
+            raise OSError(errno.EDQUOT, f"the log's quota of {self._quota_bytes} bytes is used up")
+        write_all(file.descriptor, parts)
+        file.size += size
+        self.size += size
+        file.first, file.last = min(file.first, record.key.step), max(file.last, record.key.step)
+
+    def _begin(self, incarnation: int) -> _OpenFile:
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        encoder = Encoder(self._member, self._compression)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        while True:
+            path = self.directory / f"{self._member}-{incarnation}-{self._sequence}.arrow"
+            self._sequence += 1
+            with suppress(FileExistsError):  # of an earlier life of this member
+                file = _OpenFile(path, os.open(path, flags, 0o600), incarnation, encoder)
+                self._all.append(file)
+                return file
+
+    def end(self) -> None:
+        """Closes the current file; the next record begins a new one."""
+        if self._current is None:
+            return
+        with suppress(OSError):  # the mark only tells that nothing was broken off
+            if self._current.size and os.write(self._current.descriptor, END) == len(END):
+                self._current.size += len(END)
+                self.size += len(END)
+        self._close()
+
+    def abandon(self) -> None:
+        """Closes the current file after a failure, without what was written of the record that failed."""
+        if self._current is not None:
+            with suppress(OSError):
+                os.ftruncate(self._current.descriptor, self._current.size)
+            self._close()
+
+    def _close(self) -> None:
+        file, self._current = self._current, None
+        if file is not None:
+            file.encoder = None
+            with suppress(OSError):
+                os.close(file.descriptor)
+
+    def trim(self, step: int) -> None:
+        """Deletes the files that hold nothing of `step` or later. One that cannot be deleted is tried again next time."""
+        if self._current is not None and self._current.last < step:
+            self.end()
+        for file in [file for file in self._all if file.last < step and file is not self._current]:
+            with suppress(OSError):
+                file.path.unlink(missing_ok=True)
+                self._all.remove(file)
+                self.size -= file.size
+
+
+def write_all(descriptor: int, parts: Iterable[memoryview]) -> None:
+    """Writes parts one after the other, in few calls.
+
+    Raises:
+        OSError: not everything was written.
+    """
+    left = deque(part for part in parts if len(part))
+    while left:
+        written = os.writev(descriptor, [left[number] for number in range(min(len(left), _PARTS_PER_CALL))])
+        while left and written >= len(left[0]):
+            written -= len(left.popleft())
+        if written:
+            left[0] = left[0][written:]

@@ -1,0 +1,248 @@
+"""Reading the tensor logs of all members of a run, also while they are being written."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from bisect import insort
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from torch import Tensor
+
+from raytrain_ft.errors import LogGapError, StorageError
+from raytrain_ft.storage.log_format import NAME, Key, Kind
+from raytrain_ft.storage.log_scan import UNREADABLE, LogFile, Place, load, scan
+
+POLL_S = 0.002
+AHEAD_BYTES = 256 * 2**20
+"""How much is read ahead before somebody asks for it."""
+
+
+class LogReader:
+    """All records in the directory that the members of a run share. Safe for use by several threads.
+
+    What lies there is not trusted: names are matched against an allow-list, links are not followed, every head and every tensor
+    is verified by a checksum, and nothing is unpickled.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._files: dict[str, LogFile] = {}
+        self._places: dict[Key, list[Place]] = {}  # in order: the last one counts
+        self._keys: dict[str, list[Key]] = {}  # of each file
+        self._lock = threading.RLock()
+        self._ahead: _Ahead | None = None
+
+    def refresh(self) -> None:
+        """Looks for new files, for new records at the ends of known ones, and for files that were deleted.
+
+        Raises:
+            StorageError: the directory cannot be listed. None at all is an empty one.
+        """
+        with self._lock:
+            found = self._names()
+            for name in self._files.keys() - found:
+                self._forget(name)
+            for name in sorted(found, key=_order):
+                file = self._files.get(name)
+                if file is None:
+                    incarnation, sequence = _order(name)[:2]
+                    file = self._files[name] = LogFile(self._directory / name, incarnation, sequence)
+                    self._keys[name] = []
+                if not file.ended:
+                    self._look(name, file)
+
+    def _names(self) -> set[str]:
+        try:
+            with os.scandir(self._directory) as entries:
+                return {e.name for e in entries if NAME.fullmatch(e.name) and e.is_file(follow_symlinks=False)}
+        except FileNotFoundError:
+            return set()
+        except OSError as error:
+            raise StorageError(f"{self._directory} cannot be listed: {error.strerror or error}") from error
+
+    def _look(self, name: str, file: LogFile) -> None:
+        try:
+            for place in scan(file):
+                insort(self._places.setdefault(place.head.key, []), place)
+                self._keys[name].append(place.head.key)
+        except FileNotFoundError:  # trimmed just now
+            self._forget(name)
+        except OSError as error:
+            file.broken = error.strerror or str(error)
+
+    def _forget(self, name: str) -> None:
+        file = self._files.pop(name)
+        for key in set(self._keys.pop(name)):
+            left = [place for place in self._places[key] if place.file is not file]
+            if left:
+                self._places[key] = left
+            else:
+                del self._places[key]
+
+    def has(self, key: Key) -> bool:
+        """Whether the last `refresh` found a whole record. Its head was verified, its tensors were not."""
+        with self._lock:
+            return key in self._places
+
+    def read(self, key: Key, *, incarnation: int | None = None) -> tuple[Tensor, ...]:
+        """The tensors of a record that a `refresh` has found, on the CPU and for the caller to keep.
+
+        Of several records of this key it is that of the highest incarnation, and the last one of that; or of the incarnation
+        asked for.
+
+        Raises:
+            LogGapError: there is none, or it is damaged. A record of a lower incarnation never takes its place: it may be of a
+                step that was undone.
+        """
+        places = self._find(key, incarnation)
+        if not places:
+            raise self._gap(key, incarnation)
+        if self._ahead is not None and (tensors := self._ahead.take(key, places[-1])) is not None:
+            return tensors
+        damage: list[str] = []
+        for place in reversed(places):
+            try:
+                return load(place)
+            except UNREADABLE as error:
+                damage.append(f"damaged in {place} ({error})")
+        raise LogGapError(f"{key} in {self._directory}: {'; '.join(damage)}")
+
+    def _find(self, key: Key, incarnation: int | None = None) -> list[Place]:
+        """The places of the incarnation that counts; the last one first of all."""
+        with self._lock:
+            places = self._places.get(key, [])
+            if incarnation is None and places:
+                incarnation = places[-1].incarnation
+            return [place for place in places if place.incarnation == incarnation]
+
+    def _gap(self, key: Key, incarnation: int | None) -> LogGapError:
+        with self._lock:
+            others = [str(place.incarnation) for place in self._places.get(key, [])]
+            trouble = [what for file in self._files.values() for what in file.trouble()]
+            looked = f"looked at {len(self._files)} files in {self._directory}"
+        wanted = "" if incarnation is None else f" of incarnation {incarnation}"
+        if others:
+            wanted += f", only of {', '.join(others)}"
+        more = f", and {len(trouble) - 8} more" if len(trouble) > 8 else ""
+        return LogGapError("; ".join([f"nothing was found of {key}{wanted} ({looked})", *trouble[:8]]) + more)
+
+    def await_record(self, key: Key, deadline_s: float, check: Callable[[], None]) -> tuple[Tensor, ...]:
+        """Like `read`, for a record that is still on its way.
+
+        Args:
+            deadline_s: Seconds from now.
+            check: Is called every few milliseconds; what it raises ends the wait.
+
+        Raises:
+            LogGapError: it has not come in time, or is damaged.
+        """
+        end = time.monotonic() + deadline_s
+        while not self.has(key):
+            check()
+            self.refresh()
+            if self.has(key):
+                break
+            if time.monotonic() >= end:
+                raise self._gap(key, None)
+            time.sleep(POLL_S)
+        return self.read(key)
+
+    def complete_steps(self, sender: int, receiver: int, kind: Kind, micro_batches: int, replica: int = 0) -> set[int]:
+        """The steps of which micro-batches 0 to `micro_batches` - 1 have all been found."""
+        found: dict[int, int] = {}
+        with self._lock:
+            for key in self._places:
+                edge = (key.sender, key.receiver, key.kind, key.replica)
+                if edge == (sender, receiver, kind, replica) and 0 <= key.micro_batch < micro_batches:
+                    found[key.step] = found.get(key.step, 0) + 1
+        return {step for step, count in found.items() if count == micro_batches}
+
+    def prefetch(self, keys: Iterable[Key]) -> None:
+        """Reads records ahead on another thread, in this order and a bounded amount of them. Those that are not there, or are
+        damaged, are passed over: `read` will tell."""
+        with self._lock:
+            if self._ahead is None:
+                self._ahead = _Ahead(self._find)
+        self._ahead.want(keys)
+
+    def close(self) -> None:
+        """Ends the reading ahead and gives its memory back."""
+        with self._lock:
+            ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.close()
+
+
+def _order(name: str) -> tuple[int, int, str]:
+    match = NAME.fullmatch(name)
+    assert match is not None
+    return int(match["incarnation"]), int(match["sequence"]), name
+
+
+class _Ahead:
+    """Reads records before they are asked for, on a thread of its own."""
+
+    def __init__(self, find: Callable[[Key], list[Place]]) -> None:
+        self._find = find
+        self._wanted: dict[Key, None] = {}  # in order
+        self._reading: Key | None = None
+        self._held: dict[Key, tuple[Place, tuple[Tensor, ...]]] = {}
+        self._bytes = 0
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="log-read-ahead", daemon=True)
+        self._thread.start()
+
+    def want(self, keys: Iterable[Key]) -> None:
+        with self._changed:
+            self._wanted |= {key: None for key in keys if key not in self._held}
+            self._changed.notify_all()
+
+    def take(self, key: Key, place: Place) -> tuple[Tensor, ...] | None:
+        """What was read of this key, if it was of this place; waits if it is being read just now."""
+        with self._changed:
+            self._wanted.pop(key, None)
+            self._changed.wait_for(lambda: self._reading != key)
+            held, tensors = self._held.pop(key, (None, None))
+            if held is not None:
+                self._bytes -= held.head.size
+                self._changed.notify_all()
+            return tensors if held == place else None
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._wanted.clear()
+            self._changed.notify_all()
+        self._thread.join()
+        self._held.clear()
+
+    def _run(self) -> None:
+        while (key := self._next()) is not None:
+            self._read(key)
+
+    def _next(self) -> Key | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or (self._wanted and self._bytes < AHEAD_BYTES))
+            if self._closed:
+                return None
+            self._reading = next(iter(self._wanted))
+            del self._wanted[self._reading]
+            return self._reading
+
+    def _read(self, key: Key) -> None:
+        held = None
+        try:
+            if places := self._find(key):
+                held = places[-1], load(places[-1])
+        except UNREADABLE:
+            pass  # whoever asks for it reads it again, and learns why
+        with self._changed:
+            if held is not None:
+                self._held[key] = held
+                self._bytes += held[0].head.size
+            self._reading = None
+            self._changed.notify_all()

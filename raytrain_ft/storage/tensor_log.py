@@ -1,0 +1,253 @@
+"""The log of the tensors that cross from one pipeline stage to another, kept by their sender (SWIFT, section 5.1).
+
+It protects against the loss of the *receiver*: its replacement computes again from what it was sent. So a record is safe once
+another process can read it; nothing is fsynced. The caller hands over references; a thread encodes, checksums and writes.
+Training is never disturbed: a log that cannot be written stops, says why, and lets training go on without it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from raytrain_ft.errors import StorageError
+from raytrain_ft.storage.log_files import LogFiles, Record, version_of
+from raytrain_ft.storage.log_format import NAME, Compression, Key
+
+__all__ = ["Key", "LogStats", "TensorLog"]
+
+STALL_LIMIT_S = 60.0
+"""If the disk takes no record for so long while training waits for it, the log gives up."""
+CLOSE_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class LogStats:
+    """What a log has done so far.
+
+    Attributes:
+        records: Written whole.
+        payload_bytes: Bytes of the tensors in them, before compression.
+        file_bytes: Bytes of the files that exist now; `trim` lowers it.
+        stalls, stalled_s: How often and how long `append` waited because too much was waiting to be written.
+        failed: Why nothing is written at present; empty if all is well.
+    """
+
+    records: int
+    payload_bytes: int
+    file_bytes: int
+    stalls: int
+    stalled_s: float
+    failed: str
+
+
+@dataclass(slots=True)
+class _Trim:
+    step: int
+    size: int = 0
+
+
+class TensorLog:
+    """The log of one sender process, for one life of it. Safe for use by several threads.
+
+    Args:
+        directory: Shared by all members of a run; made if need be.
+        member: Names the files; letters, digits, ".", "_" and "-".
+        memory_bytes: How much may wait to be written; `append` waits for room beyond that.
+        quota_bytes: How much may lie on the disk at one time; beyond that the log fails.
+        synchronous: `append` writes before it returns. For comparison.
+        tell: Is told ("LogFailed", {"member", "incarnation", "step", "reason"}) when the log fails, once until a `trim` revives
+            it; from the log's thread.
+
+    Raises:
+        StorageError: the member's name cannot be that of a file.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        member: str,
+        *,
+        memory_bytes: int = 256 * 2**20,
+        quota_bytes: int | None = None,
+        compression: Compression | None = None,
+        synchronous: bool = False,
+        tell: Callable[[str, dict[str, Any]], None] = lambda kind, about: None,
+    ) -> None:
+        if not NAME.fullmatch(f"{member}-0-0.arrow"):
+            raise StorageError(f"{member!r} cannot name a log: letters, digits, '.', '_' and '-' only, 64 at most")
+        self._member = member
+        self._memory_bytes = memory_bytes
+        self._tell = tell
+        self._files = LogFiles(directory, member, quota_bytes, compression)
+        self._queue: deque[Record | _Trim] = deque()
+        self._accepted = self._done = self._waiting = self._trims = 0  # items, items, bytes, trims that are in the queue
+        self._records = self._payload_bytes = self._stalls = 0
+        self._stalled_s = 0.0
+        self._failed = ""
+        self._closed = False
+        lock = threading.Lock()
+        self._work = threading.Condition(lock)  # for the writer: there is something to do
+        self._room = threading.Condition(lock)  # for callers: something was done
+        self._serial = threading.Lock()  # only for a log that is synchronous
+        self._thread: threading.Thread | None = None
+        if not synchronous:
+            self._thread = threading.Thread(target=self._run, name=f"tensor-log-{member}", daemon=True)
+            self._thread.start()
+
+    # ------------------------------------------------------------ for the caller
+
+    def append(self, key: Key, incarnation: int, tensors: Sequence[Tensor]) -> None:
+        """Hands a record over; never raises because of the disk.
+
+        The tensors must not be changed until a `flush`: they are not copied. Where PyTorch notices that one was, the log fails
+        rather than hold something false. Tensors of a device are copied to the CPU here, which waits for the device.
+        """
+        kept = tuple(t.detach() if t.device.type == "cpu" else t.detach().cpu() for t in tensors)
+        size = sum(t.numel() * t.element_size() for t in kept)
+        record = Record(key, incarnation, kept, tuple(map(version_of, kept)), size)
+        with self._work:
+            if self._closed or (self._failed and not self._trims):
+                return
+            reason = self._wait_for_room(size)
+            if not self._closed and (not self._failed or self._trims):  # else that happened while this waited
+                self._put(record)
+        if reason:
+            self._say(reason, record)
+        self._help()
+
+    def flush(self, seconds: float) -> bool:
+        """Waits until everything appended so far can be read by other processes. It need not be on the disk.
+
+        Returns:
+            False if the time was up before that, or the log has failed.
+        """
+        with self._room:
+            target = self._accepted
+            return self._room.wait_for(lambda: self._done >= target, seconds) and not self._failed
+
+    def trim(self, step: int) -> None:
+        """Says that records of earlier steps than `step` are not needed any more. Returns at once.
+
+        Files that hold nothing else are deleted. A log that had failed begins anew: the records that are appended from here on
+        are written, and it is seen from the keys which ones are missing.
+        """
+        with self._work:
+            if self._closed:
+                return
+            self._trims += 1
+            self._put(_Trim(step))
+        self._help()
+
+    def close(self) -> None:
+        """Writes what is waiting, for a minute at most, and ends. What is appended later is ignored."""
+        with self._work:
+            self._closed = True
+            self._work.notify_all()
+            self._room.notify_all()
+        if self._thread is not None:
+            self._thread.join(CLOSE_LIMIT_S)
+        else:
+            self._files.end()
+
+    @property
+    def stats(self) -> LogStats:
+        """What was done so far."""
+        with self._room:
+            return LogStats(
+                records=self._records,
+                payload_bytes=self._payload_bytes,
+                file_bytes=self._files.size,
+                stalls=self._stalls,
+                stalled_s=self._stalled_s,
+                failed=self._failed,
+            )
+
+    # ------------------------------------------------------------ inside
+
+    def _put(self, item: Record | _Trim) -> None:
+        self._queue.append(item)
+        self._accepted += 1
+        self._waiting += item.size
+        self._work.notify()
+
+    def _wait_for_room(self, size: int) -> str:
+        """Returns why the log fails just now, if the disk does not take anything. A record that is larger than all the room
+        goes in alone."""
+
+        def is_room() -> bool:
+            return not self._waiting or self._waiting + size <= self._memory_bytes
+
+        if self._thread is None or is_room():
+            return ""
+        self._stalls += 1
+        began = time.monotonic()
+        try:
+            while not is_room() and not self._closed:
+                done = self._done
+                if not self._room.wait(STALL_LIMIT_S) and done == self._done:
+                    self._trims = 0  # nothing that waits will be carried out in time: the record at hand must not go in
+                    reason = "" if self._failed else f"nothing could be written for {STALL_LIMIT_S:.0f} s"
+                    self._failed = self._failed or reason
+                    return reason
+        finally:
+            self._stalled_s += time.monotonic() - began
+        return ""
+
+    def _help(self) -> None:
+        """Without a thread, the caller writes."""
+        if self._thread is None:
+            with self._serial:
+                while self._queue:
+                    self._carry_out(self._queue.popleft())
+
+    def _run(self) -> None:
+        while self._next():
+            self._carry_out(self._queue.popleft())  # in no variable of this frame: its memory is free when it is done
+        self._files.end()
+
+    def _next(self) -> bool:
+        with self._work:
+            self._work.wait_for(lambda: self._queue or self._closed)
+            return bool(self._queue)
+
+    def _carry_out(self, item: Record | _Trim) -> None:
+        reason, written, revived = "", False, False
+        try:
+            if isinstance(item, _Trim):
+                self._files.trim(item.step)
+                revived = True
+            elif not self._failed:
+                self._files.write(item)
+                written = True
+        except Exception as error:  # whatever it is: training goes on without the log
+            self._files.abandon()
+            reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+            reason = f"{self._files.directory}: {reason}"
+        with self._room:
+            self._done += 1
+            self._waiting -= item.size
+            if written:
+                self._records += 1
+                self._payload_bytes += item.size
+            if isinstance(item, _Trim):
+                self._trims = max(0, self._trims - 1)
+                self._failed = "" if revived else self._failed
+            reason = "" if self._failed else reason
+            self._failed = self._failed or reason
+            self._room.notify_all()
+        if reason and isinstance(item, Record):
+            self._say(reason, item)
+
+    def _say(self, reason: str, record: Record) -> None:
+        about = {"member": self._member, "incarnation": record.incarnation, "step": record.key.step, "reason": reason}
+        with suppress(Exception):  # the listener's trouble is not the log's
+            self._tell("LogFailed", about)

@@ -1,0 +1,235 @@
+"""The ends of a pipeline's edges: where a stage's inputs come from, and where its outputs go.
+
+An edge is *live* (a neighbour of this incarnation, over gloo) or *logged* (records that its sender wrote when it was live). A
+step is the same on either, which is what makes a replay the same to the bit. What is sent on a logged edge is also given to
+the log, by reference: nobody changes an activation or a gradient once it was sent.
+
+A live edge describes its tensors once per incarnation, in plain integers, and then sends nothing but their bytes. A send is
+never waited for: the step's end, to which every stage contributes, proves that it arrived.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from raytrain_ft.errors import FencedError, TaskError
+from raytrain_ft.storage.log_reader import LogReader
+from raytrain_ft.storage.tensor_log import Key, TensorLog
+from raytrain_ft.training.process_group import FencedGroup, PeerLostError
+
+DTYPES = tuple(sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str))
+HEADER = 64
+"""Integers of a description: count, then for each tensor dtype, dimensions, shape."""
+HEADER_TAG, FIRST_TAG = 8, 16
+"""Tags of gloo messages; lower ones belong to the transfers of a recovery."""
+POSTED = 2
+"""Receives that are posted at once, so that a sender need not wait for the receiver to be ready."""
+IDLE_S = 1.0
+"""How often a receiver that has nothing to do looks whether its incarnation is over."""
+RECORD_DEADLINE_S = 20.0
+"""How long a replay waits for a record that ought to be there: the sender has flushed its log when it was fenced."""
+
+
+class Inbound(Protocol):
+    """Where the activations, or the gradients, of a step come from."""
+
+    def begin(self, step: int, micro_batches: Sequence[int]) -> None:
+        """A step begins in which these micro-batches come, in this order."""
+        ...
+
+    def take(self, micro_batch: int) -> list[Tensor]:
+        """The tensors of a micro-batch."""
+        ...
+
+
+class Outbound(Protocol):
+    """Where the activations, or the gradients, of a step go."""
+
+    def begin(self, step: int) -> None:
+        """A step begins; everything of the one before has arrived."""
+        ...
+
+    def give(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
+        """Sends the tensors of a micro-batch, which require no gradient and are not to be changed afterwards."""
+        ...
+
+
+# ---------------------------------------------------------------- live
+
+
+def describe(tensors: Sequence[Tensor]) -> list[int]:
+    """Tensors as integers: see `HEADER`."""
+    numbers = [len(tensors)]
+    for tensor in tensors:
+        numbers += [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+    if len(numbers) > HEADER:
+        raise TaskError(f"a stage passes on {len(tensors)} tensors of so many dimensions: more than {HEADER} numbers say")
+    return numbers + [0] * (HEADER - len(numbers))
+
+
+def allocate(numbers: Sequence[int]) -> list[Tensor]:
+    """Empty tensors as described."""
+    tensors, at = [], 1
+    for _ in range(numbers[0]):
+        dtype, dimensions = numbers[at : at + 2]
+        tensors.append(torch.empty(tuple(numbers[at + 2 : at + 2 + dimensions]), dtype=DTYPES[dtype]))
+        at += 2 + dimensions
+    return tensors
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """A micro-batch that is received."""
+
+    done: threading.Event
+    tensors: list[Tensor]
+    works: list[Any]
+    error: Exception | None = None
+
+
+class LiveInbound:
+    """Receives from a neighbour, ahead of need, on a thread that is left behind when the incarnation ends: no gloo wait can be
+    woken."""
+
+    def __init__(self, group: FencedGroup, peer: int) -> None:
+        self._group = group
+        self._peer = peer
+        self._wanted: queue.SimpleQueue[tuple[int, _Arrival]] = queue.SimpleQueue()
+        self._arrivals: dict[int, _Arrival] = {}
+        self._layout: list[int] | None = None
+        threading.Thread(target=self._receive, name=f"from-{peer}", daemon=True).start()
+
+    def begin(self, step: int, micro_batches: Sequence[int]) -> None:
+        del step
+        self._arrivals = {number: _Arrival(threading.Event(), [], []) for number in micro_batches}
+        for number, arrival in self._arrivals.items():
+            self._wanted.put((number, arrival))
+
+    def take(self, micro_batch: int) -> list[Tensor]:
+        arrival = self._arrivals.pop(micro_batch)
+        self._group.fence.wait(arrival.done)
+        if arrival.error is not None:
+            raise PeerLostError(f"nothing more comes from rank {self._peer}: {arrival.error}") from arrival.error
+        return arrival.tensors
+
+    def _receive(self) -> None:
+        posted: list[_Arrival] = []
+        while not self._group.fence.tripped:
+            with suppress(queue.Empty):
+                number, arrival = self._wanted.get(timeout=0 if posted else IDLE_S)
+                try:
+                    self._post(number, arrival)
+                except (RuntimeError, FencedError) as error:
+                    arrival.error = error
+                    arrival.done.set()
+                    return
+                posted.append(arrival)
+            if len(posted) == POSTED or (posted and self._wanted.empty()):
+                self._await(posted.pop(0))
+
+    def _post(self, number: int, arrival: _Arrival) -> None:
+        if self._layout is None:
+            header = torch.empty(HEADER, dtype=torch.int64)
+            self._group.post_receive(header, self._peer, HEADER_TAG).wait()
+            self._layout = header.tolist()
+        arrival.tensors = allocate(self._layout)
+        arrival.works = [self._group.post_receive(tensor, self._peer, FIRST_TAG + number) for tensor in arrival.tensors]
+
+    def _await(self, arrival: _Arrival) -> None:
+        try:
+            for work in arrival.works:
+                work.wait()
+        except RuntimeError as error:
+            arrival.error = error
+        arrival.works = []
+        arrival.done.set()
+
+
+class LiveOutbound:
+    """Sends to a neighbour."""
+
+    def __init__(self, group: FencedGroup, peer: int) -> None:
+        self._group = group
+        self._peer = peer
+        self._layout: list[int] | None = None
+        self._under_way: list[tuple[Tensor, Any]] = []
+
+    def begin(self, step: int) -> None:
+        del step
+        self._under_way.clear()
+
+    def give(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
+        layout = describe(tensors)
+        if self._layout is None:
+            self._layout = layout
+            self._send(torch.tensor(layout, dtype=torch.int64), HEADER_TAG)
+        elif layout != self._layout:
+            raise TaskError(
+                f"micro-batch {micro_batch}: the tensors between two stages changed their shapes or dtypes within a run "
+                f"(now {[(str(t.dtype), tuple(t.shape)) for t in tensors]}). Give every micro-batch the same shape."
+            )
+        for tensor in tensors:
+            self._send(tensor.contiguous(), FIRST_TAG + micro_batch)
+
+    def _send(self, tensor: Tensor, tag: int) -> None:
+        self._under_way.append((tensor, self._group.post_send(tensor, self._peer, tag)))
+
+
+# ---------------------------------------------------------------- logged
+
+
+class LoggedInbound:
+    """Reads what a sender logged, in place of receiving it.
+
+    Args:
+        key: of a (step, micro-batch) on this edge.
+        check: called while waiting; may raise to leave the wait.
+    """
+
+    def __init__(self, reader: LogReader, key: Callable[[int, int], Key], check: Callable[[], None]) -> None:
+        self._reader = reader
+        self._key = key
+        self._check = check
+        self._step = 0
+
+    def begin(self, step: int, micro_batches: Sequence[int]) -> None:
+        del micro_batches
+        self._step = step
+
+    def take(self, micro_batch: int) -> list[Tensor]:
+        """Raises LogGapError: a record is missing or damaged."""
+        return list(self._reader.await_record(self._key(self._step, micro_batch), RECORD_DEADLINE_S, self._check))
+
+
+class Tap:
+    """Gives to the log what goes out on an edge, and sends it if somebody receives it: a replay has nobody to send to.
+
+    Args:
+        log: None if the edge is not logged.
+    """
+
+    def __init__(self, live: Outbound | None, log: TensorLog | None, key: Callable[[int, int], Key], incarnation: int) -> None:
+        self._live = live
+        self._log = log
+        self._key = key
+        self._incarnation = incarnation
+        self._step = 0
+
+    def begin(self, step: int) -> None:
+        self._step = step
+        if self._live is not None:
+            self._live.begin(step)
+
+    def give(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
+        if self._live is not None:
+            self._live.give(micro_batch, tensors)
+        if self._log is not None:
+            self._log.append(self._key(self._step, micro_batch), self._incarnation, tensors)

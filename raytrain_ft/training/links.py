@@ -1,0 +1,140 @@
+"""How one worker is connected with the others in one incarnation: all that a step needs to know of the world.
+
+Without a pipeline this is a group that reduces gradients. In a pipeline there are also the edges to the stages before and
+after, and the agreement at the step's end: a few numbers summed over all stages. It costs one small all-reduce, at a time when
+the last of the pipeline's bubbles has just ended for everybody, and it is why no stage ever updates in a step that another one
+could not finish: undo is never needed (SWIFT, section 6, has stages undo instead).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from raytrain_ft.policy.topology import replica_of, stage_of
+from raytrain_ft.storage.log_reader import LogReader
+from raytrain_ft.storage.tensor_log import Key, TensorLog
+from raytrain_ft.training.edges import (
+    RECORD_DEADLINE_S,
+    Inbound,
+    LiveInbound,
+    LiveOutbound,
+    LoggedInbound,
+    Outbound,
+    Tap,
+)
+from raytrain_ft.training.process_group import Fence, FencedGroup, Solo
+
+WHOLE_STEP = -1
+"""In place of a micro-batch, a sender and a receiver, in the key of what belongs to a whole step."""
+
+
+def agreed_key(step: int) -> Key:
+    """What all agreed upon at the end of a step. Everybody logs it, for everybody has the same."""
+    return Key(step, WHOLE_STEP, "agreed", WHOLE_STEP, WHOLE_STEP)
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """One worker's connections.
+
+    Attributes:
+        replica, replicas: which copy of its stage the worker hosts, and of how many.
+        group: of the replicas of this stage; sums their gradients.
+        activations, gradients: where a stage's inputs come from, in the forward and in the backward pass.
+        outputs, input_gradients: where its outputs go.
+        agree: sums a few numbers over all stages; None without a pipeline.
+        micro_batches: those that this worker computes; None: all of its replica's.
+    """
+
+    fence: Fence
+    replica: int
+    replicas: int
+    group: FencedGroup | Solo
+    activations: Inbound | None = None
+    gradients: Inbound | None = None
+    outputs: Outbound | None = None
+    input_gradients: Outbound | None = None
+    agree: Callable[[int, Tensor], Tensor] | None = None
+    micro_batches: tuple[int, ...] | None = None
+
+
+def data_parallel(group: FencedGroup) -> Links:
+    """The connections of a worker that hosts the whole model."""
+    return Links(group.fence, group.rank(), group.size(), group)
+
+
+class Switchboard:
+    """Makes the connections of one worker of a pipeline.
+
+    Args:
+        world: the group of all ranks; rank r hosts stage r % stages of replica r // stages.
+        stage_group: that of the replicas of this worker's stage.
+        logged: the boundaries that are logged, each named by the stage before it.
+        log: this worker's log; None logs nothing.
+    """
+
+    def __init__(
+        self, world: FencedGroup, stage_group: FencedGroup | Solo, stages: int, logged: frozenset[int], log: TensorLog | None
+    ) -> None:
+        self._world, self._stage_group = world, stage_group
+        self._stages, self._logged, self._log = stages, logged, log
+        self._stage, self._replica = stage_of(world.rank(), stages), replica_of(world.rank(), stages)
+        self._replicas = world.size() // stages
+
+    def live(self) -> Links:
+        """For training: every edge leads to a neighbour."""
+        stage = self._stage
+        return self._connect(self._live_inbound(stage - 1), self._live_inbound(stage + 1), None, self._agree)
+
+    def replay(self, reader: LogReader, together: frozenset[int]) -> Links:
+        """For a replay: edges to stages that are replayed `together` are live, all others come from the log."""
+
+        def inbound(neighbour: int, kind: Any) -> Inbound | None:
+            if neighbour in together:
+                return self._live_inbound(neighbour)
+            key = lambda step, number: Key(step, number, kind, neighbour, self._stage, self._replica)  # noqa: E731
+            return LoggedInbound(reader, key, self._world.fence.check) if 0 <= neighbour < self._stages else None
+
+        def recall(step: int, numbers: Tensor) -> Tensor:
+            del numbers
+            return reader.await_record(agreed_key(step), RECORD_DEADLINE_S, self._world.fence.check)[0]
+
+        return self._connect(inbound(self._stage - 1, "activation"), inbound(self._stage + 1, "gradient"), together, recall)
+
+    def _connect(self, before: Inbound | None, after: Inbound | None, together: frozenset[int] | None, agree: Any) -> Links:
+        stage = self._stage
+        return Links(
+            self._world.fence,
+            self._replica,
+            self._replicas,
+            self._stage_group,
+            activations=before,
+            gradients=after,
+            outputs=self._outbound(stage + 1, "activation", together),
+            input_gradients=self._outbound(stage - 1, "gradient", together),
+            agree=agree,
+        )
+
+    def _rank(self, stage: int) -> int:
+        return self._replica * self._stages + stage
+
+    def _live_inbound(self, neighbour: int) -> LiveInbound | None:
+        return LiveInbound(self._world, self._rank(neighbour)) if 0 <= neighbour < self._stages else None
+
+    def _outbound(self, neighbour: int, kind: Any, together: frozenset[int] | None) -> Outbound | None:
+        if not 0 <= neighbour < self._stages:
+            return None
+        live = LiveOutbound(self._world, self._rank(neighbour)) if together is None or neighbour in together else None
+        log = self._log if min(self._stage, neighbour) in self._logged else None
+        key = lambda step, number: Key(step, number, kind, self._stage, neighbour, self._replica)  # noqa: E731
+        return Tap(live, log, key, self._world.fence.incarnation)
+
+    def _agree(self, step: int, numbers: Tensor) -> Tensor:
+        self._world.start("allreduce", [numbers]).wait()
+        if self._log is not None:
+            self._log.append(agreed_key(step), self._world.fence.incarnation, [numbers])
+        return numbers

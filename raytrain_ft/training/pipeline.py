@@ -1,0 +1,187 @@
+"""One step of one pipeline stage: micro-batches in the order of a schedule, tensors in and out over its links.
+
+The order is that of torch.distributed.pipelining. Its runtime is not used, for a replay has no neighbours to exchange shapes
+with, and one loop for both is what makes a replay the same to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raytrain_ft.errors import TaskError
+from raytrain_ft.policy.schedule import Action, Schedule, order
+from raytrain_ft.training.links import Links
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSettings:
+    """How a model is spread over stages.
+
+    Attributes:
+        stages: how many.
+        micro_batches: of a step and replica.
+        cuts: where a sequential model is cut: the first layer of every stage but the first; None if the task gives the stages.
+    """
+
+    stages: int
+    micro_batches: int
+    schedule: Schedule = "1f1b"
+    cuts: tuple[int, ...] | None = None
+
+
+def build_stage(task: Any, stage: int, settings: PipelineSettings | None) -> nn.Module:
+    """The model of one stage; all of it without a pipeline.
+
+    Raises:
+        ConfigError, TaskError: see `slice_layers`.
+    """
+    if settings is None or settings.cuts is None:
+        return task.model(stage)
+    layers = list(sequential(task.model(0)))
+    bounds = [0, *settings.cuts, len(layers)]
+    return nn.Sequential(*layers[bounds[stage] : bounds[stage + 1]])
+
+
+def sequential(model: nn.Module) -> nn.Sequential:
+    """The model, which is to be cut into stages.
+
+    Raises:
+        TaskError: it is not sequential.
+    """
+    if not isinstance(model, nn.Sequential):
+        raise TaskError(
+            f"{type(model).__name__} is no torch.nn.Sequential, so it cannot be split by itself: return the part `stage` from "
+            'TrainTask.model(stage), and use ParallelismConfig(split="task")'
+        )
+    return model
+
+
+@dataclass(slots=True)
+class _Saved:
+    """What the backward pass of a micro-batch needs of its forward pass."""
+
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+
+
+class Stage:
+    """Runs the micro-batches of a step through one stage.
+
+    Args:
+        forward: runs the model on these inputs, as micro-batch number so and so.
+        loss: the weighted loss of an output of the last stage; given that of a micro-batch.
+        first_inputs: what the first stage reads of a micro-batch.
+        before_last: called before the last backward pass: the gradients that it leaves are final.
+        probe: told of the place and the micro-batch.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        settings: PipelineSettings,
+        *,
+        forward: Callable[[int, Sequence[Any]], Any],
+        first_inputs: Callable[[int], Any],
+        loss: Callable[[int, Any], Tensor],
+        before_last: Callable[[], None],
+        probe: Callable[[str, int | None], None],
+    ) -> None:
+        self._stage = stage
+        self._is_first, self._is_last = stage == 0, stage == settings.stages - 1
+        self._settings = settings
+        self._forward_of, self._first_inputs, self._loss = forward, first_inputs, loss
+        self._before_last = before_last
+        self._probe = probe
+        self._saved: dict[int, _Saved] = {}
+
+    def run(self, step: int, links: Links) -> None:
+        """One step, up to the gradients of this stage's parameters.
+
+        Raises:
+            FencedError, PeerLostError: it broke off. LogGapError: a replay lacks a record.
+        """
+        numbers = links.micro_batches or tuple(range(self._settings.micro_batches))
+        actions = order(self._settings.schedule, self._stage, self._settings.stages, len(numbers))
+        self._saved = {}
+        for inbound in (links.activations, links.gradients):
+            if inbound is not None:
+                inbound.begin(step, numbers)
+        for outbound in (links.outputs, links.input_gradients):
+            if outbound is not None:
+                outbound.begin(step)
+        for action in actions:
+            self._act(action, numbers, links)
+
+    def _act(self, action: Action, numbers: Sequence[int], links: Links) -> None:
+        links.fence.check()
+        number = numbers[action.micro_batch]
+        if action.kind == "forward":
+            self._forward(number, links)
+            return
+        if action.micro_batch == len(numbers) - 1:
+            self._before_last()
+        self._backward(number, links)
+
+    def _forward(self, number: int, links: Links) -> None:
+        saved = self._saved[number] = _Saved()
+        if self._is_first:
+            arguments: Sequence[Any] = [self._first_inputs(number)]
+        else:
+            assert links.activations is not None
+            self._await(number)
+            saved.inputs = links.activations.take(number)
+            arguments = [tensor.requires_grad_(tensor.is_floating_point()) for tensor in saved.inputs]
+        self._probe("forward", number)
+        output = self._forward_of(number, arguments)
+        if self._is_last:
+            saved.outputs = [self._loss(number, output)]
+            return
+        saved.outputs = _tensors(output, self._stage)
+        assert links.outputs is not None
+        self._probe("send", number)
+        links.outputs.give(number, [tensor.detach() for tensor in saved.outputs])
+
+    def _backward(self, number: int, links: Links) -> None:
+        saved = self._saved.pop(number)
+        if self._is_last:
+            self._probe("backward_pass", number)
+            saved.outputs[0].backward()
+        else:
+            assert links.gradients is not None
+            self._await(number)
+            gradients = links.gradients.take(number)
+            floating = [tensor for tensor in saved.outputs if tensor.is_floating_point()]
+            pairs = [(out, grad) for out, grad in zip(floating, gradients, strict=True) if out.requires_grad]
+            self._probe("backward_pass", number)
+            torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+        if self._is_first:
+            return
+        assert links.input_gradients is not None
+        self._probe("send", number)
+        links.input_gradients.give(number, [_gradient(tensor) for tensor in saved.inputs if tensor.is_floating_point()])
+
+    def _await(self, number: int) -> None:
+        self._probe("receive", number)
+        self._probe("wait", None)
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+def _tensors(output: Any, stage: int) -> list[Tensor]:
+    """What a stage passes on.
+
+    Raises:
+        TaskError: it is neither a tensor nor a tuple of tensors.
+    """
+    found = list(output) if isinstance(output, tuple | list) else [output]
+    if not found or not all(isinstance(tensor, Tensor) for tensor in found):
+        kinds = ", ".join(type(part).__name__ for part in found)
+        raise TaskError(f"stage {stage} passes on {kinds or 'nothing'}: return a tensor, or a tuple of tensors")
+    return found

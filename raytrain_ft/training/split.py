@@ -1,0 +1,96 @@
+"""Where to cut a sequential model into pipeline stages of about equal cost.
+
+The cost of a layer is counted while one micro-batch runs through it, not timed: two runs of one job must be cut alike, or they
+could not be equal to the bit, and one could not resume from a checkpoint of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+from torch.utils.flop_counter import FlopCounterMode
+
+from raytrain_ft.errors import ConfigError
+from raytrain_ft.training.data import BatchSource
+from raytrain_ft.training.pipeline import sequential
+
+OPERATIONS_PER_BYTE = 4
+"""What moving a byte costs, in floating-point operations: layers without a product are not for free."""
+
+
+def cut_evenly(costs: Sequence[float], trained: Sequence[bool], stages: int) -> tuple[int, ...]:
+    """The first layer of every stage but the first, so that the dearest stage is as cheap as can be.
+
+    Dynamic programming over prefixes: O(layers^2 * stages).
+
+    Args:
+        trained: whether a layer has something to train; every stage gets such a layer, for there must be as many as stages.
+    """
+    count = len(costs)
+    sums, before = [0.0], [0]
+    for cost, some in zip(costs, trained, strict=True):
+        sums.append(sums[-1] + cost)
+        before.append(before[-1] + some)
+    best = [[float("inf")] * (count + 1) for _ in range(stages + 1)]
+    begins = [[0] * (count + 1) for _ in range(stages + 1)]
+    best[0][0] = 0.0
+    for stage in range(1, stages + 1):
+        for stop in range(stage, count + 1):
+            for start in range(stage - 1, stop):
+                if before[stop] == before[start]:
+                    continue
+                dearest = max(best[stage - 1][start], sums[stop] - sums[start])
+                if dearest < best[stage][stop]:
+                    best[stage][stop], begins[stage][stop] = dearest, start
+    cuts, stop = [], count
+    for stage in range(stages, 1, -1):
+        stop = begins[stage][stop]
+        cuts.append(stop)
+    return tuple(reversed(cuts))
+
+
+def measure_cuts(task: Any, stages: int, micro_batch_size: int) -> tuple[int, ...]:
+    """Runs one micro-batch through each layer, counts what that costs, and cuts evenly.
+
+    Raises:
+        TaskError: the model is not sequential. ConfigError: it has fewer layers to train than there are stages.
+    """
+    layers = list(sequential(task.model(0)))
+    trained = [any(p.requires_grad for p in layer.parameters()) for layer in layers]
+    if sum(trained) < stages:
+        raise ConfigError(f"ParallelismConfig(pipeline_parallel_degree={stages}): the model has {sum(trained)} layers to train")
+    value: Any = task.inputs(_sample(task.dataset(), max(1, micro_batch_size)))
+    costs: list[float] = []
+    for layer in layers:
+        cost, value = _cost(layer, value)
+        costs.append(cost)
+    return cut_evenly(costs, trained, stages)
+
+
+def check_cuts(task: Any, cuts: Sequence[int]) -> None:
+    """Raises `ConfigError` if a stage would have no layer, `TaskError` if the model is not sequential."""
+    layers = len(sequential(task.model(0)))
+    if cuts and cuts[-1] >= layers:
+        raise ConfigError(f"ParallelismConfig(split={tuple(cuts)!r}): the model has {layers} layers only, numbered from 0")
+
+
+def _sample(dataset: Any, count: int) -> Any:
+    ids = [number % len(dataset) for number in range(count)]
+    if isinstance(dataset, BatchSource):
+        return dataset.load_batch(torch.tensor(ids).numpy(), 0, 0)
+    many = getattr(dataset, "__getitems__", None)
+    return default_collate(many(ids) if many is not None else [dataset[number] for number in ids])
+
+
+@torch.no_grad()
+def _cost(layer: nn.Module, value: Any) -> tuple[float, Any]:
+    """Operations of a forward pass, the bytes that it moves included, and what comes out."""
+    with FlopCounterMode(display=False) as counter:
+        output = layer(*value) if isinstance(value, tuple) else layer(value)
+    tensors = [*layer.parameters(), *(output if isinstance(output, tuple) else (output,))]
+    moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))
+    return counter.get_total_flops() + OPERATIONS_PER_BYTE * moved, output

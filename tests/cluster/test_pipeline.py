@@ -1,0 +1,158 @@
+"""A pipeline that loses stages: survivors keep what they have, the lost stage replays what it was sent, and the bits are the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import promise_kept, train
+from toy import Toy
+
+import raytrain_ft as ft
+from raytrain_ft.policy.strategy import Guarantee, Strategy
+from raytrain_ft.runtime.event_log import read_records
+
+STEPS = 20
+STAGES = 3
+MICRO_BATCHES = 4
+
+
+class Alike(Toy):
+    """Without what depends on how a batch is cut: dropout, and statistics over a part of it."""
+
+    def model(self, stage: int) -> torch.nn.Module:
+        layers = [torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 4)]
+        return torch.nn.Sequential(*layers)
+
+
+def pipeline(path: Path, name: str, *, stages: int = STAGES, workers: Any = STAGES, **arguments: Any) -> ft.Result:
+    """A run of the toy task in stages."""
+    micro_batches = arguments.pop("micro_batches", MICRO_BATCHES)
+    schedule = arguments.pop("schedule", "1f1b")
+    how = ft.ParallelismConfig(
+        pipeline_parallel_degree=stages, num_pp_microbatches=micro_batches, schedule=schedule, split="auto"
+    )
+    settings = {"steps": STEPS, "drop_last": True, **arguments}
+    return train(path, name, workers=workers, parallelism_config=how, **settings)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_pipeline(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> ft.Result:
+    """What every disturbed run of three stages is compared with."""
+    result = pipeline(tmp_path_factory.mktemp("pipeline"), "undisturbed")
+    assert result.recoveries == []
+    assert promise_kept(result) == []
+    return result
+
+
+def events(result: ft.Result, name: str) -> list[dict[str, Any]]:
+    return [record for record in read_records(Path(result.path) / "events.jsonl") if record["event"] == name]
+
+
+def weights(task: Any, result: ft.Result) -> list[torch.Tensor]:
+    return list(ft.load_model(task, result).parameters())
+
+
+@pytest.fixture(scope="module")
+def in_one_piece(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> ft.Result:
+    path = tmp_path_factory.mktemp("whole")
+    return train(path, "whole", task=Alike(), workers=1, steps=STEPS, drop_last=True, max_grad_norm=0.5)
+
+
+def is_that_of(whole: ft.Result, cut: ft.Result) -> bool:
+    for a, b in zip(weights(Alike(), whole), weights(Alike(), cut), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    return cut.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-4)
+
+
+def test_the_result_is_that_of_the_model_in_one_piece(in_one_piece: ft.Result, tmp_path: Path) -> None:
+    result = pipeline(tmp_path, "run", task=Alike(), max_grad_norm=0.5)
+    assert is_that_of(in_one_piece, result)
+
+
+def test_a_stage_with_a_replica_is_filled_from_it(in_one_piece: ft.Result, tmp_path: Path) -> None:
+    how = {"task": Alike(), "stages": 2, "workers": 4, "schedule": "gpipe", "max_grad_norm": 0.5}
+    calm = pipeline(tmp_path, "calm", **how)
+    assert is_that_of(in_one_piece, calm)
+    result = pipeline(tmp_path, "run", **how, faults=[fault(1, 9, "forward", 1)])
+    assert result.digest == calm.digest
+    assert [(r.strategy, r.guarantee) for r in result.recoveries] == [(Strategy.REPLICATION, Guarantee.EXACT)]
+    assert promise_kept(result) == []
+
+
+def test_logging_changes_nothing(undisturbed_pipeline: ft.Result, tmp_path: Path) -> None:
+    result = pipeline(tmp_path, "run", log=ft.LogConfig(enabled=False))
+    assert result.digest == undisturbed_pipeline.digest
+
+
+def fault(rank: int, step: int, phase: str, micro_batch: int | None = None, **more: Any) -> ft.FailAt:
+    return ft.FailAt(rank=rank, step=step, phase=phase, micro_batch=micro_batch, **more)
+
+
+ONE_BY_ONE = {
+    "first stage": [fault(0, 3, "forward", 0), fault(0, 8, "send", 2), fault(0, 13, "backward_pass", 3)],
+    "middle stage": [fault(1, 3, "receive", 0), fault(1, 8, "backward_pass", 1), fault(1, 13, "update")],
+    "last stage": [fault(2, 3, "forward", 1), fault(2, 8, "send", 3), fault(2, 13, "commit")],
+}
+"""Warm-up, steady state and cool-down of 1F1B, in a send, in a receive, in the update and after it."""
+
+
+@pytest.mark.parametrize("where", ONE_BY_ONE)
+def test_a_stage_dies_again_and_again(undisturbed_pipeline: ft.Result, tmp_path: Path, where: str) -> None:
+    result = pipeline(tmp_path, "run", faults=ONE_BY_ONE[where])
+    assert result.digest == undisturbed_pipeline.digest
+    assert promise_kept(result) == []
+    assert len(result.recoveries) == 3
+    assert {(r.strategy, r.guarantee) for r in result.recoveries} == {(Strategy.LOGGING, Guarantee.EXACT)}
+    assert all(r.redone == 0 for r in result.recoveries), "survivors kept what they had"
+
+
+TOGETHER = {
+    "neighbours, and then two apart": [
+        *(fault(0, 5, "data"), fault(1, 5, "data")),
+        *(fault(0, 14, "data"), fault(2, 14, "data")),
+    ],
+    "a neighbour during the recovery, and then a replacement in its replay": [
+        *(fault(1, 5, "forward", 1), fault(2, 5, "reconcile")),
+        *(fault(1, 14, "forward", 1), fault(1, 12, "forward", 2, nth=2)),
+    ],
+}
+
+
+@pytest.mark.parametrize("which", TOGETHER)
+def test_several_losses(undisturbed_pipeline: ft.Result, tmp_path: Path, which: str) -> None:
+    result = pipeline(tmp_path, "run", faults=TOGETHER[which], num_spares=2)
+    assert result.digest == undisturbed_pipeline.digest
+    assert promise_kept(result) == []
+    assert {r.strategy for r in result.recoveries} == {Strategy.LOGGING}
+    assert {member for r in result.recoveries for member in r.lost}
+
+
+def test_all_stages_die_and_everybody_goes_back_to_the_checkpoint(undisturbed_pipeline: ft.Result, tmp_path: Path) -> None:
+    faults = [fault(rank, 12, "data") for rank in range(STAGES)]
+    result = pipeline(tmp_path, "run", faults=faults, checkpoints=ft.CheckpointConfig(every=5))
+    assert result.digest == undisturbed_pipeline.digest
+    assert [r.strategy for r in result.recoveries] == [Strategy.CHECKPOINT]
+    assert promise_kept(result) == []
+
+
+def test_a_frozen_stage_replays_from_a_checkpoint_and_the_log_is_trimmed(
+    undisturbed_pipeline: ft.Result, tmp_path: Path
+) -> None:
+    faults = [fault(1, 13, "forward", 2, action="sigstop")]
+    result = pipeline(tmp_path, "run", faults=faults, checkpoints=ft.CheckpointConfig(every=5))
+    assert result.digest == undisturbed_pipeline.digest
+    (recovery,) = result.recoveries
+    assert recovery.strategy == Strategy.LOGGING
+    assert recovery.replayed <= 8, "no further back than the checkpoint before the newest"
+    assert not (Path(result.path) / "logs").exists(), "nothing is left of the log after the run"
+
+
+def test_a_run_goes_on_where_it_ended(undisturbed_pipeline: ft.Result, tmp_path: Path) -> None:
+    often = ft.CheckpointConfig(every=5)
+    pipeline(tmp_path, "run", steps=8, checkpoints=often)
+    result = pipeline(tmp_path, "run", checkpoints=often)
+    assert result.digest == undisturbed_pipeline.digest
+    assert events(result, "Resumed")[0]["step"] == 8

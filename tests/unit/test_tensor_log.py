@@ -1,0 +1,352 @@
+"""The writer of the tensor log: what it costs, what it deletes, and how it gives up."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from store import same_bits
+from torch import Tensor
+
+from raytrain_ft.errors import LogGapError, StorageError
+from raytrain_ft.storage import log_files, tensor_log
+from raytrain_ft.storage.log_reader import LogReader
+from raytrain_ft.storage.tensor_log import Key, TensorLog
+
+
+def key(step: int, micro_batch: int = 0) -> Key:
+    return Key(step, micro_batch, "activation", 0, 1)
+
+
+def fill(log: TensorLog, steps: range, micro_batches: int = 2, elements: int = 100, incarnation: int = 1) -> None:
+    for step in steps:
+        for number in range(micro_batches):
+            log.append(key(step, number), incarnation, [torch.full((elements,), float(step))])
+
+
+def seen(directory: Path) -> LogReader:
+    reader = LogReader(directory)
+    reader.refresh()
+    return reader
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+class Told(list[tuple[str, dict[str, Any]]]):
+    def __call__(self, kind: str, about: dict[str, Any]) -> None:
+        self.append((kind, about))
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    real = log_files.write_all
+
+    def write_all(descriptor: int, parts: list[memoryview]) -> None:
+        time.sleep(seconds)
+        real(descriptor, parts)
+
+    monkeypatch.setattr(log_files, "write_all", write_all)
+
+
+def test_any_arrow_reader_reads_a_closed_file(tmp_path: Path) -> None:
+    log = TensorLog(tmp_path / "made" / "here", "w0")
+    fill(log, range(2))
+    log.close()
+    (path,) = (tmp_path / "made" / "here").iterdir()
+    assert path.name == "w0-1-0.arrow"
+    table = pa.ipc.open_stream(path.read_bytes()).read_all()
+    assert table.column("step").to_pylist() == [0, 0, 1, 1]
+    assert table.column("data")[3].as_py() == bytes(torch.ones(100).numpy())
+    assert log.stats.records == 4
+    assert log.stats.payload_bytes == 1600
+    assert log.stats.file_bytes == path.stat().st_size
+    log.append(key(9), 1, [torch.ones(1)])  # ignored
+    log.trim(9)
+    log.close()
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", "-a", "a b", "é", "a" * 65, "a\n"])
+def test_a_name_that_is_none(tmp_path: Path, name: str) -> None:
+    with pytest.raises(StorageError, match="cannot name a log"):
+        TensorLog(tmp_path, name)
+
+
+def test_synchronous_writes_before_it_returns(tmp_path: Path) -> None:
+    log = TensorLog(tmp_path, "w0", synchronous=True)
+    for step in range(3):
+        log.append(key(step), 1, [torch.full((5,), float(step))])
+        assert seen(tmp_path).read(key(step))[0].tolist() == [step] * 5
+    log.trim(9)
+    assert names(tmp_path) == []
+    log.close()
+
+
+def test_files_begin_anew_and_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "w0-1-0.arrow").write_bytes(b"of an earlier life")
+    monkeypatch.setattr(log_files, "FILE_BYTES", 20_000)
+    log = TensorLog(tmp_path, "w0")
+    fill(log, range(8))  # by their steps
+    fill(log, range(8, 9), incarnation=2)
+    fill(log, range(9, 10), elements=6000, incarnation=2)  # by their size
+    log.close()
+    assert (tmp_path / "w0-1-0.arrow").read_bytes() == b"of an earlier life"
+    assert names(tmp_path) == ["w0-1-0.arrow", "w0-1-1.arrow", "w0-1-2.arrow", "w0-2-3.arrow", "w0-2-4.arrow"]
+    reader = seen(tmp_path)
+    assert reader.complete_steps(0, 1, "activation", 2) == set(range(10))
+
+
+def test_trim_deletes_exactly(tmp_path: Path) -> None:
+    log = TensorLog(tmp_path, "w0")
+    fill(log, range(10))  # files of steps 0-3, 4-7, 8-9
+    assert log.flush(10)
+    full = log.stats.file_bytes
+    for step, kept in ((3, 0), (4, 4), (7, 4), (8, 8), (9, 8), (10, 10)):
+        log.trim(step)
+        assert log.flush(10)
+        assert seen(tmp_path).complete_steps(0, 1, "activation", 2) == set(range(kept, 10)), step
+        assert log.stats.file_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert log.stats.file_bytes == 0 < full
+    fill(log, range(10, 12))  # the current one was deleted, too: a new one begins
+    log.close()
+    assert seen(tmp_path).complete_steps(0, 1, "activation", 2) == {10, 11}
+
+
+def test_quota_leaves_a_gap_and_trim_revives(tmp_path: Path) -> None:
+    told = Told()
+    log = TensorLog(tmp_path, "w0", quota_bytes=10_000, tell=told)
+    fill(log, range(20))
+    log.flush(10)
+    assert "quota of 10000 bytes" in log.stats.failed
+    assert not log.flush(1)
+    assert log.stats.file_bytes <= 10_000
+    assert [kind for kind, _ in told] == ["LogFailed"]
+    before = seen(tmp_path).complete_steps(0, 1, "activation", 2)
+    assert before == set(range(len(before)))
+    assert 0 < len(before) < 20
+    log.append(key(20, 0), 1, [torch.zeros(1)])  # the first half of a step is lost, the second is not
+    log.trim(16)
+    log.append(key(20, 1), 1, [torch.zeros(1)])
+    fill(log, range(21, 23))
+    assert log.flush(10)
+    assert log.stats.failed == ""
+    reader = seen(tmp_path)
+    found = reader.complete_steps(0, 1, "activation", 2)
+    assert {21, 22} <= found
+    assert not {19, 20} & found
+    with pytest.raises(LogGapError, match=r"nothing was found of Key.step=20, micro_batch=0"):
+        reader.read(key(20, 0))
+    fill(log, range(23, 60))
+    log.flush(10)
+    assert len(told) == 2
+    log.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 1 MB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    try:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", path], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"mounting is not permitted here: {error}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_a_disk_that_is_full(small_disk: Path, synchronous: bool) -> None:
+    told = Told()
+    log = TensorLog(small_disk, "w0", tell=told, synchronous=synchronous)
+    fill(log, range(30), elements=12_345)
+    log.flush(10)
+    assert "No space left" in log.stats.failed
+    assert [about["reason"] for _, about in told] == [log.stats.failed]
+    reader = seen(small_disk)
+    found = reader.complete_steps(0, 1, "activation", 2)
+    assert found == set(range(len(found)))
+    assert 8 <= len(found) <= 10
+    for step in found:
+        assert reader.read(key(step, 1))[0].tolist() == [step] * 12_345
+    log.trim(30)
+    fill(log, range(30, 33), elements=12_345)
+    assert log.flush(10)
+    assert seen(small_disk).complete_steps(0, 1, "activation", 2) == {30, 31, 32}
+    log.close()
+
+
+def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    told = Told()
+    log = TensorLog(tmp_path / "file" / "log", "w0", tell=told)
+    fill(log, range(3))
+    assert not log.flush(10)
+    assert len(told) == 1
+    log.close()
+
+
+def test_a_listener_that_raises_and_tensors_that_cannot_be_logged(tmp_path: Path) -> None:
+    def tell(kind: str, about: dict[str, Any]) -> None:
+        raise RuntimeError("listener")
+
+    log = TensorLog(tmp_path, "w0", tell=tell)
+    log.append(key(0), 1, [torch.ones(2, 2).to_sparse()])
+    assert not log.flush(10)
+    log.trim(0)
+    log.append(key(1), 1, [torch.zeros(1)] * 500)
+    assert not log.flush(10)
+    assert "too many tensors" in log.stats.failed
+    log.trim(0)
+    log.append(Key(1, 0, "other", 0, 1), 1, [torch.zeros(1)])  # pyright: ignore
+    assert not log.flush(10)
+    log.trim(0)
+    fill(log, range(1))
+    assert log.flush(10)
+    log.close()
+
+
+def test_a_tensor_that_was_changed_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow(monkeypatch, 0.1)
+    log = TensorLog(tmp_path, "w0")
+    tensor = torch.zeros(10)
+    fill(log, range(1), micro_batches=1)
+    log.append(key(1), 1, [tensor])
+    tensor.add_(1)
+    assert not log.flush(10)
+    assert "was changed before it was written" in log.stats.failed
+    assert not seen(tmp_path).has(key(1))
+    log.close()
+
+
+def test_back_pressure_is_counted_and_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow(monkeypatch, 0.02)
+    log = TensorLog(tmp_path, "w0", memory_bytes=1000)
+    most = 0
+    for number in range(10):
+        log.append(key(0, number), 1, [torch.zeros(100)])
+        most = max(most, log._waiting)
+    log.append(key(1), 1, [torch.zeros(1000)])  # larger than all the room: alone
+    assert log._waiting == 4000
+    assert most <= 1000
+    stats = log.stats
+    assert stats.stalls >= 8
+    assert stats.stalled_s > 0.1
+    assert log.flush(10)
+    assert log.stats.records == 11
+    log.close()
+
+
+def test_a_disk_that_takes_nothing_does_not_hold_training_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, go = Told(), threading.Event()
+    monkeypatch.setattr(tensor_log, "STALL_LIMIT_S", 0.2)
+    real = log_files.write_all
+    monkeypatch.setattr(log_files, "write_all", lambda *args: (go.wait(), real(*args)))
+    log = TensorLog(tmp_path, "w0", memory_bytes=1000, tell=told)
+    began = time.monotonic()
+    fill(log, range(50))
+    assert time.monotonic() - began < 2
+    assert "nothing could be written" in log.stats.failed
+    assert not log.flush(0.1)
+    log.trim(40)
+    fill(log, range(50, 60))  # still stuck
+    assert time.monotonic() - began < 4
+    assert len(told) == 1
+    go.set()
+    log.flush(10)
+    log.trim(60)
+    fill(log, range(60, 62))
+    assert log.flush(10)
+    found = seen(tmp_path).complete_steps(0, 1, "activation", 2)
+    assert {60, 61} <= found
+    assert not set(range(2, 50)) & found
+    log.close()
+
+
+def test_flush_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow(monkeypatch, 0.3)
+    log = TensorLog(tmp_path, "w0")
+    assert log.flush(0)
+    fill(log, range(1))
+    began = time.monotonic()
+    assert not log.flush(0.1)
+    assert time.monotonic() - began < 0.3
+    assert log.flush(10)
+    assert seen(tmp_path).has(key(0, 1))
+    log.close()
+
+
+class Marked(torch.autograd.Function):
+    """Ties an object to the life of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, mark: Any) -> Tensor:
+        ctx.mark = mark
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+def test_memory_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow(monkeypatch, 0.05)
+    log = TensorLog(tmp_path, "w0")
+    memory, mark = np.zeros(1000), Told()
+    gone, graph_gone = weakref.ref(memory), weakref.ref(mark)
+    log.append(key(0), 1, [torch.from_numpy(memory), Marked.apply(torch.zeros(3, requires_grad=True), mark)])
+    del memory, mark
+    gc.collect()
+    assert gone() is not None
+    assert graph_gone() is None, "the log keeps the graph alive"
+    assert log.flush(10)
+    deadline = time.monotonic() + 5
+    while gone() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert gone() is None
+    log.close()
+
+
+@pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
+def test_compression(tmp_path: Path, compression: Any) -> None:
+    log = TensorLog(tmp_path, "w0", compression=compression)
+    tensors: list[Tensor] = [torch.arange(100_000) % 7, torch.empty(0), torch.rand(1001).bfloat16()]
+    log.append(key(0), 1, tensors)
+    log.append(key(1), 1, tensors[:1])
+    log.append(key(2), 1, [])
+    log.append(key(3), 1, tensors[1:2])
+    log.close()
+    reader = seen(tmp_path)
+    assert all(map(same_bits, reader.read(key(0)), tensors))
+    assert all(map(same_bits, reader.read(key(1)), tensors[:1]))
+    assert reader.read(key(2)) == ()
+    assert all(map(same_bits, reader.read(key(3)), tensors[1:2]))
+    assert (log.stats.file_bytes < log.stats.payload_bytes) == (compression is not None)
+
+
+def test_what_it_costs(tmp_path: Path) -> None:
+    log = TensorLog(tmp_path, "w0")
+    tensor, times = torch.rand(2**18), []
+    began = time.perf_counter()
+    for number in range(200):
+        at = time.perf_counter()
+        log.append(key(number // 50, number), 1, [tensor])
+        times.append(time.perf_counter() - at)
+    assert log.flush(60)
+    rate = 200 * 2**20 / (time.perf_counter() - began) / 1e6
+    times.sort()
+    print(f"\nappend of 1 MiB: median {times[100] * 1e6:.0f} us, 99% {times[198] * 1e6:.0f} us; {rate:.0f} MB/s are written")
+    assert times[100] < 2e-3
+    log.close()
