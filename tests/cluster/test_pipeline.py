@@ -1,4 +1,4 @@
-"""A pipeline that loses stages: survivors keep what they have, the lost stage replays what it was sent, and the bits are the same."""
+"""A pipeline that loses stages: survivors keep what they have, lost stages replay what they were sent, the bits are the same."""
 
 from __future__ import annotations
 
