@@ -160,6 +160,9 @@ class RecoveryConfig:
             everybody go back to the newest checkpoint after every loss; "snapshot" to the newest copy in the memory of another
             node, and writes no checkpoints to storage.
         log: of what crosses between the stages of a pipeline.
+        replay_workers: how many replay one lost stage: its replacement, and survivors that take some of the micro-batches.
+        replay_sums: "exact" adds their gradients in the order of the micro-batches, so that the result is the same to the bit;
+            "fast" as they come, the same up to rounding.
         update: "barrier" updates when all gradients are reduced, and never needs an undo; "wait_free" (SWIFT's) updates
             each bucket as soon as it is reduced; a loss in the backward pass may then have to be undone.
         undo: with wait-free updates: "exact" refuses optimizers whose update cannot be inverted; "replay" also allows
@@ -179,6 +182,8 @@ class RecoveryConfig:
 
     strategy: Literal["auto", "replication", "logging", "checkpoint", "snapshot"] = "auto"
     log: LogConfig = field(default_factory=LogConfig)
+    replay_workers: int = 1
+    replay_sums: Literal["exact", "fast"] = "exact"
     update: Literal["barrier", "wait_free"] = "barrier"
     undo: Literal["exact", "replay"] = "exact"
     num_spares: int = 1
@@ -199,14 +204,16 @@ class RecoveryConfig:
             "update": ("barrier", "wait_free"),
             "undo": ("exact", "replay"),
             "replacement": ("wait", "shrink"),
+            "replay_sums": ("exact", "fast"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"RecoveryConfig({name}={getattr(self, name)!r}): use one of {', '.join(allowed)}")
         if self.num_spares < 0:
             raise ConfigError(f"RecoveryConfig(num_spares={self.num_spares}): use 0 or more")
-        if self.max_fruitless_recoveries < 1:
-            raise ConfigError(f"RecoveryConfig(max_fruitless_recoveries={self.max_fruitless_recoveries}): use 1 or more")
+        for name in ("max_fruitless_recoveries", "replay_workers"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"RecoveryConfig({name}={getattr(self, name)}): use 1 or more")
         for name, value in vars(self).items():
             if isinstance(value, timedelta) and value <= timedelta():
                 raise ConfigError(f"RecoveryConfig({name}={value}): a time must be longer than zero")

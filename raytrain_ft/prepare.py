@@ -9,6 +9,7 @@ import sys
 import uuid
 import warnings
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -84,6 +85,14 @@ def prepare(
         bucket_bytes=settings.bucket_bytes,
         first_bucket_bytes=settings.first_bucket_bytes,
     )
+    rules = _rules(settings, scaling, run, recovery, update, step.stages)
+    if pipeline is not None and rules.replay_workers > 1 and has_statistics(task, pipeline):
+        warnings.warn(
+            f"RecoveryConfig(replay_workers={rules.replay_workers}): a stage has BatchNorm statistics, which depend on the "
+            "order of the micro-batches, so that a lost stage is replayed by one worker alone",
+            stacklevel=3,
+        )
+        rules = replace(rules, replay_workers=1)
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
     return RunSpec(
@@ -94,7 +103,7 @@ def prepare(
         task=task,
         sampling=sampling,
         step=step,
-        rules=_rules(settings, scaling, run, recovery, update, step.stages),
+        rules=rules,
         options=_worker_options(scaling, run),
         use_gpu=scaling.use_gpu is True,
         undo=recovery.undo,
@@ -132,6 +141,8 @@ def _rules(
         max_workers=most,
         max_steps=settings.max_steps,
         stages=stages,
+        replay_workers=recovery.replay_workers,
+        exact_sums=recovery.replay_sums == "exact",
         logging=stages > 1 and recovery.log.enabled and recovery.strategy in ("auto", "logging"),
         spares=recovery.num_spares,
         whole_update=update == "barrier",
@@ -237,6 +248,13 @@ def check_stages(task: TrainTask, pipeline: PipelineSettings) -> Any:
         optimizer = task.optimizer([p for p in model.parameters() if p.requires_grad])
         key += [type(optimizer).__name__, *([name, str(p.dtype), list(p.shape)] for name, p in model.named_parameters())]
     return key
+
+
+def has_statistics(task: TrainTask, pipeline: PipelineSettings) -> bool:
+    """Whether a stage keeps statistics of the micro-batches that it sees, as BatchNorm does."""
+    parts = [build_stage(task, stage, pipeline) for stage in range(pipeline.stages)]
+    kind = torch.nn.modules.batchnorm._NormBase  # pyright: ignore[reportPrivateUsage]
+    return any(isinstance(module, kind) and module.track_running_stats for part in parts for module in part.modules())
 
 
 def choose_update(task: TrainTask, recovery: RecoveryConfig) -> tuple[Update, Any]:

@@ -55,11 +55,11 @@ class FailAt:
     Attributes:
         step: the step in which it happens; for the phases of a recovery, the step that the recovery interrupts or any (None).
         phase: `data` (before the batch is read), `forward` (of micro-batch k); in a pipeline `receive` (before it waits for
-            micro-batch k), `backward_pass` (of micro-batch k), `send` (of what comes out of either); `backward` (before
-            bucket k is reduced), `reduce` (inside the all-reduce of bucket k), `reduced` (between reduce and update), `update` (inside the update), `updated`, `commit`
-            (between update and commit), `checkpoint` (one is about to begin), `fence`, `reconcile`, `transfer_source`,
-            `transfer_receiver`, `join` (the new group), `first_step` (the first step after a recovery). For the supervisor: a
-            state of the machine.
+            micro-batch k), `backward_pass` (of micro-batch k), `send` (of what comes out of either); `backward` (before bucket
+            k is reduced), `reduce` (inside the all-reduce of bucket k), `reduced` (between reduce and update), `update` (inside
+            the update), `updated`, `commit` (between update and commit), `checkpoint` (one is about to begin), `fence`,
+            `reconcile`, `transfer_source`, `transfer_receiver`, `join` (the new group), `first_step` (the first step after a
+            recovery). For the supervisor: a state of the machine.
         rank: who fails; None with `role="supervisor"`, or for "whoever comes first".
         bucket, micro_batch: for phases of a bucket or of a micro-batch, which one (None: the first that gets there).
         action: SIGKILL of the process or of its whole node, SIGSTOP, an exception, `os._exit`, or a hang in user code.

@@ -11,6 +11,11 @@ FAR = 100.0
 """Times the model's state. The paper says "far exceeds" and no number; its own logs reach 94 times (ViT-128/32: 24.66 GB per
 step, about 50 steps as the limits of Table 7 imply, 8 bytes of state per parameter), and it calls those worth doing."""
 
+FAR_PER_STEP = 10.0
+"""Times the model's state that a run logs in one step before it prefers checkpoints: the paper's largest is twice (ViT-128/32)."""
+SMALL_LOG = 16 * 2**20
+"""Bytes per step that are never too many, however small the model: what a disk writes in a few hundredths of a second."""
+
 
 @dataclass(frozen=True, slots=True)
 class Worth:
@@ -46,6 +51,22 @@ def bubble_share(p: int, m: int) -> float:
     _whole("p", p, 1)
     _whole("m", m, 1)
     return (p - 1) / (m + p - 1)
+
+
+def in_proportion(log_bytes: float, state_bytes: float) -> Worth:
+    """Whether the log of a step is in proportion to the model (section 5.4: activations of CNNs mostly are not). This much of the
+    test needs sizes alone, so it can be done before a run.
+
+    Args:
+        log_bytes: per step, of all workers together. state_bytes: of the model and its optimizer.
+    """
+    times = log_bytes / state_bytes if state_bytes else math.inf
+    found = f"a step logs {log_bytes / 1e6:.3g} MB, {times:.2g} times the model's state of {state_bytes / 1e6:.3g} MB"
+    if log_bytes <= SMALL_LOG:
+        return Worth(True, f"{found}, and this is little")
+    if times > FAR_PER_STEP:
+        return Worth(False, f"{found} (more than {FAR_PER_STEP:g}): to checkpoint often costs less than to log")
+    return Worth(True, f"{found} (no more than {FAR_PER_STEP:g})")
 
 
 def worth_logging(

@@ -362,14 +362,14 @@ class Replay:
     """Load a checkpoint (without one, begin anew) and compute again from the log what was committed since then.
 
     Attributes:
-        members: who does this: all who host one of `stages`.
+        teams: who does this: each who hosts one of `stages`, followed by those who help it with its micro-batches.
         load: the checkpoint.
         until: the number of steps that are committed afterwards.
     """
 
     world: tuple[str, ...]
     incarnation: int
-    members: tuple[str, ...]
+    teams: tuple[tuple[str, ...], ...]
     stages: tuple[int, ...]
     load: str
     until: int

@@ -15,7 +15,7 @@ from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import State
 from raytrain_ft.policy.strategy import Strategy
-from raytrain_ft.policy.topology import groups_by_node, groups_of, logged_edges, stage_of, to_replay
+from raytrain_ft.policy.topology import groups_by_node, groups_of, logged_edges, replay_teams, stage_of, to_replay
 from raytrain_ft.policy.world import differing_in_stages, rebuild_stages, seats, seats_in_stages, shall_wait
 
 REPLAY_PATIENCE = 3
@@ -274,28 +274,25 @@ def on_reconciled(run: RunState, event: m.Reconciled) -> list[m.Command]:
         return resume(run, event.at)
     run.state = State.REBUILD
     run.answers = {}
-    fill = m.Fill(world, run.incarnation, tuple(member for member in world if not _replays(run, member)), copies, whole)
-    seconds = run.rules.phase_timeout
-    commands: list[m.Command] = [fill]
-    if run.replaying:
-        commands.append(_replay(run))
-        seconds += REPLAY_PATIENCE * run.longest_step * run.recoveries[-1].replayed
-    return [*commands, m.SetTimer("fill", seconds, run.incarnation)]
+    commands: list[m.Command] = [_replay(run)] if run.replaying else []
+    busy = {member for command in commands if isinstance(command, m.Replay) for team in command.teams for member in team}
+    fill = m.Fill(world, run.incarnation, tuple(member for member in world if member not in busy), copies, whole)
+    seconds = run.rules.phase_timeout + REPLAY_PATIENCE * run.longest_step * run.recoveries[-1].replayed if busy else 0.0
+    timer = m.SetTimer("fill", max(seconds, run.rules.phase_timeout), run.incarnation)
+    return [fill, *commands, timer]
 
 
-def _replays(run: RunState, member: str) -> bool:
-    return stage_of(run.joining.index(member), run.rules.stages) in run.replaying
-
-
-def _replay(run: RunState) -> m.Command:
+def _replay(run: RunState) -> m.Replay:
     """The stages that nobody holds compute again what was committed since the newest checkpoint."""
-    plan, source, recovery = run.plan, run.source, run.recoveries[-1]
+    plan, source, recovery, rules = run.plan, run.source, run.recoveries[-1], run.rules
     assert plan is not None
     assert source is not None
-    recovery.replay(_words(run.replaying), source.step, source.name or "the beginning")
-    members = tuple(member for member in run.joining if _replays(run, member))
+    helpers = rules.replay_workers - 1 if len(run.joining) == rules.stages else 0
+    teams = replay_teams(run.joining, run.replaying, rules.stages, helpers)
+    most = max(len(team) for team in teams)
+    recovery.replay(_words(run.replaying), source.step, source.name or "the beginning", most, exact=rules.exact_sums)
     stages = tuple(sorted(run.replaying))
-    return m.Replay(run.joining, run.incarnation, members, stages, source.name, plan.step)
+    return m.Replay(run.joining, run.incarnation, teams, stages, source.name, plan.step)
 
 
 def on_log_missing(run: RunState, event: m.LogMissing) -> list[m.Command]:

@@ -16,6 +16,8 @@ class Rules:
     Attributes:
         stages: of the pipeline; a world is of whole replicas, so its size is a multiple of this.
         logging: whether what crosses between stages is logged.
+        replay_workers: how many replay one lost stage, if there are so many.
+        exact_sums: whether these add gradients in the order in which one alone would.
     """
 
     min_workers: int
@@ -23,6 +25,8 @@ class Rules:
     max_steps: int
     stages: int = 1
     logging: bool = False
+    replay_workers: int = 1
+    exact_sums: bool = True
     spares: int = 1
     whole_update: bool = True
     strategy: Literal["auto", "replication", "logging", "checkpoint", "snapshot"] = "auto"

@@ -90,11 +90,15 @@ class Recovery:
         if plan.undo:
             self.guarantee = Guarantee.ROUNDING
 
-    def replay(self, stages: str, step: int, source: str) -> None:
-        """Lost stages replay from this step on; nobody else goes back."""
+    def replay(self, stages: str, step: int, source: str, workers: int, *, exact: bool) -> None:
+        """Lost stages replay from this step on, each with so many workers; nobody else goes back."""
         self.strategy = Strategy.LOGGING
         self.replayed = max(self.replayed, self.step - step)
-        self.reason += f"; {stages} had no replica left and replays steps {step} to {self.step} from {source}"
+        self.reason += f"; {stages} had no replica left: steps {step} to {self.step} are replayed from {source}"
+        if workers > 1:
+            self.reason += f" by {workers} workers"
+            if not exact:  # gradients of micro-batches are added in another order
+                self.guarantee = Guarantee.ROUNDING
 
     def go_back(self, step: int, committed: int, source: str, strategy: Strategy) -> None:
         """Everybody goes back to this step: the same samples and the same bits once more."""

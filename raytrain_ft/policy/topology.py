@@ -68,3 +68,17 @@ def to_replay(groups: Groups, held: frozenset[int], stages: int) -> frozenset[in
     """
     lost = frozenset(range(stages)) - held
     return frozenset(stage for group in groups if lost & frozenset(group) for stage in group) | lost
+
+
+def replay_teams(world: Sequence[str], replaying: frozenset[int], stages: int, helpers: int) -> tuple[tuple[str, ...], ...]:
+    """Who replays: each who hosts a stage that is replayed, followed by up to `helpers` survivors that take micro-batches of it
+    (SWIFT, section 5.2).
+
+    Neighbours that are replayed together wait for each other, as they do in training: they have no helpers.
+    """
+    leaders = [member for rank, member in enumerate(world) if stage_of(rank, stages) in replaying]
+    if any(stage + 1 in replaying for stage in replaying):
+        helpers = 0
+    free = [member for member in world if member not in leaders]
+    share = min(helpers, len(free) // len(leaders))
+    return tuple((leader, *free[number * share : (number + 1) * share]) for number, leader in enumerate(leaders))

@@ -16,6 +16,7 @@ from raytrain_ft.storage.tensor_log import TensorLog
 from raytrain_ft.training import process_group
 from raytrain_ft.training.links import Links, Switchboard, agreed_key, data_parallel
 from raytrain_ft.training.process_group import FencedGroup, Solo
+from raytrain_ft.training.team import Team
 
 
 def open_log(spec: RunSpec, member: str, tell: Callable[[str, dict[str, Any]], None]) -> TensorLog | None:
@@ -52,35 +53,47 @@ class Connections:
         log: TensorLog | None,
         timeout: timedelta,
     ) -> None:
-        self._spec, self._world, self._log = spec, world, log
+        self._spec, self._supervisor, self._world, self._host = spec, supervisor, world, host
+        self._logged, self._log, self._timeout = logged, log, timeout
         self._stages = spec.rules.stages
         self._reader: LogReader | None = None
+        self._team: FencedGroup | None = None
         self._board: Switchboard | None = None
         self._stage_group: FencedGroup | Solo | None = None
         if self._stages > 1:
-            self._stage_group = self._join_stage(supervisor, host, timeout)
+            self._stage_group = self._join_stage()
             self._board = Switchboard(world, self._stage_group, self._stages, logged, log)
 
-    def _join_stage(self, supervisor: Any, host: str, timeout: timedelta) -> FencedGroup | Solo:
+    def _join_stage(self) -> FencedGroup | Solo:
         rank, fence = self._world.rank(), self._world.fence
         replicas = self._world.size() // self._stages
         if replicas == 1:
             return Solo(fence)
-        store = RayStore(supervisor, fence, timeout, f"stage-{stage_of(rank, self._stages)}/")
+        store = RayStore(self._supervisor, fence, self._timeout, f"stage-{stage_of(rank, self._stages)}/")
         number = replica_of(rank, self._stages)
-        return process_group.build(
-            store, number, replicas, fence, host=host, use_gpu=self._spec.use_gpu, timeout=timeout, default=False
-        )
+        return process_group.build(store, number, replicas, fence, host=self._host, timeout=self._timeout, default=False)
 
     def live(self) -> Links:
         """For training."""
         return data_parallel(self._world) if self._board is None else self._board.live()
 
-    def replay(self, stages: frozenset[int]) -> Links:
-        """For a replay of these stages, of which this worker hosts one."""
-        assert self._board is not None
+    def replay(self, stages: frozenset[int], stage: int, size: int, number: int) -> Links:
+        """For a replay of these stages.
+
+        Args:
+            stage: the one that this worker replays, as `number` of a team of `size`.
+        """
+        assert self._stage_group is not None
         self._reader = LogReader(self._spec.logs)
-        return self._board.replay(self._reader, stages)
+        team = self._join_team(stage, size, number) if size > 1 else None
+        board = Switchboard(self._world, self._stage_group, self._stages, self._logged, self._log, stage)
+        return board.replay(self._reader, stages, team)
+
+    def _join_team(self, stage: int, size: int, number: int) -> Team:
+        fence = self._world.fence
+        store = RayStore(self._supervisor, fence, self._timeout, f"team-{stage}/")
+        self._team = process_group.build(store, number, size, fence, host=self._host, timeout=self._timeout, default=False)
+        return Team(self._team, self._spec.step.micro_batches, exact=self._spec.rules.exact_sums)
 
     def note_agreed(self, step: int, numbers: Sequence[float]) -> None:
         """Logs what all agreed upon in a step that was completed by a recovery."""
@@ -90,6 +103,7 @@ class Connections:
 
     def leave(self) -> None:
         """The incarnation is over."""
-        process_group.leave(self._stage_group)
+        for group in (self._stage_group, self._team):
+            process_group.leave(group)
         if self._reader is not None:
             self._reader.close()

@@ -83,8 +83,9 @@ class Crew:
             case m.Fill():
                 self._spawn(self._fill(command))
             case m.Replay():
-                for member in command.members:
-                    self._spawn(self._replay(member, command))
+                for team in command.teams:
+                    for member in team:
+                        self._spawn(self._replay(member, team, command))
             case m.Trim(members, step):
                 for member in members:
                     self._spawn(self._ask(member, "trim", step))
@@ -261,8 +262,8 @@ class Crew:
             asked = (command.incarnation, command.copies, wanted.get(member))
             self._spawn(self._await_filled(member, command, "fill", *asked))
 
-    async def _replay(self, member: str, command: m.Replay) -> None:
-        asked = (command.incarnation, command.stages, command.load, command.until)
+    async def _replay(self, member: str, team: tuple[str, ...], command: m.Replay) -> None:
+        asked = (command.incarnation, command.stages, command.load, command.until, team)
         await self._await_filled(member, command, "replay", *asked, load=command.load)
 
     async def _await_filled(self, member: str, command: m.Fill | m.Replay, method: str, *asked: Any, load: str = "") -> None:

@@ -92,7 +92,7 @@ class Worker:
     def _note(self, event: str, fields: dict[str, Any]) -> None:
         self._heartbeat.note(event, {name: value for name, value in fields.items() if name != "member"})
 
-    def _build_replica(self, stage: int = 0) -> Replica:
+    def _build_replica(self, stage: int = 0, *, writes: bool = True) -> Replica:
         spec = self._spec
         return build_replica(
             spec.task,
@@ -101,7 +101,7 @@ class Worker:
             use_gpu=spec.use_gpu,
             undo_mode=spec.undo,
             probe=self._probe,
-            checkpoints=recovery.checkpointing(spec, self._epoch, self._heartbeat),
+            checkpoints=recovery.checkpointing(spec, self._epoch, self._heartbeat) if writes else None,
             stage=stage,
         )
 
@@ -260,29 +260,48 @@ class Worker:
             self._replayed = ""
         return state.digests()
 
-    def replay(self, incarnation: int, stages: tuple[int, ...], load: str, until: int) -> tuple[str, ...]:
-        """Computes again, from the log, what this worker's stage committed since a checkpoint; returns the hash per bucket.
-
-        A replay that was interrupted goes on from where it stood: what it has is what any other replay would have.
+    def replay(
+        self, incarnation: int, stages: tuple[int, ...], load: str, until: int, team: tuple[str, ...]
+    ) -> tuple[str, ...]:
+        """Computes again, from the log, what a lost stage committed since a checkpoint: this worker's own stage, or as a helper
+        that of the first of its team. Returns the hash per bucket of its own state.
 
         Raises:
             LogGapError: a record is missing or damaged.
         """
         fence = self._enter(incarnation)
-        return self._training.submit(self._replay, fence, frozenset(stages), load, until).result(timeout=PARK_DEADLINE_S)
+        job = self._replay if team[0] == self._member else self._help
+        return self._training.submit(job, fence, frozenset(stages), load, until, team).result(timeout=PARK_DEADLINE_S)
 
-    def _replay(self, fence: Fence, stages: frozenset[int], load: str, until: int) -> tuple[str, ...]:
+    def _replay(self, fence: Fence, stages: frozenset[int], load: str, until: int, team: tuple[str, ...]) -> tuple[str, ...]:
+        """A replay by one that was interrupted goes on from where it stood: what it has is what any other would have."""
         fence.check()
         assert self._connections is not None
         source = load or "the beginning"
-        if self._replayed != source:
+        if self._replayed != source or len(team) > 1:
             self._begin_from(load)
             self._replayed = source
         self._replica.state.filled = False
         self._first_step = False
-        replay.replay(self._replica, self._connections.replay(stages), until, self._spec.step.micro_batches)
+        links = self._connections.replay(stages, self._replica.stage, len(team), 0)
+        replay.replay(self._replica, links, until, self._spec.step.micro_batches)
         self._replica.state.filled = self._used = True
         self._replayed = ""
+        return self._replica.state.digests()
+
+    def _help(self, fence: Fence, stages: frozenset[int], load: str, until: int, team: tuple[str, ...]) -> tuple[str, ...]:
+        """Its own replica is not touched: beside it, it has one of the lost stage for as long as this takes."""
+        fence.check()
+        assert self._connections is not None
+        stage = stage_of(self._world.index(team[0]), self._spec.rules.stages)
+        helper = self._build_replica(stage, writes=False)
+        if load:
+            recovery.load(helper, self._spec, load)
+        links = self._connections.replay(stages, stage, len(team), team.index(self._member))
+        try:
+            replay.replay(helper, links, until, self._spec.step.micro_batches)
+        finally:
+            helper.loader.stop(timedelta(seconds=0))
         return self._replica.state.digests()
 
     def trim(self, step: int) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from raytrain_ft.errors import FencedError, TaskError
 from raytrain_ft.storage.log_reader import LogReader
 from raytrain_ft.storage.tensor_log import Key, TensorLog
-from raytrain_ft.training.process_group import FencedGroup, PeerLostError
+from raytrain_ft.training.process_group import FencedGroup, PeerLostError, in_short
 
 DTYPES = tuple(sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str))
 HEADER = 64
@@ -117,7 +117,7 @@ class LiveInbound:
         arrival = self._arrivals.pop(micro_batch)
         self._group.fence.wait(arrival.done)
         if arrival.error is not None:
-            raise PeerLostError(f"nothing more comes from rank {self._peer}: {arrival.error}") from arrival.error
+            raise PeerLostError(f"nothing more comes from rank {self._peer}: {in_short(arrival.error)}") from arrival.error
         return arrival.tensors
 
     def _receive(self) -> None:

@@ -27,6 +27,7 @@ from raytrain_ft.training.edges import (
     Tap,
 )
 from raytrain_ft.training.process_group import Fence, FencedGroup, Solo
+from raytrain_ft.training.team import Team
 
 WHOLE_STEP = -1
 """In place of a micro-batch, a sender and a receiver, in the key of what belongs to a whole step."""
@@ -47,7 +48,7 @@ class Links:
         activations, gradients: where a stage's inputs come from, in the forward and in the backward pass.
         outputs, input_gradients: where its outputs go.
         agree: sums a few numbers over all stages; None without a pipeline.
-        micro_batches: those that this worker computes; None: all of its replica's.
+        team: who replays this stage together with this worker; None if it is alone.
     """
 
     fence: Fence
@@ -59,7 +60,7 @@ class Links:
     outputs: Outbound | None = None
     input_gradients: Outbound | None = None
     agree: Callable[[int, Tensor], Tensor] | None = None
-    micro_batches: tuple[int, ...] | None = None
+    team: Team | None = None
 
 
 def data_parallel(group: FencedGroup) -> Links:
@@ -75,14 +76,22 @@ class Switchboard:
         stage_group: that of the replicas of this worker's stage.
         logged: the boundaries that are logged, each named by the stage before it.
         log: this worker's log; None logs nothing.
+        stage: the stage to connect, if that is not the worker's own: it helps another one.
     """
 
     def __init__(
-        self, world: FencedGroup, stage_group: FencedGroup | Solo, stages: int, logged: frozenset[int], log: TensorLog | None
+        self,
+        world: FencedGroup,
+        stage_group: FencedGroup | Solo,
+        stages: int,
+        logged: frozenset[int],
+        log: TensorLog | None,
+        stage: int | None = None,
     ) -> None:
         self._world, self._stage_group = world, stage_group
         self._stages, self._logged, self._log = stages, logged, log
-        self._stage, self._replica = stage_of(world.rank(), stages), replica_of(world.rank(), stages)
+        self._stage = stage_of(world.rank(), stages) if stage is None else stage
+        self._replica = replica_of(world.rank(), stages)
         self._replicas = world.size() // stages
 
     def live(self) -> Links:
@@ -90,8 +99,12 @@ class Switchboard:
         stage = self._stage
         return self._connect(self._live_inbound(stage - 1), self._live_inbound(stage + 1), None, self._agree)
 
-    def replay(self, reader: LogReader, together: frozenset[int]) -> Links:
-        """For a replay: edges to stages that are replayed `together` are live, all others come from the log."""
+    def replay(self, reader: LogReader, together: frozenset[int], team: Team | None = None) -> Links:
+        """For a replay: edges to stages that are replayed `together` are live, all others come from the log.
+
+        Args:
+            team: who replays the same stage; all of its members log what they compute of it.
+        """
 
         def inbound(neighbour: int, kind: Any) -> Inbound | None:
             if neighbour in together:
@@ -103,20 +116,29 @@ class Switchboard:
             del numbers
             return reader.await_record(agreed_key(step), RECORD_DEADLINE_S, self._world.fence.check)[0]
 
-        return self._connect(inbound(self._stage - 1, "activation"), inbound(self._stage + 1, "gradient"), together, recall)
+        before, after = inbound(self._stage - 1, "activation"), inbound(self._stage + 1, "gradient")
+        return self._connect(before, after, together, recall, team)
 
-    def _connect(self, before: Inbound | None, after: Inbound | None, together: frozenset[int] | None, agree: Any) -> Links:
+    def _connect(
+        self,
+        before: Inbound | None,
+        after: Inbound | None,
+        together: frozenset[int] | None,
+        agree: Any,
+        team: Team | None = None,
+    ) -> Links:
         stage = self._stage
         return Links(
             self._world.fence,
             self._replica,
             self._replicas,
-            self._stage_group,
+            self._stage_group if team is None else team.sums,
             activations=before,
             gradients=after,
             outputs=self._outbound(stage + 1, "activation", together),
             input_gradients=self._outbound(stage - 1, "gradient", together),
             agree=agree,
+            team=team,
         )
 
     def _rank(self, stage: int) -> int:

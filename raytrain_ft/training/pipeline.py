@@ -73,6 +73,7 @@ class Stage:
     """Runs the micro-batches of a step through one stage.
 
     Args:
+        params: what is trained here.
         forward: runs the model on these inputs, as micro-batch number so and so.
         loss: the weighted loss of an output of the last stage; given that of a micro-batch.
         first_inputs: what the first stage reads of a micro-batch.
@@ -84,6 +85,7 @@ class Stage:
         self,
         stage: int,
         settings: PipelineSettings,
+        params: Sequence[nn.Parameter],
         *,
         forward: Callable[[int, Sequence[Any]], Any],
         first_inputs: Callable[[int], Any],
@@ -93,7 +95,7 @@ class Stage:
     ) -> None:
         self._stage = stage
         self._is_first, self._is_last = stage == 0, stage == settings.stages - 1
-        self._settings = settings
+        self._settings, self._params = settings, params
         self._forward_of, self._first_inputs, self._loss = forward, first_inputs, loss
         self._before_last = before_last
         self._probe = probe
@@ -105,7 +107,7 @@ class Stage:
         Raises:
             FencedError, PeerLostError: it broke off. LogGapError: a replay lacks a record.
         """
-        numbers = links.micro_batches or tuple(range(self._settings.micro_batches))
+        numbers = tuple(range(self._settings.micro_batches)) if links.team is None else links.team.numbers
         actions = order(self._settings.schedule, self._stage, self._settings.stages, len(numbers))
         self._saved = {}
         for inbound in (links.activations, links.gradients):
@@ -116,6 +118,8 @@ class Stage:
                 outbound.begin(step)
         for action in actions:
             self._act(action, numbers, links)
+        if links.team is not None:
+            links.team.add_up(self._params)
 
     def _act(self, action: Action, numbers: Sequence[int], links: Links) -> None:
         links.fence.check()
@@ -123,9 +127,11 @@ class Stage:
         if action.kind == "forward":
             self._forward(number, links)
             return
-        if action.micro_batch == len(numbers) - 1:
+        if action.micro_batch == len(numbers) - 1 and (links.team is None or not links.team.exact):
             self._before_last()
         self._backward(number, links)
+        if links.team is not None:
+            links.team.collect(number, self._params)
 
     def _forward(self, number: int, links: Links) -> None:
         saved = self._saved[number] = _Saved()
@@ -141,7 +147,7 @@ class Stage:
         if self._is_last:
             saved.outputs = [self._loss(number, output)]
             return
-        saved.outputs = _tensors(output, self._stage)
+        saved.outputs = passed_on(output, self._stage)
         assert links.outputs is not None
         self._probe("send", number)
         links.outputs.give(number, [tensor.detach() for tensor in saved.outputs])
@@ -174,7 +180,7 @@ def _gradient(tensor: Tensor) -> Tensor:
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
-def _tensors(output: Any, stage: int) -> list[Tensor]:
+def passed_on(output: Any, stage: int) -> list[Tensor]:
     """What a stage passes on.
 
     Raises:

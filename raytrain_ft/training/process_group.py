@@ -138,7 +138,7 @@ class FencedWork(dist.Work):
         self._fence.wait(self._done, timeout if timeout > timedelta() else WAIT_DEADLINE)
         error = self._failure()
         if error is not None:
-            raise PeerLostError(f"a collective failed ({_in_short(error)})") from error
+            raise PeerLostError(f"a collective failed ({in_short(error)})") from error
         if self._inner.__class__.__name__ == "WorkNCCL":
             self._inner.wait()  # on a GPU this only orders the streams
         return True
@@ -155,7 +155,7 @@ class FencedWork(dist.Work):
         return self._future
 
 
-def _in_short(error: RuntimeError) -> str:
+def in_short(error: Exception) -> str:
     """What gloo says, without the place in its source and without its advice."""
     return re.sub(r"^\[[^\]]*\]\s*", "", str(error)).split(". This is typically")[0][:200]
 

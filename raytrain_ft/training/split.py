@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode
 
 from raytrain_ft.errors import ConfigError
-from raytrain_ft.training.data import BatchSource
+from raytrain_ft.training.data import BatchSource, fetch
 from raytrain_ft.training.pipeline import sequential
 
 OPERATIONS_PER_BYTE = 4
@@ -63,7 +64,7 @@ def measure_cuts(task: Any, stages: int, micro_batch_size: int) -> tuple[int, ..
     trained = [any(p.requires_grad for p in layer.parameters()) for layer in layers]
     if sum(trained) < stages:
         raise ConfigError(f"ParallelismConfig(pipeline_parallel_degree={stages}): the model has {sum(trained)} layers to train")
-    value: Any = task.inputs(_sample(task.dataset(), max(1, micro_batch_size)))
+    value: Any = task.inputs(sample(task, max(1, micro_batch_size)))
     costs: list[float] = []
     for layer in layers:
         cost, value = _cost(layer, value)
@@ -78,12 +79,18 @@ def check_cuts(task: Any, cuts: Sequence[int]) -> None:
         raise ConfigError(f"ParallelismConfig(split={tuple(cuts)!r}): the model has {layers} layers only, numbered from 0")
 
 
-def _sample(dataset: Any, count: int) -> Any:
+def sample(task: Any, count: int) -> Any:
+    """A batch of the first samples of a task's dataset, to measure with: of the form that a worker reads."""
+    dataset = task.dataset()
     ids = [number % len(dataset) for number in range(count)]
     if isinstance(dataset, BatchSource):
-        return dataset.load_batch(torch.tensor(ids).numpy(), 0, 0)
-    many = getattr(dataset, "__getitems__", None)
-    return default_collate(many(ids) if many is not None else [dataset[number] for number in ids])
+        return dataset.load_batch(np.array(ids), 0, 0)
+    samples = fetch(dataset, ids)
+    augment = getattr(task, "augment", None)
+    if augment is not None:
+        generator = torch.Generator().manual_seed(0)
+        samples = [augment(one, generator) for one in samples]
+    return default_collate(samples)
 
 
 @torch.no_grad()

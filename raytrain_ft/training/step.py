@@ -91,6 +91,7 @@ class Replica:
             self._pipeline = Stage(
                 stage,
                 settings.pipeline,
+                [p for bucket in state.buckets for p in bucket.params],
                 forward=self._forward,
                 first_inputs=lambda number: task.inputs(self._on_device(self._micro_batches[number].data)),
                 loss=self._weighted_loss,
@@ -150,7 +151,8 @@ class Replica:
         self.reducer.begin(self.state.step)
         self.state.tail.begin()
         ids = tuple(micro_batch.ids for micro_batch in micro_batches)
-        self._weight = sum(len(i) for i in ids) / (first.batch.stop - first.batch.start)
+        leads = links.team is None or links.team.leads  # of a team, one speaks for all of what none of them changes
+        self._weight = sum(len(i) for i in ids) / (first.batch.stop - first.batch.start) if leads else 0.0
         self.attempt = Attempt(
             self.state.step, first.batch, first.after, ids, links.replica, links.replicas, links.fence.incarnation, began
         )

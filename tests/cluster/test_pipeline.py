@@ -1,4 +1,4 @@
-"""A pipeline that loses stages: survivors keep what they have, lost stages replay what they were sent, the bits are the same."""
+"""A pipeline that loses stages: survivors keep what they have, lost ones replay what they were sent, the bits are the same."""
 
 from __future__ import annotations
 
@@ -67,9 +67,13 @@ def is_that_of(whole: ft.Result, cut: ft.Result) -> bool:
     return cut.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-4)
 
 
-def test_the_result_is_that_of_the_model_in_one_piece(in_one_piece: ft.Result, tmp_path: Path) -> None:
-    result = pipeline(tmp_path, "run", task=Alike(), max_grad_norm=0.5)
-    assert is_that_of(in_one_piece, result)
+@pytest.fixture(scope="module")
+def calm_stages(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> ft.Result:
+    return pipeline(tmp_path_factory.mktemp("calm"), "run", task=Alike(), max_grad_norm=0.5)
+
+
+def test_the_result_is_that_of_the_model_in_one_piece(in_one_piece: ft.Result, calm_stages: ft.Result) -> None:
+    assert is_that_of(in_one_piece, calm_stages)
 
 
 def test_a_stage_with_a_replica_is_filled_from_it(in_one_piece: ft.Result, tmp_path: Path) -> None:
@@ -156,3 +160,24 @@ def test_a_run_goes_on_where_it_ended(undisturbed_pipeline: ft.Result, tmp_path:
     result = pipeline(tmp_path, "run", checkpoints=often)
     assert result.digest == undisturbed_pipeline.digest
     assert events(result, "Resumed")[0]["step"] == 8
+
+
+@pytest.mark.parametrize("sums", ["exact", "fast"])
+def test_survivors_help_with_the_replay_and_come_back_to_their_own_state(
+    in_one_piece: ft.Result, calm_stages: ft.Result, tmp_path: Path, sums: Any
+) -> None:
+    faults = [fault(1, 9, "forward", 1)]
+    result = pipeline(tmp_path, "run", task=Alike(), max_grad_norm=0.5, faults=faults, replay_workers=3, replay_sums=sums)
+    (recovery,) = result.recoveries
+    assert "by 3 workers" in recovery.reason
+    if sums == "exact":
+        assert result.digest == calm_stages.digest
+        assert recovery.guarantee == Guarantee.EXACT
+    else:
+        assert is_that_of(in_one_piece, result)
+        assert recovery.guarantee == Guarantee.ROUNDING
+    before = {r["member"]: r["digests"] for r in events(result, "Reconciled") if r["incarnation"] == recovery.incarnation}
+    after = {r["member"]: r["digests"] for r in events(result, "Filled") if r["incarnation"] == recovery.incarnation}
+    survivors = [member for member, digests in before.items() if digests]
+    assert len(survivors) == 2
+    assert all(before[member] == after[member] for member in survivors), "they hold what they held before they helped"

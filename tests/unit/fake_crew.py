@@ -145,7 +145,7 @@ class Cluster:
             case m.Trim(members, _):
                 assert set(members) <= set(self.run.members)
             case m.Replay():
-                for member in command.members:
+                for member in [member for team in command.teams for member in team]:
                     self._call(member, "replay", lambda w: self._replay(w, command))
             case m.Reconcile(world):
                 for member in world:
@@ -248,7 +248,8 @@ class Cluster:
     def _replay(self, worker: Worker, command: m.Replay) -> None:
         if not self._enter(worker, command.incarnation, command.world):
             return
-        assert worker.stage in command.stages
+        helps = worker.member not in [team[0] for team in command.teams]
+        assert helps or worker.stage in command.stages
         assert command.stages != tuple(range(self.rules.stages))
         about = {"member": worker.member, "incarnation": command.incarnation}
         stored = [stored for stored in self.disk if stored.name == command.load]
@@ -258,7 +259,10 @@ class Cluster:
             self._post(m.LogMissing(**about, reason="a record is damaged"))
         else:
             assert not stored or stored[0].step <= command.until
-            worker.filled, worker.step, worker.reduced, worker.agreed = True, command.until, False, None
+            if not helps:
+                worker.filled, worker.step, worker.reduced, worker.agreed = True, command.until, False, None
+            assert worker.filled
+            assert worker.step == command.until
             self._post(m.Filled(**about, digests=(self._digest(worker),)))
 
     def _start_steps(self, worker: Worker, incarnation: int) -> None:

@@ -37,6 +37,8 @@ def all_rules(draw: st.DrawFn) -> Rules:
         max_workers=stages * most,
         stages=stages,
         logging=stages > 1 and draw(st.booleans()),
+        replay_workers=draw(st.sampled_from([1, 2, 3])),
+        exact_sums=draw(st.booleans()),
         max_steps=draw(st.integers(1, 8)),
         spares=draw(st.integers(0, 2)),
         wait_for_replacement=draw(st.booleans()),

@@ -1,0 +1,389 @@
+"""Which recovery for which stage of a pipeline, and which boundaries to log: decided before a run, from measured numbers. Pure.
+
+Replication where a stage has a replica on another node, else logging, else checkpoints (SWIFT, section 3). A run asks
+`choose_groups` and `in_proportion`; `raytrain-ft plan` shows all of it with the times that go with it.
+
+Worker number r is taken to be on node r modulo their number: workers are started one by one, each on the emptiest node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from raytrain_ft.errors import ConfigError
+from raytrain_ft.policy import grouping
+from raytrain_ft.policy.grouping import Groups, Profile
+from raytrain_ft.policy.logging_cost import Worth, bubble_share, in_proportion
+from raytrain_ft.policy.topology import groups_by_node, members_of
+
+BANDWIDTH = 1.25e9
+"""Of the network, bytes per second, where none is given: 10 Gbit/s. It hardly matters where stages take longer than transfers."""
+ASSUMED_INTERVAL = 100
+"""Steps from one checkpoint to the next where the run itself will choose: more than most choose, so that a budget holds."""
+DEVICE_COPY = 12e9
+"""Bytes per second from a GPU to its host: what PCIe 3.0 x16 reaches, and the paper's machines with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What was measured of the stages of one replica.
+
+    Attributes:
+        compute: seconds that each stage computes per step. crossing: bytes per step over each boundary, both directions.
+        state: bytes of each stage's weights, buffers and optimizer.
+        micro_batches: of a step. replicas: of the pipeline; each logs what its own stages send.
+    """
+
+    compute: tuple[float, ...]
+    crossing: tuple[float, ...]
+    state: tuple[int, ...]
+    micro_batches: int
+    replicas: int = 1
+
+    @property
+    def stages(self) -> int:
+        """Of a replica."""
+        return len(self.compute)
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a step of the whole pipeline: the first micro-batch passes all stages, the others follow at the slowest's pace."""
+        return (sum(self.compute) + (self.micro_batches - 1) * max(self.compute)) / self.micro_batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What is asked for.
+
+    Attributes:
+        interval: steps from one checkpoint to the next. bandwidth: of the network, bytes per second.
+        nodes: that the workers are spread over; 0 is one for each.
+        budget_bytes: of log from one checkpoint to the next, all workers together. target_seconds: of recovery per lost step.
+            At most one of them; with neither, every boundary between nodes is logged.
+        parallel: whether survivors help to replay.
+    """
+
+    interval: int
+    bandwidth: float = BANDWIDTH
+    nodes: int = 0
+    budget_bytes: float | None = None
+    target_seconds: float | None = None
+    parallel: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogChoice:
+    """What a run decided about its log, with the numbers that it was decided by. Goes into the run's record.
+
+    Attributes:
+        kept: whether there is a log. reason: why, in words.
+        groups: of stages, only what crosses between them is logged; () is every boundary between nodes.
+        bytes_per_step: of the log, all workers together, if each stage is on a node of its own.
+        state_bytes: of the model and its optimizer. interval: steps between checkpoints that were reckoned with.
+        compute_ms: per stage and step, if they were timed.
+    """
+
+    kept: bool
+    reason: str
+    groups: Groups = ()
+    bytes_per_step: int = 0
+    state_bytes: int = 0
+    interval: int = 0
+    compute_ms: tuple[float, ...] = ()
+
+    def as_record(self) -> dict[str, Any]:
+        """For a line of JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is recommended, what it costs, and why.
+
+    Attributes:
+        strategies: of each stage: "replication", "logging" or "checkpoint".
+        groups: the best ones; greedy: those of the paper's algorithm, for the same log; every: if all is logged.
+        log: bytes per step of `groups`, all workers together.
+        wish, measured: what it follows from.
+        worth: whether to log at all.
+        why: sentences.
+    """
+
+    strategies: tuple[str, ...]
+    groups: Groups
+    greedy: Groups
+    every: Groups
+    log: float
+    wish: Wish
+    measured: Measured
+    worth: Worth
+    why: tuple[str, ...]
+
+    def seconds(self, groups: Groups, *, parallel: bool) -> float:
+        """Expected seconds of replay per lost step with these groups."""
+        return _objective(self.measured, self.wish, self.every, groups, parallel=parallel)
+
+    def log_between(self, groups: Groups) -> float:
+        """Bytes of log from one checkpoint to the next with these groups, all workers together."""
+        return log_per_step(self.measured, groups) * self.wish.interval
+
+
+# ---------------------------------------------------------------- what a run asks
+
+
+def interval_of(every: int | str | None, max_steps: int) -> int:
+    """Steps whose log is kept, as far as that is known beforehand: the interval of checkpoints, `ASSUMED_INTERVAL` where it will
+    be chosen from measurements, all steps without checkpoints; never more than the run has."""
+    interval = max_steps if every is None else every if isinstance(every, int) else ASSUMED_INTERVAL
+    return max(1, min(interval, max_steps))
+
+
+def choose_groups(measured: Measured, wish: Wish) -> Groups:
+    """Which stages form a group: the fastest recovery within the budget, the least log that meets the target, or all apart.
+
+    Raises:
+        ConfigError: no boundary fits the budget, or no grouping meets the target.
+    """
+    together = _domains(measured, wish)
+    profile = _profile(measured, wish, together, parallel=wish.parallel)
+    if wish.target_seconds is not None:
+        return _expand(grouping.cheapest(profile, wish.target_seconds), together)
+    if wish.budget_bytes is None or len(together) == 1:
+        return together
+    groups = _expand(grouping.optimal(profile, wish.budget_bytes / measured.replicas), together)
+    if len(groups) == 1:
+        least = min(profile.crossing) * wish.interval * measured.replicas
+        raise ConfigError(
+            f"a budget of {in_bytes(wish.budget_bytes)} of log between two checkpoints holds no boundary at all: the smallest one "
+            f"takes {in_bytes(least)} in {wish.interval} steps. Use at least that (budget_bytes={int(-(-least // 1))}), checkpoint "
+            "more often, or do without a log"
+        )
+    return groups
+
+
+def log_per_step(measured: Measured, groups: Groups) -> float:
+    """Bytes per step that cross between groups, all replicas together."""
+    return measured.replicas * sum(measured.crossing[group[-1]] for group in groups[:-1])
+
+
+# ---------------------------------------------------------------- what `raytrain-ft plan` asks
+
+
+def plan(measured: Measured, wish: Wish) -> Plan:
+    """Recommends a strategy for each stage, and the groups.
+
+    Raises:
+        ConfigError: a number that cannot be used, or see `choose_groups`.
+    """
+    _check(measured, wish)
+    every = _domains(measured, wish)
+    groups = choose_groups(measured, wish)
+    log = log_per_step(measured, groups)
+    budget = log * wish.interval if wish.budget_bytes is None else wish.budget_bytes
+    profile = _profile(measured, wish, every, parallel=wish.parallel)
+    greedy = _expand(grouping.greedy(profile, budget / measured.replicas), every)
+    worth = _worth(measured, wish, every, groups)
+    replicated = [_apart(measured, wish, stage) for stage in range(measured.stages)]
+    otherwise = "logging" if worth.worth else "checkpoint"
+    strategies = tuple("replication" if apart else otherwise for apart in replicated)
+    why = (
+        *_why_strategies(measured, wish, strategies, worth),
+        *_why_groups(measured, wish, every, groups, greedy),
+        _advice(measured, groups),
+    )
+    return Plan(
+        strategies=strategies,
+        groups=groups,
+        greedy=greedy,
+        every=every,
+        log=log,
+        wish=wish,
+        measured=measured,
+        worth=worth,
+        why=tuple(line for line in why if line),
+    )
+
+
+def in_bytes(size: float) -> str:
+    """A size in words."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if abs(size) < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def in_seconds(seconds: float) -> str:
+    """A time in words."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
+
+
+def named(groups: Groups) -> str:
+    """Groups as they are printed: 0-1 | 2 | 3-5."""
+    return " | ".join(str(group[0]) if len(group) == 1 else f"{group[0]}-{group[-1]}" for group in groups)
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def _check(measured: Measured, wish: Wish) -> None:
+    if wish.budget_bytes is not None and wish.target_seconds is not None:
+        raise ConfigError("a budget and a target exclude each other: give one of them")
+    workers = measured.stages * measured.replicas
+    if not 0 <= wish.nodes <= workers:
+        raise ConfigError(f"nodes={wish.nodes}: {workers} workers need 1 to {workers} of them")
+
+
+def _nodes(measured: Measured, wish: Wish) -> tuple[tuple[str, ...], dict[str, str]]:
+    """A world, and the node of each of its members."""
+    count = measured.stages * measured.replicas
+    world = tuple(f"w{rank}" for rank in range(count))
+    return world, {member: f"n{rank % (wish.nodes or count)}" for rank, member in enumerate(world)}
+
+
+def _domains(measured: Measured, wish: Wish) -> Groups:
+    """Neighbours that are lost together whatever is logged, because they share a node."""
+    return groups_by_node(*_nodes(measured, wish), measured.stages)
+
+
+def _apart(measured: Measured, wish: Wish, stage: int) -> bool:
+    """Whether the replicas of a stage are on more than one node: those on a lost node are no help."""
+    world, nodes = _nodes(measured, wish)
+    return len({nodes[member] for member in members_of(world, stage, measured.stages)}) > 1
+
+
+def _profile(measured: Measured, wish: Wish, together: Groups, *, parallel: bool) -> Profile:
+    """What grouping needs to know: one value for all stages that are together anyway."""
+    return Profile(
+        compute=tuple(sum(measured.compute[stage] for stage in group) for group in together),
+        crossing=tuple(measured.crossing[group[-1]] for group in together[:-1]),
+        bandwidth=wish.bandwidth,
+        interval=wish.interval,
+        parallel=parallel,
+    )
+
+
+def _expand(chosen: Groups, together: Groups) -> Groups:
+    return tuple(tuple(stage for part in group for stage in together[part]) for group in chosen)
+
+
+def _objective(measured: Measured, wish: Wish, every: Groups, groups: Groups, *, parallel: bool) -> float:
+    part = {group[0]: number for number, group in enumerate(every)}
+    chosen = tuple(tuple(part[stage] for stage in group if stage in part) for group in groups)
+    return grouping.objective(_profile(measured, wish, every, parallel=parallel), chosen)
+
+
+def _worth(measured: Measured, wish: Wish, every: Groups, groups: Groups) -> Worth:
+    """Whether logging beats going back to the checkpoint."""
+    if len(groups) == 1:
+        return Worth(False, "nothing is logged: all stages are one group, so a loss takes all of them back")
+    size = in_proportion(log_per_step(measured, groups), sum(measured.state))
+    if not size.worth:
+        return size
+    replay = _objective(measured, wish, every, groups, parallel=wish.parallel)
+    again = measured.step_seconds
+    if replay >= again:
+        return Worth(
+            False,
+            f"replaying a lost step takes {in_seconds(replay)}, and doing it again from a checkpoint {in_seconds(again)}: the groups "
+            "are too large",
+        )
+    return Worth(
+        True,
+        f"{size.reason}; replaying a lost step takes {in_seconds(replay)} where going back takes {in_seconds(again)}, and survivors "
+        "lose nothing",
+    )
+
+
+# ---------------------------------------------------------------- words
+
+
+def _why_strategies(measured: Measured, wish: Wish, strategies: Sequence[str], worth: Worth) -> list[str]:
+    lines = []
+    copied = [stage for stage, strategy in enumerate(strategies) if strategy == "replication"]
+    others = [stage for stage, strategy in enumerate(strategies) if strategy != "replication"]
+    if copied:
+        slowest = max(measured.state[stage] for stage in copied) / wish.bandwidth
+        lines.append(
+            f"Replication for {_stages(copied)}: a replica is on another node, so no step is lost; its state is copied in "
+            f"{in_seconds(slowest)}."
+        )
+    if others and measured.replicas > 1:
+        lines.append(f"The replicas of {_stages(others)} share a node, and would be lost together.")
+    if others:
+        lines.append(f"{strategies[others[0]].capitalize()} for {_stages(others)}: {worth.reason}.")
+    elif worth.worth:
+        lines.append("The log only matters if all replicas of a stage are lost at once; LogConfig(enabled=False) does without.")
+    nodes = wish.nodes or measured.stages * measured.replicas
+    if len(_domains(measured, wish)) > 1 and nodes < measured.stages:
+        lines.append(
+            "A node hosts several stages that are no neighbours: its loss loses all of them, and each replays by itself."
+        )
+    return lines
+
+
+def _why_groups(measured: Measured, wish: Wish, every: Groups, groups: Groups, greedy: Groups) -> list[str]:
+    if len(every) == 1:
+        return ["All stages are on one node: there is no boundary to log."]
+    full = log_per_step(measured, every) * wish.interval
+    kept = log_per_step(measured, groups) * wish.interval
+    lines = []
+    if wish.budget_bytes is not None:
+        fits = "within" if full <= wish.budget_bytes else "over"
+        lines.append(
+            f"Logging every boundary takes {in_bytes(full)} between two checkpoints, {fits} the budget of "
+            f"{in_bytes(wish.budget_bytes)}; the groups {named(groups)} take {in_bytes(kept)}, and of all that fit they recover "
+            "fastest."
+        )
+    elif wish.target_seconds is not None:
+        lines.append(
+            f"The groups {named(groups)} log least ({in_bytes(kept)} between two checkpoints, of {in_bytes(full)}) of all that "
+            f"recover within {in_seconds(wish.target_seconds)} per lost step."
+        )
+    else:
+        lines.append(
+            f"Every boundary between nodes is logged, {in_bytes(full)} between two checkpoints; --budget asks for less."
+        )
+    if greedy != groups:
+        ours, theirs = (_objective(measured, wish, every, one, parallel=wish.parallel) for one in (groups, greedy))
+        more = log_per_step(measured, greedy) * wish.interval - kept
+        lines.append(
+            f"The paper's greedy algorithm chooses {named(greedy)}: {in_seconds(theirs)} per lost step instead of "
+            f"{in_seconds(ours)}, and {in_bytes(abs(more))} {'more' if more >= 0 else 'less'} log."
+        )
+    joint = [group for group in groups if len(group) > 1]
+    if joint:
+        lines.append("If one stage of a group is lost, all of that group go back and replay together.")
+        if wish.parallel:
+            lines.append(
+                "With helpers, the times are the paper's estimate, which has them help a whole group; so far only groups of one "
+                "stage have helpers here."
+            )
+    return lines
+
+
+def _advice(measured: Measured, groups: Groups) -> str:
+    """Whether a GPU could copy its log while it is idle (section 5.4). A CPU copies nothing, so this decides nothing."""
+    if len(groups) == 1:
+        return ""
+    edges = {group[-1] for group in groups[:-1]}
+    per_stage = [
+        sum(measured.crossing[edge] / 2 for edge in (stage - 1, stage) if edge in edges) for stage in range(measured.stages)
+    ]
+    busiest = max(per_stage)
+    idle = bubble_share(measured.stages, measured.micro_batches)
+    shortest = busiest / DEVICE_COPY / idle if idle else 0.0
+    return (
+        f"A stage is idle for {idle:.0%} of a step ({measured.stages} stages, {measured.micro_batches} micro-batches). On GPUs that "
+        f"copy {in_bytes(DEVICE_COPY)}/s to the host, its {in_bytes(busiest)} of log fit in there if a step takes "
+        f"{in_seconds(shortest)} or more; on CPUs nothing is copied."
+    )
+
+
+def _stages(numbers: Sequence[int]) -> str:
+    return ("stage " if len(numbers) == 1 else "stages ") + ", ".join(map(str, numbers))

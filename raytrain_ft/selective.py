@@ -1,0 +1,115 @@
+"""What a pipeline run logs: all that crosses between nodes, as much as a budget or a target allows, or nothing.
+
+Called once, in the driver, before the run. Without a budget or a target the stages are only asked how much they pass on, which
+takes one micro-batch forward; with one they are timed as well.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+from raytrain_ft.config import RecoveryConfig, ScalingConfig, TrainSettings, workers
+from raytrain_ft.errors import ConfigError, TaskError
+from raytrain_ft.policy import planning
+from raytrain_ft.policy.logging_cost import in_proportion
+from raytrain_ft.policy.planning import LogChoice, Measured, Wish
+from raytrain_ft.task import TrainTask
+from raytrain_ft.training.attempt import StepSettings
+from raytrain_ft.training.profile import ROUNDS, measure_stages
+
+
+def choose_log(
+    task: TrainTask,
+    step: StepSettings,
+    settings: TrainSettings,
+    scaling: ScalingConfig,
+    recovery: RecoveryConfig,
+    every: int | str | None,
+) -> LogChoice | None:
+    """What a run in stages logs; None if nobody asked for a log.
+
+    Args:
+        every: of the run's `CheckpointConfig`.
+
+    Raises:
+        ConfigError: the budget or the target cannot be met. TaskError: the task fails when it is measured for one of them.
+    """
+    how = recovery.log
+    if step.pipeline is None or not how.enabled or recovery.strategy not in ("auto", "logging"):
+        return None
+    wish = Wish(
+        interval=planning.interval_of(every, settings.max_steps),
+        budget_bytes=how.budget_bytes,
+        target_seconds=how.recovery_target.total_seconds() if how.recovery_target is not None else None,
+        parallel=recovery.replay_workers > 1,
+    )
+    if how.selective:
+        choice = _selected(measure(task, step, settings, scaling), wish)
+    elif recovery.strategy == "logging":
+        return LogChoice(kept=True, reason='strategy="logging"', interval=wish.interval)
+    else:
+        try:
+            choice = _described(
+                measure(task, step, settings, scaling, rounds=0), wish, "every boundary between nodes is logged"
+            )
+        except TaskError as error:  # the workers will say the same of it, with rank and step
+            return LogChoice(kept=True, reason=f"how much it logs is not known: {error}", interval=wish.interval)
+    if choice.kept and recovery.strategy == "auto":
+        worth = in_proportion(choice.bytes_per_step, choice.state_bytes)
+        choice = replace(choice, kept=worth.worth, reason=f"{choice.reason}; {worth.reason}" if worth.worth else worth.reason)
+    if not choice.kept:
+        warnings.warn(
+            f"no log is kept, and a stage that is lost without a replica takes all back to the checkpoint: {choice.reason}",
+            stacklevel=4,
+        )
+    return choice
+
+
+def measure(
+    task: TrainTask, step: StepSettings, settings: TrainSettings, scaling: ScalingConfig, rounds: int = ROUNDS
+) -> Measured:
+    """What the stages of this run cost per step, measured in this process.
+
+    Raises:
+        TaskError: the task fails on a micro-batch.
+    """
+    assert step.pipeline is not None
+    replicas, micro_batches = workers(scaling)[1] // step.pipeline.stages, step.pipeline.micro_batches
+    samples = settings.global_batch_size // (replicas * micro_batches)
+    resources: Any = scaling.resources_per_worker or {}
+    costs = measure_stages(task, step, samples, rounds=rounds, threads=max(1, int(resources.get("CPU", 1))))
+    return Measured(
+        compute=tuple(micro_batches * one.seconds for one in costs),
+        crossing=tuple(float(micro_batches * one.crossing) for one in costs[:-1]),
+        state=tuple(one.state for one in costs),
+        micro_batches=micro_batches,
+        replicas=replicas,
+    )
+
+
+def _selected(measured: Measured, wish: Wish) -> LogChoice:
+    field = "budget_bytes" if wish.budget_bytes is not None else "recovery_target"
+    try:
+        groups = planning.choose_groups(measured, wish)
+    except ConfigError as error:
+        raise ConfigError(f"LogConfig({field}=...): {error}") from error
+    choice = _described(measured, wish, f"LogConfig({field}=...) chose the groups {planning.named(groups)}")
+    logged = round(planning.log_per_step(measured, groups))
+    if len(groups) == 1:
+        reason = f"{choice.reason}: the target is met without a log"
+        return replace(choice, kept=False, reason=reason, groups=groups, bytes_per_step=0)
+    return replace(choice, groups=groups, bytes_per_step=logged)
+
+
+def _described(measured: Measured, wish: Wish, reason: str) -> LogChoice:
+    every = tuple((stage,) for stage in range(measured.stages))
+    return LogChoice(
+        kept=True,
+        reason=reason,
+        bytes_per_step=round(planning.log_per_step(measured, every)),
+        state_bytes=sum(measured.state),
+        interval=wish.interval,
+        compute_ms=tuple(round(1e3 * seconds, 3) for seconds in measured.compute if seconds),
+    )
