@@ -12,6 +12,7 @@
     │   ├── AbortedError              somebody asked for the end of the run
     │   ├── NonFiniteLossError        the loss became NaN or infinite and the policy is "raise"
     │   └── RecoveryError             a recovery that could not be carried out
+    │       ├── ReplayDivergedError   a replay did not compute what was computed before
     │       ├── NoSurvivorError       every replica is gone, and nothing durable covers the loss
     │       └── RetryBudgetError      the budget for failures is used up, or recoveries make no progress
     ├── StorageError                  a file that is damaged, missing or of another format
@@ -63,6 +64,10 @@ class AbortedError(TrainingFailedError):
 
 class RecoveryError(TrainingFailedError):
     """A recovery that could not be carried out."""
+
+
+class ReplayDivergedError(RecoveryError):
+    """A replay did not compute what was computed before: the model is not deterministic. Nothing of it is used."""
 
 
 class NoSurvivorError(RecoveryError):

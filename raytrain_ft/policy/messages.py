@@ -205,11 +205,12 @@ class CheckpointRejected(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogMissing(Event):
-    """A replay needs a record that no log has, or that is damaged."""
+    """A replay needs a record that no log has, or that is damaged; or it `diverged` from what it repeats."""
 
     member: str
     incarnation: int
     reason: str
+    diverged: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

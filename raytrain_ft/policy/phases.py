@@ -14,7 +14,7 @@ from raytrain_ft.policy.reconcile import reconcile, reconcile_stages
 from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import State
-from raytrain_ft.policy.strategy import Strategy
+from raytrain_ft.policy.strategy import Guarantee, Strategy
 from raytrain_ft.policy.topology import groups_by_node, groups_of, logged_edges, replay_teams, stage_of, to_replay
 from raytrain_ft.policy.world import differing_in_stages, rebuild_stages, seats, seats_in_stages, shall_wait
 
@@ -248,6 +248,8 @@ def _log_from_now_on(run: RunState) -> None:
     if not run.rules.logging:
         return
     logged = logged_edges(groups_by_node(run.joining, run.roster.nodes, stages))
+    if run.rules.groups:
+        logged &= logged_edges(run.rules.groups)
     goes_on = run.plan is not None and len(run.joining) == len(run.world) and logged <= run.logged
     if goes_on:
         return  # a boundary within a node is logged further: the log stays as it is
@@ -296,9 +298,12 @@ def _replay(run: RunState) -> m.Replay:
 
 
 def on_log_missing(run: RunState, event: m.LogMissing) -> list[m.Command]:
-    """A replay with a gap would be another training: everybody goes back to the checkpoint instead."""
+    """A replay with a gap would be another training: everybody goes back to the checkpoint instead. If the model is not
+    deterministic, what is done again is another training as well, and the run's record says so."""
     run.logged_since = None
-    return suspect(run, event.at, f"the log is not whole: {event.reason}", event.member)
+    if event.diverged:
+        run.recoveries[-1].guarantee = Guarantee.ROUNDING
+    return suspect(run, event.at, f"the log cannot be replayed: {event.reason}", event.member)
 
 
 # ---------------------------------------------------------------- REBUILD and RESUME

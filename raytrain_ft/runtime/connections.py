@@ -15,7 +15,8 @@ from raytrain_ft.storage.log_reader import LogReader
 from raytrain_ft.storage.tensor_log import TensorLog
 from raytrain_ft.training import process_group
 from raytrain_ft.training.links import Links, Switchboard, agreed_key, data_parallel
-from raytrain_ft.training.process_group import FencedGroup, Solo
+from raytrain_ft.training.process_group import FencedGroup
+from raytrain_ft.training.solo import Solo
 from raytrain_ft.training.team import Team
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from raytrain_ft.errors import ConfigError, FencedError, LogGapError, MismatchError, StorageError
+from raytrain_ft.errors import ConfigError, FencedError, LogGapError, MismatchError, ReplayDivergedError, StorageError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.states import State
 from raytrain_ft.policy.topology import stage_of
@@ -218,8 +218,9 @@ class Crew:
         if isinstance(cause, PeerLostError):
             self._tell(m.Suspected(at=self._now(), incarnation=incarnation, reason=str(cause)[:300], noticed_by=member))
             return
-        if isinstance(cause, LogGapError):
-            about = {"incarnation": incarnation, "reason": str(cause)[:1000]}
+        if isinstance(cause, LogGapError | ReplayDivergedError):
+            diverged = isinstance(cause, ReplayDivergedError)
+            about = {"incarnation": incarnation, "reason": str(cause)[:1000], "diverged": diverged}
             self._tell(m.LogMissing(at=self._now(), member=member, **about))
             return
         if load and isinstance(cause, StorageError):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from raytrain_ft.policy.planning import LogChoice
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.training.attempt import StepSettings
@@ -58,6 +59,7 @@ class RunSpec:
         run_id: unique, also among runs of the same name.
         directory: the run's directory, visible from every node.
         log: how what crosses between the stages of a pipeline is logged; None does not.
+        log_choice: what was decided about that and why, for the run's record.
         nonce: what a worker must find in the directory, to prove that it is the same one.
         checkpoints: None writes none.
         incarnation: the last one of earlier runs of this name.
@@ -77,6 +79,7 @@ class RunSpec:
     undo: str
     checkpoints: CheckpointSpec | None
     log: LogSpec | None
+    log_choice: LogChoice | None
     incarnation: int
     faults: tuple[Any, ...]
     heartbeat_interval: float

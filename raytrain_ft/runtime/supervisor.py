@@ -48,6 +48,7 @@ class Supervisor:
         self._ended = asyncio.Event()
         self._restarted = bool(past)
         self._ended_at: float | None = None
+        self._lost_at: dict[str, int | None] = {}  # who was lost, and the step that others went on from
         self._was_over = self._machine.state in ENDED
 
     def now(self) -> float:
@@ -145,6 +146,8 @@ class Supervisor:
         """Log, decide, carry out."""
         before = self._machine.state
         self._log.append(event)
+        if isinstance(event, m.WorkerLost) and self._spec.log is not None:
+            self._lost_at[event.member] = None
         try:
             commands = handle(self._machine, event)
         except Exception as error:
@@ -160,11 +163,24 @@ class Supervisor:
         for command in commands:
             if isinstance(command, m.Run):
                 self._note_resumed(command)
-            elif isinstance(command, m.Reconcile) and command.load:
+            elif isinstance(command, m.Reconcile):
                 self._note_stored(command.load)
+                if command.plan is not None:
+                    new = [member for member, reached in self._lost_at.items() if reached is None]
+                    self._lost_at |= dict.fromkeys(new, command.plan.step)
+            elif isinstance(command, m.Trim):
+                self._trim_logs_of_the_lost(command.step)
             elif isinstance(command, m.FindCheckpoints):
                 self._library.find(command.incarnation, self._health.reached, self.tell, self.now)
             self._crew.carry_out(command)
+
+    def _trim_logs_of_the_lost(self, step: int) -> None:
+        """Who is lost cannot delete what it logged; it came no further than the step that the others went on from."""
+        for member, reached in list(self._lost_at.items()):
+            if reached is not None and reached < step:
+                del self._lost_at[member]
+                for path in self._spec.logs.glob(f"{member}-*.arrow"):
+                    path.unlink(missing_ok=True)
 
     def _note_stored(self, name: str) -> None:
         """What a checkpoint says of the steps before it, if that has not been noted: its worker may have died untold."""
@@ -195,7 +211,9 @@ class Supervisor:
 
 def _details(spec: RunSpec) -> dict[str, Any]:
     sampling, rules = spec.sampling, spec.rules
+    about = {"log": spec.log_choice.as_record()} if spec.log_choice is not None else {}
     return {
+        **about,
         "name": spec.name,
         "dataset_size": sampling.dataset_size,
         "global_batch_size": sampling.global_batch_size,

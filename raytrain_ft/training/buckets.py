@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from raytrain_ft.training.process_group import FencedGroup, FencedWork, Finished, Solo
+from raytrain_ft.training.process_group import FencedGroup, FencedWork
+from raytrain_ft.training.solo import Finished, Solo
 
 Probe = Callable[[str, int | None], None]
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from raytrain_ft.errors import FencedError, TaskError
+from raytrain_ft.errors import FencedError, ReplayDivergedError, TaskError
 from raytrain_ft.storage.log_reader import LogReader
 from raytrain_ft.storage.tensor_log import Key, TensorLog
 from raytrain_ft.training.process_group import FencedGroup, PeerLostError, in_short
@@ -34,7 +34,7 @@ POSTED = 2
 """Receives that are posted at once, so that a sender need not wait for the receiver to be ready."""
 IDLE_S = 1.0
 """How often a receiver that has nothing to do looks whether its incarnation is over."""
-RECORD_DEADLINE_S = 20.0
+RECORD_DEADLINE_S = 5.0
 """How long a replay waits for a record that ought to be there: the sender has flushed its log when it was fenced."""
 
 
@@ -214,11 +214,21 @@ class Tap:
 
     Args:
         log: None if the edge is not logged.
+        past: in a replay, what was logged before, by the worker that was lost: a step's first micro-batch must be that again,
+            as far as it is there.
     """
 
-    def __init__(self, live: Outbound | None, log: TensorLog | None, key: Callable[[int, int], Key], incarnation: int) -> None:
+    def __init__(
+        self,
+        live: Outbound | None,
+        log: TensorLog | None,
+        key: Callable[[int, int], Key],
+        incarnation: int,
+        past: LogReader | None = None,
+    ) -> None:
         self._live = live
         self._log = log
+        self._past = past
         self._key = key
         self._incarnation = incarnation
         self._step = 0
@@ -229,7 +239,17 @@ class Tap:
             self._live.begin(step)
 
     def give(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
+        """Raises ReplayDivergedError: a replay has computed something else than what was computed before."""
+        key = self._key(self._step, micro_batch)
         if self._live is not None:
             self._live.give(micro_batch, tensors)
+        if self._past is not None and micro_batch == 0 and self._past.has(key):
+            before = self._past.read(key)
+            if len(before) != len(tensors) or not all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True)):
+                raise ReplayDivergedError(
+                    f"stage {key.sender}, step {key.step}: the {key.kind} of micro-batch 0 is another than before. Is "
+                    "something in the model random that is not drawn from torch, random or numpy, or are its kernels not "
+                    "deterministic?"
+                )
         if self._log is not None:
-            self._log.append(self._key(self._step, micro_batch), self._incarnation, tensors)
+            self._log.append(key, self._incarnation, tensors)

@@ -26,7 +26,8 @@ from raytrain_ft.training.edges import (
     Outbound,
     Tap,
 )
-from raytrain_ft.training.process_group import Fence, FencedGroup, Solo
+from raytrain_ft.training.process_group import Fence, FencedGroup
+from raytrain_ft.training.solo import Solo
 from raytrain_ft.training.team import Team
 
 WHOLE_STEP = -1
@@ -93,6 +94,7 @@ class Switchboard:
         self._stage = stage_of(world.rank(), stages) if stage is None else stage
         self._replica = replica_of(world.rank(), stages)
         self._replicas = world.size() // stages
+        self._past: LogReader | None = None
 
     def live(self) -> Links:
         """For training: every edge leads to a neighbour."""
@@ -117,6 +119,7 @@ class Switchboard:
             return reader.await_record(agreed_key(step), RECORD_DEADLINE_S, self._world.fence.check)[0]
 
         before, after = inbound(self._stage - 1, "activation"), inbound(self._stage + 1, "gradient")
+        self._past = None if team is not None and not team.exact else reader  # sums in another order may be other bits
         return self._connect(before, after, together, recall, team)
 
     def _connect(
@@ -153,7 +156,7 @@ class Switchboard:
         live = LiveOutbound(self._world, self._rank(neighbour)) if together is None or neighbour in together else None
         log = self._log if min(self._stage, neighbour) in self._logged else None
         key = lambda step, number: Key(step, number, kind, self._stage, neighbour, self._replica)  # noqa: E731
-        return Tap(live, log, key, self._world.fence.incarnation)
+        return Tap(live, log, key, self._world.fence.incarnation, self._past)
 
     def _agree(self, step: int, numbers: Tensor) -> Tensor:
         self._world.start("allreduce", [numbers]).wait()

@@ -227,36 +227,6 @@ for _name in (
     setattr(FencedGroup, _name, _fenced(_name))
 
 
-class Solo:
-    """The group of a rank that is alone: what it holds is already the sum."""
-
-    def __init__(self, fence: Fence) -> None:
-        self.fence = fence
-
-    def start(self, name: str, *args: Any, **kwargs: Any) -> Finished:
-        """Nothing to do."""
-        del name, args, kwargs
-        self.fence.check()
-        return Finished(self.fence)
-
-
-class Finished:
-    """A collective of one."""
-
-    def __init__(self, fence: Fence) -> None:
-        self._fence = fence
-
-    def wait(self) -> bool:
-        self._fence.check()
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def succeeded(self) -> bool:
-        return True
-
-
 _abandoned: list[object] = []
 """Groups that were left with works under way. Destroying one would wait for a peer that never comes."""
 
@@ -343,7 +313,7 @@ def abandon(group: FencedGroup | None) -> None:
     _abandoned.append(group.inner)
 
 
-def leave(group: FencedGroup | Solo | None) -> None:
-    """Leaves a part of the world, as `abandon` leaves the world."""
+def leave(group: object) -> None:
+    """Leaves a part of the world, as `abandon` leaves the world; anything else than a group needs no leaving."""
     if isinstance(group, FencedGroup):
         _abandoned.append(group.inner)

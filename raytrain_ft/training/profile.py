@@ -1,8 +1,8 @@
 """What the stages of a pipeline cost, measured in one process before a run: seconds, bytes that cross between them, state.
 
 A micro-batch goes through the stages one after the other, forward and backward, as often as it takes to have a mean (SWIFT,
-appendix C). One stage is in memory at a time. Times depend on this machine and serve to compare groupings, never to cut a model:
-two runs of one job are cut alike, but may log different boundaries, which changes no bit of the result.
+appendix C). One stage is in memory at a time. Times depend on this machine and serve to compare groupings, never to cut a
+model: two runs of one job are cut alike, but may log different boundaries, which changes no bit of the result.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain_ft.errors import FTError, TaskError
+from raytrain_ft.policy.planning import Measured
 from raytrain_ft.training.attempt import StepSettings
 from raytrain_ft.training.build import build_model
 from raytrain_ft.training.pipeline import passed_on
@@ -45,6 +46,21 @@ class StageCosts:
     seconds: float
     crossing: int
     state: int
+
+
+def measure_pipeline(
+    task: Any, step: StepSettings, samples: int, replicas: int = 1, *, rounds: int = ROUNDS, threads: int = 0
+) -> Measured:
+    """What the stages cost per step, from micro-batches of so many samples; see `measure_stages`."""
+    assert step.pipeline is not None
+    costs, micro_batches = measure_stages(task, step, samples, rounds=rounds, threads=threads), step.pipeline.micro_batches
+    return Measured(
+        compute=tuple(micro_batches * one.seconds for one in costs),
+        crossing=tuple(float(micro_batches * one.crossing) for one in costs[:-1]),
+        state=tuple(one.state for one in costs),
+        micro_batches=micro_batches,
+        replicas=replicas,
+    )
 
 
 def measure_stages(

@@ -33,6 +33,8 @@ def train(path: Path, name: str, *, task: Any = None, workers: Any = 3, steps: i
     """One run of the toy task; `arguments` are of Trainer or, where it has them, of RecoveryConfig."""
     checkpoints = arguments.pop("checkpoints", None)
     recovery = {key: arguments.pop(key) for key in list(arguments) if key in ft.RecoveryConfig.__dataclass_fields__}
+    if not arguments.get("faults"):
+        recovery.setdefault("num_spares", 0)  # a process less to start
     settings = {"global_batch_size": 32, "seed": 7, "quiet": True, **SMALL_BUCKETS, **arguments}
     return ft.Trainer(
         task or Toy(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,9 @@ class Alike(Toy):
 def pipeline(path: Path, name: str, *, stages: int = STAGES, workers: Any = STAGES, **arguments: Any) -> ft.Result:
     """A run of the toy task in stages."""
     micro_batches = arguments.pop("micro_batches", MICRO_BATCHES)
-    schedule = arguments.pop("schedule", "1f1b")
+    schedule, split = arguments.pop("schedule", "1f1b"), arguments.pop("split", "auto")
     how = ft.ParallelismConfig(
-        pipeline_parallel_degree=stages, num_pp_microbatches=micro_batches, schedule=schedule, split="auto"
+        pipeline_parallel_degree=stages, num_pp_microbatches=micro_batches, schedule=schedule, split=split
     )
     settings = {"steps": STEPS, "drop_last": True, **arguments}
     return train(path, name, workers=workers, parallelism_config=how, **settings)
@@ -95,43 +97,38 @@ def fault(rank: int, step: int, phase: str, micro_batch: int | None = None, **mo
     return ft.FailAt(rank=rank, step=step, phase=phase, micro_batch=micro_batch, **more)
 
 
-ONE_BY_ONE = {
-    "first stage": [fault(0, 3, "forward", 0), fault(0, 8, "send", 2), fault(0, 13, "backward_pass", 3)],
-    "middle stage": [fault(1, 3, "receive", 0), fault(1, 8, "backward_pass", 1), fault(1, 13, "update")],
-    "last stage": [fault(2, 3, "forward", 1), fault(2, 8, "send", 3), fault(2, 13, "commit")],
-}
-"""Warm-up, steady state and cool-down of 1F1B, in a send, in a receive, in the update and after it."""
+ONE_BY_ONE = [
+    *(fault(0, 2, "forward", 0), fault(1, 4, "receive", 0), fault(2, 6, "forward", 1)),
+    *(fault(0, 8, "send", 2), fault(1, 10, "backward_pass", 1), fault(2, 12, "send", 3)),
+    *(fault(0, 14, "backward_pass", 3), fault(1, 16, "update"), fault(2, 18, "commit")),
+]
+"""Every stage in warm-up, steady state and cool-down of 1F1B; in a send, in a receive, in the update and after it."""
 
 
-@pytest.mark.parametrize("where", ONE_BY_ONE)
-def test_a_stage_dies_again_and_again(undisturbed_pipeline: ft.Result, tmp_path: Path, where: str) -> None:
-    result = pipeline(tmp_path, "run", faults=ONE_BY_ONE[where])
+def test_stages_die_one_after_the_other(undisturbed_pipeline: ft.Result, tmp_path: Path) -> None:
+    result = pipeline(tmp_path, "run", faults=ONE_BY_ONE)
     assert result.digest == undisturbed_pipeline.digest
     assert promise_kept(result) == []
-    assert len(result.recoveries) == 3
+    assert sum(len(recovery.lost) for recovery in result.recoveries) == len(ONE_BY_ONE)
     assert {(r.strategy, r.guarantee) for r in result.recoveries} == {(Strategy.LOGGING, Guarantee.EXACT)}
     assert all(r.redone == 0 for r in result.recoveries), "survivors kept what they had"
 
 
 TOGETHER = {
-    "neighbours, and then two apart": [
-        *(fault(0, 5, "data"), fault(1, 5, "data")),
-        *(fault(0, 14, "data"), fault(2, 14, "data")),
-    ],
-    "a neighbour during the recovery, and then a replacement in its replay": [
-        *(fault(1, 5, "forward", 1), fault(2, 5, "reconcile")),
-        *(fault(1, 14, "forward", 1), fault(1, 12, "forward", 2, nth=2)),
-    ],
+    "neighbours": (fault(0, 3, "data"), fault(1, 3, "data")),
+    "two apart": (fault(0, 8, "data"), fault(2, 8, "data")),
+    "a neighbour during the recovery": (fault(1, 12, "forward", 1), fault(2, 12, "reconcile")),
+    "the replacement in its replay": (fault(1, 17, "forward", 1), fault(1, 14, "forward", 2, nth=2)),
 }
 
 
-@pytest.mark.parametrize("which", TOGETHER)
-def test_several_losses(undisturbed_pipeline: ft.Result, tmp_path: Path, which: str) -> None:
-    result = pipeline(tmp_path, "run", faults=TOGETHER[which], num_spares=2)
+def test_several_losses_at_once(undisturbed_pipeline: ft.Result, tmp_path: Path) -> None:
+    faults = [fault for pair in TOGETHER.values() for fault in pair]
+    result = pipeline(tmp_path, "run", faults=faults, num_spares=2)
     assert result.digest == undisturbed_pipeline.digest
     assert promise_kept(result) == []
     assert {r.strategy for r in result.recoveries} == {Strategy.LOGGING}
-    assert {member for r in result.recoveries for member in r.lost}
+    assert sum(len(recovery.lost) for recovery in result.recoveries) == len(faults)
 
 
 def test_all_stages_die_and_everybody_goes_back_to_the_checkpoint(undisturbed_pipeline: ft.Result, tmp_path: Path) -> None:
@@ -181,3 +178,73 @@ def test_survivors_help_with_the_replay_and_come_back_to_their_own_state(
     survivors = [member for member, digests in before.items() if digests]
     assert len(survivors) == 2
     assert all(before[member] == after[member] for member in survivors), "they hold what they held before they helped"
+
+
+def test_a_log_that_is_full_means_going_back_to_the_checkpoint(undisturbed_pipeline: ft.Result, tmp_path: Path) -> None:
+    result = pipeline(
+        tmp_path,
+        "run",
+        faults=[fault(1, 13, "forward", 1)],
+        log=ft.LogConfig(quota_bytes=20_000),
+        checkpoints=ft.CheckpointConfig(every=10),
+    )
+    assert result.digest == undisturbed_pipeline.digest
+    assert events(result, "LogFailed")
+    assert [r.strategy for r in result.recoveries] == [Strategy.CHECKPOINT]
+
+
+class Slow(Toy):
+    """Leaves the time to damage its log."""
+
+    def loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
+        time.sleep(0.03)
+        return super().loss(output, batch)
+
+
+def damage(log: Path) -> None:
+    """Flips bits in the middle of everything that has been logged."""
+    for path in log.glob("*.arrow"):
+        with path.open("r+b") as file:
+            file.seek(path.stat().st_size // 2)
+            file.write(b"\xa5" * 64)
+
+
+def test_a_damaged_log_is_not_replayed(undisturbed_pipeline: ft.Result, tmp_path: Path) -> None:
+    def wait_and_damage() -> None:
+        records, deadline = tmp_path / "run" / "events.jsonl", time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if records.exists() and any(r.get("stop_step", 0) > 6 for r in read_records(records)):
+                damage(tmp_path / "run" / "logs")
+                return
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=wait_and_damage)
+    thread.start()
+    faults = [fault(1, 19, "forward", 1)]
+    result = pipeline(tmp_path, "run", task=Slow(), faults=faults, checkpoints=ft.CheckpointConfig(every=100))
+    thread.join()
+    assert result.digest == undisturbed_pipeline.digest, "from the beginning, for there is no checkpoint yet"
+    (recovery,) = result.recoveries
+    assert recovery.strategy == Strategy.CHECKPOINT
+    assert "damaged" in recovery.cause or "is not there" in recovery.cause, recovery.cause
+
+
+class Noise(torch.nn.Module):
+    """Draws from where nobody can draw the same again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1e-3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(time.monotonic_ns()))
+
+
+class Nondeterministic(Toy):
+    def model(self, stage: int) -> torch.nn.Module:
+        layers = [torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), Noise(), torch.nn.Linear(64, 4)]
+        return torch.nn.Sequential(*layers)
+
+
+def test_a_replay_that_diverges_is_noticed_and_the_record_says_so(cluster: Any, tmp_path: Path) -> None:
+    how = {"task": Nondeterministic(), "split": (2, 4), "checkpoints": ft.CheckpointConfig(every=5)}
+    result = pipeline(tmp_path, "run", faults=[fault(1, 13, "forward", 1)], **how)
+    (recovery,) = result.recoveries
+    assert "is another than before" in recovery.cause
+    assert (recovery.strategy, recovery.guarantee) == (Strategy.CHECKPOINT, Guarantee.ROUNDING)

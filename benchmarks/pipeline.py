@@ -1,0 +1,268 @@
+"""What logging costs a pipeline, and what a lost stage costs: replay by one, replay by several, and everybody going back.
+
+    python -m benchmarks.pipeline [--quick] --json FILE
+
+Paced: a stage sleeps over each micro-batch as an accelerator would keep the host idle, so that four stages fit on two cores.
+Real: it computes. Step times and replays are measured on the product's own step, links and log in four processes; recoveries on
+whole runs on a cluster of several nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import raytrain_ft as ft
+from benchmarks import stages
+from benchmarks.harness import Estimate, Goal, Options, Report, estimate, main, noise_floor, paired_ratio
+from benchmarks.stages import STAGES, Bench, Shape, Staged
+from raytrain_ft.chaos.cluster import LocalCluster
+from raytrain_ft.chaos.faults import when
+from raytrain_ft.training.team import Team
+
+GOALS = {
+    "logged_step_ratio_paced": Goal("<=", 1.01),
+    "logged_step_ratio_real": Goal("<=", 1.05),
+    "log_bytes_ratio_vs_formula": Goal("==", 1.0),
+    "replay_ratio_vs_bound": Goal("<=", 1.10),
+    "parallel_recovery_efficiency_d2": Goal(">=", 0.8),
+    "parallel_recovery_efficiency_d4": Goal(">=", 0.8),
+    "recovery_reduction_vs_global_checkpoint": Goal(">=", 0.6),
+    "recovery_reduction_vs_global_checkpoint_parallel": Goal(">=", 0.8),
+    "bit_equal_share": Goal(">=", 1.0),
+}
+PACE = {"forward_s": 0.005, "backward_s": 0.010}
+LOST = 1
+"""The stage that is replayed."""
+
+
+def paced(micro_batches: int) -> Shape:
+    """A pipeline that sleeps."""
+    return Shape(micro_batches, **PACE)
+
+
+# ---------------------------------------------------------------- steps, logged and not
+
+
+def time_steps(blocks: int, steps: int, bench: Bench) -> dict[str, Any]:
+    """In turns: without a log, without a log again (A/A), with one, with a synchronous one. Step times per block."""
+    log, slow = bench.open_log(), bench.open_log(synchronous=True)
+    ways = {"off": bench.live(None), "off again": bench.live(None), "on": bench.live(log), "synchronous": bench.live(slow)}
+    replica = bench.replica()
+    bench.start(replica)
+    for links in ways.values():
+        bench.steps(replica, links, 2)
+    log.flush(10)
+    before = log.stats.payload_bytes
+    times: dict[str, list[list[float]]] = {name: [] for name in ways}
+    for block in range(blocks):
+        order = list(ways) if block % 2 == 0 else list(reversed(ways))
+        for name in order:
+            times[name].append(bench.steps(replica, ways[name], steps))
+            (log if name == "on" else slow).flush(10)
+    stats = log.stats
+    return {"times": times, "bytes": stats.payload_bytes - before, "stalls": stats.stalls}
+
+
+def report_steps(report: Report, key: str, shape: Shape, blocks: int, steps: int) -> None:
+    """Logged over unlogged; of each step the slowest stage's time, which is the pipeline's."""
+    found = stages.run(shape, partial(time_steps, blocks, steps))
+
+    def of(name: str) -> list[list[float]]:
+        per_stage = [answer["times"][name] for answer in found]
+        return [[max(times) for times in zip(*block, strict=True)] for block in zip(*per_stage, strict=True)]
+
+    ratio = paired_ratio(of("on"), of("off"))
+    slow = paired_ratio(of("synchronous"), of("off"))
+    step = statistics.median(t for block in of("off") for t in block)
+    if key:
+        report.add(key, ratio)
+        report.noise_floor = report.noise_floor or noise_floor(of("off again"), of("off"))
+    agreed = 4 * 8 * STAGES  # what all stages agree upon at the end of a step is logged by each of them
+    logged = sum(answer["bytes"] for answer in found) / (blocks * steps) - agreed
+    kind = "paced" if shape.forward_s else "real"
+    report.note(
+        f"{kind}, m = {shape.micro_batches}: step {1000 * step:.1f} ms; logged {ratio}; synchronous {slow}; "
+        f"{logged / 2**20:.2f} MiB per step, {sum(answer['stalls'] for answer in found)} stalls"
+    )
+    if key == "logged_step_ratio_paced":
+        report.add("log_bytes_ratio_vs_formula", logged / shape.log_bytes, n=blocks * steps)
+
+
+# ---------------------------------------------------------------- replay
+
+
+def time_replays(steps: int, repeats: int, bench: Bench) -> dict[str, Any]:
+    """Trains some steps with a log, then replays one stage from it: alone, and in teams."""
+    log = bench.open_log()
+    replica = bench.replica()
+    bench.start(replica)
+    links = bench.live(log)
+    normal = bench.steps(replica, links, steps)
+    log.flush(10)
+    wanted = replica.state.digests() if bench.rank == LOST else ()
+    teams = {(1, True): [LOST], (2, False): [LOST, 2], (2, True): [LOST, 2], (4, False): [1, 2, 3, 0], (4, True): [1, 2, 3, 0]}
+    times: dict[str, list[float]] = {}
+    equal: list[bool] = []
+    for repeat in range(repeats):
+        for (size, exact), members in teams.items():
+            bench.barrier()
+            group = bench.team(members, f"team-{size}-{exact}-{repeat}")
+            if group is None:
+                continue
+            other = bench.replica(LOST)
+            team = Team(group, bench.shape.micro_batches, exact=exact) if size > 1 else None
+            seconds = bench.replay(other, bench.logged(1, LOST, team), steps)
+            times.setdefault(f"{size} {'exact' if exact else 'fast'}", []).append(seconds / steps)
+            if bench.rank == LOST and exact:
+                equal.append(other.state.digests() == wanted)
+            other.loader.stop()
+    return {"normal": normal, "times": times, "equal": equal}
+
+
+def report_replays(report: Report, shape: Shape, steps: int, repeats: int, *, judge: bool) -> None:
+    """Replay against the bound (m + g - 1) / (m + p - 1) of a normal step, and teams against one."""
+    found = stages.run(shape, partial(time_replays, steps, repeats))
+    normal = statistics.median(max(times) for times in zip(*(answer["normal"] for answer in found), strict=True))
+    lost = found[LOST]
+    alone = lost["times"]["1 exact"]
+    m = shape.micro_batches
+    bound = normal * m / (m + STAGES - 1)
+    kind = "paced" if shape.forward_s else "real"
+    efficiency = {
+        f"{size} {sums}": [a / b / size for a, b in zip(alone, lost["times"][f"{size} {sums}"], strict=True)]
+        for size in (2, 4)
+        for sums in ("fast", "exact")
+    }
+    if judge:
+        report.add("replay_ratio_vs_bound", [seconds / bound for seconds in alone])
+        report.add("parallel_recovery_efficiency_d2", efficiency["2 fast"])
+        report.add("parallel_recovery_efficiency_d4", efficiency["4 fast"])
+    words = ", ".join(f"{name}: {estimate(values)}" for name, values in efficiency.items())
+    report.note(
+        f"{kind}, m = {m}: normal step {1000 * normal:.1f} ms, replayed {1000 * statistics.median(alone):.1f} ms "
+        f"({statistics.median(alone) / bound:.3f} of the bound); efficiency of {words}"
+    )
+    if not all(lost["equal"]):
+        report.note(f"{kind}, m = {m}: NOT bit-equal: {lost['equal']}")
+
+
+# ---------------------------------------------------------------- recoveries of whole runs
+
+
+class Clock:
+    """Stands where the schedule stands: `step()` is called once for every step that is committed, and notes when."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = Path(directory)
+        self._steps = 0
+
+    def step(self) -> None:
+        """A step was committed, for the first time or in a replay."""
+        with (self._directory / f"clock-{os.getpid()}").open("a") as file:
+            file.write(f"{self._steps} {time.monotonic()}\n")
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, int]:
+        """What a replacement takes over."""
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Takes it over."""
+        self._steps = state["steps"]
+
+
+class Clocked(Staged):
+    """The same, with the time of every commit."""
+
+    def __init__(self, shape: Shape, directory: str) -> None:
+        super().__init__(shape)
+        self._directory = directory
+
+    def scheduler(self, optimizer: Any) -> Clock:
+        """No schedule: a clock."""
+        return Clock(self._directory)
+
+
+def recover(shape: Shape, checkpoint: int, steps: int, kill: int | None, **recovery: Any) -> tuple[float, str, str]:
+    """A run, one of whose stages is killed in step `kill`: seconds until that step is committed, digest, and its account."""
+    with tempfile.TemporaryDirectory(prefix="raytrain_ft-") as directory:
+        fault = ft.FailAt(rank=LOST, step=kill, phase="forward", micro_batch=1)
+        result = ft.Trainer(
+            Clocked(shape, directory),
+            max_steps=steps,
+            global_batch_size=shape.batch,
+            drop_last=True,
+            quiet=True,
+            faults=[] if kill is None else [fault],
+            scaling_config=ft.ScalingConfig(num_workers=STAGES),
+            parallelism_config=ft.ParallelismConfig(pipeline_parallel_degree=STAGES, num_pp_microbatches=shape.micro_batches),
+            recovery_config=ft.RecoveryConfig(**recovery),
+            run_config=ft.RunConfig(
+                name="run", storage_path=directory, checkpoint_config=ft.CheckpointConfig(every=checkpoint)
+            ),
+        ).fit()
+        struck = None if kill is None else when(Path(result.path) / "faults", fault)
+        lines = [line.split() for path in Path(directory).glob("clock-*") for line in path.read_text().splitlines()]
+        reached = [float(at) for step, at in lines if int(step) == kill and struck is not None and float(at) > struck]
+        seconds = min(reached) - struck if struck is not None else 0.0
+        return seconds, result.digest, "; ".join(r.reason for r in result.recoveries)
+
+
+def report_recoveries(report: Report, shape: Shape, checkpoint: int, kill: int, repeats: int) -> None:
+    """The paper's protocol: a checkpoint at one step, a stage killed 50 steps later (SWIFT, section 7)."""
+    ways: dict[str, dict[str, Any]] = {
+        "global checkpoint": {"strategy": "checkpoint"},
+        "logging": {},
+        "logging, four workers": {"replay_workers": STAGES, "replay_sums": "fast"},
+        "logging, four workers, exact": {"replay_workers": STAGES, "replay_sums": "exact"},
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    equal: list[bool] = []
+    with LocalCluster(num_nodes=STAGES + 1):
+        steps = kill + 5
+        _, calm, _ = recover(shape, checkpoint, steps, None)
+        for _ in range(repeats):
+            for name, how in ways.items():
+                seconds, digest, reason = recover(shape, checkpoint, steps, kill, **how)
+                times[name].append(seconds)
+                if how.get("replay_sums") != "fast":
+                    equal.append(digest == calm)
+                report.note(f"{name}: back after {seconds:.2f} s ({reason})")
+    for key, name in (
+        ("recovery_reduction_vs_global_checkpoint", "logging"),
+        ("recovery_reduction_vs_global_checkpoint_parallel", "logging, four workers"),
+    ):
+        pairs = zip(times[name], times["global checkpoint"], strict=True)
+        report.add(key, [1 - ours / theirs for ours, theirs in pairs])
+    report.add("bit_equal_share", Estimate(float(np.mean(equal)), float(np.mean(equal)), float(np.mean(equal)), len(equal)))
+
+
+def run(options: Options) -> Report:
+    """All of it."""
+    report = Report("pipeline", metrics_from=GOALS)
+    blocks, steps = (4, 6) if options.quick else (10, 12)
+    report_steps(report, "logged_step_ratio_paced", paced(8), blocks, steps)
+    report_steps(report, "logged_step_ratio_real", Shape(8), blocks, steps)
+    for micro_batches in () if options.quick else (4, 16):
+        report_steps(report, "", paced(micro_batches), blocks, steps)
+        report_steps(report, "", Shape(micro_batches), blocks, steps)
+    replayed, repeats = (10, 3) if options.quick else (30, 5)
+    report_replays(report, paced(8), replayed, repeats, judge=True)
+    if not options.quick:
+        report_replays(report, paced(16), replayed, repeats, judge=False)
+        report_replays(report, Shape(8), replayed, repeats, judge=False)
+    checkpoint, kill = (20, 69) if options.quick else (100, 149)
+    report_recoveries(report, paced(4), checkpoint, kill, 1 if options.quick else 5)
+    return report
+
+
+if __name__ == "__main__":
+    main(run, __doc__)
