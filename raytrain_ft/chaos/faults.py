@@ -38,6 +38,7 @@ Phase = Literal[
     "transfer_source",
     "transfer_receiver",
     "join",
+    "replay",
     "first_step",
 ]
 
@@ -58,7 +59,8 @@ class FailAt:
             micro-batch k), `backward_pass` (of micro-batch k), `send` (of what comes out of either); `backward` (before bucket
             k is reduced), `reduce` (inside the all-reduce of bucket k), `reduced` (between reduce and update), `update` (inside
             the update), `updated`, `commit` (between update and commit), `checkpoint` (one is about to begin), `fence`,
-            `reconcile`, `transfer_source`, `transfer_receiver`, `join` (the new group), `first_step` (the first step after a
+            `reconcile`, `transfer_source`, `transfer_receiver`, `join` (the new group), `replay` (before
+            this step is replayed), `first_step` (the first step after a
             recovery). For the supervisor: a state of the machine.
         rank: who fails; None with `role="supervisor"`, or for "whoever comes first".
         bucket, micro_batch: for phases of a bucket or of a micro-batch, which one (None: the first that gets there).

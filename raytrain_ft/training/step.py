@@ -107,7 +107,7 @@ class Replica:
         """
         began = time.monotonic()
         self.stop_agreed = False
-        self._at("data")
+        self.at("data")
         self.begin(self.loader.next(links.fence.check), links, began)
         if self._pipeline is not None:
             self._pipeline.run(self.state.step, links)
@@ -123,7 +123,7 @@ class Replica:
                 f"the loss of step {self.state.step} is {self.state.loss}, and wait-free updates have applied it. Look at "
                 'the learning rate and at this batch; RecoveryConfig(update="barrier") would have seen it first.'
             )
-        self._at("commit")
+        self.at("commit")
         return self.commit()
 
     def checkpoint(self, check: Callable[[], None]) -> None:
@@ -133,14 +133,14 @@ class Replica:
             check: called in every wait; may raise to leave it.
         """
         if self.checkpointer is not None and self.checkpoint_agreed:
-            self._at("checkpoint")
+            self.at("checkpoint")
             self.checkpoint_agreed = False
             self.checkpointer.take(self.state.step, check, kept=self._keep_epochs and self.state.position.consumed == 0)
 
     def finish(self, check: Callable[[], None]) -> None:
         """The run's last checkpoint, which is waited for."""
         if self.checkpointer is not None:
-            self._at("checkpoint")
+            self.at("checkpoint")
             self.checkpointer.finish(self.state.step, check)
 
     def begin(self, micro_batches: list[MicroBatch], links: Links, began: float) -> None:
@@ -195,7 +195,7 @@ class Replica:
             if self.settings.max_grad_norm is not None:
                 views = [view for bucket in self.state.buckets for view in bucket.views]
                 numbers[HEADER] = torch.nn.utils.get_total_norm(views).double() ** 2
-        self._at("wait")
+        self.at("wait")
         self.take_agreed(agree(self.state.step, numbers).tolist())
 
     def take_agreed(self, numbers: Sequence[float]) -> None:
@@ -233,7 +233,7 @@ class Replica:
                 torch.nn.utils.clip_grads_with_norm_(params, self.settings.max_grad_norm, self._norm)
         for bucket in behind:
             bucket.dirty = True
-        self._at("update")
+        self.at("update")
         began = time.monotonic()
         self.state.optimizer.step()
         if self.checkpointer is not None:
@@ -243,7 +243,7 @@ class Replica:
     def _await_copy(self) -> None:
         """A snapshot that is under way reads what an update would change."""
         if self.checkpointer is not None:
-            self._at("wait")
+            self.at("wait")
             self.checkpointer.await_copy(self._check)
 
     def _check(self) -> None:
@@ -333,7 +333,8 @@ class Replica:
             self.state.tail.checkpoint_wanted = epoch_ends or self.checkpointer.wants(self.state.step + 1)
         self.state.tail.fill(tail, self._weight, self.attempt.replica)
 
-    def _at(self, phase: str) -> None:
+    def at(self, phase: str) -> None:
+        """Tells the probe where this replica is."""
         self._at_bucket(phase, None)
 
     def _at_bucket(self, phase: str, bucket: int | None) -> None:

@@ -118,7 +118,7 @@ TOGETHER = {
     "neighbours": (fault(0, 3, "data"), fault(1, 3, "data")),
     "two apart": (fault(0, 8, "data"), fault(2, 8, "data")),
     "a neighbour during the recovery": (fault(1, 12, "forward", 1), fault(2, 12, "reconcile")),
-    "the replacement in its replay": (fault(1, 17, "forward", 1), fault(1, 14, "forward", 2, nth=2)),
+    "the replacement in its replay": (fault(1, 17, "forward", 1), fault(1, 14, "replay")),
 }
 
 
