@@ -74,7 +74,7 @@ class _Sleep(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
         ctx.backward_s = backward_s
         time.sleep(forward_s)
-        return x.clone()
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore
@@ -83,23 +83,21 @@ class _Sleep(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """A stage's layers."""
+    """A stage's layers. A paced one computes next to nothing: an accelerator would not keep the host busy either."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
         self.scale = nn.Parameter(torch.ones(shape.hidden))
-        paced = shape.forward_s > 0
         wide = shape.hidden * 4
-        self.inner = (
-            nn.Identity() if paced else nn.Sequential(nn.Linear(shape.hidden, wide), nn.GELU(), nn.Linear(wide, shape.hidden))
-        )
+        layers = [nn.Linear(shape.hidden, wide), nn.GELU(), nn.Linear(wide, shape.hidden)]
+        self.inner = nn.Sequential(*([] if shape.forward_s > 0 else layers))
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
         """[size, tokens, hidden] both ways."""
         if self.shape.forward_s > 0:
-            x = _Sleep.apply(x * self.scale, self.shape.forward_s, self.shape.backward_s)  # pyright: ignore
+            return _Sleep.apply(x + self.dropout(self.scale), self.shape.forward_s, self.shape.backward_s)  # pyright: ignore
         return x + self.dropout(self.inner(x * self.scale))
 
 

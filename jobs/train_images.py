@@ -26,6 +26,8 @@ from torch import Tensor, nn
 import raytrain_ft as ft
 
 SIZE = 16  # the scans have 8 x 8 pixels; they are enlarged
+# A digit seen in a mirror is another digit: no flip.
+AUGMENT = ft.ImageAugmentation(scale=(0.7, 1.0), ratio=(0.8, 1.25), flip=0.0, brightness=0.2, contrast=0.2)
 
 
 def write_digits(root: Path) -> None:
@@ -65,9 +67,7 @@ class DigitImages(ft.TrainTask):
         return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.max_steps)
 
     def dataset(self) -> ft.DaliImages:
-        # A digit seen in a mirror is another digit: no flip.
-        augment = ft.ImageAugmentation(scale=(0.7, 1.0), ratio=(0.8, 1.25), flip=0.0, brightness=0.2, contrast=0.2)
-        return ft.DaliImages(Path(self.images) / "train", size=SIZE, augment=augment)
+        return ft.DaliImages(Path(self.images) / "train", size=SIZE, augment=AUGMENT)
 
     def loss(self, output: Tensor, batch: list[Tensor]) -> Tensor:
         return F.cross_entropy(output, batch[1])

@@ -1,11 +1,12 @@
 """A small language model that learns to write Python, byte by byte, from Python's own standard library.
 
     python jobs/train_lm.py
+    python jobs/train_lm.py --stages 3 --lose-stage 1     # a pipeline that loses a stage, rehearsed on this machine
     ray job submit --working-dir . -- python jobs/train_lm.py --num-workers 4 --max-steps 2000
 
-GPT with 0.9 million parameters; nothing is downloaded. All nodes must run the same Python version, since its source
-is the data. The loss at the end is in bits per byte of modules that were not trained on: 8 is a guess at random, about
-4.5 knows how often each byte occurs.
+GPT with 0.9 million parameters, or with `--masked` a BERT of the same size; nothing is downloaded. All nodes must run the
+same Python version, since its source is the data. The loss at the end is in bits per byte of modules that were not trained
+on: 8 is a guess at random, about 4.5 knows how often each byte occurs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import sysconfig
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -21,18 +23,35 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import raytrain_ft as ft
+from raytrain_ft.chaos.cluster import LocalCluster
 
 CONTEXT = 64  # bytes that the model sees at once
 WIDTH, HEADS, LAYERS, DROPOUT = 128, 4, 4, 0.05
+MASK, SEEN = 256, -1  # the token that hides a byte; in place of a byte that need not be guessed
+HIDDEN = round(0.15 * CONTEXT)  # bytes of each window that a masked model has to guess
 
 # ---------------------------------------------------------------- the model
 
 
-class Block(nn.Module):
-    """Causal self-attention, then a two-layer network, each added to its input: [n, t, WIDTH] -> the same shape."""
+class Embed(nn.Module):
+    """Tokens [n, t], any integers -> [n, t, WIDTH]."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int) -> None:
         super().__init__()
+        self.token, self.place = nn.Embedding(tokens, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        for table in (self.token, self.place):
+            nn.init.normal_(table.weight, std=0.2)  # torch's default of 1 drowns what the first blocks have to say
+
+    def forward(self, text: Tensor) -> Tensor:
+        return self.token(text.long()) + self.place(torch.arange(text.shape[1], device=text.device))
+
+
+class Block(nn.Module):
+    """Self-attention, then a two-layer network, each added to its input: [n, t, WIDTH] -> the same shape."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
         self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.out = nn.Linear(WIDTH, WIDTH)
@@ -42,27 +61,15 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         n, t, _ = x.shape
         q, k, v = self.qkv(self.norm_1(x)).view(n, t, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [n, heads, t, WIDTH / heads]
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)  # [n, heads, t, WIDTH / heads]
         x = x + self.dropout(self.out(seen.transpose(1, 2).reshape(n, t, WIDTH)))
         return x + self.dropout(self.mlp(self.norm_2(x)))
 
 
-class GPT(nn.Module):
-    """uint8 [n, t] -> logits [n, t, 256] for the byte after each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.byte = nn.Embedding(256, WIDTH)
-        self.place = nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, 256, bias=False)
-        for table in (self.byte, self.place):
-            nn.init.normal_(table.weight, std=0.2)  # torch's default of 1 drowns what the first blocks have to say
-
-    def forward(self, text: Tensor) -> Tensor:
-        x = self.byte(text.long()) + self.place(torch.arange(text.shape[1], device=text.device))
-        return self.head(self.norm(self.blocks(x)))
+def transformer(*, causal: bool, tokens: int) -> nn.Sequential:
+    """Tokens [n, t] -> logits [n, t, 256]. One layer after the other, so that it can be cut into stages anywhere."""
+    blocks = (Block(causal) for _ in range(LAYERS))
+    return nn.Sequential(Embed(tokens), *blocks, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False))
 
 
 # ---------------------------------------------------------------- the data
@@ -84,11 +91,13 @@ def library(part: str, megabytes: float = 4.0) -> TensorDataset:
 
 
 class PythonLM(ft.TrainTask):
+    """GPT: which byte comes next?"""
+
     def __init__(self, max_steps: int) -> None:
         self.max_steps = max_steps
 
     def model(self, stage: int) -> nn.Module:
-        return GPT()
+        return transformer(causal=True, tokens=256)
 
     def optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
         matrices = [p for p in params if p.dim() >= 2]
@@ -113,35 +122,81 @@ class PythonLM(ft.TrainTask):
         return F.cross_entropy(output.flatten(0, 1), batch[1].long().flatten())
 
 
+class MaskedPythonLM(PythonLM):
+    """BERT: which bytes are hidden? Each is seen in the light of all others, before and after it."""
+
+    def model(self, stage: int) -> nn.Module:
+        return transformer(causal=False, tokens=256 + 1)
+
+    def augment(self, sample: tuple[Tensor, Tensor], generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """(what the model sees, the bytes that it does not see). `generator` is seeded from (seed, epoch, sample), so the same
+        bytes are hidden whoever loads the sample, also when a replay reads it a second time."""
+        text = sample[0].long()
+        hidden = torch.randperm(CONTEXT, generator=generator)[:HIDDEN]
+        return text.index_fill(0, hidden, MASK), torch.full_like(text, SEEN).index_copy_(0, hidden, text[hidden])
+
+    def loss(self, output: Tensor, batch: list[Tensor]) -> Tensor:
+        # as many bytes are hidden in every window, so the mean over bytes is a mean over samples
+        return F.cross_entropy(output.flatten(0, 1), batch[1].flatten(), ignore_index=SEEN)
+
+
 @torch.no_grad()
-def bits_per_byte(model: nn.Module, windows: int = 256) -> float:
+def bits_per_byte(task: PythonLM, model: nn.Module, windows: int = 256) -> float:
     """Loss over windows of the held-out modules, evenly spread."""
     text, following = library("held out").tensors
     chosen = torch.linspace(0, len(text) - 1, min(windows, len(text))).long()
-    logits = model.eval()(text[chosen])
-    return F.cross_entropy(logits.flatten(0, 1), following[chosen].long().flatten()).item() / math.log(2)
+    batch = [text[chosen], following[chosen]]
+    if isinstance(task, MaskedPythonLM):
+        generator = torch.Generator().manual_seed(0)
+        samples = [task.augment(sample, generator) for sample in zip(*batch, strict=True)]
+        batch = [torch.stack(column) for column in zip(*samples, strict=True)]
+    return task.loss(model.eval()(batch[0]), batch).item() / math.log(2)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-workers", type=int, default=2, help="copies of the model, each on its own worker")
-    parser.add_argument("--max-steps", type=int, default=150, help="updates of 32 windows each")
+    parser.add_argument("--num-workers", type=int, default=None, help="workers (2); with stages a multiple of them (one each)")
+    parser.add_argument("--max-steps", "--steps", type=int, default=150, help="updates of 32 windows each")
+    parser.add_argument("--masked", action="store_true", help="guess hidden bytes (BERT) instead of the next one (GPT)")
+    parser.add_argument("--stages", type=int, default=1, help="cut the model into so many stages, each on its own worker")
+    parser.add_argument("--micro-batches", type=int, default=8, help="of each pipeline's share of the 32 windows")
+    parser.add_argument("--lose-stage", type=int, help="rehearse: a local cluster; kill this stage half way")
     parser.add_argument("--storage-path", default=None, help="where runs are kept: a path that every node sees")
-    parser.add_argument("--name", default="lm", help="the name of the run")
+    parser.add_argument("--name", default=None, help="the name of the run")
     args = parser.parse_args()
+    if args.lose_stage is not None and not 0 <= args.lose_stage < args.stages:
+        parser.error(f"--lose-stage {args.lose_stage}: stages are numbered from 0 to {args.stages - 1}")
 
-    task = PythonLM(args.max_steps)
-    result = ft.Trainer(
+    task = MaskedPythonLM(args.max_steps) if args.masked else PythonLM(args.max_steps)
+    kind = "masked-lm" if args.masked else "lm"
+    name = args.name or (kind if args.stages == 1 else f"{kind}-{args.stages}-stages")
+    workers = args.num_workers or (2 if args.stages == 1 else args.stages)
+    cluster, faults, resume = nullcontext(), [], "auto"
+    if args.lose_stage is not None:
+        cluster = LocalCluster(num_nodes=workers + 1)  # a node for each worker, and one for a spare
+        faults = [ft.FailAt(rank=args.lose_stage, step=args.max_steps // 2, phase="forward")]
+        resume = "never"  # a rehearsal begins anew each time
+
+    trainer = ft.Trainer(
         task,
         max_steps=args.max_steps,
         global_batch_size=32,
         seed=0,
         max_grad_norm=1.0,
-        scaling_config=ft.ScalingConfig(num_workers=args.num_workers),
+        drop_last=args.stages > 1,  # all micro-batches of a pipeline are of one size
+        scaling_config=ft.ScalingConfig(num_workers=workers),
+        parallelism_config=ft.ParallelismConfig(
+            pipeline_parallel_degree=args.stages, num_pp_microbatches=args.micro_batches, split="auto"
+        ),
         recovery_config=ft.RecoveryConfig(),
-        run_config=ft.RunConfig(name=args.name, storage_path=args.storage_path),
-    ).fit()
-    before, after = bits_per_byte(GPT()), bits_per_byte(ft.load_model(task, result))
+        run_config=ft.RunConfig(
+            name=name, storage_path=args.storage_path, checkpoint_config=ft.CheckpointConfig(resume=resume)
+        ),
+        faults=faults,
+    )
+    with cluster:
+        result = trainer.fit()
+    before, after = bits_per_byte(task, task.model(0)), bits_per_byte(task, ft.load_model(task, result))
     print(f"held-out modules: {after:.2f} bits per byte (untrained: {before:.2f})")
 
 

@@ -133,6 +133,10 @@ class LogConfig:
         quota_bytes: how much each worker may have on the disk; beyond that it stops logging until the next checkpoint.
         compression: "lz4" or "zstd", lossless; None writes the bytes as they are.
         synchronous: write before sending. Only to see what that costs.
+        budget_bytes: of log between two checkpoints, over all workers: those boundaries are logged that recover fastest within
+            it. The stages between two logged boundaries go back and replay together.
+        recovery_target: of replay per lost step, the mean over which stage is lost: as little is logged as meets it. At most
+            one of the two; with neither, every boundary between nodes is logged.
     """
 
     enabled: bool = True
@@ -140,14 +144,28 @@ class LogConfig:
     quota_bytes: int | None = None
     compression: Literal["lz4", "zstd"] | None = None
     synchronous: bool = False
+    budget_bytes: int | None = None
+    recovery_target: timedelta | None = None
+
+    @property
+    def selective(self) -> bool:
+        """Whether only some boundaries may be logged."""
+        return self.budget_bytes is not None or self.recovery_target is not None
 
     def __post_init__(self) -> None:
-        for name in ("memory_bytes", "quota_bytes"):
+        for name in ("memory_bytes", "quota_bytes", "budget_bytes"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"LogConfig({name}={value!r}): use a number of bytes greater than 0")
         if self.compression not in (None, "lz4", "zstd"):
             raise ConfigError(f'LogConfig(compression={self.compression!r}): use "lz4", "zstd" or None')
+        target = self.recovery_target
+        if target is not None and not (isinstance(target, timedelta) and target > timedelta()):
+            raise ConfigError(f"LogConfig(recovery_target={target!r}): use a timedelta longer than zero")
+        if self.budget_bytes is not None and target is not None:
+            raise ConfigError("LogConfig: budget_bytes and recovery_target exclude each other: give one of them")
+        if self.selective and not self.enabled:
+            raise ConfigError("LogConfig(enabled=False): there is no log for budget_bytes or recovery_target to choose")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +229,11 @@ class RecoveryConfig:
                 raise ConfigError(f"RecoveryConfig({name}={getattr(self, name)!r}): use one of {', '.join(allowed)}")
         if self.num_spares < 0:
             raise ConfigError(f"RecoveryConfig(num_spares={self.num_spares}): use 0 or more")
+        if self.log.selective and self.strategy not in ("auto", "logging"):
+            raise ConfigError(
+                f'RecoveryConfig(strategy="{self.strategy}") keeps no log: leave out budget_bytes and recovery_target of its '
+                "LogConfig"
+            )
         for name in ("max_fruitless_recoveries", "replay_workers"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"RecoveryConfig({name}={getattr(self, name)}): use 1 or more")
@@ -252,6 +275,8 @@ class TrainSettings:
                 raise ConfigError(f"Trainer({name}={value!r}): use a number greater than 0")
         if parallelism.pipeline_parallel_degree > 1:
             self._check_pipeline(scaling, recovery, parallelism)
+        elif recovery.log.selective:
+            raise ConfigError("LogConfig(budget_bytes=..., recovery_target=...): only a pipeline logs anything; leave them out")
         _, most = workers(scaling)
         needed = most // parallelism.pipeline_parallel_degree * self.gradient_accumulation_steps
         if self.global_batch_size < needed:

@@ -30,10 +30,12 @@ from raytrain_ft.config import (
 )
 from raytrain_ft.errors import ConfigError, NoCheckpointError, StorageError, UndoRefusedError
 from raytrain_ft.policy.frequency import profile_steps
+from raytrain_ft.policy.planning import LogChoice
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.sampling import Sampling, steps_per_epoch
 from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.runtime.spec import CheckpointSpec, LogSpec, RunSpec
+from raytrain_ft.selective import choose_log
 from raytrain_ft.storage.checkpoint import select
 from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.task import TrainTask
@@ -85,7 +87,8 @@ def prepare(
         bucket_bytes=settings.bucket_bytes,
         first_bucket_bytes=settings.first_bucket_bytes,
     )
-    rules = _rules(settings, scaling, run, recovery, update, step.stages)
+    log_choice = choose_log(task, step, settings, scaling, recovery, _policy(run).every)
+    rules = _rules(settings, scaling, run, recovery, update, step.stages, log_choice)
     if pipeline is not None and rules.replay_workers > 1 and has_statistics(task, pipeline):
         warnings.warn(
             f"RecoveryConfig(replay_workers={rules.replay_workers}): a stage has BatchNorm statistics, which depend on the "
@@ -108,7 +111,8 @@ def prepare(
         use_gpu=scaling.use_gpu is True,
         undo=recovery.undo,
         checkpoints=_checkpoints(run, scaling, directory, sampling, model_key, settings.max_steps),
-        log=_log(recovery) if pipeline is not None else None,
+        log=_log(recovery) if rules.logging else None,
+        log_choice=log_choice,
         incarnation=last_incarnation(directory),
         faults=tuple(settings.faults),
         heartbeat_interval=recovery.heartbeat_interval.total_seconds(),
@@ -119,10 +123,8 @@ def prepare(
     )
 
 
-def _log(recovery: RecoveryConfig) -> LogSpec | None:
+def _log(recovery: RecoveryConfig) -> LogSpec:
     how = recovery.log
-    if not how.enabled:
-        return None
     return LogSpec(
         memory_bytes=how.memory_bytes,
         quota_bytes=how.quota_bytes,
@@ -132,7 +134,13 @@ def _log(recovery: RecoveryConfig) -> LogSpec | None:
 
 
 def _rules(
-    settings: TrainSettings, scaling: ScalingConfig, run: RunConfig, recovery: RecoveryConfig, update: Update, stages: int
+    settings: TrainSettings,
+    scaling: ScalingConfig,
+    run: RunConfig,
+    recovery: RecoveryConfig,
+    update: Update,
+    stages: int,
+    log: LogChoice | None,
 ) -> Rules:
     least, most = workers(scaling)
     failure = run.failure_config
@@ -143,7 +151,8 @@ def _rules(
         stages=stages,
         replay_workers=recovery.replay_workers,
         exact_sums=recovery.replay_sums == "exact",
-        logging=stages > 1 and recovery.log.enabled and recovery.strategy in ("auto", "logging"),
+        logging=log is not None and log.kept,
+        groups=log.groups if log is not None else (),
         spares=recovery.num_spares,
         whole_update=update == "barrier",
         strategy=recovery.strategy,

@@ -17,7 +17,7 @@ from raytrain_ft.policy.logging_cost import in_proportion
 from raytrain_ft.policy.planning import LogChoice, Measured, Wish
 from raytrain_ft.task import TrainTask
 from raytrain_ft.training.attempt import StepSettings
-from raytrain_ft.training.profile import ROUNDS, measure_stages
+from raytrain_ft.training.profile import ROUNDS, measure_pipeline
 
 
 def choose_log(
@@ -79,14 +79,7 @@ def measure(
     replicas, micro_batches = workers(scaling)[1] // step.pipeline.stages, step.pipeline.micro_batches
     samples = settings.global_batch_size // (replicas * micro_batches)
     resources: Any = scaling.resources_per_worker or {}
-    costs = measure_stages(task, step, samples, rounds=rounds, threads=max(1, int(resources.get("CPU", 1))))
-    return Measured(
-        compute=tuple(micro_batches * one.seconds for one in costs),
-        crossing=tuple(float(micro_batches * one.crossing) for one in costs[:-1]),
-        state=tuple(one.state for one in costs),
-        micro_batches=micro_batches,
-        replicas=replicas,
-    )
+    return measure_pipeline(task, step, samples, replicas, rounds=rounds, threads=max(1, int(resources.get("CPU", 1))))
 
 
 def _selected(measured: Measured, wish: Wish) -> LogChoice:

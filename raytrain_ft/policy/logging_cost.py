@@ -12,7 +12,7 @@ FAR = 100.0
 step, about 50 steps as the limits of Table 7 imply, 8 bytes of state per parameter), and it calls those worth doing."""
 
 FAR_PER_STEP = 10.0
-"""Times the model's state that a run logs in one step before it prefers checkpoints: the paper's largest is twice (ViT-128/32)."""
+"""Times the model's state that a run may log in one step; the paper's largest is about twice (ViT-128/32, see `FAR`)."""
 SMALL_LOG = 16 * 2**20
 """Bytes per step that are never too many, however small the model: what a disk writes in a few hundredths of a second."""
 
@@ -54,8 +54,8 @@ def bubble_share(p: int, m: int) -> float:
 
 
 def in_proportion(log_bytes: float, state_bytes: float) -> Worth:
-    """Whether the log of a step is in proportion to the model (section 5.4: activations of CNNs mostly are not). This much of the
-    test needs sizes alone, so it can be done before a run.
+    """Whether the log of a step is in proportion to the model (section 5.4: activations of CNNs mostly are not). This much of
+    the test needs sizes alone, so it can be done before a run.
 
     Args:
         log_bytes: per step, of all workers together. state_bytes: of the model and its optimizer.

@@ -200,8 +200,11 @@ def _on_checkpoint_committed(run: RunState, event: m.CheckpointCommitted) -> lis
     run.stored = [m.Stored(event.name, event.step), *run.stored][:MOST_STORED]
     if not run.rules.logging:
         return []
-    if run.logged_since is None:  # a log that had broken off begins again with a checkpoint
-        run.logged_since = event.step
+    if run.logged_since is None:  # it broke off; the trimming that follows revives it, from one of the next steps on
+        if run.log_revived is not None and event.step >= run.log_revived:
+            run.logged_since = event.step
+        elif run.log_revived is None:
+            run.log_revived = run.step + 2
     return [m.Trim(tuple(member for member in run.world if member in run.members), event.step)]
 
 
@@ -212,7 +215,7 @@ def _on_noted(run: RunState, event: m.CheckpointFailed | m.IntervalChosen) -> li
 
 def _on_log_failed(run: RunState, event: m.LogFailed) -> list[m.Command]:
     del event
-    run.logged_since = None
+    run.logged_since = run.log_revived = None
     return []
 
 

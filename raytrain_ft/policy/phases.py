@@ -300,7 +300,7 @@ def _replay(run: RunState) -> m.Replay:
 def on_log_missing(run: RunState, event: m.LogMissing) -> list[m.Command]:
     """A replay with a gap would be another training: everybody goes back to the checkpoint instead. If the model is not
     deterministic, what is done again is another training as well, and the run's record says so."""
-    run.logged_since = None
+    run.logged_since = run.log_revived = None
     if event.diverged:
         run.recoveries[-1].guarantee = Guarantee.ROUNDING
     return suspect(run, event.at, f"the log cannot be replayed: {event.reason}", event.member)

@@ -8,22 +8,21 @@ Worker number r is taken to be on node r modulo their number: workers are starte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy import grouping
 from raytrain_ft.policy.grouping import Groups, Profile
-from raytrain_ft.policy.logging_cost import Worth, bubble_share, in_proportion
+from raytrain_ft.policy.logging_cost import Worth, in_proportion
 from raytrain_ft.policy.topology import groups_by_node, members_of
+from raytrain_ft.policy.units import in_bytes, in_seconds
 
 BANDWIDTH = 1.25e9
-"""Of the network, bytes per second, where none is given: 10 Gbit/s. It hardly matters where stages take longer than transfers."""
+"""Of the network, bytes per second, where none is given: 10 Gbit/s. It matters only where transfers take longer than stages."""
 ASSUMED_INTERVAL = 100
 """Steps from one checkpoint to the next where the run itself will choose: more than most choose, so that a budget holds."""
-DEVICE_COPY = 12e9
-"""Bytes per second from a GPU to its host: what PCIe 3.0 x16 reaches, and the paper's machines with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +106,7 @@ class Plan:
         groups: the best ones; greedy: those of the paper's algorithm, for the same log; every: if all is logged.
         log: bytes per step of `groups`, all workers together.
         wish, measured: what it follows from.
-        worth: whether to log at all.
-        why: sentences.
+        worth: whether to log at all. See `plan_words` for why.
     """
 
     strategies: tuple[str, ...]
@@ -119,7 +117,6 @@ class Plan:
     wish: Wish
     measured: Measured
     worth: Worth
-    why: tuple[str, ...]
 
     def seconds(self, groups: Groups, *, parallel: bool) -> float:
         """Expected seconds of replay per lost step with these groups."""
@@ -134,8 +131,8 @@ class Plan:
 
 
 def interval_of(every: int | str | None, max_steps: int) -> int:
-    """Steps whose log is kept, as far as that is known beforehand: the interval of checkpoints, `ASSUMED_INTERVAL` where it will
-    be chosen from measurements, all steps without checkpoints; never more than the run has."""
+    """Steps whose log is kept, as far as that is known beforehand: the interval of checkpoints, `ASSUMED_INTERVAL` where it
+    will be chosen from measurements, all steps without checkpoints; never more than the run has."""
     interval = max_steps if every is None else every if isinstance(every, int) else ASSUMED_INTERVAL
     return max(1, min(interval, max_steps))
 
@@ -156,9 +153,9 @@ def choose_groups(measured: Measured, wish: Wish) -> Groups:
     if len(groups) == 1:
         least = min(profile.crossing) * wish.interval * measured.replicas
         raise ConfigError(
-            f"a budget of {in_bytes(wish.budget_bytes)} of log between two checkpoints holds no boundary at all: the smallest one "
-            f"takes {in_bytes(least)} in {wish.interval} steps. Use at least that (budget_bytes={int(-(-least // 1))}), checkpoint "
-            "more often, or do without a log"
+            f"a budget of {in_bytes(wish.budget_bytes)} of log between two checkpoints holds no boundary at all: the smallest "
+            f"takes {in_bytes(least)} in {wish.interval} steps. Use at least that ({math.ceil(least)} bytes), checkpoint more "
+            "often, or do without a log"
         )
     return groups
 
@@ -188,11 +185,6 @@ def plan(measured: Measured, wish: Wish) -> Plan:
     replicated = [_apart(measured, wish, stage) for stage in range(measured.stages)]
     otherwise = "logging" if worth.worth else "checkpoint"
     strategies = tuple("replication" if apart else otherwise for apart in replicated)
-    why = (
-        *_why_strategies(measured, wish, strategies, worth),
-        *_why_groups(measured, wish, every, groups, greedy),
-        _advice(measured, groups),
-    )
     return Plan(
         strategies=strategies,
         groups=groups,
@@ -202,25 +194,7 @@ def plan(measured: Measured, wish: Wish) -> Plan:
         wish=wish,
         measured=measured,
         worth=worth,
-        why=tuple(line for line in why if line),
     )
-
-
-def in_bytes(size: float) -> str:
-    """A size in words."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if abs(size) < 999.5:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
-
-
-def in_seconds(seconds: float) -> str:
-    """A time in words."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms")):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
 
 
 def named(groups: Groups) -> str:
@@ -287,103 +261,8 @@ def _worth(measured: Measured, wish: Wish, every: Groups, groups: Groups) -> Wor
         return size
     replay = _objective(measured, wish, every, groups, parallel=wish.parallel)
     again = measured.step_seconds
-    if replay >= again:
-        return Worth(
-            False,
-            f"replaying a lost step takes {in_seconds(replay)}, and doing it again from a checkpoint {in_seconds(again)}: the groups "
-            "are too large",
-        )
-    return Worth(
-        True,
-        f"{size.reason}; replaying a lost step takes {in_seconds(replay)} where going back takes {in_seconds(again)}, and survivors "
-        "lose nothing",
-    )
-
-
-# ---------------------------------------------------------------- words
-
-
-def _why_strategies(measured: Measured, wish: Wish, strategies: Sequence[str], worth: Worth) -> list[str]:
-    lines = []
-    copied = [stage for stage, strategy in enumerate(strategies) if strategy == "replication"]
-    others = [stage for stage, strategy in enumerate(strategies) if strategy != "replication"]
-    if copied:
-        slowest = max(measured.state[stage] for stage in copied) / wish.bandwidth
-        lines.append(
-            f"Replication for {_stages(copied)}: a replica is on another node, so no step is lost; its state is copied in "
-            f"{in_seconds(slowest)}."
-        )
-    if others and measured.replicas > 1:
-        lines.append(f"The replicas of {_stages(others)} share a node, and would be lost together.")
-    if others:
-        lines.append(f"{strategies[others[0]].capitalize()} for {_stages(others)}: {worth.reason}.")
-    elif worth.worth:
-        lines.append("The log only matters if all replicas of a stage are lost at once; LogConfig(enabled=False) does without.")
-    nodes = wish.nodes or measured.stages * measured.replicas
-    if len(_domains(measured, wish)) > 1 and nodes < measured.stages:
-        lines.append(
-            "A node hosts several stages that are no neighbours: its loss loses all of them, and each replays by itself."
-        )
-    return lines
-
-
-def _why_groups(measured: Measured, wish: Wish, every: Groups, groups: Groups, greedy: Groups) -> list[str]:
-    if len(every) == 1:
-        return ["All stages are on one node: there is no boundary to log."]
-    full = log_per_step(measured, every) * wish.interval
-    kept = log_per_step(measured, groups) * wish.interval
-    lines = []
-    if wish.budget_bytes is not None:
-        fits = "within" if full <= wish.budget_bytes else "over"
-        lines.append(
-            f"Logging every boundary takes {in_bytes(full)} between two checkpoints, {fits} the budget of "
-            f"{in_bytes(wish.budget_bytes)}; the groups {named(groups)} take {in_bytes(kept)}, and of all that fit they recover "
-            "fastest."
-        )
-    elif wish.target_seconds is not None:
-        lines.append(
-            f"The groups {named(groups)} log least ({in_bytes(kept)} between two checkpoints, of {in_bytes(full)}) of all that "
-            f"recover within {in_seconds(wish.target_seconds)} per lost step."
-        )
-    else:
-        lines.append(
-            f"Every boundary between nodes is logged, {in_bytes(full)} between two checkpoints; --budget asks for less."
-        )
-    if greedy != groups:
-        ours, theirs = (_objective(measured, wish, every, one, parallel=wish.parallel) for one in (groups, greedy))
-        more = log_per_step(measured, greedy) * wish.interval - kept
-        lines.append(
-            f"The paper's greedy algorithm chooses {named(greedy)}: {in_seconds(theirs)} per lost step instead of "
-            f"{in_seconds(ours)}, and {in_bytes(abs(more))} {'more' if more >= 0 else 'less'} log."
-        )
-    joint = [group for group in groups if len(group) > 1]
-    if joint:
-        lines.append("If one stage of a group is lost, all of that group go back and replay together.")
-        if wish.parallel:
-            lines.append(
-                "With helpers, the times are the paper's estimate, which has them help a whole group; so far only groups of one "
-                "stage have helpers here."
-            )
-    return lines
-
-
-def _advice(measured: Measured, groups: Groups) -> str:
-    """Whether a GPU could copy its log while it is idle (section 5.4). A CPU copies nothing, so this decides nothing."""
-    if len(groups) == 1:
-        return ""
-    edges = {group[-1] for group in groups[:-1]}
-    per_stage = [
-        sum(measured.crossing[edge] / 2 for edge in (stage - 1, stage) if edge in edges) for stage in range(measured.stages)
-    ]
-    busiest = max(per_stage)
-    idle = bubble_share(measured.stages, measured.micro_batches)
-    shortest = busiest / DEVICE_COPY / idle if idle else 0.0
-    return (
-        f"A stage is idle for {idle:.0%} of a step ({measured.stages} stages, {measured.micro_batches} micro-batches). On GPUs that "
-        f"copy {in_bytes(DEVICE_COPY)}/s to the host, its {in_bytes(busiest)} of log fit in there if a step takes "
-        f"{in_seconds(shortest)} or more; on CPUs nothing is copied."
-    )
-
-
-def _stages(numbers: Sequence[int]) -> str:
-    return ("stage " if len(numbers) == 1 else "stages ") + ", ".join(map(str, numbers))
+    if replay < again:
+        gain = f"replaying a lost step takes {in_seconds(replay)} where going back takes {in_seconds(again)}"
+    else:  # the stages of a group overlap in a replay as in training; the paper adds them up
+        gain = f"replaying a lost step takes hardly less than going back, {in_seconds(again)}, for the groups are large"
+    return Worth(True, f"{size.reason}; {gain}, and survivors lose nothing")

@@ -15,7 +15,8 @@ class Rules:
 
     Attributes:
         stages: of the pipeline; a world is of whole replicas, so its size is a multiple of this.
-        logging: whether what crosses between stages is logged.
+        logging: whether what crosses between stages is logged. groups: of stages, if only what crosses between these is logged;
+            () logs every boundary between nodes.
         replay_workers: how many replay one lost stage, if there are so many.
         exact_sums: whether these add gradients in the order in which one alone would.
     """
@@ -25,6 +26,7 @@ class Rules:
     max_steps: int
     stages: int = 1
     logging: bool = False
+    groups: tuple[tuple[int, ...], ...] = ()
     replay_workers: int = 1
     exact_sums: bool = True
     spares: int = 1

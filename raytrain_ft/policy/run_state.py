@@ -28,6 +28,7 @@ class RunState:
         source: the checkpoint that they replay from.
         logged: boundaries between stages that are logged, each named by the stage before it.
         logged_since: the step from which on the log is complete for the present world; None if it is not.
+        log_revived: the step from which on a log that had broken off is whole again, if it is known.
         plan: what the survivors do to become consistent; None if nobody holds state.
         stored: checkpoints to go back to, newest first.
         load: the checkpoint that everybody loads if nobody holds state; None: the run begins anew.
@@ -56,6 +57,7 @@ class RunState:
     source: m.Stored | None = None
     logged: frozenset[int] = frozenset()
     logged_since: int | None = None
+    log_revived: int | None = None
     plan: Plan | None = None
     stored: list[m.Stored] = field(default_factory=list)
     load: m.Stored | None = None

@@ -94,7 +94,10 @@ class Recovery:
         """Lost stages replay from this step on, each with so many workers; nobody else goes back."""
         self.strategy = Strategy.LOGGING
         self.replayed = max(self.replayed, self.step - step)
-        self.reason += f"; {stages} had no replica left: steps {step} to {self.step} are replayed from {source}"
+        if step == self.step:
+            self.reason += f"; {stages} had no replica left, and {source} is all that there is to it"
+            return
+        self.reason += f"; {stages} had no replica left: steps {step} to {self.step - 1} are replayed from {source}"
         if workers > 1:
             self.reason += f" by {workers} workers"
             if not exact:  # gradients of micro-batches are added in another order

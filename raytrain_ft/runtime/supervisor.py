@@ -71,6 +71,7 @@ class Supervisor:
         if self._restarted:
             self.tell(m.SupervisorRestarted(at=self.now()))
         else:
+            shutil.rmtree(self._spec.logs, ignore_errors=True)  # of a run of this name that could not clean up: never replayed
             started = {"incarnation": self._spec.incarnation, "stored": stored, "details": _details(self._spec)}
             self.tell(m.RunStarted(at=0.0, run_id=self._spec.run_id, **started))
         watcher = asyncio.create_task(self._health.watch_cluster(self._crew))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from raytrain_ft.errors import NonFiniteLossError
+from raytrain_ft.errors import NonFiniteLossError, ReplayDivergedError
 from raytrain_ft.training.attempt import Attempt, Commit, StepSettings, keeps_gradients
 from raytrain_ft.training.buckets import Bucket, Probe, Reducer, only
 from raytrain_ft.training.checkpointer import Checkpointer
@@ -111,6 +111,11 @@ class Replica:
         self.begin(self.loader.next(links.fence.check), links, began)
         if self._pipeline is not None:
             self._pipeline.run(self.state.step, links)
+            if links.team is not None and self.state.tail.changed():
+                raise ReplayDivergedError(
+                    f"stage {self.stage} changes a buffer in its forward pass, which depends on the order of the micro-batches: "
+                    "several workers cannot replay it together. Use RecoveryConfig(replay_workers=1)."
+                )
         else:
             self.forward_backward()
         self.reducer.finish()

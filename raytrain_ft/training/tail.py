@@ -47,6 +47,11 @@ class Tail:
             for buffer, before in zip((*self.integers, *self.floats), self._before, strict=True):
                 buffer.copy_(before)
 
+    def changed(self) -> bool:
+        """Whether this attempt has changed a buffer."""
+        before = zip((*self.integers, *self.floats), self._before or [], strict=False)
+        return any(not torch.equal(buffer, old) for buffer, old in before)
+
     def settled(self) -> None:
         """The attempt was committed: there is nothing to put back."""
         self._before = None

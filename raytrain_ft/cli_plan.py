@@ -1,0 +1,242 @@
+"""`raytrain-ft plan`: how a job would recover in a pipeline, and what to log for it, from its own measured stages."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from raytrain_ft.config import ParallelismConfig
+from raytrain_ft.errors import ConfigError, FTError
+from raytrain_ft.policy.logging_cost import bubble_share
+from raytrain_ft.policy.plan_words import explain
+from raytrain_ft.policy.planning import ASSUMED_INTERVAL, BANDWIDTH, Groups, Measured, Plan, Wish, named, plan
+from raytrain_ft.policy.units import in_bytes, in_seconds
+from raytrain_ft.task import TrainTask, check_task
+from raytrain_ft.training.attempt import StepSettings
+from raytrain_ft.training.pipeline import PipelineSettings
+from raytrain_ft.training.profile import measure_pipeline
+from raytrain_ft.training.split import measure_cuts
+
+console = Console(highlight=False, soft_wrap=True)
+SAMPLES = 4
+"""Of a micro-batch, where no batch size is given."""
+WHOLE = click.IntRange(min=1)
+MORE_THAN_NOTHING = click.FloatRange(min=0, min_open=True)
+
+
+@click.command("plan")
+@click.argument("job", metavar="JOB:TASK")
+@click.option("--stages", type=click.IntRange(min=2), required=True, help="Stages of the pipeline.")
+@click.option("--replicas", type=WHOLE, default=1, show_default=True, help="Copies of the pipeline.")
+@click.option("--nodes", type=WHOLE, help="Nodes that the workers are spread over; default: one for each worker.")
+@click.option("--micro-batches", type=WHOLE, help="Of each replica and step; default: twice the stages.")
+@click.option("--batch-size", type=WHOLE, help=f"Samples of a step; default: {SAMPLES} per micro-batch.")
+@click.option("--checkpoint-every", type=WHOLE, default=ASSUMED_INTERVAL, show_default=True, help="Steps.")
+@click.option("--bandwidth", type=MORE_THAN_NOTHING, default=BANDWIDTH / 1e9, show_default=True, help="Of the network, GB/s.")
+@click.option("--budget", type=WHOLE, help="Bytes of log between two checkpoints, all workers together.")
+@click.option("--target", type=MORE_THAN_NOTHING, help="Seconds of recovery per lost step.")
+@click.option("--parallel-recovery", is_flag=True, help="Survivors help to replay (RecoveryConfig(replay_workers=...)).")
+@click.option(
+    "--split", type=click.Choice(["auto", "task"]), default="auto", show_default=True, help="As in ParallelismConfig."
+)
+def plan_command(
+    job: str,
+    stages: int,
+    replicas: int,
+    nodes: int | None,
+    micro_batches: int | None,
+    batch_size: int | None,
+    checkpoint_every: int,
+    bandwidth: float,
+    budget: int | None,
+    target: float | None,
+    parallel_recovery: bool,
+    split: str,
+) -> None:
+    """Recommends how to recover a job in stages, and which boundaries to log.
+
+    JOB is a Python file or module, TASK a TrainTask in it: an instance, or a subclass with its arguments, as in
+    jobs/train_lm.py:'PythonLM(100)'. The stages are built and timed here, one after the other; nothing is trained, and no
+    cluster is needed.
+    """
+    how = ParallelismConfig(pipeline_parallel_degree=stages, num_pp_microbatches=micro_batches)
+    wish = Wish(
+        interval=checkpoint_every,
+        bandwidth=bandwidth * 1e9,
+        nodes=nodes or 0,
+        budget_bytes=budget,
+        target_seconds=target,
+        parallel=parallel_recovery,
+    )
+    try:
+        measured = _measure(load_task(job), stages, replicas, how.micro_batches, batch_size, split)
+        show(plan(measured, wish))
+    except FTError as error:
+        raise click.ClickException(str(error)) from error
+
+
+# ---------------------------------------------------------------- the job
+
+
+def load_task(job: str) -> TrainTask:
+    """The task that `JOB:TASK` names.
+
+    Raises:
+        ConfigError: there is no such file, module or task, or it cannot be made.
+    """
+    place, colon, expression = job.partition(":")
+    if not (place and colon and expression):
+        raise ConfigError(f"{job!r}: give JOB:TASK, as in jobs/train_lm.py:'PythonLM(100)' or my_package.job:Task")
+    try:
+        call = ast.parse(expression, mode="eval").body
+        name, positional, keywords = call, [], {}
+        if isinstance(call, ast.Call):
+            name = call.func
+            positional = [ast.literal_eval(argument) for argument in call.args]
+            keywords = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{expression!r}: give the name of a task, or Name(...) with plain values: {error}") from error
+    if not isinstance(name, ast.Name):
+        raise ConfigError(f"{expression!r}: give the name of a task, or Name(...) with plain values")
+    module = _import(place)
+    found: Any = getattr(module, name.id, None)
+    if found is None:
+        tasks = sorted(key for key, value in vars(module).items() if _is_task(value, module.__name__))
+        raise ConfigError(f"{place} has no {name.id!r}" + (f"; its tasks: {', '.join(tasks)}" if tasks else ""))
+    if callable(found) and not isinstance(found, TrainTask):
+        try:
+            found = found(*positional, **keywords)
+        except Exception as error:  # the job's own code may raise anything
+            raise ConfigError(
+                f"{expression} cannot be made: {type(error).__name__}: {error}. Give its arguments, as in '{name.id}(...)'"
+            ) from error
+    check_task(found)
+    return found
+
+
+def _import(place: str) -> Any:
+    try:
+        if not place.endswith(".py"):
+            if "" not in sys.path:
+                sys.path.insert(0, "")
+            return importlib.import_module(place)
+        path = Path(place).resolve()
+        if not path.is_file():
+            raise ConfigError(f"there is no file {place}")
+        sys.path.insert(0, str(path.parent))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module  # dataclasses and pickle look their module up
+        spec.loader.exec_module(module)
+        return module
+    except ConfigError:
+        raise
+    except Exception as error:  # the job's own code may raise anything
+        raise ConfigError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _is_task(value: Any, module: str) -> bool:
+    return isinstance(value, TrainTask) or (
+        isinstance(value, type) and issubclass(value, TrainTask) and value.__module__ == module
+    )
+
+
+def _measure(task: TrainTask, stages: int, replicas: int, micro_batches: int, batch_size: int | None, split: str) -> Measured:
+    per_step = replicas * micro_batches
+    batch_size = SAMPLES * per_step if batch_size is None else batch_size
+    if batch_size % per_step:
+        raise ConfigError(
+            f"--batch-size {batch_size}: {replicas} replicas of {micro_batches} micro-batches need a multiple of {per_step}"
+        )
+    samples = batch_size // per_step
+    cuts = measure_cuts(task, stages, samples) if split == "auto" else None
+    step = StepSettings(pipeline=PipelineSettings(stages=stages, micro_batches=micro_batches, cuts=cuts))
+    return measure_pipeline(task, step, samples, replicas, threads=1)
+
+
+# ---------------------------------------------------------------- printing
+
+
+def show(found: Plan) -> None:
+    """Prints a plan: the stages, the recoveries, the groupings, and why."""
+    measured, wish = found.measured, found.wish
+    nodes, copies = wish.nodes or measured.stages * measured.replicas, measured.replicas
+    console.print(
+        f"{measured.stages} stages in {'one copy' if copies == 1 else f'{copies} copies'} on {nodes} node{'s' * (nodes > 1)}, "
+        f"{measured.micro_batches} micro-batches; a step takes about {in_seconds(measured.step_seconds)} here, with "
+        f"{bubble_share(measured.stages, measured.micro_batches):.0%} of it idle"
+    )
+    console.print(_stages(found))
+    console.print(_recoveries(found))
+    if len(found.every) > 1:
+        console.print(_groupings(found))
+    for line in explain(found):
+        console.print(f"* {line}", markup=False)
+
+
+def _stages(found: Plan) -> Table:
+    measured = found.measured
+    table = Table("stage", "computes per step", "state", "crosses to the next per step", "logged", "if it is lost")
+    logged = {group[-1] for group in found.groups[:-1]} if found.worth.worth else set()
+    for stage, seconds in enumerate(measured.compute):
+        last = stage == measured.stages - 1
+        crossing = "" if last else in_bytes(measured.replicas * measured.crossing[stage])
+        mark = "" if last else "yes" if stage in logged else "no"
+        _row(table, str(stage), in_seconds(seconds), in_bytes(measured.state[stage]), crossing, mark, found.strategies[stage])
+    return table
+
+
+def _recoveries(found: Plan) -> Table:
+    """What losses cost: on average half an interval is lost."""
+    measured, wish = found.measured, found.wish
+    table = Table(
+        "recovery", "per lost step", f"expected, {wish.interval / 2:g} steps lost", "log per step", "between checkpoints"
+    )
+
+    def row(name: str, seconds: float, log: float) -> None:
+        between = log * wish.interval
+        _row(table, name, in_seconds(seconds), in_seconds(seconds * wish.interval / 2), in_bytes(log), in_bytes(between))
+
+    if "replication" in found.strategies:
+        _row(table, "replication", "none lost", in_seconds(max(measured.state) / wish.bandwidth), "0 B", "0 B")
+    if len(found.groups) > 1:
+        helpers = [len(found.every) // max(1, _parts(found, group)) - 1 for group in found.groups]
+        row("logging, without helpers", found.seconds(found.groups, parallel=False), found.log)
+        most = f"{min(helpers)} to {max(helpers)}" if len(set(helpers)) > 1 else str(helpers[0])
+        row(f"logging, with {most} helpers", found.seconds(found.groups, parallel=True), found.log)
+    row("global checkpoint", measured.step_seconds, 0)
+    return table
+
+
+def _parts(found: Plan, group: tuple[int, ...]) -> int:
+    """Nodes that host this group."""
+    return sum(1 for part in found.every if part[0] in group)
+
+
+def _groupings(found: Plan) -> Table:
+    parallel = found.wish.parallel
+    table = Table("grouping", "groups", "expected per lost step", "log between checkpoints")
+
+    def row(name: str, groups: Groups) -> None:
+        seconds = found.seconds(groups, parallel=parallel)
+        _row(table, name, named(groups), in_seconds(seconds), in_bytes(found.log_between(groups)))
+
+    row("every boundary", found.every)
+    row("optimum", found.groups)
+    row("greedy (the paper's)", found.greedy)
+    return table
+
+
+def _row(table: Table, *cells: str) -> None:
+    table.add_row(*(Text(cell) for cell in cells))

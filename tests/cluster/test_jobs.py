@@ -1,0 +1,50 @@
+"""The examples in jobs/ as they are: a language model as a pipeline that loses a stage."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import ray.cloudpickle
+import torch
+from conftest import promise_kept, train
+
+import raytrain_ft as ft
+from raytrain_ft.policy.strategy import Guarantee, Strategy
+
+STEPS = 6
+
+
+@pytest.fixture
+def train_lm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The job as a module. Its classes travel whole, as those of a script do: no worker can import it."""
+    spec = importlib.util.spec_from_file_location("train_lm", Path(__file__).parents[2] / "jobs" / "train_lm.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "train_lm", module)
+    spec.loader.exec_module(module)
+    ray.cloudpickle.register_pickle_by_value(module)
+    return module
+
+
+def test_a_masked_language_model_loses_a_stage(cluster, train_lm: ModuleType, tmp_path: Path) -> None:
+    task = train_lm.MaskedPythonLM(STEPS)
+    result = train(
+        tmp_path,
+        "lm",
+        task=task,
+        workers=2,
+        steps=STEPS,
+        drop_last=True,
+        max_grad_norm=1.0,
+        parallelism_config=ft.ParallelismConfig(pipeline_parallel_degree=2, split="auto"),
+        faults=[ft.FailAt(rank=1, step=3, phase="backward_pass", micro_batch=1)],
+    )
+    assert promise_kept(result) == []
+    assert [(r.strategy, r.guarantee, r.replayed) for r in result.recoveries] == [(Strategy.LOGGING, Guarantee.EXACT, 3)]
+    model = ft.load_model(task, result)
+    assert model(torch.zeros(1, train_lm.CONTEXT, dtype=torch.uint8)).shape == (1, train_lm.CONTEXT, 256)

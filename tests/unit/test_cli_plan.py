@@ -1,0 +1,136 @@
+"""`raytrain-ft plan`: what it prints, and how it fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from raytrain_ft.cli import main
+
+JOB = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import raytrain_ft as ft
+
+
+class Layers(ft.TrainTask):
+    def model(self, stage):
+        return nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 8), nn.Linear(8, 4))
+
+    def optimizer(self, params):
+        return torch.optim.SGD(params, lr=0.1)
+
+    def dataset(self):
+        return TensorDataset(torch.randn(32, 16), torch.zeros(32, dtype=torch.int64))
+
+    def loss(self, output, batch):
+        return nn.functional.cross_entropy(output, batch[1])
+
+
+class Sized(Layers):
+    def __init__(self, width, depth=1):
+        assert (width, depth) == (3, 2)
+
+
+class Whole(Layers):
+    def model(self, stage):
+        return nn.Bilinear(2, 2, 2)
+
+
+class Bad(Layers):
+    def loss(self, output, batch):
+        raise KeyError("labels")
+
+
+class Lacking(ft.TrainTask):
+    pass
+
+
+task = Layers()
+number = 5
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "planned_job.py"
+    path.write_text(JOB)
+    (tmp_path / "broken_job.py").write_text("import nothing_of_that_name")
+    return path
+
+
+def call(*arguments: str | Path) -> Result:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(main, ["plan", *map(str, arguments)])
+
+
+def test_what_it_recommends(job: Path) -> None:
+    result = call(f"{job}:Layers", "--stages", 3, "--batch-size", 24, "--budget", 200_000)
+    assert result.exit_code == 0, result.output
+    for part in (
+        "3 stages in one copy on 3 nodes, 6 micro-batches",
+        "global checkpoint",
+        "logging, with",
+        "every boundary",
+        "optimum",
+        "greedy (the paper's)",
+        "0-1 | 2",  # only the boundary that 8 numbers cross fits
+        "over the budget of 200 KB",
+        "Logging for stages 0, 1, 2",
+    ):
+        assert part in result.output
+    sizes = [line for line in result.output.splitlines() if "12.3 KB" in line and "yes" not in line]
+    assert sizes, "24 samples x 64 floats, there and back"
+
+
+def test_replicas_and_nodes(job: Path) -> None:
+    apart = call(f"{job}:task", "--stages", 3, "--replicas", 2)
+    assert "Replication for stages 0, 1, 2" in apart.output
+    together = call(f"{job}:Sized(3, depth=2)", "--stages", 3, "--replicas", 2, "--nodes", 3)
+    assert "The replicas of stages 0, 1, 2 share a node" in together.output
+    alone = call(f"{job}:task", "--stages", 2, "--nodes", 1)
+    assert "All stages are on one node" in alone.output
+
+
+def test_a_module_and_a_target(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(job.parent)
+    result = call("planned_job:task", "--stages", 2, "--target", 1000, "--parallel-recovery")
+    assert result.exit_code == 0, result.output
+    assert "checkpoint" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("JOB", "--stages", "2"), "give JOB:TASK"),
+        (("JOB:Layers",), "--stages"),
+        (("JOB:Layers", "--stages", "1"), "1 is not in the range"),
+        (("JOB:Layers", "--stages", "4"), "3 layers to train"),
+        (("JOB:Layers", "--stages", "3", "--nodes", "4"), "3 workers need 1 to 3"),
+        (("JOB:Layers", "--stages", "3", "--batch-size", "10"), "need a multiple of 6"),
+        (("JOB:Layers", "--stages", "3", "--budget", "10"), "holds no boundary at all"),
+        (("JOB:Layers", "--stages", "3", "--target", "1e-9"), "still leaves"),
+        (("JOB:Layers", "--stages", "3", "--budget", "10", "--target", "1"), "exclude each other"),
+        (("JOB:Nobody", "--stages", "2"), "its tasks: Bad, Lacking, Layers, Sized, Whole, task"),
+        (("JOB:number", "--stages", "2"), "the task is a int"),
+        (("JOB:Sized", "--stages", "2"), "Give its arguments, as in 'Sized(...)'"),
+        (("JOB:Sized(open('x'))", "--stages", "2"), "plain values"),
+        (("JOB:a b", "--stages", "2"), "plain values"),
+        (("JOB:Lacking", "--stages", "2"), "lacks model, optimizer, dataset, loss"),
+        (("JOB:Whole", "--stages", "2"), "no torch.nn.Sequential"),
+        (("JOB:Bad", "--stages", "2"), "stage 1 fails on a micro-batch of 4 samples"),
+        (("missing.py:Layers", "--stages", "2"), "there is no file missing.py"),
+        (("no_such_module:Layers", "--stages", "2"), "cannot be imported: ModuleNotFoundError"),
+        (("BROKEN:Layers", "--stages", "2"), "nothing_of_that_name"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
+)
+def test_bad_input(job: Path, arguments: tuple[str, ...], words: str) -> None:
+    given = [part.replace("JOB", str(job)).replace("BROKEN", str(job.parent / "broken_job.py")) for part in arguments]
+    result = call(*given)
+    assert result.exit_code != 0
+    assert words in result.output
+    assert "Traceback" not in result.output
