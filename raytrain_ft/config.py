@@ -12,7 +12,7 @@ from ray.train import ScalingConfig
 
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.frequency import check_budget
-from raytrain_ft.policy.schedule import SCHEDULES, Schedule
+from raytrain_ft.policy.schedule import MOST_MICRO_BATCHES, SCHEDULES, Schedule
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 """Names of runs become names of files and actors, so they are checked against this allow-list."""
@@ -116,6 +116,9 @@ class ParallelismConfig:
                 )
         elif cuts not in ("task", "auto"):
             raise ConfigError(f'ParallelismConfig(split={cuts!r}): use "task", "auto" or a tuple of layers')
+
+        if self.micro_batches > MOST_MICRO_BATCHES:
+            raise ConfigError(f"ParallelismConfig(num_pp_microbatches={self.micro_batches}): use {MOST_MICRO_BATCHES} at most")
 
     @property
     def micro_batches(self) -> int:

@@ -12,6 +12,8 @@ from typing import Literal, get_args
 
 Schedule = Literal["1f1b", "gpipe"]
 SCHEDULES = get_args(Schedule)
+MOST_MICRO_BATCHES = 4096
+"""Of a step and replica."""
 
 
 @dataclass(frozen=True, slots=True)

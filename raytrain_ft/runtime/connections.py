@@ -59,6 +59,7 @@ class Connections:
         self._stages = spec.rules.stages
         self._reader: LogReader | None = None
         self._team: FencedGroup | None = None
+        self._links: list[Links] = []
         self._board: Switchboard | None = None
         self._stage_group: FencedGroup | Solo | None = None
         if self._stages > 1:
@@ -76,7 +77,12 @@ class Connections:
 
     def live(self) -> Links:
         """For training."""
-        return data_parallel(self._world) if self._board is None else self._board.live()
+        return data_parallel(self._world) if self._board is None else self._keep(self._board.live())
+
+    def _keep(self, links: Links) -> Links:
+        """What was sent at the end of a replay may be on its way for longer than the replay takes."""
+        self._links.append(links)
+        return links
 
     def replay(self, stages: frozenset[int], stage: int, size: int, number: int) -> Links:
         """For a replay of these stages.
@@ -88,7 +94,7 @@ class Connections:
         self._reader = LogReader(self._spec.logs)
         team = self._join_team(stage, size, number) if size > 1 else None
         board = Switchboard(self._world, self._stage_group, self._stages, self._logged, self._log, stage)
-        return board.replay(self._reader, stages, team)
+        return self._keep(board.replay(self._reader, stages, team))
 
     def _join_team(self, stage: int, size: int, number: int) -> Team:
         fence = self._world.fence

@@ -274,11 +274,11 @@ class Worker:
         return self._training.submit(job, fence, frozenset(stages), load, until, team).result(timeout=PARK_DEADLINE_S)
 
     def _replay(self, fence: Fence, stages: frozenset[int], load: str, until: int, team: tuple[str, ...]) -> tuple[str, ...]:
-        """A replay by one that was interrupted goes on from where it stood: what it has is what any other would have."""
+        """A replay by one alone that was interrupted goes on from where it stood: what it has is what any other would have."""
         fence.check()
         assert self._connections is not None
         source = load or "the beginning"
-        if self._replayed != source or len(team) > 1:
+        if self._replayed != source or len(team) > 1 or len(stages) > 1:
             self._begin_from(load)
             self._replayed = source
         self._replica.state.filled = False

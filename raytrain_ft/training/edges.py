@@ -5,7 +5,9 @@ step is the same on either, which is what makes a replay the same to the bit. Wh
 the log, by reference: nobody changes an activation or a gradient once it was sent.
 
 A live edge describes its tensors once per incarnation, in plain integers, and then sends nothing but their bytes. A send is
-never waited for: the step's end, to which every stage contributes, proves that it arrived.
+never waited for, but what is sent is kept until it has arrived. An activation has when its gradient comes back; a gradient has
+when the neighbour sends something of the next step, which it begins only with all gradients of the one before. So what was sent
+in one step is safe to forget when the next one is over.
 """
 
 from __future__ import annotations
@@ -14,22 +16,25 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from raytrain_ft.errors import FencedError, ReplayDivergedError, TaskError
+from raytrain_ft.policy.schedule import MOST_MICRO_BATCHES
 from raytrain_ft.storage.log_reader import LogReader
 from raytrain_ft.storage.tensor_log import Key, TensorLog
-from raytrain_ft.training.process_group import FencedGroup, PeerLostError, in_short
+from raytrain_ft.training.process_group import WAIT_DEADLINE, FencedGroup, PeerLostError, in_short
 
 DTYPES = tuple(sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str))
 HEADER = 64
 """Integers of a description: count, then for each tensor dtype, dimensions, shape."""
 HEADER_TAG, FIRST_TAG = 8, 16
 """Tags of gloo messages; lower ones belong to the transfers of a recovery."""
+TAGGED_STEPS = 2**16
+"""A tag says which micro-batch of which step it is, so that two who are at different steps can never take one for another."""
 POSTED = 2
 """Receives that are posted at once, so that a sender need not wait for the receiver to be ready."""
 IDLE_S = 1.0
@@ -54,7 +59,7 @@ class Outbound(Protocol):
     """Where the activations, or the gradients, of a step go."""
 
     def begin(self, step: int) -> None:
-        """A step begins; everything of the one before has arrived."""
+        """A step begins; everything of the last but one has arrived."""
         ...
 
     def give(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
@@ -63,6 +68,11 @@ class Outbound(Protocol):
 
 
 # ---------------------------------------------------------------- live
+
+
+def tag(step: int, micro_batch: int) -> int:
+    """The tag of a message."""
+    return FIRST_TAG + step % TAGGED_STEPS * MOST_MICRO_BATCHES + micro_batch
 
 
 def describe(tensors: Sequence[Tensor]) -> list[int]:
@@ -89,9 +99,10 @@ def allocate(numbers: Sequence[int]) -> list[Tensor]:
 class _Arrival:
     """A micro-batch that is received."""
 
+    tag: int
     done: threading.Event
-    tensors: list[Tensor]
-    works: list[Any]
+    tensors: list[Tensor] = field(default_factory=list)
+    works: list[Any] = field(default_factory=list)
     error: Exception | None = None
 
 
@@ -102,16 +113,15 @@ class LiveInbound:
     def __init__(self, group: FencedGroup, peer: int) -> None:
         self._group = group
         self._peer = peer
-        self._wanted: queue.SimpleQueue[tuple[int, _Arrival]] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
         self._arrivals: dict[int, _Arrival] = {}
         self._layout: list[int] | None = None
         threading.Thread(target=self._receive, name=f"from-{peer}", daemon=True).start()
 
     def begin(self, step: int, micro_batches: Sequence[int]) -> None:
-        del step
-        self._arrivals = {number: _Arrival(threading.Event(), [], []) for number in micro_batches}
-        for number, arrival in self._arrivals.items():
-            self._wanted.put((number, arrival))
+        self._arrivals = {number: _Arrival(tag(step, number), threading.Event()) for number in micro_batches}
+        for arrival in self._arrivals.values():
+            self._wanted.put(arrival)
 
     def take(self, micro_batch: int) -> list[Tensor]:
         arrival = self._arrivals.pop(micro_batch)
@@ -124,9 +134,9 @@ class LiveInbound:
         posted: list[_Arrival] = []
         while not self._group.fence.tripped:
             with suppress(queue.Empty):
-                number, arrival = self._wanted.get(timeout=0 if posted else IDLE_S)
+                arrival = self._wanted.get(timeout=0 if posted else IDLE_S)
                 try:
-                    self._post(number, arrival)
+                    self._post(arrival)
                 except (RuntimeError, FencedError) as error:
                     arrival.error = error
                     arrival.done.set()
@@ -135,18 +145,18 @@ class LiveInbound:
             if len(posted) == POSTED or (posted and self._wanted.empty()):
                 self._await(posted.pop(0))
 
-    def _post(self, number: int, arrival: _Arrival) -> None:
+    def _post(self, arrival: _Arrival) -> None:
         if self._layout is None:
             header = torch.empty(HEADER, dtype=torch.int64)
-            self._group.post_receive(header, self._peer, HEADER_TAG).wait()
+            self._group.post_receive(header, self._peer, HEADER_TAG).wait(WAIT_DEADLINE)
             self._layout = header.tolist()
         arrival.tensors = allocate(self._layout)
-        arrival.works = [self._group.post_receive(tensor, self._peer, FIRST_TAG + number) for tensor in arrival.tensors]
+        arrival.works = [self._group.post_receive(tensor, self._peer, arrival.tag) for tensor in arrival.tensors]
 
     def _await(self, arrival: _Arrival) -> None:
         try:
             for work in arrival.works:
-                work.wait()
+                work.wait(WAIT_DEADLINE)  # else gloo gives up after the time that is for coming together
         except RuntimeError as error:
             arrival.error = error
         arrival.works = []
@@ -160,11 +170,13 @@ class LiveOutbound:
         self._group = group
         self._peer = peer
         self._layout: list[int] | None = None
+        self._step = 0
         self._under_way: list[tuple[Tensor, Any]] = []
+        self._of_the_step_before: list[tuple[Tensor, Any]] = []
 
     def begin(self, step: int) -> None:
-        del step
-        self._under_way.clear()
+        self._step = step
+        self._of_the_step_before, self._under_way = self._under_way, []
 
     def give(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
         layout = describe(tensors)
@@ -177,10 +189,10 @@ class LiveOutbound:
                 f"(now {[(str(t.dtype), tuple(t.shape)) for t in tensors]}). Give every micro-batch the same shape."
             )
         for tensor in tensors:
-            self._send(tensor.contiguous(), FIRST_TAG + micro_batch)
+            self._send(tensor.contiguous(), tag(self._step, micro_batch))
 
-    def _send(self, tensor: Tensor, tag: int) -> None:
-        self._under_way.append((tensor, self._group.post_send(tensor, self._peer, tag)))
+    def _send(self, tensor: Tensor, number: int) -> None:
+        self._under_way.append((tensor, self._group.post_send(tensor, self._peer, number)))
 
 
 # ---------------------------------------------------------------- logged

@@ -113,8 +113,8 @@ class Replica:
             self._pipeline.run(self.state.step, links)
             if links.team is not None and self.state.tail.changed():
                 raise ReplayDivergedError(
-                    f"stage {self.stage} changes a buffer in its forward pass, which depends on the order of the micro-batches: "
-                    "several workers cannot replay it together. Use RecoveryConfig(replay_workers=1)."
+                    f"stage {self.stage} changes a buffer in its forward pass, which depends on the order of micro-batches, so "
+                    "several workers cannot replay it together: use RecoveryConfig(replay_workers=1)"
                 )
         else:
             self.forward_backward()
