@@ -43,7 +43,7 @@ chaos: setup ## A seeded campaign of kills: make chaos KILLS=200 MTBF=3
 
 bench: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev,bench]"
-	for name in step_overhead recovery undo checkpoint checkfreq; do $(BIN)/python -m benchmarks.$$name --quick --json $$name.json || exit 1; done
+	for name in step_overhead recovery undo checkpoint checkfreq pipeline grouping; do $(BIN)/python -m benchmarks.$$name --quick --json $$name.json || exit 1; done
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build *.egg-info
