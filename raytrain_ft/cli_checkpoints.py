@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -25,7 +26,11 @@ from raytrain_ft.storage.filesystem import Storage, open_storage
 from raytrain_ft.storage.manifest import Manifest, Name
 from raytrain_ft.storage.tree import flatten
 from raytrain_ft.training import objects, restore
+from raytrain_ft.training.pipeline import name_in_one_piece
 
+STAGE = re.compile(r"stage-(?P<number>[0-9]{1,4})/(?P<path>.+)")
+OF_LAYERS = ("model", "buffer", "optimizer")
+"""What is stored by the names of a model's layers."""
 console = Console(highlight=False, soft_wrap=True)
 LONGEST_VALUE = 200
 PLACE = click.argument("place")
@@ -209,8 +214,14 @@ def _state(content: Content) -> dict[str, Any]:
         skeletons = objects.stored_skeletons(content, 0)
         return {name: objects.put_together(content, skeleton, 0) for name, skeleton in skeletons.items()}
     state: dict[str, Any] = {}
-    for path in content.pieces:  # the trainer's: model/NAME, buffer/NAME, optimizer/NAME/KEY
-        group, _, rest = path.partition("/")
+    cuts = content.manifest.values.get("cuts")
+    for path in content.pieces:  # the trainer's: model/NAME, buffer/NAME, optimizer/NAME/KEY; of a pipeline, stage-N/...
+        stage = STAGE.fullmatch(path)
+        group, _, rest = (path if stage is None else stage["path"]).partition("/")
+        if stage is not None:
+            if group not in OF_LAYERS:
+                continue
+            rest = name_in_one_piece(rest, int(stage["number"]), cuts)
         state.setdefault({"buffer": "model"}.get(group, group), {})[rest] = restore.make(content, path)
     return state
 

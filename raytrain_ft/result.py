@@ -51,7 +51,7 @@ def recovery_of(fields: dict[str, Any]) -> Recovery:
 
 
 def load_model(task: Any, result: Result | str) -> torch.nn.Module:
-    """The task's model with the final weights of a run; of a pipeline whose stages the task gives, all stages in a Sequential.
+    """The task's model with the final weights of a run; of a pipeline whose stages the task gives, a Sequential of the stages.
 
     Args:
         result: what `fit` returned, or the path of a `final.arrow` or `final-stage-0.arrow`.
@@ -70,4 +70,5 @@ def load_model(task: Any, result: Result | str) -> torch.nn.Module:
     parts = [build_stage(task, stage, settings) for stage in range(settings.stages)]
     for stage, part in enumerate(parts):
         part.load_state_dict(read_tensors(path.with_name(f"final-stage-{stage}.arrow"))[0])
-    return torch.nn.Sequential(*parts)
+    layers = parts if cuts is None else [layer for part in parts for layer in part.children()]
+    return torch.nn.Sequential(*layers)

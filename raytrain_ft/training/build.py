@@ -82,11 +82,10 @@ def build_replica(
     checkpointer = None
     if checkpoints is not None:
         how, data = checkpoints, asdict(sampling)
-        stages = settings.stages
-        capture(state, data, [], stages)  # what cannot be stored is told now, not at the first checkpoint
+        capture(state, data, [], settings.pipeline)  # what cannot be stored is told now, not at the first checkpoint
         checkpointer = Checkpointer(
             how.target,
-            lambda: capture(state, data, how.records(), stages),
+            lambda: capture(state, data, how.records(), settings.pipeline),
             lambda: deepcopy(how.tuner),
             how.tell,
             persister=how.persister,

@@ -14,12 +14,13 @@ from raytrain_ft.policy.sampling import Position
 from raytrain_ft.storage.checkpoint import Content, differences
 from raytrain_ft.storage.manifest import Manifest
 from raytrain_ft.storage.tree import flatten, unflatten
+from raytrain_ft.training.pipeline import PipelineSettings
 from raytrain_ft.training.restore import allocate, described, fill
 from raytrain_ft.training.state import TrainingState
 
 
 def capture(
-    state: TrainingState, data: dict[str, Any], records: list[dict[str, Any]], stages: int = 1
+    state: TrainingState, data: dict[str, Any], records: list[dict[str, Any]], pipeline: PipelineSettings | None = None
 ) -> tuple[list[tuple[str, Tensor]], dict[str, Any]]:
     """All tensors by name, and everything else: what a checkpoint holds.
 
@@ -28,7 +29,7 @@ def capture(
     Args:
         data: what the position of the data refers to.
         records: kept as they are.
-        stages: of the pipeline, of which `state` is one.
+        pipeline: of which `state` is a stage.
     """
     tensors = [*_weights(state), *((name, buffer.clone()) for name, buffer in _buffers(state))]
     numbers: dict[str, Any] = {}
@@ -51,11 +52,14 @@ def capture(
         "loss": state.loss.hex(),
         "records": records,
     }
-    if state.stage is None:
+    if pipeline is None:
         return tensors, values | own
     # every stage's names bear its number, and so do its values, which are not the same on all workers
     tensors.append((OWN_VALUES, torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)))
-    return [(f"{_prefix(state)}{name}", tensor) for name, tensor in tensors], values | {"stages": stages}
+    return [(f"{_prefix(state)}{name}", tensor) for name, tensor in tensors], values | {
+        "stages": pipeline.stages,
+        "cuts": pipeline.cuts,
+    }
 
 
 OWN_VALUES = "values"

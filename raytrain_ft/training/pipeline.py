@@ -47,6 +47,14 @@ def build_stage(task: Any, stage: int, settings: PipelineSettings | None) -> nn.
     return nn.Sequential(*layers[bounds[stage] : bounds[stage + 1]])
 
 
+def name_in_one_piece(name: str, stage: int, cuts: Sequence[int] | None) -> str:
+    """What a tensor of a stage is called in the whole model: the Sequential that was cut, or else one of all stages."""
+    if cuts is None:
+        return f"{stage}.{name}"
+    layer, _, rest = name.partition(".")
+    return f"{int(layer) + [0, *cuts][stage]}.{rest}"
+
+
 def sequential(model: nn.Module) -> nn.Sequential:
     """The model, which is to be cut into stages.
 

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from conftest import promise_kept, train
+from safetensors.torch import load_file
 from toy import Toy
 
 import raytrain_ft as ft
+from raytrain_ft.cli import main
 from raytrain_ft.policy.strategy import Guarantee, Strategy
 from raytrain_ft.runtime.event_log import read_records
 
@@ -157,6 +160,12 @@ def test_a_run_goes_on_where_it_ended(undisturbed_pipeline: ft.Result, tmp_path:
     result = pipeline(tmp_path, "run", checkpoints=often)
     assert result.digest == undisturbed_pipeline.digest
     assert events(result, "Resumed")[0]["step"] == 8
+    exported = tmp_path / "model.safetensors"
+    outcome = CliRunner().invoke(main, ["checkpoints", "export", result.path, str(exported)])
+    assert outcome.exit_code == 0, outcome.output
+    trained, tensors = ft.load_model(Toy(), result).state_dict(), load_file(exported)
+    assert tensors.keys() == trained.keys() == Toy().model(0).state_dict().keys(), "the names of the model in one piece"
+    assert all(torch.equal(tensors[name], trained[name]) for name in trained)
 
 
 @pytest.mark.parametrize("sums", ["exact", "fast"])
