@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 KILLS ?= 200
 MTBF ?= 3
+STAGES ?= 1
 
 # A browser for the tests that look at the report. Without one they are skipped: no root, no apt-get, no network are all fine.
 BROWSER = command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
@@ -38,8 +39,8 @@ lint: setup
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-chaos: setup ## A seeded campaign of kills: make chaos KILLS=200 MTBF=3
-	$(BIN)/python -m raytrain_ft.campaign --kills $(KILLS) --mtbf $(MTBF)
+chaos: setup ## A seeded campaign of kills: make chaos KILLS=200 MTBF=3 [STAGES=3]
+	$(BIN)/python -m raytrain_ft.campaign --kills $(KILLS) --mtbf $(MTBF) --stages $(STAGES)
 
 bench: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev,bench]"

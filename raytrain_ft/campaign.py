@@ -1,6 +1,6 @@
 """A seeded campaign of kills: real processes, real SIGKILL, at random moments.
 
-    python -m raytrain_ft.campaign --kills 200 --mtbf 3 --seed 0
+    python -m raytrain_ft.campaign --kills 200 --mtbf 3 --seed 0 [--stages 3]
 
 Every worker process is fair game at any moment, in whatever phase of a step or of a recovery it is, spares too; now and then
 the supervisor or a whole node goes. Runs follow one another until the kills are used up; each must end bit-equal to the
@@ -31,7 +31,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from raytrain_ft.chaos.cluster import LocalCluster
-from raytrain_ft.config import RecoveryConfig, RunConfig, ScalingConfig
+from raytrain_ft.config import ParallelismConfig, RecoveryConfig, RunConfig, ScalingConfig
 from raytrain_ft.errors import FTError
 from raytrain_ft.policy.history import check
 from raytrain_ft.result import Result
@@ -41,12 +41,17 @@ from raytrain_ft.task import TrainTask
 from raytrain_ft.trainer import Trainer
 
 STEP_S = 0.05
+MICRO_BATCHES = 4
+"""Of a step, in a pipeline."""
 SHARES = {"worker": 0.85, "supervisor": 0.1, "node": 0.05}
 """How often each kind of victim is drawn."""
 
 
 class Patient(TrainTask):
     """A small model whose step takes a fixed time, as on an accelerator that leaves the host idle."""
+
+    def __init__(self, micro_batches: int) -> None:
+        self.seconds = STEP_S / micro_batches
 
     def model(self, stage: int) -> nn.Module:
         return nn.Sequential(
@@ -62,7 +67,7 @@ class Patient(TrainTask):
         return TensorDataset(inputs, inputs[:, :8].argmax(dim=1))
 
     def loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
-        time.sleep(STEP_S)
+        time.sleep(self.seconds)
         return cross_entropy(output, batch[1])
 
 
@@ -128,12 +133,17 @@ class Killer:
             return None
 
 
-def train(storage: str, name: str, steps: int, workers: int) -> Result:
+def train(storage: str, name: str, steps: int, workers: int, stages: int) -> Result:
     """One run."""
+    micro_batches = MICRO_BATCHES if stages > 1 else 1
     return Trainer(
-        Patient(),
+        Patient(micro_batches),
         max_steps=steps,
         global_batch_size=48,
+        drop_last=stages > 1,
+        parallelism_config=ParallelismConfig(
+            pipeline_parallel_degree=stages, num_pp_microbatches=micro_batches, split="auto" if stages > 1 else "task"
+        ),
         bucket_bytes=32_768,
         first_bucket_bytes=8_192,
         quiet=True,
@@ -148,14 +158,15 @@ def train(storage: str, name: str, steps: int, workers: int) -> Result:
 @click.option("--mtbf", default=3.0, show_default=True, help="Mean time between kills, seconds.")
 @click.option("--seed", default=0, show_default=True, help="Of the victims and moments.")
 @click.option("--steps", default=400, show_default=True, help="Steps of each run.")
-@click.option("--workers", default=3, show_default=True, help="Replicas.")
-def main(kills: int, mtbf: float, seed: int, steps: int, workers: int) -> None:
+@click.option("--workers", default=3, show_default=True, help="Workers of a run.")
+@click.option("--stages", default=1, show_default=True, help="Stages of a pipeline; divides the workers.")
+def main(kills: int, mtbf: float, seed: int, steps: int, workers: int, stages: int) -> None:
     """A seeded campaign of kills; exits non-zero at any violation."""
     storage = tempfile.mkdtemp(prefix="raytrain_ft-campaign-")
     violations: list[str] = []
     shares: list[float] = []
     with LocalCluster(num_nodes=workers + 3) as cluster:
-        reference = train(storage, "undisturbed", steps, workers)
+        reference = train(storage, "undisturbed", steps, workers, stages)
         ideal = _training_seconds(reference)
         print(f"undisturbed: {steps} steps in {ideal:.1f} s; records in {storage}", flush=True)
         killer = Killer(cluster, random.Random(seed), mtbf, kills)
@@ -163,7 +174,7 @@ def main(kills: int, mtbf: float, seed: int, steps: int, workers: int) -> None:
         while killer.left > 0:
             number += 1
             killer.run = f"run-{number}"
-            violations += _one_run(storage, killer, steps, workers, reference, ideal, shares)
+            violations += _one_run(storage, killer, (steps, workers, stages), reference, ideal, shares)
     print(f"{sum(killer.killed.values())} kills ({killer.killed}) in {number} runs; {len(violations)} violations")
     if shares:
         print(
@@ -173,11 +184,11 @@ def main(kills: int, mtbf: float, seed: int, steps: int, workers: int) -> None:
 
 
 def _one_run(
-    storage: str, killer: Killer, steps: int, workers: int, reference: Result, ideal: float, shares: list[float]
+    storage: str, killer: Killer, shape: tuple[int, int, int], reference: Result, ideal: float, shares: list[float]
 ) -> list[str]:
     try:
         with ThreadPoolExecutor(1) as pool:
-            training = pool.submit(train, storage, killer.run, steps, workers)
+            training = pool.submit(train, storage, killer.run, *shape)
             killer.work_until(training.done)
             result = training.result()
     except FTError as error:
