@@ -21,7 +21,7 @@ from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, TRAINING, TRANSITIONS, State
 from raytrain_ft.policy.world import differing_in_stages
 
-NEWS = (m.RunStarted, m.StepsCommitted, m.SamplesLost, m.CheckpointCommitted, m.CheckpointFailed, m.LogFailed)
+NEWS = (m.RunStarted, m.StepsCommitted, m.SamplesLost, m.CheckpointCommitted, m.CheckpointFailed, m.LogFailed, m.LogWritten)
 """What counts whichever incarnation it is about."""
 MOST_STORED = 16
 """Checkpoints that are remembered to go back to."""
@@ -208,7 +208,7 @@ def _on_checkpoint_committed(run: RunState, event: m.CheckpointCommitted) -> lis
     return [m.Trim(tuple(member for member in run.world if member in run.members), event.step)]
 
 
-def _on_noted(run: RunState, event: m.CheckpointFailed | m.IntervalChosen) -> list[m.Command]:
+def _on_noted(run: RunState, event: m.CheckpointFailed | m.IntervalChosen | m.LogWritten) -> list[m.Command]:
     del run, event  # for the record
     return []
 
@@ -325,6 +325,7 @@ _HANDLERS: dict[type[m.Event], Callable[[RunState, Any], list[m.Command]]] = {
     m.CheckpointsFound: phases.on_checkpoints_found,
     m.IntervalChosen: _on_noted,
     m.LogFailed: _on_log_failed,
+    m.LogWritten: _on_noted,
     m.LogMissing: phases.on_log_missing,
     m.Stopped: _on_stopped,
     m.Completed: _on_completed,

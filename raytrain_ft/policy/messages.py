@@ -224,6 +224,25 @@ class LogFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogWritten(Event):
+    """What a worker has logged so far of what it sent to other stages; told when an incarnation ends for it.
+
+    Attributes:
+        payload_bytes: of the tensors; file_bytes: on the disk now.
+        stalls, stalled_s: how often, and how long, training waited because too much was waiting to be written.
+    """
+
+    member: str
+    incarnation: int
+    step: int
+    records: int
+    payload_bytes: int
+    file_bytes: int
+    stalls: int
+    stalled_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IntervalChosen(Event):
     """Worker 0 decided how many steps lie between two checkpoints; the numbers are those of `frequency.Decision`."""
 

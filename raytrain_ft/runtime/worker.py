@@ -12,6 +12,7 @@ import os
 import threading
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -92,6 +93,11 @@ class Worker:
     def _note(self, event: str, fields: dict[str, Any]) -> None:
         self._heartbeat.note(event, {name: value for name, value in fields.items() if name != "member"})
 
+    def _tell_of_log(self, incarnation: int) -> None:
+        if self._log is not None and self._log.stats.records:
+            stats = {name: value for name, value in asdict(self._log.stats).items() if name != "failed"}
+            self._note("LogWritten", {"incarnation": incarnation, "step": self._replica.state.step, **stats})
+
     def _build_replica(self, stage: int = 0, *, writes: bool = True) -> Replica:
         spec = self._spec
         return build_replica(
@@ -163,6 +169,7 @@ class Worker:
         self._group = self._connections = None
         if self._log is not None:
             self._log.flush(FLUSH_S)
+            self._tell_of_log(incarnation)
         return recovery.marks(self._member, self._replica)
 
     def reconcile(
@@ -342,6 +349,7 @@ class Worker:
                     self._heartbeat.ended("stopped", str(state.step))
                     return
             replica.finish(fence.check)
+            self._tell_of_log(fence.incarnation)
             self._heartbeat.ended("completed", ":".join(state.digests()))
         except FencedError:
             return

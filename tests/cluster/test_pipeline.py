@@ -92,6 +92,10 @@ def test_a_stage_with_a_replica_is_filled_from_it(in_one_piece: ft.Result, tmp_p
 
 
 def test_logging_changes_nothing(undisturbed_pipeline: ft.Result, tmp_path: Path) -> None:
+    written = events(undisturbed_pipeline, "LogWritten")
+    agreed = STEPS * 4 * 8
+    crossing = {2: STEPS * 2 * 32 * 64 * 4, 1: STEPS * 32 * 64 * 4}  # two boundaries of [32, 64] floats, for the middle stage
+    assert sorted(e["payload_bytes"] - agreed for e in written) == sorted([crossing[1], crossing[2], crossing[1]])
     result = pipeline(tmp_path, "run", log=ft.LogConfig(enabled=False))
     assert result.digest == undisturbed_pipeline.digest
 

@@ -361,7 +361,9 @@ class Cluster:
         if self.rules.stages > 1 and self._formed and self.workers:
             member = self.chance.choice(list(self.workers))
             full = m.LogFailed(member=member, incarnation=self.run.incarnation, step=self.run.step, reason="disk full")
-            actions.append(lambda: self._post(full))
+            sizes = {"records": 1, "payload_bytes": 1, "file_bytes": 1, "stalls": 0, "stalled_s": 0.0}
+            said = m.LogWritten(member=member, incarnation=self.run.incarnation, step=self.run.step, **sizes)
+            actions += [lambda: self._post(full), lambda: self._post(said)]
         if self.rules.checkpoints and self._formed and self.workers:
             worker = self.workers[self.chance.choice(list(self.workers))]
             actions.append(lambda: self._tell_of_checkpoint(worker, "disk full"))
