@@ -137,7 +137,7 @@ class LiveInbound:
                 arrival = self._wanted.get(timeout=0 if posted else IDLE_S)
                 try:
                     self._post(arrival)
-                except (RuntimeError, FencedError) as error:
+                except (RuntimeError, FencedError, IndexError, ValueError) as error:
                     arrival.error = error
                     arrival.done.set()
                     return
