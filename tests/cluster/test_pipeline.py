@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ def pipeline(path: Path, name: str, *, stages: int = STAGES, workers: Any = STAG
     how = ft.ParallelismConfig(
         pipeline_parallel_degree=stages, num_pp_microbatches=micro_batches, schedule=schedule, split=split
     )
-    settings = {"steps": STEPS, "drop_last": True, **arguments}
+    # more processes than cores: a false alarm would be survived, but these tests count recoveries
+    settings = {"steps": STEPS, "drop_last": True, "heartbeat_timeout": timedelta(seconds=3), **arguments}
     return train(path, name, workers=workers, parallelism_config=how, **settings)
 
 
