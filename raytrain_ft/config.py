@@ -250,97 +250,6 @@ class RecoveryConfig:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainSettings:
-    """The arguments of `Trainer` that are numbers; checked here, before anything starts."""
-
-    max_steps: int
-    global_batch_size: int
-    seed: int = 0
-    gradient_accumulation_steps: int = 1
-    max_grad_norm: float | None = None
-    precision: Literal["fp32", "bf16"] = "fp32"
-    on_non_finite: Literal["raise", "skip", "roll_back"] = "raise"
-    shuffle: bool = True
-    drop_last: bool = False
-    bucket_bytes: int = 25 * 2**20
-    first_bucket_bytes: int = 2**20
-    faults: tuple = field(default=())
-
-    def check(self, scaling: ScalingConfig, recovery: RecoveryConfig, parallelism: ParallelismConfig) -> None:
-        """Raises `ConfigError` for values that cannot work together."""
-        for name in ("max_steps", "global_batch_size", "gradient_accumulation_steps", "bucket_bytes"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ConfigError(f"Trainer({name}={getattr(self, name)!r}): use a whole number of at least 1")
-        for name in ("max_grad_norm", "first_bucket_bytes"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"Trainer({name}={value!r}): use a number greater than 0")
-        if parallelism.pipeline_parallel_degree > 1:
-            self._check_pipeline(scaling, recovery, parallelism)
-        elif recovery.log.selective:
-            raise ConfigError("LogConfig(budget_bytes=..., recovery_target=...): only a pipeline logs anything; leave them out")
-        _, most = workers(scaling)
-        needed = most // parallelism.pipeline_parallel_degree * self.gradient_accumulation_steps
-        if self.global_batch_size < needed:
-            raise ConfigError(
-                f"Trainer(global_batch_size={self.global_batch_size}): with up to {most} workers and "
-                f"{self.gradient_accumulation_steps} micro-batches each, a step needs at least {needed} samples"
-            )
-        if self.precision not in ("fp32", "bf16"):
-            raise ConfigError(f"Trainer(precision={self.precision!r}): use fp32 or bf16")
-        if self.on_non_finite not in ("raise", "skip", "roll_back"):
-            raise ConfigError(f"Trainer(on_non_finite={self.on_non_finite!r}): use raise, skip or roll_back")
-        if recovery.update == "wait_free" and (self.max_grad_norm is not None or self.on_non_finite == "skip"):
-            raise ConfigError(
-                'RecoveryConfig(update="wait_free") updates buckets before all gradients are known, so it excludes '
-                'max_grad_norm and on_non_finite="skip"; use update="barrier"'
-            )
-
-    def _check_pipeline(self, scaling: ScalingConfig, recovery: RecoveryConfig, parallelism: ParallelismConfig) -> None:
-        stages, micro_batches = parallelism.pipeline_parallel_degree, parallelism.micro_batches
-        least, most = workers(scaling)
-        if least % stages or most % stages:
-            raise ConfigError(
-                f"ScalingConfig(num_workers={scaling.num_workers}): {stages} stages need a multiple of {stages} workers"
-            )
-        for replicas in range(least // stages, most // stages + 1):
-            if self.global_batch_size % (replicas * micro_batches):
-                raise ConfigError(
-                    f"Trainer(global_batch_size={self.global_batch_size}): {replicas} replicas of {micro_batches} "
-                    f"micro-batches need a multiple of {replicas * micro_batches}"
-                )
-        refused = {
-            'RecoveryConfig(update="wait_free")': recovery.update == "wait_free",
-            "Trainer(gradient_accumulation_steps=...)": self.gradient_accumulation_steps != 1,
-            "ScalingConfig(use_gpu=True)": scaling.use_gpu is True,
-            'RecoveryConfig(strategy="snapshot")': recovery.strategy == "snapshot",
-        }
-        remedy = {
-            'RecoveryConfig(update="wait_free")': "stages update when all have finished, which costs nothing",
-            "Trainer(gradient_accumulation_steps=...)": "set ParallelismConfig(num_pp_microbatches=...) instead",
-            "ScalingConfig(use_gpu=True)": "what goes between stages is sent from CPUs only, so far",
-            'RecoveryConfig(strategy="snapshot")': 'use "auto", "logging" or "checkpoint"',
-        }
-        for what, present in refused.items():
-            if present:
-                raise ConfigError(f"{what} does not go with a pipeline: {remedy[what]}")
-
-
-def workers(scaling: ScalingConfig) -> tuple[int, int]:
-    """(least, most) workers of a `ScalingConfig`.
-
-    Raises:
-        ConfigError: `num_workers` is no number and no range.
-    """
-    value = scaling.num_workers
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return value, value
-    if isinstance(value, tuple) and len(value) == 2 and all(isinstance(n, int) for n in value) and 1 <= value[0] <= value[1]:
-        return value
-    raise ConfigError(f"ScalingConfig(num_workers={value!r}): use a number of at least 1, or a range (min, max)")
-
-
 def check_supported(scaling: ScalingConfig, run: ray.train.RunConfig) -> None:
     """Refuses what Ray Train's classes can say but is not there yet, rather than passing over it in silence.
 
@@ -380,5 +289,4 @@ __all__ = [
     "RecoveryConfig",
     "RunConfig",
     "ScalingConfig",
-    "TrainSettings",
 ]

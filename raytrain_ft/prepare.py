@@ -24,9 +24,7 @@ from raytrain_ft.config import (
     RecoveryConfig,
     RunConfig,
     ScalingConfig,
-    TrainSettings,
     check_name,
-    workers,
 )
 from raytrain_ft.errors import ConfigError, NoCheckpointError, StorageError, UndoRefusedError
 from raytrain_ft.policy.frequency import profile_steps
@@ -36,6 +34,7 @@ from raytrain_ft.policy.sampling import Sampling, steps_per_epoch
 from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.runtime.spec import CheckpointSpec, LogSpec, RunSpec
 from raytrain_ft.selective import choose_log
+from raytrain_ft.settings import TrainSettings, workers
 from raytrain_ft.storage.checkpoint import select
 from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.task import TrainTask

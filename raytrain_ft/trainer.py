@@ -18,7 +18,6 @@ from raytrain_ft.config import (
     RecoveryConfig,
     RunConfig,
     ScalingConfig,
-    TrainSettings,
     check_name,
     check_supported,
 )
@@ -28,6 +27,7 @@ from raytrain_ft.progress import Display
 from raytrain_ft.result import Result, recovery_of
 from raytrain_ft.runtime.spec import NAMESPACE, RunSpec
 from raytrain_ft.runtime.supervisor import Supervisor
+from raytrain_ft.settings import TrainSettings
 from raytrain_ft.task import TrainTask, check_task
 
 SUPERVISOR: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 1000}

@@ -9,7 +9,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raytrain_ft.policy.reconcile import Copy, Marks, Plan
+from raytrain_ft.policy.commands import (
+    Command,
+    End,
+    Fence,
+    Fill,
+    FindCheckpoints,
+    Kill,
+    Reconcile,
+    Replay,
+    Run,
+    Save,
+    SetTimer,
+    StartWorker,
+    StopAtBoundary,
+    Trim,
+    Watch,
+)
+from raytrain_ft.policy.reconcile import Marks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,151 +339,47 @@ class SupervisorRestarted(Event):
     """The supervisor came back after its own loss and has read the events up to here."""
 
 
-@dataclass(frozen=True, slots=True)
-class StartWorker:
-    """Start a worker that becomes a spare when it is ready."""
-
-    member: str
-
-
-@dataclass(frozen=True, slots=True)
-class Fence:
-    """End all earlier incarnations on these members; each answers with Fenced."""
-
-    members: tuple[str, ...]
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reconcile:
-    """All of `world` (in rank order) join the group of this incarnation; `holders` carry out `plan`, whatever others hold is
-    void. Without a plan nobody holds the state: all load the checkpoint `load`, or begin anew if there is none.
-
-    Attributes:
-        logged: the boundaries between stages that are logged from now on, each named by the stage before it.
-    """
-
-    world: tuple[str, ...]
-    incarnation: int
-    plan: Plan | None
-    load: str = ""
-    holders: tuple[str, ...] = ()
-    logged: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class FindCheckpoints:
-    """Look for checkpoints in storage: it knows better than the events, which a lost worker could not send."""
-
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fill:
-    """Copy state, bucket by bucket.
-
-    Attributes:
-        members: who takes part.
-        whole: who receives everything, the step number and the schedules too, and from whom.
-    """
-
-    world: tuple[str, ...]
-    incarnation: int
-    members: tuple[str, ...]
-    copies: tuple[Copy, ...]
-    whole: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """Load a checkpoint (without one, begin anew) and compute again from the log what was committed since then.
-
-    Attributes:
-        teams: who does this: each who hosts one of `stages`, followed by those who help it with its micro-batches.
-        load: the checkpoint.
-        until: the number of steps that are committed afterwards.
-    """
-
-    world: tuple[str, ...]
-    incarnation: int
-    teams: tuple[tuple[str, ...], ...]
-    stages: tuple[int, ...]
-    load: str
-    until: int
-
-
-@dataclass(frozen=True, slots=True)
-class Trim:
-    """A checkpoint of this step is durable: what was logged before it is not needed any more."""
-
-    members: tuple[str, ...]
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Go on training. `failure_s`: mean time between failures so far, seconds, if that is to be regarded."""
-
-    world: tuple[str, ...]
-    incarnation: int
-    failure_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StopAtBoundary:
-    """Ask for a stop at a step boundary that all ranks agree upon; each answers with Stopped."""
-
-    members: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Save:
-    """These write the final state, one per stage."""
-
-    members: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """Make sure that this worker is gone."""
-
-    member: str
-
-
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """Watch this worker again, after the supervisor's own restart."""
-
-    member: str
-
-
-@dataclass(frozen=True, slots=True)
-class SetTimer:
-    """Tell me when this much time has passed."""
-
-    timer: str
-    seconds: float
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """The run is over; nothing more will be asked for."""
-
-
-Command = (
-    StartWorker
-    | Fence
-    | FindCheckpoints
-    | Reconcile
-    | Fill
-    | Replay
-    | Trim
-    | Run
-    | StopAtBoundary
-    | Save
-    | Kill
-    | Watch
-    | SetTimer
-    | End
-)
+__all__ = [
+    "AbortRequested",
+    "CapacityChanged",
+    "CheckpointCommitted",
+    "CheckpointFailed",
+    "CheckpointRejected",
+    "CheckpointsFound",
+    "Command",
+    "Completed",
+    "End",
+    "Event",
+    "Fence",
+    "Fenced",
+    "Fill",
+    "Filled",
+    "FindCheckpoints",
+    "IntervalChosen",
+    "Kill",
+    "LogFailed",
+    "LogMissing",
+    "LogWritten",
+    "Reconcile",
+    "Reconciled",
+    "Replay",
+    "Run",
+    "RunStarted",
+    "SamplesLost",
+    "Save",
+    "Saved",
+    "SetTimer",
+    "StartWorker",
+    "StepsCommitted",
+    "StopAtBoundary",
+    "Stopped",
+    "Stored",
+    "SupervisorRestarted",
+    "Suspected",
+    "TaskFailed",
+    "TimerFired",
+    "Trim",
+    "Watch",
+    "WorkerLost",
+    "WorkerStarted",
+]

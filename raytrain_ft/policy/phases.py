@@ -141,9 +141,8 @@ def replace(run: RunState, *, waited: bool = False) -> list[m.Command]:
     """Forms the next world, or waits for workers to come."""
     if run.seeking:
         return []
-    if (
-        run.plan is not None and run.plan.step >= run.rules.max_steps and run.rules.stages == 1
-    ):  # all is computed: nobody needs to be replaced
+    all_is_computed = run.plan is not None and run.plan.step >= run.rules.max_steps
+    if all_is_computed and run.rules.stages == 1:  # nobody needs to be replaced; of a pipeline, every stage must be saved
         return join(run, tuple(member for member in run.world if member in run.survivors) or tuple(run.survivors))
     spares = run.roster.spares()
     ready = len(run.survivors) + len(spares)

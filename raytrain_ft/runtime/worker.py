@@ -154,9 +154,9 @@ class Worker:
                 raise FencedError(f"incarnation {incarnation} is over; this worker is in {self._fence.incarnation}")
             old, self._fence = self._fence, Fence(incarnation)
         old.trip()
-        return self._training.submit(self._park, incarnation).result(timeout=PARK_DEADLINE_S)
+        return self._training.submit(self._park, incarnation, old.incarnation).result(timeout=PARK_DEADLINE_S)
 
-    def _park(self, incarnation: int) -> Marks | None:
+    def _park(self, incarnation: int, ended: int) -> Marks | None:
         self._probe_recovery("fence")
         self._heartbeat.idle(incarnation)
         if self._replica.checkpointer is not None:
@@ -169,7 +169,7 @@ class Worker:
         self._group = self._connections = None
         if self._log is not None:
             self._log.flush(FLUSH_S)
-            self._tell_of_log(incarnation)
+            self._tell_of_log(ended)
         return recovery.marks(self._member, self._replica)
 
     def reconcile(

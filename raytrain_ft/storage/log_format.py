@@ -19,6 +19,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from raytrain_ft.storage.parts import Parts
+
 FORMAT = "raytrain_ft-log-1"
 NAME = re.compile(r"(?P<member>[A-Za-z0-9][A-Za-z0-9._-]{0,63})-(?P<incarnation>[0-9]{1,18})-(?P<sequence>[0-9]{1,18})\.arrow")
 HEAD_BYTES = 16 * 2**10
@@ -109,7 +111,7 @@ class Encoder:
         metadata = {"format": FORMAT, "member": member, "compression": compression or ""}
         self._schema = SCHEMA.with_metadata(metadata)
         self._compressed = compression is not None
-        self._sink = _Parts()
+        self._sink = Parts()
         # one thread: the others are the training's
         options = pa.ipc.IpcWriteOptions(compression=compression, use_threads=False)
         self._writer = pa.ipc.new_stream(pa.PythonFile(self._sink, mode="w"), self._schema, options=options)
@@ -164,26 +166,6 @@ class Encoder:
 
 def _address(part: memoryview | np.ndarray[Any, Any]) -> int:
     return pa.py_buffer(part).address
-
-
-class _Parts:
-    """A file for pyarrow's writer that keeps what it is given instead of copying it."""
-
-    closed = False
-
-    def __init__(self) -> None:
-        self.parts: list[memoryview] = []
-
-    def write(self, data: bytes | pa.Buffer) -> int:
-        part = memoryview(data).cast("B")
-        self.parts.append(part)
-        return len(part)
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-    def close(self) -> None:
-        """Nothing to close."""
 
 
 # ---------------------------------------------------------------- reading

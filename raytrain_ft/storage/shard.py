@@ -19,6 +19,7 @@ import pyarrow as pa
 import xxhash
 
 from raytrain_ft.errors import StorageError
+from raytrain_ft.storage.parts import Parts
 
 FORMAT = "raytrain_ft-shard-1"
 BLOCK_BYTES = 4 * 2**20
@@ -54,7 +55,7 @@ class Piece:
 
 def encode(pieces: Sequence[Piece], data: memoryview) -> list[memoryview]:
     """The file, as parts in order. `data` holds the bytes of all pieces, one after the other; its parts are not copied."""
-    sink = _Parts()
+    sink = Parts()
     with pa.ipc.new_file(pa.PythonFile(sink, mode="w"), SCHEMA) as writer:
         for run, offset in _batches(pieces):
             writer.write_batch(_batch(run, data, offset))
@@ -89,26 +90,6 @@ def _batch(pieces: list[Piece], data: memoryview, offset: int) -> pa.RecordBatch
         ],
         schema=SCHEMA,
     )
-
-
-class _Parts:
-    """A file for pyarrow's writer that keeps what it is given instead of copying it."""
-
-    closed = False
-
-    def __init__(self) -> None:
-        self.parts: list[memoryview] = []
-
-    def write(self, data: bytes | pa.Buffer) -> int:
-        part = memoryview(data).cast("B")
-        self.parts.append(part)
-        return len(part)
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-    def close(self) -> None:
-        """Nothing to close."""
 
 
 class Hashed:

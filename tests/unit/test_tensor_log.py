@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import threading
 import time
 import weakref
@@ -15,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from disks import small_file_system
 from store import same_bits
 from torch import Tensor
 
@@ -155,16 +155,8 @@ def test_quota_leaves_a_gap_and_trim_revives(tmp_path: Path) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs of 1 MB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    try:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", path], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"mounting is not permitted here: {error}")
-    try:
+    with small_file_system(tmp_path / "disk", "1M") as path:
         yield path
-    finally:
-        subprocess.run(["umount", "-l", path], check=True)
 
 
 @pytest.mark.parametrize("synchronous", [False, True])

@@ -20,6 +20,7 @@ from typing import Any
 import commits
 import pytest
 from commits import newest, prepare
+from disks import small_file_system
 
 from raytrain_ft.errors import StorageError
 from raytrain_ft.storage import durable, shard
@@ -261,18 +262,8 @@ def test_what_a_killed_writer_had_not_synced_is_synced_by_the_next(tmp_path: Pat
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs of 2 MB."""
-    import subprocess
-
-    path = tmp_path / "disk"
-    path.mkdir()
-    try:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2M", "tmpfs", path], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"mounting is not permitted here: {error}")
-    try:
+    with small_file_system(tmp_path / "disk", "2M") as path:
         yield path
-    finally:
-        subprocess.run(["umount", "-l", path], check=True)
 
 
 def attempt(root: Path, step: int) -> str | None:
