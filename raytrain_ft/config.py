@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, get_args
 
 import ray.train
 from ray.train import ScalingConfig
@@ -14,6 +14,7 @@ from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.frequency import check_budget
 from raytrain_ft.policy.schedule import MOST_MICRO_BATCHES, SCHEDULES, Schedule
 
+Strategy = Literal["auto", "replication", "logging", "checkpoint", "snapshot", "lossy", "rollback", "skip"]
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 """Names of runs become names of files and actors, so they are checked against this allow-list."""
 
@@ -179,7 +180,10 @@ class RecoveryConfig:
         strategy: "auto" takes the cheapest that keeps the result exact: from replicas; if none is left, in a pipeline by replay
             from the log, else from a checkpoint; "logging" says the same; "replication" insists on replicas; "checkpoint" has
             everybody go back to the newest checkpoint after every loss; "snapshot" to the newest copy in the memory of another
-            node, and writes no checkpoints to storage.
+            node, and writes no checkpoints to storage. Three go on without redoing what cannot be completed, and say what that
+            cost: "lossy" has the survivors finish the step with their own gradients; "rollback" keeps a survivor's partial
+            update and reads the same batch again; "skip" leaves the step out.
+        quorum: of a batch's samples, the share that "lossy" needs to be left; with fewer the step is redone.
         log: of what crosses between the stages of a pipeline.
         replay_workers: how many replay one lost stage: its replacement, and survivors that take some of the micro-batches.
         replay_sums: "exact" adds their gradients in the order of the micro-batches, so that the result is the same to the bit;
@@ -201,7 +205,8 @@ class RecoveryConfig:
         max_fruitless_recoveries: recoveries in a row without a committed step before the run gives up.
     """
 
-    strategy: Literal["auto", "replication", "logging", "checkpoint", "snapshot"] = "auto"
+    strategy: Strategy = "auto"
+    quorum: float = 0.5
     log: LogConfig = field(default_factory=LogConfig)
     replay_workers: int = 1
     replay_sums: Literal["exact", "fast"] = "exact"
@@ -221,7 +226,7 @@ class RecoveryConfig:
 
     def __post_init__(self) -> None:
         choices = {
-            "strategy": ("auto", "replication", "logging", "checkpoint", "snapshot"),
+            "strategy": get_args(Strategy),
             "update": ("barrier", "wait_free"),
             "undo": ("exact", "replay"),
             "replacement": ("wait", "shrink"),
@@ -230,6 +235,8 @@ class RecoveryConfig:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"RecoveryConfig({name}={getattr(self, name)!r}): use one of {', '.join(allowed)}")
+        if not 0 <= self.quorum <= 1:
+            raise ConfigError(f"RecoveryConfig(quorum={self.quorum}): use a share from 0 to 1")
         if self.num_spares < 0:
             raise ConfigError(f"RecoveryConfig(num_spares={self.num_spares}): use 0 or more")
         if self.log.selective and self.strategy not in ("auto", "logging"):

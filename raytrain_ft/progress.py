@@ -71,6 +71,8 @@ def describe(recovery: Recovery) -> str:
     lines = [f"  recovery: {recovery.cause}"]
     lines.append(f"    noticed by {recovery.noticed_by}; {lost}; workers {recovery.world_before} -> {recovery.world_after}")
     undone = f"; {recovery.undone:,} parameters undone" if recovery.undone else ""
+    undone += f"; {recovery.updated_twice:,} parameters updated twice" if recovery.updated_twice else ""
+    undone += f"; {recovery.samples_lost:,} samples lost" if recovery.samples_lost else ""
     repaired = f"; {recovery.repaired} buckets repaired after a hash mismatch" if recovery.repaired else ""
     lines.append(f"    {recovery.strategy}: {recovery.reason}{undone}{repaired}")
     lines.append(f"    {_times(recovery)}")
@@ -82,6 +84,7 @@ def describe(recovery: Recovery) -> str:
 _KEPT = {
     "exact": "exact (every bit as without the failure)",
     "rounding": "exact up to rounding (an undo, or sums in another order)",
+    "lossy": "lossy (samples lost, or parameters updated twice)",
 }
 
 

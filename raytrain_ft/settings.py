@@ -9,6 +9,7 @@ from ray.train import ScalingConfig
 
 from raytrain_ft.config import ParallelismConfig, RecoveryConfig
 from raytrain_ft.errors import ConfigError
+from raytrain_ft.policy.forward import STRATEGIES as FORWARD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +76,13 @@ class TrainSettings:
             'RecoveryConfig(update="wait_free")': recovery.update == "wait_free",
             "Trainer(gradient_accumulation_steps=...)": self.gradient_accumulation_steps != 1,
             "ScalingConfig(use_gpu=True)": scaling.use_gpu is True,
-            'RecoveryConfig(strategy="snapshot")': recovery.strategy == "snapshot",
+            f'RecoveryConfig(strategy="{recovery.strategy}")': recovery.strategy in ("snapshot", *FORWARD),
         }
         remedy = {
             'RecoveryConfig(update="wait_free")': "stages update when all have finished, which costs nothing",
             "Trainer(gradient_accumulation_steps=...)": "set ParallelismConfig(num_pp_microbatches=...) instead",
             "ScalingConfig(use_gpu=True)": "what goes between stages is sent from CPUs only, so far",
-            'RecoveryConfig(strategy="snapshot")': 'use "auto", "logging" or "checkpoint"',
+            f'RecoveryConfig(strategy="{recovery.strategy}")': 'use "auto", "logging" or "checkpoint"',
         }
         for what, present in refused.items():
             if present:

@@ -115,12 +115,14 @@ class Reconciled(Event):
     Attributes:
         digests: hash of each bucket's state.
         undone: parameters that were undone.
+        kept: parameters whose update was kept although the step is redone.
     """
 
     member: str
     incarnation: int
     digests: tuple[str, ...]
     undone: int = 0
+    kept: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

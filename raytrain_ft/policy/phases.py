@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from raytrain_ft.errors import RecoveryError
 from raytrain_ft.policy import messages as m
-from raytrain_ft.policy.reconcile import reconcile, reconcile_stages
+from raytrain_ft.policy.forward import instead
+from raytrain_ft.policy.reconcile import Marks, Plan, reconcile, reconcile_stages
 from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import State
@@ -114,13 +115,19 @@ def _go_on(run: RunState) -> list[m.Command]:
         run.recoveries[-1].step = run.step
     else:
         try:
-            marks = list(run.survivors.values())
-            pipeline = run.rules.stages > 1
-            run.plan = reconcile_stages(marks) if pipeline else reconcile(marks, whole_update=run.rules.whole_update)
+            run.plan = _reconciled(run, list(run.survivors.values()))
         except RecoveryError as error:
             return run.fail("RecoveryError", str(error))
     run.state = State.REPLACE
     return _gather(run)
+
+
+def _reconciled(run: RunState, marks: list[Marks]) -> Plan:
+    rules = run.rules
+    if rules.stages > 1:
+        return reconcile_stages(marks)
+    plan = reconcile(marks, whole_update=rules.whole_update)
+    return instead(plan, marks, rules.strategy, rules.quorum) if run.recoveries[-1].lost else plan
 
 
 def _gather(run: RunState) -> list[m.Command]:
@@ -261,6 +268,7 @@ def on_reconciled(run: RunState, event: m.Reconciled) -> list[m.Command]:
     recovery = run.history.open
     if recovery is not None:
         recovery.undone = max(recovery.undone, event.undone)
+        recovery.updated_twice = max(recovery.updated_twice, event.kept)
     if not run.all_answered(event, run.joining):
         return []
     world = run.joining

@@ -24,6 +24,25 @@ from typing import Literal
 
 from raytrain_ft.errors import RecoveryError
 
+Range = tuple[int, int]
+"""Positions [start, stop) of an epoch's order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a survivor contributes to the step under way.
+
+    Attributes:
+        batch: positions of the global batch.
+        mine: those that this survivor reads.
+        whole: whether its backward pass has come to the end, so that it holds its own gradient of every parameter.
+    """
+
+    step: int
+    batch: Range
+    mine: Range
+    whole: bool
+
 
 @dataclass(frozen=True, slots=True)
 class Marks:
@@ -36,6 +55,8 @@ class Marks:
         gradients: per bucket, the step whose reduced gradient is still held, or None.
         stage: the stage of a pipeline that it hosts.
         agreed: what all stages agreed upon at the end of the latest step of which this survivor knows it: (step, numbers).
+        share: its part in the step under way, if it has begun one.
+        lost: the latest step that went on without some samples, and their positions.
     """
 
     member: str
@@ -44,6 +65,8 @@ class Marks:
     gradients: tuple[int | None, ...]
     stage: int = 0
     agreed: tuple[int, tuple[float, ...]] | None = None
+    share: Share | None = None
+    lost: tuple[int, tuple[Range, ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +81,8 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the survivors do, in this order: copy gradients; update or undo; copy state; commit or discard the attempt.
+    """What the survivors do, in this order: copy gradients; update or undo; copy state; commit or discard the attempt. Those of
+    the attributes that are lossy are set by `forward` alone.
 
     Attributes:
         step: the number of steps that all have committed afterwards: training goes on with this step.
@@ -68,6 +92,10 @@ class Plan:
         states: buckets whose state is copied, after the updates.
         reason: the decision in words.
         agreed: in a pipeline, what all stages agreed upon in the step that is completed.
+        mean: buckets that the survivors reduce once more among themselves, before updating (lossy).
+        keep: buckets whose update of step `step` stays although that step is redone (lossy).
+        skips: the interrupted step is left out: it counts as committed, without an update (lossy).
+        lost: positions that the interrupted step goes on without.
     """
 
     step: int
@@ -77,6 +105,10 @@ class Plan:
     states: tuple[Copy, ...] = ()
     reason: str = "nobody had begun to update"
     agreed: tuple[float, ...] = ()
+    mean: tuple[int, ...] = ()
+    keep: tuple[int, ...] = ()
+    skips: bool = False
+    lost: tuple[Range, ...] = ()
 
 
 def reconcile(survivors: Sequence[Marks], *, whole_update: bool) -> Plan:
@@ -97,7 +129,7 @@ def reconcile(survivors: Sequence[Marks], *, whole_update: bool) -> Plan:
             "This is a bug or corrupted memory: please report it with the event log."
         )
     buckets = range(len(survivors[0].versions))
-    if all(_unused(survivors, bucket, base) or _holders(survivors, bucket, base + 1) for bucket in buckets):
+    if all(unused(survivors, bucket, base) or holders(survivors, bucket, base + 1) for bucket in buckets):
         return _complete(survivors, base, whole_update)
     if newest == base:
         return Plan(step=base, reason=f"nobody had updated anything in step {base}: it is redone")
@@ -133,10 +165,10 @@ def _complete(survivors: Sequence[Marks], base: int, whole_update: bool) -> Plan
     for bucket in range(len(survivors[0].versions)):
         behind = [marks for marks in survivors if marks.versions[bucket] == base]
         without = tuple(marks.member for marks in behind if marks.gradients[bucket] != base)
-        if without and (sources := _unused(survivors, bucket, base)):
+        if without and (sources := unused(survivors, bucket, base)):
             gradients.append(Copy(bucket, "gradient", sources[bucket % len(sources)], without))
         elif without:
-            sources = _holders(survivors, bucket, base + 1)
+            sources = holders(survivors, bucket, base + 1)
             states.append(Copy(bucket, "state", sources[bucket % len(sources)], without))
     if whole_update and states:
         # Somebody cannot have all gradients any more, and an update needs all of them: whoever lacks one takes the whole
@@ -144,7 +176,14 @@ def _complete(survivors: Sequence[Marks], base: int, whole_update: bool) -> Plan
         gradients, states = [], _copy_whole(survivors, base)
     done = len(_completed(survivors, base))
     reason = f"{done} of {len(survivors)} survivors had completed step {base}" if done else f"step {base} was fully reduced"
-    return Plan(base + 1, True, tuple(gradients), (), tuple(states), f"{reason}: it is completed everywhere")
+    reason += ": it is completed everywhere"
+    return Plan(base + 1, True, tuple(gradients), (), tuple(states), reason, lost=known_losses(survivors, base))
+
+
+def known_losses(survivors: Sequence[Marks], step: int) -> tuple[Range, ...]:
+    """What an interrupted recovery has already let go of this step's samples. Each such set contains those before it."""
+    known = [marks.lost[1] for marks in survivors if marks.lost is not None and marks.lost[0] == step]
+    return max(known, key=lambda ranges: sum(stop - start for start, stop in ranges), default=())
 
 
 def _copy_whole(survivors: Sequence[Marks], base: int) -> list[Copy]:
@@ -161,7 +200,7 @@ def _redo(survivors: Sequence[Marks], base: int) -> Plan:
     undo: list[int] = []
     states: list[Copy] = []
     for bucket in range(len(survivors[0].versions)):
-        untouched = _holders(survivors, bucket, base)
+        untouched = holders(survivors, bucket, base)
         ahead = tuple(marks.member for marks in survivors if marks.versions[bucket] == base + 1)
         if not untouched:
             undo.append(bucket)
@@ -173,12 +212,12 @@ def _redo(survivors: Sequence[Marks], base: int) -> Plan:
     return Plan(base, False, (), tuple(undo), tuple(states), reason)
 
 
-def _unused(survivors: Sequence[Marks], bucket: int, step: int) -> list[str]:
+def unused(survivors: Sequence[Marks], bucket: int, step: int) -> list[str]:
     """Who holds the bucket's reduced gradient as it came, not yet applied (and so not clipped or overwritten either)."""
     return [marks.member for marks in survivors if marks.gradients[bucket] == step == marks.versions[bucket]]
 
 
-def _holders(survivors: Sequence[Marks], bucket: int, version: int) -> list[str]:
+def holders(survivors: Sequence[Marks], bucket: int, version: int) -> list[str]:
     return [marks.member for marks in survivors if marks.versions[bucket] == version]
 
 

@@ -19,6 +19,7 @@ class Rules:
             () logs every boundary between nodes.
         replay_workers: how many replay one lost stage, if there are so many.
         exact_sums: whether these add gradients in the order in which one alone would.
+        quorum: of a batch's samples, the share that a lossy recovery needs to be left.
     """
 
     min_workers: int
@@ -31,7 +32,8 @@ class Rules:
     exact_sums: bool = True
     spares: int = 1
     whole_update: bool = True
-    strategy: Literal["auto", "replication", "logging", "checkpoint", "snapshot"] = "auto"
+    strategy: Literal["auto", "replication", "logging", "checkpoint", "snapshot", "lossy", "rollback", "skip"] = "auto"
+    quorum: float = 0.5
     checkpoints: bool = False
     roll_back: bool = False
     measure_failures: bool = False

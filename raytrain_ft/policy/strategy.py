@@ -19,6 +19,12 @@ class Strategy(StrEnum):
     """Everybody loads the newest checkpoint; what was committed since is done again."""
     SNAPSHOT = "snapshot"
     """The same from a copy in the memory of another node (Elastic Horovod)."""
+    LOSSY = "lossy"
+    """Survivors finish the interrupted step with their own gradients (Nicolae et al.)."""
+    ROLLBACK = "rollback"
+    """The partial update of a survivor stays, and the step is redone (Nicolae et al.)."""
+    SKIP = "skip"
+    """The interrupted step is left out (torchft)."""
 
 
 class Guarantee(StrEnum):
@@ -28,6 +34,8 @@ class Guarantee(StrEnum):
     """Every bit."""
     ROUNDING = "rounding"
     """The same samples and the same mathematics; sums in another order, or an undo, which is exact only up to rounding."""
+    LOSSY = "lossy"
+    """Samples were lost, or parameters updated twice: the record says how many."""
 
 
 @dataclass(slots=True)
@@ -46,6 +54,8 @@ class Recovery:
         redone: committed steps that are done again, because they came after the checkpoint.
         replayed: committed steps that lost stages computed again from the log, while everybody else kept them.
         undone: parameters whose update was undone (on each survivor).
+        updated_twice: parameters whose update was kept although their step was redone.
+        samples_lost: samples whose gradients are missing in some or all of the interrupted step.
         repaired: buckets whose hash differed between survivors and that were copied from the majority.
         world_before, world_after: numbers of workers.
         detected, fenced, reconciled, filled, resumed: seconds since the run began; of the last attempt but for the first.
@@ -64,6 +74,8 @@ class Recovery:
     redone: int = 0
     replayed: int = 0
     undone: int = 0
+    updated_twice: int = 0
+    samples_lost: int = 0
     repaired: int = 0
     world_before: int = 0
     world_after: int = 0
@@ -87,8 +99,12 @@ class Recovery:
         """The survivors are told to carry out this plan. An undo costs the guarantee even if this attempt is interrupted: in
         the next one, the others may copy from who has carried it out."""
         self.step, self.completes, self.reason = plan.step, plan.completes, plan.reason
-        if plan.undo:
+        if plan.undo and self.guarantee == Guarantee.EXACT:
             self.guarantee = Guarantee.ROUNDING
+        if plan.lost or plan.keep:
+            self.guarantee = Guarantee.LOSSY
+            self.strategy = Strategy.SKIP if plan.skips else Strategy.ROLLBACK if plan.keep else Strategy.LOSSY
+            self.samples_lost = max(self.samples_lost, sum(stop - start for start, stop in plan.lost))
 
     def replay(self, stages: str, step: int, source: str, workers: int, *, exact: bool) -> None:
         """Lost stages replay from this step on, each with so many workers; nobody else goes back."""
@@ -146,5 +162,6 @@ class Recoveries:
             return
         recovery.resumed = at
         resized = recovery.world_before not in (0, recovery.world_after)  # the same gradients are added in another order
-        if resized or recovery.repaired:  # where survivors differed, a majority is no proof
+        # where survivors differed, a majority is no proof
+        if (resized or recovery.repaired) and recovery.guarantee == Guarantee.EXACT:
             recovery.guarantee = Guarantee.ROUNDING

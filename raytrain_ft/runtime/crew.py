@@ -246,11 +246,12 @@ class Crew:
 
     async def _reconcile(self, member: str, command: m.Reconcile) -> None:
         incarnation = command.incarnation
-        asked = (command.world, incarnation, command.plan, command.load, member in command.holders, command.logged)
+        asked = (command.world, incarnation, command.plan, command.load, command.holders, command.logged)
         answer = await self._call(member, "reconcile", *asked, incarnation=incarnation, load=command.load)
         if answer is not None:
-            digests, undone = answer
-            self._tell(m.Reconciled(at=self._now(), member=member, incarnation=incarnation, digests=digests, undone=undone))
+            digests, undone, kept = answer
+            about = {"incarnation": incarnation, "digests": digests, "undone": undone, "kept": kept}
+            self._tell(m.Reconciled(at=self._now(), member=member, **about))
 
     async def _fill(self, command: m.Fill) -> None:
         extras: dict[str, Any] = {}

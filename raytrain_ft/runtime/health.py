@@ -46,7 +46,7 @@ class Health:
         self._beats: dict[str, Beat] = {}
         self._told: dict[str, tuple[int, str]] = {}
         self._recorded: dict[tuple[str, int], int] = {}
-        self._skipped: set[tuple[int, int]] = set()
+        self._lost: set[tuple[int, int, int]] = set()  # (incarnation, step, position) of lost samples
         self._noted: set[tuple[str, str, int, int]] = set()
         self._probing: set[str] = set()
         self._members: dict[str, MemberState] = {}
@@ -72,7 +72,7 @@ class Health:
             if isinstance(event, m.StepsCommitted):
                 self._recorded[event.member, event.incarnation] = event.stop_step
             elif isinstance(event, m.SamplesLost):
-                self._skipped.add((event.incarnation, event.step))
+                self._lost.add((event.incarnation, event.step, event.start))
             elif isinstance(event, Note):
                 self._noted.add((event.member, type(event).__name__, event.incarnation, event.step))
 
@@ -112,18 +112,17 @@ class Health:
             return  # its acknowledgement was lost
         self._recorded[key] = commit["stop_step"]
         self.loss = commit["loss"]
-        fields = {name: value for name, value in commit.items() if name != "skipped"}
+        fields = {name: value for name, value in commit.items() if name != "lost"}
         self._tell(m.StepsCommitted(at=self._now(), member=member, **fields))
-        self.skipped(commit)
+        self.samples_lost(commit)
 
-    def skipped(self, commit: dict[str, Any]) -> None:
-        """Tells of the samples of skipped steps. All ranks skip alike, and say so; one is enough."""
-        for lost in commit["skipped"]:
-            key = (commit["incarnation"], lost["step"])
-            if key not in self._skipped:
-                self._skipped.add(key)
-                why = "the loss was not finite"
-                self._tell(m.SamplesLost(at=self._now(), incarnation=commit["incarnation"], why=why, **lost))
+    def samples_lost(self, commit: dict[str, Any]) -> None:
+        """Tells of the samples that committed steps went without. All ranks say the same; one is enough."""
+        for lost in commit["lost"]:
+            key = (commit["incarnation"], lost["step"], lost["start"])
+            if key not in self._lost:
+                self._lost.add(key)
+                self._tell(m.SamplesLost(at=self._now(), incarnation=commit["incarnation"], **lost))
 
     def _note(self, member: str, name: str, fields: dict[str, Any]) -> None:
         """An event about checkpoints, once: a step has at most one of a kind."""

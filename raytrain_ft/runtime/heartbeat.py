@@ -155,14 +155,9 @@ def _record(commits: list[Commit]) -> dict[str, Any]:
         "ids_digest": digest_of_ids(ids for c in commits for ids in c.attempt.ids),
         "loss": commits[-1].loss,
         "longest_s": max(c.seconds for c in commits),
-        "skipped": [
-            {
-                "step": c.attempt.step,
-                "epoch": c.attempt.batch.epoch,
-                "start": c.attempt.batch.start,
-                "stop": c.attempt.batch.stop,
-            }
+        "lost": [
+            {"step": c.attempt.step, "epoch": c.attempt.batch.epoch, "start": start, "stop": stop, "why": c.why}
             for c in commits
-            if c.skipped
+            for start, stop in c.lost
         ],
     }

@@ -8,13 +8,14 @@ whole version, so it can begin again from wherever it stands.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
 from raytrain_ft.errors import StorageError
 from raytrain_ft.policy.reconcile import Copy, Marks, Plan
+from raytrain_ft.policy.sampling import Sampling, next_batch
 from raytrain_ft.policy.tuner import Tuner
 from raytrain_ft.runtime import holder
 from raytrain_ft.runtime.heartbeat import Heartbeat
@@ -40,16 +41,25 @@ def marks(member: str, replica: Replica) -> Marks | None:
         return None
     versions = tuple(bucket.version for bucket in state.buckets)
     gradients = tuple(bucket.gradient for bucket in state.buckets)
-    return Marks(member, state.step, versions, gradients, replica.stage, state.agreed)
+    return Marks(member, state.step, versions, gradients, replica.stage, state.agreed, replica.share(), replica.lost)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a survivor's part of a plan: parameters undone, parameters whose update was kept, the step committed."""
+
+    undone: int
+    kept: int
+    commit: Commit | None
 
 
 class Transfer:
-    """Point-to-point copies within the group of one incarnation."""
+    """Copies, and further reductions, within the group of one incarnation."""
 
     def __init__(
         self, group: FencedGroup, world: Sequence[str], member: str, device: torch.device, probe: Callable[[str], None]
     ) -> None:
-        self._group = group
+        self.group = group
         self._device = device  # NCCL sends from a GPU only
         self._rank = {name: rank for rank, name in enumerate(world)}
         self._member = member
@@ -62,14 +72,14 @@ class Transfer:
             size = torch.tensor([payload.numel()], dtype=torch.int64, device=self._device)
             for target in copy.targets:
                 self._probe("transfer_source")
-                self._group.send([size], self._rank[target], 0).wait()
-                self._group.send([payload], self._rank[target], 0).wait()
+                self.group.send([size], self._rank[target], 0).wait()
+                self.group.send([payload], self._rank[target], 0).wait()
         elif self._member in copy.targets:
             self._probe("transfer_receiver")
             size = torch.zeros(1, dtype=torch.int64, device=self._device)
-            self._group.recv([size], self._rank[copy.source], 0).wait()
+            self.group.recv([size], self._rank[copy.source], 0).wait()
             payload = torch.empty(int(size), dtype=torch.uint8, device=self._device)
-            self._group.recv([payload], self._rank[copy.source], 0).wait()
+            self.group.recv([payload], self._rank[copy.source], 0).wait()
             return payload.cpu()
         return None
 
@@ -79,13 +89,18 @@ def _as_bytes(flat: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def reconcile(replica: Replica, plan: Plan, transfer: Transfer) -> tuple[int, Commit | None]:
-    """Carries out a survivor's part of the plan; returns how many parameters it undid, and the step that it completed.
+def reconcile(replica: Replica, plan: Plan, transfer: Transfer, sampling: Sampling, *, leads: bool) -> Outcome:
+    """Carries out a survivor's part of the plan.
+
+    Args:
+        leads: of the survivors, this one speaks for all of what is the same everywhere.
 
     The order matters: gradients first, then updates or undo, then states (which others may have just brought up to date).
     """
     state = replica.state
-    base = plan.step - 1 if plan.completes else plan.step
+    base = plan.step - 1 if plan.completes or plan.skips else plan.step
+    if plan.lost:
+        replica.lost = (base, plan.lost)
     if not plan.completes and replica.attempt is not None:
         state.tail.restore()
     received = [(c.bucket, transfer.copy(c, lambda c=c: _as_bytes(state.buckets[c.bucket].flat))) for c in plan.gradients]
@@ -94,18 +109,32 @@ def reconcile(replica: Replica, plan: Plan, transfer: Transfer) -> tuple[int, Co
             bucket = state.buckets[index]
             bucket.flat.copy_(payload.view(bucket.flat.dtype))
             bucket.gradient = base
+    if plan.mean:
+        replica.reduce_alone(plan.mean, transfer.group, leads=leads)
     if plan.completes:
         if plan.agreed and state.step == base:
             replica.take_agreed(plan.agreed)
         _update(replica, base)
     undone = sum(replica.undo_bucket(state.buckets[index]) for index in plan.undo)
-    take_states(replica, plan.states, transfer, version=plan.step)
+    take_states(replica, plan.states, transfer, version=base if plan.skips else plan.step)
+    kept = sum(replica.keep_bucket(state.buckets[index]) for index in plan.keep)
     commit = None
-    if plan.completes and state.step == base:
+    if plan.skips and state.step == base:
+        commit = replica.skip(next_batch(sampling, state.position)[1])
+    elif plan.completes and state.step == base:
         commit = replica.commit()
     elif replica.attempt is not None:
         replica.discard()
-    return undone, commit
+    return Outcome(undone, kept, commit)
+
+
+@torch.no_grad()
+def lend(replica: Replica, plan: Plan, transfer: Transfer) -> None:
+    """Takes part, with nothing, in what the survivors reduce once more: the group is of all, so that a replacement sits where
+    those sat whom it replaces and sums keep their order."""
+    for index in plan.mean:
+        flat = torch.zeros_like(replica.state.buckets[index].flat)
+        transfer.group.start("allreduce", [flat]).wait()
 
 
 def _update(replica: Replica, base: int) -> None:

@@ -187,7 +187,7 @@ class Supervisor:
         """What a checkpoint says of the steps before it, if that has not been noted: its worker may have died untold."""
         for record in self._library.records.pop(name, []):
             self._log.note("StepsStored", at=self.now(), member=name, **record)
-            self._health.skipped(record)
+            self._health.samples_lost(record)
 
     def _note_resumed(self, command: m.Run) -> None:
         recoveries = self._machine.recoveries

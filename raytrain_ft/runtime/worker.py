@@ -173,18 +173,25 @@ class Worker:
         return recovery.marks(self._member, self._replica)
 
     def reconcile(
-        self, world: tuple[str, ...], incarnation: int, plan: Plan | None, load: str, holds: bool, logged: tuple[int, ...]
-    ) -> tuple[tuple[str, ...], int]:
-        """Joins the group of this incarnation and carries out the plan; returns (hash per bucket, parameters undone).
+        self,
+        world: tuple[str, ...],
+        incarnation: int,
+        plan: Plan | None,
+        load: str,
+        holders: tuple[str, ...],
+        logged: tuple[int, ...],
+    ) -> tuple[tuple[str, ...], int, int]:
+        """Joins the group of this incarnation and carries out the plan; returns (hash per bucket, parameters undone, parameters
+        whose update was kept).
 
         Without a plan it loads the checkpoint `load`, or begins anew if that is empty.
 
         Args:
-            holds: whether what this worker holds counts.
+            holders: whose state counts.
             logged: see `messages.Reconcile`.
         """
         fence = self._enter(incarnation)
-        job = self._training.submit(self._reconcile, fence, world, plan, load, holds, frozenset(logged))
+        job = self._training.submit(self._reconcile, fence, world, plan, load, holders, frozenset(logged))
         return job.result(timeout=PARK_DEADLINE_S)
 
     def _enter(self, incarnation: int) -> Fence:
@@ -197,8 +204,14 @@ class Worker:
             return self._fence
 
     def _reconcile(
-        self, fence: Fence, world: tuple[str, ...], plan: Plan | None, load: str, holds: bool, logged: frozenset[int]
-    ) -> tuple[tuple[str, ...], int]:
+        self,
+        fence: Fence,
+        world: tuple[str, ...],
+        plan: Plan | None,
+        load: str,
+        holders: tuple[str, ...],
+        logged: frozenset[int],
+    ) -> tuple[tuple[str, ...], int, int]:
         fence.check()
         self._world, self._rank = world, world.index(self._member)
         self._probe_recovery("join")
@@ -209,19 +222,21 @@ class Worker:
         self._connections = Connections(self._spec, self._supervisor, self._group, self._host, logged, self._log, GROUP_TIMEOUT)
         self._probe_recovery("reconcile")
         self._take_stage(stage_of(self._rank, self._spec.rules.stages))
-        self._replica.state.filled &= holds
+        self._replica.state.filled &= self._member in holders
         if plan is None:
             self._begin_from(load)
-            return self._replica.state.digests(), 0
+            return self._replica.state.digests(), 0, 0
         state = self._replica.state
-        if not state.filled:
-            return (), 0
         transfer = recovery.Transfer(self._group, world, self._member, state.device, self._probe_recovery)
-        undone, commit = recovery.reconcile(self._replica, plan, transfer)
-        if commit is not None:
-            self._connections.note_agreed(commit.attempt.step, plan.agreed)
-            self._heartbeat.committed(commit)
-        return state.digests(), undone
+        if not state.filled:
+            recovery.lend(self._replica, plan, transfer)
+            return (), 0, 0
+        leads = self._member == next(member for member in world if member in holders)
+        outcome = recovery.reconcile(self._replica, plan, transfer, self._spec.sampling, leads=leads)
+        if outcome.commit is not None:
+            self._connections.note_agreed(outcome.commit.attempt.step, plan.agreed)
+            self._heartbeat.committed(outcome.commit)
+        return state.digests(), outcome.undone, outcome.kept
 
     def _take_stage(self, stage: int) -> None:
         """Hosts another stage of the pipeline than before, with its first weights."""

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from raytrain_ft.policy.reconcile import Range
 from raytrain_ft.policy.sampling import GlobalBatch, Position
 from raytrain_ft.training.pipeline import PipelineSettings
 
@@ -20,6 +21,7 @@ class StepSettings:
         precision: "bf16" runs forward and loss under autocast; parameters stay fp32.
         on_non_finite: what to do when the loss of a step is NaN or infinite; whether a worker that raises means the end of the
             run or a way back is for the supervisor to say.
+        finishes_alone: a backward pass goes on to its end when a reduction fails, so that survivors can finish the step.
         pipeline: None if every worker hosts the whole model.
     """
 
@@ -29,6 +31,7 @@ class StepSettings:
     precision: Literal["fp32", "bf16"] = "fp32"
     update: Literal["barrier", "wait_free"] = "barrier"
     on_non_finite: Literal["raise", "skip", "roll_back"] = "raise"
+    finishes_alone: bool = False
     pipeline: PipelineSettings | None = None
     bucket_bytes: int = 25 * 2**20
     first_bucket_bytes: int = 2**20
@@ -65,12 +68,17 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A step that was committed on this worker, for the run's record."""
+    """A step that was committed on this worker, for the run's record.
+
+    Attributes:
+        lost: positions of its batch whose gradients are missing in some or all of its update, and `why`.
+    """
 
     attempt: Attempt
     loss: float
     seconds: float
-    skipped: bool
+    lost: tuple[Range, ...] = ()
+    why: str = ""
 
 
 def keeps_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from raytrain_ft.training.process_group import FencedGroup, FencedWork
+from raytrain_ft.errors import FencedError
+from raytrain_ft.training.process_group import FencedGroup, FencedWork, PeerLostError
 from raytrain_ft.training.solo import Finished, Solo
 
 Probe = Callable[[str, int | None], None]
@@ -70,6 +71,10 @@ class Bucket:
                 view.copy_(grad)
             flag.fill_(0.0 if grad is None else 1.0)
 
+    def scale(self, factor: float) -> None:
+        """Multiplies the reduced gradients, because some of the samples are missing in them."""
+        torch._foreach_mul_(self.views, factor)
+
     def accept(self) -> None:
         """Makes the reduced gradients the ones that the optimizer reads. What no rank used keeps no gradient, as in torch."""
         for p, view, flag in zip(self.params, self.views, self.used, strict=True):
@@ -117,6 +122,10 @@ class Reducer:
             `update="wait_free"` this updates the bucket at once.
         eager: look for finished reductions during the backward pass already (wait-free), not only at its end.
         fill_tail: writes this rank's contribution to the tail just before the last bucket is reduced.
+        finishes_alone: a backward pass whose reductions fail goes on to its end, for the gradients of this rank (lossy).
+
+    Attributes:
+        complete: the backward pass of the attempt has come to its end: `p.grad` is final where nothing was accepted.
     """
 
     def __init__(
@@ -127,8 +136,12 @@ class Reducer:
         eager: bool,
         fill_tail: Callable[[Tensor], None],
         probe: Probe,
+        finishes_alone: bool = False,
     ) -> None:
         self.buckets = buckets
+        self.complete = False
+        self._finishes_alone = finishes_alone
+        self._interrupted: Exception | None = None
         self.group: FencedGroup | Solo | None = None
         self._on_reduced = on_reduced
         self._eager = eager
@@ -147,7 +160,8 @@ class Reducer:
     def begin(self, step: int) -> None:
         """Starts an attempt at `step`: no gradients yet."""
         self._step = step
-        self._armed = False
+        self._armed = self.complete = False
+        self._interrupted = None
         self._missing = [len(bucket.params) for bucket in self.buckets]
         self._launched = self._accepted = 0
         for bucket in self.buckets:
@@ -162,10 +176,19 @@ class Reducer:
     def _grad_ready(self, p: Tensor) -> None:
         if not self._armed:
             return
+        self._missing[self._bucket_of[id(p)]] -= 1
+        if self._interrupted is not None:
+            return
+        try:
+            self._reduce_ready()
+        except (FencedError, PeerLostError) as error:
+            if not self._finishes_alone:
+                raise
+            self._interrupted = error
+
+    def _reduce_ready(self) -> None:
         assert self.group is not None
         self.group.fence.check()
-        index = self._bucket_of[id(p)]
-        self._missing[index] -= 1
         while self._launched < len(self.buckets) - 1 and self._missing[self._launched] == 0:
             self._launch()
         if self._eager:
@@ -201,10 +224,25 @@ class Reducer:
 
     def finish(self) -> None:
         """Launches what is left (the last bucket always waits for the end of the backward pass) and accepts everything."""
+        self.complete = True
+        if self._interrupted is not None:
+            raise self._interrupted
         while self._launched < len(self.buckets):
             self._launch()
         while self._accepted < len(self.buckets):
             self._accept()
+
+    def reduce_alone(self, bucket: Bucket, group: FencedGroup, factor: float) -> None:
+        """Reduces a bucket whose reduction failed once more, over another group: the sum of its members' own gradients, times
+        `factor`. Into a buffer of its own, which an interruption leaves to the abandoned group."""
+        bucket.collect()
+        if bucket.tail_size:
+            self._fill_tail(bucket.tail)
+        flat = bucket.flat.clone()
+        group.start("allreduce", [flat]).wait()
+        bucket.flat.copy_(flat)
+        bucket.scale(factor)
+        bucket.gradient = self._step
 
     def abandon(self) -> None:
         """Takes stock after a fence: a reduction that came to its end counts, any other buffer is given up."""

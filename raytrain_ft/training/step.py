@@ -20,12 +20,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from raytrain_ft.errors import NonFiniteLossError, ReplayDivergedError
+from raytrain_ft.policy.reconcile import Range, Share
+from raytrain_ft.policy.sampling import Position
 from raytrain_ft.training.attempt import Attempt, Commit, StepSettings, keeps_gradients
 from raytrain_ft.training.buckets import Bucket, Probe, Reducer, only
 from raytrain_ft.training.checkpointer import Checkpointer
 from raytrain_ft.training.data import Loader, MicroBatch
 from raytrain_ft.training.links import Links
 from raytrain_ft.training.pipeline import Stage
+from raytrain_ft.training.process_group import FencedGroup
 from raytrain_ft.training.random import seed_all, step_seed
 from raytrain_ft.training.state import TrainingState
 from raytrain_ft.training.tail import HEADER
@@ -44,6 +47,7 @@ class Replica:
         stop_agreed: all ranks agreed, in the last step, to stop at this boundary.
         checkpoint_agreed: all ranks agreed, in the last step, that a checkpoint is due at this boundary.
         checkpointer: None writes none.
+        lost: the latest step that went on without some samples, and their positions.
     """
 
     def __init__(
@@ -71,7 +75,9 @@ class Replica:
         self._probe = probe
         self._last_commit: float | None = None
         self._skip = False
+        self.lost: tuple[int, tuple[Range, ...]] | None = None
         self._weight = 0.0
+        self._leads = False
         # What the flat buffers hold after an update may be passed to others as the step's gradient only if it still is that.
         self._gradients_survive = settings.max_grad_norm is None and keeps_gradients(state.optimizer)
         wait_free = settings.update == "wait_free"
@@ -83,6 +89,7 @@ class Replica:
             eager=wait_free,
             fill_tail=self._fill_tail,
             probe=self._at_bucket,
+            finishes_alone=settings.finishes_alone,
         )
         self._micro_batches: list[MicroBatch] = []
         self._norm: Tensor | None = None
@@ -161,6 +168,7 @@ class Replica:
         self.attempt = Attempt(
             self.state.step, first.batch, first.after, ids, links.replica, links.replicas, links.fence.incarnation, began
         )
+        self._leads = links.replica == 0
 
     def forward_backward(self) -> None:
         """All micro-batches, one after the other."""
@@ -289,11 +297,7 @@ class Replica:
         """The step is done on this worker: schedules advance, and the data has been used."""
         assert self.attempt is not None
         state, attempt = self.state, self.attempt
-        if state.scheduler is not None:
-            if isinstance(state.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-                state.scheduler.step(state.loss)
-            else:
-                state.scheduler.step()
+        self._advance_schedule()
         state.step += 1
         state.position = attempt.after
         state.tail.settled()
@@ -302,13 +306,72 @@ class Replica:
         self.stop_agreed, self.checkpoint_agreed = state.tail.stop_agreed(tail), state.tail.checkpoint_agreed(tail)
         if self.undo is not None:
             self.undo.forget()  # a committed step is never undone; its records would keep old buffers alive
-        commit = Commit(attempt, state.loss, time.monotonic() - attempt.began, self._skip)
+        lost, why = (), ""
+        if self._skip:
+            lost, why = ((attempt.batch.start, attempt.batch.stop),), "the loss was not finite"
+        elif self.lost is not None and self.lost[0] == attempt.step:
+            lost, why = self.lost[1], "their gradients went down with a worker"
+        commit = Commit(attempt, state.loss, time.monotonic() - attempt.began, lost, why)
         self._skip = False
         if self.checkpointer is not None:
             now = time.monotonic()
             self.checkpointer.stepped(state.step, now - (self._last_commit or attempt.began))
             self._last_commit = now
         return commit
+
+    def _advance_schedule(self) -> None:
+        scheduler = self.state.scheduler
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            scheduler.step(self.state.loss)
+        elif scheduler is not None:
+            scheduler.step()
+
+    def share(self) -> Share | None:
+        """This replica's part in the step under way; None between steps."""
+        if self.attempt is None:
+            return None
+        batch, pieces = self.attempt.batch, [one.positions for one in self._micro_batches]
+        mine = (pieces[0].start, pieces[-1].stop)
+        return Share(self.attempt.step, (batch.start, batch.stop), mine, self.reducer.complete)
+
+    @torch.no_grad()
+    def reduce_alone(self, indices: Sequence[int], group: FencedGroup, *, leads: bool) -> None:
+        """Reduces these buckets over survivors alone: their mean, by samples (Nicolae et al., III-B, "lossy forward").
+
+        Args:
+            leads: of the survivors, this one speaks for all of what is the same everywhere.
+        """
+        assert self.attempt is not None
+        assert self.lost is not None
+        batch = len(self.attempt.batch)
+        factor = batch / (batch - sum(stop - start for start, stop in self.lost[1]))
+        self._leads = leads
+        for index in indices:
+            bucket = self.state.buckets[index]
+            self.reducer.reduce_alone(bucket, group, factor)
+            if bucket.tail_size:
+                self.state.tail.scale(bucket.tail, factor)
+
+    @torch.no_grad()
+    def keep_bucket(self, bucket: Bucket) -> int:
+        """The update of one bucket stays although its step is redone; returns the number of parameters that will be updated
+        twice (Nicolae et al., III-B, "immediate mini-batch rollback")."""
+        if self.undo is not None:
+            self.undo.forget(bucket.params)
+        bucket.version = self.state.step
+        return sum(p.numel() for p in bucket.params)
+
+    def skip(self, after: Position) -> Commit | None:
+        """The step under way is left out: it counts as committed, and nothing is updated. None if it was not begun here."""
+        self.state.tail.restore()
+        for bucket in self.state.buckets:
+            bucket.version, bucket.gradient = self.state.step + 1, None
+        if self.attempt is not None:
+            return self.commit()
+        self._advance_schedule()
+        self.state.step += 1
+        self.state.position = after
+        return None
 
     def discard(self) -> None:
         """Gives up the attempt: what the forward pass changed is put back, what was reduced is forgotten."""
@@ -336,7 +399,7 @@ class Replica:
         if self.checkpointer is not None:
             epoch_ends = self._keep_epochs and self.attempt.replica == 0 and self.attempt.after.consumed == 0
             self.state.tail.checkpoint_wanted = epoch_ends or self.checkpointer.wants(self.state.step + 1)
-        self.state.tail.fill(tail, self._weight, self.attempt.replica)
+        self.state.tail.fill(tail, self._weight, leads=self._leads)
 
     def at(self, phase: str) -> None:
         """Tells the probe where this replica is."""

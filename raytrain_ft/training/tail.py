@@ -4,7 +4,7 @@
 samples; how many ranks were asked to stop at this step's boundary, and whether rank 0 wants a checkpoint of the state there (so
 that all stop, or begin one, at the same boundary, without a collective of its own);
 BatchNorm statistics and other floating buffers, averaged by samples, so that no rank ever holds committed state that nobody
-else has; and rank 0's change of integer buffers, such as BatchNorm's batch counter.
+else has; and one rank's change of integer buffers, such as BatchNorm's batch counter.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Tail:
         self._before = None
 
     @torch.no_grad()
-    def fill(self, tail: Tensor, weight: float, rank: int) -> None:
-        """Writes this rank's contribution. `weight` is its share of the samples of the global batch."""
+    def fill(self, tail: Tensor, weight: float, *, leads: bool) -> None:
+        """Writes this rank's contribution. `weight` is its share of the samples of the global batch; one rank leads."""
         tail.zero_()
         for loss in self.losses:
             tail[0] += loss.detach().to(tail.dtype)
@@ -67,7 +67,7 @@ class Tail:
         offset = HEADER
         before = self._before or []
         for buffer, old in zip(self.integers, before, strict=False):
-            if rank == 0:
+            if leads:
                 change = (buffer.long() - old.long()).flatten()
                 if int(change.abs().max()) > LARGEST_EXACT_INTEGER:
                     raise ValueError(f"an integer buffer changed by more than {LARGEST_EXACT_INTEGER} within one step")
@@ -89,6 +89,14 @@ class Tail:
         for buffer in self.floats:
             buffer.copy_(tail[offset : offset + buffer.numel()].view(buffer.shape))
             offset += buffer.numel()
+
+    @torch.no_grad()
+    def scale(self, tail: Tensor, factor: float) -> None:
+        """Multiplies what is a mean over samples, because some of them are missing in it."""
+        tail[0] *= factor
+        floats = sum(b.numel() for b in self.floats)
+        if floats:
+            tail[-floats:] *= factor
 
     @staticmethod
     def loss(tail: Tensor) -> float:

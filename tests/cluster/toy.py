@@ -15,16 +15,23 @@ import raytrain_ft as ft
 class Toy(ft.TrainTask):
     """About 6,000 parameters in several buckets when `bucket_bytes` is small."""
 
-    def __init__(self, step_seconds: float = 0.0, optimizer: str = "AdamW", norm: bool = True) -> None:
+    def __init__(
+        self, step_seconds: float = 0.0, optimizer: str = "AdamW", norm: bool = True, backward_seconds: float = 0.0
+    ) -> None:
+        """`backward_seconds`: how long the backward pass rests before the gradients of the first layer, its last."""
         self.step_seconds = step_seconds
+        self.backward_seconds = backward_seconds
         self.optimizer_name = optimizer
         self.norm = norm
 
     def model(self, stage: int) -> nn.Module:
-        return nn.Sequential(
+        model = nn.Sequential(
             *(nn.Linear(16, 64, bias=False), nn.BatchNorm1d(64) if self.norm else nn.LayerNorm(64), nn.ReLU(), nn.Dropout(0.1)),
             *(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)),
         )
+        if self.backward_seconds:
+            model[0].register_full_backward_pre_hook(lambda *_: time.sleep(self.backward_seconds))
+        return model
 
     def optimizer(self, params):
         kinds = {

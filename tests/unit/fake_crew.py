@@ -12,7 +12,7 @@ from random import Random
 
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.machine import handle, replay
-from raytrain_ft.policy.reconcile import Marks
+from raytrain_ft.policy.reconcile import Marks, Share
 from raytrain_ft.policy.roster import MemberState, Rules
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, LIVE, TRAINING, State
@@ -41,10 +41,17 @@ class Worker:
     status: str = "idle"
     told: tuple[int, str] | None = None
 
-    def marks(self) -> Marks | None:
+    def marks(self, chance: Random) -> Marks | None:
+        """Perhaps it has begun the next step, perhaps it has its own gradients already."""
+        if not self.filled:
+            return None
         gradient = self.step if self.reduced else None
         agreed = None if self.agreed is None else (self.agreed, (0.5,))
-        return Marks(self.member, self.step, (self.step,), (gradient,), self.stage, agreed) if self.filled else None
+        share = None
+        if self.member in self.world and chance.random() < 0.7:
+            rank = self.world.index(self.member)
+            share = Share(self.step, (0, len(self.world)), (rank, rank + 1), whole=chance.random() < 0.7)
+        return Marks(self.member, self.step, (self.step,), (gradient,), self.stage, agreed, share)
 
 
 @dataclass
@@ -195,7 +202,7 @@ class Cluster:
     def _leave(self, worker: Worker, incarnation: int) -> None:
         if incarnation > worker.incarnation:  # else the call is refused, and the supervisor hears nothing
             worker.incarnation, worker.status = incarnation, "idle"
-            self._post(m.Fenced(member=worker.member, incarnation=incarnation, marks=worker.marks()))
+            self._post(m.Fenced(member=worker.member, incarnation=incarnation, marks=worker.marks(self.chance)))
 
     def _enter(self, worker: Worker, incarnation: int, world: tuple[str, ...]) -> bool:
         """Whether this worker is of the incarnation, and nobody whom it will meet there has left or died."""

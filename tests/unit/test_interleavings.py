@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.forward import STRATEGIES
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.states import ENDED, TRANSITIONS, State
 
@@ -47,7 +48,8 @@ def all_rules(draw: st.DrawFn) -> Rules:
         max_fruitless_recoveries=draw(st.sampled_from([10, 10, 2, 0])),
         max_start_failures=draw(st.sampled_from([5, 1])),
         checkpoints=draw(st.booleans()),
-        strategy=draw(st.sampled_from(["auto", "auto", "replication", "checkpoint"])),
+        strategy=draw(st.sampled_from(["auto", "auto", "replication", "checkpoint", *(STRATEGIES if stages == 1 else ())])),
+        quorum=draw(st.sampled_from([0.0, 0.5, 1.0])),
         roll_back=draw(st.booleans()),
         measure_failures=draw(st.booleans()),
     )

@@ -1,0 +1,99 @@
+"""Going on without redoing: what Nicolae et al. and torchft do instead of redoing an interrupted step, and at what price.
+
+Whatever can be completed exactly is completed exactly, so a strategy has a say only where the step would be redone. Where it
+cannot apply, the step is redone after all, which keeps more. Three strategies:
+
+* ``lossy`` (Nicolae et al., III-B, "lossy forward"): survivors finish the step with the mean of their own gradients for every
+  bucket that was not reduced yet. Buckets reduced before hold everybody's gradients (mechanisms D-36).
+* ``rollback`` ("immediate mini-batch rollback"): the partial update of one survivor becomes everybody's, and the same batch
+  is read again, so some buckets are updated twice.
+* ``skip`` (torchft): the step is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from raytrain_ft.policy.reconcile import Copy, Marks, Plan, Range, Share, holders, known_losses, unused
+
+STRATEGIES = ("lossy", "rollback", "skip")
+
+
+def instead(plan: Plan, survivors: Sequence[Marks], strategy: str, quorum: float) -> Plan:
+    """The plan of this strategy instead of one that redoes the step; `plan` itself where it cannot apply, and then its reason
+    says why.
+
+    Args:
+        plan: the exact plan for these survivors.
+        quorum: of the batch's samples, the share that `lossy` needs to be left, from 0 to 1.
+    """
+    shares = [marks.share for marks in survivors if marks.share is not None and marks.share.step == plan.step]
+    if plan.completes or not shares:  # nothing is lost: it was completed, or nobody had begun it
+        return plan
+    if strategy == "lossy":
+        return _finish(plan, survivors, shares, quorum)
+    if strategy == "rollback":
+        return _keep(plan, survivors)
+    if strategy == "skip":
+        reason = f"step {plan.step} is skipped: its batch is lost"
+        return replace(plan, step=plan.step + 1, skips=True, lost=(shares[0].batch,), reason=reason)
+    return plan
+
+
+def _finish(plan: Plan, survivors: Sequence[Marks], shares: Sequence[Share], quorum: float) -> Plan:
+    step = plan.step
+    if len(shares) < len(survivors) or not all(share.whole for share in shares):
+        return replace(plan, reason=f"{plan.reason}, because some survivor has no gradients of its own to finish it with")
+    start, stop = shares[0].batch
+    lost = complement(shares[0].batch, [share.mine for share in shares])
+    left = 1 - size(lost) / (stop - start)
+    if left < quorum or left <= 0:
+        return replace(plan, reason=f"{plan.reason}, because {left:.0%} of its batch are left and the quorum is {quorum:.0%}")
+    gradients: list[Copy] = []
+    states: list[Copy] = []
+    mean: list[int] = []
+    for bucket in range(len(survivors[0].versions)):
+        behind = [marks for marks in survivors if marks.versions[bucket] == step]
+        without = tuple(marks.member for marks in behind if marks.gradients[bucket] != step)
+        updated = holders(survivors, bucket, step + 1)
+        if sources := unused(survivors, bucket, step):
+            gradients += [Copy(bucket, "gradient", sources[0], without)] if without else []
+        elif updated:
+            states += [Copy(bucket, "state", updated[0], without)] if without else []
+        else:
+            mean.append(bucket)
+    count = len(survivors[0].versions)
+    reason = f"step {step} is finished by {len(survivors)} survivors: {len(mean)} of {count} buckets hold their gradients only"
+    losses = max(lost, known_losses(survivors, step), key=size)
+    return Plan(step + 1, True, tuple(gradients), (), tuple(states), reason, mean=tuple(mean), lost=losses)
+
+
+def _keep(plan: Plan, survivors: Sequence[Marks]) -> Plan:
+    step = plan.step
+    leader = max(survivors, key=lambda marks: sum(marks.versions))  # of several, the lowest rank
+    keep = tuple(bucket for bucket, version in enumerate(leader.versions) if version == step + 1)
+    if not keep:
+        return plan  # nobody has updated anything: redoing it is exact
+    states: list[Copy] = []
+    for bucket, version in enumerate(leader.versions):
+        others = tuple(marks.member for marks in survivors if marks.versions[bucket] != version)
+        states += [Copy(bucket, "state", leader.member, others)] if others else []
+    reason = f"step {step} was partly updated: {len(keep)} buckets stay so and are updated twice, because it is redone"
+    return Plan(step, False, (), (), tuple(states), reason, keep=keep)
+
+
+def complement(batch: Range, parts: Sequence[Range]) -> tuple[Range, ...]:
+    """What of `batch` is in none of `parts`, which do not overlap."""
+    found: list[Range] = []
+    at, end = batch
+    for start, stop in sorted(part for part in parts if part[0] < part[1]):
+        if start > at:
+            found.append((at, start))
+        at = max(at, stop)
+    return (*found, (at, end)) if at < end else tuple(found)
+
+
+def size(ranges: Sequence[Range]) -> int:
+    """How many positions these are."""
+    return sum(stop - start for start, stop in ranges)
