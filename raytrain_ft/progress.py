@@ -68,6 +68,7 @@ class Display:
 def describe(recovery: Recovery) -> str:
     """A short account of one recovery: what died, how it was noticed, what was done, what it cost, what was kept."""
     lost = f"lost {', '.join(recovery.lost)}" if recovery.lost else "nobody lost"
+    lost += f"; {', '.join(recovery.left)} left" if recovery.left else ""
     lines = [f"  recovery: {recovery.cause}"]
     lines.append(f"    noticed by {recovery.noticed_by}; {lost}; workers {recovery.world_before} -> {recovery.world_after}")
     undone = f"; {recovery.undone:,} parameters undone" if recovery.undone else ""

@@ -53,6 +53,7 @@ class Fill:
     Attributes:
         members: who takes part.
         whole: who receives everything, the step number and the schedules too, and from whom.
+        handed: the same from members that leave and are not of `world` any more.
     """
 
     world: tuple[str, ...]
@@ -60,6 +61,7 @@ class Fill:
     members: tuple[str, ...]
     copies: tuple[Copy, ...]
     whole: tuple[tuple[str, str], ...]
+    handed: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,13 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
+class Avoid:
+    """The node of this worker will be taken away: nothing is placed there any more."""
+
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
 class Watch:
     """Watch this worker again, after the supervisor's own restart."""
 
@@ -151,6 +160,7 @@ Command = (
     | StopAtBoundary
     | Save
     | Kill
+    | Avoid
     | Watch
     | SetTimer
     | End

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from raytrain_ft.errors import IllegalEventError
+from raytrain_ft.policy import leaving, phases
 from raytrain_ft.policy import messages as m
-from raytrain_ft.policy import phases
 from raytrain_ft.policy.roster import MemberState, Rules
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, TRAINING, TRANSITIONS, State
@@ -95,7 +95,7 @@ def _on_capacity_changed(run: RunState, event: m.CapacityChanged) -> list[m.Comm
 
 def _on_worker_started(run: RunState, event: m.WorkerStarted) -> list[m.Command]:
     run.roster.ready(event.member, event.node)
-    return _grow(run, event.at) if run.state == State.RUNNING else _go_on_waiting(run)
+    return _resize(run, event.at) if run.state == State.RUNNING else _go_on_waiting(run)
 
 
 def _go_on_waiting(run: RunState) -> list[m.Command]:
@@ -120,6 +120,11 @@ def _begin(run: RunState, *, waited: bool = False) -> list[m.Command]:
         f"{len(spares)} workers could be placed within {rules.schedule_timeout:g} s, num_workers asks for at least "
         f"{rules.min_workers}. Add nodes, lower num_workers or resources_per_worker.",
     )
+
+
+def _resize(run: RunState, at: float) -> list[m.Command]:
+    """Who had notice leaves, if there is a replacement now; or else the world grows."""
+    return leaving.stop(run, at) or _grow(run, at)
 
 
 def _grow(run: RunState, at: float) -> list[m.Command]:
@@ -151,8 +156,10 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost) -> list[m.Comm
     """These members are gone, all in the way that the event tells."""
     savers = run.savers()
     was = {member: run.roster.lose(member) for member in members}
+    for member in members:
+        leaving.forget(run, member)
     kills: list[m.Command] = [m.Kill(member) for member in members]
-    working = [member for member in members if was[member] == MemberState.ACTIVE]
+    working = [member for member in members if was[member] in (MemberState.ACTIVE, MemberState.LEAVING)]
     if not working:
         commands = kills + run.provision() + _go_on_waiting(run)
         if run.state == State.SCHEDULING and run.roster.cannot_start() and not run.roster.any_starting():
@@ -188,7 +195,7 @@ def _on_steps_committed(run: RunState, event: m.StepsCommitted) -> list[m.Comman
         return []
     run.history.close(event.at)
     run.state = State.RUNNING
-    return run.provision() + _grow(run, event.at)
+    return run.provision() + leaving.watch(run, event.at) + _resize(run, event.at)
 
 
 def _on_samples_lost(run: RunState, event: m.SamplesLost) -> list[m.Command]:
@@ -270,12 +277,14 @@ def _on_abort_requested(run: RunState, event: m.AbortRequested) -> list[m.Comman
 def _on_timer_fired(run: RunState, event: m.TimerFired) -> list[m.Command]:
     """A deadline counts only for what it was set for: by now the run may be elsewhere."""
     savers = run.savers()
-    silent = [member for member in run.joining or run.roster.active() if member not in run.answers]
+    silent = [member for member in run.joining or run.roster.taking_part() if member not in run.answers]
     match event.timer, run.state:
         case "schedule", State.SCHEDULING:
             return _begin(run, waited=True)
         case "fence", State.FENCE:
             return _lose_silent(run, event.at, silent, "it did not leave its step in time")
+        case leaving.TIMER, State.RUNNING:
+            return leaving.stop(run, event.at, waited=True)
         case "replacement", State.REPLACE if not run.joining:
             return phases.replace(run, waited=True)
         case ("reconcile", State.REPLACE) | ("fill", State.REBUILD):
@@ -294,6 +303,7 @@ def _on_supervisor_restarted(run: RunState, event: m.SupervisorRestarted) -> lis
     """Answers, timers, and commands that were not yet carried out went down with the old process: asks again."""
     again: list[m.Command] = [m.Kill(member) for member in run.roster.gone]
     again += [m.Watch(member) for member in run.members]
+    again += [m.Avoid(member) for member in run.leaving]
     match run.state:
         case State.SCHEDULING:
             return [*again, m.SetTimer("schedule", run.rules.schedule_timeout, run.incarnation)]
@@ -301,6 +311,8 @@ def _on_supervisor_restarted(run: RunState, event: m.SupervisorRestarted) -> lis
             return again + phases.suspect(run, event.at, "the supervisor was lost", "supervisor")
         case State.RESIZING:
             return [*again, m.StopAtBoundary(run.world)]
+        case State.RUNNING:
+            return again + leaving.watch(run, event.at)
         case State.RESUME:
             return [*again, m.Run(run.world, run.incarnation)]
         case State.SHUTTING_DOWN:
@@ -313,6 +325,7 @@ _HANDLERS: dict[type[m.Event], Callable[[RunState, Any], list[m.Command]]] = {
     m.CapacityChanged: _on_capacity_changed,
     m.WorkerStarted: _on_worker_started,
     m.WorkerLost: _on_worker_lost,
+    m.Noticed: leaving.noticed,
     m.Suspected: _on_suspected,
     m.Fenced: phases.on_fenced,
     m.Reconciled: phases.on_reconciled,

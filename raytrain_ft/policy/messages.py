@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from raytrain_ft.policy.commands import (
+    Avoid,
     Command,
     End,
     Fence,
@@ -88,6 +89,30 @@ class WorkerLost(Event):
     cause: str
     noticed_by: str = "supervisor"
     preempted: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noticed(Event):
+    """A worker's node will be taken away.
+
+    Attributes:
+        deadline_s: seconds from now on that are left.
+        source: who says so: "aws spot", "aws rebalance", "gcp", "azure", "ray drain", "sigterm" or "request".
+        reason: in its own words.
+    """
+
+    member: str
+    deadline_s: float
+    source: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """When a member must be gone (seconds since the run began), and why."""
+
+    deadline: float
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,6 +368,7 @@ class SupervisorRestarted(Event):
 
 __all__ = [
     "AbortRequested",
+    "Avoid",
     "CapacityChanged",
     "CheckpointCommitted",
     "CheckpointFailed",
@@ -359,9 +385,11 @@ __all__ = [
     "FindCheckpoints",
     "IntervalChosen",
     "Kill",
+    "Leave",
     "LogFailed",
     "LogMissing",
     "LogWritten",
+    "Noticed",
     "Reconcile",
     "Reconciled",
     "Replay",

@@ -9,12 +9,13 @@ long is a suspicion, which the next fence confirms or refutes: one worker that h
 from __future__ import annotations
 
 from raytrain_ft.errors import RecoveryError
+from raytrain_ft.policy import leaving
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.forward import instead
 from raytrain_ft.policy.reconcile import Marks, Plan, reconcile, reconcile_stages
 from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.run_state import RunState
-from raytrain_ft.policy.states import State
+from raytrain_ft.policy.states import ENDED, State
 from raytrain_ft.policy.strategy import Guarantee, Strategy
 from raytrain_ft.policy.topology import groups_by_node, groups_of, logged_edges, replay_teams, stage_of, to_replay
 from raytrain_ft.policy.world import differing_in_stages, rebuild_stages, seats, seats_in_stages, shall_wait
@@ -47,7 +48,7 @@ def fence(run: RunState, at: float) -> list[m.Command]:
     run.incarnation += 1
     run.answers, run.survivors, run.joining = {}, {}, ()
     run.plan, run.load, run.seeking, run.replaying = None, None, False, frozenset()
-    members = run.roster.active()
+    members = run.roster.taking_part()
     if not members:
         return take_stock(run, at)
     seconds = max(run.rules.fence_timeout, 3 * run.longest_step)
@@ -61,13 +62,15 @@ def on_fenced(run: RunState, event: m.Fenced) -> list[m.Command]:
 
 def take_stock(run: RunState, at: float) -> list[m.Command]:
     """Goes on to REPLACE once every active member has answered or is lost."""
-    active = run.roster.active()
+    active = run.roster.taking_part()
     if any(member not in run.answers for member in active):
         return []
+    run.givers = {}
     for member in active:
         answer = run.answers[member]
         if isinstance(answer, m.Fenced) and answer.marks is not None:
             run.survivors[member] = answer.marks
+            run.members[member] = MemberState.ACTIVE
         else:  # a replacement whose filling was interrupted holds nothing: it is a spare again
             run.members[member] = MemberState.SPARE
     run.recoveries[-1].fenced = at
@@ -119,7 +122,8 @@ def _go_on(run: RunState) -> list[m.Command]:
         except RecoveryError as error:
             return run.fail("RecoveryError", str(error))
     run.state = State.REPLACE
-    return _gather(run)
+    departed = leaving.let_go(run)
+    return departed if run.state in ENDED else departed + _gather(run)
 
 
 def _reconciled(run: RunState, marks: list[Marks]) -> Plan:
@@ -279,13 +283,14 @@ def on_reconciled(run: RunState, event: m.Reconciled) -> list[m.Command]:
         recovery.reconciled, recovery.incarnation, recovery.world_after = event.at, run.incarnation, len(world)
         recovery.repaired += differing_in_stages(world, held, run.rules.stages)
     copies, whole = rebuild_stages(world, held, run.rules.stages)
-    if not copies and not run.replaying:
+    handed = leaving.hand_over(run)
+    if not copies and not run.replaying and not handed:
         return resume(run, event.at)
     run.state = State.REBUILD
     run.answers = {}
     commands: list[m.Command] = [_replay(run)] if run.replaying else []
     busy = {member for command in commands if isinstance(command, m.Replay) for team in command.teams for member in team}
-    fill = m.Fill(world, run.incarnation, tuple(member for member in world if member not in busy), copies, whole)
+    fill = m.Fill(world, run.incarnation, tuple(member for member in world if member not in busy), copies, whole, handed)
     seconds = run.rules.phase_timeout + REPLAY_PATIENCE * run.longest_step * run.recoveries[-1].replayed if busy else 0.0
     timer = m.SetTimer("fill", max(seconds, run.rules.phase_timeout), run.incarnation)
     return [fill, *commands, timer]
@@ -329,8 +334,11 @@ def resume(run: RunState, at: float) -> list[m.Command]:
     """Training goes on; the recovery ends with the first step that is committed."""
     if run.history.open is not None:
         run.history.open.filled = at
+    departed = leaving.gone(run)
+    if run.state in ENDED:
+        return departed
     run.state = State.RESUME
     run.world, run.answers, run.going_back = run.joining, {}, False
     losses = sum(len(recovery.lost) for recovery in run.recoveries)
     failure_s = at / losses if losses and run.rules.measure_failures else None
-    return [m.Run(run.world, run.incarnation, failure_s)]
+    return [*departed, m.Run(run.world, run.incarnation, failure_s)]

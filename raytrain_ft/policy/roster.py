@@ -58,6 +58,8 @@ class MemberState(StrEnum):
     STARTING = "starting"
     SPARE = "spare"
     ACTIVE = "active"
+    LEAVING = "leaving"
+    """It hands its state over and goes."""
 
 
 @dataclass(slots=True)
@@ -69,6 +71,7 @@ class Roster:
         nodes: where each of them is, as far as it is known.
         gone: members that were lost, in order.
         slots: how many workers the cluster could host.
+        leaving: members that will be gone soon; their places do not count.
         start_failures: rounds of starts in a row of which no worker became ready. Workers that were started together and
             are lost together, with their node perhaps, are one round.
     """
@@ -78,6 +81,7 @@ class Roster:
     nodes: dict[str, str] = field(default_factory=dict)
     gone: list[str] = field(default_factory=list)
     slots: int = 0
+    leaving: frozenset[str] = frozenset()
     start_failures: int = 0
     _started: int = 0
     _round_began: int = 0
@@ -96,6 +100,10 @@ class Roster:
         """Workers that train, or did until the present disturbance."""
         return tuple(self.of(MemberState.ACTIVE))
 
+    def taking_part(self) -> tuple[str, ...]:
+        """Workers that train, and those that hand their state over."""
+        return (*self.active(), *self.of(MemberState.LEAVING))
+
     def any_starting(self) -> bool:
         """Whether another worker may come soon."""
         return bool(self.of(MemberState.STARTING))
@@ -107,7 +115,7 @@ class Roster:
         if self.cannot_start():
             return []
         commands: list[m.Command] = []
-        while len(self.members) < wanted:
+        while len(self.members) - len(self.leaving) < wanted:
             member = f"w{self._started}"
             self._started += 1
             self.members[member] = MemberState.STARTING

@@ -36,6 +36,8 @@ class RunState:
         rejected: checkpoints that could not be loaded.
         going_back: whether what the survivors hold is to be given up for a checkpoint.
         rolled_back: steps whose loss was not finite, and that were therefore tried again from a checkpoint.
+        leaving: members whose node will be taken away, and when.
+        givers: per stage, who hands over what nobody else holds.
         answers: to what was asked last.
         history: every recovery and planned resize so far.
         fruitless: incarnations in a row that committed no step.
@@ -65,6 +67,8 @@ class RunState:
     going_back: bool = False
     rejected: set[str] = field(default_factory=set)
     rolled_back: set[int] = field(default_factory=set)
+    leaving: dict[str, m.Leave] = field(default_factory=dict)
+    givers: dict[int, str] = field(default_factory=dict)
     answers: dict[str, m.Event] = field(default_factory=dict)
     history: Recoveries = field(default_factory=Recoveries)
     fruitless: int = 0

@@ -56,6 +56,7 @@ TRANSITIONS: dict[type[m.Event], dict[State, set[State]]] = {
         S.RESUME: {S.RESUME, S.FENCE, S.REPLACE, S.ERRORED},
         S.SHUTTING_DOWN: {S.SHUTTING_DOWN, S.ERRORED},
     },
+    m.Noticed: _stay(LIVE) | {S.RUNNING: {S.RUNNING, S.RESIZING}},
     m.Suspected: _stay({S.FENCE, S.SHUTTING_DOWN})
     | {state: {S.FENCE, S.ERRORED} for state in TRAINING | {S.REBUILD}}
     | {S.REPLACE: {S.REPLACE, S.FENCE, S.ERRORED}},
@@ -78,6 +79,7 @@ TRANSITIONS: dict[type[m.Event], dict[State, set[State]]] = {
     m.TaskFailed: {state: {S.ERRORED} for state in LIVE} | {state: {S.FENCE, S.ERRORED} for state in TRAINING},
     m.TimerFired: _stay(TRAINING)
     | {
+        S.RUNNING: {S.RUNNING, S.RESIZING},
         S.SCHEDULING: {S.REPLACE, S.ERRORED},
         S.FENCE: {S.FENCE, S.REPLACE, S.ERRORED},
         S.REPLACE: {S.REPLACE, S.FENCE, S.ERRORED},

@@ -46,6 +46,7 @@ class Recovery:
         cause: what went wrong, in words; what went wrong during the recovery is added.
         noticed_by: how the first sign came.
         lost: members that were lost, those lost during the recovery included.
+        left: members that had notice and left.
         incarnation: the incarnation that went on.
         attempts: how often it began: more than once if there was a further loss before it had come to its end.
         strategy, guarantee, reason: what was done, what it kept, and why.
@@ -64,6 +65,7 @@ class Recovery:
     cause: str
     noticed_by: str
     lost: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
     incarnation: int = 0
     attempts: int = 0
     strategy: Strategy = Strategy.REPLICATION

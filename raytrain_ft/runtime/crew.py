@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
 
 from raytrain_ft.errors import ConfigError, FencedError, LogGapError, MismatchError, ReplayDivergedError, StorageError
 from raytrain_ft.policy import messages as m
@@ -98,6 +98,10 @@ class Crew:
             case m.Save(members):
                 for stage, member in enumerate(members):
                     self._spawn(self._save(member, stage, len(members)))
+            case m.Avoid(member):
+                node = self.node_of(member)
+                if node is not None:
+                    self._health.node_leaves(node)
             case m.Kill(member):
                 self._spawn(self._kill(member), self._killing)
             case m.SetTimer(timer, seconds, incarnation):
@@ -215,7 +219,7 @@ class Crew:
         cause = error.cause if isinstance(error.cause, BaseException) else error
         if isinstance(cause, FencedError):
             return
-        if isinstance(cause, PeerLostError):
+        if isinstance(cause, PeerLostError | ObjectLostError):
             self._tell(m.Suspected(at=self._now(), incarnation=incarnation, reason=str(cause)[:300], noticed_by=member))
             return
         if isinstance(cause, LogGapError | ReplayDivergedError):
@@ -260,8 +264,13 @@ class Crew:
             if extras[source] is None:
                 return
         wanted = {member: extras[source] for member, source in command.whole}
+        handed: dict[str, Any] = {}
+        for member, giver in command.handed:
+            handed[member] = await self._call(giver, "hand_over", command.incarnation, incarnation=command.incarnation)
+            if handed[member] is None:
+                return
         for member in command.members:
-            asked = (command.incarnation, command.copies, wanted.get(member))
+            asked = (command.incarnation, command.copies, wanted.get(member), *handed.get(member, ()))
             self._spawn(self._await_filled(member, command, "fill", *asked))
 
     async def _replay(self, member: str, team: tuple[str, ...], command: m.Replay) -> None:

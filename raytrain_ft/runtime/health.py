@@ -7,6 +7,7 @@ deadline. Ray by itself tells of a killed process in 10 ms, but of a frozen or u
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, get_args
@@ -233,6 +234,10 @@ class Health:
         """This node is gone or frozen, whatever Ray still thinks: nothing is placed there any more."""
         self._lost_nodes[node] = time.monotonic() + FORGIVE_DEAD_NODE_S
         self._count(nodes)
+
+    def node_leaves(self, node: str) -> None:
+        """This node will be taken away."""
+        self._lost_nodes[node] = math.inf
 
     @property
     def lost_nodes(self) -> set[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +29,8 @@ from raytrain_ft.training import durable
 from raytrain_ft.training.attempt import Commit
 from raytrain_ft.training.build import Checkpointing
 from raytrain_ft.training.checkpointer import Target
-from raytrain_ft.training.process_group import FencedGroup
+from raytrain_ft.training.process_group import FencedGroup, PeerLostError
+from raytrain_ft.training.state import Extras, TrainingState
 from raytrain_ft.training.step import Replica
 
 
@@ -161,6 +163,34 @@ def take_states(replica: Replica, copies: Sequence[Copy], transfer: Transfer, ve
             replica.state.unpack(buckets[index], payload)
             buckets[index].version = version
             buckets[index].dirty = False
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The whole state of a worker that leaves: per bucket its bytes (uint8), and its hash."""
+
+    extras: Extras
+    digests: tuple[str, ...]
+    buckets: tuple[np.ndarray, ...]
+
+
+def pack(state: TrainingState) -> Packed:
+    """The whole state, for who takes it over."""
+    return Packed(state.extras(), state.digests(), tuple(state.pack(bucket).numpy() for bucket in state.buckets))
+
+
+def unpack(state: TrainingState, packed: Packed) -> None:
+    """Takes over the whole state of another worker.
+
+    Raises:
+        PeerLostError: it did not arrive as it was.
+    """
+    for bucket, values in zip(state.buckets, packed.buckets, strict=True):
+        state.unpack(bucket, torch.from_numpy(values.copy()))
+    state.take(packed.extras)
+    if state.digests() != packed.digests:
+        state.filled = False
+        raise PeerLostError("what was handed over has other hashes than where it came from")
 
 
 # ---------------------------------------------------------------- checkpoints

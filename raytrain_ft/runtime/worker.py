@@ -263,18 +263,30 @@ class Worker:
         self._enter(incarnation)
         return self._training.submit(self._replica.state.extras).result(timeout=PARK_DEADLINE_S)
 
-    def fill(self, incarnation: int, copies: tuple[Copy, ...], extras: Extras | None) -> tuple[str, ...]:
-        """Copies state bucket by bucket, and takes over `extras` if given; returns the hash per bucket."""
-        fence = self._enter(incarnation)
-        return self._training.submit(self._fill, fence, copies, extras).result(timeout=PARK_DEADLINE_S)
+    def hand_over(self, incarnation: int) -> tuple[ray.ObjectRef]:
+        """This worker leaves, and nobody else holds its state: the whole of it, in the object store."""
+        self._enter(incarnation)
+        return (ray.put(self._training.submit(recovery.pack, self._replica.state).result(timeout=PARK_DEADLINE_S)),)
 
-    def _fill(self, fence: Fence, copies: tuple[Copy, ...], extras: Extras | None) -> tuple[str, ...]:
+    def fill(
+        self, incarnation: int, copies: tuple[Copy, ...], extras: Extras | None, handed: recovery.Packed | None = None
+    ) -> tuple[str, ...]:
+        """Copies state bucket by bucket, and takes over `extras` or what was handed over; returns the hash per bucket."""
+        fence = self._enter(incarnation)
+        return self._training.submit(self._fill, fence, copies, extras, handed).result(timeout=PARK_DEADLINE_S)
+
+    def _fill(
+        self, fence: Fence, copies: tuple[Copy, ...], extras: Extras | None, handed: recovery.Packed | None
+    ) -> tuple[str, ...]:
         fence.check()
         assert self._group is not None
         state = self._replica.state
         self._used = True
-        if extras is not None and self._replica.attempt is not None:  # of a world before
+        if (extras is not None or handed is not None) and self._replica.attempt is not None:  # of a world before
             self._replica.discard()
+        if handed is not None:
+            recovery.unpack(state, handed)
+            self._replayed = ""
         transfer = recovery.Transfer(self._group, self._world, self._member, state.device, self._probe_recovery)
         recovery.take_states(self._replica, copies, transfer, version=extras.step if extras else state.step)
         if extras is not None:

@@ -73,7 +73,8 @@ class Bucket:
 
     def scale(self, factor: float) -> None:
         """Multiplies the reduced gradients, because some of the samples are missing in them."""
-        torch._foreach_mul_(self.views, factor)
+        for view in self.views:
+            view.mul_(factor)
 
     def accept(self) -> None:
         """Makes the reduced gradients the ones that the optimizer reads. What no rank used keeps no gradient, as in torch."""

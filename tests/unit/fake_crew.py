@@ -41,14 +41,14 @@ class Worker:
     status: str = "idle"
     told: tuple[int, str] | None = None
 
-    def marks(self, chance: Random) -> Marks | None:
+    def marks(self, chance: Random, max_steps: int) -> Marks | None:
         """Perhaps it has begun the next step, perhaps it has its own gradients already."""
         if not self.filled:
             return None
         gradient = self.step if self.reduced else None
         agreed = None if self.agreed is None else (self.agreed, (0.5,))
         share = None
-        if self.member in self.world and chance.random() < 0.7:
+        if self.member in self.world and self.step < max_steps and chance.random() < 0.7:
             rank = self.world.index(self.member)
             share = Share(self.step, (0, len(self.world)), (rank, rank + 1), whole=chance.random() < 0.7)
         return Marks(self.member, self.step, (self.step,), (gradient,), self.stage, agreed, share)
@@ -172,6 +172,8 @@ class Cluster:
                     self._call(member, "save", lambda w: self._post(m.Saved(member=w.member, path=f"step {w.step}")))
             case m.Kill(member):
                 self.workers.pop(member, None)
+            case m.Avoid(member):
+                assert member in self.workers
             case m.SetTimer():
                 self.timers.append(command)
 
@@ -202,7 +204,7 @@ class Cluster:
     def _leave(self, worker: Worker, incarnation: int) -> None:
         if incarnation > worker.incarnation:  # else the call is refused, and the supervisor hears nothing
             worker.incarnation, worker.status = incarnation, "idle"
-            self._post(m.Fenced(member=worker.member, incarnation=incarnation, marks=worker.marks(self.chance)))
+            self._post(m.Fenced(member=worker.member, incarnation=incarnation, marks=worker.marks(self.chance, self.rules.max_steps)))
 
     def _enter(self, worker: Worker, incarnation: int, world: tuple[str, ...]) -> bool:
         """Whether this worker is of the incarnation, and nobody whom it will meet there has left or died."""
@@ -249,6 +251,17 @@ class Cluster:
             assert source.filled
             assert source.stage == worker.stage
             assert source.incarnation == command.incarnation
+            worker.filled, worker.step, worker.reduced = True, source.step, False
+        for giver in [giver for member, giver in command.handed if member == worker.member]:
+            source = self.workers.get(giver)
+            assert giver not in command.world
+            if source is None or source.dead:
+                self._report_loss(giver)
+                return
+            if source.incarnation != command.incarnation:
+                return
+            assert source.filled
+            assert source.stage == worker.stage
             worker.filled, worker.step, worker.reduced = True, source.step, False
         self._post(m.Filled(member=worker.member, incarnation=command.incarnation, digests=(self._digest(worker),)))
 
@@ -377,6 +390,9 @@ class Cluster:
         if self.timers:
             actions.append(lambda: self._fire(self.chance.randrange(len(self.timers))))
         for worker in self.workers.values():
+            seconds = self.chance.choice([0.0, 30.0])
+            notice = m.Noticed(member=worker.member, deadline_s=seconds, source="aws spot", reason="terminate")
+            actions.append(lambda notice=notice: self._post(notice))
             actions.append(lambda w=worker: self._die(w, noticed=self.chance.random() < 0.5))
             actions.append(lambda w=worker: setattr(w, "frozen", not w.frozen))
             actions.append(lambda w=worker: self._report_loss(w.member, "silent for 2.0 s"))
@@ -462,7 +478,7 @@ class Cluster:
             assert run.state == State.FINISHED or (run.failure is not None and run.failure[1])
             assert kills >= set(run.members)
         self._check_times()
-        self._check_budgets(event, before, [members[member] for member in lost])
+        self._check_budgets(event, before, {member: members[member] for member in lost})
         for command in commands:
             self._check_command(command, kills)
 
@@ -507,9 +523,11 @@ class Cluster:
             known = [at for at in times if at is not None]
             assert known == sorted(known), f"times out of order: {recovery}"
 
-    def _check_budgets(self, event: m.Event, before: State, lost: list[MemberState]) -> None:
-        preempted = isinstance(event, m.WorkerLost) and event.preempted
+    def _check_budgets(self, event: m.Event, before: State, lost: dict[str, MemberState]) -> None:
+        left = {member for recovery in self.run.recoveries for member in recovery.left}
         if before != State.SHUTTING_DOWN:
-            self.charged[preempted] += lost.count(MemberState.ACTIVE)
+            for member, was in lost.items():
+                preempted = member in left or (isinstance(event, m.WorkerLost) and event.preempted)
+                self.charged[preempted] += was in (MemberState.ACTIVE, MemberState.LEAVING)
         for budget, used in ((self.rules.max_preemption_failures, True), (self.rules.max_failures, False)):
             assert self.run.state == State.ERRORED or not 0 <= budget < self.charged[used]
