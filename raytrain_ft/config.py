@@ -15,6 +15,7 @@ from raytrain_ft.policy.frequency import check_budget
 from raytrain_ft.policy.schedule import MOST_MICRO_BATCHES, SCHEDULES, Schedule
 
 Strategy = Literal["auto", "replication", "logging", "checkpoint", "snapshot", "lossy", "rollback", "skip"]
+NOTICE_SOURCES = ("aws", "gcp", "azure", "ray", "sigterm")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 """Names of runs become names of files and actors, so they are checked against this allow-list."""
 
@@ -198,6 +199,10 @@ class RecoveryConfig:
         replacement_timeout: how long to wait for it before going on with fewer.
         heartbeat_interval, heartbeat_timeout: a worker that was silent for the timeout is asked directly ...
         probe_timeout: ... and is lost if it does not answer within this.
+        preemption: which notices are heeded that a node or a worker will be taken away: some of "aws", "gcp", "azure" (their
+            metadata services), "ray" (`ray drain-node`, autoscalers) and "sigterm"; "auto" is the last two and the cloud that
+            is found; None heeds none.
+        sigterm_grace: how long a worker goes on after SIGTERM at most: as long as whoever sends it waits before SIGKILL.
         hang_timeout: a step that makes no progress for this long, and for ten times the longest step so far, is suspect.
         fence_timeout: the least time that a survivor has to leave its step (three times the longest step if longer).
         schedule_timeout: how long to wait at the start for enough workers.
@@ -218,6 +223,8 @@ class RecoveryConfig:
     heartbeat_interval: timedelta = timedelta(milliseconds=250)
     heartbeat_timeout: timedelta = timedelta(milliseconds=700)
     probe_timeout: timedelta = timedelta(milliseconds=500)
+    preemption: Literal["auto"] | tuple[str, ...] | None = "auto"
+    sigterm_grace: timedelta = timedelta(seconds=30)
     hang_timeout: timedelta = timedelta(seconds=60)
     fence_timeout: timedelta = timedelta(seconds=10)
     schedule_timeout: timedelta = timedelta(seconds=120)
@@ -237,6 +244,10 @@ class RecoveryConfig:
                 raise ConfigError(f"RecoveryConfig({name}={getattr(self, name)!r}): use one of {', '.join(allowed)}")
         if not 0 <= self.quorum <= 1:
             raise ConfigError(f"RecoveryConfig(quorum={self.quorum}): use a share from 0 to 1")
+        wanted = self.preemption
+        if wanted not in ("auto", None) and (isinstance(wanted, str) or not set(wanted) <= set(NOTICE_SOURCES)):
+            known = ", ".join(NOTICE_SOURCES)
+            raise ConfigError(f'RecoveryConfig(preemption={wanted!r}): use "auto", None, or a tuple of {known}')
         if self.num_spares < 0:
             raise ConfigError(f"RecoveryConfig(num_spares={self.num_spares}): use 0 or more")
         if self.log.selective and self.strategy not in ("auto", "logging"):

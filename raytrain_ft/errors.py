@@ -20,6 +20,7 @@
     │   ├── LogGapError               a tensor log lacks a record, or holds it damaged
     │   └── NoCheckpointError         there is no valid checkpoint, and one is required
     ├── FencedError                   internal: this worker's incarnation is over; whoever sees it leaves its wait
+    ├── MetadataError                 internal: a cloud's metadata service gave no answer that can be believed
     └── IllegalEventError             internal: an event that the state machine does not allow; carries the story
 """
 
@@ -100,3 +101,7 @@ class FencedError(FTError):
 
 class IllegalEventError(FTError):
     """The state machine does not allow this event in its present state. A bug: please report it with its story."""
+
+
+class MetadataError(FTError):
+    """A cloud's metadata service gave no answer in time, or none that can be believed. Training goes on."""

@@ -19,6 +19,7 @@ import torch
 import xxhash
 
 from raytrain_ft.config import (
+    NOTICE_SOURCES,
     CheckpointConfig,
     ParallelismConfig,
     RecoveryConfig,
@@ -32,6 +33,8 @@ from raytrain_ft.policy.planning import LogChoice
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.sampling import Sampling, steps_per_epoch
 from raytrain_ft.runtime.event_log import read_records
+from raytrain_ft.runtime.notices.notice import NoticeSpec
+from raytrain_ft.runtime.preemption import CLOUDS
 from raytrain_ft.runtime.spec import CheckpointSpec, LogSpec, RunSpec
 from raytrain_ft.selective import choose_log
 from raytrain_ft.settings import TrainSettings, workers
@@ -115,11 +118,23 @@ def prepare(
         log_choice=log_choice,
         incarnation=last_incarnation(directory),
         faults=tuple(settings.faults),
+        notices=_notices(recovery),
         heartbeat_interval=recovery.heartbeat_interval.total_seconds(),
         heartbeat_timeout=recovery.heartbeat_timeout.total_seconds(),
         probe_timeout=recovery.probe_timeout.total_seconds(),
         hang_timeout=recovery.hang_timeout.total_seconds(),
         lease=recovery.lease.total_seconds(),
+    )
+
+
+def _notices(recovery: RecoveryConfig) -> NoticeSpec:
+    detect = recovery.preemption == "auto"
+    wanted = NOTICE_SOURCES if detect else recovery.preemption or ()
+    return NoticeSpec(
+        clouds=tuple(name for name in wanted if name in CLOUDS),
+        detect=detect,
+        drain="ray" in wanted,
+        grace_s=recovery.sigterm_grace.total_seconds() if "sigterm" in wanted else None,
     )
 
 

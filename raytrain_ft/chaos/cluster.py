@@ -6,12 +6,14 @@ import logging
 import os
 import secrets
 import signal
+import time
 from types import TracebackType
 from typing import Any
 
 import psutil
 import ray
 
+from raytrain_ft.chaos.faults import ChaosError
 from raytrain_ft.errors import ConfigError
 
 OBJECT_STORE_BYTES = 80 * 2**20
@@ -68,9 +70,14 @@ class LocalCluster:
         """What `ray.init(address=...)` takes."""
         return self._cluster.address
 
-    def add_node(self) -> str:
-        """Adds a node for workers; returns its Ray id."""
-        node = self._cluster.add_node(num_cpus=self._cpus_per_node, object_store_memory=OBJECT_STORE_BYTES)
+    def add_node(self, **options: Any) -> str:
+        """Adds a node for workers; returns its Ray id.
+
+        Args:
+            options: of Ray, for this node: `resources`, for example.
+        """
+        settings = {"num_cpus": self._cpus_per_node, "object_store_memory": OBJECT_STORE_BYTES, **options}
+        node = self._cluster.add_node(**settings)
         self._nodes.append(node)
         return node.node_id
 
@@ -97,6 +104,21 @@ class LocalCluster:
     def kill_node(self, node_id: str) -> None:
         """SIGKILLs a whole node at once."""
         self._signal(node_id, signal.SIGKILL)
+
+    def drain_node(self, node_id: str, seconds: float) -> None:
+        """Has Ray drain a node, as `ray drain-node` and autoscalers do. Private to Ray, like the command.
+
+        Args:
+            seconds: until its deadline.
+        """
+        from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]
+        from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # pyright: ignore[reportAttributeAccessIssue]
+
+        preempted = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        deadline_ms = int((time.time() + seconds) * 1000)
+        accepted, why = GcsClient(address=self.address).drain_node(node_id, preempted, "a rehearsal", deadline_ms)
+        if not accepted:
+            raise ChaosError(f"Ray refuses to drain node {node_id}: {why}")
 
     def freeze_node(self, node_id: str) -> None:
         """SIGSTOPs a whole node."""

@@ -121,13 +121,6 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
-class Avoid:
-    """The node of this worker will be taken away: nothing is placed there any more."""
-
-    member: str
-
-
-@dataclass(frozen=True, slots=True)
 class Watch:
     """Watch this worker again, after the supervisor's own restart."""
 
@@ -160,7 +153,6 @@ Command = (
     | StopAtBoundary
     | Save
     | Kill
-    | Avoid
     | Watch
     | SetTimer
     | End

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.reconcile import Plan
-from raytrain_ft.policy.roster import MemberState
+from raytrain_ft.policy.roster import Leave, MemberState
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import State
 from raytrain_ft.policy.topology import members_of
@@ -22,15 +22,15 @@ TIMER = "leave"
 
 def noticed(run: RunState, event: m.Noticed) -> list[m.Command]:
     """This member will be gone. One that does not train is let go at once."""
-    if event.member in run.leaving or run.state == State.SHUTTING_DOWN:
+    if run.state == State.SHUTTING_DOWN:
         return []
-    avoid: list[m.Command] = [m.Avoid(event.member)]
-    if run.members[event.member] != MemberState.ACTIVE:
+    if run.members[event.member] in (MemberState.STARTING, MemberState.SPARE):
         run.roster.lose(event.member)
-        return [*avoid, m.Kill(event.member), *run.provision()]
-    run.leaving[event.member] = m.Leave(event.at + event.deadline_s, f"{event.source}: {event.reason}")
+        return [m.Kill(event.member), *run.provision()]
+    leave = Leave(event.at + event.deadline_s, f"{event.source}: {event.reason}")
+    run.leaving[event.member] = min(leave, run.leaving.get(event.member, leave), key=lambda leave: leave.deadline)
     run.roster.leaving = frozenset(run.leaving)
-    return [*avoid, *run.provision(), *(watch(run, event.at) + stop(run, event.at) if run.state == State.RUNNING else [])]
+    return [*run.provision(), *(watch(run, event.at) + stop(run, event.at) if run.state == State.RUNNING else [])]
 
 
 def watch(run: RunState, at: float) -> list[m.Command]:

@@ -215,7 +215,9 @@ def _on_checkpoint_committed(run: RunState, event: m.CheckpointCommitted) -> lis
     return [m.Trim(tuple(member for member in run.world if member in run.members), event.step)]
 
 
-def _on_noted(run: RunState, event: m.CheckpointFailed | m.IntervalChosen | m.LogWritten) -> list[m.Command]:
+def _on_noted(
+    run: RunState, event: m.CheckpointFailed | m.IntervalChosen | m.LogWritten | m.NoticesUnavailable
+) -> list[m.Command]:
     del run, event  # for the record
     return []
 
@@ -303,7 +305,6 @@ def _on_supervisor_restarted(run: RunState, event: m.SupervisorRestarted) -> lis
     """Answers, timers, and commands that were not yet carried out went down with the old process: asks again."""
     again: list[m.Command] = [m.Kill(member) for member in run.roster.gone]
     again += [m.Watch(member) for member in run.members]
-    again += [m.Avoid(member) for member in run.leaving]
     match run.state:
         case State.SCHEDULING:
             return [*again, m.SetTimer("schedule", run.rules.schedule_timeout, run.incarnation)]
@@ -339,6 +340,7 @@ _HANDLERS: dict[type[m.Event], Callable[[RunState, Any], list[m.Command]]] = {
     m.IntervalChosen: _on_noted,
     m.LogFailed: _on_log_failed,
     m.LogWritten: _on_noted,
+    m.NoticesUnavailable: _on_noted,
     m.LogMissing: phases.on_log_missing,
     m.Stopped: _on_stopped,
     m.Completed: _on_completed,

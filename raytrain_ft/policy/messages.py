@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from raytrain_ft.policy.commands import (
-    Avoid,
     Command,
     End,
     Fence,
@@ -93,12 +92,10 @@ class WorkerLost(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noticed(Event):
-    """A worker's node will be taken away.
+    """A worker's node, or its process, will be taken away in `deadline_s` seconds. Each source tells this once of a worker.
 
     Attributes:
-        deadline_s: seconds from now on that are left.
-        source: who says so: "aws spot", "aws rebalance", "gcp", "azure", "ray drain", "sigterm" or "request".
-        reason: in its own words.
+        source: "aws spot", "aws rebalance", "gcp", "azure", "ray drain", "sigterm" or "request".
     """
 
     member: str
@@ -107,12 +104,17 @@ class Noticed(Event):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """When a member must be gone (seconds since the run began), and why."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoticesUnavailable(Event):
+    """A source of notices does not work, on a worker or for all. Training goes on, without being warned by it.
 
-    deadline: float
-    why: str
+    Attributes:
+        source: "aws", "gcp", "azure" or "ray".
+    """
+
+    member: str | None
+    source: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,7 +370,6 @@ class SupervisorRestarted(Event):
 
 __all__ = [
     "AbortRequested",
-    "Avoid",
     "CapacityChanged",
     "CheckpointCommitted",
     "CheckpointFailed",
@@ -385,11 +386,11 @@ __all__ = [
     "FindCheckpoints",
     "IntervalChosen",
     "Kill",
-    "Leave",
     "LogFailed",
     "LogMissing",
     "LogWritten",
     "Noticed",
+    "NoticesUnavailable",
     "Reconcile",
     "Reconciled",
     "Replay",

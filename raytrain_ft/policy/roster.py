@@ -52,6 +52,14 @@ class Rules:
         return workers // self.stages * self.stages
 
 
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """When a member must be gone (seconds since the run began), and why."""
+
+    deadline: float
+    why: str
+
+
 class MemberState(StrEnum):
     """What a member is to the run."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.reconcile import Marks, Plan
-from raytrain_ft.policy.roster import MemberState, Roster, Rules
+from raytrain_ft.policy.roster import Leave, MemberState, Roster, Rules
 from raytrain_ft.policy.states import ENDED, State
 from raytrain_ft.policy.strategy import Recoveries, Recovery
 from raytrain_ft.policy.topology import members_of
@@ -67,7 +67,7 @@ class RunState:
     going_back: bool = False
     rejected: set[str] = field(default_factory=set)
     rolled_back: set[int] = field(default_factory=set)
-    leaving: dict[str, m.Leave] = field(default_factory=dict)
+    leaving: dict[str, Leave] = field(default_factory=dict)
     givers: dict[int, str] = field(default_factory=dict)
     answers: dict[str, m.Event] = field(default_factory=dict)
     history: Recoveries = field(default_factory=Recoveries)

@@ -98,10 +98,6 @@ class Crew:
             case m.Save(members):
                 for stage, member in enumerate(members):
                     self._spawn(self._save(member, stage, len(members)))
-            case m.Avoid(member):
-                node = self.node_of(member)
-                if node is not None:
-                    self._health.node_leaves(node)
             case m.Kill(member):
                 self._spawn(self._kill(member), self._killing)
             case m.SetTimer(timer, seconds, incarnation):

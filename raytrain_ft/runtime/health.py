@@ -1,4 +1,4 @@
-"""Noticing: late heartbeats, silence, hangs, what heartbeats tell, and the cluster's nodes -> events.
+"""Noticing: late heartbeats, silence, hangs, what heartbeats tell, the cluster's nodes, Ray's drains -> events.
 
 Suspicion is cheap (a late beat, a slow step) and is confirmed before it counts: a silent worker is asked directly, with a short
 deadline. Ray by itself tells of a killed process in 10 ms, but of a frozen or unplugged node only after a minute.
@@ -7,7 +7,6 @@ deadline. Ray by itself tells of a killed process in 10 ms, but of a frozen or u
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, get_args
@@ -20,6 +19,8 @@ from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import State
 from raytrain_ft.policy.topology import stage_of
 from raytrain_ft.runtime import placement
+from raytrain_ft.runtime.notice_board import NoticeBoard
+from raytrain_ft.runtime.notices.notice import Notice
 from raytrain_ft.runtime.spec import Beat, RunSpec
 
 CHECK_INTERVAL_S = 0.05
@@ -30,8 +31,12 @@ FORGIVE_SILENT_NODE_S = 15.0
 """How long a node is avoided whose worker fell silent: most often it was that process alone, which Ray kills in seconds."""
 PATIENCE_WITH_ALL = 10
 """Times the usual patience for an answer when everybody is silent at once."""
-Note = m.CheckpointCommitted | m.CheckpointFailed | m.IntervalChosen | m.LogFailed | m.LogWritten
+Note = m.CheckpointCommitted | m.CheckpointFailed | m.IntervalChosen | m.LogFailed | m.LogWritten | m.NoticesUnavailable
+IDENTITY = ("incarnation", "step", "source")
+"""What tells two notes of the same kind and worker apart: a step has at most one."""
 NOTES: dict[str, type[Note]] = {cls.__name__: cls for cls in get_args(Note)}
+UNTIMED_DRAIN_S = 3600.0
+"""How long a node is taken to stay that Ray drains without a deadline."""
 WAITING = "wait"
 """The place where a worker waits for others: who is elsewhere holds them up."""
 
@@ -48,11 +53,13 @@ class Health:
         self._told: dict[str, tuple[int, str]] = {}
         self._recorded: dict[tuple[str, int], int] = {}
         self._lost: set[tuple[int, int, int]] = set()  # (incarnation, step, position) of lost samples
-        self._noted: set[tuple[str, str, int, int]] = set()
+        self._noted: set[tuple[Any, ...]] = set()
+        self._board = NoticeBoard(tell, now)
         self._probing: set[str] = set()
         self._members: dict[str, MemberState] = {}
         self._capacity: int | None = None
         self._lost_nodes: dict[str, float] = {}
+        self._crew: Any = None
         self.loss: float | None = None
         self.state = State.INITIALIZING
         self.incarnation = 0
@@ -75,7 +82,9 @@ class Health:
             elif isinstance(event, m.SamplesLost):
                 self._lost.add((event.incarnation, event.step, event.start))
             elif isinstance(event, Note):
-                self._noted.add((event.member, type(event).__name__, event.incarnation, event.step))
+                self._noted.add((event.member, type(event).__name__, *(getattr(event, name, None) for name in IDENTITY)))
+            elif isinstance(event, m.Noticed):
+                self._board.recall(event)
 
     def expect(self, member: str) -> None:
         """From now on this worker must beat."""
@@ -103,6 +112,8 @@ class Health:
             self._record(beat.member, commit)
         for name, fields in beat.notes:
             self._note(beat.member, name, fields)
+        if beat.notice is not None:
+            self.noticed(beat.member, beat.notice)
         if self._told.get(beat.member) != (beat.incarnation, beat.status):
             self._told[beat.member] = (beat.incarnation, beat.status)
             self._tell_status(beat)
@@ -126,8 +137,8 @@ class Health:
                 self._tell(m.SamplesLost(at=self._now(), incarnation=commit["incarnation"], **lost))
 
     def _note(self, member: str, name: str, fields: dict[str, Any]) -> None:
-        """An event about checkpoints, once: a step has at most one of a kind."""
-        key = (member, name, fields["incarnation"], fields["step"])
+        """An event about checkpoints, logs or notices, once."""
+        key = (member, name, *(fields.get(part) for part in IDENTITY))
         if key not in self._noted:
             self._noted.add(key)
             self._tell(NOTES[name](at=self._now(), member=member, **fields))
@@ -148,12 +159,32 @@ class Health:
                 shared = incarnation if kind == "non_finite" else None
                 self._tell(m.TaskFailed(at=at, member=member, incarnation=shared, **about))
 
+    # ---------------------------------------------------------------- notices
+
+    def noticed(self, member: str, notice: Notice) -> None:
+        """This worker will be taken away."""
+        self._board.noticed(member, self._crew.node_of(member) if self._crew is not None else None, notice)
+
+    async def _sees_drains(self) -> bool:
+        """Whether this version of Ray still has the call that tells of them."""
+        if not self._spec.notices.drain:
+            return False
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, draining)
+        except Exception as error:  # it is private to Ray: anything may have become of it
+            reason = f"this version of Ray does not tell of drains: {type(error).__name__}: {error}"[:300]
+            self._tell(m.NoticesUnavailable(at=self._now(), member=None, source="ray", reason=reason))
+            return False
+        return True
+
     # ---------------------------------------------------------------- silence
 
     async def watch_cluster(self, crew: Any) -> None:
         """Looks at everything that changes by itself, for ever."""
         next_nodes = 0.0
         self._crew = crew
+        loop = asyncio.get_running_loop()
+        sees_drains = await self._sees_drains()
         before = time.monotonic()
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
@@ -167,7 +198,9 @@ class Health:
             self._find_hang()
             if now >= next_nodes:
                 next_nodes = now + CLUSTER_INTERVAL_S
-                self._count(await asyncio.get_running_loop().run_in_executor(None, placement.nodes))
+                if sees_drains:
+                    self._board.drained(await loop.run_in_executor(None, draining), self._members, crew)
+                self._count(await loop.run_in_executor(None, placement.nodes))
 
     def alert(self, members: Iterable[str]) -> None:
         """Something happened: asks all these workers directly whether they live."""
@@ -235,18 +268,23 @@ class Health:
         self._lost_nodes[node] = time.monotonic() + FORGIVE_DEAD_NODE_S
         self._count(nodes)
 
-    def node_leaves(self, node: str) -> None:
-        """This node will be taken away."""
-        self._lost_nodes[node] = math.inf
-
     @property
     def lost_nodes(self) -> set[str]:
         """Nodes where nothing should be placed for now."""
         now = time.monotonic()
-        return {node for node, until in self._lost_nodes.items() if now < until}
+        return {node for node, until in self._lost_nodes.items() if now < until} | self._board.condemned()
 
     def _count(self, nodes: list[dict[str, Any]]) -> None:
         capacity = placement.capacity(nodes, placement.demand(self._spec.options), self._crew.taken(), self.lost_nodes)
         if capacity != self._capacity:
             self._capacity = capacity
             self._tell(m.CapacityChanged(at=self._now(), slots=capacity))
+
+
+def draining() -> dict[str, float]:
+    """The nodes that Ray drains, and the seconds that each has left. Private to Ray: there is no public call for that."""
+    from ray._private.state import state
+
+    now = time.time()
+    drained: dict[str, int] = state.get_draining_nodes()  # Unix time in milliseconds; 0 without a deadline
+    return {node: max(until / 1000 - now, 0.0) if until else UNTIMED_DRAIN_S for node, until in drained.items()}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
 from raytrain_ft.policy.sampling import digest_of_ids
+from raytrain_ft.runtime.notices.notice import Notice
 from raytrain_ft.runtime.spec import Beat, RunSpec
 from raytrain_ft.training.attempt import Commit
 
@@ -21,10 +23,11 @@ RECORD_INTERVAL_S = 1.0
 class Heartbeat:
     """One thread that tells the supervisor how this worker is."""
 
-    def __init__(self, member: str, spec: RunSpec, supervisor: Any) -> None:
+    def __init__(self, member: str, spec: RunSpec, supervisor: Any, notice: Callable[[], Notice | None]) -> None:
         self._member = member
         self._spec = spec
         self._supervisor = supervisor
+        self._notice = notice  # what stands of this process's end, told again with every beat
         self._wake = threading.Event()
         self._lock = threading.Lock()
         self._status, self._detail, self._kind = "idle", "", ""
@@ -82,7 +85,7 @@ class Heartbeat:
         self._wake.set()
 
     def note(self, event: str, fields: dict[str, Any]) -> None:
-        """Something about checkpoints that the supervisor must know. Any thread may call it."""
+        """Something that the supervisor must know. Any thread may call it."""
         with self._lock:
             self._notes.append((event, fields))
         self._wake.set()
@@ -138,6 +141,7 @@ class Heartbeat:
                 time.monotonic() - self._since,
                 tuple(self._closed),
                 tuple(self._notes),
+                self._notice(),
             )
 
 

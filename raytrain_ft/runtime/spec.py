@@ -9,6 +9,7 @@ from typing import Any, Literal
 from raytrain_ft.policy.planning import LogChoice
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.sampling import Sampling
+from raytrain_ft.runtime.notices.notice import Notice, NoticeSpec
 from raytrain_ft.training.attempt import StepSettings
 
 NAMESPACE = "raytrain_ft"
@@ -63,6 +64,7 @@ class RunSpec:
         nonce: what a worker must find in the directory, to prove that it is the same one.
         checkpoints: None writes none.
         incarnation: the last one of earlier runs of this name.
+        notices: which of them are heeded.
         options: of Ray, for each worker actor (num_cpus, num_gpus, resources, runtime_env).
     """
 
@@ -82,6 +84,7 @@ class RunSpec:
     log_choice: LogChoice | None
     incarnation: int
     faults: tuple[Any, ...]
+    notices: NoticeSpec
     heartbeat_interval: float
     heartbeat_timeout: float
     probe_timeout: float
@@ -113,6 +116,7 @@ class Beat:
         since: seconds that it has been at it.
         commits: steps committed and not yet acknowledged.
         notes: what is to be told of checkpoints and not yet acknowledged: (event, fields).
+        notice: that this worker will be taken away, with the seconds that are left.
     """
 
     member: str
@@ -126,6 +130,7 @@ class Beat:
     since: float
     commits: tuple[dict[str, Any], ...]
     notes: tuple[tuple[str, dict[str, Any]], ...] = ()
+    notice: Notice | None = None
 
 
 @dataclass(frozen=True, slots=True)

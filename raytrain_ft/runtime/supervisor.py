@@ -23,6 +23,7 @@ from raytrain_ft.runtime import health, report, timeline
 from raytrain_ft.runtime.crew import Crew
 from raytrain_ft.runtime.event_log import EventLog, read_events
 from raytrain_ft.runtime.library import Library
+from raytrain_ft.runtime.notices.notice import REQUEST, Notice
 from raytrain_ft.runtime.rendezvous import StoreServer
 from raytrain_ft.runtime.spec import Beat, RunSpec
 
@@ -93,6 +94,10 @@ class Supervisor:
     async def status(self) -> dict[str, Any]:
         """How the run stands, for progress lines."""
         return self.account()
+
+    async def notice(self, member: str, deadline_s: float, reason: str) -> None:
+        """Somebody asks that this worker leave within so many seconds."""
+        self._health.noticed(member, Notice(deadline_s, REQUEST, reason))
 
     async def abort(self, reason: str) -> None:
         """Ends the run now, and waits until its workers are gone."""

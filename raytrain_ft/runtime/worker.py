@@ -26,6 +26,7 @@ from raytrain_ft.policy.topology import stage_of
 from raytrain_ft.runtime import connections, recovery
 from raytrain_ft.runtime.connections import Connections
 from raytrain_ft.runtime.heartbeat import Heartbeat
+from raytrain_ft.runtime.preemption import Preemption
 from raytrain_ft.runtime.rendezvous import RayStore
 from raytrain_ft.runtime.spec import Introduction, RunSpec
 from raytrain_ft.storage.arrow import write_tensors
@@ -64,7 +65,8 @@ class Worker:
         self._replayed = ""  # the checkpoint that an interrupted replay began from
         self._used = False  # whether this replica may hold anything else than what it was built with
         self._chaos = Injector(spec.faults, spec.directory / "faults", "worker")
-        self._heartbeat = Heartbeat(member, spec, supervisor)
+        self._preemption = Preemption(spec.notices, self._note_no_notices)
+        self._heartbeat = Heartbeat(member, spec, supervisor, self._preemption.notice)
 
     # ---------------------------------------------------------------- becoming ready
 
@@ -80,6 +82,7 @@ class Worker:
         threads = int(self._spec.options.get("num_cpus") or 1)
         torch.set_num_threads(max(1, threads))
         self._replica = self._build_replica()
+        self._preemption.start()
         self._heartbeat.start()
         buckets = self._replica.state.buckets
         return Introduction(
@@ -92,6 +95,9 @@ class Worker:
 
     def _note(self, event: str, fields: dict[str, Any]) -> None:
         self._heartbeat.note(event, {name: value for name, value in fields.items() if name != "member"})
+
+    def _note_no_notices(self, source: str, reason: str) -> None:
+        self._heartbeat.note("NoticesUnavailable", {"source": source, "reason": reason})
 
     def _tell_of_log(self, incarnation: int) -> None:
         if self._log is not None and self._log.stats.records:

@@ -172,8 +172,6 @@ class Cluster:
                     self._call(member, "save", lambda w: self._post(m.Saved(member=w.member, path=f"step {w.step}")))
             case m.Kill(member):
                 self.workers.pop(member, None)
-            case m.Avoid(member):
-                assert member in self.workers
             case m.SetTimer():
                 self.timers.append(command)
 
@@ -204,7 +202,9 @@ class Cluster:
     def _leave(self, worker: Worker, incarnation: int) -> None:
         if incarnation > worker.incarnation:  # else the call is refused, and the supervisor hears nothing
             worker.incarnation, worker.status = incarnation, "idle"
-            self._post(m.Fenced(member=worker.member, incarnation=incarnation, marks=worker.marks(self.chance, self.rules.max_steps)))
+            self._post(
+                m.Fenced(member=worker.member, incarnation=incarnation, marks=worker.marks(self.chance, self.rules.max_steps))
+            )
 
     def _enter(self, worker: Worker, incarnation: int, world: tuple[str, ...]) -> bool:
         """Whether this worker is of the incarnation, and nobody whom it will meet there has left or died."""

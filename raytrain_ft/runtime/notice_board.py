@@ -1,0 +1,53 @@
+"""What the supervisor knows of notices, from workers, Ray and whoever asks: news becomes events, such nodes are avoided."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from raytrain_ft.policy import messages as m
+from raytrain_ft.runtime.notices.notice import DRAIN, NODE_STAYS, Notice
+
+SOONER_S = 1.0
+"""By how much a notice must be more urgent than what is known of a worker already to be news."""
+
+
+class NoticeBoard:
+    """Every notice that was heard of."""
+
+    def __init__(self, tell: Callable[[m.Event], None], now: Callable[[], float]) -> None:
+        self._tell = tell
+        self._now = now
+        self._until: dict[str, dict[str, float]] = {}  # of each worker, by source
+        self._avoid: dict[str, float] = {}
+        self._drained: set[str] = set()
+
+    def recall(self, event: m.Noticed) -> None:
+        """This was told before the supervisor's own restart."""
+        self._until.setdefault(event.member, {})[event.source] = event.at + event.deadline_s
+
+    def noticed(self, member: str, node: str | None, notice: Notice) -> None:
+        """This worker will be taken away. Told once for each source, and only if it is the most urgent one so far."""
+        if node is not None:
+            self._avoid[node] = time.monotonic() + notice.deadline_s if notice.source in NODE_STAYS else math.inf
+        known, until = self._until.setdefault(member, {}), self._now() + notice.deadline_s
+        if notice.source in known or any(until > earlier - SOONER_S for earlier in known.values()):
+            return
+        known[notice.source] = until
+        left = round(notice.deadline_s, 3)
+        self._tell(m.Noticed(at=self._now(), member=member, deadline_s=left, source=notice.source, reason=notice.reason))
+
+    def drained(self, nodes: dict[str, float], members: Iterable[str], crew: Any) -> None:
+        """Ray drains these nodes, each with so many seconds left: their workers have notice."""
+        self._drained = set(nodes)
+        for member in members:
+            node = crew.node_of(member)
+            if node in nodes:
+                self.noticed(member, node, Notice(nodes[node], DRAIN, f"Ray drains node {node[:8]}"))
+
+    def condemned(self) -> set[str]:
+        """Nodes where nothing should be placed any more."""
+        now = time.monotonic()
+        return {node for node, until in self._avoid.items() if now < until} | self._drained

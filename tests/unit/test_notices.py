@@ -1,0 +1,458 @@
+"""Every source of notices against a real HTTP server that speaks the real protocol, and against those that misbehave."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from http.server import BaseHTTPRequestHandler
+
+import pytest
+from clouds import AzureVm, Ec2, Gce, Server, reply
+
+from raytrain_ft import RecoveryConfig
+from raytrain_ft.errors import ConfigError, MetadataError
+from raytrain_ft.policy import messages as m
+from raytrain_ft.runtime.notice_board import NoticeBoard
+from raytrain_ft.runtime.notices import azure as azure_module
+from raytrain_ft.runtime.notices.aws import Aws
+from raytrain_ft.runtime.notices.azure import Azure
+from raytrain_ft.runtime.notices.gcp import Gcp
+from raytrain_ft.runtime.notices.metadata import ENDPOINT_VARIABLE, MOST_BYTES, Metadata
+from raytrain_ft.runtime.notices.notice import DRAIN, SIGTERM, Notice, NoticeSpec, Source
+from raytrain_ft.runtime.preemption import CLOUDS, Preemption
+
+
+def in_seconds(seconds: float) -> datetime:
+    return datetime.now(UTC) + timedelta(seconds=seconds)
+
+
+def iso(moment: datetime) -> str:
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+# ---------------------------------------------------------------- the clouds as they are
+
+
+def test_aws_interruption_and_rebalance_with_tokens() -> None:
+    with Ec2() as server:
+        aws = Aws(Metadata(server.url))
+        assert aws.detect()
+        assert aws.poll() is None
+        server.rebalance = json.dumps({"noticeTime": iso(in_seconds(-3))})
+        advice = aws.poll()
+        assert advice is not None
+        assert (advice.source, advice.deadline_s) == ("aws rebalance", 120.0)
+        server.spot = json.dumps({"action": "terminate", "time": iso(in_seconds(90))})
+        server.tokens.clear()  # the token is not known any more: a new one is fetched
+        notice = aws.poll()
+        assert notice is not None
+        assert notice.source == "aws spot"
+        assert 87 < notice.deadline_s <= 90
+        assert "terminate" in notice.reason
+        assert sum(request.startswith("PUT") for request in server.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds", "words"),
+    [
+        ({"preempted": "TRUE"}, 30.0, "preempted"),
+        ({"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE"}, 60.0, "maintenance"),
+        ({"maintenance-event": "MIGRATE_ON_HOST_MAINTENANCE"}, None, ""),
+    ],
+)
+def test_google_preemption_and_maintenance(value: dict[str, str], seconds: float | None, words: str) -> None:
+    with Gce() as server:
+        gcp = Gcp(Metadata(server.url))
+        assert gcp.detect()
+        assert gcp.poll() is None
+        server.values.update(value)
+        notice = gcp.poll()
+        assert (notice.deadline_s if notice else None) == seconds
+        assert words in (notice.reason if notice else "")
+
+
+def event(kind: str, *machines: str, seconds: float | None = 300) -> dict[str, object]:
+    """A scheduled event as Azure writes it; without seconds it has begun."""
+    when = "" if seconds is None else format_datetime(in_seconds(seconds), usegmt=True)
+    return {"EventId": "602d", "EventType": kind, "ResourceType": "VirtualMachine", "Resources": list(machines)} | {
+        "EventStatus": "Scheduled" if when else "Started",
+        "NotBefore": when,
+        "EventSource": "Platform",
+    }
+
+
+def test_azure_events_that_name_this_machine() -> None:
+    with AzureVm("gpu-set_3") as server:
+        azure = Azure(Metadata(server.url))
+        assert azure.detect()
+        assert azure.poll() is None
+        server.events = [event("Preempt", "gpu-set_4"), event("Freeze", "gpu-set_3"), event("Reboot", "gpu-set_33")]
+        assert azure.poll() is None  # others go, and this one is frozen for a moment
+        server.events += [event("Terminate", "gpu-set_3", seconds=600), event("Preempt", "GPU-set_3", "gpu-set_4", seconds=25)]
+        notice = azure.poll()
+        assert notice is not None
+        assert notice.source == "azure"
+        assert 22 < notice.deadline_s <= 25
+        assert "Preempt" in notice.reason
+        server.events = [event("Redeploy", "gpu-set_3", seconds=None)]
+        notice = azure.poll()
+        assert notice is not None
+        assert notice.deadline_s == 0
+        assert not any("POST" in request for request in server.requests)  # nothing was acknowledged
+
+
+def test_azure_may_take_long_to_answer_for_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(azure_module, "EVENTS_DEADLINE_S", 0.2)
+    monkeypatch.setattr(azure_module, "FIRST_ANSWER_S", 0.3)
+    with AzureVm(slow_s=5.0) as server:
+        azure = Azure(Metadata(server.url))
+        server.events = [event("Preempt", "gpu-set_3")]
+        assert azure.poll() is None  # no answer yet, which is not a fault yet
+        assert azure.poll() is not None
+    with AzureVm(slow_s=5.0) as server:
+        azure = Azure(Metadata(server.url))
+        assert azure.poll() is None
+        time.sleep(0.3)
+        server._slow_s = 5.0
+        with pytest.raises(MetadataError):
+            azure.poll()
+
+
+def test_each_cloud_is_told_from_the_others() -> None:
+    with Ec2() as ec2, Gce() as gce, AzureVm() as azure:
+        for server, name in ((ec2, "aws"), (gce, "gcp"), (azure, "azure")):
+            found = []
+            for kind in CLOUDS.values():
+                source = kind(Metadata(server.url))
+                try:
+                    found += [source.name] if source.detect() else []
+                except MetadataError:
+                    continue
+            assert found == [name]
+
+
+# ---------------------------------------------------------------- services that misbehave
+
+
+def floods(request: BaseHTTPRequestHandler) -> None:
+    """A body that never ends."""
+    request.send_response(200)
+    request.send_header("Metadata-Flavor", "Google")
+    request.end_headers()
+    while True:
+        request.wfile.write(b"A" * 65536)
+
+
+def promises_a_terabyte(request: BaseHTTPRequestHandler) -> None:
+    request.send_response(200)
+    request.send_header("Content-Length", str(2**40))
+    request.end_headers()
+    request.wfile.write(b"TRUE")
+    request.close_connection = True
+
+
+def endless_headers(request: BaseHTTPRequestHandler) -> None:
+    request.wfile.write(b"HTTP/1.1 200 OK\r\n")
+    while True:
+        request.wfile.write(b"X-More: 1\r\n" * 50)
+
+
+def one_long_header(request: BaseHTTPRequestHandler) -> None:
+    request.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
+    while True:
+        request.wfile.write(b"A" * 4096)
+
+
+def trickles(request: BaseHTTPRequestHandler) -> None:
+    """Always a byte more, just in time for a deadline of a single read."""
+    request.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+    while True:
+        request.wfile.write(b"T")
+        request.wfile.flush()
+        time.sleep(0.05)
+
+
+def never_answers(request: BaseHTTPRequestHandler) -> None:
+    time.sleep(5)
+    request.close_connection = True
+
+
+def keeps_saying_continue(request: BaseHTTPRequestHandler) -> None:
+    while True:
+        request.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+def redirects(request: BaseHTTPRequestHandler) -> None:
+    reply(request, 302, Location="http://127.0.0.1:1/", Metadata_Flavor="Google")
+
+
+def cut_short(request: BaseHTTPRequestHandler) -> None:
+    request.wfile.write(b"HTTP/1.1 200 OK\r\nMetadata-Flavor: Google\r\nContent-Length: 40\r\n\r\nTRUE")
+    request.close_connection = True
+
+
+def no_http(request: BaseHTTPRequestHandler) -> None:
+    request.wfile.write(b"\x80\x04\x95 hello\r\n\r\n")
+    request.close_connection = True
+
+
+def says(status: int, body: str) -> Callable[[BaseHTTPRequestHandler], None]:
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        reply(request, status, body, Metadata_Flavor="Google")
+
+    answer.__name__ = f"{status} {body[:20]}"
+    return answer
+
+
+MISBEHAVING = [
+    *(floods, promises_a_terabyte, endless_headers, one_long_header, trickles, never_answers, keeps_saying_continue, redirects),
+    *(
+        cut_short,
+        no_http,
+        says(500, "oops"),
+        says(200, ""),
+        says(200, "true"),
+        says(200, "TRUE\nTRUE"),
+        says(200, "{" * 30_000),
+    ),
+    *(
+        says(200, "<html>please log in</html>"),
+        says(200, '{"action": "terminate"}'),
+        says(200, '{"Events": {}}'),
+        says(503, "TRUE"),
+    ),
+    says(200, json.dumps({"action": "terminate", "time": "soon"})),
+    says(200, json.dumps({"action": "dance", "time": "2026-11-21T08:22:00Z"})),
+    says(200, json.dumps({"action": "terminate", "time": "2026-11-21T08:22:00"})),  # of which time zone?
+]
+
+
+@pytest.mark.parametrize("handle", MISBEHAVING, ids=lambda handle: handle.__name__)
+def test_whatever_a_service_says_no_source_gives_a_false_notice_nor_takes_long(
+    handle: Callable[[BaseHTTPRequestHandler], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(azure_module, "EVENTS_DEADLINE_S", 0.3)
+    monkeypatch.setattr(azure_module, "FIRST_ANSWER_S", 0.0)
+
+    class Hasty(Metadata):
+        """With a deadline that suits a test."""
+
+        def ask(self, method: str, path: str, headers: object, deadline_s: float = 0.3):
+            return super().ask(method, path, headers, min(deadline_s, 0.3))  # type: ignore[arg-type]
+
+    def token_first(request: BaseHTTPRequestHandler) -> None:
+        """So that the question after the token is answered in this way, too."""
+        if request.path == "/latest/api/token":
+            reply(request, 200, "token")
+        elif request.path.startswith("/metadata/instance"):
+            reply(request, 200, '{"name": "me", "azEnvironment": "AzurePublicCloud"}')
+        else:
+            handle(request)
+
+    for behaviour in (handle, token_first):
+        with Server(behaviour) as server:
+            for kind in (Aws, Gcp, Azure):
+                began = time.monotonic()
+                with pytest.raises(MetadataError):
+                    kind(Hasty(server.url)).poll()
+                assert time.monotonic() - began < 2
+            assert all("127.0.0.1:1/" not in request for request in server.requests)
+
+
+def test_a_time_that_cannot_be_is_brought_within_reason() -> None:
+    with Ec2() as server:
+        for moment, least, most in (("1999-01-01T00:00:00Z", 0, 0), ("9999-12-31T23:59:59Z", 120, 120)):
+            server.spot = json.dumps({"action": "stop", "time": moment})
+            notice = Aws(Metadata(server.url)).poll()
+            assert notice is not None
+            assert least <= notice.deadline_s <= most
+
+
+def test_a_body_up_to_the_limit_is_read_and_the_limit_counts_every_byte() -> None:
+    with Server(lambda request: reply(request, 200, "x" * (MOST_BYTES - 1000))) as server:
+        assert len(Metadata(server.url).get("/", {}).body) == MOST_BYTES - 1000
+    with (
+        Server(lambda request: reply(request, 200, "x" * MOST_BYTES)) as server,
+        pytest.raises(MetadataError, match="longer than"),
+    ):
+        Metadata(server.url).get("/", {})
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        *(
+            "http://93.184.216.34",
+            "http://metadata.google.internal",
+            "https://127.0.0.1",
+            "http://127.0.0.1:99999",
+            "127.0.0.1:80",
+        ),
+        *("http://user@127.0.0.1", "http://127.0.0.1/path", "file:///etc/passwd", "http://0.0.0.0", "http://10.0.0.1:80", ""),
+    ],
+)
+def test_no_setting_makes_a_worker_ask_another_machine(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match=ENDPOINT_VARIABLE):
+        Metadata(endpoint)
+
+
+def test_endpoints_of_this_machine_and_its_link() -> None:
+    for endpoint in ("http://169.254.169.254", "http://127.0.0.1:8080/", "http://[::1]:80", "http://[fd00:ec2::254]"):
+        Metadata(endpoint)
+
+
+# ---------------------------------------------------------------- the thread that asks
+
+
+def spec(*clouds: str, detect: bool = False, grace_s: float | None = None) -> NoticeSpec:
+    return NoticeSpec(clouds=clouds, detect=detect, drain=False, grace_s=grace_s)
+
+
+def until(condition: Callable[[], bool], seconds: float = 10) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_the_cloud_is_found_and_its_first_notice_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raytrain_ft.runtime.preemption.POLL_S", 0.05)
+    complaints: list[tuple[str, str]] = []
+    with Ec2() as server:
+        monkeypatch.setenv(ENDPOINT_VARIABLE, server.url)
+        preemption = Preemption(spec("gcp", "azure", "aws", detect=True), lambda *what: complaints.append(what))
+        preemption.start()
+        assert until(lambda: any("spot" in request for request in server.requests))
+        assert preemption.notice() is None
+        server.spot = json.dumps({"action": "terminate", "time": iso(in_seconds(100))})
+        assert until(lambda: preemption.notice() is not None)
+        first = preemption.notice()
+        server.spot = json.dumps({"action": "terminate", "time": iso(in_seconds(1))})  # a service that changes its mind
+        count = len(server.requests)
+        assert until(lambda: len(server.requests) > count + 2)
+        second = preemption.notice()
+        assert first is not None
+        assert second is not None
+        assert 80 < second.deadline_s < first.deadline_s <= 100
+    assert until(lambda: bool(complaints))
+    time.sleep(0.3)
+    assert [source for source, _ in complaints] == ["aws"]  # the service is gone: said once
+    assert "refused" in complaints[0][1]
+
+
+def test_a_source_with_a_bug_does_not_end_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raytrain_ft.runtime.preemption.POLL_S", 0.02)
+
+    class Broken:
+        name = "broken"
+        polls = 0
+
+        def __init__(self, metadata: Metadata) -> None:
+            del metadata
+
+        def detect(self) -> bool:
+            return True
+
+        def poll(self) -> Notice | None:
+            Broken.polls += 1
+            raise RecursionError("a bug")
+
+    kinds: dict[str, Callable[[Metadata], Source]] = {"broken": Broken}
+    monkeypatch.setattr("raytrain_ft.runtime.preemption.CLOUDS", kinds)
+    complaints: list[tuple[str, str]] = []
+    preemption = Preemption(spec("broken"), lambda *what: complaints.append(what))
+    preemption.start()
+    assert until(lambda: Broken.polls > 3)
+    assert complaints == [("broken", "RecursionError: a bug")]
+    assert preemption.notice() is None
+
+
+TERMINATED = """
+import time
+from raytrain_ft.runtime.notices.notice import NoticeSpec
+from raytrain_ft.runtime.preemption import Preemption
+preemption = Preemption(NoticeSpec(clouds=(), detect=False, drain=False, grace_s={grace}), print)
+preemption.start()
+print("ready", flush=True)
+while True:
+    notice = preemption.notice()
+    if notice:
+        print(notice.source, notice.deadline_s, flush=True)
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["at its deadline", "when it is asked twice"])
+def test_after_sigterm_a_process_goes_on_and_then_ends(twice: bool) -> None:
+    script = TERMINATED.format(grace=60 if twice else 1.0)
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        asked = time.monotonic()
+        source, left = process.stdout.readline().split()
+        assert source == SIGTERM
+        assert float(left) > (55 if twice else 0.5)
+        if twice:
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 128 + signal.SIGTERM
+        waited = time.monotonic() - asked
+        assert waited < 5 if twice else 1.0 <= waited < 5
+    finally:
+        process.kill()
+        process.wait()
+
+
+# ---------------------------------------------------------------- what the supervisor makes of it
+
+
+def test_a_worker_has_one_notice_of_each_source_and_only_if_it_is_more_urgent() -> None:
+    told: list[m.Event] = []
+    clock = [10.0]
+    board = NoticeBoard(told.append, lambda: clock[0])
+    for _ in range(1000):
+        board.noticed("w0", "n0", Notice(100.0, "aws rebalance", "advice"))
+        clock[0] += 0.01
+    board.noticed("w0", "n0", Notice(95.0, DRAIN, "later than the first"))
+    board.noticed("w0", "n0", Notice(30.0, "aws spot", "sooner"))
+    board.noticed("w1", "n1", Notice(30.0, SIGTERM, "another worker"))
+    notices = [(e.member, e.source, e.deadline_s) for e in told if isinstance(e, m.Noticed)]
+    assert notices == [("w0", "aws rebalance", 100.0), ("w0", "aws spot", 30.0), ("w1", SIGTERM, 30.0)]
+    assert board.condemned() == {"n0", "n1"}
+
+    again: list[m.Event] = []
+    restarted = NoticeBoard(again.append, lambda: clock[0])
+    for known in told:
+        assert isinstance(known, m.Noticed)
+        restarted.recall(known)
+    restarted.noticed("w0", "n0", Notice(30.0, "aws spot", "sooner"))
+    assert again == []
+    assert restarted.condemned() == {"n0"}
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ConfigError, match="preemption"):
+        RecoveryConfig(preemption=("ibm",))
+    with pytest.raises(ConfigError, match="preemption"):
+        RecoveryConfig(preemption="aws")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="sigterm_grace"):
+        RecoveryConfig(sigterm_grace=timedelta(0))
+    RecoveryConfig(preemption=("aws", "sigterm"))
+    RecoveryConfig(preemption=None)
+
+
+def test_nobody_is_asked_unless_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Ec2() as server:
+        monkeypatch.setenv(ENDPOINT_VARIABLE, server.url)
+        before = signal.getsignal(signal.SIGTERM)
+        Preemption(spec(), lambda *_: None).start()
+        time.sleep(0.2)
+        assert server.requests == []
+        assert signal.getsignal(signal.SIGTERM) == before
