@@ -273,9 +273,9 @@ class Cluster:
         assert command.stages != tuple(range(self.rules.stages))
         about = {"member": worker.member, "incarnation": command.incarnation}
         stored = [stored for stored in self.disk if stored.name == command.load]
-        if command.load and (not stored or self.chance.random() < self.corruption):
+        if command.load and (not stored or self.chance.random() < 2 * self.corruption):
             self._post(m.CheckpointRejected(**about, name=command.load, reason="its hash differs"))
-        elif self.chance.random() < self.corruption:
+        elif self.chance.random() < 2 * self.corruption:
             self._post(m.LogMissing(**about, reason="a record is damaged"))
         else:
             assert not stored or stored[0].step <= command.until
@@ -387,12 +387,16 @@ class Cluster:
         if self.rules.checkpoints and self._formed and self.workers:
             worker = self.workers[self.chance.choice(list(self.workers))]
             actions.append(lambda: self._tell_of_checkpoint(worker, "disk full"))
+        unavailable = m.NoticesUnavailable(member=None, source="aws", reason="the metadata service does not answer")
+        actions.append(lambda: self._post(unavailable))
+        if self.workers:  # one worker's turn: a notice for each would crowd out everything else
+            member, seconds = self.chance.choice(list(self.workers)), self.chance.choice([0.0, 30.0])
+            notice = m.Noticed(member=member, deadline_s=seconds, source="aws spot", reason="terminate")
+            actions.append(lambda: self._post(notice))
         if self.timers:
             actions.append(lambda: self._fire(self.chance.randrange(len(self.timers))))
+        actions += [lambda i=i: self._fire(i) for i, timer in enumerate(self.timers) if timer.timer == "leave"]
         for worker in self.workers.values():
-            seconds = self.chance.choice([0.0, 30.0])
-            notice = m.Noticed(member=worker.member, deadline_s=seconds, source="aws spot", reason="terminate")
-            actions.append(lambda notice=notice: self._post(notice))
             actions.append(lambda w=worker: self._die(w, noticed=self.chance.random() < 0.5))
             actions.append(lambda w=worker: setattr(w, "frozen", not w.frozen))
             actions.append(lambda w=worker: self._report_loss(w.member, "silent for 2.0 s"))
