@@ -85,6 +85,7 @@ def prepare(
         precision=settings.precision,
         update=update,
         on_non_finite=settings.on_non_finite,
+        seats=workers(scaling)[1] // parallelism.pipeline_parallel_degree,
         finishes_alone=recovery.strategy == "lossy",
         pipeline=pipeline,
         bucket_bytes=settings.bucket_bytes,

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -19,7 +19,7 @@ import psutil
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.states import State
 
-Action = Literal["sigkill", "sigkill_node", "sigstop", "exception", "exit", "hang"]
+Action = Literal["sigkill", "sigkill_node", "sigstop", "sigterm", "silence", "exception", "exit", "hang"]
 Phase = Literal[
     "data",
     "receive",
@@ -64,7 +64,9 @@ class FailAt:
             recovery). For the supervisor: a state of the machine.
         rank: who fails; None with `role="supervisor"`, or for "whoever comes first".
         bucket, micro_batch: for phases of a bucket or of a micro-batch, which one (None: the first that gets there).
-        action: SIGKILL of the process or of its whole node, SIGSTOP, an exception, `os._exit`, or a hang in user code.
+        action: SIGKILL of the process or of its whole node, SIGSTOP, SIGTERM (a notice), an exception, `os._exit`, a hang in
+            user code; or "silence", a loss that is only simulated: from this bucket on the rank contributes zeros to the step,
+            as if it had died there and `strategy="lossy"` went on without it (Nicolae et al., III-C; phase `backward`).
         nth: fail at the nth time that this point is reached in this process (1 is the first).
     """
 
@@ -81,6 +83,8 @@ class FailAt:
         known = get_args(Phase) if self.role == "worker" else SUPERVISOR_PHASES
         if self.phase not in known:
             raise ConfigError(f"FailAt(phase={self.phase!r}): a {self.role} has the phases {', '.join(known)}")
+        if self.action == "silence" and self.phase != "backward":
+            raise ConfigError(f'FailAt(action="silence", phase={self.phase!r}): a rank falls silent in phase backward')
         if self.action not in get_args(Action):
             raise ConfigError(f"FailAt(action={self.action!r}): use one of {', '.join(get_args(Action))}")
 
@@ -93,7 +97,10 @@ class FailAt:
 class Injector:
     """Carries out the failures of one process."""
 
-    def __init__(self, faults: Sequence[FailAt], directory: Path, role: str) -> None:
+    def __init__(
+        self, faults: Sequence[FailAt], directory: Path, role: str, silence: Callable[[int], None] | None = None
+    ) -> None:
+        self._silence = silence
         self._faults = [fault for fault in faults if fault.role == role]
         self._directory = directory
         self._counts: dict[str, int] = {}
@@ -112,7 +119,10 @@ class Injector:
                 continue
             self._counts[fault.name] = self._counts.get(fault.name, 0) + 1
             if self._counts[fault.name] == fault.nth and self._claim(fault):
-                strike(fault.action, fault.name)
+                if fault.action == "silence" and self._silence is not None and part is not None:
+                    self._silence(part)
+                else:
+                    strike(fault.action, fault.name)
 
     def _claim(self, fault: FailAt) -> bool:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -131,6 +141,8 @@ def strike(action: Action, why: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif action == "sigstop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif action == "sigterm":
+        os.kill(os.getpid(), signal.SIGTERM)
     elif action == "sigkill_node":
         kill_node(os.getppid())
     elif action == "exit":

@@ -96,6 +96,8 @@ def _claims(story: Story, sampling: Sampling) -> dict[int, dict[GlobalBatch, str
                 if (incarnation, commit.member, step) in seen:
                     story.violations.append(f"{commit}: step {step} was committed before by the same rank")
                 seen.add((incarnation, commit.member, step))
+                if story.weights.setdefault((incarnation, step), commit.weights) != commit.weights:
+                    story.violations.append(f"{commit}: weights {commit.weights} in step {step}; others say otherwise")
                 claims.setdefault(step, {}).setdefault(batch, str(commit))
     for commit in story.stored:
         _fill_in(claims, commit, story, sampling)
@@ -124,9 +126,8 @@ def _out_of_place(commit: Commit, story: Story) -> str | None:
     if commit.first_step < begin or commit.stop_step > story.max_steps:
         return f"its incarnation goes on from step {begin}, and the run has {story.max_steps} steps"
     world_size = story.worlds.setdefault(commit.incarnation, commit.world_size)
-    weights = story.weights.setdefault(commit.incarnation, commit.weights)
-    if (commit.world_size, commit.weights) != (world_size, weights):
-        return f"a world of {commit.world_size}, weights {commit.weights}; others say {world_size}, {weights}"
+    if commit.world_size != world_size:
+        return f"a world of {commit.world_size}; others say {world_size}"
     return None
 
 

@@ -48,8 +48,9 @@ class Loss:
 
 @dataclass(slots=True)
 class Story:
-    """The records, parsed. `begins`, `worlds`, `weights`: where each incarnation resumed, and how it shared out; `stored`: what
-    a checkpoint says of steps that nobody may have lived to tell of; `stages`: of a pipeline, which draw as one rank."""
+    """The records, parsed. `begins`, `worlds`: where each incarnation resumed, and of how many; `weights`: how it shared out
+    each step; `stored`: what a checkpoint says of steps that nobody may have lived to tell of; `stages`: of a pipeline, which
+    draw as one rank."""
 
     sampling: Sampling | None = None
     max_steps: int = 0
@@ -57,7 +58,7 @@ class Story:
     finished_at: int | None = None
     begins: dict[int, int] = field(default_factory=dict)
     worlds: dict[int, int] = field(default_factory=dict)
-    weights: dict[int, tuple[float, ...] | None] = field(default_factory=dict)
+    weights: dict[tuple[int, int], tuple[float, ...] | None] = field(default_factory=dict)
     commits: list[Commit] = field(default_factory=list)
     stored: list[Commit] = field(default_factory=list)
     losses: list[Loss] = field(default_factory=list)

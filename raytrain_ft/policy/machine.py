@@ -21,7 +21,16 @@ from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, TRAINING, TRANSITIONS, State
 from raytrain_ft.policy.world import differing_in_stages
 
-NEWS = (m.RunStarted, m.StepsCommitted, m.SamplesLost, m.CheckpointCommitted, m.CheckpointFailed, m.LogFailed, m.LogWritten)
+NEWS = (
+    m.RunStarted,
+    m.StepsCommitted,
+    m.SamplesLost,
+    m.CheckpointCommitted,
+    m.CheckpointFailed,
+    m.Dormant,
+    m.LogFailed,
+    m.LogWritten,
+)
 """What counts whichever incarnation it is about."""
 MOST_STORED = 16
 """Checkpoints that are remembered to go back to."""
@@ -216,7 +225,7 @@ def _on_checkpoint_committed(run: RunState, event: m.CheckpointCommitted) -> lis
 
 
 def _on_noted(
-    run: RunState, event: m.CheckpointFailed | m.IntervalChosen | m.LogWritten | m.NoticesUnavailable
+    run: RunState, event: m.CheckpointFailed | m.Dormant | m.IntervalChosen | m.LogWritten | m.NoticesUnavailable
 ) -> list[m.Command]:
     del run, event  # for the record
     return []
@@ -338,6 +347,7 @@ _HANDLERS: dict[type[m.Event], Callable[[RunState, Any], list[m.Command]]] = {
     m.CheckpointRejected: phases.on_rejected,
     m.CheckpointsFound: phases.on_checkpoints_found,
     m.IntervalChosen: _on_noted,
+    m.Dormant: _on_noted,
     m.LogFailed: _on_log_failed,
     m.LogWritten: _on_noted,
     m.NoticesUnavailable: _on_noted,

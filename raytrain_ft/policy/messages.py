@@ -167,6 +167,7 @@ class StepsCommitted(Event):
     """A worker committed steps [first_step, stop_step), drawing its share from position (epoch, start) on.
 
     Attributes:
+        weights: of the ranks' shares of the batches; None if they are equal.
         ids_digest: hash over the ids of the samples that this rank drew, in order.
         loss: mean loss over the last of these global batches.
         longest_s: the longest of these steps, seconds.
@@ -183,6 +184,7 @@ class StepsCommitted(Event):
     ids_digest: str
     loss: float
     longest_s: float = 0.0
+    weights: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,6 +291,16 @@ class LogWritten(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Dormant(Event):
+    """A replica sleeps, or takes part again, from this step on."""
+
+    member: str
+    incarnation: int
+    step: int
+    asleep: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IntervalChosen(Event):
     """Worker 0 decided how many steps lie between two checkpoints; the numbers are those of `frequency.Decision`."""
 
@@ -377,6 +389,7 @@ __all__ = [
     "CheckpointsFound",
     "Command",
     "Completed",
+    "Dormant",
     "End",
     "Event",
     "Fence",

@@ -68,6 +68,7 @@ TRANSITIONS: dict[type[m.Event], dict[State, set[State]]] = {
     m.CheckpointCommitted: _stay(LIVE - {S.SCHEDULING}),
     m.CheckpointFailed: _stay(LIVE - {S.SCHEDULING}),
     m.IntervalChosen: _stay(LIVE - {S.SCHEDULING}),
+    m.Dormant: _stay(LIVE - {S.SCHEDULING}),
     m.LogFailed: _stay(LIVE - {S.SCHEDULING}),
     m.LogWritten: _stay(LIVE - {S.SCHEDULING}),
     m.NoticesUnavailable: _stay(LIVE),

@@ -112,6 +112,10 @@ class Crew:
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
+    def ask(self, member: str, method: str, *args: Any) -> None:
+        """Asks a worker for something that the machine has no part in."""
+        self._spawn(self._ask(member, method, *args))
+
     async def settled(self) -> None:
         """Waits until every worker that had to go is gone."""
         if self._killing:

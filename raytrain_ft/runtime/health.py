@@ -31,7 +31,15 @@ FORGIVE_SILENT_NODE_S = 15.0
 """How long a node is avoided whose worker fell silent: most often it was that process alone, which Ray kills in seconds."""
 PATIENCE_WITH_ALL = 10
 """Times the usual patience for an answer when everybody is silent at once."""
-Note = m.CheckpointCommitted | m.CheckpointFailed | m.IntervalChosen | m.LogFailed | m.LogWritten | m.NoticesUnavailable
+Note = (
+    m.CheckpointCommitted
+    | m.CheckpointFailed
+    | m.Dormant
+    | m.IntervalChosen
+    | m.LogFailed
+    | m.LogWritten
+    | m.NoticesUnavailable
+)
 IDENTITY = ("incarnation", "step", "source")
 """What tells two notes of the same kind and worker apart: a step has at most one."""
 NOTES: dict[str, type[Note]] = {cls.__name__: cls for cls in get_args(Note)}

@@ -78,6 +78,8 @@ class Heartbeat:
     def committed(self, commit: Commit) -> None:
         """A step was committed."""
         with self._lock:
+            if self._open and self._open[-1].attempt.weights != commit.attempt.weights:
+                self._close_record()
             self._open.append(commit)
             if time.monotonic() - self._last_record < RECORD_INTERVAL_S:
                 return
@@ -156,6 +158,7 @@ def _record(commits: list[Commit]) -> dict[str, Any]:
         "stop_step": last.step + 1,
         "epoch": first.batch.epoch,
         "start": first.batch.start,
+        "weights": first.weights,
         "ids_digest": digest_of_ids(ids for c in commits for ids in c.attempt.ids),
         "loss": commits[-1].loss,
         "longest_s": max(c.seconds for c in commits),

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from raytrain_ft.chaos.faults import Injector
-from raytrain_ft.errors import FTError, IllegalEventError
+from raytrain_ft.errors import ConfigError, FTError, IllegalEventError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.machine import handle, replay
 from raytrain_ft.policy.states import ENDED, State
@@ -98,6 +98,19 @@ class Supervisor:
     async def notice(self, member: str, deadline_s: float, reason: str) -> None:
         """Somebody asks that this worker leave within so many seconds."""
         self._health.noticed(member, Notice(deadline_s, REQUEST, reason))
+
+    async def sleep(self, rank: int, asleep: bool, at_once: bool) -> None:
+        """Somebody asks that a replica contribute nothing for now, or take part again.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        world = self._machine.world
+        if self._spec.rules.stages > 1:
+            raise ConfigError("a stage of a pipeline cannot sleep: the others need what it computes")
+        if not 0 <= rank < len(world) or (asleep and len(world) < 2):
+            raise ConfigError(f"rank {rank} of {len(world)} workers: give the rank of one that others can do without")
+        self._crew.ask(world[rank], "sleep", asleep, at_once)
 
     async def abort(self, reason: str) -> None:
         """Ends the run now, and waits until its workers are gone."""

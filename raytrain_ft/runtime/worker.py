@@ -32,6 +32,7 @@ from raytrain_ft.runtime.spec import Introduction, RunSpec
 from raytrain_ft.storage.arrow import write_tensors
 from raytrain_ft.training import process_group, replay
 from raytrain_ft.training.build import build_replica
+from raytrain_ft.training.links import Links
 from raytrain_ft.training.process_group import Fence, FencedGroup, PeerLostError
 from raytrain_ft.training.state import Extras
 from raytrain_ft.training.step import Replica
@@ -63,8 +64,9 @@ class Worker:
         self._ready: Future[Introduction] | None = None
         self._first_step = False
         self._replayed = ""  # the checkpoint that an interrupted replay began from
+        self._asleep = False
         self._used = False  # whether this replica may hold anything else than what it was built with
-        self._chaos = Injector(spec.faults, spec.directory / "faults", "worker")
+        self._chaos = Injector(spec.faults, spec.directory / "faults", "worker", self._fall_silent)
         self._preemption = Preemption(spec.notices, self._note_no_notices)
         self._heartbeat = Heartbeat(member, spec, supervisor, self._preemption.notice)
 
@@ -132,6 +134,9 @@ class Worker:
         if self._first_step and phase == "forward":
             self._chaos.probe("first_step", rank=self._rank, step=step)
 
+    def _fall_silent(self, bucket: int) -> None:
+        self._replica.state.tail.sleep.silent_from = bucket
+
     def _probe_recovery(self, phase: str) -> None:
         step = self._replica.state.step
         self._heartbeat.at(phase, step)
@@ -150,6 +155,12 @@ class Worker:
     def stop_at_boundary(self) -> None:
         """Asks for a stop at the next step boundary that all ranks agree upon."""
         self._replica.state.tail.stop_requested = True
+
+    def sleep(self, asleep: bool, at_once: bool) -> None:
+        """Asks for a replica that contributes nothing, or does again, from the next step on; `at_once`, from where it is."""
+        sleep = self._replica.state.tail.sleep
+        sleep.at_once = at_once
+        sleep.wanted = asleep
 
     # ---------------------------------------------------------------- the phases of a recovery
 
@@ -368,15 +379,18 @@ class Worker:
             assert state.filled, "told to run before it was filled"
             replica.stop_agreed = False
             state.tail.stop_requested = False
+            state.tail.sleep.asleep = frozenset()  # after a recovery all take part in a step, and then sleep again
             self._first_step = True
             rank, size, stages = self._rank, len(self._world), self._spec.rules.stages
             if replica.checkpointer is not None:
                 replica.checkpointer.begin(rank, size, fence.incarnation, state.step, failure_s, stages)
-            replica.loader.start(state.position, links.replica, links.replicas, self._spec.step.micro_batches)
+            self._share_out(links)
             while state.step < self._spec.rules.max_steps:
                 commit = replica.train_step(links)
                 self._heartbeat.committed(commit)
                 self._first_step = False
+                if replica.sleepers_changed:
+                    self._share_out(links)
                 replica.checkpoint(fence.check)
                 if replica.stop_agreed:
                     self._heartbeat.ended("stopped", str(state.step))
@@ -394,6 +408,18 @@ class Worker:
             if fence.tripped:
                 return  # the error is the fence's doing: torch wraps what a hook raises
             self._heartbeat.ended("failed", traceback.format_exc(), kind="task")
+
+    def _share_out(self, links: Links) -> None:
+        """From here on, this is who reads what."""
+        state = self._replica.state
+        sleep, micro_batches = state.tail.sleep, self._spec.step.micro_batches
+        self._replica.loader.start(
+            state.position, links.replica, links.replicas, micro_batches, weights=sleep.weights(links.replicas)
+        )
+        asleep = links.replica in sleep.asleep
+        if asleep != self._asleep:
+            self._asleep = asleep
+            self._note("Dormant", {"incarnation": links.fence.incarnation, "step": state.step, "asleep": asleep})
 
     # ---------------------------------------------------------------- the end
 

@@ -21,6 +21,7 @@ class StepSettings:
         precision: "bf16" runs forward and loss under autocast; parameters stay fp32.
         on_non_finite: what to do when the loss of a step is NaN or infinite; whether a worker that raises means the end of the
             run or a way back is for the supervisor to say.
+        seats: the most replicas that there may be.
         finishes_alone: a backward pass goes on to its end when a reduction fails, so that survivors can finish the step.
         pipeline: None if every worker hosts the whole model.
     """
@@ -32,6 +33,7 @@ class StepSettings:
     update: Literal["barrier", "wait_free"] = "barrier"
     on_non_finite: Literal["raise", "skip", "roll_back"] = "raise"
     finishes_alone: bool = False
+    seats: int = 1
     pipeline: PipelineSettings | None = None
     bucket_bytes: int = 25 * 2**20
     first_bucket_bytes: int = 2**20
@@ -54,6 +56,7 @@ class Attempt:
     Attributes:
         replica, replicas: which share of the batch is read here, and of how many. In a pipeline, all stages of a replica
             read the same.
+        weights: of the replicas' shares; None if they are equal.
     """
 
     step: int
@@ -64,6 +67,7 @@ class Attempt:
     replicas: int
     incarnation: int
     began: float
+    weights: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

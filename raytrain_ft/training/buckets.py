@@ -123,6 +123,7 @@ class Reducer:
             `update="wait_free"` this updates the bucket at once.
         eager: look for finished reductions during the backward pass already (wait-free), not only at its end.
         fill_tail: writes this rank's contribution to the tail just before the last bucket is reduced.
+        is_silent: asked before each bucket whether this rank contributes zeros from here on.
         finishes_alone: a backward pass whose reductions fail goes on to its end, for the gradients of this rank (lossy).
 
     Attributes:
@@ -138,10 +139,12 @@ class Reducer:
         fill_tail: Callable[[Tensor], None],
         probe: Probe,
         finishes_alone: bool = False,
+        is_silent: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self.buckets = buckets
         self.complete = False
         self._finishes_alone = finishes_alone
+        self._is_silent = is_silent
         self._interrupted: Exception | None = None
         self.group: FencedGroup | Solo | None = None
         self._on_reduced = on_reduced
@@ -199,7 +202,11 @@ class Reducer:
     def _launch(self) -> None:
         bucket = self.buckets[self._launched]
         self._probe("backward", bucket.index)
-        bucket.collect()
+        if self._is_silent(bucket.index):
+            bucket.flat.zero_()
+            bucket.gradient = None
+        else:
+            bucket.collect()
         if bucket.tail_size:
             self._fill_tail(bucket.tail)
         assert self.group is not None

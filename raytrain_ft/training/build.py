@@ -77,6 +77,7 @@ def build_replica(
         bucket_bytes=settings.bucket_bytes,
         first_bucket_bytes=settings.first_bucket_bytes,
         stage=stage if settings.pipeline is not None else None,
+        seats=settings.seats,
     )
     loader = _loader(task, sampling, reads=settings.pipeline is None or stage in (0, settings.pipeline.stages - 1))
     checkpointer = None

@@ -63,6 +63,7 @@ class TrainingState:
         bucket_bytes: int,
         first_bucket_bytes: int,
         stage: int | None = None,
+        seats: int = 1,
     ) -> None:
         self.stage = stage
         self.model = model
@@ -73,10 +74,10 @@ class TrainingState:
         self.position = Position()
         self.agreed: tuple[int, tuple[float, ...]] | None = None
         self.filled = False
-        self.tail = Tail(model)
         trained = [p for p in model.parameters() if p.requires_grad]
         groups = partition(trained, bucket_bytes, first_bucket_bytes)
         last = len(groups) - 1
+        self.tail = Tail(model, len(groups), seats)
         self.buckets = [Bucket(i, params, self.tail.size if i == last else 0) for i, params in enumerate(groups)]
         self._rest = [
             *((f"frozen.{name}", p) for name, p in model.named_parameters() if not p.requires_grad),

@@ -45,6 +45,7 @@ class Replica:
         stage: the stage of a pipeline that this is a copy of; 0 without one.
         attempt: the step under way, or None between steps.
         stop_agreed: all ranks agreed, in the last step, to stop at this boundary.
+        sleepers_changed: other replicas than before sleep from now on: the samples are shared out anew.
         checkpoint_agreed: all ranks agreed, in the last step, that a checkpoint is due at this boundary.
         checkpointer: None writes none.
         lost: the latest step that went on without some samples, and their positions.
@@ -69,6 +70,7 @@ class Replica:
         self.settings = settings
         self.attempt: Attempt | None = None
         self.stop_agreed = False
+        self.sleepers_changed = False
         self.checkpoint_agreed = False
         self.checkpointer = checkpointer
         self._keep_epochs = keep_epochs
@@ -76,7 +78,8 @@ class Replica:
         self._last_commit: float | None = None
         self._skip = False
         self.lost: tuple[int, tuple[Range, ...]] | None = None
-        self._weight = 0.0
+        self._said: list[int] = []  # of their sleep, by all replicas; nothing is known if the state came from another
+        self._samples = 0
         self._leads = False
         # What the flat buffers hold after an update may be passed to others as the step's gradient only if it still is that.
         self._gradients_survive = settings.max_grad_norm is None and keeps_gradients(state.optimizer)
@@ -90,6 +93,8 @@ class Replica:
             fill_tail=self._fill_tail,
             probe=self._at_bucket,
             finishes_alone=settings.finishes_alone,
+            # Wait-free, a bucket is used before it is known who is missing in it: who is to sleep finishes the step.
+            is_silent=(lambda _: False) if wait_free else state.tail.sleep.is_silent,
         )
         self._micro_batches: list[MicroBatch] = []
         self._norm: Tensor | None = None
@@ -158,16 +163,16 @@ class Replica:
     def begin(self, micro_batches: list[MicroBatch], links: Links, began: float) -> None:
         """Starts an attempt: from here on the buffers may change, so they are saved."""
         first = micro_batches[0]
-        self._micro_batches = micro_batches
+        self._micro_batches, self._said = micro_batches, []
         self.reducer.group = links.group
         self.reducer.begin(self.state.step)
         self.state.tail.begin()
         ids = tuple(micro_batch.ids for micro_batch in micro_batches)
         leads = links.team is None or links.team.leads  # of a team, one speaks for all of what none of them changes
-        self._weight = sum(len(i) for i in ids) / (first.batch.stop - first.batch.start) if leads else 0.0
-        self.attempt = Attempt(
-            self.state.step, first.batch, first.after, ids, links.replica, links.replicas, links.fence.incarnation, began
-        )
+        self._samples = sum(len(i) for i in ids) if leads else 0
+        weights = self.state.tail.sleep.weights(links.replicas)
+        world = (links.replica, links.replicas, links.fence.incarnation)
+        self.attempt = Attempt(self.state.step, first.batch, first.after, ids, *world, began, weights)
         self._leads = links.replica == 0
 
     def forward_backward(self) -> None:
@@ -238,6 +243,7 @@ class Replica:
             self._mark(behind)
             return
         self._await_copy()
+        self._make_up(behind)
         if self.settings.max_grad_norm is not None:
             params = [p for bucket in behind for p in bucket.params]
             if self._norm is None:
@@ -252,6 +258,17 @@ class Replica:
         if self.checkpointer is not None:
             self.checkpointer.updated(time.monotonic() - began)
         self._mark(behind)
+
+    def _make_up(self, buckets: list[Bucket]) -> None:
+        """The mean is over the samples that are there."""
+        tail, batch = self.state.tail, len(self.attempt.batch) if self.attempt is not None else 0
+        missing = tail.missing(self.state.buckets[-1].tail)
+        for bucket in buckets:
+            lost = missing[bucket.index]
+            if lost:
+                bucket.scale(batch / (batch - lost))
+                if bucket.tail_size:
+                    tail.scale(bucket.tail, batch / (batch - lost))
 
     def _await_copy(self) -> None:
         """A snapshot that is under way reads what an update would change."""
@@ -278,6 +295,7 @@ class Replica:
             if bucket.tail_size:
                 self.state.tail.apply(bucket.tail)
                 self.state.loss = self.state.tail.loss(bucket.tail)
+                self._said = self.state.tail.said(bucket.tail, self.attempt.replicas) if self.attempt is not None else []
             bucket.version += 1
             bucket.dirty = False
             if not self._gradients_survive:
@@ -311,6 +329,9 @@ class Replica:
             lost, why = ((attempt.batch.start, attempt.batch.stop),), "the loss was not finite"
         elif self.lost is not None and self.lost[0] == attempt.step:
             lost, why = self.lost[1], "their gradients went down with a worker"
+        if not lost and any(self._said):
+            lost, why = state.tail.sleep.lost(self._said, attempt.batch), "a worker was told to sleep at once"
+        self.sleepers_changed = state.tail.sleep.settle(self._said)
         commit = Commit(attempt, state.loss, time.monotonic() - attempt.began, lost, why)
         self._skip = False
         if self.checkpointer is not None:
@@ -332,7 +353,8 @@ class Replica:
             return None
         batch, pieces = self.attempt.batch, [one.positions for one in self._micro_batches]
         mine = (pieces[0].start, pieces[-1].stop)
-        return Share(self.attempt.step, (batch.start, batch.stop), mine, self.reducer.complete)
+        whole = self.reducer.complete and self.state.tail.sleep.silent_from is None
+        return Share(self.attempt.step, (batch.start, batch.stop), mine, whole)
 
     @torch.no_grad()
     def reduce_alone(self, indices: Sequence[int], group: FencedGroup, *, leads: bool) -> None:
@@ -399,7 +421,7 @@ class Replica:
         if self.checkpointer is not None:
             epoch_ends = self._keep_epochs and self.attempt.replica == 0 and self.attempt.after.consumed == 0
             self.state.tail.checkpoint_wanted = epoch_ends or self.checkpointer.wants(self.state.step + 1)
-        self.state.tail.fill(tail, self._weight, leads=self._leads)
+        self.state.tail.fill(tail, self._samples, len(self.attempt.batch), self.attempt.replica, leads=self._leads)
 
     def at(self, phase: str) -> None:
         """Tells the probe where this replica is."""

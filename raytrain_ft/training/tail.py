@@ -1,8 +1,9 @@
 """What travels in the tail of a step's last bucket: values that every rank must agree upon when the step ends.
 
-``[loss | stop | checkpoint | changes of integer buffers | floating buffers]``, all summed over ranks: the loss weighted by
-samples; how many ranks were asked to stop at this step's boundary, and whether rank 0 wants a checkpoint of the state there (so
-that all stop, or begin one, at the same boundary, without a collective of its own);
+``[loss | stop | checkpoint | missing | sleep | changes of integer buffers | floating buffers]``, all summed over ranks: the
+loss weighted by samples; how many ranks were asked to stop at this step's boundary, and whether rank 0 wants a checkpoint of
+the state there (so that all stop, or begin one, at the same boundary, without a collective of its own); per bucket, how many
+samples are missing in it, and per replica, whether it sleeps from the next step on (see `sleep`);
 BatchNorm statistics and other floating buffers, averaged by samples, so that no rank ever holds committed state that nobody
 else has; and one rank's change of integer buffers, such as BatchNorm's batch counter.
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+
+from raytrain_ft.training.sleep import Sleep
 
 HEADER = 3
 LARGEST_EXACT_INTEGER = 2**24
@@ -23,14 +26,18 @@ class Tail:
     Attributes:
         losses: per micro-batch of this rank, loss * samples / global samples.
         stop_requested: whether this rank asks for a stop at the step's boundary.
+        sleep: who of the replicas sleeps.
         checkpoint_wanted: whether this rank wants a checkpoint of the state at the step's boundary.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, buckets: int = 1, seats: int = 1) -> None:
         buffers = [b for b in model.buffers() if b is not None and b.numel() > 0]
         self.floats = [b for b in buffers if b.is_floating_point()]
         self.integers = [b for b in buffers if not b.is_floating_point()]
-        self.size = HEADER + sum(b.numel() for b in (*self.integers, *self.floats))
+        self._buckets, self._seats = buckets, seats
+        self.sleep = Sleep()
+        self._start = HEADER + buckets + seats  # of the buffers
+        self.size = self._start + sum(b.numel() for b in (*self.integers, *self.floats))
         self.losses: list[Tensor] = []
         self.stop_requested = False
         self.checkpoint_wanted = False
@@ -40,6 +47,7 @@ class Tail:
         """Saves the buffers, which the forward pass will change, for the case that the step must be redone."""
         self._before = [b.clone() for b in (*self.integers, *self.floats)]
         self.losses = []
+        self.sleep.silent_from = None
 
     def restore(self) -> None:
         """Puts the buffers back to what they were when the attempt began."""
@@ -57,14 +65,25 @@ class Tail:
         self._before = None
 
     @torch.no_grad()
-    def fill(self, tail: Tensor, weight: float, *, leads: bool) -> None:
-        """Writes this rank's contribution. `weight` is its share of the samples of the global batch; one rank leads."""
+    def fill(self, tail: Tensor, samples: int, batch: int, rank: int, *, leads: bool) -> None:
+        """Writes this rank's contribution.
+
+        Args:
+            samples: how many of the `batch` of all ranks it has read.
+            leads: one rank speaks for all of what is the same everywhere.
+        """
         tail.zero_()
-        for loss in self.losses:
+        silent = self.sleep.silent_from is not None
+        weight = 0.0 if silent else samples / batch
+        for loss in [] if silent else self.losses:
             tail[0] += loss.detach().to(tail.dtype)
+        word, missing = self.sleep.say(samples, self._buckets)
+        if word:
+            tail[HEADER : HEADER + self._buckets] = torch.tensor(missing, dtype=tail.dtype)
+            tail[HEADER + self._buckets + rank] = word
         tail[1] = 1.0 if self.stop_requested else 0.0
         tail[2] = 1.0 if self.checkpoint_wanted else 0.0
-        offset = HEADER
+        offset = self._start
         before = self._before or []
         for buffer, old in zip(self.integers, before, strict=False):
             if leads:
@@ -81,7 +100,7 @@ class Tail:
     @torch.no_grad()
     def apply(self, tail: Tensor) -> None:
         """Sets the buffers to what the ranks agreed upon. Part of the last bucket's update."""
-        offset = HEADER
+        offset = self._start
         for buffer, old in zip(self.integers, self._before or [], strict=False):
             change = tail[offset : offset + buffer.numel()].view(buffer.shape)
             buffer.copy_((old.long() + change.long()).to(buffer.dtype))
@@ -97,6 +116,15 @@ class Tail:
         floats = sum(b.numel() for b in self.floats)
         if floats:
             tail[-floats:] *= factor
+
+    def missing(self, tail: Tensor) -> list[int]:
+        """Per bucket, how many samples of the global batch are not in it."""
+        return [int(number) for number in tail[HEADER : HEADER + self._buckets].tolist()]
+
+    def said(self, tail: Tensor, replicas: int) -> list[int]:
+        """What every replica says of its sleep."""
+        start = HEADER + self._buckets
+        return [int(word) for word in tail[start : start + replicas].tolist()]
 
     @staticmethod
     def loss(tail: Tensor) -> float:

@@ -378,6 +378,10 @@ class Cluster:
             lost = m.SamplesLost(incarnation=self.run.incarnation, step=0, epoch=0, start=0, stop=1, why="not finite")
             late = m.Suspected(incarnation=self.run.incarnation, reason="a collective failed", noticed_by="w0")
             actions += [lambda: self._post(lost), lambda: self._post(late)]
+        if self._formed and self.workers:
+            member = self.chance.choice(list(self.workers))
+            dormant = m.Dormant(member=member, incarnation=self.run.incarnation, step=self.run.step, asleep=True)
+            actions.append(lambda: self._post(dormant))
         if self.rules.stages > 1 and self._formed and self.workers:
             member = self.chance.choice(list(self.workers))
             full = m.LogFailed(member=member, incarnation=self.run.incarnation, step=self.run.step, reason="disk full")

@@ -184,7 +184,11 @@ def test_weighted_shares() -> None:
         mine = share(batch, record["rank"], 3, weights)
         record |= {"weights": weights, "ids_digest": digest_of_ids([sample_ids(sampling, 0, mine)])}
     assert audit(run.finish()).ok
-    commits(run)[1]["weights"] = [1, 1, 1]
+    record = commits(run)[1]
+    record["weights"] = [1, 1, 1]
+    refused(run.records, "drew other samples")
+    mine = share(batch, record["rank"], 3, [1, 1, 1])  # by its own account; but the ranks do not agree
+    record["ids_digest"] = digest_of_ids([sample_ids(sampling, 0, mine)])
     refused(run.records, "weights")
 
 

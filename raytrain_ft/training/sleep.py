@@ -1,0 +1,64 @@
+"""Dormant replicas: members of the group that contribute nothing for now, with weight zero, and stay up to date.
+
+A replica falls asleep, and wakes up, without any group being rebuilt (Nicolae et al., III-B). In the tail of each step's last
+bucket every rank says whether it sleeps from the next step on; the others then share out its samples. It goes on to reduce,
+with zeros, and to update, so it can take part again from one step to the next. A replica that is told to sleep *at once* does
+not finish its part of the step under way: the buckets that it has not launched are zeros, the mean is taken over the samples
+that are there, and its own are listed as lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raytrain_ft.policy.reconcile import Range
+from raytrain_ft.policy.sampling import GlobalBatch, share
+
+ASLEEP, SILENT = 1, 2
+"""What a rank says of itself in the tail, added up: it sleeps from the next step on; it contributed only a part to this one."""
+
+
+class Sleep:
+    """Who sleeps, as of one replica.
+
+    Attributes:
+        wanted: this replica is to sleep. at_once: in the middle of a step too. Both are set by other threads.
+        silent_from: in the step under way, the first bucket to which this replica contributes nothing.
+        asleep: the replicas that sleep in the step under way: the same set on every rank.
+    """
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self.at_once = False
+        self.silent_from: int | None = None
+        self.asleep: frozenset[int] = frozenset()
+
+    def is_silent(self, bucket: int) -> bool:
+        """Asked before each bucket is launched. Who is silent stays so until the step's end."""
+        if self.silent_from is None and self.wanted and self.at_once:
+            self.silent_from = bucket
+        return self.silent_from is not None
+
+    def say(self, samples: int, buckets: int) -> tuple[int, list[int]]:
+        """What this replica says at a step's end: of itself, and how many samples each bucket lacks because of it."""
+        word = ASLEEP if self.wanted else 0
+        if self.silent_from is None or samples == 0:
+            return word, [0] * buckets
+        return word + SILENT, [samples if bucket >= self.silent_from else 0 for bucket in range(buckets)]
+
+    def weights(self, replicas: int) -> tuple[float, ...] | None:
+        """Of the replicas' shares of a batch; None if all are equal."""
+        return tuple(float(rank not in self.asleep) for rank in range(replicas)) if self.asleep else None
+
+    def lost(self, said: Sequence[int], batch: GlobalBatch) -> tuple[Range, ...]:
+        """The samples of those that fell silent in this step."""
+        weights = self.weights(len(said))
+        pieces = [share(batch, rank, len(said), weights) for rank, word in enumerate(said) if word & SILENT]
+        return tuple((piece.start, piece.stop) for piece in pieces if len(piece))
+
+    def settle(self, said: Sequence[int]) -> bool:
+        """The step is committed: who sleeps in the next one. If all want to, nobody does. Returns whether that is news."""
+        before, asleep = self.asleep, frozenset(rank for rank, word in enumerate(said) if word & ASLEEP)
+        self.asleep = asleep if len(asleep) < len(said) else frozenset()
+        self.silent_from = None
+        return self.asleep != before

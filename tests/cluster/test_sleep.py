@@ -1,0 +1,74 @@
+"""Replicas that contribute nothing for a while: nobody waits, no group is rebuilt, and what is lost is listed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from conftest import promise_kept, train
+from toy import Toy
+
+from raytrain_ft import FailAt
+from raytrain_ft.policy.audit import audit
+from raytrain_ft.runtime.event_log import read_records
+from raytrain_ft.runtime.spec import NAMESPACE
+
+
+def records(path: Path, event: str) -> list[dict[str, Any]]:
+    log = path / "events.jsonl"
+    return [record for record in read_records(log) if record["event"] == event] if log.exists() else []
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + 90
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_replica_sleeps_and_wakes_from_one_step_to_the_next(cluster, tmp_path: Path) -> None:
+    outcome: list[Any] = []
+    task = Toy(step_seconds=0.03)
+    thread = threading.Thread(target=lambda: outcome.append(train(tmp_path, "sleep", task=task, steps=300)))
+    thread.start()
+    run = tmp_path / "sleep"
+    until(lambda: records(run, "StepsCommitted"))
+    supervisor = ray.get_actor("supervisor:sleep", namespace=NAMESPACE)
+    ray.get(supervisor.sleep.remote(1, True, False), timeout=10)
+    until(lambda: len(records(run, "Dormant")) == 1)
+    ray.get(supervisor.sleep.remote(1, False, False), timeout=10)
+    until(lambda: len(records(run, "Dormant")) == 2)
+    ray.get(supervisor.sleep.remote(2, True, True), timeout=10)
+    until(lambda: len(records(run, "Dormant")) == 3)
+    thread.join(120)
+    (result,) = outcome
+    assert promise_kept(result) == []
+    assert result.recoveries == []
+    assert [(record["asleep"]) for record in records(run, "Dormant")] == [True, False, True]
+    weights = {tuple(record["weights"] or ()) for record in records(run, "StepsCommitted")}
+    assert weights == {(), (1.0, 0.0, 1.0), (1.0, 1.0, 0.0)}
+    lost = sum(record["stop"] - record["start"] for record in records(run, "SamplesLost"))
+    assert lost in (0, 10)  # what rank 2 was at, unless it was between two steps
+    proof = audit(read_records(run / "events.jsonl"))
+    assert proof.ok
+    assert proof.samples_lost == lost
+
+
+def test_a_simulated_loss_is_a_real_one_to_the_bit(cluster, tmp_path: Path) -> None:
+    """The rank that dies is replaced, and the one that is silent goes on. When it dies, the other buckets are reduced."""
+    how: dict[str, Any] = {"task": Toy(backward_seconds=0.2), "steps": 12, "strategy": "lossy"}
+    point = {"rank": 1, "step": 6, "phase": "backward", "bucket": 2}
+    simulated = train(tmp_path, "simulated", faults=[FailAt(**point, action="silence")], **how)
+    real = train(tmp_path, "real", faults=[FailAt(**point)], **how)
+    assert promise_kept(simulated) == promise_kept(real) == []
+    assert simulated.recoveries == []
+    (recovery,) = real.recoveries
+    lost = [
+        [(r["step"], r["start"], r["stop"]) for r in records(Path(result.path), "SamplesLost")] for result in (simulated, real)
+    ]
+    assert lost[0] == lost[1]
+    assert "1 of 3 buckets" in recovery.reason
+    assert simulated.digest == real.digest
