@@ -33,6 +33,8 @@ from raytrain_ft.task import TrainTask, check_task
 SUPERVISOR: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 1000}
 """Ray's options for the supervisor actor: it restarts itself as often as it takes."""
 POLL_S = 0.2
+GRACE_S = 2.0
+"""How long the supervisor has to end by itself, once its run has ended."""
 UNAVAILABLE_S = 120.0
 """How long the driver waits for a supervisor that Ray is restarting."""
 
@@ -192,6 +194,8 @@ def _abort(supervisor: Any, reason: str) -> None:
 
 def _clean_up(spec: RunSpec, supervisor: Any) -> None:
     """Leaves nothing behind: the supervisor, and any worker that it did not end."""
+    ended = supervisor.__ray_terminate__.remote()  # unlike `ray.kill`, lets Ray collect its last metrics
+    ray.wait([ended], timeout=GRACE_S)
     ray.kill(supervisor)
     actors: Any = list_named_actors(all_namespaces=True)
     for actor in actors:
