@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.chronicle import Chronicle, Steps
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import State
+from raytrain_ft.policy.strategy import Recovery
 
 Key = tuple[str, ...]
 """A metric's name and the values of its tags, in the order of `Metric.tags`."""
@@ -125,27 +127,20 @@ class Measures:
     totals: dict[Key, float] = field(default_factory=dict)
     observed: list[tuple[Key, float]] = field(default_factory=list)
     _given: dict[Key, float] = field(default_factory=dict)
-    _state: State = State.INITIALIZING
+    _chronicle: Chronicle = field(default_factory=Chronicle)
     _gone: int = 0
-    _recovered: int = 0
     _checkpoint_at: float | None = None
     _logs: dict[str, m.LogWritten] = field(default_factory=dict)
-    _furthest: int | None = None  # the first step that nobody has ever committed
-    _reached: int | None = None  # the first step that nobody has committed in this incarnation
-    _since: float = 0.0  # when that step began
 
     def take(self, event: m.Event, run: RunState) -> None:
         """Takes in an event, after the machine has."""
-        if run.state != self._state:
-            if run.state == State.RESUME:
-                self._reached, self._since = None, event.at
-                self._furthest = run.step if self._furthest is None else self._furthest
-            self._state = run.state
         self._count_losses(event, run)
-        self._count_recoveries(run)
+        for news in self._chronicle.take(event, run):
+            if isinstance(news, Steps):
+                self._committed(news)
+            else:
+                self._recovered(news)
         match event:
-            case m.StepsCommitted():
-                self._commit(event, current=event.incarnation == run.incarnation)
             case m.CheckpointCommitted():
                 self._add("train_ft_checkpoints", "committed")
                 self._add("train_ft_checkpoint_stall_seconds", by=event.stall_s)
@@ -203,36 +198,24 @@ class Measures:
             if isinstance(event, m.WorkerLost) and event.silent_s is not None:
                 self.observed.append((("train_ft_detection_seconds", watcher_of(event)), event.silent_s))
 
-    def _count_recoveries(self, run: RunState) -> None:
-        for recovery in run.recoveries[self._recovered :]:
-            if recovery.seconds is None:
-                return
-            self._recovered += 1
-            lost = "yes" if recovery.lost else "no"
-            self._add("train_ft_recoveries", recovery.strategy.value, recovery.guarantee.value, lost)
-            self._add("train_ft_paused_seconds", lost, by=recovery.seconds)
-            self.observed.append((("train_ft_pause_seconds", lost), recovery.seconds))
+    def _recovered(self, recovery: Recovery) -> None:
+        lost = "yes" if recovery.lost else "no"
+        seconds = recovery.seconds or 0.0
+        self._add("train_ft_recoveries", recovery.strategy.value, recovery.guarantee.value, lost)
+        self._add("train_ft_paused_seconds", lost, by=seconds)
+        self.observed.append((("train_ft_pause_seconds", lost), seconds))
 
-    def _commit(self, event: m.StepsCommitted, *, current: bool) -> None:
-        """Several workers tell of one step; the first who does counts. A step that is done again is no progress."""
-        before = event.first_step if self._furthest is None else self._furthest
-        self._furthest = max(before, event.stop_step)
-        fresh = self._furthest - before
+    def _committed(self, steps: Steps) -> None:
+        """A step that is done again is no progress."""
+        fresh = steps.stop - steps.first
         self._add("train_ft_steps_committed", by=fresh)
-        if not current:
-            return  # a step that a recovery completed: its time says nothing
-        if self._reached is None:
-            self._reached = event.first_step
-        steps = event.stop_step - self._reached
-        if steps <= 0:
+        self._add("train_ft_steps_redone", by=steps.redone)
+        if steps.seconds is None or steps.step_seconds is None:
             return
-        seconds = event.at - self._since
-        self._reached, self._since = event.stop_step, event.at
-        self._add("train_ft_steps_redone", by=max(0, steps - fresh))
-        self._add("train_ft_productive_seconds", by=seconds * min(1.0, fresh / steps))
-        self.levels["train_ft_step_seconds",] = seconds / steps
-        self.levels["train_ft_longest_step_seconds",] = event.longest_s
-        self.levels["train_ft_loss",] = event.loss
+        self._add("train_ft_productive_seconds", by=fresh * steps.step_seconds)
+        self.levels["train_ft_step_seconds",] = steps.step_seconds
+        self.levels["train_ft_longest_step_seconds",] = steps.longest_s
+        self.levels["train_ft_loss",] = steps.loss
 
     def _logged(self, event: m.LogWritten, run: RunState) -> None:
         """A worker tells what it has logged since its log was opened; what is new is added."""

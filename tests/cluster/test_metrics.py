@@ -55,15 +55,59 @@ def scrape(run: str) -> list[Sample]:
 
 
 @pytest.fixture(scope="module")
-def run(cluster, tmp_path_factory: pytest.TempPathFactory) -> ft.Result:
-    """A run that loses a worker and writes checkpoints."""
+def prometheus(cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str | None]:
+    """The address of a real server that reads all agents; None if there is none on this machine."""
+    if PROMETHEUS is None:
+        yield None
+        return
+    path = tmp_path_factory.mktemp("prometheus")
+    targets = json.dumps(addresses())
+    scraped = f"scrape_configs:\n- job_name: ray\n  scrape_interval: 500ms\n  static_configs:\n  - targets: {targets}\n"
+    (path / "prometheus.yml").write_text(scraped)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    files = [f"--config.file={path}/prometheus.yml", f"--storage.tsdb.path={path}/data"]
+    with (path / "log").open("w") as log:
+        server = subprocess.Popen([PROMETHEUS, *files, f"--web.listen-address={address}"], stdout=log, stderr=log)
+    yield address
+    server.terminate()
+    server.wait(30)
+
+
+@pytest.fixture(scope="module")
+def measured(prometheus: str | None, tmp_path_factory: pytest.TempPathFactory) -> tuple[ft.Result, list[Sample], float | None]:
+    """A run that loses a worker and writes checkpoints, what the agents say right after it, and when Prometheus has read it.
+    Ray forgets the gauges of a process some 20 s after its end."""
     faults = [ft.FailAt(rank=1, step=14, phase="forward")]
     path = tmp_path_factory.mktemp("metrics")
-    return train(path, "measured", steps=STEPS, faults=faults, checkpoints=ft.CheckpointConfig(every=6))
+    result = train(path, "measured", steps=STEPS, faults=faults, checkpoints=ft.CheckpointConfig(every=6))
+    return result, scrape("measured"), None if prometheus is None else read_at(prometheus)
 
 
-def test_the_agent_shows_what_the_run_did(run: ft.Result) -> None:
-    samples = scrape("measured")
+def read_at(prometheus: str) -> float:
+    """When the server had read the run's end, and each counter twice."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        now = time.time()
+        try:
+            ended = ask(prometheus, 'ray_train_ft_run_state{run="measured",state="finished"} == 1', now)
+            if ended and ask(prometheus, "min(count_over_time(ray_train_ft_steps_committed_total[1m])) > 1", now):
+                return now
+        except OSError:
+            pass  # it has only just been started
+        time.sleep(0.2)
+    raise AssertionError(f"Prometheus has not read the run's end within {PATIENCE_S:g} s")
+
+
+def ask(prometheus: str, query: str, at: float) -> list[dict]:
+    answer = json.loads(fetch(f"http://{prometheus}/api/v1/query?{urlencode({'query': query, 'time': at})}"))
+    assert answer["status"] == "success", answer
+    return answer["data"]["result"]
+
+
+def test_the_agent_shows_what_the_run_did(measured: tuple[ft.Result, list[Sample], float | None]) -> None:
+    run, samples, _ = measured
     records = read_records(Path(run.path) / "events.jsonl")
 
     def values(name: str) -> dict[tuple[str, ...], float]:
@@ -97,42 +141,12 @@ def test_the_agent_shows_what_the_run_did(run: ft.Result) -> None:
     assert goodput == pytest.approx(productive / run.seconds, rel=0.01)
 
 
-@pytest.fixture
-def prometheus(run: ft.Result, tmp_path: Path) -> Iterator[str]:
-    """A real server that has read our metrics at least twice."""
-    if PROMETHEUS is None:
+def test_prometheus_answers_every_query_of_the_dashboard(
+    prometheus: str | None, measured: tuple[ft.Result, list[Sample], float | None]
+) -> None:
+    at = measured[2]
+    if prometheus is None or at is None:
         pytest.skip("no Prometheus here (apt-get install prometheus)")
-    targets = json.dumps(addresses())
-    scraped = f"scrape_configs:\n- job_name: ray\n  scrape_interval: 1s\n  static_configs:\n  - targets: {targets}\n"
-    (tmp_path / "prometheus.yml").write_text(scraped)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    files = [f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
-    with (tmp_path / "log").open("w") as log:
-        server = subprocess.Popen([PROMETHEUS, *files, f"--web.listen-address={address}"], stdout=log, stderr=log)
-    try:
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
-            try:
-                if ask(address, "min(count_over_time(ray_train_ft_step[1h])) > 1"):
-                    break
-            except OSError:
-                pass
-            time.sleep(0.2)
-        yield address
-    finally:
-        server.terminate()
-        server.wait(10)
-
-
-def ask(address: str, query: str) -> list[dict]:
-    answer = json.loads(fetch(f"http://{address}/api/v1/query?{urlencode({'query': query})}"))
-    assert answer["status"] == "success", answer
-    return answer["data"]["result"]
-
-
-def test_prometheus_answers_every_query_of_the_dashboard(prometheus: str) -> None:
     values = {"$run": "measured", "$__rate_interval": "1m"}
     for panel in dashboard.build()["panels"]:
         for target in panel.get("targets", ()):
@@ -140,5 +154,5 @@ def test_prometheus_answers_every_query_of_the_dashboard(prometheus: str) -> Non
             for name, value in values.items():
                 query = query.replace(name, value)
             absent = " or " not in query and any(name in query for name in NOT_HERE)
-            assert bool(ask(prometheus, query)) != absent, (panel["title"], query)
-    assert ask(prometheus, 'sum(ray_train_ft_steps_committed_total{run="measured"})')[0]["value"][1] == str(STEPS)
+            assert bool(ask(prometheus, query, at)) != absent, (panel["title"], query)
+    assert ask(prometheus, 'sum(ray_train_ft_steps_committed_total{run="measured"})', at)[0]["value"][1] == str(STEPS)
