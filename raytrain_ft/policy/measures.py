@@ -59,11 +59,13 @@ _ALL = (
     Metric("train_ft_steps_committed", "counter", "steps", "steps committed for the first time"),
     Metric("train_ft_steps_redone", "counter", "steps", "steps committed again, after going back to a checkpoint"),
     Metric("train_ft_failures", "counter", "workers", "workers lost, spares included", ("cause", "noticed_by")),
+    Metric("train_ft_notices", "counter", "", "notices that a worker's node or process will be taken away", ("source",)),
+    Metric("train_ft_departures", "counter", "workers", "workers that left after a notice, spares included; no failures"),
     Metric(
         "train_ft_recoveries",
         "counter",
         "",
-        "recoveries that ended; lost=no: nobody was lost (a resize, a false alarm, the supervisor's own restart)",
+        "recoveries that ended; lost=no: nobody was (a resize, a departure, a false alarm, the supervisor's restart)",
         ("strategy", "guarantee", "lost"),
     ),
     Metric("train_ft_paused_seconds", "counter", "s", "exact sum of the pauses of all recoveries", ("lost",)),
@@ -129,6 +131,7 @@ class Measures:
     _given: dict[Key, float] = field(default_factory=dict)
     _chronicle: Chronicle = field(default_factory=Chronicle)
     _gone: int = 0
+    _left: int = 0
     _checkpoint_at: float | None = None
     _logs: dict[str, m.LogWritten] = field(default_factory=dict)
 
@@ -155,6 +158,8 @@ class Measures:
                 self._add("train_ft_samples_lost", by=event.stop - event.start)
             case m.LogWritten():
                 self._logged(event, run)
+            case m.Noticed():
+                self._add("train_ft_notices", event.source)
             case m.SupervisorRestarted():
                 self._add("train_ft_supervisor_restarts")
 
@@ -190,11 +195,19 @@ class Measures:
         self.totals[key] = self.totals.get(key, 0.0) + by
 
     def _count_losses(self, event: m.Event, run: RunState) -> None:
-        """Each worker once, however many noticed its loss, and also those that the machine itself gave up."""
+        """Each worker once, however many noticed its loss, and also those that the machine itself gave up. Who left after a
+        notice is no loss."""
         new = len(run.roster.gone) - self._gone
-        if new:
-            self._gone += new
-            self._add("train_ft_failures", cause_of(event), watcher_of(event), by=new)
+        if not new:
+            return
+        self._gone += new
+        left = sum(len(recovery.left) for recovery in run.recoveries) - self._left
+        self._left += left
+        departed = new if isinstance(event, m.Noticed) else left  # a spare leaves at once
+        if departed:
+            self._add("train_ft_departures", by=departed)
+        if new > departed:
+            self._add("train_ft_failures", cause_of(event), watcher_of(event), by=new - departed)
             if isinstance(event, m.WorkerLost) and event.silent_s is not None:
                 self.observed.append((("train_ft_detection_seconds", watcher_of(event)), event.silent_s))
 

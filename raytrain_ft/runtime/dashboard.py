@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from raytrain_ft.errors import StorageError
+from raytrain_ft.policy.measures import METRICS
 
 FILE = "raytrain_ft.json"
 COLUMNS = 24
@@ -22,7 +24,8 @@ RUN = '{run=~"$run"}'
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel: `queries` are (PromQL, legend); `kind` as Grafana calls it; `width` of 24 columns."""
+    """One panel: `queries` are (PromQL, legend); `kind` as Grafana calls it; `width` of 24 columns. `named`: what counts is
+    which series there is, not its value."""
 
     title: str
     queries: tuple[tuple[str, str], ...]
@@ -30,6 +33,15 @@ class Panel:
     kind: str = "timeseries"
     width: int = 8
     stacked: bool = False
+    named: bool = False
+
+    @property
+    def meaning(self) -> str:
+        """Of its metrics."""
+        names = {
+            name: None for query, _ in self.queries for name in re.findall(r"ray_(train_ft_\w+?)(?:_total|_bucket)?\{", query)
+        }
+        return "; ".join(METRICS[name].meaning for name in names)
 
 
 def _latest(name: str) -> str:
@@ -60,7 +72,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     (
         "Run",
         (
-            Panel("State", ((_NOW, "{{run}}: {{state}}"),), "none", "stat", 6),
+            Panel("State", ((_NOW, "{{run}}: {{state}}"),), "none", "stat", 6, named=True),
             Panel("Steps", ((_latest("step"), "{{run}}"), (_latest("max_steps"), "of")), "none", "stat", 6),
             Panel("Goodput", ((_latest("goodput_ratio"), "{{run}}"),), "percentunit", "stat", 3),
             Panel("Workers", ((_latest("world_size"), "{{run}}"),), "none", "stat", 3),
@@ -92,15 +104,22 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     (
         "Failures and recoveries",
         (
-            Panel(
-                "Workers lost, by cause",
-                ((_total("failures", "cause, noticed_by"), "{{cause}}, {{noticed_by}}"),),
-            ),
+            Panel("Workers lost, by cause", ((_total("failures", "cause, noticed_by"), "{{cause}}, {{noticed_by}}"),), width=6),
             Panel(
                 "Recoveries, by strategy and guarantee kept",
                 ((_total("recoveries", "strategy, guarantee, lost"), "{{strategy}}, {{guarantee}}, lost: {{lost}}"),),
+                width=6,
             ),
-            Panel("Steps redone", ((_total("steps_redone"), "{{run}}"),)),
+            Panel(
+                "Notices and departures",
+                ((_total("notices", "source"), "{{source}}"), (_total("departures"), "{{run}} left")),
+                width=6,
+            ),
+            Panel(
+                "Steps redone, samples lost",
+                ((_total("steps_redone"), "{{run}} steps"), (_total("samples_lost"), "{{run}} samples")),
+                width=6,
+            ),
             Panel("Detection: upper bound", _quantiles("detection_seconds"), "s"),
             Panel("Pause: first sign to next step", _quantiles("pause_seconds"), "s"),
             Panel(
@@ -169,10 +188,11 @@ def _panel(panel: Panel, place: dict[str, int]) -> dict[str, Any]:
     drawn = {"lineWidth": 1, "fillOpacity": 10, "showPoints": "never", "spanNulls": False}
     if panel.stacked:
         drawn |= {"stacking": {"mode": "normal"}, "fillOpacity": 60, "lineInterpolation": "stepAfter"}
-    named = {"textMode": "name" if panel.title == "State" else "auto", "reduceOptions": {"calcs": ["lastNotNull"]}}
+    named = {"textMode": "name" if panel.named else "auto", "reduceOptions": {"calcs": ["lastNotNull"]}}
     return {
         "type": panel.kind,
         "title": panel.title,
+        "description": panel.meaning,
         "gridPos": place,
         "datasource": {"type": "prometheus", "uid": "${datasource}"},
         "targets": [

@@ -30,6 +30,7 @@ NOT_HERE = {
     "ray_train_ft_samples_lost_total",
     "ray_train_ft_steps_redone_total",
     "ray_train_ft_supervisor_restarts_total",
+    *("ray_train_ft_notices_total", "ray_train_ft_departures_total"),
     "ray_train_ft_checkpoint_interval_steps",
     *("ray_train_ft_log_bytes_total", "ray_train_ft_log_disk_bytes"),
     *("ray_train_ft_log_stalls_total", "ray_train_ft_log_stall_seconds_total"),

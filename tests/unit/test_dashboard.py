@@ -37,7 +37,10 @@ def test_a_query_asks_for_what_there_is(title: str, query: str, legend: str) -> 
     assert all((metric.kind == "counter") == ("_total" in query) for metric in metrics if len(metrics) == 1)
 
 
-def test_every_metric_is_shown() -> None:
+def test_every_metric_is_shown_and_explained() -> None:
+    assert {part for panel in PANELS for part in panel["description"].split("; ")} == {
+        part for metric in METRICS.values() for part in metric.meaning.split("; ")
+    }
     assert {name for _, query, _ in QUERIES for name in asked_for(query)} == set(EXPORTED)
 
 

@@ -120,6 +120,17 @@ def test_a_resumed_run_counts_from_its_checkpoint() -> None:
     assert measures.totals["train_ft_steps_committed",] == 5
 
 
+def test_who_leaves_after_a_notice_is_no_failure() -> None:
+    rules = Rules(min_workers=1, max_workers=2, max_steps=100, spares=1)
+    spare = [m.CapacityChanged(at=2.1, slots=3), m.WorkerStarted(at=2.6, member="w2", node="n", pid=1)]
+    told = m.Noticed(at=3.0, member="w2", deadline_s=30.0, source="gcp", reason="preempted")
+    measures, run = fold(rules, [*started(), steps(2.5, 0, 1), *spare, told])
+    assert run.roster.gone == ["w2"]
+    assert measures.totals["train_ft_departures",] == 1
+    assert measures.totals["train_ft_notices", "gcp"] == 1
+    assert not [key for key in measures.totals if key[0] == "train_ft_failures"]
+
+
 def test_what_was_given_out_is_not_given_out_again() -> None:
     measures, run = fold(RULES, [*started(), steps(3.0, 0, 5), lost(3.5, "w1")])
     assert measures.increments()["train_ft_steps_committed",] == 5
@@ -170,7 +181,9 @@ def test_whatever_happens_the_sums_are_right(rules: Rules, seed: int) -> None:
         return sum(value for key, value in measures.totals.items() if key[0] == name)
 
     assert all(value >= 0 for value in measures.totals.values())
-    assert total("train_ft_failures") == len(run.roster.gone)
+    assert total("train_ft_failures") + total("train_ft_departures") == len(run.roster.gone)
+    assert total("train_ft_departures") >= sum(len(recovery.left) for recovery in run.recoveries)
+    assert total("train_ft_notices") == sum(isinstance(event, m.Noticed) for event in events)
     ended = [recovery.seconds for recovery in run.recoveries if recovery.seconds is not None]
     assert total("train_ft_recoveries") == len(ended)
     assert total("train_ft_paused_seconds") == pytest.approx(sum(ended))
