@@ -47,14 +47,13 @@ class TensorBoard(Callback):
 
         directory = run.directory / "tensorboard"
         files = sorted(directory.glob("events.out.tfevents.*"))
-        known = any(run.run_id in file.name for file in files)  # by a driver before this one
+        continues = run.resumed or any(run.run_id in file.name for file in files)  # which a driver before this one wrote
+        seen = _written(files, run.run_id) if continues else Seen(0)
         # A name of its own: tensorboardX overwrites the file of another writer of the same second.
-        self._writer = FileWriter(str(directory), filename_suffix=f".{run.number:03d}.{run.run_id}.{os.getpid()}")
-        if run.resumed or known:
-            return _written(files, run.run_id)
-        if files:
+        self._writer = FileWriter(str(directory), filename_suffix=f".{len(files):04d}.{run.run_id}")
+        if files and not continues:
             self._writer.add_event(Event(step=0, session_log=SessionLog(status=SessionLog.START)))
-        return Seen(0)
+        return seen
 
     def on_steps(self, steps: Steps) -> None:
         self._write(_scalars(steps), steps.stop)

@@ -49,7 +49,8 @@ RULES = Rules(min_workers=1, max_workers=2, max_steps=100, spares=0, checkpoints
 
 
 def test_steps_are_counted_once_whoever_tells_of_them() -> None:
-    told = [steps(2.5, 0, 1), steps(2.5, 0, 1, member="w1"), steps(3.5, 1, 5, member="w1"), steps(3.7, 1, 6), steps(4.0, 6, 7)]
+    first, second = [steps(2.5, 0, 1), steps(3.7, 1, 6), steps(4.0, 6, 7)], [(2.5, 0, 1), (3.5, 1, 5), (3.9, 5, 6)]
+    told = sorted([*first, *(steps(*about, member="w1") for about in second)], key=lambda event: event.at)
     measures, run = fold(RULES, [*started(), *told])
     assert run.state == State.RUNNING
     assert measures.totals["train_ft_steps_committed",] == 7
