@@ -12,9 +12,11 @@ from rich.table import Table
 
 from raytrain_ft.cli_checkpoints import checkpoints
 from raytrain_ft.cli_plan import plan_command
+from raytrain_ft.errors import StorageError
 from raytrain_ft.policy.audit import audit as audit_records
 from raytrain_ft.progress import describe
 from raytrain_ft.result import recovery_of
+from raytrain_ft.runtime import dashboard as dashboards
 from raytrain_ft.runtime import report as reports
 from raytrain_ft.runtime import timeline as timelines
 from raytrain_ft.runtime.event_log import read_records, read_run
@@ -100,6 +102,21 @@ def report(run: Path) -> None:
     """Writes report.html: steps, losses, recoveries and checkpoints of a run in pictures."""
     _records(run)
     console.print(str(reports.write(run)), markup=False)
+
+
+@main.command()
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Where to; by default where Ray's Grafana looks.")
+def dashboard(out: Path | None) -> None:
+    """Writes a Grafana dashboard of all runs of the cluster: call it on the head node."""
+    place = out or dashboards.directory()
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    elif not place.is_dir():
+        raise click.ClickException(f"{place} is not there: no Ray dashboard has run on this machine; give --out DIR")
+    try:
+        console.print(str(dashboards.write(place)), markup=False)
+    except StorageError as error:
+        raise click.ClickException(str(error)) from error
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -12,6 +13,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from ray.util import list_named_actors
 
 from raytrain_ft import errors
+from raytrain_ft.callbacks import Callback, Callbacks
 from raytrain_ft.chaos.faults import FailAt
 from raytrain_ft.config import (
     ParallelismConfig,
@@ -33,6 +35,8 @@ from raytrain_ft.task import TrainTask, check_task
 SUPERVISOR: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 1000}
 """Ray's options for the supervisor actor: it restarts itself as often as it takes."""
 POLL_S = 0.2
+GRACE_S = 2.0
+"""How long the supervisor has to end by itself, once its run has ended."""
 UNAVAILABLE_S = 120.0
 """How long the driver waits for a supervisor that Ray is restarting."""
 
@@ -58,6 +62,7 @@ class Trainer:
         on_non_finite: "raise" ends the run at a NaN or infinite loss; "skip" leaves the step's update out and lists its
             samples as lost.
         faults: failures to inject (`chaos.FailAt`), to rehearse.
+        callbacks: told of the run on the driver: `ft.TensorBoard()`, or your own.
         quiet: show nothing.
 
     Raises:
@@ -72,6 +77,7 @@ class Trainer:
         run_config: RunConfig | None = None,
         recovery_config: RecoveryConfig | None = None,
         parallelism_config: ParallelismConfig | None = None,
+        callbacks: Sequence[Callback] = (),
         quiet: bool = False,
         **settings: Any,
     ) -> None:
@@ -82,9 +88,12 @@ class Trainer:
         self._run = run_config or RunConfig()
         self._recovery = recovery_config or RecoveryConfig()
         self._parallelism = parallelism_config or ParallelismConfig()
+        self._callbacks = tuple(callbacks)
         self._quiet = quiet
         self._settings = TrainSettings(**settings)
         self._settings.check(self._scaling, self._recovery, self._parallelism)
+        if not all(isinstance(callback, Callback) for callback in self._callbacks):
+            raise ConfigError(f"Trainer(callbacks={callbacks!r}): use instances of raytrain_ft.Callback")
         check_supported(self._scaling, self._run)
         check_name(str(self._run.name))
 
@@ -96,13 +105,15 @@ class Trainer:
         """
         spec = prepare(self._task, self._settings, self._scaling, self._run, self._recovery, self._parallelism)
         supervisor = self._start(spec)
+        callbacks = Callbacks(self._callbacks, spec.name, spec.directory, spec.rules)
         try:
-            account = self._follow(spec, supervisor)
+            account = self._follow(spec, supervisor, callbacks)
         except BaseException:
             _abort(supervisor, "the driver was interrupted")
             raise
         finally:
             _clean_up(spec, supervisor)
+            callbacks.end()
         return _result(spec, account)
 
     # ---------------------------------------------------------------- while it runs
@@ -117,7 +128,7 @@ class Trainer:
         except ValueError as error:
             raise RunActiveError(_active(spec)) from error
 
-    def _follow(self, spec: RunSpec, supervisor: Any) -> dict[str, Any]:
+    def _follow(self, spec: RunSpec, supervisor: Any, callbacks: Callbacks) -> dict[str, Any]:
         """Shows the run's progress until it has ended; returns the last account."""
         ended = supervisor.run.remote()
         unreachable: float | None = None
@@ -143,6 +154,7 @@ class Trainer:
                 except RayTaskError as error:
                     raise TrainingFailedError(f"the supervisor failed: {error}") from error
                 display.show(account)
+                callbacks.poll()
                 if done:
                     return account
 
@@ -192,6 +204,9 @@ def _abort(supervisor: Any, reason: str) -> None:
 
 def _clean_up(spec: RunSpec, supervisor: Any) -> None:
     """Leaves nothing behind: the supervisor, and any worker that it did not end."""
+    # Unlike `ray.kill`, this lets Ray collect its last metrics.
+    ended = supervisor.__ray_terminate__.options(max_task_retries=0).remote()
+    ray.wait([ended], timeout=GRACE_S)
     ray.kill(supervisor)
     actors: Any = list_named_actors(all_namespaces=True)
     for actor in actors:

@@ -82,12 +82,18 @@ class WorkerStarted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLost(Event):
-    """A worker is gone, or is treated as gone. `noticed_by` says how this became known."""
+    """A worker is gone, or is treated as gone. `noticed_by` says how this became known.
+
+    Attributes:
+        silent_s: seconds since its last sign of life, or a hung one's of progress: it was gone no longer than that. None if it
+            was never heard.
+    """
 
     member: str
     cause: str
     noticed_by: str = "supervisor"
     preempted: bool = False
+    silent_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -194,7 +194,8 @@ class Crew:
                 return
 
     def _lost(self, member: str, cause: str, noticed_by: str, preempted: bool = False) -> None:
-        self._tell(m.WorkerLost(at=self._now(), member=member, cause=cause, noticed_by=noticed_by, preempted=preempted))
+        about = {"cause": cause, "noticed_by": noticed_by, "preempted": preempted, "silent_s": self._health.silence(member)}
+        self._tell(m.WorkerLost(at=self._now(), member=member, **about))
 
     # ---------------------------------------------------------------- commands
 

@@ -103,6 +103,11 @@ class Health:
         for known in (self._heard, self._beats, self._told):
             known.pop(member, None)
 
+    def silence(self, member: str) -> float | None:
+        """Seconds since this worker was heard last; None if it never was."""
+        heard = self._heard.get(member)
+        return None if heard is None else time.monotonic() - heard
+
     def is_starting(self, member: str) -> bool:
         """Whether the machine still waits for this worker to become ready."""
         return self._members.get(member) == MemberState.STARTING
@@ -239,8 +244,9 @@ class Health:
                     # perhaps all of it is frozen or unplugged, which Ray learns after a minute
                     self._lost_nodes[node] = time.monotonic() + FORGIVE_SILENT_NODE_S
                 cause = f"silent for {silent + patience:.1f} s (frozen, or cut off)"
+                about = {"cause": cause, "noticed_by": "heartbeat", "silent_s": self.silence(member)}
                 self._heard.pop(member)
-                self._tell(m.WorkerLost(at=self._now(), member=member, cause=cause, noticed_by="heartbeat"))
+                self._tell(m.WorkerLost(at=self._now(), member=member, **about))
         finally:
             self._probing.discard(member)
 
@@ -267,7 +273,8 @@ class Health:
             if age > limit and beat.where != WAITING and beat.incarnation == self.incarnation:
                 cause = f"hung for {age:.0f} s in {beat.where!r} of step {beat.step}"
                 self._beats.pop(member)
-                self._tell(m.WorkerLost(at=self._now(), member=member, cause=cause, noticed_by="step time"))
+                about = {"cause": cause, "noticed_by": "step time", "silent_s": age}
+                self._tell(m.WorkerLost(at=self._now(), member=member, **about))
 
     # ---------------------------------------------------------------- the cluster's size
 

@@ -17,9 +17,11 @@ from typing import Any
 from raytrain_ft.chaos.faults import Injector
 from raytrain_ft.errors import ConfigError, FTError, IllegalEventError
 from raytrain_ft.policy import messages as m
-from raytrain_ft.policy.machine import handle, replay
+from raytrain_ft.policy.machine import handle
+from raytrain_ft.policy.measures import Measures
+from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, State
-from raytrain_ft.runtime import health, report, timeline
+from raytrain_ft.runtime import health, metrics, report, timeline
 from raytrain_ft.runtime.crew import Crew
 from raytrain_ft.runtime.event_log import EventLog, read_events
 from raytrain_ft.runtime.library import Library
@@ -39,7 +41,11 @@ class Supervisor:
         past = read_events(path) if path.exists() else []
         self._log = EventLog(path)
         self._start = time.monotonic() - (past[-1].at if past else 0.0)
-        self._machine = replay(spec.rules, past)
+        self._machine, measures = RunState(spec.rules), Measures()
+        for event in past:
+            handle(self._machine, event)
+            measures.take(event, self._machine)
+        self._metrics = metrics.Publisher(spec.name, measures)
         self._health = health.Health(spec, self.tell, self.now)
         self._health.recall(past)
         self._health.follow(self._machine)
@@ -75,7 +81,7 @@ class Supervisor:
             shutil.rmtree(self._spec.logs, ignore_errors=True)  # of a run of this name that could not clean up: never replayed
             started = {"incarnation": self._spec.incarnation, "stored": stored, "details": _details(self._spec)}
             self.tell(m.RunStarted(at=0.0, run_id=self._spec.run_id, **started))
-        watcher = asyncio.create_task(self._health.watch_cluster(self._crew))
+        watchers = [asyncio.create_task(work) for work in (self._health.watch_cluster(self._crew), self._publish())]
         try:
             while self._machine.state not in ENDED:
                 self._step(await self._events.get())
@@ -83,13 +89,20 @@ class Supervisor:
             await self._crew.settled()
         finally:
             self._ended_at = self.now()
-            watcher.cancel()
+            for watcher in watchers:
+                watcher.cancel()
+            self._metrics.publish(self._ended_at, self._machine)
             await self._library.close()
             shutil.rmtree(self._spec.logs, ignore_errors=True)  # nobody is left to recover
         if not self._was_over:
             self._note_end()
         self._ended.set()
         return self.account()
+
+    async def _publish(self) -> None:
+        while True:
+            self._metrics.publish(self.now(), self._machine)
+            await asyncio.sleep(metrics.PUBLISH_INTERVAL_S)
 
     async def status(self) -> dict[str, Any]:
         """How the run stands, for progress lines."""
@@ -179,6 +192,7 @@ class Supervisor:
             self._log.note("State", at=self.now(), state=str(self._machine.state), incarnation=self._machine.incarnation)
             self._chaos.probe(str(self._machine.state), step=self._machine.step)
         self._health.follow(self._machine)
+        self._metrics.take(event, self._machine)
         for command in commands:
             if isinstance(command, m.Run):
                 self._note_resumed(command)

@@ -1,0 +1,331 @@
+"""Callbacks: every step once and in order, whatever becomes of the run and of its driver; and what is in the trackers then."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from fake_crew import Cluster
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_interleavings import all_rules, live_through
+
+import raytrain_ft as ft
+from raytrain_ft.callbacks import Callback, Callbacks, RunInfo, Seen
+from raytrain_ft.errors import ConfigError
+from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.chronicle import Steps
+from raytrain_ft.policy.roster import Rules
+from raytrain_ft.policy.strategy import Recovery
+from raytrain_ft.runtime.event_log import EventLog, encode
+from raytrain_ft.runtime.follow import committed_before
+from raytrain_ft.trackers import MLflow, TensorBoard, WandB
+
+
+class Recorder(Callback):
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.info: RunInfo | None = None
+        self.told: list[Steps | Recovery] = []
+        self.ended: list[str] = []
+
+    def on_start(self, run: RunInfo) -> Seen | None:
+        self.info = run
+
+    def on_steps(self, steps: Steps) -> None:
+        self.told.append(steps)
+
+    def on_recovery(self, recovery: Recovery) -> None:
+        self.told.append(recovery)
+
+    def on_end(self, state: str) -> None:
+        self.ended.append(state)
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        return [(one.first, one.stop) for one in self.told if isinstance(one, Steps)]
+
+
+def write(directory: Path, events: Iterable[m.Event]) -> None:
+    """As the supervisor does; an earlier log steps aside, as the driver does it."""
+    directory.mkdir(exist_ok=True)
+    log = directory / "events.jsonl"
+    if log.exists():
+        log.rename(directory / f"events-{len(list(directory.glob('events-*.jsonl'))) + 1:03d}.jsonl")
+    file = EventLog(log)
+    for event in events:
+        file.append(event)
+    file.note("State", at=0.0, state="FINISHED", incarnation=0)
+    file.close()
+
+
+def follow(directory: Path, rules: Rules, callbacks: list[Callback]) -> None:
+    following = Callbacks(callbacks, "digits", directory, rules)
+    following.end()
+
+
+def contiguous(spans: list[tuple[int, int]]) -> bool:
+    return all(first < stop for first, stop in spans) and all(a[1] == b[0] for a, b in itertools.pairwise(spans))
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(rules=all_rules(), seed=st.integers(0, 2**32))
+def test_whatever_happens_every_step_and_recovery_comes_once_and_in_order(
+    rules: Rules, seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The log grows by pieces that end anywhere, also in the middle of a line."""
+    cluster = live_through(rules, seed)
+    if not any(isinstance(event, m.RunStarted) for event in cluster.log[:1]):
+        return
+    directory, chance, recorder = tmp_path_factory.mktemp("run"), Random(seed), Recorder()
+    following = Callbacks([recorder], "digits", directory, rules)
+    following.poll()  # there is no log yet
+    text = "".join(encode(event) + "\n" for event in cluster.log).encode()
+    with (directory / "events.jsonl").open("wb", buffering=0) as log:
+        while text:
+            size = chance.randrange(1, 2000)
+            log.write(text[:size])
+            text = text[size:]
+            following.poll()
+    following.end()
+    assert recorder.ended == [str(cluster.run.state)]
+    assert [one for one in recorder.told if isinstance(one, Recovery)] == [
+        recovery for recovery in cluster.run.recoveries if recovery.resumed is not None
+    ]
+    assert contiguous(recorder.spans)
+    told = [event.stop_step for event in cluster.log if isinstance(event, m.StepsCommitted)]
+    if recorder.spans:
+        assert recorder.spans[-1][1] == max(told)
+
+
+class Toy(ft.TrainTask):
+    """What a Trainer needs to look at its other arguments."""
+
+    def model(self, stage): ...
+    def optimizer(self, params): ...
+    def dataset(self): ...
+    def loss(self, output, batch): ...
+
+
+RULES = Rules(min_workers=2, max_workers=2, max_steps=20, spares=0, checkpoints=True)
+
+
+def story(
+    until: int, *, stored: tuple[m.Stored, ...] = (), run_id: str = "r0", lose: int | None = None, seed: int = 3
+) -> list[m.Event]:
+    """The events of a run of two workers up to some step; one of them is lost at step `lose`."""
+    cluster = Cluster(RULES, Random(seed), corruption=0.0, slowness=0.0)
+    cluster.disk = list(reversed(stored))
+    cluster.tell(m.RunStarted(run_id=run_id, stored=stored, details={"max_steps": 20, "update": "barrier"}))
+    cluster.resize(4)
+    while cluster.run.step < until and cluster.run.state != "FINISHED":
+        if lose is not None and cluster.run.step >= lose:
+            cluster.lose(cluster.run.world[1])
+            lose = None
+        cluster.go_on()
+    if until >= RULES.max_steps:
+        cluster.finish()
+    return cluster.log
+
+
+def test_a_resumed_run_begins_with_the_first_step_not_told(tmp_path: Path) -> None:
+    write(tmp_path / "run", story(9))
+    first = Recorder()
+    follow(tmp_path / "run", RULES, [first])
+    reached = first.spans[-1][1]
+    assert first.spans[0][0] == 0
+    assert first.info is not None
+    assert (first.info.number, first.info.resumed, first.info.run_id) == (0, False, "r0")
+    write(tmp_path / "run", story(20, stored=(m.Stored("a", 5),), run_id="r1", lose=12))
+    assert committed_before(tmp_path / "run") == reached
+    second = Recorder()
+    follow(tmp_path / "run", RULES, [second])
+    assert second.info is not None
+    assert (second.info.number, second.info.resumed) == (1, True)
+    assert contiguous([*first.spans, *second.spans])
+    assert second.spans[-1][1] == 20
+    assert len([one for one in second.told if isinstance(one, Recovery) and one.lost]) == 1
+    assert second.ended == ["FINISHED"]
+
+
+def test_a_run_that_begins_anew_tells_everything(tmp_path: Path) -> None:
+    write(tmp_path / "run", story(9))
+    write(tmp_path / "run", story(20, run_id="r1"))
+    recorder = Recorder()
+    follow(tmp_path / "run", RULES, [recorder])
+    assert contiguous(recorder.spans)
+    assert (recorder.spans[0][0], recorder.spans[-1][1]) == (0, 20)
+    write(tmp_path / "run", story(5, run_id="r2"))
+    write(tmp_path / "run", story(9, stored=(m.Stored("a", 2),), run_id="r3"))
+    assert committed_before(tmp_path / "run") == 5  # what was before the run that began anew is another story
+
+
+def test_part_of_a_record_was_told_before(tmp_path: Path) -> None:
+    class Knows(Recorder):
+        def on_start(self, run: RunInfo) -> Seen | None:
+            return Seen(steps=3, recoveries=0)
+
+    about = {"rank": 0, "world_size": 2, "incarnation": 1, "epoch": 0, "start": 0, "ids_digest": "", "loss": 0.5}
+    joined = [event for event in story(1) if not isinstance(event, m.StepsCommitted)]
+    steps = m.StepsCommitted(at=joined[-1].at + 2.0, member="w0", first_step=0, stop_step=8, **about)
+    write(tmp_path / "run", [*joined, steps])
+    knows, new = Knows(), Recorder()
+    follow(tmp_path / "run", RULES, [knows, new])
+    assert (knows.spans, new.spans) == ([(3, 8)], [(0, 8)])
+    times = [one.step_seconds for recorder in (knows, new) for one in recorder.told if isinstance(one, Steps)]
+    assert times[0] == times[1]
+
+
+def test_one_that_raises_is_left_and_the_others_go_on(tmp_path: Path) -> None:
+    class Broken(Recorder):
+        def on_steps(self, steps: Steps) -> None:
+            super().on_steps(steps)
+            raise ValueError("no")
+
+    write(tmp_path / "run", story(9))
+    broken, sound = Broken(), Recorder()
+    with pytest.warns(UserWarning, match="Broken is not called any more; training goes on. on_steps raised ValueError: no"):
+        follow(tmp_path / "run", RULES, [broken, sound])
+    assert (len(broken.told), broken.ended) == (1, [])
+    assert len(sound.spans) > 3
+
+
+def test_a_damaged_log_does_not_end_the_driver(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text('{"event":"RunStarted","at":"soon"}\n')
+    with pytest.warns(UserWarning, match="events cannot be followed"):
+        follow(tmp_path, RULES, [Recorder()])
+
+
+def test_only_callbacks_are_taken() -> None:
+    with pytest.raises(ConfigError, match="use instances of"):
+        ft.Trainer(Toy(), max_steps=1, global_batch_size=1, callbacks=[print])  # pyright: ignore[reportArgumentType]
+
+
+# ---------------------------------------------------------------- trackers
+
+
+def told_steps(events: list[m.Event], *, after: int = 0) -> list[int]:
+    """Where the points of a run's curve are."""
+    furthest, found = after, []
+    for event in events:
+        if isinstance(event, m.StepsCommitted) and event.stop_step > furthest:
+            furthest = event.stop_step
+            found.append(furthest)
+    return found
+
+
+def scalars(directory: Path) -> tuple[list[int], list[int]]:
+    """What TensorBoard itself reads: steps of the loss, steps of the recoveries."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard here")
+    reader = accumulator.EventAccumulator(str(directory), purge_orphaned_data=True)
+    reader.Reload()
+    found: list[list[int]] = []
+    for tag in ("train/loss", "recovery/pause_seconds"):
+        found.append([event.step for event in reader.Scalars(tag)] if tag in reader.Tags()["scalars"] else [])
+    return found[0], found[1]
+
+
+def test_tensorboard_shows_one_curve_over_a_kill_a_resume_and_a_recovery(tmp_path: Path) -> None:
+    run, board = tmp_path / "run", tmp_path / "run" / "tensorboard"
+    first, second = story(9), story(20, stored=(m.Stored("a", 5),), run_id="r1", lose=12)
+    write(run, first)
+    following = Callbacks([TensorBoard()], "digits", run, RULES)
+    following.poll()  # and then the driver is killed, in the middle of a write
+    (file,) = board.iterdir()
+    file.write_bytes(file.read_bytes()[:-2])
+    write(run, second)
+    follow(run, RULES, [TensorBoard()])
+    follow(run, RULES, [TensorBoard()])  # a second driver takes the same run up when all was told
+    losses, recoveries = scalars(board)
+    expected = told_steps(first)[:-1]
+    assert losses == [*expected, *told_steps(second, after=expected[-1])]
+    assert losses == sorted(set(losses))
+    assert losses[-1] == 20
+    assert len(recoveries) == 1
+
+
+def test_tensorboard_hides_the_curve_of_a_run_that_was_begun_anew(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write(run, story(15, seed=3))
+    follow(run, RULES, [TensorBoard()])
+    again = story(9, run_id="r1", seed=4)
+    write(run, again)
+    follow(run, RULES, [TensorBoard()])
+    assert scalars(run / "tensorboard")[0] == told_steps(again)
+
+
+def test_mlflow_continues_the_run(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow", reason="MLflow is not installed: pip install -e .[mlflow]")
+    from mlflow.tracking import MlflowClient
+
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    run, first, second = tmp_path / "run", story(9), story(20, stored=(m.Stored("a", 5),), run_id="r1", lose=12)
+    write(run, first)
+    follow(run, RULES, [MLflow(uri)])
+    write(run, second)
+    following = Callbacks([MLflow(uri)], "digits", run, RULES)
+    following.poll()  # the driver is killed
+    follow(run, RULES, [MLflow(uri)])
+    client = MlflowClient(uri)
+    (found,) = client.search_runs([client.get_experiment_by_name("raytrain_ft").experiment_id])
+    losses = [metric.step for metric in client.get_metric_history(found.info.run_id, "train/loss")]
+    assert losses == [*told_steps(first), *told_steps(second, after=told_steps(first)[-1])]
+    assert len(client.get_metric_history(found.info.run_id, "recovery/pause_seconds")) == 1
+    assert "the process died" in found.data.tags["recovery 1"] or "it died" in found.data.tags["recovery 1"]
+    assert (found.info.run_name, found.info.status) == ("digits", "FINISHED")
+    assert found.data.params == {"max_steps": "20", "update": "barrier"}
+    write(run, story(9, run_id="r2"))
+    follow(run, RULES, [MLflow(uri)])
+    assert len(client.search_runs([found.info.experiment_id])) == 2  # it began anew
+
+
+def records_of(data: bytes) -> Iterator[bytes]:
+    """The records of a W&B store: LevelDB's log format, in blocks of 32 KiB, after a header of 7 bytes."""
+    at, parts = 7, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part of one
+            yield parts
+            parts = b""
+
+
+def history(directory: Path) -> list[tuple[str, int]]:
+    """(run, step) of every row in the offline stores of W&B, oldest first."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found: list[tuple[str, int]] = []
+    for path in sorted(directory.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns):
+        name = ""
+        for data in records_of(path.read_bytes()):
+            record: Any = Record.FromString(data)
+            name = record.run.run_id or name
+            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            if "train/loss" in items:
+                found.append((name, record.history.step.num))
+    return found
+
+
+def test_wandb_continues_the_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install -e .[wandb]")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run, first, second = tmp_path / "run", story(9), story(20, stored=(m.Stored("a", 5),), run_id="r1", lose=12)
+    write(run, first)
+    follow(run, RULES, [WandB(mode="offline")])
+    write(run, second)
+    follow(run, RULES, [WandB(mode="offline")])
+    follow(run, RULES, [WandB(mode="offline")])  # nothing is left to tell
+    steps = [*told_steps(first), *told_steps(second, after=told_steps(first)[-1])]
+    assert history(run) == [("r0", step) for step in steps]
