@@ -25,6 +25,7 @@ _EXPORTS = {
     "TrainTask": "raytrain_ft.task",
     "Trainer": "raytrain_ft.trainer",
     "Undo": "raytrain_ft.training.undo",
+    "attach": "raytrain_ft.follow",
     "load_model": "raytrain_ft.result",
     "undo": "raytrain_ft.training",
 }

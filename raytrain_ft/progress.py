@@ -64,6 +64,17 @@ class Display:
             )
         self._state = account["state"]
 
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        if not self._quiet:
+            self._console.print(f"[{self._name}] {text}", markup=False)
+
+    def show_end(self, account: dict[str, Any]) -> None:
+        """Of a run that was ended before its time: what to do with it."""
+        if account["state"] == "ABORTED":
+            begin = f"goes on from {account['checkpoint']}" if account["checkpoint"] else "begins anew: it has no checkpoint"
+            self.say(f"ended at step {account['step']}/{self._max_steps}; run again under the same name, it {begin}")
+
 
 def describe(recovery: Recovery) -> str:
     """A short account of one recovery: what died, how it was noticed, what was done, what it cost, what was kept."""

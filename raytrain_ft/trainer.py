@@ -8,10 +8,8 @@ from difflib import get_close_matches
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
-from ray.util import list_named_actors
+from ray.exceptions import RayError
 
-from raytrain_ft import errors
 from raytrain_ft.chaos.faults import FailAt
 from raytrain_ft.config import (
     ParallelismConfig,
@@ -21,20 +19,31 @@ from raytrain_ft.config import (
     check_name,
     check_supported,
 )
-from raytrain_ft.errors import ConfigError, RunActiveError, TrainingFailedError
+from raytrain_ft.errors import ConfigError, FTError, RunActiveError
+from raytrain_ft.follow import POLL_S, abort, clean_up, result_of, watch
+from raytrain_ft.policy.states import ENDED
 from raytrain_ft.prepare import prepare
 from raytrain_ft.progress import Display
-from raytrain_ft.result import Result, recovery_of
+from raytrain_ft.result import Result
 from raytrain_ft.runtime.spec import NAMESPACE, RunSpec
 from raytrain_ft.runtime.supervisor import Supervisor
 from raytrain_ft.settings import TrainSettings
 from raytrain_ft.task import TrainTask, check_task
 
-SUPERVISOR: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 1000}
-"""Ray's options for the supervisor actor: it restarts itself as often as it takes."""
-POLL_S = 0.2
-UNAVAILABLE_S = 120.0
-"""How long the driver waits for a supervisor that Ray is restarting."""
+SUPERVISOR: dict[str, Any] = {
+    "num_cpus": 0,
+    "lifetime": "detached",
+    "max_restarts": -1,
+    "max_task_retries": -1,
+    "max_concurrency": 1000,
+}
+"""Ray's options for the supervisor actor: it restarts itself as often as it takes, and ends itself."""
+LEAVE_S = 15.0
+"""How long a run of this name that has ended may take to leave."""
+_INTERRUPTED: dict[type[BaseException], str] = {
+    KeyboardInterrupt: "interrupted (Ctrl-C)",
+    SystemExit: "its job was stopped (SIGTERM)",
+}
 
 
 class Trainer:
@@ -89,62 +98,38 @@ class Trainer:
         check_name(str(self._run.name))
 
     def fit(self) -> Result:
-        """Trains to the end.
+        """Trains to the end. Ctrl-C, SIGTERM and `ray job stop` end the run before its time: it leaves a checkpoint.
 
         Raises:
             ConfigError: something about the run cannot work; TrainingFailedError: a run that began could not be finished.
         """
         spec = prepare(self._task, self._settings, self._scaling, self._run, self._recovery, self._parallelism)
-        supervisor = self._start(spec)
-        try:
-            account = self._follow(spec, supervisor)
-        except BaseException:
-            _abort(supervisor, "the driver was interrupted")
-            raise
-        finally:
-            _clean_up(spec, supervisor)
-        return _result(spec, account)
-
-    # ---------------------------------------------------------------- while it runs
-
-    def _start(self, spec: RunSpec) -> Any:
-        """Starts the supervisor. Its name is taken as long as the run lives, which keeps a second one out."""
-        _refuse_second_run(spec)
-        _keep_earlier_records(spec)
-        (spec.directory / "nonce").write_text(spec.nonce)
-        try:
-            return ray.remote(Supervisor).options(name=spec.supervisor_name, namespace=NAMESPACE, **SUPERVISOR).remote(spec)
-        except ValueError as error:
-            raise RunActiveError(_active(spec)) from error
-
-    def _follow(self, spec: RunSpec, supervisor: Any) -> dict[str, Any]:
-        """Shows the run's progress until it has ended; returns the last account."""
-        ended = supervisor.run.remote()
-        unreachable: float | None = None
+        supervisor = _start(spec)
         with Display(spec.name, spec.rules.max_steps, quiet=self._quiet) as display:
-            while True:
-                done, _ = ray.wait([ended], timeout=POLL_S)
-                try:
-                    account: Any = ray.get(ended if done else supervisor.status.remote(), timeout=10)
-                    unreachable = None
-                except (ActorUnavailableError, GetTimeoutError) as error:
-                    unreachable = unreachable or time.monotonic()
-                    if time.monotonic() - unreachable > UNAVAILABLE_S:
-                        raise TrainingFailedError(f"the supervisor has not answered for {UNAVAILABLE_S:g} s") from error
-                    continue
-                except ActorDiedError as error:
-                    if "No module named" in str(error):
-                        module = str(error).split("No module named")[1].split()[0].strip("'\"")
-                        raise ConfigError(
-                            f"the cluster's nodes cannot import {module!r}, which the task needs: define the task in the job's "
-                            "own file, submit with --working-dir, or install the module on every node"
-                        ) from error
-                    raise TrainingFailedError(f"the supervisor could not be kept alive: {error}") from error
-                except RayTaskError as error:
-                    raise TrainingFailedError(f"the supervisor failed: {error}") from error
-                display.show(account)
-                if done:
-                    return account
+            try:
+                account = self._follow(spec, supervisor, display)
+            except FTError:
+                raise
+            except BaseException as error:
+                interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
+                reason = _INTERRUPTED.get(type(error), f"its driver failed: {error!r}")
+                if interrupted and spec.rules.leaves_checkpoint:
+                    display.say(f"{reason}: takes a last checkpoint and ends (within {spec.rules.stop_timeout:g} s)")
+                abort(supervisor, reason, spec.rules.stop_timeout, display if interrupted else None)
+                raise
+            finally:
+                clean_up(spec.run_id, supervisor)
+        return result_of(account)
+
+    def _follow(self, spec: RunSpec, supervisor: Any, display: Display) -> dict[str, Any]:
+        """Shows the run's progress until it has ended; returns the last account."""
+        accounts = watch(supervisor)
+        account = next(accounts)
+        _check_directory(spec)
+        display.show(account)
+        for account in accounts:
+            display.show(account)
+        return account
 
 
 def _check_keywords(settings: dict[str, Any]) -> None:
@@ -161,55 +146,44 @@ def _check_keywords(settings: dict[str, Any]) -> None:
         raise ConfigError(f"Trainer(faults={settings['faults']!r}): use raytrain_ft.chaos.FailAt")
 
 
-def _active(spec: RunSpec) -> str:
-    return f"a run named {spec.name!r} is alive on this cluster: wait for it, end it, or choose another RunConfig(name=...)"
+def _start(spec: RunSpec) -> Any:
+    """Starts the supervisor. Its name is taken as long as the run lives, which keeps a second one out."""
+    options = {"name": spec.supervisor_name, "namespace": NAMESPACE, **SUPERVISOR}
+    deadline = time.monotonic() + LEAVE_S
+    while True:
+        try:
+            return ray.remote(Supervisor).options(**options).remote(spec)
+        except ValueError as error:
+            other = _account_of(spec.supervisor_name)
+            if time.monotonic() > deadline or (other is not None and other["state"] not in ENDED):
+                raise RunActiveError(_active(spec.name, other)) from error
+            time.sleep(POLL_S)  # it has ended, and is about to leave
 
 
-def _refuse_second_run(spec: RunSpec) -> None:
+def _account_of(supervisor: str) -> dict[str, Any] | None:
+    """What another run says of itself."""
     try:
-        ray.get_actor(spec.supervisor_name, namespace=NAMESPACE)
-    except ValueError:
-        return
-    raise RunActiveError(_active(spec))
+        return ray.get(ray.get_actor(supervisor, namespace=NAMESPACE).status.remote(), timeout=5)  # pyright: ignore
+    except (ValueError, RayError):
+        return None
 
 
-def _keep_earlier_records(spec: RunSpec) -> None:
-    log = spec.directory / "events.jsonl"
-    if log.exists():
-        number = len(list(spec.directory.glob("events-*.jsonl"))) + 1
-        log.rename(spec.directory / f"events-{number:03d}.jsonl")
-    faults = spec.directory / "faults"
-    for marker in faults.glob("*") if faults.exists() else ():
-        marker.unlink()
+def _active(name: str, other: dict[str, Any] | None) -> str:
+    known = ""
+    if other is not None:
+        known = f" in {other['directory']} ({other['state'].lower()}, step {other['step']}/{other['max_steps']}"
+        known += f", last followed {other['unfollowed_s']:.0f} s ago)"
+    return (
+        f"a run named {name!r} is alive on this cluster{known}: follow it with `raytrain-ft attach {name}`, end it with "
+        f"`raytrain-ft stop {name}`, or choose another RunConfig(name=...)"
+    )
 
 
-def _abort(supervisor: Any, reason: str) -> None:
-    try:
-        ray.get(supervisor.abort.remote(reason), timeout=15)
-    except (RayActorError, RayTaskError, GetTimeoutError):
-        return  # it is gone, and its workers end themselves; `_clean_up` sees to the rest
-
-
-def _clean_up(spec: RunSpec, supervisor: Any) -> None:
-    """Leaves nothing behind: the supervisor, and any worker that it did not end."""
-    ray.kill(supervisor)
-    actors: Any = list_named_actors(all_namespaces=True)
-    for actor in actors:
-        if actor["namespace"] == NAMESPACE and actor["name"].startswith(spec.member_name("")):
-            try:
-                ray.kill(ray.get_actor(actor["name"], namespace=NAMESPACE))
-            except ValueError:
-                continue  # it ended meanwhile
-
-
-def _result(spec: RunSpec, account: dict[str, Any]) -> Result:
-    recoveries = [recovery_of(fields) for fields in account["recoveries"]]
-    if account["failure"] is not None:
-        name, message = account["failure"]
-        kind = getattr(errors, name, TrainingFailedError)
-        where = f"\nThe run's records: {spec.directory}"
-        raise kind(message + where)
-    metrics = {"loss": account["loss"], "step": account["step"]}
-    digest = account["result"].get("digest", "")
-    checkpoint = f"{spec.checkpoints.uri}/{account['stored'][0]}" if spec.checkpoints and account["stored"] else None
-    return Result(metrics, str(spec.directory), recoveries, digest, account["seconds"], checkpoint)
+def _check_directory(spec: RunSpec) -> None:
+    """The supervisor writes the run's records where this process looks for them."""
+    path = spec.directory / "nonce"
+    if not path.exists() or path.read_text() != spec.nonce:
+        raise ConfigError(
+            f"RunConfig.storage_path: the node of the supervisor and this one do not see the same {spec.directory}. Use a path "
+            "that is shared by all nodes."
+        )
