@@ -110,25 +110,26 @@ def steps_of(run: Path) -> int:
 
 def test_stopped_resubmitted_orphaned_attached(client: JobSubmissionClient, cluster, undisturbed, tmp_path: Path) -> None:
     """One run through it all: it ends with the bits of the undisturbed run."""
-    run = tmp_path / "toy"
-    entrypoint = f"tests/cluster/submitted.py --storage-path {tmp_path} --name toy"
+    run, held = tmp_path / "toy", tmp_path / "held"
+    held.touch()
+    script = f"tests/cluster/submitted.py --storage-path {tmp_path} --name toy"
 
     # Submitted by hand; again while it runs; stopped by hand.
-    said = ray_job(
-        client, "submit", "--no-wait", "--working-dir", ".", "--", *f"{sys.executable} {entrypoint} --step-seconds 0.6".split()
-    )
+    said = ray_job(client, "submit", "--no-wait", "--working-dir", ".", "--", sys.executable, *script.split())
     first = re.search(r"raysubmit_\w+", said)
     assert first, said
     until(lambda: steps_of(run) > 0, "the first step")
     running = [len(processes_of(sign)) for sign in ("ray::Supervisor", "ray::Worker", "raytrain_ft.storage.persister")]
     assert running == [1, 2, 2], "what is looked for below can be seen"
-    second = submit(client, f"{entrypoint} --step-seconds 0")
+    second = submit(client, script)
     status, logs = ended(client, second)
     assert status == JobStatus.FAILED
     assert "RunActiveError: a run named 'toy' is alive on this cluster" in logs
     assert "raytrain-ft attach toy" in client.get_job_info(second).message
     assert client.get_job_status(first[0]) == JobStatus.RUNNING, client.get_job_logs(first[0])
-    ray_job(client, "stop", first[0])
+    ray_job(client, "stop", "--no-wait", first[0])
+    until(lambda: "takes a last checkpoint" in client.get_job_logs(first[0]), "the driver's answer to SIGTERM")
+    held.unlink()
     status, logs = ended(client, first[0])
     assert status == JobStatus.STOPPED
     assert "its job was stopped (SIGTERM): takes a last checkpoint" in logs
@@ -138,10 +139,14 @@ def test_stopped_resubmitted_orphaned_attached(client: JobSubmissionClient, clus
     assert records[-1]["event"] == "RunFailed"
     assert records[-1]["error"][0] == "AbortedError"
     assert 0 < stored["step"] == steps_of(run) < STEPS
-    assert not {".git", ".venv", "docs"} & set(re.search(r"working directory: (.*)", logs)[1].split())
+    uploaded = re.search(r"working directory: (.*)", logs)
+    assert uploaded
+    assert "jobs" in uploaded[1]
+    assert not {".git", ".venv", "docs"} & set(uploaded[1].split())
 
     # Again: it goes on. The driver is lost, then a worker; attached to until its end.
-    third = submit(client, f"{entrypoint} --step-seconds 0.3 --driver-timeout 60")
+    held.touch()
+    third = submit(client, f"{script} --driver-timeout 100")
     until(lambda: stored["step"] < steps_of(run), "the first step after the checkpoint")
     (driver,) = [process for process in processes_of("submitted.py") if "python" in process.name()]
     driver.kill()
@@ -153,7 +158,8 @@ def test_stopped_resubmitted_orphaned_attached(client: JobSubmissionClient, clus
     heard = attached.stdout.readline()
     worker = next(record for record in read_records(run / "events.jsonl") if record["event"] == "WorkerStarted")
     psutil.Process(worker["pid"]).kill()
-    heard += attached.communicate(timeout=60)[0]
+    held.unlink()
+    heard += attached.communicate(timeout=100)[0]
     assert attached.returncode == 0, heard
     assert "[toy] " in heard
     assert f"noticed by ray; lost {worker['member']}; workers 2 -> 2" in heard
