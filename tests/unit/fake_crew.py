@@ -409,6 +409,8 @@ class Cluster:
             actions.append(lambda: self._post(notice))
         if self.timers:
             actions.append(lambda: self._fire(self.chance.randrange(len(self.timers))))
+        if self.run.abort_reason:
+            actions += [lambda: self.tell(m.TimerFired(timer="stop", incarnation=None))] * 2
         actions += [lambda i=i: self._fire(i) for i, timer in enumerate(self.timers) if timer.timer == "leave"]
         for worker in self.workers.values():
             actions.append(lambda w=worker: self._die(w, noticed=self.chance.random() < 0.5))

@@ -133,7 +133,7 @@ def test_every_edge_of_the_table_is_taken_and_no_other() -> None:
     """`handle` refuses what the table lacks; here, nothing is in the table that cannot happen."""
     taken: set[tuple[type[m.Event], State, State]] = set()
     listed = {(event, a, b) for event, by_state in TRANSITIONS.items() for a, targets in by_state.items() for b in targets}
-    chance = Random(9)
+    chance = Random(7)
     for seed in range(60_000):
         stages = chance.choice([1, 2])
         rules = Rules(
