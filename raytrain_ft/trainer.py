@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import signal
+import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -105,7 +110,7 @@ class Trainer:
         """
         spec = prepare(self._task, self._settings, self._scaling, self._run, self._recovery, self._parallelism)
         supervisor = _start(spec)
-        with Display(spec.name, spec.rules.max_steps, quiet=self._quiet) as display:
+        with _exit_at_sigterm(), Display(spec.name, spec.rules.max_steps, quiet=self._quiet) as display:
             try:
                 account = self._follow(spec, supervisor, display)
             except FTError:
@@ -155,28 +160,46 @@ def _start(spec: RunSpec) -> Any:
             return ray.remote(Supervisor).options(**options).remote(spec)
         except ValueError as error:
             other = _account_of(spec.supervisor_name)
-            if time.monotonic() > deadline or (other is not None and other["state"] not in ENDED):
+            leaves = other is None or other.get("state") in ENDED
+            if not leaves or time.monotonic() > deadline:
                 raise RunActiveError(_active(spec.name, other)) from error
-            time.sleep(POLL_S)  # it has ended, and is about to leave
+            time.sleep(POLL_S)
 
 
 def _account_of(supervisor: str) -> dict[str, Any] | None:
-    """What another run says of itself."""
+    """What another run says of itself; nothing if it does not answer; None if there is none any more."""
     try:
-        return ray.get(ray.get_actor(supervisor, namespace=NAMESPACE).status.remote(), timeout=5)  # pyright: ignore
-    except (ValueError, RayError):
+        other: Any = ray.get_actor(supervisor, namespace=NAMESPACE)
+    except ValueError:
         return None
+    try:
+        return ray.get(other.status.remote(), timeout=5)
+    except (RayError, AttributeError):  # the latter: it is no supervisor of ours
+        return {}
 
 
 def _active(name: str, other: dict[str, Any] | None) -> str:
     known = ""
-    if other is not None:
+    if other:
         known = f" in {other['directory']} ({other['state'].lower()}, step {other['step']}/{other['max_steps']}"
         known += f", last followed {other['unfollowed_s']:.0f} s ago)"
     return (
         f"a run named {name!r} is alive on this cluster{known}: follow it with `raytrain-ft attach {name}`, end it with "
         f"`raytrain-ft stop {name}`, or choose another RunConfig(name=...)"
     )
+
+
+@contextmanager
+def _exit_at_sigterm() -> Iterator[None]:
+    """SIGTERM ends this process as `sys.exit` does. Ray sees to that too, but writes its own stack into the job's log first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set a handler
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _check_directory(spec: RunSpec) -> None:

@@ -23,6 +23,7 @@ from ray.util import list_named_actors
 import raytrain_ft as ft
 from raytrain_ft.runtime.event_log import read_records
 
+pytestmark = pytest.mark.timeout(300)  # several jobs at once, each with processes that import torch
 ROOT = Path(__file__).parents[2]
 ENDED = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)
 JOBS = {
@@ -133,6 +134,7 @@ def test_stopped_resubmitted_orphaned_attached(client: JobSubmissionClient, clus
     status, logs = ended(client, first[0])
     assert status == JobStatus.STOPPED
     assert "its job was stopped (SIGTERM): takes a last checkpoint" in logs
+    assert "SIGTERM received" not in logs, "Ray's own stack"
     until(lambda: nothing_runs(tmp_path), "the end of every process")
     records = read_records(run / "events.jsonl")
     stored = [record for record in records if record["event"] == "CheckpointCommitted"][-1]
