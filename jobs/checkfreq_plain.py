@@ -2,6 +2,7 @@
 
     python jobs/checkfreq_plain.py
     torchrun --nproc-per-node 2 jobs/checkfreq_plain.py
+    ray job submit --working-dir . -- python jobs/checkfreq_plain.py --path /shared/runs/checkfreq
 
 The lines that CheckFreq asks for are marked with "#+". Needs scikit-learn, which brings the images with it.
 """

@@ -1,6 +1,7 @@
 """CheckFreq in Ray Train's TorchTrainer: its restarts go on at the exact next sample.
 
     python jobs/checkfreq_ray_train.py
+    ray job submit --working-dir . -- python jobs/checkfreq_ray_train.py --path /shared/runs/checkfreq
 
 Worker 1 kills itself once, in the midst of the job. Ray Train starts both workers again, and the loop goes on from the newest
 checkpoint. The lines that CheckFreq asks for are marked with "#+". Needs scikit-learn.
@@ -69,7 +70,10 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory(prefix="checkfreq-") as directory:
         path = str(Path(args.path or f"{directory}/digits").absolute())
-        ray.init(num_cpus=3, include_dashboard=False)
+        here = (
+            {} if "RAY_ADDRESS" in os.environ else {"num_cpus": 3, "include_dashboard": False}
+        )  # a cluster, or one of its own
+        ray.init(**here)
         result = TorchTrainer(
             train_loop,
             train_loop_config={"path": path, "epochs": args.epochs, "jobs": JOBS},

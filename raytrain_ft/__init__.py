@@ -29,6 +29,7 @@ _EXPORTS = {
     "Trainer": "raytrain_ft.trainer",
     "WandB": "raytrain_ft.trackers",
     "Undo": "raytrain_ft.training.undo",
+    "attach": "raytrain_ft.follow",
     "load_model": "raytrain_ft.result",
     "undo": "raytrain_ft.training",
 }

@@ -96,7 +96,8 @@ class Callbacks:
 
     def end(self) -> None:
         """Tells the rest, and that the run has ended."""
-        self.poll()
+        if self._seen:
+            self.poll()
         for callback in [one for one in self._callbacks if id(one) in self._seen]:
             self._call(callback, "on_end", str(self._follower.state))
         self._callbacks = []

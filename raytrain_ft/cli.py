@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from raytrain_ft.cli_attach import attach_command, stop_command
 from raytrain_ft.cli_checkpoints import checkpoints
 from raytrain_ft.cli_plan import plan_command
 from raytrain_ft.errors import StorageError
@@ -33,6 +34,8 @@ def main() -> None:
 
 main.add_command(checkpoints)
 main.add_command(plan_command)
+main.add_command(attach_command)
+main.add_command(stop_command)
 
 
 def _records(run: Path) -> list[dict]:

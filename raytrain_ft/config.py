@@ -207,6 +207,10 @@ class RecoveryConfig:
         fence_timeout: the least time that a survivor has to leave its step (three times the longest step if longer).
         schedule_timeout: how long to wait at the start for enough workers.
         lease: a worker that has not reached the supervisor for this long stops itself.
+        driver_timeout: a run that nobody has followed for this long, neither the job that started it nor `raytrain-ft attach`,
+            saves a checkpoint and ends. With hours, a run outlives its driver.
+        stop_timeout: how long a run that is to end before its time (Ctrl-C, SIGTERM, `ray job stop`, no driver) may take for a
+            last checkpoint.
         max_fruitless_recoveries: recoveries in a row without a committed step before the run gives up.
     """
 
@@ -229,6 +233,8 @@ class RecoveryConfig:
     fence_timeout: timedelta = timedelta(seconds=10)
     schedule_timeout: timedelta = timedelta(seconds=120)
     lease: timedelta = timedelta(seconds=120)
+    driver_timeout: timedelta = timedelta(seconds=15)
+    stop_timeout: timedelta = timedelta(seconds=30)
     max_fruitless_recoveries: int = 10
 
     def __post_init__(self) -> None:

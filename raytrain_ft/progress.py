@@ -51,18 +51,29 @@ class Display:
                 break
             self._shown += 1
             self._console.print(describe(recovery), markup=False)
-        loss = "" if account["loss"] is None else f"loss {account['loss']:.4f}"
-        note = f"{account['world_size']} workers  {loss}"
+        state, size = account["state"].lower().replace("_", " "), account["world_size"]
+        words = [state, f"{size} worker{'s' * (size != 1)}" * bool(size)]
+        words += [f"loss {account['loss']:.4f}"] if account["loss"] is not None else []
+        note = "  ".join(word for word in words if word)
         if self._bar is not None:
-            self._bar.update(self._task, completed=account["step"], note=f"{account['state'].lower()}  {note}")
+            self._bar.update(self._task, completed=account["step"], note=note)
         elif account["state"] != self._state or time.monotonic() - self._last_line > LINE_INTERVAL_S:
             self._last_line = time.monotonic()
             self._console.print(
-                f"[{self._name}] {account['seconds']:7.1f} s  step {account['step']}/{self._max_steps}  "
-                f"{account['state'].lower()}  {note}",
-                markup=False,
+                f"[{self._name}] {account['seconds']:7.1f} s  step {account['step']}/{self._max_steps}  {note}", markup=False
             )
         self._state = account["state"]
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        if not self._quiet:
+            self._console.print(f"[{self._name}] {text}", markup=False)
+
+    def show_end(self, account: dict[str, Any]) -> None:
+        """Of a run that was ended before its time: what to do with it."""
+        if account["state"] == "ABORTED":
+            begin = f"goes on from {account['checkpoint']}" if account["checkpoint"] else "begins anew: it has no checkpoint"
+            self.say(f"ended at step {account['step']}/{self._max_steps}; run again under the same name, it {begin}")
 
 
 def describe(recovery: Recovery) -> str:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import signal
+import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
-from ray.util import list_named_actors
+from ray.exceptions import RayError
 
-from raytrain_ft import errors
 from raytrain_ft.callbacks import Callback, Callbacks
 from raytrain_ft.chaos.faults import FailAt
 from raytrain_ft.config import (
@@ -23,22 +25,31 @@ from raytrain_ft.config import (
     check_name,
     check_supported,
 )
-from raytrain_ft.errors import ConfigError, RunActiveError, TrainingFailedError
+from raytrain_ft.errors import ConfigError, FTError, RunActiveError
+from raytrain_ft.follow import POLL_S, abort, clean_up, result_of, watch
+from raytrain_ft.policy.states import ENDED
 from raytrain_ft.prepare import prepare
 from raytrain_ft.progress import Display
-from raytrain_ft.result import Result, recovery_of
+from raytrain_ft.result import Result
 from raytrain_ft.runtime.spec import NAMESPACE, RunSpec
 from raytrain_ft.runtime.supervisor import Supervisor
 from raytrain_ft.settings import TrainSettings
 from raytrain_ft.task import TrainTask, check_task
 
-SUPERVISOR: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 1000}
-"""Ray's options for the supervisor actor: it restarts itself as often as it takes."""
-POLL_S = 0.2
-GRACE_S = 2.0
-"""How long the supervisor has to end by itself, once its run has ended."""
-UNAVAILABLE_S = 120.0
-"""How long the driver waits for a supervisor that Ray is restarting."""
+SUPERVISOR: dict[str, Any] = {
+    "num_cpus": 0,
+    "lifetime": "detached",
+    "max_restarts": -1,
+    "max_task_retries": -1,
+    "max_concurrency": 1000,
+}
+"""Ray's options for the supervisor actor: it restarts itself as often as it takes, and ends itself."""
+LEAVE_S = 15.0
+"""How long a run of this name that has ended may take to leave."""
+_INTERRUPTED: dict[type[BaseException], str] = {
+    KeyboardInterrupt: "interrupted (Ctrl-C)",
+    SystemExit: "its job was stopped (SIGTERM)",
+}
 
 
 class Trainer:
@@ -98,65 +109,42 @@ class Trainer:
         check_name(str(self._run.name))
 
     def fit(self) -> Result:
-        """Trains to the end.
+        """Trains to the end. Ctrl-C, SIGTERM and `ray job stop` end the run before its time: it leaves a checkpoint.
 
         Raises:
             ConfigError: something about the run cannot work; TrainingFailedError: a run that began could not be finished.
         """
         spec = prepare(self._task, self._settings, self._scaling, self._run, self._recovery, self._parallelism)
-        supervisor = self._start(spec)
+        supervisor = _start(spec)
         callbacks = Callbacks(self._callbacks, spec.name, spec.directory, spec.rules)
-        try:
-            account = self._follow(spec, supervisor, callbacks)
-        except BaseException:
-            _abort(supervisor, "the driver was interrupted")
-            raise
-        finally:
-            _clean_up(spec, supervisor)
-            callbacks.end()
-        return _result(spec, account)
+        with _exit_at_sigterm(), Display(spec.name, spec.rules.max_steps, quiet=self._quiet) as display:
+            try:
+                account = self._follow(spec, supervisor, display, callbacks)
+            except FTError:
+                raise
+            except BaseException as error:
+                interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
+                reason = _INTERRUPTED.get(type(error), f"its driver failed: {error!r}")
+                if interrupted and spec.rules.leaves_checkpoint:
+                    display.say(f"{reason}: takes a last checkpoint and ends (within {spec.rules.stop_timeout:g} s)")
+                abort(supervisor, reason, spec.rules.stop_timeout, display if interrupted else None)
+                raise
+            finally:
+                clean_up(spec.run_id, supervisor)
+                callbacks.end()
+        return result_of(account)
 
-    # ---------------------------------------------------------------- while it runs
-
-    def _start(self, spec: RunSpec) -> Any:
-        """Starts the supervisor. Its name is taken as long as the run lives, which keeps a second one out."""
-        _refuse_second_run(spec)
-        _keep_earlier_records(spec)
-        (spec.directory / "nonce").write_text(spec.nonce)
-        try:
-            return ray.remote(Supervisor).options(name=spec.supervisor_name, namespace=NAMESPACE, **SUPERVISOR).remote(spec)
-        except ValueError as error:
-            raise RunActiveError(_active(spec)) from error
-
-    def _follow(self, spec: RunSpec, supervisor: Any, callbacks: Callbacks) -> dict[str, Any]:
+    def _follow(self, spec: RunSpec, supervisor: Any, display: Display, callbacks: Callbacks) -> dict[str, Any]:
         """Shows the run's progress until it has ended; returns the last account."""
-        ended = supervisor.run.remote()
-        unreachable: float | None = None
-        with Display(spec.name, spec.rules.max_steps, quiet=self._quiet) as display:
-            while True:
-                done, _ = ray.wait([ended], timeout=POLL_S)
-                try:
-                    account: Any = ray.get(ended if done else supervisor.status.remote(), timeout=10)
-                    unreachable = None
-                except (ActorUnavailableError, GetTimeoutError) as error:
-                    unreachable = unreachable or time.monotonic()
-                    if time.monotonic() - unreachable > UNAVAILABLE_S:
-                        raise TrainingFailedError(f"the supervisor has not answered for {UNAVAILABLE_S:g} s") from error
-                    continue
-                except ActorDiedError as error:
-                    if "No module named" in str(error):
-                        module = str(error).split("No module named")[1].split()[0].strip("'\"")
-                        raise ConfigError(
-                            f"the cluster's nodes cannot import {module!r}, which the task needs: define the task in the job's "
-                            "own file, submit with --working-dir, or install the module on every node"
-                        ) from error
-                    raise TrainingFailedError(f"the supervisor could not be kept alive: {error}") from error
-                except RayTaskError as error:
-                    raise TrainingFailedError(f"the supervisor failed: {error}") from error
-                display.show(account)
-                callbacks.poll()
-                if done:
-                    return account
+        accounts = watch(supervisor)
+        account = next(accounts)
+        _check_directory(spec)
+        display.show(account)
+        callbacks.poll()  # not before: until now there may have been the records of an earlier run
+        for account in accounts:
+            display.show(account)
+            callbacks.poll()
+        return account
 
 
 def _check_keywords(settings: dict[str, Any]) -> None:
@@ -173,58 +161,62 @@ def _check_keywords(settings: dict[str, Any]) -> None:
         raise ConfigError(f"Trainer(faults={settings['faults']!r}): use raytrain_ft.chaos.FailAt")
 
 
-def _active(spec: RunSpec) -> str:
-    return f"a run named {spec.name!r} is alive on this cluster: wait for it, end it, or choose another RunConfig(name=...)"
+def _start(spec: RunSpec) -> Any:
+    """Starts the supervisor. Its name is taken as long as the run lives, which keeps a second one out."""
+    options = {"name": spec.supervisor_name, "namespace": NAMESPACE, **SUPERVISOR}
+    deadline = time.monotonic() + LEAVE_S
+    while True:
+        try:
+            return ray.remote(Supervisor).options(**options).remote(spec)
+        except ValueError as error:
+            other = _account_of(spec.supervisor_name)
+            leaves = other is None or other.get("state") in ENDED
+            if not leaves or time.monotonic() > deadline:
+                raise RunActiveError(_active(spec.name, other)) from error
+            time.sleep(POLL_S)
 
 
-def _refuse_second_run(spec: RunSpec) -> None:
+def _account_of(supervisor: str) -> dict[str, Any] | None:
+    """What another run says of itself; nothing if it does not answer; None if there is none any more."""
     try:
-        ray.get_actor(spec.supervisor_name, namespace=NAMESPACE)
+        other: Any = ray.get_actor(supervisor, namespace=NAMESPACE)
     except ValueError:
-        return
-    raise RunActiveError(_active(spec))
-
-
-def _keep_earlier_records(spec: RunSpec) -> None:
-    log = spec.directory / "events.jsonl"
-    if log.exists():
-        number = len(list(spec.directory.glob("events-*.jsonl"))) + 1
-        log.rename(spec.directory / f"events-{number:03d}.jsonl")
-    faults = spec.directory / "faults"
-    for marker in faults.glob("*") if faults.exists() else ():
-        marker.unlink()
-
-
-def _abort(supervisor: Any, reason: str) -> None:
+        return None
     try:
-        ray.get(supervisor.abort.remote(reason), timeout=15)
-    except (RayActorError, RayTaskError, GetTimeoutError):
-        return  # it is gone, and its workers end themselves; `_clean_up` sees to the rest
+        return ray.get(other.status.remote(), timeout=5)
+    except (RayError, AttributeError):  # the latter: it is no supervisor of ours
+        return {}
 
 
-def _clean_up(spec: RunSpec, supervisor: Any) -> None:
-    """Leaves nothing behind: the supervisor, and any worker that it did not end."""
-    # Unlike `ray.kill`, this lets Ray collect its last metrics.
-    ended = supervisor.__ray_terminate__.options(max_task_retries=0).remote()
-    ray.wait([ended], timeout=GRACE_S)
-    ray.kill(supervisor)
-    actors: Any = list_named_actors(all_namespaces=True)
-    for actor in actors:
-        if actor["namespace"] == NAMESPACE and actor["name"].startswith(spec.member_name("")):
-            try:
-                ray.kill(ray.get_actor(actor["name"], namespace=NAMESPACE))
-            except ValueError:
-                continue  # it ended meanwhile
+def _active(name: str, other: dict[str, Any] | None) -> str:
+    known = ""
+    if other:
+        known = f" in {other['directory']} ({other['state'].lower()}, step {other['step']}/{other['max_steps']}"
+        known += f", last followed {other['unfollowed_s']:.0f} s ago)"
+    return (
+        f"a run named {name!r} is alive on this cluster{known}: follow it with `raytrain-ft attach {name}`, end it with "
+        f"`raytrain-ft stop {name}`, or choose another RunConfig(name=...)"
+    )
 
 
-def _result(spec: RunSpec, account: dict[str, Any]) -> Result:
-    recoveries = [recovery_of(fields) for fields in account["recoveries"]]
-    if account["failure"] is not None:
-        name, message = account["failure"]
-        kind = getattr(errors, name, TrainingFailedError)
-        where = f"\nThe run's records: {spec.directory}"
-        raise kind(message + where)
-    metrics = {"loss": account["loss"], "step": account["step"]}
-    digest = account["result"].get("digest", "")
-    checkpoint = f"{spec.checkpoints.uri}/{account['stored'][0]}" if spec.checkpoints and account["stored"] else None
-    return Result(metrics, str(spec.directory), recoveries, digest, account["seconds"], checkpoint)
+@contextmanager
+def _exit_at_sigterm() -> Iterator[None]:
+    """SIGTERM ends this process as `sys.exit` does. Ray sees to that too, but writes its own stack into the job's log first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set a handler
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+def _check_directory(spec: RunSpec) -> None:
+    """The supervisor writes the run's records where this process looks for them."""
+    path = spec.directory / "nonce"
+    if not path.exists() or path.read_text() != spec.nonce:
+        raise ConfigError(
+            f"RunConfig.storage_path: the node of the supervisor and this one do not see the same {spec.directory}. Use a path "
+            "that is shared by all nodes."
+        )

@@ -6,12 +6,16 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import psutil
 import ray
+from ray._private.ray_constants import DASHBOARD_ADDRESS, KV_NAMESPACE_DASHBOARD
 
 from raytrain_ft.chaos.faults import ChaosError
 from raytrain_ft.errors import ConfigError
@@ -69,6 +73,23 @@ class LocalCluster:
     def address(self) -> str:
         """What `ray.init(address=...)` takes."""
         return self._cluster.address
+
+    @contextmanager
+    def job_server(self) -> Iterator[str]:
+        """Ray's job server and dashboard while this context lasts, on 127.0.0.1 alone; gives what `ray job submit --address`
+        takes. About a dozen processes, hence not from the start."""
+        head = self._cluster.head_node
+        _end_dashboard(head)  # a smaller one, which serves nothing
+        head.get_gcs_client().internal_kv_del(DASHBOARD_ADDRESS.encode(), False, KV_NAMESPACE_DASHBOARD)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        head._ray_params.dashboard_host, head._ray_params.dashboard_port = "127.0.0.1", port
+        try:
+            head.start_api_server(include_dashboard=True, raise_on_failure=True)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            _end_dashboard(head)
 
     def add_node(self, **options: Any) -> str:
         """Adds a node for workers; returns its Ray id.
@@ -134,6 +155,20 @@ class LocalCluster:
                 process.send_signal(number)
             except psutil.NoSuchProcess:
                 continue
+
+
+def _end_dashboard(head: Any) -> None:
+    """Ends the dashboard's processes. The key is private to Ray."""
+    for info in head.all_processes.pop("dashboard", []):
+        try:
+            process = psutil.Process(info.process.pid)
+            family = [process, *process.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            continue
+        for one in family:
+            one.kill()
+        info.process.wait()
+        psutil.wait_procs(family[1:], timeout=10)
 
 
 def _refresh_authentication() -> None:

@@ -107,6 +107,14 @@ class StopAtBoundary:
 
 
 @dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """These, who have stopped at a boundary, take a checkpoint of it and wait for that; each answers with Checkpointed."""
+
+    members: tuple[str, ...]
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Save:
     """These write the final state, one per stage."""
 
@@ -129,11 +137,11 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class SetTimer:
-    """Tell me when this much time has passed."""
+    """Tell me when this much time has passed. Without an incarnation, it is a deadline of the run."""
 
     timer: str
     seconds: float
-    incarnation: int
+    incarnation: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +159,7 @@ Command = (
     | Trim
     | Run
     | StopAtBoundary
+    | Checkpoint
     | Save
     | Kill
     | Watch

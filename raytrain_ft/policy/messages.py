@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from raytrain_ft.policy.commands import (
+    Checkpoint,
     Command,
     End,
     Fence,
@@ -337,6 +338,14 @@ class Stopped(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpointed(Event):
+    """A worker's part of the last checkpoint of a run that is to end is durable, or will never be."""
+
+    member: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completed(Event):
     """A worker has committed the last step of the run."""
 
@@ -371,12 +380,12 @@ class TimerFired(Event):
     """A deadline that the machine had set has passed."""
 
     timer: str
-    incarnation: int
+    incarnation: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbortRequested(Event):
-    """Somebody asked for the end of the run."""
+    """Somebody asked for the end of the run, which is to leave a checkpoint of what it has come to."""
 
     reason: str
 
@@ -389,9 +398,11 @@ class SupervisorRestarted(Event):
 __all__ = [
     "AbortRequested",
     "CapacityChanged",
+    "Checkpoint",
     "CheckpointCommitted",
     "CheckpointFailed",
     "CheckpointRejected",
+    "Checkpointed",
     "CheckpointsFound",
     "Command",
     "Completed",

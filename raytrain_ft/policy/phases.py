@@ -68,7 +68,7 @@ def take_stock(run: RunState, at: float) -> list[m.Command]:
     run.givers = {}
     for member in active:
         answer = run.answers[member]
-        if isinstance(answer, m.Fenced) and answer.marks is not None:
+        if isinstance(answer, m.Fenced) and answer.marks is not None and member not in run.void:
             run.survivors[member] = answer.marks
             run.members[member] = MemberState.ACTIVE
         else:  # a replacement whose filling was interrupted holds nothing: it is a spare again
@@ -221,6 +221,7 @@ def on_checkpoints_found(run: RunState, event: m.CheckpointsFound) -> list[m.Com
         return run.fail("RecoveryError", f"{recovery.reason}, and the checkpoints cannot be listed: {event.error}")
     for member in run.roster.active():
         run.members[member] = MemberState.SPARE
+        run.void.add(member)
     committed, run.survivors, run.stored = max(run.step, event.reached), {}, list(event.stored)
     run.plan, run.replaying = None, frozenset()
     run.begin_from_stored()
@@ -269,6 +270,7 @@ def _log_from_now_on(run: RunState) -> None:
 
 
 def on_reconciled(run: RunState, event: m.Reconciled) -> list[m.Command]:
+    run.void.discard(event.member)
     recovery = run.history.open
     if recovery is not None:
         recovery.undone = max(recovery.undone, event.undone)

@@ -42,10 +42,16 @@ class Rules:
     replacement_timeout: float = 60.0
     fence_timeout: float = 10.0
     phase_timeout: float = 60.0
+    stop_timeout: float = 30.0
     max_failures: int = -1
     max_preemption_failures: int = -1
     max_fruitless_recoveries: int = 10
     max_start_failures: int = 5
+
+    @property
+    def leaves_checkpoint(self) -> bool:
+        """Whether a run that is to end before its time leaves a checkpoint; snapshots in memory end with it."""
+        return self.checkpoints and self.strategy != "snapshot"
 
     def whole(self, workers: int) -> int:
         """How many of these workers make whole replicas."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.reconcile import Marks, Plan
 from raytrain_ft.policy.roster import Leave, MemberState, Roster, Rules
-from raytrain_ft.policy.states import ENDED, State
+from raytrain_ft.policy.states import ENDED, TRAINING, State
 from raytrain_ft.policy.strategy import Recoveries, Recovery
 from raytrain_ft.policy.topology import members_of
 
@@ -33,6 +33,7 @@ class RunState:
         stored: checkpoints to go back to, newest first.
         load: the checkpoint that everybody loads if nobody holds state; None: the run begins anew.
         seeking: whether nobody holds state, and it is being looked what there is to load.
+        void: who holds what everybody has gone back from, for it has not joined the world that began from the checkpoint.
         rejected: checkpoints that could not be loaded.
         going_back: whether what the survivors hold is to be given up for a checkpoint.
         rolled_back: steps whose loss was not finite, and that were therefore tried again from a checkpoint.
@@ -43,6 +44,7 @@ class RunState:
         fruitless: incarnations in a row that committed no step.
         step: steps that somebody is known to have committed.
         longest_step: the longest step so far, seconds.
+        abort_reason: why the run is to end before its time, once somebody has asked for that.
         failure: (error class name, message) once ERRORED or ABORTED.
         result: what is to be told of a finished run.
         story: the last events, for the message of an error.
@@ -65,6 +67,7 @@ class RunState:
     load: m.Stored | None = None
     seeking: bool = False
     going_back: bool = False
+    void: set[str] = field(default_factory=set)
     rejected: set[str] = field(default_factory=set)
     rolled_back: set[int] = field(default_factory=set)
     leaving: dict[str, Leave] = field(default_factory=dict)
@@ -74,6 +77,7 @@ class RunState:
     fruitless: int = 0
     step: int = 0
     longest_step: float = 0.0
+    abort_reason: str = ""
     failure: tuple[str, str] | None = None
     result: dict[str, str] = field(default_factory=dict)
     story: deque[str] = field(default_factory=lambda: deque(maxlen=40))
@@ -100,7 +104,7 @@ class RunState:
 
     def holders(self) -> list[str]:
         """Who is known to hold training state now."""
-        if self.state in (State.RUNNING, State.RESIZING, State.RESUME):
+        if self.state in TRAINING:
             return [member for member in self.world if member in self.members]
         return [member for member in self.survivors if member in self.members]
 
@@ -126,7 +130,7 @@ class RunState:
 
     def provision(self) -> list[m.Command]:
         """Starts the workers that are missing; before the first world the minimum in any case."""
-        if self.state in ENDED or self.state == State.SHUTTING_DOWN:
+        if self.state in ENDED | {State.STOPPING, State.SHUTTING_DOWN}:
             return []
         return self.roster.provision(self.rules.min_workers if self.state == State.SCHEDULING else 0)
 
@@ -134,6 +138,12 @@ class RunState:
         """The run ends with this error."""
         self.failure = (kind, message)
         return self.end(State.ERRORED)
+
+    def abort(self) -> list[m.Command]:
+        """The run ends because somebody asked for it."""
+        newest = f"; its newest checkpoint is {self.stored[0].name}" if self.stored else ""
+        self.failure = ("AbortedError", f"{self.abort_reason}{newest}")
+        return self.end(State.ABORTED)
 
     def end(self, state: State) -> list[m.Command]:
         """The run ends, and with it its workers."""

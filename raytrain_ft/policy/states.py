@@ -18,6 +18,7 @@ class State(StrEnum):
     SCHEDULING = "SCHEDULING"
     RUNNING = "RUNNING"
     RESIZING = "RESIZING"
+    STOPPING = "STOPPING"
     FENCE = "FENCE"
     REPLACE = "REPLACE"
     REBUILD = "REBUILD"
@@ -32,7 +33,7 @@ S = State
 ENDED = frozenset({S.FINISHED, S.ERRORED, S.ABORTED})
 LIVE = frozenset(S) - ENDED - {S.INITIALIZING}
 RECOVERING = frozenset({S.FENCE, S.REPLACE, S.REBUILD, S.RESUME})
-TRAINING = frozenset({S.RUNNING, S.RESIZING, S.RESUME})
+TRAINING = frozenset({S.RUNNING, S.RESIZING, S.STOPPING, S.RESUME})
 
 
 def _stay(states: Iterable[State]) -> dict[State, set[State]]:
@@ -50,6 +51,7 @@ TRANSITIONS: dict[type[m.Event], dict[State, set[State]]] = {
         S.SCHEDULING: {S.SCHEDULING, S.REPLACE, S.ERRORED},
         S.RUNNING: {S.RUNNING, S.FENCE, S.REPLACE, S.ERRORED},
         S.RESIZING: {S.RESIZING, S.FENCE, S.REPLACE, S.ERRORED},
+        S.STOPPING: {S.STOPPING, S.FENCE, S.REPLACE, S.ERRORED},
         S.FENCE: {S.FENCE, S.REPLACE, S.ERRORED},
         S.REPLACE: {S.REPLACE, S.FENCE, S.ERRORED},
         S.REBUILD: {S.REBUILD, S.FENCE, S.ERRORED},
@@ -63,7 +65,7 @@ TRANSITIONS: dict[type[m.Event], dict[State, set[State]]] = {
     m.Fenced: {S.FENCE: {S.FENCE, S.REPLACE, S.ERRORED}},
     m.Reconciled: {S.REPLACE: {S.REPLACE, S.REBUILD, S.RESUME}},
     m.Filled: {S.REBUILD: {S.REBUILD, S.RESUME, S.FENCE, S.ERRORED}},
-    m.StepsCommitted: _stay(LIVE - {S.SCHEDULING}) | {S.RESUME: {S.RESUME, S.RUNNING, S.RESIZING}},
+    m.StepsCommitted: _stay(LIVE - {S.SCHEDULING}) | {S.RESUME: {S.RESUME, S.RUNNING, S.RESIZING, S.STOPPING}},
     m.SamplesLost: _stay(LIVE - {S.SCHEDULING}),
     m.CheckpointCommitted: _stay(LIVE - {S.SCHEDULING}),
     m.CheckpointFailed: _stay(LIVE - {S.SCHEDULING}),
@@ -75,20 +77,27 @@ TRANSITIONS: dict[type[m.Event], dict[State, set[State]]] = {
     m.LogMissing: {S.REBUILD: {S.FENCE, S.ERRORED}},
     m.CheckpointsFound: {S.REPLACE: {S.REPLACE, S.ERRORED}},
     m.CheckpointRejected: {S.REPLACE: {S.FENCE, S.ERRORED}, S.REBUILD: {S.FENCE, S.ERRORED}},
-    m.Stopped: {state: {S.RESIZING, S.FENCE, S.ERRORED} for state in TRAINING},
+    m.Stopped: {state: {S.RESIZING, S.FENCE, S.ERRORED} for state in TRAINING}
+    | {S.RESUME: {S.RESIZING, S.STOPPING, S.FENCE, S.ERRORED}, S.STOPPING: {S.STOPPING}},
+    m.Checkpointed: {S.STOPPING: {S.STOPPING, S.ABORTED}},
     m.Completed: {state: {state, S.SHUTTING_DOWN, S.ERRORED} for state in TRAINING} | _stay({S.SHUTTING_DOWN}),
     m.Saved: {S.SHUTTING_DOWN: {S.SHUTTING_DOWN, S.FINISHED}},
     m.TaskFailed: {state: {S.ERRORED} for state in LIVE} | {state: {S.FENCE, S.ERRORED} for state in TRAINING},
     m.TimerFired: _stay(TRAINING)
     | {
         S.RUNNING: {S.RUNNING, S.RESIZING},
+        S.STOPPING: {S.STOPPING, S.ABORTED},
+        S.RESUME: {S.RESUME, S.ABORTED},
         S.SCHEDULING: {S.REPLACE, S.ERRORED},
-        S.FENCE: {S.FENCE, S.REPLACE, S.ERRORED},
-        S.REPLACE: {S.REPLACE, S.FENCE, S.ERRORED},
-        S.REBUILD: {S.REBUILD, S.FENCE, S.ERRORED},
-        S.SHUTTING_DOWN: {S.SHUTTING_DOWN, S.ERRORED},
+        S.FENCE: {S.FENCE, S.REPLACE, S.ERRORED, S.ABORTED},
+        S.REPLACE: {S.REPLACE, S.FENCE, S.ERRORED, S.ABORTED},
+        S.REBUILD: {S.REBUILD, S.FENCE, S.ERRORED, S.ABORTED},
+        S.SHUTTING_DOWN: {S.SHUTTING_DOWN, S.ERRORED, S.ABORTED},
     },
-    m.AbortRequested: {state: {S.ABORTED} for state in LIVE | {S.INITIALIZING}},
+    m.AbortRequested: {state: {state, S.ABORTED} for state in LIVE - {S.SCHEDULING}}
+    | {S.INITIALIZING: {S.ABORTED}, S.SCHEDULING: {S.ABORTED}}
+    | {S.RUNNING: {S.STOPPING, S.ABORTED}, S.RESIZING: {S.STOPPING, S.ABORTED}}
+    | {S.STOPPING: {S.STOPPING}, S.SHUTTING_DOWN: {S.SHUTTING_DOWN}},
     m.SupervisorRestarted: _stay(TRAINING | {S.SCHEDULING, S.SHUTTING_DOWN})
     | {state: {S.FENCE, S.ERRORED} for state in (S.FENCE, S.REBUILD)}
     | {S.REPLACE: {S.REPLACE, S.FENCE, S.ERRORED}},

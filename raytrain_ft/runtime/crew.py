@@ -95,6 +95,9 @@ class Crew:
             case m.StopAtBoundary(members):
                 for member in members:
                     self._spawn(self._ask(member, "stop_at_boundary"))
+            case m.Checkpoint(members, incarnation):
+                for member in members:
+                    self._spawn(self._checkpoint(member, incarnation))
             case m.Save(members):
                 for stage, member in enumerate(members):
                     self._spawn(self._save(member, stage, len(members)))
@@ -285,6 +288,10 @@ class Crew:
             stage = stage_of(command.world.index(member), self._spec.rules.stages)
             self._tell(m.Filled(at=self._now(), member=member, incarnation=incarnation, digests=digests, stage=stage))
 
+    async def _checkpoint(self, member: str, incarnation: int) -> None:
+        if await self._call(member, "checkpoint", incarnation, incarnation=incarnation) is not None:
+            self._tell(m.Checkpointed(at=self._now(), member=member, incarnation=incarnation))
+
     async def _save(self, member: str, stage: int, stages: int) -> None:
         file = "final.arrow" if stages == 1 else f"final-stage-{stage}.arrow"
         path = await self._call(member, "save", str(self._spec.directory / file))
@@ -305,7 +312,7 @@ class Crew:
         except (RayError, TimeoutError):
             self._handles.pop(member, None)
 
-    async def _timer(self, timer: str, seconds: float, incarnation: int) -> None:
+    async def _timer(self, timer: str, seconds: float, incarnation: int | None) -> None:
         await asyncio.sleep(seconds)
         self._tell(m.TimerFired(at=self._now(), timer=timer, incarnation=incarnation))
 

@@ -16,7 +16,7 @@ from ray.exceptions import ActorDiedError, RayError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.run_state import RunState
-from raytrain_ft.policy.states import State
+from raytrain_ft.policy.states import TRAINING, State
 from raytrain_ft.policy.topology import stage_of
 from raytrain_ft.runtime import placement
 from raytrain_ft.runtime.notice_board import NoticeBoard
@@ -263,7 +263,7 @@ class Health:
 
     def _find_hang(self) -> None:
         """A worker that lives and beats, but has been in the same place far longer than any step took."""
-        if self.state not in (State.RUNNING, State.RESUME, State.RESIZING):
+        if self.state not in TRAINING:
             return
         limit = max(self._spec.hang_timeout, 10 * self._longest)
         for member, beat in list(self._beats.items()):

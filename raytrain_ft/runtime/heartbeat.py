@@ -16,6 +16,7 @@ from raytrain_ft.runtime.notices.notice import Notice
 from raytrain_ft.runtime.spec import Beat, RunSpec
 from raytrain_ft.training.attempt import Commit
 
+TOLD_POLL_S = 0.02
 RECORD_INTERVAL_S = 1.0
 """Committed steps are merged into one record per this time; the first of an incarnation goes out at once."""
 
@@ -97,6 +98,13 @@ class Heartbeat:
         this worker dies before it can tell."""
         with self._lock:
             return [*self._closed, *([_record(self._open)] if self._open else [])]
+
+    def await_told(self, seconds: float) -> None:
+        """Waits until the supervisor has acknowledged everything that there was to tell, but no longer than this."""
+        deadline = time.monotonic() + seconds
+        self._wake.set()
+        while time.monotonic() < deadline and (self._notes or self._closed):
+            time.sleep(TOLD_POLL_S)
 
     def _close_record(self) -> None:
         """Merges the open commits into one record."""

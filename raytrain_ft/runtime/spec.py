@@ -65,6 +65,7 @@ class RunSpec:
         checkpoints: None writes none.
         incarnation: the last one of earlier runs of this name.
         notices: which of them are heeded.
+        driver_timeout: see `RecoveryConfig`.
         options: of Ray, for each worker actor (num_cpus, num_gpus, resources, runtime_env).
     """
 
@@ -90,6 +91,7 @@ class RunSpec:
     probe_timeout: float
     hang_timeout: float
     lease: float
+    driver_timeout: float
 
     @property
     def logs(self) -> Path:
@@ -98,10 +100,20 @@ class RunSpec:
 
     @property
     def supervisor_name(self) -> str:
-        return f"supervisor:{self.name}"
+        return supervisor_name(self.name)
 
     def member_name(self, member: str) -> str:
-        return f"worker:{self.run_id}:{member}"
+        return worker_name(self.run_id, member)
+
+
+def supervisor_name(run: str) -> str:
+    """What Ray calls the supervisor of the run of this name: there is one at most."""
+    return f"supervisor:{run}"
+
+
+def worker_name(run_id: str, member: str) -> str:
+    """What Ray calls a worker."""
+    return f"worker:{run_id}:{member}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,8 @@ from raytrain_ft.training.state import Extras
 from raytrain_ft.training.step import Replica
 
 GROUP_TIMEOUT = timedelta(seconds=30)
+TELL_S = 5.0
+"""How long a worker that is about to end tries to tell the supervisor what is left to tell."""
 FLUSH_S = 5.0
 """How long a fence waits for what was logged to be readable by others."""
 PARK_DEADLINE_S = 3600.0
@@ -422,6 +424,14 @@ class Worker:
             self._note("Dormant", {"incarnation": links.fence.incarnation, "step": state.step, "asleep": asleep})
 
     # ---------------------------------------------------------------- the end
+
+    def checkpoint(self, incarnation: int) -> int:
+        """The last checkpoint of a run that is to end, of the boundary at which everybody has stopped. Returns the step when it
+        is durable, or will never be, and the supervisor has been told which of the two."""
+        fence = self._enter(incarnation)
+        self._training.submit(self._replica.finish, fence.check).result(timeout=PARK_DEADLINE_S)
+        self._heartbeat.await_told(TELL_S)
+        return self._replica.state.step
 
     def save(self, path: str) -> str:
         """Writes the model's final state as an Arrow file; returns its path."""

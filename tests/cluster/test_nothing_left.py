@@ -11,18 +11,24 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import train
+from conftest import STEPS, train
 from ray.util import list_named_actors
+
+import raytrain_ft as ft
+from raytrain_ft.runtime.event_log import read_records
 
 SCRIPT = """
 import sys
 sys.path.insert(0, {here!r})
+from datetime import timedelta
+from pathlib import Path
 import ray
+from conftest import train
 from toy import Toy
 import raytrain_ft as ft
 ray.init(address={address!r}, log_to_driver=False)
-ft.Trainer(Toy(step_seconds=0.05), max_steps=100_000, global_batch_size=32,
-           scaling_config=ft.ScalingConfig(num_workers=2), run_config=ft.RunConfig(name="left", storage_path={path!r})).fit()
+train(Path({path!r}), "left", task=Toy(step_seconds=0.4), workers=2, driver_timeout=timedelta(seconds=2),
+      checkpoints=ft.CheckpointConfig(every=1000))
 """
 
 
@@ -54,15 +60,23 @@ def until(condition, seconds: float) -> bool:
 
 
 @pytest.mark.parametrize("end", ["ctrl-c", "driver killed"])
-def test_when_the_driver_goes(cluster, end: str, tmp_path: Path) -> None:
+def test_when_the_driver_goes(cluster, undisturbed, end: str, tmp_path: Path) -> None:
+    """The run ends and leaves nothing but a checkpoint of the last step; run again, it ends with the same bits as ever."""
     script = SCRIPT.format(here=str(Path(__file__).parent), address=cluster.address, path=str(tmp_path))
     driver = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     log = tmp_path / "left" / "events.jsonl"
     assert until(lambda: log.exists() and "StepsCommitted" in log.read_text(), 60)
     os.kill(driver.pid, signal.SIGINT if end == "ctrl-c" else signal.SIGKILL)
     driver.wait(60)
-    assert until(lambda: list_named_actors(all_namespaces=True) == [], 15)
+    assert until(lambda: list_named_actors(all_namespaces=True) == [], 30)
     assert until(lambda: workers_of(cluster) == [], 15)
+    records = read_records(log)
+    (stored,) = [record for record in records if record["event"] == "CheckpointCommitted"]
+    assert stored["step"] == max(record["stop_step"] for record in records if record["event"] == "StepsCommitted") < STEPS
+    assert records[-1]["event"] == "RunFailed"
+    assert stored["name"] in records[-1]["error"][1]
+    resumed = train(tmp_path, "left", workers=2, checkpoints=ft.CheckpointConfig(every=1000))
+    assert resumed.digest == undisturbed(workers=2).digest
 
 
 def test_listeners_and_leftovers_of_a_run(cluster, tmp_path: Path) -> None:

@@ -166,6 +166,9 @@ class Cluster:
             case m.StopAtBoundary(members):
                 for member in members:
                     self._call(member, "stop", lambda w: setattr(w, "stop", True))
+            case m.Checkpoint(members, incarnation):
+                for member in members:
+                    self._call(member, "checkpoint", lambda w: self._last_checkpoint(w, incarnation))
             case m.Save(members):
                 assert len(members) == self.rules.stages
                 for member in members:
@@ -326,6 +329,17 @@ class Cluster:
         self.disk = [*self.disk[-1:], m.Stored(f"step {worker.step} of {worker.incarnation}", worker.step)]
         self._tell_of_checkpoint(worker, "" if self.chance.random() < 0.5 else "disk full")
 
+    def _last_checkpoint(self, worker: Worker, incarnation: int) -> None:
+        """Of where all have stopped. Who was fenced meanwhile says nothing."""
+        if worker.incarnation != incarnation:
+            return
+        assert worker.status == "stopped"
+        peers = [self.workers[member] for member in worker.world if member in self.workers]
+        assert {(peer.status, peer.step) for peer in peers if peer.incarnation == incarnation} == {("stopped", worker.step)}
+        if worker.world[0] == worker.member:
+            self._checkpoint(worker)
+        self._post(m.Checkpointed(member=worker.member, incarnation=incarnation))
+
     def _tell_of_checkpoint(self, worker: Worker, error: str) -> None:
         about = {"member": worker.member, "incarnation": worker.incarnation, "step": worker.step}
         if error:
@@ -399,6 +413,8 @@ class Cluster:
             actions.append(lambda: self._post(notice))
         if self.timers:
             actions.append(lambda: self._fire(self.chance.randrange(len(self.timers))))
+        if self.run.abort_reason:
+            actions += [lambda: self.tell(m.TimerFired(timer="stop", incarnation=None))] * 2
         actions += [lambda i=i: self._fire(i) for i, timer in enumerate(self.timers) if timer.timer == "leave"]
         for worker in self.workers.values():
             actions.append(lambda w=worker: self._die(w, noticed=self.chance.random() < 0.5))
@@ -498,10 +514,12 @@ class Cluster:
                 assert incarnation > max(self._fenced, self._formed), "an incarnation was fenced twice"
                 assert set(members) <= set(self.run.members)
                 self._fenced = incarnation
-            case m.Reconcile(_, incarnation):
+            case m.Reconcile(world, incarnation):
                 assert incarnation == self.run.incarnation > self._formed, "an incarnation was formed twice"
                 assert incarnation >= self._fenced
                 self._formed = incarnation
+                if len(world) != len(self._trained):
+                    self._trained = ()  # in a world of another size everybody may sit elsewhere, and stay there
             case m.Fill() | m.Replay():
                 self._to_fill = command.incarnation
             case m.Run(world, incarnation, _):

@@ -66,9 +66,14 @@ def live_through(rules: Rules, seed: int) -> Cluster:
     cluster.tell(m.RunStarted(run_id="r", incarnation=2, stored=tuple(reversed(cluster.disk))))
     cluster.resize(chance.choice([rules.min_workers, rules.min_workers, 6, rules.max_workers + 2]))
     trouble = chance.choice([0.0, 0.02, 0.1, 0.3])
-    for _ in range(chance.randrange(150)):
+    interrupted = chance.randrange(60) if chance.random() < 0.2 else None
+    for event in range(chance.randrange(150)):
         if cluster.run.state in ENDED:
             break
+        if event == interrupted:
+            cluster.tell(m.AbortRequested(reason="Ctrl-C"))
+            trouble = max(trouble, 0.1)
+            continue
         actions = cluster.fair()
         if not actions or chance.random() < trouble:
             actions = cluster.faults()

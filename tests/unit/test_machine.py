@@ -593,3 +593,100 @@ def test_members_are_what_the_run_makes_of_them() -> None:
     assert story.run.members == dict.fromkeys(("w0", "w1", "w3"), MemberState.ACTIVE)
     story.lost("w1").fenced("w0", "w3", empty=["w3"])
     assert story.run.members["w3"] == MemberState.SPARE, "its filling was interrupted: it holds nothing"
+
+
+# ---------------------------------------------------------------- an end before its time
+
+
+def stopped(story: Story, *members: str) -> list[m.Command]:
+    return story.tell(*(m.Stopped(member=member, incarnation=story.run.incarnation, step=5) for member in members))
+
+
+def checkpointed(story: Story, *members: str) -> list[m.Command]:
+    return story.tell(*(m.Checkpointed(member=member, incarnation=story.run.incarnation) for member in members))
+
+
+def test_who_is_asked_to_end_stops_at_a_boundary_and_stores_it() -> None:
+    story = running(checkpoints=True)
+    assert story.tell(m.AbortRequested(reason="Ctrl-C")) == [
+        m.SetTimer("stop", story.run.rules.stop_timeout, None),
+        m.StopAtBoundary(("w0", "w1", "w2")),
+    ]
+    assert story.run.state == State.STOPPING
+    assert story.tell(m.AbortRequested(reason="Ctrl-C again")) == []
+    assert stopped(story, "w2", "w0") == []
+    assert stopped(story, "w1") == [m.Checkpoint(("w0", "w1", "w2"), 1)]
+    times = {"snapshot_s": 0.0, "stall_s": 0.0, "persist_s": 0.0}
+    story.tell(m.CheckpointCommitted(member="w0", incarnation=1, step=5, name="step-5", bytes=1, **times))
+    assert checkpointed(story, "w0", "w1") == []
+    assert checkpointed(story, "w2")[-1] == m.End()
+    assert (story.run.state, story.run.failure) == (State.ABORTED, ("AbortedError", "Ctrl-C; its newest checkpoint is step-5"))
+
+
+@pytest.mark.parametrize("rules", [{"checkpoints": False}, {"checkpoints": True, "strategy": "snapshot"}])
+def test_a_run_that_can_store_nothing_ends_at_once(rules: dict[str, Any]) -> None:
+    story = running(**rules)
+    story.tell(m.AbortRequested(reason="Ctrl-C"))
+    assert story.run.state == State.ABORTED
+
+
+def test_a_recovery_that_is_under_way_comes_before_the_end() -> None:
+    story = running(spares=1, checkpoints=True).to(State.REPLACE)
+    story.tell(m.AbortRequested(reason="Ctrl-C"))
+    assert story.run.state == State.REPLACE
+    story.reconciled("w0", "w1", "w3", empty=["w3"]).filled("w0", "w1", "w3").committed(5)
+    assert story.run.state == State.STOPPING
+    assert story.said == [m.StopAtBoundary(("w0", "w1", "w3"))]
+    assert story.run.recoveries[-1].resumed is not None
+
+
+def test_a_loss_while_stopping_is_recovered_from_and_then_the_run_ends() -> None:
+    story = running(spares=1, checkpoints=True).started("w3")
+    story.tell(m.AbortRequested(reason="Ctrl-C"))
+    stopped(story, "w0", "w1", "w2")
+    story.lost("w2").fenced("w0", "w1").reconciled("w0", "w1", "w3", empty=["w3"]).filled("w0", "w1", "w3").committed(5)
+    assert story.run.state == State.STOPPING
+    assert stopped(story, "w0", "w1", "w3") == [m.Checkpoint(("w0", "w1", "w3"), 2)]
+
+
+@pytest.mark.parametrize("state", [State.RUNNING, State.FENCE, State.REPLACE, State.REBUILD, State.RESUME])
+def test_the_end_has_a_deadline_whatever_the_incarnation(state: State) -> None:
+    story = running(spares=1, checkpoints=True)
+    if state != State.RUNNING:
+        story.to(state)
+    story.tell(m.AbortRequested(reason="Ctrl-C"))
+    assert story.run.state not in ENDED
+    story.tell(m.TimerFired(timer="stop", incarnation=None))
+    assert story.run.state == State.ABORTED
+
+
+def test_a_supervisor_that_comes_back_while_the_run_stops_asks_again() -> None:
+    story = running(checkpoints=True)
+    story.tell(m.AbortRequested(reason="Ctrl-C"))
+    stopped(story, "w0", "w1", "w2")
+    checkpointed(story, "w0")
+    said = story.tell(m.SupervisorRestarted())
+    assert said[-2:] == [m.SetTimer("stop", story.run.rules.stop_timeout, None), m.StopAtBoundary(("w0", "w1", "w2"))]
+    assert stopped(story, "w0", "w1", "w2") == [m.Checkpoint(("w0", "w1", "w2"), 1)]
+    assert checkpointed(story, "w1", "w2") == [], "what w0 said before the restart counts no more"
+    assert checkpointed(story, "w0")[-1] == m.End()
+
+
+def test_the_final_state_is_still_saved() -> None:
+    story = running(checkpoints=True).completed()
+    story.tell(m.AbortRequested(reason="Ctrl-C"))
+    story.tell(m.Saved(member="w0", path="final.arrow"))
+    assert story.run.state == State.FINISHED
+
+
+def test_what_was_given_up_and_not_replaced_is_nobodys_state() -> None:
+    """All go back to a checkpoint, and another is lost before w0 is told: what w0 holds is of a training that was given up."""
+    story = running(2, spares=2, checkpoints=True, strategy="checkpoint").started("w2", "w3")
+    found = {"stored": (m.Stored("step-1", 1),), "reached": 5}
+    story.lost("w1").fenced("w0")
+    story.tell(m.CheckpointsFound(incarnation=story.run.incarnation, **found))
+    assert story.run.joining == ("w0", "w2")
+    story.reconciled("w2").lost("w2")
+    story.fenced("w0", step=5)
+    assert story.run.survivors == {}
+    assert of(story.said, m.FindCheckpoints)

@@ -1,0 +1,55 @@
+"""`raytrain-ft attach` and `raytrain-ft stop`: a run that is under way, from anywhere on its cluster."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from raytrain_ft import follow
+from raytrain_ft.errors import AbortedError, ConfigError, FTError
+
+INTERRUPTED = 130
+"""The exit code of a program that Ctrl-C ended."""
+
+
+@click.command("attach")
+@click.argument("run")
+def attach_command(run: str) -> None:
+    """Follows a run that is under way until its end, and keeps it going meanwhile.
+
+    RUN is the run's directory, or the name of one that is alive on the cluster. Shows what the job that started it would show;
+    leaving (Ctrl-C) does not end the run. The exit code is 0 if it finished, 1 if it failed or was ended, 2 if there is no such
+    run, 130 if you left.
+    """
+    try:
+        result = follow.attach(run)
+    except KeyboardInterrupt:
+        click.echo("left; the run goes on", err=True)
+        sys.exit(INTERRUPTED)
+    except FTError as error:
+        click.echo(f"{type(error).__name__}: {error}", err=True)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+    loss = result.metrics["loss"]
+    told = "" if loss is None else f", loss {loss:.4f}"
+    click.echo(f"finished: step {result.metrics['step']}{told}, {len(result.recoveries)} recoveries, digest {result.digest}")
+    click.echo(result.path)
+
+
+@click.command("stop")
+@click.argument("run")
+def stop_command(run: str) -> None:
+    """Ends a run that is under way. It saves a checkpoint first, from which it goes on when its job is run again.
+
+    RUN is the run's directory, or the name of one that is alive on the cluster.
+    """
+    try:
+        account = follow.stop(run, "`raytrain-ft stop`")
+        follow.result_of(account)
+    except AbortedError as error:
+        click.echo(str(error))
+    except FTError as error:
+        click.echo(f"{type(error).__name__}: {error}", err=True)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+    else:
+        click.echo("it had finished before")

@@ -1,0 +1,232 @@
+"""Following a run: from the job that started it, or from anywhere else once that is gone (`attach`).
+
+The supervisor owns the run. Whoever follows it asks it how it stands, a few times a second, and thereby keeps it going: a run
+that nobody follows saves a checkpoint and ends after `RecoveryConfig.driver_timeout`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
+
+from raytrain_ft import errors
+from raytrain_ft.config import check_name
+from raytrain_ft.errors import ConfigError, FTError, TrainingFailedError
+from raytrain_ft.progress import Display
+from raytrain_ft.result import Result, recovery_of
+from raytrain_ft.runtime.event_log import read_records
+from raytrain_ft.runtime.leftovers import kill_named, named
+from raytrain_ft.runtime.spec import NAMESPACE, supervisor_name, worker_name
+
+POLL_S = 0.2
+ANSWER_S = 10.0
+GRACE_S = 2.0
+"""How long the supervisor has to end by itself, once its run has ended."""
+UNAVAILABLE_S = 120.0
+"""How long a supervisor is waited for that Ray is restarting."""
+LAST_WORDS_S = 30.0
+"""How long the end of a run may take beyond the time that it has for a last checkpoint."""
+
+Account = dict[str, Any]
+
+
+# ---------------------------------------------------------------- for whoever has the supervisor's handle
+
+
+def watch(supervisor: Any) -> Iterator[Account]:
+    """How the run stands, again and again; the last account is that of its end.
+
+    Raises:
+        ConfigError: the cluster's nodes cannot import the task; TrainingFailedError: the supervisor is gone.
+    """
+    ended = supervisor.run.remote()
+    known: Account | None = None
+    unreachable: float | None = None
+    while True:
+        done, _ = ray.wait([ended], timeout=POLL_S)
+        try:
+            known = ray.get(ended if done else supervisor.follow.remote(), timeout=ANSWER_S)
+            unreachable = None
+        except (ActorUnavailableError, GetTimeoutError) as error:
+            unreachable = unreachable or time.monotonic()
+            if time.monotonic() - unreachable > UNAVAILABLE_S:
+                raise TrainingFailedError(f"the supervisor has not answered for {UNAVAILABLE_S:g} s") from error
+            continue
+        except ActorDiedError as error:
+            yield _last_account(error, known)
+            return
+        except RayTaskError as error:
+            raise TrainingFailedError(f"the supervisor failed: {error}") from error
+        assert known is not None
+        yield known
+        if done:
+            return
+
+
+def _last_account(error: ActorDiedError, known: Account | None) -> Account:
+    """The supervisor is gone: if that is because the run has ended, somebody else was told a moment before, and the records
+    tell it too."""
+    ended = recorded(Path(known["directory"])) if known is not None else None
+    if ended is not None and known is not None and ended["run_id"] == known["run_id"]:
+        return ended
+    if "No module named" not in str(error):
+        raise TrainingFailedError(f"the supervisor could not be kept alive: {error}") from error
+    module = str(error).split("No module named")[1].split()[0].strip("'\"")
+    raise ConfigError(
+        f"the cluster's nodes cannot import {module!r}, which the task needs: define the task in the job's own file, submit "
+        "with --working-dir, or install the module on every node"
+    ) from error
+
+
+def abort(supervisor: Any, reason: str, stop_timeout: float, display: Display | None) -> None:
+    """Asks for the end of the run, which leaves a checkpoint, and waits for it, but not for ever."""
+    deadline = time.monotonic() + stop_timeout + LAST_WORDS_S
+    try:
+        ray.get(supervisor.abort.remote(reason), timeout=ANSWER_S)
+        for account in watch(supervisor):
+            if display is not None:
+                display.show(account)
+                display.show_end(account)
+            if time.monotonic() > deadline:
+                return
+    except (RayActorError, RayTaskError, GetTimeoutError, FTError):
+        return  # it is gone, and its workers end themselves
+
+
+def clean_up(run_id: str, supervisor: Any) -> None:
+    """Leaves nothing behind: the supervisor, and any worker that it did not end."""
+    # Unlike `ray.kill`, this lets Ray collect its last metrics.
+    ended = supervisor.__ray_terminate__.options(max_task_retries=0).remote()
+    ray.wait([ended], timeout=GRACE_S)
+    ray.kill(supervisor)
+    kill_named(worker_name(run_id, ""))
+
+
+def result_of(account: Account) -> Result:
+    """The outcome of a run that has ended.
+
+    Raises:
+        the error that it ended with.
+    """
+    if account["failure"] is not None:
+        name, message = account["failure"]
+        kind = getattr(errors, name, TrainingFailedError)
+        raise kind(f"{message}\nThe run's records: {account['directory']}")
+    recoveries = [recovery_of(fields) for fields in account["recoveries"]]
+    metrics = {"loss": account["loss"], "step": account["step"]}
+    digest = account["result"].get("digest", "")
+    return Result(metrics, account["directory"], recoveries, digest, account["seconds"], account["checkpoint"])
+
+
+# ---------------------------------------------------------------- for everybody else
+
+
+def attach(run: str | Path, *, quiet: bool = False) -> Result:
+    """Follows a run until its end, whoever started it, and keeps it going meanwhile. Leaving (Ctrl-C) does not end it.
+
+    Args:
+        run: its directory, or the name of one that is alive on the cluster. Of a run that has ended, the records in its
+            directory tell the outcome.
+        quiet: show nothing.
+
+    Raises:
+        ConfigError: there is no such run; the errors of `Trainer.fit`: how the run ended.
+    """
+    supervisor, account = _find(run)
+    if supervisor is None:
+        return result_of(account)
+    with Display(account["name"], account["max_steps"], quiet=quiet) as display:
+        for account in watch(supervisor):
+            display.show(account)
+        display.show_end(account)
+    clean_up(account["run_id"], supervisor)
+    return result_of(account)
+
+
+def stop(run: str | Path, reason: str, *, quiet: bool = False) -> Account:
+    """Ends a run that is alive on the cluster, with a checkpoint of what it has come to; returns the account of its end.
+
+    Raises:
+        ConfigError: there is no such run.
+    """
+    supervisor, account = _find(run)
+    if supervisor is not None:
+        with Display(account["name"], account["max_steps"], quiet=quiet) as display:
+            abort(supervisor, reason, account["stop_timeout"], display)
+        clean_up(account["run_id"], supervisor)
+    return recorded(Path(account["directory"])) or account
+
+
+def _find(run: str | Path) -> tuple[Any, Account]:
+    """The supervisor of a run and how the run stands; without a supervisor, how it ended."""
+    directory = Path(run).resolve() if (Path(run) / "events.jsonl").exists() else None
+    ended = recorded(directory) if directory is not None else None
+    if ended is not None:
+        return None, ended
+    name = check_name(directory.name if directory is not None else str(run))
+    _connect()
+    try:
+        supervisor = ray.get_actor(supervisor_name(name), namespace=NAMESPACE)
+        account: Any = ray.get(supervisor.follow.remote(), timeout=UNAVAILABLE_S)
+    except (ValueError, RayError) as error:
+        alive = [one.removeprefix(supervisor_name("")) for one in named(supervisor_name(""))]
+        there = f"alive are: {', '.join(alive)}" if alive else "no run is alive there"
+        hint = "; its records have no end, so run its job again: it goes on from the newest checkpoint" if directory else ""
+        raise ConfigError(f"no run named {name!r} is alive on this cluster ({there}){hint}") from error
+    if directory is not None and account["directory"] != str(directory):
+        raise ConfigError(
+            f"the run named {name!r} that is alive on this cluster is in {account['directory']}, not in {directory}"
+        )
+    return supervisor, account
+
+
+def _connect() -> None:
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
+        except ConnectionError as error:
+            raise ConfigError("there is no Ray cluster here: set RAY_ADDRESS, or run this on one of its nodes") from error
+
+
+def recorded(directory: Path) -> Account | None:
+    """How a run ended, as its records tell; None if they do not."""
+    records = read_records(directory / "events.jsonl")
+    if not records or records[0]["event"] != "RunStarted":
+        return None
+    ends = [record for record in records if record["event"] in ("RunFinished", "RunFailed")]
+    if not ends:
+        return None
+    end, details = ends[-1], records[0]["details"]
+    committed = [record for record in records if record["event"] == "StepsCommitted"]
+    stored = [record["name"] for record in records if record["event"] == "CheckpointCommitted"]
+    return {
+        "run_id": records[0]["run_id"],
+        "name": details["name"],
+        "directory": str(directory),
+        "max_steps": details["max_steps"],
+        "state": end.get("state", "FINISHED"),
+        "world_size": max((record["world_size"] for record in records if record["event"] == "Resumed"), default=0),
+        "step": end.get("steps", max((record["stop_step"] for record in committed), default=0)),
+        "loss": committed[-1]["loss"] if committed else None,
+        "recoveries": [record for record in records if record["event"] == "Recovery"],
+        "failure": end.get("error"),
+        "result": {"digest": end.get("digest", "")},
+        "seconds": end["at"],
+        "checkpoint": stored[-1] if stored else None,
+    }
+
+
+__all__ = ["abort", "attach", "clean_up", "recorded", "result_of", "stop", "watch"]

@@ -1,0 +1,61 @@
+"""A run that has ended, as its records tell it: the same outcome as its driver got, without a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import raytrain_ft as ft
+from raytrain_ft.cli import main
+from raytrain_ft.errors import AbortedError, ConfigError
+from raytrain_ft.follow import recorded
+from raytrain_ft.policy import messages as m
+from raytrain_ft.runtime.event_log import EventLog
+
+
+def records(directory: Path, **end: object) -> Path:
+    """A run of 30 steps that has come to step 20; without an end, if none is given."""
+    log = EventLog(directory / "events.jsonl")
+    log.append(m.RunStarted(run_id="r", details={"name": "digits", "max_steps": 30}))
+    where = {"rank": 0, "world_size": 1, "incarnation": 1, "epoch": 0, "start": 0, "ids_digest": ""}
+    log.append(m.StepsCommitted(at=1.0, member="w0", first_step=0, stop_step=20, loss=0.25, **where))
+    times = {"snapshot_s": 0.0, "stall_s": 0.0, "persist_s": 0.0}
+    log.append(m.CheckpointCommitted(at=2.0, member="w0", incarnation=1, step=20, name="step-20", bytes=1, **times))
+    if end:
+        log.note(str(end.pop("event")), at=3.0, **end)
+    log.close()
+    return directory
+
+
+def test_attach_to_a_run_that_has_finished(tmp_path: Path) -> None:
+    run = records(tmp_path, event="RunFinished", steps=30, digest="abc", path="final.arrow")
+    result = ft.attach(run)
+    assert (result.digest, result.metrics, result.path) == ("abc", {"loss": 0.25, "step": 30}, str(tmp_path))
+    said = CliRunner().invoke(main, ["attach", str(run)])
+    assert said.exit_code == 0
+    assert "finished: step 30, loss 0.2500, 0 recoveries, digest abc" in said.output
+
+
+def test_attach_to_a_run_that_was_ended(tmp_path: Path) -> None:
+    run = records(
+        tmp_path, event="RunFailed", state="ABORTED", error=["AbortedError", "Ctrl-C; its newest checkpoint is step-20"]
+    )
+    with pytest.raises(AbortedError, match="newest checkpoint is step-20"):
+        ft.attach(run)
+    said = CliRunner().invoke(main, ["attach", str(run)])
+    assert said.exit_code == 1
+    assert "AbortedError: Ctrl-C" in said.output
+    assert CliRunner().invoke(main, ["stop", str(run)]).exit_code == 0, "it has ended, as was wanted"
+
+
+def test_a_run_without_an_end_is_no_outcome(tmp_path: Path) -> None:
+    assert recorded(records(tmp_path)) is None
+
+
+def test_a_name_that_could_be_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="use up to 100 letters"):
+        ft.attach(tmp_path / "no run here")
+    said = CliRunner().invoke(main, ["attach", "../etc"])
+    assert said.exit_code == 2
