@@ -25,6 +25,7 @@ from raytrain_ft.errors import ConfigError, RunActiveError, TrainingFailedError
 from raytrain_ft.prepare import prepare
 from raytrain_ft.progress import Display
 from raytrain_ft.result import Result, recovery_of
+from raytrain_ft.runtime import placement
 from raytrain_ft.runtime.spec import NAMESPACE, RunSpec
 from raytrain_ft.runtime.supervisor import Supervisor
 from raytrain_ft.settings import TrainSettings
@@ -113,7 +114,9 @@ class Trainer:
         _keep_earlier_records(spec)
         (spec.directory / "nonce").write_text(spec.nonce)
         try:
-            return ray.remote(Supervisor).options(name=spec.supervisor_name, namespace=NAMESPACE, **SUPERVISOR).remote(spec)
+            where = placement.on_head()  # nothing goes on without the head anyway
+            options = {"name": spec.supervisor_name, "namespace": NAMESPACE, "scheduling_strategy": where, **SUPERVISOR}
+            return ray.remote(Supervisor).options(**options).remote(spec)
         except ValueError as error:
             raise RunActiveError(_active(spec)) from error
 
