@@ -183,7 +183,8 @@ def test_what_must_not_cost_a_worker(hosts: HostCluster, undisturbed: str, tmp_p
         warnings.warn("libfaketime is not installed: the wall clocks do not jump", stacklevel=1)
     else:
         fake["LD_PRELOAD"] = str(FAKETIME)
-    with Running(tmp_path, "calm-enough", worker_runtime_env={"env_vars": fake}) as run:
+    patient = timedelta(seconds=60)
+    with Running(tmp_path, "calm-enough", lease=patient, worker_runtime_env={"env_vars": fake}) as run:
         account = run.ready()
         slow, loose = node_of_rank(account, 1), node_of_rank(account, 2)
         for jump in ("+3600", "-3600"):
