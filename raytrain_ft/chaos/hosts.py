@@ -57,15 +57,19 @@ class HostCluster(LocalCluster):
     def _head_options(self) -> dict[str, Any]:
         return {"node_ip_address": self._network.machine.address}
 
-    def add_node(self) -> str:
-        """Adds a host with a Ray node for workers; returns its Ray id."""
-        return self._add_nodes(1)[0]
+    def add_node(self, **options: Any) -> str:
+        """Adds a host with a Ray node for workers; returns its Ray id.
 
-    def _add_nodes(self, number: int) -> list[str]:
+        Args:
+            options: of Ray, for this node: `resources`, for example.
+        """
+        return self._add_nodes(1, **options)[0]
+
+    def _add_nodes(self, number: int, **options: Any) -> list[str]:
         """All at once: each host starts its own."""
         clocks = [random.uniform(0, 100 * DAYS) if self._clocks else 0.0 for _ in range(number)]
-        hosts = [self._network.add_host(f"node{len(self._hosts) + number}", clock) for number, clock in enumerate(clocks)]
-        nodes = [node.result() for node in [host.submit(partial(self._start_node, host)) for host in hosts]]
+        hosts = [self._network.add_host(f"node{len(self._hosts) + index}", clock) for index, clock in enumerate(clocks)]
+        nodes = [node.result() for node in [host.submit(partial(self._start_node, host, options)) for host in hosts]]
         for host, node in zip(hosts, nodes, strict=True):
             self._cluster.worker_nodes.add(node)
             self._cluster._wait_for_node(node)
@@ -73,27 +77,28 @@ class HostCluster(LocalCluster):
             self._hosts[node.node_id] = host
         return [node.node_id for node in nodes]
 
-    def _start_node(self, host: Host) -> Any:
+    def _start_node(self, host: Host, options: dict[str, Any]) -> Any:
         """As `ray.cluster_utils.Cluster.add_node` does it, which can only be called from the main thread. Private to Ray."""
         from ray._private.node import Node
         from ray._private.parameter import RayParams
 
         sockets = Path(self._cluster.head_node.get_sockets_dir_path())  # names of our own: Ray's are not safe between threads
-        params = RayParams(
-            raylet_socket_name=str(sockets / f"raylet.{host.name}"),
-            plasma_store_socket_name=str(sockets / f"plasma_store.{host.name}"),
-            gcs_address=self._cluster.gcs_address,
-            redis_address=self._cluster.redis_address,
-            node_ip_address=host.address,
-            node_manager_port=0,
-            num_cpus=self._cpus_per_node,
-            num_gpus=0,
-            object_store_memory=OBJECT_STORE_BYTES,
-            min_worker_port=0,
-            max_worker_port=0,
-            include_log_monitor=False,  # pyright: ignore[reportArgumentType]
-            dashboard_agent_listen_port=None,
-        )
+        usual = {
+            "raylet_socket_name": str(sockets / f"raylet.{host.name}"),
+            "plasma_store_socket_name": str(sockets / f"plasma_store.{host.name}"),
+            "gcs_address": self._cluster.gcs_address,
+            "redis_address": self._cluster.redis_address,
+            "node_ip_address": host.address,
+            "node_manager_port": 0,
+            "num_cpus": self._cpus_per_node,
+            "num_gpus": 0,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "min_worker_port": 0,
+            "max_worker_port": 0,
+            "include_log_monitor": False,
+            "dashboard_agent_listen_port": None,
+        }
+        params = RayParams(**usual | options)
         # a reaper means on Linux: the kernel ends these processes with the thread that started them, and that with this process
         return Node(params, head=False, shutdown_at_exit=False, spawn_reaper=True)
 
