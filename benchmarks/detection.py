@@ -72,6 +72,7 @@ def start(directory: str, name: str, steps: int, num_spares: int) -> Run:
         Small(step_s=0.02),
         max_steps=steps,
         global_batch_size=12 * WORKERS,
+        drop_last=True,  # BatchNorm needs more than one sample of each rank
         quiet=True,
         scaling_config=ft.ScalingConfig(num_workers=WORKERS),
         recovery_config=ft.RecoveryConfig(num_spares=num_spares),

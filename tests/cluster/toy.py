@@ -68,5 +68,5 @@ class Leisurely(Toy):
 
     def loss(self, output, batch):
         if self.pace.exists():
-            time.sleep(0.1)
+            time.sleep(0.4)
         return super().loss(output, batch)
