@@ -255,9 +255,10 @@ class Health:
         for member, beat in list(self._beats.items()):
             if self._members.get(member) != MemberState.ACTIVE or beat.status != "running":
                 continue
-            age = beat.since + time.monotonic() - self._heard.get(member, time.monotonic())
-            if age <= limit or beat.incarnation != self.incarnation:
-                continue
+            silent = time.monotonic() - self._heard.get(member, time.monotonic())
+            age = beat.since + silent
+            if age <= limit or beat.incarnation != self.incarnation or silent > self._spec.heartbeat_timeout:
+                continue  # a silent worker may have moved on since: silence is judged elsewhere
             if beat.where == WAITING:
                 waiting.append(member)
             else:

@@ -75,8 +75,8 @@ class Split(Mute):
         return SimpleNamespace(unreached=SimpleNamespace(remote=lambda _: call))
 
 
-def standstill(unreached: dict[str, list[str]], places: dict[str, str]) -> list[m.Event]:
-    """What is told of a world whose workers have been at these places for longer than they may."""
+def standstill(unreached: dict[str, list[str]], places: dict[str, str], silent: float = 0.0) -> list[m.Event]:
+    """What is told of a world whose workers have been at these places for longer than they may, `silent` after their beats."""
     events: list[m.Event] = []
 
     async def run() -> None:
@@ -88,6 +88,7 @@ def standstill(unreached: dict[str, list[str]], places: dict[str, str]) -> list[
         for member, where in places.items():
             health.expect(member)
             health.heard(beat(member, status="running", where=where, since=1.0))
+        await asyncio.sleep(silent)
         for _ in range(3):
             health._find_hang()
             await asyncio.sleep(0.01)
@@ -107,6 +108,10 @@ def test_when_everybody_waits_who_does_not_reach_others_is_lost() -> None:
 def test_when_everybody_waits_and_all_reach_each_other_all_are_suspected_once() -> None:
     (suspected,) = standstill({}, dict.fromkeys(("w0", "w1", "w2"), "wait"))
     assert isinstance(suspected, m.Suspected)
+
+
+def test_who_is_silent_may_have_moved_on() -> None:
+    assert standstill({}, {"w0": "wait", "w1": "forward", "w2": "wait"}, silent=0.25) == []
 
 
 def test_who_is_not_waiting_holds_the_others_up() -> None:
