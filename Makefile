@@ -16,6 +16,11 @@ STRACE = command -v strace >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt
 	&& timeout 60 apt-get -qq update && timeout 60 env DEBIAN_FRONTEND=noninteractive \
 	apt-get -qq install --yes --no-install-recommends strace; } >/dev/null 2>&1 || echo "no strace: some tests are skipped"
 
+# For the tests with several hosts on one machine. Without iproute2 they are skipped, without libfaketime a part of them.
+HOSTS = { command -v ip && command -v tc && ls /usr/lib/*/faketime/libfaketime.so.1; } >/dev/null 2>&1 || { [ "$$(id -u)" = 0 ] \
+	&& command -v apt-get >/dev/null && timeout 60 apt-get -qq update && timeout 60 env DEBIAN_FRONTEND=noninteractive \
+	apt-get -qq install --yes --no-install-recommends iproute2 libfaketime; } >/dev/null 2>&1 || echo "no iproute2: some tests are skipped"
+
 .PHONY: setup demo test lint chaos bench clean
 
 setup: $(VENV)/.ready
@@ -25,6 +30,7 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	-@$(BROWSER)
 	-@$(STRACE)
+	-@$(HOSTS)
 	touch $@
 
 demo: setup ## Train three times: undisturbed, a node killed in the update, a node killed in a wait-free backward pass
@@ -44,7 +50,7 @@ chaos: setup ## A seeded campaign of kills: make chaos KILLS=200 MTBF=3 [STAGES=
 
 bench: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev,bench]"
-	for name in step_overhead recovery undo checkpoint checkfreq pipeline grouping; do $(BIN)/python -m benchmarks.$$name --quick --json $$name.json || exit 1; done
+	for name in step_overhead recovery detection undo checkpoint checkfreq pipeline grouping; do $(BIN)/python -m benchmarks.$$name --quick --json $$name.json || exit 1; done
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build *.egg-info

@@ -43,7 +43,7 @@ class TensorBoard(Callback):
 
     def on_start(self, run: RunInfo) -> Seen | None:
         from tensorboardX import FileWriter  # comes with ray[train]
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]  (made by protobuf)
 
         directory = run.directory / "tensorboard"
         files = sorted(directory.glob("events.out.tfevents.*"))
@@ -69,7 +69,7 @@ class TensorBoard(Callback):
 
     def _write(self, scalars: dict[str, float], step: int, more: Sequence[Any] = ()) -> None:
         """One event, so that it is there as a whole or not at all."""
-        from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]  (made by protobuf)
 
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         self._writer.add_summary(Summary(value=[*values, *more]), step)
@@ -78,7 +78,7 @@ class TensorBoard(Callback):
 
 def _written(files: list[Path], run_id: str) -> Seen:
     """What is in these event files; only the newest ones have to be read."""
-    from tensorboardX.proto.event_pb2 import SessionLog
+    from tensorboardX.proto.event_pb2 import SessionLog  # pyright: ignore[reportAttributeAccessIssue]  (made by protobuf)
 
     steps, recoveries = None, 0
     for file in reversed(files):
@@ -99,7 +99,7 @@ def _written(files: list[Path], run_id: str) -> Seen:
 def _events(file: Path) -> Iterator[Any]:
     """The events of a file, up to one that was cut short: length (8 bytes), its checksum (4), the event, its checksum (4)."""
     from google.protobuf.message import DecodeError
-    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]  (made by protobuf)
 
     data, at = file.read_bytes(), 0
     while at + 12 <= len(data):

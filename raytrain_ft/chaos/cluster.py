@@ -48,14 +48,15 @@ class LocalCluster:
         from ray.cluster_utils import Cluster
 
         head = {"num_cpus": 0, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
-        self._cluster = Cluster(initialize_head=True, head_node_args=head)
-        for _ in range(self._num_nodes):
-            self.add_node()
+        self._cluster = Cluster(initialize_head=True, head_node_args=head | self._head_options())
+        self._add_nodes(self._num_nodes)
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         ray.shutdown()
+        for node_id in self.node_ids():
+            self.thaw_node(node_id)  # a frozen worker would not notice the end of its raylet
         if self._cluster is not None:
             self._cluster.shutdown()
         for name, value in self._environment.items():
@@ -64,6 +65,10 @@ class LocalCluster:
             else:
                 os.environ[name] = value
         _refresh_authentication()
+
+    def _head_options(self) -> dict[str, Any]:
+        """Of Ray, for the head node, besides the usual ones."""
+        return {}
 
     def _set(self, name: str, value: str) -> None:
         self._environment[name] = os.environ.get(name)
@@ -90,6 +95,9 @@ class LocalCluster:
             yield f"http://127.0.0.1:{port}"
         finally:
             _end_dashboard(head)
+
+    def _add_nodes(self, number: int) -> list[str]:
+        return [self.add_node() for _ in range(number)]
 
     def add_node(self, **options: Any) -> str:
         """Adds a node for workers; returns its Ray id.

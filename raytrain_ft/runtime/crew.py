@@ -20,6 +20,7 @@ from raytrain_ft.policy.states import State
 from raytrain_ft.policy.topology import stage_of
 from raytrain_ft.runtime import placement
 from raytrain_ft.runtime.health import Health
+from raytrain_ft.runtime.nodes import FORGIVE_DEAD_S
 from raytrain_ft.runtime.spec import NAMESPACE, Introduction, RunSpec
 from raytrain_ft.runtime.worker import Worker
 from raytrain_ft.training.process_group import PeerLostError
@@ -156,7 +157,7 @@ class Crew:
         deadline = self._now() + ROOM_SECONDS
         while True:
             nodes = placement.nodes()
-            chosen = placement.choose(nodes, wanted, self.taken(), self._health.lost_nodes)
+            chosen = placement.choose(nodes, wanted, self.taken(), self._health.nodes.avoided)
             self._placed[member] = chosen  # taken from now on, whatever others are started meanwhile
             if chosen is None:
                 if self._now() > deadline or self._health.state == State.SCHEDULING:
@@ -166,7 +167,8 @@ class Crew:
                 return chosen
             else:
                 self._placed[member] = None
-                self._health.node_lost(chosen, nodes)
+                self._health.nodes.avoid(chosen, FORGIVE_DEAD_S)
+                self._health.nodes.count(nodes, self)
 
     async def _attach(self, member: str) -> None:
         try:

@@ -1,14 +1,16 @@
-"""Noticing: late heartbeats, silence, hangs, what heartbeats tell, the cluster's nodes, Ray's drains -> events.
+"""Noticing: late heartbeats, silence, hangs, standstill, what heartbeats tell -> events. `nodes` looks at the nodes.
 
 Suspicion is cheap (a late beat, a slow step) and is confirmed before it counts: a silent worker is asked directly, with a short
-deadline. Ray by itself tells of a killed process in 10 ms, but of a frozen or unplugged node only after a minute.
+deadline. Ray by itself tells of a killed process in 10 ms, but of a killed node in seconds, and of a frozen or unplugged node
+only after a minute.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, get_args
 
 from ray.exceptions import ActorDiedError, RayError
@@ -18,17 +20,13 @@ from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import TRAINING, State
 from raytrain_ft.policy.topology import stage_of
-from raytrain_ft.runtime import placement
+from raytrain_ft.runtime import standstill
+from raytrain_ft.runtime.nodes import FORGIVE_DEAD_S, FORGIVE_SILENT_S, Nodes
 from raytrain_ft.runtime.notice_board import NoticeBoard
 from raytrain_ft.runtime.notices.notice import Notice
 from raytrain_ft.runtime.spec import Beat, RunSpec
 
 CHECK_INTERVAL_S = 0.05
-CLUSTER_INTERVAL_S = 1.0
-FORGIVE_DEAD_NODE_S = 90.0
-"""How long a node that refuses connections is avoided. By then Ray knows of its death."""
-FORGIVE_SILENT_NODE_S = 15.0
-"""How long a node is avoided whose worker fell silent: most often it was that process alone, which Ray kills in seconds."""
 PATIENCE_WITH_ALL = 10
 """Times the usual patience for an answer when everybody is silent at once."""
 Note = (
@@ -43,8 +41,6 @@ Note = (
 IDENTITY = ("incarnation", "step", "source")
 """What tells two notes of the same kind and worker apart: a step has at most one."""
 NOTES: dict[str, type[Note]] = {cls.__name__: cls for cls in get_args(Note)}
-UNTIMED_DRAIN_S = 3600.0
-"""How long a node is taken to stay that Ray drains without a deadline."""
 WAITING = "wait"
 """The place where a worker waits for others: who is elsewhere holds them up."""
 
@@ -65,22 +61,23 @@ class Health:
         self._board = NoticeBoard(tell, now)
         self._probing: set[str] = set()
         self._members: dict[str, MemberState] = {}
-        self._capacity: int | None = None
-        self._lost_nodes: dict[str, float] = {}
         self._crew: Any = None
+        self.nodes = Nodes(spec, tell, now, self._board, self._died)
         self.loss: float | None = None
         self.state = State.INITIALIZING
         self.incarnation = 0
         self.step = 0
         self.reached = 0  # the furthest step that any worker told of in this incarnation
         self._longest = 0.0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._fruitless = 0  # recoveries in a row
+        self._stood_still = -1  # the latest incarnation in which everybody waited
 
     def follow(self, machine: RunState) -> None:
         """Keeps what decides about noticing in line with the machine."""
         self._members = dict(machine.members)
         self.state, self.incarnation = machine.state, machine.incarnation
-        self.step, self._longest = machine.step, machine.longest_step
+        self.step, self._longest, self._fruitless = machine.step, machine.longest_step, machine.fruitless
 
     def recall(self, past: Iterable[m.Event]) -> None:
         """What was recorded before the supervisor's own restart is not recorded again."""
@@ -178,26 +175,18 @@ class Health:
         """This worker will be taken away."""
         self._board.noticed(member, self._crew.node_of(member) if self._crew is not None else None, notice)
 
-    async def _sees_drains(self) -> bool:
-        """Whether this version of Ray still has the call that tells of them."""
-        if not self._spec.notices.drain:
-            return False
-        try:
-            await asyncio.get_running_loop().run_in_executor(None, draining)
-        except Exception as error:  # it is private to Ray: anything may have become of it
-            reason = f"this version of Ray does not tell of drains: {type(error).__name__}: {error}"[:300]
-            self._tell(m.NoticesUnavailable(at=self._now(), member=None, source="ray", reason=reason))
-            return False
-        return True
-
     # ---------------------------------------------------------------- silence
 
     async def watch_cluster(self, crew: Any) -> None:
         """Looks at everything that changes by itself, for ever."""
-        next_nodes = 0.0
         self._crew = crew
-        loop = asyncio.get_running_loop()
-        sees_drains = await self._sees_drains()
+        nodes = asyncio.create_task(self.nodes.watch(crew, lambda: list(self._members)))
+        try:
+            await self._watch_workers()
+        finally:
+            nodes.cancel()
+
+    async def _watch_workers(self) -> None:
         before = time.monotonic()
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
@@ -209,26 +198,29 @@ class Health:
             before = now
             self._probe(member for member, heard in self._heard.items() if now - heard > self._spec.heartbeat_timeout)
             self._find_hang()
-            if now >= next_nodes:
-                next_nodes = now + CLUSTER_INTERVAL_S
-                if sees_drains:
-                    self._board.drained(await loop.run_in_executor(None, draining), self._members, crew)
-                self._count(await loop.run_in_executor(None, placement.nodes))
 
     def alert(self, members: Iterable[str]) -> None:
-        """Something happened: asks all these workers directly whether they live."""
-        self._probe(members)
+        """Something happened: asks all these workers directly whether they live, and after a fruitless recovery, also whether
+        they reach each other."""
+        asked = list(members)
+        self._probe(asked)
+        if self._fruitless > 1:
+            self._spawn(self._leave_out_cut(asked))
 
     def _probe(self, members: Iterable[str]) -> None:
         for member in [name for name in members if name not in self._probing and name in self._heard]:
             self._probing.add(member)
-            task = asyncio.get_running_loop().create_task(self._ask(member))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._spawn(self._ask(member))
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _ask(self, member: str) -> None:
-        """A direct question with a short deadline: the confirmation of a suspicion."""
-        silent = time.monotonic() - self._heard.get(member, time.monotonic())
+        """A direct question with a short deadline: the confirmation of a suspicion. A beat meanwhile is an answer, too."""
+        asked = time.monotonic()
+        silent = asked - self._heard.get(member, asked)
         patience = self._spec.probe_timeout * (PATIENCE_WITH_ALL if self._all_silent() else 1)
         try:
             ping = self._crew.handle(member).ping.remote()
@@ -238,14 +230,14 @@ class Health:
         except ActorDiedError:
             pass  # Ray knows already, and the call that watches this worker tells it with its cause
         except (RayError, ValueError, TimeoutError):
-            if member in self._heard:
+            if self._heard.get(member, math.inf) <= asked and not await self._is_cut_off():
                 node = self._crew.node_of(member)
                 if node is not None and not self._others_heard_on(node, member):
                     # perhaps all of it is frozen or unplugged, which Ray learns after a minute
-                    self._lost_nodes[node] = time.monotonic() + FORGIVE_SILENT_NODE_S
+                    self.nodes.avoid(node, FORGIVE_SILENT_S)
                 cause = f"silent for {silent + patience:.1f} s (frozen, or cut off)"
                 about = {"cause": cause, "noticed_by": "heartbeat", "silent_s": self.silence(member)}
-                self._heard.pop(member)
+                self._heard.pop(member, None)
                 self._tell(m.WorkerLost(at=self._now(), member=member, **about))
         finally:
             self._probing.discard(member)
@@ -259,6 +251,13 @@ class Health:
         late = time.monotonic() - self._spec.heartbeat_timeout
         return len(self._heard) > 1 and all(heard < late for heard in self._heard.values())
 
+    async def _is_cut_off(self) -> bool:
+        """Whether it is rather this process that nobody reaches: then nobody is given up, while their leases last."""
+        now = time.monotonic()
+        silent = now - max(self._heard.values(), default=now)
+        late = silent > self._spec.heartbeat_timeout
+        return silent < self._spec.lease and await self.nodes.links.are_cut(silent if late else 0.0)
+
     # ---------------------------------------------------------------- hangs
 
     def _find_hang(self) -> None:
@@ -266,40 +265,45 @@ class Health:
         if self.state not in TRAINING:
             return
         limit = max(self._spec.hang_timeout, 10 * self._longest)
+        waiting: list[str] = []
         for member, beat in list(self._beats.items()):
             if self._members.get(member) != MemberState.ACTIVE or beat.status != "running":
                 continue
-            age = beat.since + time.monotonic() - self._heard.get(member, time.monotonic())
-            if age > limit and beat.where != WAITING and beat.incarnation == self.incarnation:
+            silent = time.monotonic() - self._heard.get(member, time.monotonic())
+            age = beat.since + silent
+            if age <= limit or beat.incarnation != self.incarnation or silent > self._spec.heartbeat_timeout:
+                continue  # a silent worker may have moved on since: silence is judged elsewhere
+            if beat.where == WAITING:
+                waiting.append(member)
+            else:
                 cause = f"hung for {age:.0f} s in {beat.where!r} of step {beat.step}"
                 self._beats.pop(member)
                 about = {"cause": cause, "noticed_by": "step time", "silent_s": age}
                 self._tell(m.WorkerLost(at=self._now(), member=member, **about))
 
-    # ---------------------------------------------------------------- the cluster's size
+    async def _break_standstill(self, active: list[str]) -> None:
+        """Each waits for another: some connection is gone, or somebody hangs where one seems to wait."""
+        incarnation = self.incarnation
+        if not await self._leave_out_cut(active):
+            reason = "everybody waits for somebody else"
+            self._tell(m.Suspected(at=self._now(), incarnation=incarnation, reason=reason, noticed_by="step time"))
 
-    def node_lost(self, node: str, nodes: list[dict[str, Any]]) -> None:
-        """This node is gone or frozen, whatever Ray still thinks: nothing is placed there any more."""
-        self._lost_nodes[node] = time.monotonic() + FORGIVE_DEAD_NODE_S
-        self._count(nodes)
+    async def _leave_out_cut(self, members: list[str]) -> bool:
+        """Gives up who cannot reach others; whether there was anybody."""
+        found = await standstill.find_cut(self._crew, members, self.nodes.links.nodes)
+        for member, cause in found.items():
+            if member in self._heard:
+                self.nodes.avoid(self._crew.node_of(member), FORGIVE_DEAD_S)
+                self._tell(m.WorkerLost(at=self._now(), member=member, cause=cause, noticed_by="peers"))
+        return bool(found)
 
-    @property
-    def lost_nodes(self) -> set[str]:
-        """Nodes where nothing should be placed for now."""
-        now = time.monotonic()
-        return {node for node, until in self._lost_nodes.items() if now < until} | self._board.condemned()
+    # ---------------------------------------------------------------- nodes
 
-    def _count(self, nodes: list[dict[str, Any]]) -> None:
-        capacity = placement.capacity(nodes, placement.demand(self._spec.options), self._crew.taken(), self.lost_nodes)
-        if capacity != self._capacity:
-            self._capacity = capacity
-            self._tell(m.CapacityChanged(at=self._now(), slots=capacity))
-
-
-def draining() -> dict[str, float]:
-    """The nodes that Ray drains, and the seconds that each has left. Private to Ray: there is no public call for that."""
-    from ray._private.state import state
-
-    now = time.time()
-    drained: dict[str, int] = state.get_draining_nodes()  # Unix time in milliseconds; 0 without a deadline
-    return {node: max(until / 1000 - now, 0.0) if until else UNTIMED_DRAIN_S for node, until in drained.items()}
+    def _died(self, node: str) -> None:
+        """A node's raylet is gone, and its workers with it or in a moment."""
+        self.nodes.avoid(node, FORGIVE_DEAD_S)
+        for member in [member for member in self._members if self._crew.node_of(member) == node]:
+            self.forget(member)
+            cause = "its node died (the raylet closed its connection and refuses another)"
+            self._tell(m.WorkerLost(at=self._now(), member=member, cause=cause, noticed_by="raylet"))
+        self.nodes.count(self.nodes.links.nodes, self._crew)

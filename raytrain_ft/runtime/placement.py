@@ -11,6 +11,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 CONNECT_SECONDS = 0.5
+HEAD_RESOURCE = "node:__internal_head__"
+"""What Ray gives to the head node alone."""
 
 
 def demand(options: dict[str, Any]) -> dict[str, float]:
@@ -50,15 +52,42 @@ def apart(nodes: list[dict[str, Any]], wanted: dict[str, float]) -> str | None:
     return min(alive, key=lambda n: (_times(n["Resources"], wanted), n["NodeID"]))["NodeID"] if alive else None
 
 
+async def connect(node: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection to a node's raylet.
+
+    Raises:
+        ConnectionRefusedError: it was killed; OSError, TimeoutError: the node cannot be reached, or is frozen or unplugged.
+    """
+    connection = asyncio.open_connection(node["NodeManagerAddress"], node["NodeManagerPort"])
+    return await asyncio.wait_for(connection, CONNECT_SECONDS)
+
+
 async def answers(node: dict[str, Any]) -> bool:
-    """Whether a node's raylet takes connections. One that was killed refuses, one that was unplugged is silent."""
+    """Whether a node's raylet takes connections."""
     try:
-        connection = asyncio.open_connection(node["NodeManagerAddress"], node["NodeManagerPort"])
-        _, writer = await asyncio.wait_for(connection, CONNECT_SECONDS)
+        _, writer = await connect(node)
     except (OSError, TimeoutError):
         return False
     writer.close()
     return True
+
+
+async def is_silent(node: dict[str, Any]) -> bool:
+    """Whether not even a refusal comes from where a node is, as if there were no cable."""
+    try:
+        _, writer = await connect(node)
+    except ConnectionRefusedError:
+        return False
+    except (OSError, TimeoutError):
+        return True
+    writer.close()
+    return False
+
+
+def on_head() -> NodeAffinitySchedulingStrategy:
+    """Ray's scheduling strategy for the node where Ray's own state is: no cluster goes on without it."""
+    head = next(node["NodeID"] for node in ray.nodes() if node["Alive"] and HEAD_RESOURCE in node["Resources"])
+    return NodeAffinitySchedulingStrategy(head, soft=True)
 
 
 def strategy_for(node: str | None) -> Any:

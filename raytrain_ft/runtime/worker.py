@@ -8,6 +8,7 @@ supervisor for its lease, so that a node that was cut off does not go on alone.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import traceback
@@ -23,7 +24,7 @@ from raytrain_ft.chaos.faults import Injector
 from raytrain_ft.errors import ConfigError, FencedError, NonFiniteLossError
 from raytrain_ft.policy.reconcile import Copy, Marks, Plan
 from raytrain_ft.policy.topology import stage_of
-from raytrain_ft.runtime import connections, recovery
+from raytrain_ft.runtime import connections, placement, recovery
 from raytrain_ft.runtime.connections import Connections
 from raytrain_ft.runtime.heartbeat import Heartbeat
 from raytrain_ft.runtime.preemption import Preemption
@@ -153,6 +154,14 @@ class Worker:
     def watch(self, seconds: float) -> None:
         """Returns after a while. Ray fails the call the moment this process dies, which is what it is for."""
         threading.Event().wait(seconds)
+
+    def unreached(self, places: dict[str, dict[str, Any]]) -> list[str]:
+        """Those of the other workers whose nodes, in Ray's words, take no connection from here."""
+
+        async def look() -> list[bool]:
+            return await asyncio.gather(*(placement.is_silent(node) for node in places.values()))
+
+        return [member for member, silent in zip(places, asyncio.run(look()), strict=True) if silent]
 
     def stop_at_boundary(self) -> None:
         """Asks for a stop at the next step boundary that all ranks agree upon."""

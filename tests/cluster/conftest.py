@@ -23,6 +23,11 @@ SMALL_BUCKETS = {"bucket_bytes": 8192, "first_bucket_bytes": 1024}
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A process can be connected to one cluster: modules with one of their own come before the shared one is started."""
+    items.sort(key=lambda item: item.get_closest_marker("own_cluster") is None)
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[LocalCluster]:
     with LocalCluster(num_nodes=5) as cluster:
@@ -32,6 +37,7 @@ def cluster() -> Iterator[LocalCluster]:
 def train(path: Path, name: str, *, task: Any = None, workers: Any = 3, steps: int = STEPS, **arguments: Any) -> ft.Result:
     """One run of the toy task; `arguments` are of Trainer or, where it has them, of RecoveryConfig."""
     checkpoints = arguments.pop("checkpoints", None)
+    environment = arguments.pop("worker_runtime_env", None)
     recovery = {key: arguments.pop(key) for key in list(arguments) if key in ft.RecoveryConfig.__dataclass_fields__}
     if not arguments.get("faults"):
         recovery.setdefault("num_spares", 0)  # a process less to start
@@ -41,7 +47,9 @@ def train(path: Path, name: str, *, task: Any = None, workers: Any = 3, steps: i
         max_steps=steps,
         scaling_config=ft.ScalingConfig(num_workers=workers),
         recovery_config=ft.RecoveryConfig(**recovery),
-        run_config=ft.RunConfig(name=name, storage_path=str(path), checkpoint_config=checkpoints),
+        run_config=ft.RunConfig(
+            name=name, storage_path=str(path), checkpoint_config=checkpoints, worker_runtime_env=environment
+        ),
         **settings,
     ).fit()
 

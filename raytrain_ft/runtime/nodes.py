@@ -1,0 +1,101 @@
+"""The cluster's nodes as the supervisor sees them: how many workers they have room for, which died, which Ray takes away."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ray.exceptions import RayError
+
+from raytrain_ft.policy import messages as m
+from raytrain_ft.runtime import placement
+from raytrain_ft.runtime.node_links import NodeLinks
+from raytrain_ft.runtime.notice_board import NoticeBoard
+from raytrain_ft.runtime.spec import RunSpec
+
+INTERVAL_S = 1.0
+FORGIVE_DEAD_S = 90.0
+"""How long a node that refuses connections is avoided. By then Ray knows of its death."""
+FORGIVE_SILENT_S = 15.0
+"""How long a node is avoided whose worker fell silent: most often it was that process alone, which Ray kills in seconds."""
+UNTIMED_DRAIN_S = 3600.0
+"""How long a node is taken to stay that Ray drains without a deadline."""
+
+
+class Nodes:
+    """Looked at once a second, on a task of its own: Ray may take its time to answer, and silence is noticed meanwhile.
+
+    Args:
+        died: is told of a node whose raylet is gone.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        tell: Callable[[m.Event], None],
+        now: Callable[[], float],
+        board: NoticeBoard,
+        died: Callable[[str], None],
+    ) -> None:
+        self._spec = spec
+        self._tell = tell
+        self._now = now
+        self._board = board
+        self.links = NodeLinks(died)
+        self._avoid: dict[str, float] = {}
+        self._capacity: int | None = None
+
+    async def watch(self, crew: Any, members: Callable[[], list[str]]) -> None:
+        """For ever."""
+        sees_drains = await self._sees_drains()
+        while True:
+            try:
+                if sees_drains:
+                    self._board.drained(await asyncio.to_thread(draining), members(), crew)
+                nodes = await asyncio.to_thread(placement.nodes)
+            except (RayError, RuntimeError):
+                pass  # Ray's own state does not answer: what was known of the nodes holds
+            else:
+                self.links.follow(nodes, crew.taken())
+                self.count(nodes, crew)
+            await asyncio.sleep(INTERVAL_S)
+
+    def avoid(self, node: str, seconds: float) -> None:
+        """Nothing is placed there for so long, whatever Ray still thinks of it."""
+        self._avoid[node] = time.monotonic() + seconds
+
+    @property
+    def avoided(self) -> set[str]:
+        """Where nothing should be placed now."""
+        now = time.monotonic()
+        return {node for node, until in self._avoid.items() if now < until} | self._board.condemned()
+
+    def count(self, nodes: list[dict[str, Any]], crew: Any) -> None:
+        """Tells how many workers these nodes have room for, if that is news."""
+        capacity = placement.capacity(nodes, placement.demand(self._spec.options), crew.taken(), self.avoided)
+        if capacity != self._capacity:
+            self._capacity = capacity
+            self._tell(m.CapacityChanged(at=self._now(), slots=capacity))
+
+    async def _sees_drains(self) -> bool:
+        """Whether this version of Ray still has the call that tells of them."""
+        if not self._spec.notices.drain:
+            return False
+        try:
+            await asyncio.to_thread(draining)
+        except Exception as error:  # it is private to Ray: anything may have become of it
+            reason = f"this version of Ray does not tell of drains: {type(error).__name__}: {error}"[:300]
+            self._tell(m.NoticesUnavailable(at=self._now(), member=None, source="ray", reason=reason))
+            return False
+        return True
+
+
+def draining() -> dict[str, float]:
+    """The nodes that Ray drains, and the seconds that each has left. Private to Ray: there is no public call for that."""
+    from ray._private.state import state
+
+    now = time.time()
+    drained: dict[str, int] = state.get_draining_nodes()  # Unix time in milliseconds; 0 without a deadline
+    return {node: max(until / 1000 - now, 0.0) if until else UNTIMED_DRAIN_S for node, until in drained.items()}

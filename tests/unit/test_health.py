@@ -1,0 +1,120 @@
+"""Silence and standstill, without a cluster: what is told, and what is forgiven."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.roster import MemberState
+from raytrain_ft.policy.states import State
+from raytrain_ft.runtime.health import Health
+from raytrain_ft.runtime.spec import Beat
+
+SPEC: Any = SimpleNamespace(heartbeat_timeout=0.2, probe_timeout=0.1, hang_timeout=0.3, lease=5.0, options={"num_cpus": 1})
+
+
+class Mute:
+    """A crew whose workers answer no question."""
+
+    def handle(self, member: str) -> Any:
+        call = SimpleNamespace(future=Future)
+        return SimpleNamespace(ping=SimpleNamespace(remote=lambda: call), unreached=SimpleNamespace(remote=lambda _: call))
+
+    def node_of(self, member: str) -> str:
+        return f"node-of-{member}"
+
+
+def beat(member: str, **about: Any) -> Beat:
+    fields = {"incarnation": 1, "rank": 0, "status": "idle", "detail": "", "kind": "", "step": 0, "where": "", "since": 0.0}
+    return Beat(member=member, commits=(), **(fields | about))
+
+
+def told(*beats_of: str) -> list[m.Event]:
+    """What is told when w0 is asked and does not answer, while these workers beat."""
+    events: list[m.Event] = []
+
+    async def run() -> None:
+        health = Health(SPEC, events.append, time.monotonic)
+        health._crew = Mute()
+        for member in ("w0", "w1"):
+            health.expect(member)
+        health.alert(["w0"])
+        await asyncio.sleep(0.05)
+        for member in beats_of:
+            health.heard(beat(member))
+        await asyncio.sleep(0.15)
+
+    asyncio.run(run())
+    return events
+
+
+def test_who_answers_nothing_and_does_not_beat_is_lost() -> None:
+    (lost,) = told("w1")
+    assert isinstance(lost, m.WorkerLost)
+    assert (lost.member, lost.noticed_by) == ("w0", "heartbeat")
+
+
+def test_a_beat_is_an_answer() -> None:
+    assert told("w0", "w1") == []
+
+
+class Split(Mute):
+    """A crew whose workers say whom they do not reach."""
+
+    def __init__(self, unreached: dict[str, list[str]]) -> None:
+        self.unreached = unreached
+
+    def handle(self, member: str) -> Any:
+        answer: Future[list[str]] = Future()
+        answer.set_result(self.unreached.get(member, []))
+        call = SimpleNamespace(future=lambda: answer)
+        return SimpleNamespace(unreached=SimpleNamespace(remote=lambda _: call))
+
+
+def standstill(unreached: dict[str, list[str]], places: dict[str, str], silent: float = 0.0) -> list[m.Event]:
+    """What is told of a world whose workers have been at these places for longer than they may, `silent` after their beats."""
+    events: list[m.Event] = []
+
+    async def run() -> None:
+        health = Health(SPEC, events.append, time.monotonic)
+        health._crew = Split(unreached)
+        health.nodes.links.nodes = [{"NodeID": f"node-of-{member}"} for member in places]
+        health.state, health.incarnation = State.RUNNING, 1
+        health._members = dict.fromkeys(places, MemberState.ACTIVE)
+        for member, where in places.items():
+            health.expect(member)
+            health.heard(beat(member, status="running", where=where, since=1.0))
+        await asyncio.sleep(silent)
+        for _ in range(3):
+            health._find_hang()
+            await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    return events
+
+
+def test_when_everybody_waits_who_does_not_reach_others_is_lost() -> None:
+    waiting = dict.fromkeys(("w0", "w1", "w2"), "wait")
+    (lost,) = standstill({"w0": ["w2"], "w2": ["w0"]}, waiting)
+    assert isinstance(lost, m.WorkerLost)
+    assert (lost.member, lost.noticed_by) == ("w2", "peers")
+    assert "w0" in lost.cause
+
+
+def test_when_everybody_waits_and_all_reach_each_other_all_are_suspected_once() -> None:
+    (suspected,) = standstill({}, dict.fromkeys(("w0", "w1", "w2"), "wait"))
+    assert isinstance(suspected, m.Suspected)
+
+
+def test_who_is_silent_may_have_moved_on() -> None:
+    assert standstill({}, {"w0": "wait", "w1": "forward", "w2": "wait"}, silent=0.25) == []
+
+
+def test_who_is_not_waiting_holds_the_others_up() -> None:
+    (lost,) = standstill({}, {"w0": "wait", "w1": "forward", "w2": "wait"})
+    assert isinstance(lost, m.WorkerLost)
+    assert (lost.member, lost.noticed_by) == ("w1", "step time")
