@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from raytrain_ft.cli_checkpoints import checkpoints
+from raytrain_ft.cli_cluster import check_cluster
 from raytrain_ft.cli_plan import plan_command
 from raytrain_ft.policy.audit import audit as audit_records
 from raytrain_ft.progress import describe
@@ -31,6 +32,7 @@ def main() -> None:
 
 main.add_command(checkpoints)
 main.add_command(plan_command)
+main.add_command(check_cluster)
 
 
 def _records(run: Path) -> list[dict]:
