@@ -44,9 +44,8 @@ class LocalCluster:
         from ray.cluster_utils import Cluster
 
         head = {"num_cpus": 0, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
-        self._cluster = Cluster(initialize_head=True, head_node_args=head)
-        for _ in range(self._num_nodes):
-            self.add_node()
+        self._cluster = Cluster(initialize_head=True, head_node_args=head | self._head_options())
+        self._add_nodes()
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         return self
 
@@ -61,9 +60,18 @@ class LocalCluster:
                 os.environ[name] = value
         _refresh_authentication()
 
+    def _head_options(self) -> dict[str, Any]:
+        """Of Ray, for the head node, besides the usual ones."""
+        return {}
+
     def _set(self, name: str, value: str) -> None:
         self._environment[name] = os.environ.get(name)
         os.environ[name] = value
+
+    def _add_nodes(self) -> None:
+        """The nodes to begin with."""
+        for _ in range(self._num_nodes):
+            self.add_node()
 
     @property
     def address(self) -> str:

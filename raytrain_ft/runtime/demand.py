@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ray.exceptions import RayError
@@ -17,6 +19,8 @@ from ray.util.placement_group import (
 )
 
 INTERVAL_S = 1.0
+COUNTED_WITHIN_S = 3.0
+"""How long it may take until room that came is counted. It must not be asked for again meanwhile: it would be taken again."""
 
 
 class Demand:
@@ -35,6 +39,8 @@ class Demand:
         self._prefix = prefix
         self._bundle = bundle
         self._waiting: list[PlacementGroup] = []
+        self._came: list[float] = []
+        self._thread = ThreadPoolExecutor(1, "demand")  # one call after the other, also if nobody waits for it any more
         self._made = 0
 
     async def keep(self, missing: Callable[[], int]) -> None:
@@ -43,7 +49,7 @@ class Demand:
         while True:
             with contextlib.suppress(RayError):  # asked again in a moment
                 if earlier:
-                    await self._in_thread(self._forget_earlier)
+                    await self._in_thread(self.forget_earlier)
                 earlier = False
                 await self._in_thread(self.adjust, missing())
             await asyncio.sleep(INTERVAL_S)
@@ -52,19 +58,28 @@ class Demand:
         """Asks for nothing any more. What cannot be taken back goes with the supervisor."""
         with contextlib.suppress(RayError):
             await self._in_thread(self.adjust, 0)
+        self._thread.shutdown(wait=False)
 
     def adjust(self, missing: int) -> None:
         """Has so many groups wait. Calls Ray and waits for its answers."""
-        placed = [group for group in self._waiting if placement_group_table(group)["state"] != "PENDING"]
-        surplus = self._waiting[missing:]
-        for group in {id(group): group for group in [*placed, *surplus]}.values():
-            self._waiting.remove(group)
-            remove_placement_group(group)
-        while len(self._waiting) < missing and self._bundle:
+        now = time.monotonic()
+        self._came = [at for at in self._came if now - at < COUNTED_WITHIN_S]
+        for group in list(self._waiting):
+            if placement_group_table(group).get("state") != "PENDING":
+                self._came.append(now)
+                self._give_up(group)
+        wanted = max(0, missing - len(self._came))
+        for group in self._waiting[wanted:]:
+            self._give_up(group)
+        while len(self._waiting) < wanted and self._bundle:
             self._made += 1
             self._waiting.append(placement_group([self._bundle], name=f"{self._prefix}{self._made}"))
 
-    def _forget_earlier(self) -> None:
+    def _give_up(self, group: PlacementGroup) -> None:
+        self._waiting.remove(group)
+        remove_placement_group(group)
+
+    def forget_earlier(self) -> None:
         """This supervisor may be the second: Ray started it again, and what the first one asked for still waits."""
         for known in placement_group_table().values():
             if known["name"].startswith(self._prefix) and known["state"] != "REMOVED":
@@ -72,6 +87,5 @@ class Demand:
                 with contextlib.suppress(ValueError):  # it went meanwhile
                     remove_placement_group(get_placement_group(known["name"]))
 
-    @staticmethod
-    async def _in_thread(call: Callable[..., Any], *args: Any) -> None:
-        await asyncio.get_running_loop().run_in_executor(None, call, *args)
+    async def _in_thread(self, call: Callable[..., Any], *args: Any) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)

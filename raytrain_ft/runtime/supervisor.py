@@ -19,8 +19,9 @@ from raytrain_ft.errors import FTError, IllegalEventError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.machine import handle, replay
 from raytrain_ft.policy.states import ENDED, State
-from raytrain_ft.runtime import health, report, timeline
+from raytrain_ft.runtime import health, placement, report, timeline
 from raytrain_ft.runtime.crew import Crew
+from raytrain_ft.runtime.demand import Demand
 from raytrain_ft.runtime.event_log import EventLog, read_events
 from raytrain_ft.runtime.library import Library
 from raytrain_ft.runtime.notices.notice import REQUEST, Notice
@@ -76,6 +77,8 @@ class Supervisor:
             started = {"incarnation": self._spec.incarnation, "stored": stored, "details": _details(self._spec)}
             self.tell(m.RunStarted(at=0.0, run_id=self._spec.run_id, **started))
         watcher = asyncio.create_task(self._health.watch_cluster(self._crew))
+        demand = Demand(f"demand:{self._spec.run_id}:", placement.demand(self._spec.options))
+        asking = asyncio.create_task(demand.keep(self._machine.lacking))
         try:
             while self._machine.state not in ENDED:
                 self._step(await self._events.get())
@@ -84,6 +87,8 @@ class Supervisor:
         finally:
             self._ended_at = self.now()
             watcher.cancel()
+            asking.cancel()
+            await demand.close()
             await self._library.close()
             shutil.rmtree(self._spec.logs, ignore_errors=True)  # nobody is left to recover
         if not self._was_over:

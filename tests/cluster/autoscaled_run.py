@@ -14,7 +14,6 @@ from typing import Any
 import ray
 from conftest import promise_kept, train
 from ray.util import placement_group_table
-from toy import Toy
 
 from raytrain_ft import FailAt
 from raytrain_ft.chaos.autoscaling import AutoscalingCluster
