@@ -110,7 +110,7 @@ class AutoscalingCluster(LocalCluster):
 
     # ---------------------------------------------------------------- its nodes
 
-    def add_node(self) -> str:
+    def add_node(self, **options: Any) -> str:
         """Raises `ConfigError`: nodes come by themselves."""
         raise ConfigError("AutoscalingCluster: nodes come when something waits to be placed; LocalCluster takes them by hand")
 
