@@ -10,6 +10,7 @@ the 1,797 images (8 x 8 pixels) with it, so that nothing is downloaded.
 from __future__ import annotations
 
 import argparse
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -111,17 +112,18 @@ def main() -> None:
     parser.add_argument("--num-workers", type=int, default=2, help="copies of the model, each on its own worker")
     parser.add_argument("--max-steps", type=int, default=200, help="updates; one epoch is 6 of them")
     parser.add_argument("--storage-path", default=None, help="where runs are kept: a path that every node sees")
+    parser.add_argument("--node-minutes", type=float, default=1.0, help="how long the cluster may take to start a node")
     parser.add_argument("--name", default="digits", help="the name of the run")
     args = parser.parse_args()
 
-    task = Digits(args.max_steps)
+    task, patience = Digits(args.max_steps), timedelta(minutes=args.node_minutes)
     result = ft.Trainer(
         task,
         max_steps=args.max_steps,
         global_batch_size=256,
         seed=0,
         scaling_config=ft.ScalingConfig(num_workers=args.num_workers),
-        recovery_config=ft.RecoveryConfig(),
+        recovery_config=ft.RecoveryConfig(schedule_timeout=2 * patience, replacement_timeout=patience),
         run_config=ft.RunConfig(name=args.name, storage_path=args.storage_path),
     ).fit()
     print(f"test accuracy: {accuracy(ft.load_model(task, result)):.2%}")

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from raytrain_ft.cli_attach import attach_command, stop_command
 from raytrain_ft.cli_checkpoints import checkpoints
+from raytrain_ft.cli_cluster import check_cluster
 from raytrain_ft.cli_plan import plan_command
 from raytrain_ft.errors import StorageError
 from raytrain_ft.policy.audit import audit as audit_records
@@ -36,6 +37,7 @@ main.add_command(checkpoints)
 main.add_command(plan_command)
 main.add_command(attach_command)
 main.add_command(stop_command)
+main.add_command(check_cluster)
 
 
 def _records(run: Path) -> list[dict]:

@@ -49,7 +49,7 @@ class LocalCluster:
 
         head = {"num_cpus": 0, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
         self._cluster = Cluster(initialize_head=True, head_node_args=head | self._head_options())
-        self._add_nodes(self._num_nodes)
+        self._first_nodes()
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         return self
 
@@ -73,6 +73,10 @@ class LocalCluster:
     def _set(self, name: str, value: str) -> None:
         self._environment[name] = os.environ.get(name)
         os.environ[name] = value
+
+    def _first_nodes(self) -> None:
+        """The nodes to begin with."""
+        self._add_nodes(self._num_nodes)
 
     @property
     def address(self) -> str:

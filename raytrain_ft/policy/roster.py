@@ -84,7 +84,7 @@ class Roster:
         members: every live member and what it is to the run.
         nodes: where each of them is, as far as it is known.
         gone: members that were lost, in order.
-        slots: how many workers the cluster could host.
+        slots: how many workers the cluster could host; None until that is known.
         leaving: members that will be gone soon; their places do not count.
         start_failures: rounds of starts in a row of which no worker became ready. Workers that were started together and
             are lost together, with their node perhaps, are one round.
@@ -94,7 +94,7 @@ class Roster:
     members: dict[str, MemberState] = field(default_factory=dict)
     nodes: dict[str, str] = field(default_factory=dict)
     gone: list[str] = field(default_factory=list)
-    slots: int = 0
+    slots: int | None = None
     leaving: frozenset[str] = frozenset()
     start_failures: int = 0
     _started: int = 0
@@ -122,10 +122,13 @@ class Roster:
         """Whether another worker may come soon."""
         return bool(self.of(MemberState.STARTING))
 
-    def provision(self, at_least: int = 0) -> list[m.Command]:
-        """Starts what is missing, as far as the cluster has room, and `at_least` so many in any case: a worker that cannot
-        be placed is what an autoscaler reacts to."""
-        wanted = max(at_least, min(self.rules.max_workers + self.rules.spares, self.slots))
+    def lacking(self) -> int:
+        """How many workers the cluster has no room for: an autoscaler may make some."""
+        return 0 if self.slots is None else max(0, self.rules.max_workers + self.rules.spares - self.slots)
+
+    def provision(self) -> list[m.Command]:
+        """Starts what is missing, as far as the cluster has room."""
+        wanted = min(self.rules.max_workers + self.rules.spares, self.slots or 0)
         if self.cannot_start():
             return []
         commands: list[m.Command] = []
@@ -142,7 +145,7 @@ class Roster:
 
     def resized(self, slots: int) -> None:
         """The cluster can host so many workers now."""
-        if slots > self.slots:
+        if slots > (self.slots or 0):
             self.start_failures = 0
         self.slots = slots
 

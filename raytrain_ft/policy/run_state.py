@@ -129,10 +129,14 @@ class RunState:
         return max(usable, key=lambda one: one.step, default=m.Stored("", 0) if since == 0 else None)
 
     def provision(self) -> list[m.Command]:
-        """Starts the workers that are missing; before the first world the minimum in any case."""
+        """Starts the workers that are missing, as far as there is room."""
         if self.state in ENDED | {State.STOPPING, State.SHUTTING_DOWN}:
             return []
-        return self.roster.provision(self.rules.min_workers if self.state == State.SCHEDULING else 0)
+        return self.roster.provision()
+
+    def lacking(self) -> int:
+        """How many workers there is no room for."""
+        return 0 if self.state in ENDED | {State.STOPPING, State.SHUTTING_DOWN} else self.roster.lacking()
 
     def fail(self, kind: str, message: str) -> list[m.Command]:
         """The run ends with this error."""

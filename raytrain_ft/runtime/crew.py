@@ -16,7 +16,6 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, Ray
 
 from raytrain_ft.errors import ConfigError, FencedError, LogGapError, MismatchError, ReplayDivergedError, StorageError
 from raytrain_ft.policy import messages as m
-from raytrain_ft.policy.states import State
 from raytrain_ft.policy.topology import stage_of
 from raytrain_ft.runtime import placement
 from raytrain_ft.runtime.health import Health
@@ -129,7 +128,7 @@ class Crew:
 
     async def _start(self, member: str) -> None:
         node = await self._choose_node(member)
-        if node is None and self._health.state != State.SCHEDULING:
+        if node is None:
             self._lost(member, "no node has room for another worker", "supervisor")
             return
         actor = ray.remote(Worker).options(
@@ -160,7 +159,7 @@ class Crew:
             chosen = placement.choose(nodes, wanted, self.taken(), self._health.nodes.avoided)
             self._placed[member] = chosen  # taken from now on, whatever others are started meanwhile
             if chosen is None:
-                if self._now() > deadline or self._health.state == State.SCHEDULING:
+                if self._now() > deadline:
                     return None
                 await asyncio.sleep(ROOM_POLL_SECONDS)
             elif await placement.answers(next(n for n in nodes if n["NodeID"] == chosen)):

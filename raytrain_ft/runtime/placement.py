@@ -90,10 +90,8 @@ def on_head() -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(head, soft=True)
 
 
-def strategy_for(node: str | None) -> Any:
-    """Ray's scheduling strategy for a chosen node; without one the worker waits until the cluster grows."""
-    if node is None:
-        return "SPREAD"
+def strategy_for(node: str) -> NodeAffinitySchedulingStrategy:
+    """Ray's scheduling strategy for a chosen node."""
     # Another run may take the same place at the same moment: then Ray looks elsewhere, instead of waiting for it for ever.
     return NodeAffinitySchedulingStrategy(node, soft=True, _spill_on_unavailable=True)
 

@@ -27,8 +27,9 @@ from raytrain_ft.policy.machine import handle
 from raytrain_ft.policy.measures import Measures
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, State
-from raytrain_ft.runtime import health, metrics, report, timeline
+from raytrain_ft.runtime import health, metrics, placement, report, timeline
 from raytrain_ft.runtime.crew import Crew
+from raytrain_ft.runtime.demand import Demand
 from raytrain_ft.runtime.event_log import EventLog, read_events
 from raytrain_ft.runtime.leftovers import kill_named
 from raytrain_ft.runtime.library import Library
@@ -129,7 +130,9 @@ class Supervisor:
             shutil.rmtree(self._spec.logs, ignore_errors=True)  # of a run of this name that could not clean up: never replayed
             started = {"incarnation": self._spec.incarnation, "stored": stored, "details": _details(self._spec)}
             self.tell(m.RunStarted(at=0.0, run_id=self._spec.run_id, **started))
-        work = (self._health.watch_cluster(self._crew), self._watch_driver(), self._publish())
+        demand = Demand(f"demand:{self._spec.run_id}:", placement.demand(self._spec.options))
+        asking = demand.keep(self._machine.lacking)
+        work = (self._health.watch_cluster(self._crew), self._watch_driver(), self._publish(), asking)
         watchers = [asyncio.create_task(one) for one in work]
         try:
             while self._machine.state not in ENDED:
@@ -141,6 +144,7 @@ class Supervisor:
             for watcher in watchers:
                 watcher.cancel()
             self._metrics.publish(self._ended_at, self._machine)
+            await demand.close()
             await self._library.close()
             shutil.rmtree(self._spec.logs, ignore_errors=True)  # nobody is left to recover
         if not self._was_over:

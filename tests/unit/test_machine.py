@@ -113,7 +113,7 @@ def of(commands: Sequence[m.Command], *kinds: type) -> list[m.Command]:
 
 def test_a_run_without_failures() -> None:
     story = Story(2, max_steps=1)
-    assert story.said == [m.StartWorker("w1")], "the first one was asked for before anything was known of the cluster"
+    assert story.said == [m.StartWorker("w0"), m.StartWorker("w1")]
     story.started("w0", "w1")
     assert of(story.said, m.Reconcile) == [m.Reconcile(("w0", "w1"), 1, None)]
     story.reconciled("w0", "w1")

@@ -156,8 +156,14 @@ def test_a_resize_that_the_end_of_the_run_overtook_is_none() -> None:
 def test_the_cluster_s_room_and_the_number_of_spares_limit_what_is_started() -> None:
     roster = Roster(Rules(min_workers=1, max_workers=2, max_steps=1, spares=1))
     assert roster.provision() == []
-    assert roster.provision(at_least=1) == [StartWorker("w0")], "an autoscaler reacts to a worker that cannot be placed"
+    assert roster.lacking() == 0, "nothing is known of the cluster yet"
+    roster.resized(0)
+    assert roster.lacking() == 3, "an autoscaler reacts to what cannot be placed"
+    roster.resized(1)
+    assert roster.provision() == [StartWorker("w0")]
+    assert roster.lacking() == 2
     roster.resized(9)
+    assert roster.lacking() == 0
     assert roster.provision() == [StartWorker("w1"), StartWorker("w2")]
     roster.resized(1)
     assert roster.provision() == []

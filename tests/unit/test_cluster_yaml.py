@@ -1,0 +1,190 @@
+"""cluster.yaml and the files for Kubernetes: against Ray's own validation, and what may be wrong with such a file."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from packaging.requirements import Requirement
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+from raytrain_ft.cli import main
+from raytrain_ft.cli_cluster import PLACEHOLDERS, examine
+
+pytest.importorskip("boto3")
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "cluster.yaml").read_text()
+FILLED = TEXT.replace("ami-IMAGE", "ami-0123456789abcdef0").replace("fs-FILE-SYSTEM", "fs-0123456789abcdef0")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with what the file mounts, and a home directory with a token."""
+    for name in ("raytrain_ft", "pyproject.toml", "README.md", "LICENSE"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "home" / ".ray").mkdir(parents=True)
+    (tmp_path / "home" / ".ray" / "auth_token").write_text("token")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
+def problems(place: Path, text: str) -> list[str]:
+    file = place / "cluster.yaml"
+    file.write_text(text)
+    return examine(file)[1]
+
+
+def test_rays_schema_and_rules_accept_the_file() -> None:
+    config = prepare_config(yaml.safe_load(TEXT))
+    validate_config(config)
+    kinds = config["available_node_types"]
+    assert kinds["head"]["max_workers"] == 0, "no second head"
+    assert all(kind["max_workers"] == config["max_workers"] for name, kind in kinds.items() if name != "head")
+    for name in ("head_setup_commands", "worker_setup_commands"):
+        assert config[name] == config["setup_commands"], "none of Ray's defaults"
+
+
+def test_nothing_is_wrong_once_the_placeholders_are_filled(place: Path) -> None:
+    assert problems(place, FILLED) == []
+    assert problems(place, TEXT) == [f"{word!r} is a placeholder: put in {what}" for word, what in PLACEHOLDERS.items()]
+
+
+def test_what_is_installed_is_what_the_project_allows() -> None:
+    allowed = {
+        requirement.name: requirement
+        for requirement in map(Requirement, tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
+    }
+    ray, torch = (re.search(rf'"{name}[^"=]*==([0-9.*]+)"', TEXT) for name in ("ray", "torch"))
+    assert ray is not None
+    assert torch is not None
+    assert ray[1] in allowed["ray"].specifier
+    assert torch[1].replace("*", "0") in allowed["torch"].specifier
+
+
+def test_every_command_is_one_that_bash_can_read() -> None:
+    config = yaml.safe_load(TEXT)
+    commands = [line for name, lines in config.items() if name.endswith("_commands") for line in lines]
+    assert len(commands) >= 10
+    for command in commands:
+        subprocess.run(["bash", "-n", "-c", command], check=True, timeout=10)
+
+
+HEAD_START = "RAY_AUTH_MODE=token ~/venv/bin/ray start --head"
+SPOT_HEAD = "InstanceType: m6i.large\n      InstanceMarketOptions: {MarketType: spot}\n"
+TOKEN = "  /home/ubuntu/.ray/auth_token: ~/.ray/auth_token\n"
+MISTAKES = {
+    "instance type": (
+        "c6i.xlarge",
+        "c6i.xlarges",
+        "spot-c6i.node_config.InstanceType: EC2 has no 'c6i.xlarges'; did you mean",
+    ),
+    "head type": (
+        "head_node_type: head",
+        "head_node_type: heads",
+        "no type 'heads' in available_node_types; did you mean 'head'",
+    ),
+    "provider": (
+        "type: aws",
+        "type: awz",
+        "provider.type: Ray knows no 'awz'; did you mean 'aws'?; it knows aliyun, aws",
+    ),
+    "a word": (
+        "\nmax_workers: 8",
+        "\nmax_workers: many",
+        "max_workers: refused by Ray's schema: 'many' is not of type",
+    ),
+    "a name": (
+        "\nmax_workers:",
+        "\nmax_workerz:",
+        "refused by Ray's schema: Additional properties are not allowed",
+    ),
+    "too many": (
+        "min_workers: 0",
+        "min_workers: 20",
+        "refused by Ray: The specified global `max_workers` is smaller",
+    ),
+    "spot head": ("InstanceType: m6i.large\n", SPOT_HEAD, "the head is a spot instance"),
+    "IMDSv1": ("HttpTokens: required", "HttpTokens: optional", "set MetadataOptions HttpTokens to required"),
+    "dashboard": (HEAD_START, f"{HEAD_START} --dashboard-host=0.0.0.0", "leave out --dashboard-host"),
+    "no authentication": (
+        HEAD_START,
+        "~/venv/bin/ray start --head",
+        "head_start_ray_commands: `ray start` without RAY",
+    ),
+    "no token here": ("~/.ray/auth_token\n", "~/.ray/no/auth_token\n", "there is no ~/.ray/no/auth_token here"),
+    "no token there": (TOKEN, "", "the nodes need the token"),
+    "shape": (
+        "available_node_types:",
+        "available_node_types: 3\nkinds:",
+        "available_node_types: a mapping is needed",
+    ),
+    "not YAML": ("cluster_name: raytrain-ft", "cluster_name: [raytrain-ft", "not YAML: while parsing a flow sequence"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_is_wrong_is_named(place: Path, mistake: str) -> None:
+    old, new, message = MISTAKES[mistake]
+    assert old in FILLED
+    found = problems(place, FILLED.replace(old, new, 1))
+    assert any(message in problem for problem in found), found
+
+
+def test_a_provider_that_does_not_exist_is_named_once(place: Path) -> None:
+    assert len(problems(place, FILLED.replace("type: aws", "type: awz"))) == 1
+
+
+def test_the_command(place: Path) -> None:
+    file = place / "cluster.yaml"
+    file.write_text(FILLED)
+    good = CliRunner().invoke(main, ["check-cluster", str(file)])
+    assert good.exit_code == 0, good.output
+    assert "c6i.xlarge" in good.output
+    file.write_text(TEXT)
+    bad = CliRunner().invoke(main, ["check-cluster", str(file)])
+    assert bad.exit_code == 1
+    assert "'ami-IMAGE' is a placeholder" in bad.output
+
+
+# ---------------------------------------------------------------- Kubernetes
+
+
+def kubernetes() -> dict[str, dict[str, Any]]:
+    """Every object in docs/kuberay, by kind."""
+    documents = [d for path in sorted((ROOT / "docs" / "kuberay").glob("*.yaml")) for d in yaml.safe_load_all(path.read_text())]
+    return {document["kind"]: document for document in documents}
+
+
+def test_the_pair_for_kubernetes_fits_together() -> None:
+    objects = kubernetes()
+    cluster, job = objects["RayCluster"], objects["RayJob"]
+    assert {cluster["apiVersion"], job["apiVersion"]} == {"ray.io/v1"}
+    assert job["spec"]["clusterSelector"] == {"ray.io/cluster": cluster["metadata"]["name"]}
+    spec = cluster["spec"]
+    assert spec["authOptions"] == {"mode": "token"}
+    assert spec["enableInTreeAutoscaling"] is True
+    assert spec["autoscalerOptions"]["version"] == "v2"
+    assert spec["rayVersion"] in TEXT, "the same version as in cluster.yaml"
+    assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    for group in spec["workerGroupSpecs"]:
+        assert 0 <= group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+        assert group["template"]["spec"]["nodeSelector"]["karpenter.sh/capacity-type"] == "spot"
+
+
+def test_every_pod_on_kubernetes_has_the_same_image_and_the_shared_directory() -> None:
+    objects = kubernetes()
+    spec = objects["RayCluster"]["spec"]
+    pods = [group["template"]["spec"] for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
+    claim = objects["PersistentVolumeClaim"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert len({pod["containers"][0]["image"] for pod in pods}) == 1
+    for pod in pods:
+        (volume,) = (v for v in pod["volumes"] if v.get("persistentVolumeClaim"))
+        assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+        assert {"name": volume["name"], "mountPath": "/mnt/shared"} in pod["containers"][0]["volumeMounts"]
