@@ -172,3 +172,167 @@ class Supervisor:
             if now - self._followed_at > self._spec.driver_timeout:
                 await self.abort(f"nobody has followed the run for {self._spec.driver_timeout:g} s: its driver is gone")
                 return
+
+    async def _leave(self) -> None:
+        """When the run is over, so is this process; it need not be there for a driver that ends it."""
+        await asyncio.wait([self._life])
+        if time.monotonic() - self._followed_at < self._spec.driver_timeout:
+            await asyncio.sleep(LINGER_S)
+        await asyncio.to_thread(kill_named, self._spec.member_name(""))
+        ray.kill(ray.get_runtime_context().current_actor)
+
+    def account(self) -> dict[str, Any]:
+        """State, progress and recoveries as plain data."""
+        machine, spec = self._machine, self._spec
+        uri = spec.checkpoints.uri if spec.checkpoints is not None else ""
+        return {
+            "name": spec.name,
+            "run_id": spec.run_id,
+            "directory": str(spec.directory),
+            "max_steps": spec.rules.max_steps,
+            "stop_timeout": spec.rules.stop_timeout,
+            "unfollowed_s": time.monotonic() - self._followed_at,
+            "checkpoint": f"{uri}/{machine.stored[0].name}" if uri and machine.stored else None,
+            "state": str(machine.state),
+            "step": machine.step,
+            "loss": self._health.loss,
+            "incarnation": machine.incarnation,
+            "world_size": len(machine.world),
+            "members": {name: str(what) for name, what in machine.members.items()},
+            "nodes": {name: self._crew.node_of(name) for name in machine.members},
+            "pids": {name: self._crew.pid_of(name) for name in machine.members},
+            "world": list(machine.world),
+            "holders": machine.holders(),
+            "stored": [stored.name for stored in machine.stored],
+            "recoveries": [asdict(recovery) for recovery in machine.recoveries],
+            "failure": machine.failure,
+            "result": machine.result,
+            "seconds": self.now() if self._ended_at is None else self._ended_at,
+            "pid": os.getpid(),
+        }
+
+    # ---------------------------------------------------------------- for the workers
+
+    async def beat(self, beat: Beat) -> bool:
+        """A worker's heartbeat. False tells it that it is no longer a member and must end."""
+        if beat.member not in self._machine.members and self._machine.state != State.INITIALIZING:
+            return False
+        self._health.heard(beat)
+        if (beat.commits or beat.notes) and self._machine.state not in ENDED:
+            await self._events.join()  # they are in the log before the worker forgets them
+        return True
+
+    async def store_set(self, incarnation: int, key: str, value: bytes) -> None:
+        await self._store.set(incarnation, key, value)
+
+    async def store_get(self, incarnation: int, keys: list[str], seconds: float) -> list[bytes] | None:
+        return await self._store.get(incarnation, keys, seconds)
+
+    async def store_add(self, incarnation: int, key: str, amount: int) -> int:
+        return await self._store.add(incarnation, key, amount)
+
+    # ---------------------------------------------------------------- one event
+
+    def _step(self, event: m.Event) -> None:
+        """Log, decide, carry out."""
+        before = self._machine.state
+        self._log.append(event)
+        if isinstance(event, m.WorkerLost) and self._spec.log is not None:
+            self._lost_at[event.member] = None
+        try:
+            commands = handle(self._machine, event)
+        except Exception as error:
+            # A bug of ours. End the run with the story rather than going on from a state that nobody foresaw.
+            story = str(error) if isinstance(error, IllegalEventError) else traceback.format_exc()
+            self._machine.failure = ("IllegalEventError", story)
+            self._machine.state = State.ERRORED
+            commands = [*(m.Kill(member) for member in self._machine.members), m.End()]
+        if self._machine.state != before:
+            self._log.note("State", at=self.now(), state=str(self._machine.state), incarnation=self._machine.incarnation)
+            self._chaos.probe(str(self._machine.state), step=self._machine.step)
+        self._health.follow(self._machine)
+        self._metrics.take(event, self._machine)
+        for command in commands:
+            if isinstance(command, m.Run):
+                self._note_resumed(command)
+            elif isinstance(command, m.Reconcile):
+                self._note_stored(command.load)
+                if command.plan is not None:
+                    new = [member for member, reached in self._lost_at.items() if reached is None]
+                    self._lost_at |= dict.fromkeys(new, command.plan.step)
+            elif isinstance(command, m.Trim):
+                self._trim_logs_of_the_lost(command.step)
+            elif isinstance(command, m.FindCheckpoints):
+                self._library.find(command.incarnation, self._health.reached, self.tell, self.now)
+            self._crew.carry_out(command)
+
+    def _trim_logs_of_the_lost(self, step: int) -> None:
+        """Who is lost cannot delete what it logged; it came no further than the step that the others went on from."""
+        for member, reached in list(self._lost_at.items()):
+            if reached is not None and reached < step:
+                del self._lost_at[member]
+                for path in self._spec.logs.glob(f"{member}-*.arrow"):
+                    path.unlink(missing_ok=True)
+
+    def _note_stored(self, name: str) -> None:
+        """What a checkpoint says of the steps before it, if that has not been noted: its worker may have died untold."""
+        for record in self._library.records.pop(name, []):
+            self._log.note("StepsStored", at=self.now(), member=name, **record)
+            self._health.samples_lost(record)
+
+    def _note_resumed(self, command: m.Run) -> None:
+        recoveries = self._machine.recoveries
+        step = recoveries[-1].step if recoveries and recoveries[-1].resumed is None else self._machine.step
+        replicas = len(command.world) // self._spec.rules.stages
+        self._log.note("Resumed", at=self.now(), incarnation=command.incarnation, step=step, world_size=replicas)
+
+    def _note_end(self) -> None:
+        machine = self._machine
+        for recovery in machine.recoveries:
+            self._log.note("Recovery", **asdict(recovery))
+        if machine.state == State.FINISHED:
+            self._log.note("RunFinished", at=self.now(), steps=machine.step, **machine.result)
+        elif machine.failure:
+            self._log.note("RunFailed", at=self.now(), state=str(machine.state), error=machine.failure)
+        timeline.write(self._spec.directory)
+        try:
+            report.write(self._spec.directory)
+        except Exception as error:  # a picture that cannot be drawn must not fail a run
+            self._log.note("ReportFailed", at=self.now(), reason=f"{type(error).__name__}: {error}")
+
+
+def _past(spec: RunSpec) -> list[m.Event]:
+    """The events of this run so far: none, unless this process was lost and has come back.
+
+    What an earlier run of this name left is put aside. There is no other that still runs, for this actor has the name.
+    """
+    path = spec.directory / "events.jsonl"
+    if path.exists():
+        with path.open() as log:
+            first = log.readline()
+        if first.strip() and json.loads(first).get("run_id") == spec.run_id:
+            return read_events(path)
+        number = len(list(spec.directory.glob("events-*.jsonl"))) + 1
+        path.rename(spec.directory / f"events-{number:03d}.jsonl") if first else path.unlink()
+    for marker in (spec.directory / "faults").glob("*"):
+        marker.unlink()
+    (spec.directory / "nonce").write_text(spec.nonce)
+    return []
+
+
+def _details(spec: RunSpec) -> dict[str, Any]:
+    sampling, rules = spec.sampling, spec.rules
+    about = {"log": spec.log_choice.as_record()} if spec.log_choice is not None else {}
+    return {
+        **about,
+        "name": spec.name,
+        "dataset_size": sampling.dataset_size,
+        "global_batch_size": sampling.global_batch_size,
+        "seed": sampling.seed,
+        "shuffle": sampling.shuffle,
+        "drop_last": sampling.drop_last,
+        "max_steps": rules.max_steps,
+        "num_workers": [rules.min_workers, rules.max_workers],
+        "update": spec.step.update,
+        "stages": rules.stages,
+    }
