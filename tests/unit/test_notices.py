@@ -454,10 +454,16 @@ def test_a_worker_has_one_notice_of_each_source_and_only_if_it_is_more_urgent() 
     restarted = NoticeBoard(again.append, lambda: clock[0])
     for known in told:
         assert isinstance(known, m.Noticed)
-        restarted.recall(known)
+        restarted.recall(known, {"w0": "n0", "w1": "n1"}[known.member])
     restarted.noticed("w0", "n0", Notice(30.0, "aws spot", "sooner"))
     assert again == []
-    assert restarted.condemned() == {"n0"}
+    assert restarted.condemned() == {"n0", "n1"}
+    clock[0] += 60
+    later = NoticeBoard(again.append, lambda: clock[0])
+    for known in told:
+        assert isinstance(known, m.Noticed)
+        later.recall(known, {"w0": "n0", "w1": "n1"}[known.member])
+    assert later.condemned() == {"n0"}  # the process of w1 was to end, its node was not
 
 
 def test_settings_are_checked() -> None:
