@@ -168,6 +168,7 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost) -> list[m.Comm
     """These members are gone, all in the way that the event tells."""
     savers = run.savers()
     was = {member: run.roster.lose(member) for member in members}
+    preempted = {member: event.preempted or member in run.leaving for member in members}  # the end of a notice is no failure
     for member in members:
         leaving.forget(run, member)
     kills: list[m.Command] = [m.Kill(member) for member in members]
@@ -181,7 +182,7 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost) -> list[m.Comm
         return kills + (_save(run) if set(savers) & set(members) else [])
     recovery = run.history.begin(event.at, event.cause, event.noticed_by, len(run.world))
     recovery.lost += working
-    exhausted = [words for words in [run.roster.charge(event.preempted) for _ in working] if words]
+    exhausted = [words for words in [run.roster.charge(preempted[member]) for member in working] if words]
     if exhausted:
         return kills + run.fail("RetryBudgetError", f"{exhausted[-1]}; last cause: {event.cause}")
     go_on = phases.take_stock if run.state == State.FENCE else phases.fence

@@ -81,6 +81,7 @@ class Health:
 
     def recall(self, past: Iterable[m.Event]) -> None:
         """What was recorded before the supervisor's own restart is not recorded again."""
+        nodes: dict[str, str] = {}
         for event in past:
             if isinstance(event, m.StepsCommitted):
                 self._recorded[event.member, event.incarnation] = event.stop_step
@@ -89,7 +90,9 @@ class Health:
             elif isinstance(event, Note):
                 self._noted.add((event.member, type(event).__name__, *(getattr(event, name, None) for name in IDENTITY)))
             elif isinstance(event, m.Noticed):
-                self._board.recall(event)
+                self._board.recall(event, nodes.get(event.member))
+            elif isinstance(event, m.WorkerStarted):
+                nodes[event.member] = event.node
 
     def expect(self, member: str) -> None:
         """From now on this worker must beat."""

@@ -24,20 +24,26 @@ class NoticeBoard:
         self._avoid: dict[str, float] = {}
         self._drained: set[str] = set()
 
-    def recall(self, event: m.Noticed) -> None:
+    def recall(self, event: m.Noticed, node: str | None) -> None:
         """This was told before the supervisor's own restart."""
-        self._until.setdefault(event.member, {})[event.source] = event.at + event.deadline_s
+        until = event.at + event.deadline_s
+        self._until.setdefault(event.member, {})[event.source] = until
+        self._shun(node, event.source, until - self._now())
 
     def noticed(self, member: str, node: str | None, notice: Notice) -> None:
         """This worker will be taken away. Told once for each source, and only if it is the most urgent one so far."""
-        if node is not None:
-            self._avoid[node] = time.monotonic() + notice.deadline_s if notice.source in NODE_STAYS else math.inf
+        self._shun(node, notice.source, notice.deadline_s)
         known, until = self._until.setdefault(member, {}), self._now() + notice.deadline_s
         if notice.source in known or any(until > earlier - SOONER_S for earlier in known.values()):
             return
         known[notice.source] = until
         left = round(notice.deadline_s, 3)
         self._tell(m.Noticed(at=self._now(), member=member, deadline_s=left, source=notice.source, reason=notice.reason))
+
+    def _shun(self, node: str | None, source: str, seconds: float) -> None:
+        """Nothing is placed there any more, or not before the deadline if the node may stay."""
+        if node is not None:
+            self._avoid[node] = time.monotonic() + seconds if source in NODE_STAYS else math.inf
 
     def drained(self, nodes: dict[str, float], members: Iterable[str], crew: Any) -> None:
         """Ray drains these nodes, each with so many seconds left: their workers have notice."""

@@ -41,6 +41,7 @@ class Preemption:
         self._sources: list[Source] = []
         self._standing: dict[str, tuple[float, Notice]] = {}  # by source: until when, and what
         self._failed: set[str] = set()
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._watch, name="preemption", daemon=True)
         if spec.grace_s is not None:
             signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -69,8 +70,12 @@ class Preemption:
         self._standing.setdefault(notice.source, (time.monotonic() + notice.deadline_s, notice))
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        """Whoever asks twice is not kept waiting."""
+        """Whoever asks twice is not kept waiting, and a process that was forked off this one has no notice to take."""
         del frame
+        if os.getpid() != self._pid:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         if SIGTERM in self._standing or self._spec.grace_s is None:
             os._exit(128 + number)
         self._take(Notice(self._spec.grace_s, SIGTERM, "the process was asked to end"))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import shutil
 import time
@@ -99,7 +100,15 @@ class Supervisor:
         self.tell(m.AbortRequested(at=self.now(), reason=reason))
 
     async def notice(self, member: str, deadline_s: float, reason: str) -> None:
-        """Somebody asks that this worker leave within so many seconds."""
+        """Somebody asks that this worker leave within so many seconds.
+
+        Raises:
+            ConfigError: there is no such worker, or no such time.
+        """
+        if member not in self._machine.members:
+            raise ConfigError(f"notice for {member!r}: the run has the workers {', '.join(self._machine.members)}")
+        if not 0 <= deadline_s < math.inf:
+            raise ConfigError(f"notice for {member!r}: deadline_s={deadline_s} is no number of seconds from now on")
         self._health.noticed(member, Notice(deadline_s, REQUEST, reason))
 
     async def sleep(self, rank: int, asleep: bool, at_once: bool) -> None:

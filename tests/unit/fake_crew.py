@@ -89,6 +89,7 @@ class Cluster:
     disk: list[m.Stored] = field(default_factory=list)
     charged: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
     _trained: tuple[str, ...] = ()
+    _had_notice: frozenset[str] = frozenset()
     _fenced: int = 0
     _formed: int = 0
     _to_fill: int = 0
@@ -104,6 +105,7 @@ class Cluster:
         self.now += 0.01
         event = replace(event, at=self.now)
         before, members = self.run.state, dict(self.run.members)
+        self._had_notice = frozenset(self.run.leaving)
         self.log.append(event)
         commands = handle(self.run, event)
         if isinstance(event, m.Reconciled | m.Filled):
@@ -553,7 +555,7 @@ class Cluster:
         left = {member for recovery in self.run.recoveries for member in recovery.left}
         if before != State.SHUTTING_DOWN:
             for member, was in lost.items():
-                preempted = member in left or (isinstance(event, m.WorkerLost) and event.preempted)
+                preempted = member in left | self._had_notice or (isinstance(event, m.WorkerLost) and event.preempted)
                 self.charged[preempted] += was in (MemberState.ACTIVE, MemberState.LEAVING)
         for budget, used in ((self.rules.max_preemption_failures, True), (self.rules.max_failures, False)):
             assert self.run.state == State.ERRORED or not 0 <= budget < self.charged[used]

@@ -463,6 +463,13 @@ def test_a_preemption_has_a_budget_of_its_own() -> None:
     assert story.lost("w2", preempted=True).run.state == State.ERRORED
 
 
+def test_who_had_notice_and_is_lost_before_it_could_leave_was_preempted() -> None:
+    story = running(max_failures=0, max_preemption_failures=1)
+    story.tell(m.Noticed(member="w1", deadline_s=0.5, source="sigterm", reason="asked to end"))
+    assert story.lost("w1").run.state == State.FENCE
+    assert story.lost("w2").run.state == State.ERRORED  # that one is a failure
+
+
 def test_recoveries_that_commit_no_step_come_to_an_end() -> None:
     story = running(max_fruitless_recoveries=2, spares=1).to(State.RESUME)
     suspected: dict[str, Any] = {"reason": "a collective failed", "noticed_by": "w0"}

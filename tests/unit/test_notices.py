@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -11,6 +12,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from clouds import AzureVm, Ec2, Gce, Server, reply
@@ -18,6 +21,7 @@ from clouds import AzureVm, Ec2, Gce, Server, reply
 from raytrain_ft import RecoveryConfig
 from raytrain_ft.errors import ConfigError, MetadataError
 from raytrain_ft.policy import messages as m
+from raytrain_ft.runtime import nodes
 from raytrain_ft.runtime.notice_board import NoticeBoard
 from raytrain_ft.runtime.notices import azure as azure_module
 from raytrain_ft.runtime.notices.aws import Aws
@@ -243,8 +247,8 @@ def test_whatever_a_service_says_no_source_gives_a_false_notice_nor_takes_long(
     class Hasty(Metadata):
         """With a deadline that suits a test."""
 
-        def ask(self, method: str, path: str, headers: object, deadline_s: float = 0.3):
-            return super().ask(method, path, headers, min(deadline_s, 0.3))  # type: ignore[arg-type]
+        def ask(self, method: str, path: str, headers: object, deadline_s: float = 0.2):
+            return super().ask(method, path, headers, min(deadline_s, 0.2))  # type: ignore[arg-type]
 
     def token_first(request: BaseHTTPRequestHandler) -> None:
         """So that the question after the token is answered in this way, too."""
@@ -373,13 +377,32 @@ def test_a_source_with_a_bug_does_not_end_the_thread(monkeypatch: pytest.MonkeyP
     assert preemption.notice() is None
 
 
+def test_a_version_of_ray_that_does_not_tell_of_drains_is_on_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> dict[str, float]:
+        raise AttributeError("no get_draining_nodes")
+
+    monkeypatch.setattr(nodes, "draining", missing)
+    told: list[m.Event] = []
+    heed: Any = SimpleNamespace(notices=NoticeSpec(clouds=(), detect=False, drain=True, grace_s=None))
+    watcher = nodes.Nodes(heed, told.append, lambda: 1.0, NoticeBoard(told.append, lambda: 1.0), lambda node: None)
+    assert not asyncio.run(watcher._sees_drains())
+    assert [(e.source, e.member) for e in told if isinstance(e, m.NoticesUnavailable)] == [("ray", None)]
+
+
 TERMINATED = """
-import time
+import multiprocessing, time
 from raytrain_ft.runtime.notices.notice import NoticeSpec
 from raytrain_ft.runtime.preemption import Preemption
 preemption = Preemption(NoticeSpec(clouds=(), detect=False, drain=False, grace_s={grace}), print)
 preemption.start()
-print("ready", flush=True)
+fork = multiprocessing.get_context("fork")
+begun = fork.Event()
+child = fork.Process(target=lambda: (begun.set(), time.sleep(60)))
+child.start()
+begun.wait(20)
+child.terminate()
+child.join(10)
+print("ready", child.exitcode, flush=True)
 while True:
     notice = preemption.notice()
     if notice:
@@ -394,7 +417,7 @@ def test_after_sigterm_a_process_goes_on_and_then_ends(twice: bool) -> None:
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+        assert process.stdout.readline() == "ready -15\n"  # what it forks off is not protected from SIGTERM
         process.send_signal(signal.SIGTERM)
         asked = time.monotonic()
         source, left = process.stdout.readline().split()
@@ -431,10 +454,16 @@ def test_a_worker_has_one_notice_of_each_source_and_only_if_it_is_more_urgent() 
     restarted = NoticeBoard(again.append, lambda: clock[0])
     for known in told:
         assert isinstance(known, m.Noticed)
-        restarted.recall(known)
+        restarted.recall(known, {"w0": "n0", "w1": "n1"}[known.member])
     restarted.noticed("w0", "n0", Notice(30.0, "aws spot", "sooner"))
     assert again == []
-    assert restarted.condemned() == {"n0"}
+    assert restarted.condemned() == {"n0", "n1"}
+    clock[0] += 60
+    later = NoticeBoard(again.append, lambda: clock[0])
+    for known in told:
+        assert isinstance(known, m.Noticed)
+        later.recall(known, {"w0": "n0", "w1": "n1"}[known.member])
+    assert later.condemned() == {"n0"}  # the process of w1 was to end, its node was not
 
 
 def test_settings_are_checked() -> None:
