@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raytrain_ft.errors import IllegalEventError
-from raytrain_ft.policy import leaving, phases
+from raytrain_ft.policy import leaving, phases, stopping
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.roster import MemberState, Rules
 from raytrain_ft.policy.run_state import RunState
@@ -149,8 +149,7 @@ def _grow(run: RunState, at: float) -> list[m.Command]:
 def _on_stopped(run: RunState, event: m.Stopped) -> list[m.Command]:
     """Some rank heard a call to stop, so all of them stop: the call of this resize, or a late one of a resize before."""
     if run.abort_reason:
-        run.state = State.STOPPING
-        return _checkpoint(run, event)
+        return stopping.on_stopped(run, event)
     if run.state != State.RESIZING:
         run.history.begin(event.at, "a call to stop came late", "supervisor", len(run.world))
     run.state = State.RESIZING
@@ -208,7 +207,7 @@ def _on_steps_committed(run: RunState, event: m.StepsCommitted) -> list[m.Comman
         return []
     run.history.close(event.at)
     if run.abort_reason:
-        return _stop(run)
+        return stopping.stop(run)
     run.state = State.RUNNING
     return run.provision() + leaving.watch(run, event.at) + _resize(run, event.at)
 
@@ -283,44 +282,6 @@ def _on_task_failed(run: RunState, event: m.TaskFailed) -> list[m.Command]:
     return run.fail(kinds[event.kind], f"rank {event.rank} ({event.member}), step {event.step}: {event.message}")
 
 
-def _on_abort_requested(run: RunState, event: m.AbortRequested) -> list[m.Command]:
-    """What was trained is stored first, at a step boundary, and a recovery that is under way comes before; but not for ever."""
-    if run.abort_reason:
-        return []
-    run.abort_reason = event.reason
-    deadline = _stop_deadline(run)
-    if run.state == State.SHUTTING_DOWN:
-        return deadline
-    if not run.world or not run.rules.leaves_checkpoint:
-        return run.abort()
-    return [*deadline, *(_stop(run) if run.state in (State.RUNNING, State.RESIZING) else [])]
-
-
-def _stop_deadline(run: RunState) -> list[m.Command]:
-    return [m.SetTimer("stop", run.rules.stop_timeout, None)] if run.abort_reason else []
-
-
-def _stop(run: RunState) -> list[m.Command]:
-    run.state = State.STOPPING
-    return [m.StopAtBoundary(run.world)]
-
-
-def _checkpoint(run: RunState, event: m.Stopped) -> list[m.Command]:
-    """Once everybody has stopped at the boundary, it is stored."""
-    run.answers[event.member] = event
-    if not all(isinstance(run.answers.get(member), m.Stopped) for member in run.world):
-        return []
-    run.history.close(event.at)
-    run.answers = {}
-    return [m.Checkpoint(run.world, run.incarnation)]
-
-
-def _on_checkpointed(run: RunState, event: m.Checkpointed) -> list[m.Command]:
-    run.answers[event.member] = event
-    all_have = all(isinstance(run.answers.get(member), m.Checkpointed) for member in run.world)
-    return run.abort() if all_have else []
-
-
 # ---------------------------------------------------------------- deadlines, and the supervisor's own restart
 
 
@@ -329,7 +290,7 @@ def _on_timer_fired(run: RunState, event: m.TimerFired) -> list[m.Command]:
     savers = run.savers()
     silent = [member for member in run.joining or run.roster.taking_part() if member not in run.answers]
     match event.timer, run.state:
-        case "stop", _:
+        case stopping.TIMER, _:
             return run.abort()
         case "schedule", State.SCHEDULING:
             return _begin(run, waited=True)
@@ -355,7 +316,7 @@ def _on_supervisor_restarted(run: RunState, event: m.SupervisorRestarted) -> lis
     """Answers, timers, and commands that were not yet carried out went down with the old process: asks again."""
     again: list[m.Command] = [m.Kill(member) for member in run.roster.gone]
     again += [m.Watch(member) for member in run.members]
-    again += _stop_deadline(run)
+    again += stopping.deadline(run)
     match run.state:
         case State.SCHEDULING:
             return [*again, m.SetTimer("schedule", run.rules.schedule_timeout, run.incarnation)]
@@ -366,8 +327,7 @@ def _on_supervisor_restarted(run: RunState, event: m.SupervisorRestarted) -> lis
         case State.RUNNING:
             return again + leaving.watch(run, event.at)
         case State.STOPPING:
-            run.answers = {}  # everybody says again that it has stopped
-            return [*again, m.StopAtBoundary(run.world)]
+            return again + stopping.ask_again(run)
         case State.RESUME:
             return [*again, m.Run(run.world, run.incarnation)]
         case State.SHUTTING_DOWN:
@@ -398,11 +358,11 @@ _HANDLERS: dict[type[m.Event], Callable[[RunState, Any], list[m.Command]]] = {
     m.NoticesUnavailable: _on_noted,
     m.LogMissing: phases.on_log_missing,
     m.Stopped: _on_stopped,
-    m.Checkpointed: _on_checkpointed,
+    m.Checkpointed: stopping.on_checkpointed,
     m.Completed: _on_completed,
     m.Saved: _on_saved,
     m.TaskFailed: _on_task_failed,
     m.TimerFired: _on_timer_fired,
-    m.AbortRequested: _on_abort_requested,
+    m.AbortRequested: stopping.on_abort_requested,
     m.SupervisorRestarted: _on_supervisor_restarted,
 }
