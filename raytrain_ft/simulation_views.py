@@ -119,8 +119,9 @@ def _finite(value: Any) -> Any:
 
 
 def plot_sweep(job: Job, sweep: Sweep, path: Path) -> None:
-    """Time to finish over the variable, with 95 % confidence intervals."""
+    """What the run takes beyond its undisturbed steps, over the variable, with 95 % confidence intervals."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
 
     figure = Figure(figsize=(7, 4.3), layout="constrained")
     axes = figure.subplots()
@@ -130,7 +131,7 @@ def plot_sweep(job: Job, sweep: Sweep, path: Path) -> None:
         known = [(x, s) for x, s in zip(xs, summaries, strict=True) if s.finished]
         axes.errorbar(
             [x for x, _ in known],
-            [s.seconds / HOUR for _, s in known],
+            [(s.seconds - job.useful_s) / HOUR for _, s in known],
             yerr=[0.0 if math.isnan(s.ci_s) else s.ci_s / HOUR for _, s in known],
             label=name,
             color=COLOURS[number % len(COLOURS)],
@@ -139,10 +140,12 @@ def plot_sweep(job: Job, sweep: Sweep, path: Path) -> None:
             linewidth=1.3,
             capsize=2,
         )
-    axes.axhline(job.useful_s / HOUR, color="#666666", linewidth=0.8, linestyle=":", label="without failures")
     axes.set_xscale("log")
+    axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.set_xlabel("steps between two times that the state is saved" if by_interval else "hours between failures")
-    axes.set_ylabel("time to finish (h)")
+    axes.set_ylabel(f"hours beyond the {job.useful_s / HOUR:,.1f} h of steps")
     axes.set_title(job.name)
     _finish(axes)
     figure.savefig(path, dpi=150)

@@ -25,7 +25,7 @@ from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.policy.states import State
-from raytrain_ft.simulate.engine import Simulation, rules_of
+from raytrain_ft.simulate.engine import GAVE_UP, Simulation, rules_of
 from raytrain_ft.simulate.failures import Exponential, Failure, Failures, Listed, Weibull
 from raytrain_ft.simulate.model import Costs, Job
 from raytrain_ft.simulate.outcome import Outcome
@@ -35,6 +35,8 @@ from raytrain_ft.simulate.strategies import Kind, Strategy
 KINDS: tuple[Any, ...] = tuple(kind for kind in get_args(Kind) if kind != "torchft")
 NOTHING_STANDS = "I1 no step was committed: nothing is proven"
 """No violation of a run that failed before a step that stands."""
+NO_END = "I6 the run has 0 ends"
+"""No violation of a run that was given up as hopeless."""
 MOST_FAILURES = 60
 """Of a run: then it is left in peace, so that it comes to an end."""
 
@@ -78,7 +80,8 @@ def troubled_run(seed: int) -> Story:
         return Story(seed, job, strategy, None, (str(broken),), frozenset(edges))
     violations = history.check(record.lines, longest_recovery=np.inf)
     if not outcome.finished:
-        violations = [violation for violation in violations if violation != NOTHING_STANDS]
+        endless = (NO_END,) if outcome.reason == GAVE_UP else ()
+        violations = [violation for violation in violations if violation not in (NOTHING_STANDS, *endless)]
     violations += _of_the_account(job, outcome)
     return Story(seed, job, strategy, outcome, tuple(violations), frozenset(edges))
 

@@ -105,7 +105,8 @@ class Crew:
             case m.Replay():
                 self.at(now + self._replay_s(command), lambda at: self._replayed(command, at))
             case m.Run(world, incarnation, _):
-                self.at(now + costs.resume_s, lambda at: self._begin(world, incarnation, at))
+                seconds = costs.resume_s if self._last is not None else 0.0
+                self.at(now + seconds, lambda at: self._begin(world, incarnation, at))
             case m.StopAtBoundary(members):
                 self._stop(members, now)
             case m.Save(members):

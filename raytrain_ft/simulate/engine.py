@@ -29,6 +29,9 @@ from raytrain_ft.simulate.strategies import Strategy
 Watch = Callable[[RunState, m.Event, State, list[m.Command]], None]
 """Sees every event, the state before it, and what the machine asks for."""
 
+HOPELESS = 20
+"""Times its undisturbed steps that a run may take: it would go back for ever, or nearly so."""
+GAVE_UP = f"it was given up: after {HOPELESS} times the undisturbed time there was no end"
 BOOKED_AS = {
     State.INITIALIZING: "begin",
     State.SCHEDULING: "begin",
@@ -115,13 +118,14 @@ class Simulation:
         stored = tuple(self.crew.disk)
         self._tell([m.RunStarted(run_id="simulation", stored=stored), m.CapacityChanged(slots=self.nodes.slots)])
         self._next_failure()
-        while self.state.state not in ENDED and self._queue:
+        longest = HOPELESS * (self.job.useful_s + self.job.costs.begin_s)
+        while self.state.state not in ENDED and self._queue and self._queue[0][0] <= longest:
             at, _, what = heapq.heappop(self._queue)
             self._pass_time(at)
             what(at)
             if self.crew.training is not self._watched:
                 self._await_step()
-        reason = "" if self.state.state == State.FINISHED else ": ".join(self.state.failure or ("nothing happens any more",))
+        reason = "" if self.state.state == State.FINISHED else ": ".join(self.state.failure or (GAVE_UP,))
         recoveries = [recovery for recovery in self.state.recoveries if recovery.lost]
         kept = {recovery.guarantee for recovery in self.state.recoveries}
         return self.ledger.outcome(

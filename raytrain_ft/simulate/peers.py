@@ -70,17 +70,19 @@ class _Torchft:
             at = self.now + pace.until(failure.step) if failure.step is not None else failure.at
             strikes = max(self.now, at or 0.0)
         if self.coming:  # they join at a boundary between steps
-            since = max(0.0, self.coming[0][0] - self.now)
-            comes = self.now + pace.until(min(job.steps, pace.after(since).step + (since > 0)))
+            ready = pace.after(max(0.0, self.coming[0][0] - self.now))
+            comes = self.now + pace.until(min(job.steps, ready.step + (ready.into > 1e-6 * pace.step_s)))
         until = min(end, strikes, comes)
         stand = Stand(job.steps, 0.0, pace.until(job.steps) - (job.steps - self.step) * pace.step_s)
         if until < end:
             stand = pace.after(until - self.now)
-        if comes == until < strikes:
-            self.absent -= heapq.heappop(self.coming)[1]
+        joins = comes == until < strikes
+        if joins:
             stand = Stand(stand.step, 0.0, stand.stalled)
         self.ledger.trained(self.step, stand, job.workers)
         self.ledger.samples_lost += (stand.step - self.step) * job.batch * self.absent / job.workers
+        if joins:
+            self.absent -= heapq.heappop(self.coming)[1]
         if stand.step > self.step:
             self.ledger.resumed(min(until, self.now + pace.until(self.step + 1)))
         self._pass(until - self.now)

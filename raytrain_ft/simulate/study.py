@@ -113,8 +113,10 @@ def best_interval(
     known: dict[int, Summary] = {}
 
     def seconds(k: int) -> float:
+        saving = replace(strategy, every=k)
         if k not in known:
-            known[k] = run_seeds(job, replace(strategy, every=k), failures, seeds)
+            hopeless = not simulate(job, saving, failures).finished
+            known[k] = run_seeds(job, saving, failures, 1 if hopeless else seeds)
         return known[k].seconds if known[k].finished == known[k].runs else math.inf
 
     low, high = 0.0, math.log(job.steps)
