@@ -166,15 +166,24 @@ def _ready(records: Records, recovery: dict[str, Any]) -> float:
 
 
 def _start_s(records: Records, recoveries: Records) -> float:
-    """Of a new worker: from when the one before was lost, or training had gone on, to when it was ready."""
+    """Of a new worker, from when it was asked for until it was ready.
+
+    Members are numbered in the order in which they are asked for: one for each that was lost, while the recovery waits if there
+    was no spare, and else when training had gone on.
+    """
+    ready = {r["member"]: r["at"] for r in _of(records, "WorkerStarted")}
+    early = min((r["detected"] for r in recoveries), default=math.inf)
+    number = 1 + max((int(member[1:]) for member, at in ready.items() if at < early), default=-1)
     times = []
-    began = _of(records, "Resumed")[0]["at"]
-    asked = sorted(r["resumed"] for r in recoveries if r["resumed"] is not None)
-    for started in _of(records, "WorkerStarted"):
-        before = [at for at in asked if at <= started["at"]]
-        if started["at"] > began and before:
-            times.append(started["at"] - before[-1])
-    return _mean(times)
+    for recovery in recoveries:
+        if recovery["fenced"] is None or recovery["resumed"] is None:
+            continue
+        waited = _ready(records, recovery) > recovery["fenced"]
+        for member in range(number, number + len(recovery["lost"])):
+            if f"w{member}" in ready:
+                times.append(ready[f"w{member}"] - recovery["fenced" if waited else "resumed"])
+        number += len(recovery["lost"])
+    return _mean(at for at in times if at > 0)
 
 
 def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:

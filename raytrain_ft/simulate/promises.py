@@ -129,7 +129,7 @@ class Promises:
 
 @dataclass(slots=True)
 class Record:
-    """The event log that a simulated run would leave: the lines that `policy.history.check` reads."""
+    """The event log that a simulated run would leave, as `policy.history.check` and `calibrate` read it."""
 
     rules: Rules
     sampling: Sampling
@@ -138,7 +138,9 @@ class Record:
     def after(self, run: RunState, event: m.Event, before: State, commands: list[m.Command]) -> None:
         """An event was handled."""
         if isinstance(event, m.RunStarted):
-            details = {**asdict(self.sampling), "max_steps": self.rules.max_steps, "stages": self.rules.stages}
+            workers = [self.rules.min_workers, self.rules.max_workers]
+            about = {"name": event.run_id, "max_steps": self.rules.max_steps, "num_workers": workers}
+            details = {**asdict(self.sampling), **about, "stages": self.rules.stages}
             self._line("RunStarted", run_id=event.run_id, details=details)
         elif isinstance(event, m.StepsCommitted):
             self._line("StepsCommitted", **asdict(self._with_samples(event)))
@@ -146,7 +148,7 @@ class Record:
             begin = position_at(self.sampling, event.step)
             at = {"epoch": begin.epoch, "start": begin.consumed + event.start, "stop": begin.consumed + event.stop}
             self._line("SamplesLost", **(asdict(event) | at))
-        elif isinstance(event, m.WorkerLost | m.Filled | m.Completed | m.Stopped):
+        else:
             self._line(type(event).__name__, **asdict(event))
         if run.state != before:
             self._line("State", at=event.at, state=str(run.state), incarnation=run.incarnation)
@@ -171,5 +173,5 @@ class Record:
             ids.append(sample_ids(self.sampling, batch.epoch, share(batch, event.rank, event.world_size)))
         return replace(event, epoch=begin.epoch, start=begin.consumed, ids_digest=digest_of_ids(ids))
 
-    def _line(self, name: str, **fields: Any) -> None:
-        self.lines.append({"event": name, **fields})
+    def _line(self, event: str, /, **fields: Any) -> None:
+        self.lines.append({"event": event, **fields})
