@@ -201,13 +201,23 @@ def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 
 def _strategy(records: Records, recoveries: Records) -> Strategy:
     used = {r["strategy"] for r in recoveries}
-    kind = next((KINDS[name] for name in KINDS if name in used), "replication")
-    steps = [r["step"] for r in _of(records, "CheckpointCommitted")]
-    gaps = Counter(later - earlier for earlier, later in pairwise(steps) if later > earlier)
-    chosen = [r["k"] for r in _of(records, "IntervalChosen")]
-    every = chosen[-1] if chosen else gaps.most_common(1)[0][0] if gaps else steps[0] if steps else None
+    kind: Kind = next((KINDS[name] for name in KINDS if name in used), "replication")
     helped = [int(number) for r in recoveries for number in HELPED.findall(r["reason"])]
-    return Strategy(kind=kind, every=every, replay_workers=max(helped, default=1), label=kind)
+    return Strategy(kind=kind, every=_interval(records), replay_workers=max(helped, default=1), label=kind)
+
+
+def _interval(records: Records) -> int | None:
+    """Steps between two checkpoints: as the run decided, or else as most often within an incarnation."""
+    chosen = [r["k"] for r in _of(records, "IntervalChosen")]
+    if chosen:
+        return chosen[-1]
+    saved = _of(records, "CheckpointCommitted")
+    pairs = [
+        (a["step"], b["step"]) for a, b in pairwise(saved) if a["incarnation"] == b["incarnation"] and a["step"] < b["step"]
+    ]
+    if pairs:
+        return Counter(b - a for a, b in pairs).most_common(1)[0][0]
+    return math.gcd(*(r["step"] for r in saved)) or None
 
 
 def _failures(records: Records, recoveries: Records, stretches: Sequence[_Stretch], job: Job) -> Listed:
