@@ -62,11 +62,10 @@ def on_fenced(run: RunState, event: m.Fenced) -> list[m.Command]:
 
 def take_stock(run: RunState, at: float) -> list[m.Command]:
     """Goes on to REPLACE once every active member has answered or is lost."""
-    active = run.roster.taking_part()
-    if any(member not in run.answers for member in active):
+    if not run.roster.all_take_part_in(run.answers):
         return []
     run.givers = {}
-    for member in active:
+    for member in run.roster.taking_part():
         answer = run.answers[member]
         if isinstance(answer, m.Fenced) and answer.marks is not None and member not in run.void:
             run.survivors[member] = answer.marks
@@ -341,6 +340,6 @@ def resume(run: RunState, at: float) -> list[m.Command]:
         return departed
     run.state = State.RESUME
     run.world, run.answers, run.going_back = run.joining, {}, False
-    losses = sum(len(recovery.lost) for recovery in run.recoveries)
-    failure_s = at / losses if losses and run.rules.measure_failures else None
+    losses = sum(len(recovery.lost) for recovery in run.recoveries) if run.rules.measure_failures else 0
+    failure_s = at / losses if losses else None
     return [*departed, m.Run(run.world, run.incarnation, failure_s)]

@@ -1,0 +1,75 @@
+"""Calibration: the costs of a run come back from its event log, and predict it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raytrain_ft.errors import ConfigError
+from raytrain_ft.policy.sampling import Sampling
+from raytrain_ft.simulate import Costs, Failure, Job, Listed, Strategy, simulate
+from raytrain_ft.simulate.calibrate import Calibration, calibrate
+from raytrain_ft.simulate.engine import Simulation, rules_of
+from raytrain_ft.simulate.promises import Record
+
+COSTS = Costs(
+    fence_s=0.1, rendezvous_s=0.5, fill_s=0.8, resume_s=0.2, load_s=1.5, begin_s=7.0, end_s=1.0, start_s=6.0, persist_s=0.5
+)
+JOB = Job(steps=300, step_s=0.4, workers=3, batch=12, costs=COSTS)
+STEPS = (20.3, 55.9, 90.5, 131.2, 150.01, 190.5, 222.7, 260.4)
+FAILURES = Listed(tuple(Failure(step=step, workers=(number % 3,)) for number, step in enumerate(STEPS)))
+
+
+def log_of(job: Job, strategy: Strategy) -> list[dict[str, Any]]:
+    """The event log of a simulated run: of this one, the costs are known."""
+    simulation = Simulation(job, strategy, FAILURES.draw(job, np.random.default_rng(0)), 0)
+    record = Record(rules_of(job, strategy), Sampling(120, job.batch, 1))
+    simulation.watch = record.after
+    assert simulation.run().finished
+    return record.lines
+
+
+def predicted(known: Calibration) -> float:
+    return simulate(known.job, known.strategy, known.failures).seconds / known.measured_s
+
+
+def test_the_costs_of_replication_come_back() -> None:
+    known = calibrate(log_of(JOB, Strategy(kind="replication")))
+    found = known.job.costs
+    assert known.job.step_s == pytest.approx(JOB.step_s)
+    for name in ("fence_s", "rendezvous_s", "fill_s", "resume_s", "begin_s", "end_s", "start_s"):
+        assert getattr(found, name) == pytest.approx(getattr(COSTS, name), abs=1e-6), name
+    assert (known.job.workers, known.job.spares, known.strategy.kind, known.strategy.every) == (3, 1, "replication", None)
+    assert [failure.step for failure in known.failures.failures] == pytest.approx(STEPS, abs=0.02)
+    assert predicted(known) == pytest.approx(1, abs=0.001)
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "lossy", "skip"])
+def test_other_strategies_are_recognised_and_predicted(kind: Any) -> None:
+    known = calibrate(log_of(JOB, Strategy(kind=kind, every=10 if kind == "checkpoint" else None)))
+    assert known.strategy.kind == kind
+    assert predicted(known) == pytest.approx(1, abs=0.02)  # "lossy": the rest of a step is taken for a rendezvous
+
+
+def test_the_ratio_of_replay_comes_back() -> None:
+    costs = Costs(load_s=1.5, replay_ratio=0.3, rendezvous_s=0.2, persist_s=0.1)
+    job = Job(steps=300, step_s=0.4, workers=3, stages=3, batch=12, micro_batches=4, costs=costs)
+    known = calibrate(log_of(job, Strategy(kind="logging", every=25)))
+    assert (known.strategy.kind, known.strategy.every) == ("logging", 25)
+    assert known.job.costs.replay_ratio == pytest.approx(0.3, rel=0.01)
+    assert known.job.costs.load_s == pytest.approx(1.5, rel=0.01)
+    assert predicted(known) == pytest.approx(1, abs=0.01)
+
+
+def test_a_run_that_did_not_finish_is_refused() -> None:
+    lines = [line for line in log_of(JOB, Strategy(kind="replication")) if line["event"] != "RunFinished"]
+    with pytest.raises(ConfigError, match="0 RunFinished lines: calibrate on a single run that finished"):
+        calibrate(lines)
+
+
+def test_a_run_that_is_too_short_is_refused() -> None:
+    lines = log_of(JOB, Strategy(kind="replication"))
+    with pytest.raises(ConfigError, match="too few steps"):
+        calibrate([line for line in lines if line["event"] != "StepsCommitted"])

@@ -1,0 +1,121 @@
+"""`raytrain-ft simulate`: tables, plots and JSON from a file; what cannot be is refused with its line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from raytrain_ft.cli import main
+
+FILE = """\
+job:
+  name: small
+  steps: 5_000
+  step_s: 1.0
+  workers: 4
+  costs:
+    load_s: 20
+    restart_s: 30
+    copy_s: 2
+    persist_s: 8
+strategies:
+  - {kind: global_checkpoint, every: 100}
+  - {kind: replication}
+failures: {kind: weibull, mtbf_s: 1e3, shape: 0.8}
+"""
+
+
+def invoke(*arguments: object):
+    return CliRunner().invoke(main, ["simulate", *map(str, arguments)], env={"COLUMNS": "120"})
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "small.yaml"
+    path.write_text(FILE)
+    return path
+
+
+def test_a_file_is_simulated(file: Path, tmp_path: Path) -> None:
+    out, plots = tmp_path / "out.json", tmp_path / "plots"
+    result = invoke(file, "--seeds", 3, "--sweep", "interval", "--sweep", "mtbf", "--plots", plots, "--json", out)
+    assert result.exit_code == 0, result.output
+    assert "global_checkpoint" in result.output
+    found = json.loads(out.read_text())
+    theirs, ours = found["strategies"]
+    assert theirs["seconds"] > ours["seconds"] > 5000
+    assert theirs["lost_s"]["redone"] > 0
+    assert [sweep["variable"] for sweep in found["sweeps"]] == ["interval", "mtbf_s"]
+    assert sorted(path.name for path in plots.iterdir()) == ["interval.png", "losses.png", "mtbf.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in plots.iterdir())
+
+
+def test_strategies_intervals_and_failures_can_be_given_instead(file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    chosen = ["--strategy", "elastic_horovod", "--strategy", "lossy", "--every", 50, "--mtbf", 1, "--best-interval"]
+    result = invoke(file, "--seeds", 2, *chosen, "--json", out)
+    assert result.exit_code == 0, result.output
+    horovod, lossy = json.loads(out.read_text())["strategies"]
+    assert (horovod["strategy"], lossy["strategy"]) == ("elastic_horovod", "lossy")
+    assert horovod["interval"] != 50
+
+
+def test_json_is_yaml_too(file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps({"job": {"steps": 10, "step_s": 1.0, "workers": 2}, "failures": {"kind": "list"}}))
+    assert invoke(path, "--seeds", 1).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("step_s: 1.0", "step_s: .inf", "line 4: Job(step_s=inf): use a finite number greater than 0"),
+        ("step_s: 1.0", "steps_s: 1.0", "line 4: there is no field steps_s; did you mean step_s? Allowed: "),
+        ("  step_s: 1.0\n", "", "line 1: step_s is missing"),
+        ("load_s: 20", "load_s: -1", "line 7: Costs(load_s=-1): use a finite number that is not negative"),
+        ("load_s: 20", "laod_s: 20", "line 7: there is no field laod_s; did you mean load_s?"),
+        ("kind: replication", "kind: magic", "line 13: Strategy(kind='magic'): use one of"),
+        ("mtbf_s: 1e3", "mtbf_s: 0", "line 14: Weibull(mtbf_s=0): use a finite number greater than 0"),
+        ("mtbf_s: 1e3", "mtbf_s: .nan", "line 14: Weibull(mtbf_s=nan)"),
+        ("kind: weibull", "kind: sometimes", "line 14: kind='sometimes': failures are of a kind: exponential, weibull"),
+        ("steps: 5_000", "steps: 5_000\n  steps: 6_000", "line 4: steps is given twice"),
+        ("steps: 5_000", "steps: [", "line "),
+        (
+            "failures: {kind: weibull, mtbf_s: 1e3, shape: 0.8}",
+            "failures:\n  kind: list\n  failures:\n    - {at: 5, lost: 1}\n    - {at: 9, lost: 5}",
+            "line 18: 5 nodes are lost at once, and the job has 4",
+        ),
+        (
+            "failures: {kind: weibull, mtbf_s: 1e3, shape: 0.8}",
+            "failures:\n  kind: list\n  failures:\n    - {at: 5, lost: 1}\n    - {at: 4, lost: 1}",
+            "line 18: 4 comes after 5",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_line(file: Path, old: str, new: str, message: str) -> None:
+    assert old in FILE
+    file.write_text(FILE.replace(old, new))
+    result = invoke(file)
+    assert result.exit_code == 1
+    assert message in result.output.replace("\n", " ").replace("  ", " ")
+
+
+def test_a_trace_is_found_beside_its_file_and_refused_with_its_line(file: Path) -> None:
+    file.with_name("trace.csv").write_text("seconds,change\n100,-1\n50,1\n")
+    file.write_text(FILE.replace("kind: weibull, mtbf_s: 1e3, shape: 0.8", "kind: trace, path: trace.csv"))
+    result = invoke(file)
+    assert result.exit_code == 1
+    assert "trace.csv, line 3: 50 comes after 100" in result.output
+    file.with_name("trace.csv").write_text("seconds,change\n100,-1\n500,1\n")
+    assert invoke(file, "--seeds", 1).exit_code == 0
+
+
+def test_one_of_a_file_and_a_run(file: Path, tmp_path: Path) -> None:
+    assert invoke().exit_code == 2
+    assert invoke(file, "--from-run", tmp_path).exit_code == 2
+    result = invoke("--from-run", tmp_path)
+    assert result.exit_code == 1
+    assert "has no events.jsonl" in result.output

@@ -1,0 +1,324 @@
+"""The simulator: training in closed form is training step by step; recoveries cost what the job says; promises hold."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.random import default_rng
+
+from raytrain_ft.errors import ConfigError
+from raytrain_ft.policy.states import State
+from raytrain_ft.simulate import (
+    Costs,
+    Exponential,
+    Failure,
+    Failures,
+    Job,
+    Listed,
+    Outcome,
+    SpotTrace,
+    Strategy,
+    Uniform,
+    Weibull,
+    best_interval,
+    compare,
+    simulate,
+    sweep_failures,
+    sweep_intervals,
+)
+from raytrain_ft.simulate.campaign import troubled_run
+from raytrain_ft.simulate.pace import Pace
+
+COSTS = Costs(
+    detect_s=1.0,
+    fence_s=0.25,
+    rendezvous_s=0.5,
+    fill_s=2.0,
+    resume_s=0.125,
+    load_s=4.0,
+    restart_s=16.0,
+    restore_s=0.75,
+    begin_s=3.0,
+    end_s=1.5,
+    copy_s=0.5,
+    persist_s=2.5,
+)
+JOB = Job(steps=100, step_s=1.0, workers=4, batch=8, costs=COSTS)
+PAUSE = 1.0 + 0.25 + 0.5 + 2.0 + 0.125
+"""Of a recovery from replicas: detect, fence, rendezvous, fill, resume."""
+
+
+def once(kind: str, failures: Failures, job: Job = JOB, **parameters: object) -> Outcome:
+    """One run, whose account must be complete."""
+    outcome = simulate(job, Strategy(kind=kind, **parameters), failures)  # pyright: ignore[reportArgumentType]
+    assert outcome.useful_s + sum(outcome.lost_s.values()) == pytest.approx(outcome.seconds)
+    return outcome
+
+
+def at_step(*steps: float, **loss: object) -> Listed:
+    return Listed(tuple(Failure(step=step, **(loss or {"lost": 1})) for step in steps))  # pyright: ignore[reportArgumentType]
+
+
+# ---------------------------------------------------------------- training in closed form
+
+
+def stand_step_by_step(pace: Pace, seconds: float) -> tuple[int, float, float]:
+    """Steps, seconds into the next one, seconds stalled: as training does it."""
+    at, step, stalled = 0.0, pace.begin, 0.0
+    while True:
+        if at + pace.step_s > seconds:
+            return step, seconds - at, stalled
+        at, step = at + pace.step_s, step + 1
+        if pace.every is not None and step % pace.every == 0:
+            if at + pace.stall_s > seconds:
+                return step, 0.0, stalled + seconds - at
+            at, stalled = at + pace.stall_s, stalled + pace.stall_s
+
+
+@given(
+    begin=st.integers(0, 30),
+    every=st.one_of(st.none(), st.integers(1, 12)),
+    stall_eighths=st.integers(0, 30),
+    step_eighths=st.integers(1, 20),
+    at=st.integers(0, 4000),
+)
+def test_training_in_closed_form_is_training_step_by_step(
+    begin: int, every: int | None, stall_eighths: int, step_eighths: int, at: int
+) -> None:
+    pace = Pace(begin, step_eighths / 8, every, stall_eighths / 8)
+    seconds = at / 16  # binary fractions: nothing is rounded
+    step, into, stalled = stand_step_by_step(pace, seconds)
+    stand = pace.after(seconds)
+    assert stand.step == step
+    assert stand.into == pytest.approx(into, abs=1e-6)
+    assert stand.stalled == pytest.approx(stalled, abs=1e-6)
+    if step > begin:
+        assert pace.until(step) <= seconds < pace.until(step + 1)
+        assert stand_step_by_step(pace, pace.until(step))[0] == step
+    if into and every is not None:
+        assert pace.until(step + into / pace.step_s) == pytest.approx(seconds)
+
+
+# ---------------------------------------------------------------- what a recovery costs
+
+
+def test_nothing_happens_and_it_takes_the_steps_and_what_saving_them_costs() -> None:
+    assert once("replication", Listed()).seconds == 100 + 3.0 + 1.5
+    saved = once("global_checkpoint", Listed(), every=10)  # 9 times: not after the last step
+    assert saved.seconds == pytest.approx(100 + 3.0 + 1.5 + 9 * (0.5 + 2.5))
+    assert saved.goodput == 100 / saved.seconds
+    assert once("checkpoint", Listed(), every=10).lost_s.get("saving", 0.0) == pytest.approx(0)  # hidden behind steps
+
+
+def test_replication_costs_the_interrupted_step_and_the_pause() -> None:
+    outcome = once("replication", at_step(20.5, 70.25))
+    assert outcome.seconds == pytest.approx(104.5 + 0.5 + 0.25 + 2 * PAUSE)
+    assert outcome.strategies == {"replication": 2}
+    assert outcome.pauses == pytest.approx([PAUSE + 1, PAUSE + 1])  # until the first step is committed
+    assert (outcome.guarantee, outcome.samples_lost) == ("exact", 0)
+
+
+def test_a_step_whose_gradients_are_all_reduced_is_completed_and_not_redone() -> None:
+    job = Job(steps=100, step_s=1.0, workers=4, costs=Costs(update_s=0.25))
+    assert once("replication", at_step(20.5), job).seconds == pytest.approx(100.5)
+    assert once("replication", at_step(20.8), job).seconds == pytest.approx(100.0)
+
+
+def test_going_back_redoes_what_was_done_since_the_last_checkpoint() -> None:
+    restart = 1.0 + 0.25 + 16.0 + 0.5 + 4.0 + 0.125
+    outcome = once("global_checkpoint", at_step(27.5), every=10)
+    assert outcome.lost_s["redone"] == pytest.approx(7)
+    assert outcome.lost_work_s == pytest.approx(7.5)
+    assert outcome.seconds == pytest.approx(104.5 + 9 * 3 + 7.5 + restart)
+    assert once("checkpoint", at_step(27.5), every=10).lost_s["replace"] == pytest.approx(4.5)  # nobody restarts
+    too_fresh = once("checkpoint", at_step(22.5), every=10)  # durable 3 s after step 20
+    assert too_fresh.lost_s["redone"] == pytest.approx(12)
+    snapshot = once("elastic_horovod", at_step(27.5), every=5)
+    assert snapshot.lost_s["redone"] == pytest.approx(2)
+    assert snapshot.strategies == {"snapshot": 1}
+
+
+def test_snapshots_in_memory_are_gone_with_all_workers() -> None:
+    outcome = once("elastic_horovod", at_step(50, workers=(0, 1, 2, 3)), every=5)
+    assert outcome.lost_s["redone"] == pytest.approx(50)
+
+
+def test_nobody_left_and_nothing_saved_is_the_end() -> None:
+    outcome = once("replication", at_step(50, lost=4))
+    assert not outcome.finished
+    assert outcome.reason.startswith("NoSurvivorError")
+
+
+def test_logging_replays_the_lost_stage_and_helpers_make_it_faster() -> None:
+    job = Job(steps=100, step_s=1.0, workers=4, stages=4, micro_batches=8, costs=Costs(load_s=4.0, replay_ratio=0.5))
+    alone = once("logging", at_step(27), job, every=10)
+    assert alone.strategies == {"logging": 1}
+    assert alone.lost_s["rebuild"] == pytest.approx(4.0 + 7 * 0.5)
+    assert alone.seconds == pytest.approx(107.5)
+    helped = once("logging", at_step(27), job, every=10, replay_workers=4)
+    assert helped.lost_s["rebuild"] == pytest.approx(4.0 + 7 * 0.5 * 2 / 8)
+    two_lost = once("logging", at_step(27, workers=(1, 2)), job, every=10)
+    assert two_lost.lost_s["rebuild"] == pytest.approx(4.0 + 7 * 0.5)
+
+
+def test_lossy_rollback_and_skip_lose_what_they_say() -> None:
+    lossy, rollback, skip = (once(kind, at_step(20.75)) for kind in ("lossy", "rollback", "skip"))
+    assert (lossy.strategies, lossy.samples_lost, lossy.guarantee) == ({"lossy": 1}, 2, "lossy")
+    assert lossy.lost_work_s == pytest.approx(0)
+    assert (rollback.strategies, rollback.samples_lost, rollback.guarantee) == ({"rollback": 1}, 0, "lossy")
+    assert rollback.lost_work_s == pytest.approx(0.75)
+    assert (skip.strategies, skip.samples_lost, skip.useful_s) == ({"skip": 1}, 8, 99.0)
+
+
+def test_torchft_drops_the_step_and_what_the_missing_one_would_have_done() -> None:
+    job = Job(steps=100, step_s=1.0, workers=4, batch=8, spares=0, costs=Costs(detect_s=1.0, start_s=10.0))
+    outcome = once("torchft", at_step(20.5), job)
+    assert outcome.seconds == pytest.approx(100 + 0.5 + 1.0)
+    assert outcome.samples_lost == 8 + 10 * 2
+    assert outcome.guarantee == "lossy"
+
+
+def test_without_a_spare_training_waits_for_a_new_worker_or_goes_on_with_fewer() -> None:
+    costs = Costs(start_s=30.0)
+    waits = once("replication", at_step(50), Job(steps=100, step_s=1.0, workers=4, spares=0, costs=costs))
+    assert waits.seconds == pytest.approx(130)
+    scarce = Job(steps=100, step_s=1.0, workers=4, spares=0, spare_nodes=0, min_workers=2, costs=costs)
+    smaller = once("replication", at_step(50), scarce)
+    assert smaller.seconds == pytest.approx(50 + 50 * 4 / 3)
+    assert smaller.guarantee == "rounding"
+    grows = once("replication", Listed((Failure(at=50.0, lost=1), Failure(at=60.0, back=1))), scarce)
+    assert 100 < grows.seconds < smaller.seconds
+    assert grows.lost_s["shrunk"] == pytest.approx((grows.seconds - 100) * 1.0, rel=0.05)
+
+
+def test_a_loss_during_a_recovery_belongs_to_it() -> None:
+    outcome = once("replication", Listed((Failure(at=23.0, lost=1), Failure(at=24.5, lost=1))), job=JOB)
+    assert (outcome.failures, outcome.recoveries) == (2, 1)
+    assert outcome.finished
+
+
+# ---------------------------------------------------------------- many runs
+
+
+def test_a_large_run_takes_the_time_that_arithmetic_says() -> None:
+    """SWIFT's Table 5 from its Table 4: T0 + f * (interval / 2) * t, for failures at uniform points."""
+    wide = Job(steps=450_360, step_s=479.4 * 3600 / 450_360, workers=2)
+    (found,) = compare(wide, [Strategy(kind="global_checkpoint", every=5004)], Uniform(), seeds=40)
+    expected = 479.4 + 28 * (5004 / 2) * wide.step_s / 3600
+    assert found.failures == 28
+    assert found.seconds / 3600 == pytest.approx(expected, rel=0.01)
+
+
+def test_the_best_interval_is_about_young_and_dalys() -> None:
+    job = Job(steps=50_000, step_s=1.0, workers=2, costs=Costs(copy_s=5.0, persist_s=5.0))
+    mtbf_s = 3600.0
+    k, best = best_interval(job, Strategy(kind="global_checkpoint", every=100), Exponential(mtbf_s=mtbf_s), seeds=5)
+    young = math.sqrt(2 * 10.0 * mtbf_s)
+    assert young / 2 < k < young * 2
+    swept = sweep_intervals(job, [Strategy(kind="global_checkpoint", every=1)], Exponential(mtbf_s=mtbf_s), [20, k, 3000], 5)
+    assert swept.best("global_checkpoint") == (k, best)
+
+
+def test_more_failures_take_longer() -> None:
+    job = Job(steps=20_000, step_s=1.0, workers=4, costs=COSTS)
+    kinds = [Strategy(kind="global_checkpoint", every=100), Strategy(kind="replication")]
+    swept = sweep_failures(job, kinds, Exponential(mtbf_s=1.0), [300.0, 3000.0, 30_000.0], seeds=5)
+    for summaries in swept.summaries.values():
+        times = [summary.seconds for summary in summaries]
+        assert times == sorted(times, reverse=True)
+    pairs = zip(swept.summaries["replication"], swept.summaries["global_checkpoint"], strict=True)
+    assert all(ours.seconds < theirs.seconds for ours, theirs in pairs)
+
+
+def test_failures_come_as_often_as_they_are_said_to() -> None:
+    job = Job(steps=100, step_s=1.0, workers=10)
+    for source in (Exponential(mtbf_s=100.0), Weibull(mtbf_s=1000.0, shape=0.6, per="node", together=(0.5, 0.5))):
+        drawn = source.draw(job, default_rng(1))
+        times = [next(drawn).at or 0.0 for _ in range(4000)]
+        assert times == sorted(times)
+        assert times[-1] / len(times) == pytest.approx(100, rel=0.1)
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    job = Job(steps=5000, step_s=1.0, workers=4, costs=COSTS)
+    first, again, other = (simulate(job, Strategy(kind="replication"), Exponential(mtbf_s=200.0), seed=s) for s in (3, 3, 4))
+    assert first == again
+    assert first.seconds != other.seconds
+
+
+# ---------------------------------------------------------------- promises
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32))
+def test_every_promise_is_kept_in_troubled_runs(seed: int) -> None:
+    assert troubled_run(seed).violations == ()
+
+
+def test_troubled_runs_go_everywhere() -> None:
+    stories = [troubled_run(seed) for seed in range(150)]
+    reached = {after for story in stories for _, _, after in story.edges}
+    assert reached >= {State.RUNNING, State.RESIZING, State.FENCE, State.REPLACE, State.REBUILD, State.RESUME, State.FINISHED}
+    used = {kind for story in stories if story.outcome for kind in story.outcome.strategies}
+    assert used >= {"replication", "checkpoint", "snapshot", "logging", "lossy", "skip"}
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Job(steps=0, step_s=1.0, workers=1), r"Job\(steps=0\): use a whole number of at least 1"),
+        (lambda: Job(steps=1, step_s=math.nan, workers=1), r"step_s=nan\): use a finite number greater than 0"),
+        (lambda: Job(steps=1, step_s=1.0, workers=3, stages=2), "multiple of 2"),
+        (lambda: Job(steps=1, step_s=1.0, workers=4, nodes=3), "divides 4"),
+        (lambda: Costs(detect_s=-1.0), r"detect_s=-1.0\): use a finite number that is not negative"),
+        (lambda: Exponential(mtbf_s=0.0), r"mtbf_s=0.0\): use a finite number greater than 0"),
+        (lambda: Exponential(mtbf_s=math.inf), r"mtbf_s=inf\)"),
+        (lambda: Weibull(mtbf_s=1.0, shape=math.nan), r"shape=nan\)"),
+        (lambda: Exponential(mtbf_s=1.0, together=(0.5, 0.6)), "add up to 1"),
+        (lambda: Strategy(kind="magic"), "use one of global_checkpoint"),  # pyright: ignore[reportArgumentType]
+        (lambda: Strategy(kind="global_checkpoint"), "every how many steps"),
+        (lambda: Failure(lost=1), "either the time"),
+        (lambda: at_step(5, 4), "failure 2: 4 comes after 5"),
+        (lambda: once("replication", at_step(5, lost=9)), "9 nodes are lost at once, and the job has 4"),
+        (lambda: once("replication", at_step(5, workers=(7,))), "worker 7 is lost, and the job has workers 0 to 3"),
+        (lambda: once("replication", at_step(500)), "step 500 of 100"),
+        (lambda: once("replication", Exponential(mtbf_s=1.0, together=(0.0,) * 4 + (1.0,))), "5 nodes cannot be lost"),
+    ],
+)
+def test_what_cannot_be_is_refused(make, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seconds,change\n10,-1\n5,1\n", "line 3: 5 comes after 10"),
+        ("seconds,change\n10,-1\ninf,1\n", "line 3: 'inf,1': the time is finite"),
+        ("seconds,change\nten,-1\n", "line 2: 'ten,-1': use seconds and a whole number of nodes"),
+        ("seconds,change\n10,-1\n20,0\n", "line 3: '20,0'"),
+        ("seconds,change\n10,-99\n", "line 2: 99 nodes are lost at once, and the job has 4"),
+        ("time,nodes\n10,-1\n", "line 1: 'time,nodes': the first line is seconds,change"),
+    ],
+)
+def test_a_trace_that_cannot_be_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        once("replication", SpotTrace.read(path))
+
+
+def test_a_spot_trace_is_followed_again_and_again(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("seconds,change\n10,-1\n20,1\n")
+    job = Job(steps=100, step_s=1.0, workers=4, spares=0, spare_nodes=0, min_workers=2, costs=Costs())
+    outcome = once("replication", SpotTrace.read(path, cycle=30.0), job)
+    assert outcome.finished
+    assert outcome.failures == math.ceil((outcome.seconds - 10) / 30)
