@@ -1,0 +1,38 @@
+"""Checks of what a user gave: each error names the field, the value found and what is allowed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from raytrain_ft.errors import ConfigError
+
+
+def seconds(owner: object, *names: str, positive: bool = False) -> None:
+    """These fields are finite numbers that are not negative; with `positive`, greater than 0.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for name in names:
+        value = getattr(owner, name)
+        if not is_number(value) or not math.isfinite(value) or value < 0 or (positive and value == 0):
+            allowed = "a finite number greater than 0" if positive else "a finite number that is not negative"
+            raise ConfigError(f"{type(owner).__name__}({name}={value!r}): use {allowed}")
+
+
+def whole(owner: object, *names: str, least: int = 1) -> None:
+    """These fields are whole numbers of at least `least`.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for name in names:
+        value = getattr(owner, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{type(owner).__name__}({name}={value!r}): use a whole number of at least {least}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number, and not a truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,271 @@
+"""Where failures come from. Every source gives them in order, drawn from a seeded generator; times in seconds."""
+
+from __future__ import annotations
+
+import csv
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from numpy.random import Generator
+
+from raytrain_ft.errors import ConfigError
+from raytrain_ft.simulate import checks
+from raytrain_ft.simulate.model import Job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A change of the cluster. It comes at a time, or at a point of the training, whichever of the two is given.
+
+    Attributes:
+        at: seconds since the run began.
+        step: steps committed for the first time; 12.5 is in the middle of the thirteenth.
+        lost: nodes lost at once. workers: or single workers lost, by rank; both may be empty where nodes only come back.
+        back: nodes that the cluster has room for again.
+    """
+
+    at: float | None = None
+    step: float | None = None
+    lost: int = 0
+    workers: tuple[int, ...] = ()
+    back: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.at is None) == (self.step is None):
+            raise ConfigError(f"{self}: give either the time (at=) or the step (step=)")
+        checks.seconds(self, "at" if self.step is None else "step")
+        checks.whole(self, "lost", "back", least=0)
+        if any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in self.workers):
+            raise ConfigError(f"Failure(workers={self.workers!r}): use ranks, whole numbers from 0 on")
+        if not (self.lost or self.workers or self.back) or (self.lost and self.workers):
+            raise ConfigError(f"{self}: say how many nodes are lost (lost=), which workers are (workers=), or who comes back")
+
+
+class Failures(Protocol):
+    """A source of failures."""
+
+    def draw(self, job: Job, chance: Generator) -> Iterator[Failure]:
+        """The failures of one run of this job, in order; as many as the run may need.
+
+        Raises:
+            ConfigError: a failure cannot happen to this job.
+        """
+        ...
+
+
+Per = Literal["cluster", "node"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exponential:
+    """Failures without memory.
+
+    Attributes:
+        mtbf_s: mean time between failures, of the whole cluster or (`per="node"`) of one node.
+        together: probability that 1, 2, 3, ... nodes are lost at once: correlated losses.
+    """
+
+    mtbf_s: float
+    per: Per = "cluster"
+    together: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        _check_rate(self, self.per, self.together)
+
+    def draw(self, job: Job, chance: Generator) -> Iterator[Failure]:
+        """See `Failures`."""
+        mean = self.mtbf_s / (job.number_of_nodes if self.per == "node" else 1)
+        return _renewals(job, chance, self.together, lambda: chance.exponential(mean))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weibull:
+    """Failures with memory: with a shape below 1, as clusters have it, failures come in bursts.
+
+    Attributes:
+        mtbf_s: mean time between failures, of the whole cluster or (`per="node"`) of one node, which is as new after it.
+        shape: of the distribution; 1 is `Exponential`.
+        together: as in `Exponential`.
+    """
+
+    mtbf_s: float
+    shape: float = 0.7
+    per: Per = "cluster"
+    together: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        _check_rate(self, self.per, self.together)
+        checks.seconds(self, "shape", positive=True)
+
+    def draw(self, job: Job, chance: Generator) -> Iterator[Failure]:
+        """See `Failures`."""
+        scale = self.mtbf_s / math.gamma(1 + 1 / self.shape)
+        sources = job.number_of_nodes if self.per == "node" else 1
+        return _renewals(job, chance, self.together, lambda: scale * chance.weibull(self.shape), sources)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uniform:
+    """The simulation study of SWIFT (section 7.3): as many failures as an undisturbed run has of these intervals, each at a
+    point of the training that is drawn uniformly.
+
+    Attributes:
+        mtbf_s: time between failures. number: of failures, instead.
+        together: as in `Exponential`.
+    """
+
+    mtbf_s: float = 17 * 3600.0
+    number: int | None = None
+    together: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        _check_rate(self, "cluster", self.together)
+        if self.number is not None:
+            checks.whole(self, "number", least=0)
+
+    def draw(self, job: Job, chance: Generator) -> Iterator[Failure]:
+        """See `Failures`."""
+        _check_together(job, self.together)
+        number = round(job.useful_s / self.mtbf_s) if self.number is None else self.number
+        for step in sorted(chance.uniform(0, job.steps, number)):
+            yield Failure(step=float(step), lost=_how_many(chance, self.together))
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """These failures, in order. All of them at a time, or all at a step."""
+
+    failures: tuple[Failure, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_order(self.failures, [f"failure {number}" for number in range(1, len(self.failures) + 1)])
+
+    def draw(self, job: Job, chance: Generator) -> Iterator[Failure]:
+        """See `Failures`."""
+        del chance
+        for number, failure in enumerate(self.failures, 1):
+            _check_casualties(job, failure, f"failure {number}")
+        return iter(self.failures)
+
+
+@dataclass(frozen=True, slots=True)
+class SpotTrace:
+    """What a spot market gave and took: a CSV file with the columns `seconds` and `change`, the change of the number of nodes.
+
+    Attributes:
+        failures: one per line. lines: where each stands, for messages of errors.
+        cycle: seconds after which the trace begins anew; 0: it happens once.
+    """
+
+    failures: tuple[Failure, ...]
+    lines: tuple[str, ...]
+    cycle: float = 0.0
+
+    @classmethod
+    def read(cls, path: Path, cycle: float = 0.0) -> SpotTrace:
+        """From a file.
+
+        Raises:
+            ConfigError: it cannot be read, or a line of it cannot be used; the message names the line and what is allowed.
+        """
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+        rows = list(csv.reader(text.splitlines()))
+        if not rows or [cell.strip() for cell in rows[0]] != ["seconds", "change"]:
+            raise ConfigError(f"{path}, line 1: {','.join(rows[0]) if rows else ''!r}: the first line is seconds,change")
+        failures, lines = [], []
+        for number, row in enumerate(rows[1:], 2):
+            if not row:
+                continue
+            lines.append(f"{path}, line {number}")
+            failures.append(_of_row(row, lines[-1]))
+        _check_order(failures, lines)
+        if cycle and (not checks.is_number(cycle) or not failures[-1:] or cycle <= (failures[-1].at or 0.0)):
+            raise ConfigError(f"SpotTrace(cycle={cycle!r}): use seconds beyond the last line of {path}")
+        return cls(tuple(failures), tuple(lines), cycle)
+
+    def draw(self, job: Job, chance: Generator) -> Iterator[Failure]:
+        """See `Failures`."""
+        del chance
+        for failure, line in zip(self.failures, self.lines, strict=True):
+            _check_casualties(job, failure, line)
+        return self._again_and_again()
+
+    def _again_and_again(self) -> Iterator[Failure]:
+        began = 0.0
+        while True:
+            for failure in self.failures:
+                yield Failure(at=began + (failure.at or 0.0), lost=failure.lost, back=failure.back)
+            began += self.cycle
+            if not self.cycle or not math.isfinite(began):
+                return
+
+
+def _of_row(row: Sequence[str], line: str) -> Failure:
+    try:
+        at, change = (cell.strip() for cell in row)
+        seconds, nodes = float(at), int(change)
+    except ValueError:
+        raise ConfigError(f"{line}: {','.join(row)!r}: use seconds and a whole number of nodes, as in 3600,-2") from None
+    if not math.isfinite(seconds) or seconds < 0 or not nodes:
+        raise ConfigError(f"{line}: {','.join(row)!r}: the time is finite and not negative, the change is not 0")
+    return Failure(at=seconds, lost=max(0, -nodes), back=max(0, nodes))
+
+
+def _renewals(job: Job, chance: Generator, together: tuple[float, ...], gap, sources: int = 1) -> Iterator[Failure]:
+    """Failures of so many independent sources, each of which begins anew after its own."""
+    _check_together(job, together)
+    due = [float(gap()) for _ in range(sources)]
+    heapq.heapify(due)
+    while math.isfinite(due[0]):
+        at = due[0]
+        yield Failure(at=at, lost=_how_many(chance, together))
+        heapq.heapreplace(due, at + float(gap()))
+
+
+def _how_many(chance: Generator, together: tuple[float, ...]) -> int:
+    return 1 if len(together) == 1 else 1 + int(chance.choice(len(together), p=together))
+
+
+def _check_rate(owner: Exponential | Weibull | Uniform, per: str, together: tuple[float, ...]) -> None:
+    checks.seconds(owner, "mtbf_s", positive=True)
+    name = type(owner).__name__
+    if per not in ("cluster", "node"):
+        raise ConfigError(f'{name}(per={per!r}): use "cluster" or "node"')
+    shares = [checks.is_number(share) and 0 <= share <= 1 for share in together]
+    if not together or not all(shares) or not math.isclose(sum(together), 1.0, abs_tol=1e-9):
+        raise ConfigError(f"{name}(together={together!r}): use probabilities of losing 1, 2, ... nodes that add up to 1")
+
+
+def _check_together(job: Job, together: tuple[float, ...]) -> None:
+    if len(together) > job.number_of_nodes:
+        raise ConfigError(
+            f"together={together!r}: {len(together)} nodes cannot be lost at once, the job has {job.number_of_nodes}"
+        )
+
+
+def _check_order(failures: Sequence[Failure], lines: Sequence[str]) -> None:
+    for before, failure, line in zip(failures, failures[1:], lines[1:], strict=False):
+        if (before.at is None) != (failure.at is None):
+            raise ConfigError(f"{line}: {failure}: all failures of a list are at a time, or all at a step")
+        earlier, later = (before.at, failure.at) if before.at is not None else (before.step, failure.step)
+        assert earlier is not None
+        assert later is not None
+        if later < earlier:
+            raise ConfigError(f"{line}: {later:g} comes after {earlier:g}: lines are in order of time")
+
+
+def _check_casualties(job: Job, failure: Failure, line: str) -> None:
+    if failure.lost > job.number_of_nodes:
+        raise ConfigError(f"{line}: {failure.lost} nodes are lost at once, and the job has {job.number_of_nodes}")
+    outside = [rank for rank in failure.workers if rank >= job.workers]
+    if outside:
+        raise ConfigError(f"{line}: worker {outside[0]} is lost, and the job has workers 0 to {job.workers - 1}")
+    if failure.step is not None and failure.step >= job.steps:
+        raise ConfigError(f"{line}: step {failure.step:g} of {job.steps}: use a step before the last one's end")

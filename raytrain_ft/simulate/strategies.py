@@ -1,0 +1,109 @@
+"""How a simulated job protects itself: a strategy and its parameters."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from raytrain_ft.errors import ConfigError
+from raytrain_ft.policy.frequency import Profile, check_budget, choose
+from raytrain_ft.simulate import checks
+from raytrain_ft.simulate.model import Job
+
+Kind = Literal[
+    "global_checkpoint",
+    "checkfreq",
+    "elastic_horovod",
+    "torchft",
+    "checkpoint",
+    "replication",
+    "logging",
+    "lossy",
+    "rollback",
+    "skip",
+]
+"""`global_checkpoint`: training stands still while a checkpoint is copied and written; on a loss all workers restart and load
+it. `checkfreq`: the same with CheckFreq's pipelined checkpoints. `elastic_horovod`: snapshots in memory, to which all survivors go
+back. `torchft`: the interrupted step is dropped, survivors go on at once with fewer, the replacement heals in. `checkpoint`:
+raytrain_ft's, pipelined, and survivors stay up. `replication`, `logging`: SWIFT's, as raytrain_ft carries them out. `lossy`,
+`rollback`: Nicolae et al.'s. `skip`: the interrupted step is dropped."""
+
+RESTARTING = frozenset({"global_checkpoint", "checkfreq"})
+"""Kinds after whose losses all workers restart."""
+GOING_BACK = frozenset({"global_checkpoint", "checkfreq", "checkpoint", "elastic_horovod"})
+"""Kinds that go back to what was saved last."""
+PIPELINED = frozenset({"checkfreq", "checkpoint", "replication", "logging", "lossy", "rollback", "skip", "torchft"})
+"""Kinds whose checkpoints are written while training goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """A strategy.
+
+    Attributes:
+        kind: see `Kind`.
+        every: steps between checkpoints (of "elastic_horovod": snapshots). None: by CheckFreq's Algorithm 1 for the kinds that
+            write them while training goes on and are meant to go back to them, else none.
+        budget: the share of the time that checkpoints may cost, where Algorithm 1 chooses [CheckFreq's p].
+        slowdown: what the strategy costs of a step's time without failures beyond what `Costs` says, as a share: a constant
+            that is measured or fitted.
+        replay_workers: how many replay one lost stage ("logging").
+        label: for tables and plots; by default the kind.
+    """
+
+    kind: Kind
+    every: int | None = None
+    budget: float = 0.035
+    slowdown: float = 0.0
+    replay_workers: int = 1
+    label: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ConfigError(f"Strategy(kind={self.kind!r}): use one of {', '.join(get_args(Kind))}")
+        if self.every is not None:
+            checks.whole(self, "every")
+        elif self.kind in ("global_checkpoint", "elastic_horovod"):
+            raise ConfigError(f'Strategy(kind="{self.kind}", every=None): say every how many steps the state is saved')
+        check_budget(self.budget)
+        checks.seconds(self, "slowdown")
+        checks.whole(self, "replay_workers")
+
+    @property
+    def name(self) -> str:
+        """For tables and plots."""
+        return self.label or self.kind
+
+    def interval(self, job: Job) -> int | None:
+        """Steps between two times that the state is saved; None if it never is."""
+        if self.every is not None or self.kind not in ("checkfreq", "checkpoint", "logging"):
+            return self.every
+        costs = job.costs
+        profile = Profile(iteration=job.step_s, update=costs.update_s, copy=costs.copy_s, persist=costs.persist_s)
+        return choose(profile, self.budget).k
+
+    def stall_s(self, job: Job) -> float:
+        """For how long training stands still each time that the state is saved."""
+        costs = job.costs
+        if self.kind == "elastic_horovod":
+            return costs.copy_s
+        if self.kind == "global_checkpoint":
+            return costs.copy_s + costs.persist_s
+        return max(0.0, costs.copy_s - (job.step_s - costs.update_s))
+
+    def durable_s(self, job: Job) -> float:
+        """From the end of the step that is saved until a recovery can go back to it."""
+        costs = job.costs
+        return costs.copy_s + costs.persist_s if self.kind in PIPELINED else self.stall_s(job)
+
+    def step_s(self, job: Job) -> float:
+        """Seconds of a step under this strategy, saving apart."""
+        logged = job.costs.log_s if self.kind == "logging" else 0.0
+        return job.step_s * (1 + self.slowdown) + logged
+
+    def undisturbed_s(self, job: Job) -> float:
+        """Seconds that all steps take without failures."""
+        k = self.interval(job)
+        saved = 0 if k is None else math.floor((job.steps - 1) / k)
+        return job.steps * self.step_s(job) + saved * self.stall_s(job)

@@ -1,0 +1,126 @@
+"""Comparisons: several strategies over several seeds, the best interval, sweeps over the interval and over how often workers fail."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from raytrain_ft.errors import ConfigError
+from raytrain_ft.simulate.engine import simulate
+from raytrain_ft.simulate.failures import Exponential, Failures, Uniform, Weibull
+from raytrain_ft.simulate.model import Job
+from raytrain_ft.simulate.outcome import Summary, summarize
+from raytrain_ft.simulate.strategies import Strategy
+
+SEEDS = 10
+Progress = Callable[[], object]
+"""Called after each run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Summaries of each strategy (by name) at each point of one variable.
+
+    Attributes:
+        variable: "interval" (steps) or "mtbf_s" (seconds).
+    """
+
+    variable: str
+    points: tuple[float, ...]
+    summaries: dict[str, tuple[Summary, ...]]
+
+    def best(self, strategy: str) -> tuple[float, Summary]:
+        """The point at which a strategy takes the least time."""
+        pairs = zip(self.points, self.summaries[strategy], strict=True)
+        return min(pairs, key=lambda pair: math.inf if math.isnan(pair[1].seconds) else pair[1].seconds)
+
+
+def compare(
+    job: Job, strategies: Sequence[Strategy], failures: Failures, seeds: int = SEEDS, progress: Progress | None = None
+) -> list[Summary]:
+    """Every strategy under the same failures, over `seeds` seeds."""
+    return [run_seeds(job, strategy, failures, seeds, progress) for strategy in strategies]
+
+
+def run_seeds(
+    job: Job, strategy: Strategy, failures: Failures, seeds: int = SEEDS, progress: Progress | None = None
+) -> Summary:
+    """One strategy over seeds 0, 1, ...
+
+    Raises:
+        ConfigError: fewer than one seed.
+    """
+    if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
+        raise ConfigError(f"seeds={seeds!r}: use a whole number of at least 1")
+    outcomes = []
+    for seed in range(seeds):
+        outcomes.append(simulate(job, strategy, failures, seed=seed))
+        if progress is not None:
+            progress()
+    return summarize(outcomes)
+
+
+def sweep_intervals(
+    job: Job,
+    strategies: Sequence[Strategy],
+    failures: Failures,
+    intervals: Sequence[int],
+    seeds: int = SEEDS,
+    progress: Progress | None = None,
+) -> Sweep:
+    """Each strategy at each number of steps between two times that the state is saved."""
+    found = {
+        strategy.name: tuple(run_seeds(job, replace(strategy, every=k), failures, seeds, progress) for k in intervals)
+        for strategy in strategies
+    }
+    return Sweep("interval", tuple(float(k) for k in intervals), found)
+
+
+def sweep_failures(
+    job: Job,
+    strategies: Sequence[Strategy],
+    failures: Exponential | Weibull | Uniform,
+    mtbfs_s: Sequence[float],
+    seeds: int = SEEDS,
+    progress: Progress | None = None,
+    *,
+    at_best_interval: bool = False,
+) -> Sweep:
+    """Each strategy at each mean time between failures; with `at_best_interval`, saving as often as is best there."""
+    found: dict[str, tuple[Summary, ...]] = {}
+    for strategy in strategies:
+        summaries = []
+        for mtbf_s in mtbfs_s:
+            source = replace(failures, mtbf_s=mtbf_s)
+            saves = at_best_interval and strategy.interval(job) is not None
+            summary = best_interval(job, strategy, source, seeds)[1] if saves else run_seeds(job, strategy, source, seeds)
+            summaries.append(summary)
+            if progress is not None:
+                progress()
+        found[strategy.name] = tuple(summaries)
+    return Sweep("mtbf_s", tuple(mtbfs_s), found)
+
+
+def best_interval(job: Job, strategy: Strategy, failures: Failures, seeds: int = SEEDS) -> tuple[int, Summary]:
+    """The number of steps between two times that the state is saved that takes the least time, and what that comes to.
+
+    The time is a valley over the interval (saving costs more on its left, redoing on its right). It is searched on a
+    logarithmic grid which narrows around the lowest point; all points see the same failures.
+    """
+    known: dict[int, Summary] = {}
+
+    def seconds(k: int) -> float:
+        if k not in known:
+            known[k] = run_seeds(job, replace(strategy, every=k), failures, seeds)
+        return known[k].seconds if known[k].finished == known[k].runs else math.inf
+
+    low, high = 0.0, math.log(job.steps)
+    while True:
+        grid = sorted({round(math.exp(low + (high - low) * part / 12)) for part in range(13)})
+        best = min(grid, key=seconds)
+        place = grid.index(best)
+        left, right = grid[max(0, place - 1)], grid[min(len(grid) - 1, place + 1)]
+        if right - left <= max(2, best // 50):
+            return best, known[best]
+        low, high = math.log(left), math.log(right)
