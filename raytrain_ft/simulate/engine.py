@@ -1,17 +1,197 @@
-"""One simulated run (being written)."""
+"""One simulated run: events in order of their time, the supervisor's own machine, and a crew that answers it.
+
+Between failures, training is a closed form (`pace`), so a run costs as much as its failures, however long it is.
+"""
 
 from __future__ import annotations
 
-from raytrain_ft.simulate.failures import Failures
+import heapq
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+
+from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.machine import handle
+from raytrain_ft.policy.roster import Rules
+from raytrain_ft.policy.run_state import RunState
+from raytrain_ft.policy.states import ENDED, State
+from raytrain_ft.policy.strategy import Guarantee
+from raytrain_ft.simulate.crew import Crew
+from raytrain_ft.simulate.failures import Failure, Failures
+from raytrain_ft.simulate.ledger import Ledger
 from raytrain_ft.simulate.model import Job
+from raytrain_ft.simulate.nodes import Nodes
 from raytrain_ft.simulate.outcome import Outcome
-from raytrain_ft.simulate.strategies import Strategy
+from raytrain_ft.simulate.peers import BY_MECHANICS, simulate_peer
+from raytrain_ft.simulate.strategies import GOING_BACK, Strategy
+
+Watch = Callable[[RunState, m.Event, State, list[m.Command]], None]
+"""Sees every event, the state before it, and what the machine asks for."""
+
+BOOKED_AS = {
+    State.INITIALIZING: "begin",
+    State.SCHEDULING: "begin",
+    State.RUNNING: "detect",
+    State.RESIZING: "detect",
+    State.FENCE: "fence",
+    State.REPLACE: "replace",
+    State.REBUILD: "rebuild",
+    State.RESUME: "resume",
+    State.SHUTTING_DOWN: "end",
+}
+"""What time goes into while nobody trains."""
 
 
-def simulate(job: Job, strategy: Strategy, failures: Failures, *, seed: int = 0) -> Outcome:
+def simulate(job: Job, strategy: Strategy, failures: Failures, *, seed: int = 0, watch: Watch | None = None) -> Outcome:
     """One run of a job under a strategy and failures.
+
+    The same seed gives the same failures to every strategy, as long as they do not depend on how far training is.
 
     Raises:
         ConfigError: the failures cannot happen to this job.
     """
-    raise NotImplementedError
+    drawn = failures.draw(job, np.random.default_rng([seed, 0]))
+    if strategy.kind in BY_MECHANICS:
+        return simulate_peer(job, strategy, drawn, seed)
+    return Simulation(job, strategy, drawn, seed, watch).run()
+
+
+def rules_of(job: Job, strategy: Strategy) -> Rules:
+    """What the supervisor would be told of this job. Deadlines are long enough for what the job's costs say."""
+    costs, saves = job.costs, strategy.interval(job) is not None
+    kinds = {"elastic_horovod": "snapshot", "replication": "auto" if saves else "replication", "logging": "auto"}
+    slowest = max(costs.begin_s, costs.restart_s + costs.rendezvous_s + costs.load_s + costs.restore_s + costs.filling_s)
+    return Rules(
+        min_workers=job.fewest,
+        max_workers=job.workers,
+        max_steps=job.steps,
+        stages=job.stages,
+        logging=strategy.kind == "logging" and job.stages > 1,
+        replay_workers=strategy.replay_workers,
+        spares=job.spares * job.per_node,
+        strategy="checkpoint" if strategy.kind in GOING_BACK - {"elastic_horovod"} else kinds[strategy.kind],
+        checkpoints=saves,
+        schedule_timeout=3 * costs.begin_s + 120,
+        replacement_timeout=job.replacement_timeout,
+        fence_timeout=3 * costs.fence_s + 10,
+        phase_timeout=3 * (slowest + job.step_s + costs.end_s) + 60,
+    )
+
+
+class Simulation:
+    """A run under way: the queue of what will happen, and the clock."""
+
+    def __init__(self, job: Job, strategy: Strategy, failures: Iterator[Failure], seed: int, watch: Watch | None) -> None:
+        self.job, self.strategy, self.seed = job, strategy, seed
+        self.now = 0.0
+        self.state = RunState(rules_of(job, strategy))
+        self.ledger = Ledger(job, strategy)
+        self.nodes = Nodes(job)
+        self.crew = Crew(job, strategy, self.ledger, self.nodes, self._at, self._tell)
+        self._watch = watch
+        self._failures = failures
+        self._next: Failure | None = None
+        self._chance = np.random.default_rng([seed, 1])
+        self._queue: list[tuple[float, int, Callable[[float], None]]] = []
+        self._number = 0
+        self._watched: object = None
+
+    def run(self) -> Outcome:
+        """To the run's end."""
+        stored = tuple(self.crew.disk)
+        self._tell([m.RunStarted(run_id="simulation", stored=stored), m.CapacityChanged(slots=self.nodes.slots)])
+        self._next_failure()
+        while self.state.state not in ENDED and self._queue:
+            at, _, what = heapq.heappop(self._queue)
+            self._pass_time(at)
+            what(at)
+            if self.crew.training is not self._watched:
+                self._await_step()
+        reason = "" if self.state.state == State.FINISHED else ": ".join(self.state.failure or ("nothing happens any more",))
+        recoveries = [recovery for recovery in self.state.recoveries if recovery.lost]
+        rounding = any(recovery.guarantee == Guarantee.ROUNDING for recovery in self.state.recoveries)
+        return self.ledger.outcome(
+            self.seed,
+            self.now,
+            self.crew.step,
+            reason,
+            recoveries=len(recoveries),
+            guarantee="rounding" if rounding else "exact",
+            strategies={kind: sum(r.strategy == kind for r in recoveries) for kind in {str(r.strategy) for r in recoveries}},
+        )
+
+    # ---------------------------------------------------------------- time
+
+    def _at(self, at: float, what: Callable[[float], None]) -> None:
+        self._number += 1
+        heapq.heappush(self._queue, (at, self._number, what))
+
+    def _pass_time(self, at: float) -> None:
+        seconds = at - self.now
+        self.now = at
+        self.ledger.node_s += seconds * self.nodes.paid
+        if self.crew.training is None:  # training books its own time
+            began = self.crew.began or self.state.state != State.REPLACE
+            self.ledger.book(BOOKED_AS[self.state.state] if began else "begin", seconds)
+
+    def _tell(self, events: Iterable[m.Event]) -> None:
+        for event in events:
+            if self.state.state in ENDED:
+                return
+            before = self.state.state
+            commands = handle(self.state, event)
+            if self._watch is not None:
+                self._watch(self.state, event, before, commands)
+            for command in commands:
+                self.crew.carry_out(command, self.now)
+
+    # ---------------------------------------------------------------- failures
+
+    def _next_failure(self) -> None:
+        """Draws the next failure; one that is due at a time is due then."""
+        self._next = failure = next(self._failures, None)
+        if failure is not None and failure.at is not None:
+            self._at(max(failure.at, self.now), lambda at: self._strike(failure, at))
+        self._await_step()
+
+    def _await_step(self) -> None:
+        """A failure that is due at a step strikes when this stretch of training comes to it."""
+        self._watched = training = self.crew.training
+        failure = self._next
+        if training is not None and failure is not None and failure.step is not None:
+            at = training.since + training.pace.until(failure.step)
+            self._at(at, lambda at: self._strike(failure, at) if self.crew.training is training else None)
+
+    def _strike(self, failure: Failure, now: float) -> None:
+        if failure is not self._next:
+            return
+        before = self.nodes.slots
+        if failure.lost or failure.workers:
+            members = self._casualties(failure)
+            self.ledger.failures += 1
+            if not set(self.state.joining).isdisjoint(members):
+                self.ledger.struck(now)
+            cause = f"{failure.lost} nodes were lost" if failure.lost else "the process died"
+            self.crew.lose(members, now, cause)
+        if failure.back:
+            self.nodes.add(failure.back)
+            self.crew.place_waiting(now)
+        if self.nodes.slots != before:
+            changed = m.CapacityChanged(at=now, slots=self.nodes.slots)
+            self._at(now + self.job.costs.detect_s, lambda _: self._tell([changed]))
+        self._next_failure()
+
+    def _casualties(self, failure: Failure) -> list[str]:
+        """Who dies: whole nodes of the present world, drawn by chance, further ones only if these do not suffice."""
+        world = self.state.joining or self.state.world
+        if failure.workers:
+            members = [world[rank] for rank in failure.workers if rank < len(world)]
+            return [member for member in members if member in self.nodes.node_of]
+        at_work = sorted({self.nodes.node_of[member] for member in world if member in self.nodes.node_of})
+        others = [node for node in self.nodes.hosts if node not in set(at_work)]
+        chosen = self._draw(at_work, failure.lost)
+        return self.nodes.lose([*chosen, *self._draw(others, failure.lost - len(chosen))])
+
+    def _draw(self, nodes: list[int], number: int) -> list[int]:
+        number = min(number, len(nodes))
+        return [nodes[i] for i in self._chance.choice(len(nodes), number, replace=False)] if number else []

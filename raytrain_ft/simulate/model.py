@@ -74,7 +74,7 @@ class Job:
         step_s: of an undisturbed step of all workers, without checkpoints and logs.
         workers: that train at full strength. stages: of the pipeline; each stage has workers / stages replicas.
         nodes: that these workers are spread over in blocks; None: one each. A node is lost as a whole.
-        spares: further warm workers, each on a node of its own, that wait to replace a lost one.
+        spares: further nodes whose workers are up and wait to replace lost ones.
         spare_nodes: nodes beyond those of workers and spares, on which lost workers can be started again; None: no shortage.
         min_workers: with which to go on where replacements do not come; None: `workers`.
         micro_batches: of a step in a pipeline.
@@ -94,7 +94,7 @@ class Job:
     min_workers: int | None = None
     micro_batches: int = 1
     batch: int = 1
-    replacement_timeout: float = 1e12
+    replacement_timeout: float = 3e7
     node_hour: float = 1.0
     costs: Costs = field(default_factory=Costs)
 
@@ -110,11 +110,11 @@ class Job:
             raise ConfigError(f"Job(workers={self.workers}): {self.stages} stages need a multiple of {self.stages}")
         if self.workers % self.number_of_nodes:
             raise ConfigError(
-                f"Job(nodes={self.nodes}): {self.workers} workers are spread evenly, so use a number that divides {self.workers}"
+                f"Job(nodes={self.nodes}): {self.workers} workers are spread evenly: use a number that divides {self.workers}"
             )
         if not 1 <= self.fewest <= self.workers or self.fewest % self.stages:
             raise ConfigError(
-                f"Job(min_workers={self.min_workers}): use a multiple of {self.stages} up to {self.workers}, the number of workers"
+                f"Job(min_workers={self.min_workers}): use a multiple of {self.stages} up to the {self.workers} workers"
             )
         if self.costs.update_s >= self.step_s:
             raise ConfigError(f"Costs(update_s={self.costs.update_s!r}): use less than Job.step_s, which is {self.step_s}")

@@ -24,10 +24,10 @@ Kind = Literal[
     "skip",
 ]
 """`global_checkpoint`: training stands still while a checkpoint is copied and written; on a loss all workers restart and load
-it. `checkfreq`: the same with CheckFreq's pipelined checkpoints. `elastic_horovod`: snapshots in memory, to which all survivors go
-back. `torchft`: the interrupted step is dropped, survivors go on at once with fewer, the replacement heals in. `checkpoint`:
-raytrain_ft's, pipelined, and survivors stay up. `replication`, `logging`: SWIFT's, as raytrain_ft carries them out. `lossy`,
-`rollback`: Nicolae et al.'s. `skip`: the interrupted step is dropped."""
+it. `checkfreq`: the same with CheckFreq's pipelined checkpoints. `elastic_horovod`: snapshots in memory, to which all
+survivors go back. `torchft`: the interrupted step is dropped, survivors go on at once with fewer, the replacement heals in.
+`checkpoint`: raytrain_ft's, pipelined, and survivors stay up. `replication`, `logging`: SWIFT's, as raytrain_ft carries them
+out. `lossy`, `rollback`: Nicolae et al.'s. `skip`: the interrupted step is dropped."""
 
 RESTARTING = frozenset({"global_checkpoint", "checkfreq"})
 """Kinds after whose losses all workers restart."""
@@ -85,12 +85,13 @@ class Strategy:
 
     def stall_s(self, job: Job) -> float:
         """For how long training stands still each time that the state is saved."""
-        costs = job.costs
+        costs, k = job.costs, self.interval(job)
         if self.kind == "elastic_horovod":
             return costs.copy_s
         if self.kind == "global_checkpoint":
             return costs.copy_s + costs.persist_s
-        return max(0.0, costs.copy_s - (job.step_s - costs.update_s))
+        waits = costs.copy_s + costs.persist_s - (k or 0) * job.step_s  # at most one is under way
+        return max(0.0, costs.copy_s - (job.step_s - costs.update_s), waits)
 
     def durable_s(self, job: Job) -> float:
         """From the end of the step that is saved until a recovery can go back to it."""

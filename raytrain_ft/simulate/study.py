@@ -1,4 +1,4 @@
-"""Comparisons: several strategies over several seeds, the best interval, sweeps over the interval and over how often workers fail."""
+"""Comparisons: several strategies over several seeds, the best interval, sweeps over the interval and over failures."""
 
 from __future__ import annotations
 

@@ -1,0 +1,333 @@
+"""What the workers of a simulated run do: they answer the supervisor's commands, each after as long as the job's costs say.
+
+All hold the same state, so one number (`step`) says where all stand who hold any. Nobody answers a command that needs others of
+whom one is dead: in reality such a collective fails or hangs, and the loss is what ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.reconcile import Marks
+from raytrain_ft.policy.topology import stage_of
+from raytrain_ft.simulate.ledger import Ledger, step_seconds
+from raytrain_ft.simulate.model import Job
+from raytrain_ft.simulate.nodes import Nodes
+from raytrain_ft.simulate.pace import Pace, Stand
+from raytrain_ft.simulate.strategies import GOING_BACK, RESTARTING, Strategy
+
+BEGINNING = m.Stored("the beginning", 0)
+"""What the kinds that go back always have: the state before the first step."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Training:
+    """A stretch of training: since when, at which pace, by whom."""
+
+    since: float
+    pace: Pace
+    world: tuple[str, ...]
+    incarnation: int
+
+
+@dataclass(slots=True)
+class Crew:
+    """The workers.
+
+    Attributes:
+        at: calls a function at a time. tell: gives the supervisor events.
+        holding: who holds state, and of which stage. step: where they all stand.
+        reduced: whether every gradient of the interrupted step had been reduced, so that the step can be completed. rest: how
+            long that takes, seconds; into: how long it had been computed.
+        disk: what was saved and is durable, newest first.
+        training: the stretch that is under way. stand: where the last one came to.
+        reached: the most steps that were ever committed.
+        dead: who is gone without the supervisor knowing yet.
+    """
+
+    job: Job
+    strategy: Strategy
+    ledger: Ledger
+    nodes: Nodes
+    at: Callable[[float, Callable[[float], None]], None]
+    tell: Callable[[Iterable[m.Event]], None]
+    world: tuple[str, ...] = ()
+    incarnation: int = 0
+    holding: dict[str, int] = field(default_factory=dict)
+    step: int = 0
+    reduced: bool = False
+    into: float = 0.0
+    rest: float = 0.0
+    disk: list[m.Stored] = field(default_factory=list)
+    training: Training | None = None
+    reached: int = 0
+    began: bool = False
+    dead: set[str] = field(default_factory=set)
+    _starting: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        if self.strategy.kind in GOING_BACK and self.strategy.kind != "checkpoint":
+            self.disk.append(BEGINNING)
+
+    # ---------------------------------------------------------------- commands
+
+    def carry_out(self, command: m.Command, now: float) -> None:
+        """Begins what the supervisor asks for; the answers come later."""
+        costs = self.job.costs
+        match command:
+            case m.StartWorker(member):
+                self._start(member, now)
+            case m.Kill(member):
+                self._forget(member, now)
+            case m.Fence(members, incarnation):
+                self.interrupt(now)
+                self.at(now + costs.fence_s, lambda at: self._fenced(members, incarnation, at))
+            case m.FindCheckpoints(incarnation):
+                found = m.CheckpointsFound(at=now, incarnation=incarnation, stored=self._stored(), reached=self.step)
+                self.at(now, lambda at: self.tell([found]))
+            case m.Reconcile():
+                self.at(now + self._joining_s(command), lambda at: self._reconciled(command, at))
+            case m.Fill():
+                seconds = costs.filling_s if command.whole else 0.0
+                self.at(now + seconds, lambda at: self._filled(command, command.members, at))
+            case m.Replay():
+                self.at(now + self._replay_s(command), lambda at: self._replayed(command, at))
+            case m.Run(world, incarnation, _):
+                self.at(now + costs.resume_s, lambda at: self._begin(world, incarnation, at))
+            case m.StopAtBoundary(members):
+                self._stop(members, now)
+            case m.Save(members):
+                saved = [m.Saved(at=now + costs.end_s, member=member, path="final") for member in reversed(members)]
+                self.at(now + costs.end_s, lambda at: self.tell(saved))
+            case m.SetTimer(timer, seconds, incarnation):
+                fired = m.TimerFired(at=now + seconds, timer=timer, incarnation=incarnation)
+                self.at(now + seconds, lambda at: self.tell([fired]))
+
+    def lose(self, members: Iterable[str], now: float, cause: str) -> None:
+        """These are dead; the supervisor hears of it when it is detected."""
+        members = [member for member in members if member not in self.dead]
+        if self.training is not None and not set(members).isdisjoint(self.training.world):
+            self.interrupt(now)
+        self.dead.update(members)
+        for member in members:
+            self.holding.pop(member, None)
+        at = now + self.job.costs.detect_s
+        lost = [m.WorkerLost(at=at, member=member, cause=cause, noticed_by="simulation") for member in members]
+        self.at(at, lambda _: self.tell(lost))
+
+    def place_waiting(self, now: float) -> None:
+        """Members that had no place are started, as far as there is room now."""
+        waiting, self.nodes.waiting = self.nodes.waiting, []
+        for member in waiting:
+            self._start(member, now)
+
+    def _start(self, member: str, now: float) -> None:
+        if not self.nodes.place(member):
+            self.nodes.waiting.append(member)
+            return
+        self._starting.add(member)
+        seconds = self.job.costs.start_s if self.began else 0.0
+        self.at(now + seconds, lambda at: self._started(member, at))
+
+    def _started(self, member: str, now: float) -> None:
+        if member in self._starting and member not in self.dead:
+            self._starting.discard(member)
+            self.tell([m.WorkerStarted(at=now, member=member, node=f"n{self.nodes.node_of[member]}", pid=1)])
+
+    def _forget(self, member: str, now: float) -> None:
+        del now
+        self.nodes.remove(member)
+        self.dead.discard(member)
+        self._starting.discard(member)
+        self.holding.pop(member, None)
+
+    # ---------------------------------------------------------------- recovery
+
+    def _fenced(self, members: tuple[str, ...], incarnation: int, now: float) -> None:
+        answers = (
+            m.Fenced(at=now, member=member, incarnation=incarnation, marks=self._marks(member))
+            for member in reversed(members)
+            if member not in self.dead
+        )
+        self.incarnation = max(self.incarnation, incarnation)
+        self.tell(answers)
+
+    def _marks(self, member: str) -> Marks | None:
+        if member not in self.holding:
+            return None
+        gradient = self.step if self.reduced else None
+        agreed = (self.step, (0.0,)) if self.reduced else None
+        return Marks(member, self.step, (self.step,), (gradient,), self.holding[member], agreed)
+
+    def _stored(self) -> tuple[m.Stored, ...]:
+        """What there is to go back to. Snapshots in the memory of workers are gone with the last of these."""
+        in_memory = self.strategy.kind == "elastic_horovod"
+        return () if in_memory and not self.holding else tuple(self.disk)
+
+    def _joining_s(self, command: m.Reconcile) -> float:
+        costs = self.job.costs
+        if not self.began:
+            return costs.begin_s
+        if command.plan is not None:
+            return costs.rendezvous_s + (self.rest if command.plan.completes else 0.0)
+        seconds = costs.rendezvous_s + (costs.restart_s if self.strategy.kind in RESTARTING else 0.0)
+        if self.strategy.kind != "elastic_horovod":
+            return seconds + costs.load_s
+        is_new = any(member not in self.holding for member in command.world)
+        return seconds + costs.restore_s + (costs.filling_s if is_new else 0.0)
+
+    def _meets(self, world: tuple[str, ...], incarnation: int) -> bool:
+        """Whether all of them are there, and nobody was called away since."""
+        if incarnation < self.incarnation or any(member in self.dead or member not in self.nodes.node_of for member in world):
+            return False
+        self.incarnation = incarnation
+        return True
+
+    def _reconciled(self, command: m.Reconcile, now: float) -> None:
+        world, stages = command.world, self.job.stages
+        if not self._meets(world, command.incarnation):
+            return
+        self.world, self.began = world, True
+        if command.plan is None:
+            stored = next((stored.step for stored in self.disk if stored.name == command.load), 0)
+            self.holding = {member: stage_of(rank, stages) for rank, member in enumerate(world)}
+            self.step = stored
+        else:
+            self.holding = {member: self.holding[member] for member in command.holders if member in self.holding}
+            if command.plan.completes:
+                self.ledger.completed(self.into, self.rest, len(world))
+            self.step = command.plan.step
+        self.reached = max(self.reached, self.step)
+        self.reduced, self.into, self.rest = False, 0.0, 0.0
+        digests = (f"{self.step}",)
+        self.tell(
+            m.Reconciled(
+                at=now, member=member, incarnation=command.incarnation, digests=digests if member in self.holding else ()
+            )
+            for member in reversed(world)
+        )
+
+    def _filled(self, command: m.Fill | m.Replay, members: Iterable[str], now: float) -> None:
+        if not self._meets(command.world, command.incarnation):
+            return
+        stages = self.job.stages
+        stage = {member: stage_of(rank, stages) for rank, member in enumerate(command.world)}
+        digests, about = (f"{self.step}",), {"at": now, "incarnation": command.incarnation}
+        members = list(members)
+        self.holding |= {member: stage[member] for member in members}
+        self.tell(m.Filled(**about, member=member, digests=digests, stage=stage[member]) for member in reversed(members))
+
+    def _replay_s(self, command: m.Replay) -> float:
+        since = next((stored.step for stored in self.disk if stored.name == command.load), 0)
+        workers = max(len(team) for team in command.teams)
+        ratio = self.job.replay_ratio(workers, len(command.stages))
+        return self.job.costs.load_s + (command.until - since) * self.job.step_s * ratio
+
+    def _replayed(self, command: m.Replay, now: float) -> None:
+        self._filled(command, [member for team in command.teams for member in team], now)
+
+    # ---------------------------------------------------------------- training
+
+    def _begin(self, world: tuple[str, ...], incarnation: int, now: float) -> None:
+        if not self._meets(world, incarnation):
+            return
+        stall = self.strategy.stall_s(self.job)
+        pace = Pace(self.step, step_seconds(self.job, self.strategy, len(world)), self.strategy.interval(self.job), stall)
+        self.training = training = Training(now, pace, world, incarnation)
+        self.at(now + pace.until(self.job.steps), lambda at: self._complete(training, at))
+        if self.step < self.job.steps:
+            self.at(now + pace.until(self.step + 1), lambda at: self._first_step(training, at))
+
+    def _first_step(self, training: Training, now: float) -> None:
+        if self.training is training:
+            self.ledger.resumed(now)
+            self.tell([self._committed(training, training.pace.begin + 1, now)])
+
+    def _committed(self, training: Training, stop: int, now: float) -> m.StepsCommitted:
+        """Rank 0 tells of all steps of this stretch up to here, those that it told of before included."""
+        return m.StepsCommitted(
+            at=now,
+            member=training.world[0],
+            rank=0,
+            world_size=len(training.world),
+            incarnation=training.incarnation,
+            first_step=training.pace.begin,
+            stop_step=stop,
+            epoch=0,
+            start=0,
+            ids_digest="",
+            loss=0.0,
+            longest_s=training.pace.step_s,
+        )
+
+    def interrupt(self, now: float) -> None:
+        """Training ends here, wherever it stands."""
+        if self.training is not None:
+            self._end(self.training.pace.after(now - self.training.since), now)
+
+    def _end(self, stand: Stand, now: float) -> None:
+        training = self.training
+        assert training is not None
+        self.training = None
+        pace, costs = training.pace, self.job.costs
+        self.ledger.trained(pace.begin, stand, len(training.world))
+        self.step, self.into = stand.step, stand.into
+        self.reached = max(self.reached, stand.step)
+        self.rest = pace.step_s - stand.into
+        self.reduced = stand.step < self.job.steps and costs.update_s > 0 and self.rest <= costs.update_s
+        saved = pace.saved(now - training.since, self.strategy.durable_s(self.job))
+        events: list[m.Event] = []
+        if stand.step > pace.begin:
+            events.append(self._committed(training, stand.step, now))
+        if saved:
+            names = [m.Stored(f"step {step} of {training.incarnation}", step) for step in saved]
+            self.disk = [*names, *self.disk][:2]
+            events.append(self._saved(training, names[0], now))
+        self.tell(events)
+
+    def _saved(self, training: Training, stored: m.Stored, now: float) -> m.CheckpointCommitted:
+        costs = self.job.costs
+        return m.CheckpointCommitted(
+            at=now,
+            member=training.world[0],
+            incarnation=training.incarnation,
+            step=stored.step,
+            name=stored.name,
+            bytes=round(costs.state_bytes),
+            snapshot_s=costs.copy_s,
+            stall_s=training.pace.stall_s,
+            persist_s=costs.persist_s,
+        )
+
+    def _complete(self, training: Training, now: float) -> None:
+        if self.training is not training:
+            return
+        if training.pace.begin == self.job.steps:  # a recovery has completed the last step
+            self.ledger.resumed(now)
+        self._end(Stand(self.job.steps, 0.0, self._stalled(training, self.job.steps)), now)
+        self.tell(
+            m.Completed(at=now, member=member, incarnation=training.incarnation, digest=f"{self.step}", stage=stage)
+            for member, stage in reversed(self.holding.items())
+        )
+
+    def _stalled(self, training: Training, step: int) -> float:
+        return training.pace.until(step) - (step - training.pace.begin) * training.pace.step_s
+
+    def _stop(self, members: tuple[str, ...], now: float) -> None:
+        """They stop at the next boundary between steps."""
+        training = self.training
+        if training is None:
+            return
+        step = training.pace.after(now - training.since).step + 1
+        if step >= self.job.steps:
+            return  # the run ends before that
+        self.at(training.since + training.pace.until(step), lambda at: self._stopped(training, members, step, at))
+
+    def _stopped(self, training: Training, members: tuple[str, ...], step: int, now: float) -> None:
+        if self.training is not training:
+            return
+        self._end(Stand(step, 0.0, self._stalled(training, step)), now)
+        incarnation = training.incarnation
+        self.tell(m.Stopped(at=now, member=member, incarnation=incarnation, step=step) for member in reversed(members))
