@@ -62,11 +62,10 @@ def on_fenced(run: RunState, event: m.Fenced) -> list[m.Command]:
 
 def take_stock(run: RunState, at: float) -> list[m.Command]:
     """Goes on to REPLACE once every active member has answered or is lost."""
-    active = run.roster.taking_part()
-    if any(member not in run.answers for member in active):
+    if not run.roster.all_take_part_in(run.answers):
         return []
     run.givers = {}
-    for member in active:
+    for member in run.roster.taking_part():
         answer = run.answers[member]
         if isinstance(answer, m.Fenced) and answer.marks is not None:
             run.survivors[member] = answer.marks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
@@ -112,9 +113,14 @@ class Roster:
         """Workers that train, and those that hand their state over."""
         return (*self.active(), *self.of(MemberState.LEAVING))
 
+    def all_take_part_in(self, members: Container[str]) -> bool:
+        """Whether all of these workers are among `members`."""
+        part = (MemberState.ACTIVE, MemberState.LEAVING)
+        return all(member in members for member, kind in self.members.items() if kind in part)
+
     def any_starting(self) -> bool:
         """Whether another worker may come soon."""
-        return bool(self.of(MemberState.STARTING))
+        return MemberState.STARTING in self.members.values()
 
     def provision(self, at_least: int = 0) -> list[m.Command]:
         """Starts what is missing, as far as the cluster has room, and `at_least` so many in any case: a worker that cannot

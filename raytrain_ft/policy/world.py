@@ -26,8 +26,9 @@ def seats(world: Sequence[str], survivors: Sequence[str], spares: Sequence[str],
     A replacement takes the rank of who it replaces, so that sums keep their order and the result its bits. A survivor that is
     not of `world` is a replacement that was filled, but did not come to train before the next disturbance.
     """
-    pool = [*(member for member in survivors if member not in world), *spares]
-    taken = [member if member in survivors else (pool.pop(0) if pool else None) for member in world]
+    stay, before = set(survivors), set(world)
+    pool = [*(member for member in survivors if member not in before), *spares]
+    taken = [member if member in stay else (pool.pop(0) if pool else None) for member in world]
     return tuple([*(member for member in taken if member is not None), *pool][: max(most, len(survivors))])
 
 
@@ -95,7 +96,8 @@ def rebuild(world: Sequence[str], digests: Digests) -> tuple[Copy, ...]:
     for bucket in range(len(digests[holders[0]])):
         right = Counter(digests[member][bucket] for member in holders).most_common(1)[0][0]
         sources = [member for member in holders if digests[member][bucket] == right]
-        targets = tuple(member for member in world if member not in sources)
+        right_ones = set(sources)
+        targets = tuple(member for member in world if member not in right_ones)
         if targets:
             copies.append(Copy(bucket, "state", sources[bucket % len(sources)], targets))
     return tuple(copies)

@@ -187,10 +187,11 @@ class Simulation:
         if failure.workers:
             members = [world[rank] for rank in failure.workers if rank < len(world)]
             return [member for member in members if member in self.nodes.node_of]
-        at_work = sorted({self.nodes.node_of[member] for member in world if member in self.nodes.node_of})
-        others = [node for node in self.nodes.hosts if node not in set(at_work)]
-        chosen = self._draw(at_work, failure.lost)
-        return self.nodes.lose([*chosen, *self._draw(others, failure.lost - len(chosen))])
+        at_work = {self.nodes.node_of[member] for member in world if member in self.nodes.node_of}
+        chosen = self._draw(sorted(at_work), failure.lost)
+        if len(chosen) < failure.lost:
+            chosen += self._draw([node for node in self.nodes.hosts if node not in at_work], failure.lost - len(chosen))
+        return self.nodes.lose(chosen)
 
     def _draw(self, nodes: list[int], number: int) -> list[int]:
         number = min(number, len(nodes))
