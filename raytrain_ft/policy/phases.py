@@ -338,6 +338,6 @@ def resume(run: RunState, at: float) -> list[m.Command]:
         return departed
     run.state = State.RESUME
     run.world, run.answers, run.going_back = run.joining, {}, False
-    losses = sum(len(recovery.lost) for recovery in run.recoveries)
-    failure_s = at / losses if losses and run.rules.measure_failures else None
+    losses = sum(len(recovery.lost) for recovery in run.recoveries) if run.rules.measure_failures else 0
+    failure_s = at / losses if losses else None
     return [*departed, m.Run(run.world, run.incarnation, failure_s)]

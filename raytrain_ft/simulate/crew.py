@@ -65,11 +65,17 @@ class Crew:
     reached: int = 0
     began: bool = False
     dead: set[str] = field(default_factory=set)
+    _told: int = 0
+    _last: Training | None = None
     _starting: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         if self.strategy.kind in GOING_BACK and self.strategy.kind != "checkpoint":
             self.disk.append(BEGINNING)
+
+    def holds(self, member: str) -> tuple[int, int] | None:
+        """The stage and the step of the state that a member holds."""
+        return (self.holding[member], self.step) if member in self.holding else None
 
     # ---------------------------------------------------------------- commands
 
@@ -163,8 +169,9 @@ class Crew:
 
     def _stored(self) -> tuple[m.Stored, ...]:
         """What there is to go back to. Snapshots in the memory of workers are gone with the last of these."""
-        in_memory = self.strategy.kind == "elastic_horovod"
-        return () if in_memory and not self.holding else tuple(self.disk)
+        if self.strategy.kind == "elastic_horovod" and not self.holding:
+            self.disk = [BEGINNING]
+        return tuple(self.disk)
 
     def _joining_s(self, command: m.Reconcile) -> float:
         costs = self.job.costs
@@ -196,8 +203,8 @@ class Crew:
             self.step = stored
         else:
             self.holding = {member: self.holding[member] for member in command.holders if member in self.holding}
-            if command.plan.completes:
-                self.ledger.completed(self.into, self.rest, len(world))
+            if command.plan.completes and self._last is not None:
+                self._complete_step(self._last, now)
             self.step = command.plan.step
         self.reached = max(self.reached, self.step)
         self.reduced, self.into, self.rest = False, 0.0, 0.0
@@ -208,6 +215,12 @@ class Crew:
             )
             for member in reversed(world)
         )
+
+    def _complete_step(self, training: Training, now: float) -> None:
+        """Survivors commit the interrupted step, as members of the world that had begun it."""
+        self.ledger.completed(self.into, self.rest, len(training.world))
+        rank, member = next((rank, member) for rank, member in enumerate(training.world) if member in self.holding)
+        self.tell([self._committed(training, self.step, self.step + 1, now, member, rank // self.job.stages)])
 
     def _filled(self, command: m.Fill | m.Replay, members: Iterable[str], now: float) -> None:
         if not self._meets(command.world, command.incarnation):
@@ -236,6 +249,7 @@ class Crew:
         stall = self.strategy.stall_s(self.job)
         pace = Pace(self.step, step_seconds(self.job, self.strategy, len(world)), self.strategy.interval(self.job), stall)
         self.training = training = Training(now, pace, world, incarnation)
+        self._told = self.step
         self.at(now + pace.until(self.job.steps), lambda at: self._complete(training, at))
         if self.step < self.job.steps:
             self.at(now + pace.until(self.step + 1), lambda at: self._first_step(training, at))
@@ -243,24 +257,18 @@ class Crew:
     def _first_step(self, training: Training, now: float) -> None:
         if self.training is training:
             self.ledger.resumed(now)
-            self.tell([self._committed(training, training.pace.begin + 1, now)])
+            self._told = training.pace.begin + 1
+            self.tell([self._committed(training, training.pace.begin, self._told, now)])
 
-    def _committed(self, training: Training, stop: int, now: float) -> m.StepsCommitted:
-        """Rank 0 tells of all steps of this stretch up to here, those that it told of before included."""
-        return m.StepsCommitted(
-            at=now,
-            member=training.world[0],
-            rank=0,
-            world_size=len(training.world),
-            incarnation=training.incarnation,
-            first_step=training.pace.begin,
-            stop_step=stop,
-            epoch=0,
-            start=0,
-            ids_digest="",
-            loss=0.0,
-            longest_s=training.pace.step_s,
-        )
+    def _committed(
+        self, training: Training, first: int, stop: int, now: float, member: str = "", rank: int = 0
+    ) -> m.StepsCommitted:
+        """One rank tells of these steps, by default rank 0; which samples they used is not said."""
+        size = len(training.world) // self.job.stages
+        where = {"member": member or training.world[0], "rank": rank, "world_size": size}
+        steps = {"incarnation": training.incarnation, "first_step": first, "stop_step": stop}
+        data = {"epoch": 0, "start": 0, "ids_digest": "", "loss": 0.0}
+        return m.StepsCommitted(at=now, **where, **steps, **data, longest_s=training.pace.step_s)
 
     def interrupt(self, now: float) -> None:
         """Training ends here, wherever it stands."""
@@ -270,7 +278,7 @@ class Crew:
     def _end(self, stand: Stand, now: float) -> None:
         training = self.training
         assert training is not None
-        self.training = None
+        self.training, self._last = None, training
         pace, costs = training.pace, self.job.costs
         self.ledger.trained(pace.begin, stand, len(training.world))
         self.step, self.into = stand.step, stand.into
@@ -279,8 +287,8 @@ class Crew:
         self.reduced = stand.step < self.job.steps and costs.update_s > 0 and self.rest <= costs.update_s
         saved = pace.saved(now - training.since, self.strategy.durable_s(self.job))
         events: list[m.Event] = []
-        if stand.step > pace.begin:
-            events.append(self._committed(training, stand.step, now))
+        if stand.step > self._told:
+            events.append(self._committed(training, self._told, stand.step, now))
         if saved:
             names = [m.Stored(f"step {step} of {training.incarnation}", step) for step in saved]
             self.disk = [*names, *self.disk][:2]

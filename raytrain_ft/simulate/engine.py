@@ -81,14 +81,16 @@ def rules_of(job: Job, strategy: Strategy) -> Rules:
 class Simulation:
     """A run under way: the queue of what will happen, and the clock."""
 
-    def __init__(self, job: Job, strategy: Strategy, failures: Iterator[Failure], seed: int, watch: Watch | None) -> None:
+    def __init__(
+        self, job: Job, strategy: Strategy, failures: Iterator[Failure], seed: int, watch: Watch | None = None
+    ) -> None:
         self.job, self.strategy, self.seed = job, strategy, seed
         self.now = 0.0
         self.state = RunState(rules_of(job, strategy))
         self.ledger = Ledger(job, strategy)
         self.nodes = Nodes(job)
         self.crew = Crew(job, strategy, self.ledger, self.nodes, self._at, self._tell)
-        self._watch = watch
+        self.watch = watch
         self._failures = failures
         self._next: Failure | None = None
         self._chance = np.random.default_rng([seed, 1])
@@ -140,8 +142,8 @@ class Simulation:
                 return
             before = self.state.state
             commands = handle(self.state, event)
-            if self._watch is not None:
-                self._watch(self.state, event, before, commands)
+            if self.watch is not None:
+                self.watch(self.state, event, before, commands)
             for command in commands:
                 self.crew.carry_out(command, self.now)
 

@@ -94,7 +94,7 @@ class Job:
     min_workers: int | None = None
     micro_batches: int = 1
     batch: int = 1
-    replacement_timeout: float = 3e7
+    replacement_timeout: float = 86_400.0
     node_hour: float = 1.0
     costs: Costs = field(default_factory=Costs)
 
