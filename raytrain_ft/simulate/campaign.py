@@ -29,11 +29,10 @@ from raytrain_ft.simulate.engine import Simulation, rules_of
 from raytrain_ft.simulate.failures import Exponential, Failure, Failures, Listed, Weibull
 from raytrain_ft.simulate.model import Costs, Job
 from raytrain_ft.simulate.outcome import Outcome
-from raytrain_ft.simulate.peers import BY_MECHANICS
 from raytrain_ft.simulate.promises import PromiseBroken, Promises, Record
 from raytrain_ft.simulate.strategies import Kind, Strategy
 
-KINDS: tuple[Any, ...] = tuple(kind for kind in get_args(Kind) if kind not in BY_MECHANICS)
+KINDS: tuple[Any, ...] = tuple(kind for kind in get_args(Kind) if kind != "torchft")
 NOTHING_STANDS = "I1 no step was committed: nothing is proven"
 """No violation of a run that failed before a step that stands."""
 MOST_FAILURES = 60
@@ -64,7 +63,7 @@ def troubled_run(seed: int) -> Story:
     failures = islice(_failures(job, chance).draw(job, chance), MOST_FAILURES)
     simulation = Simulation(job, strategy, failures, seed)
     rules = rules_of(job, strategy)
-    promises, record = Promises(rules, simulation.crew.holds), Record(rules, Sampling(100, 8, seed))
+    promises, record = Promises(rules, simulation.crew.holds), Record(rules, Sampling(12 * job.batch, job.batch, seed))
     edges: set[tuple[str, State, State]] = set()
 
     def watch(run: RunState, event: m.Event, before: State, commands: list[m.Command]) -> None:
@@ -91,7 +90,7 @@ def _of_the_account(job: Job, outcome: Outcome) -> list[str]:
     if abs(booked - outcome.seconds) > 1e-6 * (1 + outcome.seconds):
         found.append(f"{booked} s are booked, and the run took {outcome.seconds} s")
     found += [f"{kind}: {seconds} s" for kind, seconds in outcome.lost_s.items() if seconds < -1e-6 * (1 + outcome.seconds)]
-    if outcome.finished and outcome.useful_s != job.useful_s:
+    if outcome.finished and outcome.useful_s != job.useful_s and not outcome.samples_lost:
         found.append(f"it finished with {outcome.useful_s} of {job.useful_s} s of useful work")
     if not outcome.finished and not outcome.reason:
         found.append("it did not finish and does not say why")
@@ -136,6 +135,7 @@ def _job(chance: Generator) -> Job:
         spare_nodes=None if chance.random() < 0.4 else int(chance.integers(0, 4)),
         min_workers=fewest,
         micro_batches=4,
+        batch=8,
         replacement_timeout=float(chance.choice([5.0, 60.0, 600.0])),
         costs=costs,
     )

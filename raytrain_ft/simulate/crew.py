@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from raytrain_ft.policy import messages as m
-from raytrain_ft.policy.reconcile import Marks
-from raytrain_ft.policy.topology import stage_of
+from raytrain_ft.policy.reconcile import Marks, Plan, Share
+from raytrain_ft.policy.sampling import GlobalBatch, share
+from raytrain_ft.policy.topology import replica_of, stage_of
 from raytrain_ft.simulate.ledger import Ledger, step_seconds
 from raytrain_ft.simulate.model import Job
 from raytrain_ft.simulate.nodes import Nodes
@@ -20,6 +21,9 @@ from raytrain_ft.simulate.strategies import GOING_BACK, RESTARTING, Strategy
 
 BEGINNING = m.Stored("the beginning", 0)
 """What the kinds that go back always have: the state before the first step."""
+FIRST_UPDATE = 0.5
+"""Share of a step after which the first parameters are updated, where updates do not wait for the last gradient ("rollback":
+the paper's setting, without which there is no partial update to keep)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,9 +167,22 @@ class Crew:
     def _marks(self, member: str) -> Marks | None:
         if member not in self.holding:
             return None
-        gradient = self.step if self.reduced else None
-        agreed = (self.step, (0.0,)) if self.reduced else None
-        return Marks(member, self.step, (self.step,), (gradient,), self.holding[member], agreed)
+        step, stage = self.step, self.holding[member]
+        gradient = step if self.reduced else None
+        agreed = (step, (0.0,)) if self.reduced else None
+        if self.strategy.kind != "rollback":
+            return Marks(member, step, (step,), (gradient,), stage, agreed, self._share(member))
+        updated = step + (self.into >= FIRST_UPDATE * (self.into + self.rest) > 0)
+        return Marks(member, step, (updated, step), (gradient, gradient), stage, agreed, self._share(member))
+
+    def _share(self, member: str) -> Share | None:
+        """What it reads of the batch of the interrupted step. Survivors come to the end of their backward passes."""
+        last = self._last
+        if not self.into or last is None or member not in last.world:
+            return None
+        batch, stages = GlobalBatch(0, 0, self.job.batch), self.job.stages
+        mine = share(batch, replica_of(last.world.index(member), stages), len(last.world) // stages)
+        return Share(self.step, (0, self.job.batch), (mine.start, mine.stop), whole=True)
 
     def _stored(self) -> tuple[m.Stored, ...]:
         """What there is to go back to. Snapshots in the memory of workers are gone with the last of these."""
@@ -198,17 +215,17 @@ class Crew:
             return
         self.world, self.began = world, True
         if command.plan is None:
-            stored = next((stored.step for stored in self.disk if stored.name == command.load), 0)
+            self.step = next((stored.step for stored in self.disk if stored.name == command.load), 0)
             self.holding = {member: stage_of(rank, stages) for rank, member in enumerate(world)}
-            self.step = stored
+            self.ledger.went_back(self.step)
         else:
             self.holding = {member: self.holding[member] for member in command.holders if member in self.holding}
-            if command.plan.completes and self._last is not None:
-                self._complete_step(self._last, now)
+            if command.plan.step > self.step and self._last is not None:
+                self._commit_interrupted(command.plan, self._last, now)
             self.step = command.plan.step
         self.reached = max(self.reached, self.step)
         self.reduced, self.into, self.rest = False, 0.0, 0.0
-        digests = (f"{self.step}",)
+        digests = self._digests()
         self.tell(
             m.Reconciled(
                 at=now, member=member, incarnation=command.incarnation, digests=digests if member in self.holding else ()
@@ -216,18 +233,28 @@ class Crew:
             for member in reversed(world)
         )
 
-    def _complete_step(self, training: Training, now: float) -> None:
-        """Survivors commit the interrupted step, as members of the world that had begun it."""
-        self.ledger.completed(self.into, self.rest, len(training.world))
+    def _digests(self) -> tuple[str, ...]:
+        return (f"{self.step}",) * (2 if self.strategy.kind == "rollback" else 1)
+
+    def _commit_interrupted(self, plan: Plan, training: Training, now: float) -> None:
+        """Survivors commit the interrupted step, as members of the world that had begun it; or leave it out."""
+        if plan.skips:
+            self.ledger.skipped(self.step)
+        else:
+            self.ledger.completed(self.into, self.rest, len(training.world))
         rank, member = next((rank, member) for rank, member in enumerate(training.world) if member in self.holding)
-        self.tell([self._committed(training, self.step, self.step + 1, now, member, rank // self.job.stages)])
+        committed = self._committed(training, self.step, self.step + 1, now, member, rank // self.job.stages)
+        where = {"incarnation": training.incarnation, "step": self.step, "epoch": 0, "why": plan.reason}
+        lost = [m.SamplesLost(at=now, **where, start=start, stop=stop) for start, stop in plan.lost]
+        self.ledger.samples_lost += sum(event.stop - event.start for event in lost)
+        self.tell([committed, *lost])
 
     def _filled(self, command: m.Fill | m.Replay, members: Iterable[str], now: float) -> None:
         if not self._meets(command.world, command.incarnation):
             return
         stages = self.job.stages
         stage = {member: stage_of(rank, stages) for rank, member in enumerate(command.world)}
-        digests, about = (f"{self.step}",), {"at": now, "incarnation": command.incarnation}
+        digests, about = self._digests(), {"at": now, "incarnation": command.incarnation}
         members = list(members)
         self.holding |= {member: stage[member] for member in members}
         self.tell(m.Filled(**about, member=member, digests=digests, stage=stage[member]) for member in reversed(members))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -22,8 +23,8 @@ from raytrain_ft.simulate.ledger import Ledger
 from raytrain_ft.simulate.model import Job
 from raytrain_ft.simulate.nodes import Nodes
 from raytrain_ft.simulate.outcome import Outcome
-from raytrain_ft.simulate.peers import BY_MECHANICS, simulate_peer
-from raytrain_ft.simulate.strategies import GOING_BACK, Strategy
+from raytrain_ft.simulate.peers import simulate_torchft
+from raytrain_ft.simulate.strategies import Strategy
 
 Watch = Callable[[RunState, m.Event, State, list[m.Command]], None]
 """Sees every event, the state before it, and what the machine asks for."""
@@ -51,15 +52,25 @@ def simulate(job: Job, strategy: Strategy, failures: Failures, *, seed: int = 0,
         ConfigError: the failures cannot happen to this job.
     """
     drawn = failures.draw(job, np.random.default_rng([seed, 0]))
-    if strategy.kind in BY_MECHANICS:
-        return simulate_peer(job, strategy, drawn, seed)
+    if strategy.kind == "torchft":
+        return simulate_torchft(job, strategy, drawn, seed)
     return Simulation(job, strategy, drawn, seed, watch).run()
 
 
 def rules_of(job: Job, strategy: Strategy) -> Rules:
     """What the supervisor would be told of this job. Deadlines are long enough for what the job's costs say."""
     costs, saves = job.costs, strategy.interval(job) is not None
-    kinds = {"elastic_horovod": "snapshot", "replication": "auto" if saves else "replication", "logging": "auto"}
+    kinds: dict[str, Any] = {
+        "global_checkpoint": "checkpoint",
+        "checkfreq": "checkpoint",
+        "checkpoint": "checkpoint",
+        "elastic_horovod": "snapshot",
+        "replication": "auto" if saves else "replication",
+        "logging": "auto",
+        "lossy": "lossy",
+        "rollback": "rollback",
+        "skip": "skip",
+    }
     slowest = max(costs.begin_s, costs.restart_s + costs.rendezvous_s + costs.load_s + costs.restore_s + costs.filling_s)
     return Rules(
         min_workers=job.fewest,
@@ -69,7 +80,8 @@ def rules_of(job: Job, strategy: Strategy) -> Rules:
         logging=strategy.kind == "logging" and job.stages > 1,
         replay_workers=strategy.replay_workers,
         spares=job.spares * job.per_node,
-        strategy="checkpoint" if strategy.kind in GOING_BACK - {"elastic_horovod"} else kinds[strategy.kind],
+        whole_update=strategy.kind != "rollback",
+        strategy=kinds[strategy.kind],
         checkpoints=saves,
         schedule_timeout=3 * costs.begin_s + 120,
         replacement_timeout=job.replacement_timeout,
@@ -111,14 +123,14 @@ class Simulation:
                 self._await_step()
         reason = "" if self.state.state == State.FINISHED else ": ".join(self.state.failure or ("nothing happens any more",))
         recoveries = [recovery for recovery in self.state.recoveries if recovery.lost]
-        rounding = any(recovery.guarantee == Guarantee.ROUNDING for recovery in self.state.recoveries)
+        kept = {recovery.guarantee for recovery in self.state.recoveries}
         return self.ledger.outcome(
             self.seed,
             self.now,
             self.crew.step,
             reason,
             recoveries=len(recoveries),
-            guarantee="rounding" if rounding else "exact",
+            guarantee=str(max(kept, key=list(Guarantee).index, default=Guarantee.EXACT)),
             strategies={kind: sum(r.strategy == kind for r in recoveries) for kind in {str(r.strategy) for r in recoveries}},
         )
 

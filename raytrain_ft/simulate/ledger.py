@@ -30,6 +30,7 @@ class Ledger:
     failures: int = 0
     pauses: list[float] = field(default_factory=list)
     struck_at: float | None = None
+    _skipped: list[int] = field(default_factory=list)
 
     def book(self, kind: str, seconds: float) -> None:
         """So many seconds went into this."""
@@ -51,6 +52,14 @@ class Ledger:
         self.book("replace", -rest)
         self._price(1, workers)
 
+    def skipped(self, step: int) -> None:
+        """This step counts as committed, and nobody computes it."""
+        self._skipped.append(step)
+
+    def went_back(self, step: int) -> None:
+        """Training goes on from this step; what was skipped since is done after all."""
+        self._skipped = [skipped for skipped in self._skipped if skipped < step]
+
     def struck(self, at: float) -> None:
         """A failure came that holds up training."""
         if self.struck_at is None:
@@ -69,8 +78,9 @@ class Ledger:
 
     def outcome(self, seed: int, seconds: float, step: int, reason: str, **more: object) -> Outcome:
         """The account, once the run has ended at this step."""
-        useful = step * self.job.step_s
-        self.book("redone", (self.executed - step) * self.job.step_s)
+        stands = step - len(self._skipped)
+        useful = stands * self.job.step_s
+        self.book("redone", (self.executed - stands) * self.job.step_s)
         hours = self.node_s / 3600
         return Outcome(
             strategy=self.strategy.name,

@@ -78,7 +78,7 @@ class Job:
         spare_nodes: nodes beyond those of workers and spares, on which lost workers can be started again; None: no shortage.
         min_workers: with which to go on where replacements do not come; None: `workers`.
         micro_batches: of a step in a pipeline.
-        batch: samples of a step.
+        batch: samples of a step; what is lost is counted in these.
         replacement_timeout: for how long to wait for a replacement, seconds.
         node_hour: price of a node for an hour, in any currency.
     """

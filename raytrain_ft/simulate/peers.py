@@ -1,12 +1,8 @@
-"""Strategies that are not decided by this project's machine, by their published mechanics.
+"""torchft, which does not decide as this project's machine does, by its published mechanics.
 
-After a failure the survivors notice (`detect_s`), leave the step (`fence_s`) and form a new group (`rendezvous_s`). Then
-
-- torchft drops the step and goes on with those who are left, each with its share of the batch as before, so what the missing
-  ones would have contributed is lost; a replacement takes its state from a survivor while the others go on.
-- skip drops the step, and waits for the replacement to be filled.
-- rollback keeps what was updated, fills the replacement from a survivor, and does the same mini-batch again.
-- lossy finishes the step with the survivors' gradients; the replacement is filled before the next one.
+After a failure the survivors notice (`detect_s`), leave the step (`fence_s`), drop it, and form a new quorum (`rendezvous_s`).
+They go on at once with those who are left, each with its share of the batch as before, so what the missing ones would have
+contributed is lost too. A replacement takes its state from a survivor while the others go on, and joins between two steps.
 """
 
 from __future__ import annotations
@@ -17,24 +13,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from raytrain_ft.simulate.failures import Failure
-from raytrain_ft.simulate.ledger import Ledger, step_seconds
+from raytrain_ft.simulate.ledger import Ledger
 from raytrain_ft.simulate.model import Job
 from raytrain_ft.simulate.outcome import Outcome
 from raytrain_ft.simulate.pace import Pace, Stand
 from raytrain_ft.simulate.strategies import Strategy
 
-BY_MECHANICS = frozenset({"torchft", "lossy", "rollback", "skip"})
-"""Kinds that are simulated here."""
 
-
-def simulate_peer(job: Job, strategy: Strategy, failures: Iterator[Failure], seed: int) -> Outcome:
-    """One run of a job under one of these strategies."""
+def simulate_torchft(job: Job, strategy: Strategy, failures: Iterator[Failure], seed: int) -> Outcome:
+    """One run of a job."""
     nodes = math.inf if job.spare_nodes is None else job.spares + job.spare_nodes
-    return _Peer(job, strategy, failures, Ledger(job, strategy), [0.0] * job.spares, nodes).run(seed)
+    return _Torchft(job, strategy, failures, Ledger(job, strategy), [0.0] * job.spares, nodes).run(seed)
 
 
 @dataclass(slots=True)
-class _Peer:
+class _Torchft:
     """A run. spares: when each spare is ready. nodes: on which workers can be started again. absent: workers that are missing;
     coming: when they are back."""
 
@@ -55,20 +48,20 @@ class _Peer:
         self._wait("begin", job.costs.begin_s)
         failure = next(self.failures, None)
         while self.step < job.steps and not reason:
-            stand, struck = self._train(failure)
+            struck = self._train(failure)
             if not struck or failure is None:
                 continue
             self.nodes += failure.back
             if failure.lost or failure.workers:
                 recoveries += 1
-                reason = self._recover(failure, stand)
+                reason = self._recover(failure)
             failure = next(self.failures, None)
         self._wait("end", 0.0 if reason else job.costs.end_s)
-        kind, guarantee = self.strategy.kind, "lossy" if recoveries else "exact"
-        counts = {"recoveries": recoveries, "strategies": {kind: recoveries} if recoveries else {}}
+        guarantee = "lossy" if recoveries else "exact"
+        counts = {"recoveries": recoveries, "strategies": {"torchft": recoveries} if recoveries else {}}
         return self.ledger.outcome(seed, self.now, self.step, reason, guarantee=guarantee, **counts)
 
-    def _train(self, failure: Failure | None) -> tuple[Stand, bool]:
+    def _train(self, failure: Failure | None) -> bool:
         """Until the next failure, until somebody comes back, or to the end; and whether it was the failure."""
         job = self.job
         pace = Pace(self.step, self.strategy.step_s(job), self.strategy.interval(job), self.strategy.stall_s(job))
@@ -92,11 +85,11 @@ class _Peer:
             self.ledger.resumed(min(until, self.now + pace.until(self.step + 1)))
         self._pass(until - self.now)
         self.step = stand.step
-        return stand, strikes == until < end
+        return strikes == until < end
 
-    def _recover(self, failure: Failure, stand: Stand) -> str:
+    def _recover(self, failure: Failure) -> str:
         """Books a recovery; why there cannot be one, or an empty string."""
-        job, costs, kind = self.job, self.job.costs, self.strategy.kind
+        job, costs = self.job, self.job.costs
         lost = failure.lost * job.per_node or len(failure.workers)
         self.ledger.failures += 1
         self.ledger.struck(self.now)
@@ -108,21 +101,9 @@ class _Peer:
         ready = max(self._replacement() for _ in range(max(1, failure.lost)))
         if math.isinf(ready):
             return "RecoveryError: there are no nodes left"
-        if kind == "torchft":
-            self.ledger.samples_lost += job.batch
-            self.absent += lost
-            heapq.heappush(self.coming, (ready + costs.filling_s, lost))
-            return ""
-        self._wait("replace", ready - self.now)
-        self._wait("rebuild", costs.filling_s)
-        if kind == "skip":
-            self.ledger.samples_lost += job.batch
-        elif kind == "lossy":
-            rest = step_seconds(job, self.strategy, job.workers) - stand.into
-            self._wait("replace", rest)
-            self.ledger.completed(stand.into, rest, job.workers)
-            self.ledger.samples_lost += job.batch * lost / job.workers
-            self.step += 1
+        self.ledger.samples_lost += job.batch
+        self.absent += lost
+        heapq.heappush(self.coming, (ready + costs.filling_s, lost))
         return ""
 
     def _replacement(self) -> float:

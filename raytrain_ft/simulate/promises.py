@@ -142,7 +142,11 @@ class Record:
             self._line("RunStarted", run_id=event.run_id, details=details)
         elif isinstance(event, m.StepsCommitted):
             self._line("StepsCommitted", **asdict(self._with_samples(event)))
-        elif isinstance(event, m.WorkerLost | m.Filled | m.Completed | m.Stopped | m.SamplesLost):
+        elif isinstance(event, m.SamplesLost):
+            begin = position_at(self.sampling, event.step)
+            at = {"epoch": begin.epoch, "start": begin.consumed + event.start, "stop": begin.consumed + event.stop}
+            self._line("SamplesLost", **(asdict(event) | at))
+        elif isinstance(event, m.WorkerLost | m.Filled | m.Completed | m.Stopped):
             self._line(type(event).__name__, **asdict(event))
         if run.state != before:
             self._line("State", at=event.at, state=str(run.state), incarnation=run.incarnation)
