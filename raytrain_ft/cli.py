@@ -12,6 +12,7 @@ from rich.table import Table
 
 from raytrain_ft.cli_checkpoints import checkpoints
 from raytrain_ft.cli_plan import plan_command
+from raytrain_ft.cli_simulate import simulate_command
 from raytrain_ft.policy.audit import audit as audit_records
 from raytrain_ft.progress import describe
 from raytrain_ft.result import recovery_of
@@ -31,6 +32,7 @@ def main() -> None:
 
 main.add_command(checkpoints)
 main.add_command(plan_command)
+main.add_command(simulate_command)
 
 
 def _records(run: Path) -> list[dict]:

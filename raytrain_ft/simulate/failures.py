@@ -48,11 +48,19 @@ class Failure:
 class Failures(Protocol):
     """A source of failures."""
 
+    def check(self, job: Job) -> None:
+        """Whether these failures can happen to this job.
+
+        Raises:
+            ConfigError: one cannot; the message says which, and what is allowed.
+        """
+        ...
+
     def draw(self, job: Job, chance: Generator) -> Iterator[Failure]:
         """The failures of one run of this job, in order; as many as the run may need.
 
         Raises:
-            ConfigError: a failure cannot happen to this job.
+            ConfigError: as `check`.
         """
         ...
 
@@ -75,6 +83,10 @@ class Exponential:
 
     def __post_init__(self) -> None:
         _check_rate(self, self.per, self.together)
+
+    def check(self, job: Job) -> None:
+        """See `Failures`."""
+        _check_together(job, self.together)
 
     def draw(self, job: Job, chance: Generator) -> Iterator[Failure]:
         """See `Failures`."""
@@ -100,6 +112,10 @@ class Weibull:
     def __post_init__(self) -> None:
         _check_rate(self, self.per, self.together)
         checks.seconds(self, "shape", positive=True)
+
+    def check(self, job: Job) -> None:
+        """See `Failures`."""
+        _check_together(job, self.together)
 
     def draw(self, job: Job, chance: Generator) -> Iterator[Failure]:
         """See `Failures`."""
@@ -127,9 +143,13 @@ class Uniform:
         if self.number is not None:
             checks.whole(self, "number", least=0)
 
-    def draw(self, job: Job, chance: Generator) -> Iterator[Failure]:
+    def check(self, job: Job) -> None:
         """See `Failures`."""
         _check_together(job, self.together)
+
+    def draw(self, job: Job, chance: Generator) -> Iterator[Failure]:
+        """See `Failures`."""
+        self.check(job)
         number = round(job.useful_s / self.mtbf_s) if self.number is None else self.number
         for step in sorted(chance.uniform(0, job.steps, number)):
             yield Failure(step=float(step), lost=_how_many(chance, self.together))
@@ -137,18 +157,31 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """These failures, in order. All of them at a time, or all at a step."""
+    """These failures, in order. All of them at a time, or all at a step.
+
+    Attributes:
+        lines: where each was given, for messages of errors.
+    """
 
     failures: tuple[Failure, ...] = ()
+    lines: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_order(self.failures, [f"failure {number}" for number in range(1, len(self.failures) + 1)])
+        _check_order(self.failures, self._places)
+
+    @property
+    def _places(self) -> Sequence[str]:
+        return self.lines or [f"failure {number}" for number in range(1, len(self.failures) + 1)]
+
+    def check(self, job: Job) -> None:
+        """See `Failures`."""
+        for failure, place in zip(self.failures, self._places, strict=True):
+            _check_casualties(job, failure, place)
 
     def draw(self, job: Job, chance: Generator) -> Iterator[Failure]:
         """See `Failures`."""
         del chance
-        for number, failure in enumerate(self.failures, 1):
-            _check_casualties(job, failure, f"failure {number}")
+        self.check(job)
         return iter(self.failures)
 
 
@@ -190,11 +223,15 @@ class SpotTrace:
             raise ConfigError(f"SpotTrace(cycle={cycle!r}): use seconds beyond the last line of {path}")
         return cls(tuple(failures), tuple(lines), cycle)
 
+    def check(self, job: Job) -> None:
+        """See `Failures`."""
+        for failure, line in zip(self.failures, self.lines, strict=True):
+            _check_casualties(job, failure, line)
+
     def draw(self, job: Job, chance: Generator) -> Iterator[Failure]:
         """See `Failures`."""
         del chance
-        for failure, line in zip(self.failures, self.lines, strict=True):
-            _check_casualties(job, failure, line)
+        self.check(job)
         return self._again_and_again()
 
     def _again_and_again(self) -> Iterator[Failure]:

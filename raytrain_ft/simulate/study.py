@@ -102,7 +102,9 @@ def sweep_failures(
     return Sweep("mtbf_s", tuple(mtbfs_s), found)
 
 
-def best_interval(job: Job, strategy: Strategy, failures: Failures, seeds: int = SEEDS) -> tuple[int, Summary]:
+def best_interval(
+    job: Job, strategy: Strategy, failures: Failures, seeds: int = SEEDS, progress: Progress | None = None
+) -> tuple[int, Summary]:
     """The number of steps between two times that the state is saved that takes the least time, and what that comes to.
 
     The time is a valley over the interval (saving costs more on its left, redoing on its right). It is searched on a
@@ -122,5 +124,7 @@ def best_interval(job: Job, strategy: Strategy, failures: Failures, seeds: int =
         place = grid.index(best)
         left, right = grid[max(0, place - 1)], grid[min(len(grid) - 1, place + 1)]
         if right - left <= max(2, best // 50):
+            if progress is not None:
+                progress()
             return best, known[best]
         low, high = math.log(left), math.log(right)

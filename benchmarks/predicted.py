@@ -1,0 +1,165 @@
+"""Predicted against measured: does the simulator tell how long this project's own runs take, failures included?
+
+    python -m benchmarks.predicted [--quick] --json FILE
+
+Each strategy trains twice on a local cluster, with other failures each time. The simulator is calibrated on the first run's
+event log, and predicts the second: of that one it is told when who fails, and nothing else. The first run is predicted as well,
+from its own costs, as `raytrain-ft simulate --from-run` does.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+import raytrain_ft as ft
+from benchmarks.harness import Goal, Options, Report, main
+from raytrain_ft.chaos.cluster import LocalCluster
+from raytrain_ft.runtime.event_log import read_records
+from raytrain_ft.simulate import simulate
+from raytrain_ft.simulate.calibrate import Calibration, calibrate
+
+GOALS = {"predicted_vs_measured_max_deviation": Goal("<=", 0.1)}
+FAILURES = 8
+STEP_S = 0.3
+WORKERS = 3
+MICRO_BATCHES = 4
+BETWEEN = 10
+"""Steps between two failures, about: enough for another spare to start meanwhile."""
+PHASES = ("data", "forward", "backward", "update")
+STAGE_PHASES = ("data", "forward", "backward_pass")
+STRATEGIES = ("replication", "checkpoint", "logging")
+
+
+class Patient(ft.TrainTask):
+    """A small model whose step takes a fixed time, as on an accelerator that leaves the host idle."""
+
+    def __init__(self, micro_batches: int) -> None:
+        self.seconds = STEP_S / micro_batches
+
+    def model(self, stage: int) -> nn.Module:
+        """Three layers, which can be cut into three stages."""
+        return nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 8))
+
+    def optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """Adam."""
+        return torch.optim.AdamW(params, lr=1e-3)
+
+    def dataset(self) -> TensorDataset:
+        """Random numbers."""
+        inputs = torch.randn(4_000, 32, generator=torch.Generator().manual_seed(1))
+        return TensorDataset(inputs, inputs[:, :8].argmax(dim=1))
+
+    def loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
+        """Takes its time."""
+        time.sleep(self.seconds)
+        return cross_entropy(output, batch[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One strategy. Seconds from the run's start to its end.
+
+    Attributes:
+        failures: that struck the predicted run.
+        measured, predicted: of the run that the simulator was not calibrated on.
+        own_measured, own_predicted: of the one that it was.
+    """
+
+    strategy: str
+    failures: int
+    measured: float
+    predicted: float
+    own_measured: float
+    own_predicted: float
+
+    @property
+    def deviation(self) -> float:
+        """Relative, of the run that was not calibrated on."""
+        return abs(self.predicted / self.measured - 1)
+
+    @property
+    def own_deviation(self) -> float:
+        """Relative, of the run that was."""
+        return abs(self.own_predicted / self.own_measured - 1)
+
+
+def compare_with_measured(failures: int = FAILURES, strategies: tuple[str, ...] = STRATEGIES) -> list[Comparison]:
+    """Trains on a local cluster of its own, twice per strategy, and predicts."""
+    with LocalCluster(num_nodes=WORKERS + 2) as _, tempfile.TemporaryDirectory() as directory:
+        return [_compare(Path(directory), strategy, failures) for strategy in strategies]
+
+
+def _compare(directory: Path, strategy: str, failures: int) -> Comparison:
+    known, other = (calibrate_run(train(directory, strategy, failures, seed)) for seed in (1, 2))
+    struck = sum(len(failure.workers) for failure in other.failures.failures)
+    if struck < failures:
+        raise RuntimeError(f"{strategy}: only {struck} of {failures} failures struck")
+    return Comparison(
+        strategy,
+        struck,
+        other.measured_s,
+        simulate(known.job, known.strategy, other.failures).seconds,
+        known.measured_s,
+        simulate(known.job, known.strategy, known.failures).seconds,
+    )
+
+
+def calibrate_run(result: ft.Result) -> Calibration:
+    """What a run's event log says of its costs."""
+    return calibrate(read_records(Path(result.path) / "events.jsonl"))
+
+
+def train(directory: Path, strategy: str, failures: int, seed: int) -> ft.Result:
+    """One run with so many failures at points that the seed chooses."""
+    chance, staged = random.Random(seed), strategy == "logging"
+    phases = STAGE_PHASES if staged else PHASES
+    steps = [BETWEEN * number + chance.randrange(2, BETWEEN - 1) for number in range(failures)]
+    faults = [ft.FailAt(rank=chance.randrange(WORKERS), step=step, phase=chance.choice(phases)) for step in steps]
+    how = ft.ParallelismConfig(pipeline_parallel_degree=WORKERS, num_pp_microbatches=MICRO_BATCHES, split="auto")
+    patience = timedelta(seconds=3)  # more processes than cores
+    return ft.Trainer(
+        Patient(MICRO_BATCHES if staged else 1),
+        max_steps=BETWEEN * failures + BETWEEN,
+        scaling_config=ft.ScalingConfig(num_workers=WORKERS),
+        recovery_config=ft.RecoveryConfig(strategy="auto" if staged else strategy, heartbeat_timeout=patience),
+        run_config=ft.RunConfig(
+            name=f"{strategy}-{seed}",
+            storage_path=str(directory),
+            checkpoint_config=ft.CheckpointConfig(every=None if strategy == "replication" else 6),
+        ),
+        global_batch_size=48,
+        seed=7,
+        quiet=True,
+        drop_last=True,
+        faults=faults,
+        **({"parallelism_config": how} if staged else {}),
+    ).fit()
+
+
+def run(options: Options) -> Report:
+    """The report."""
+    report = Report("predicted", metrics_from=GOALS)
+    found = compare_with_measured(strategies=STRATEGIES[:2] if options.quick else STRATEGIES)
+    for one in found:
+        report.note(
+            f"{one.strategy}: {one.failures} failures, predicted {one.predicted:.1f} s, measured {one.measured:.1f} s "
+            f"({one.deviation:.1%}); the run calibrated on: {one.own_predicted:.1f} s, {one.own_measured:.1f} s "
+            f"({one.own_deviation:.1%})"
+        )
+    report.add("predicted_vs_measured_max_deviation", [max(one.deviation for one in found)])
+    return report
+
+
+if __name__ == "__main__":
+    main(run, __doc__)

@@ -1,0 +1,176 @@
+"""`raytrain-ft simulate`: what failures will cost under each strategy, before a cluster is rented."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from raytrain_ft import simulation_views as views
+from raytrain_ft.errors import FTError
+from raytrain_ft.runtime.event_log import read_records
+from raytrain_ft.simulate import Exponential, Job, Strategy, Uniform, Weibull, best_interval, compare, simulate
+from raytrain_ft.simulate import sweep_failures as sweep_mtbf
+from raytrain_ft.simulate.calibrate import calibrate
+from raytrain_ft.simulate.strategies import Kind
+from raytrain_ft.simulate.study import SEEDS, Sweep, sweep_intervals
+from raytrain_ft.simulation_file import Simulation, load
+
+console = Console(highlight=False)
+POINTS = 15
+"""Of a sweep."""
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+RUN = click.Path(exists=True, file_okay=False, path_type=Path)
+OUT = click.Path(path_type=Path)
+
+
+@click.command("simulate")
+@click.argument("file", required=False, type=FILE)
+@click.option("--from-run", type=RUN, help="A finished run: calibrates on its event log, and predicts that run.")
+@click.option(
+    "--strategy", "kinds", multiple=True, type=click.Choice(get_args(Kind)), help="Instead of the file's; repeatable."
+)
+@click.option("--every", type=click.IntRange(min=1), help="Steps between checkpoints, for all strategies.")
+@click.option("--mtbf", type=float, help="Hours between failures of the whole cluster, instead of the file's failures.")
+@click.option("--seeds", type=click.IntRange(min=1), default=SEEDS, show_default=True, help="Runs of each strategy.")
+@click.option("--sweep", "sweeps", multiple=True, type=click.Choice(["interval", "mtbf"]), help="Vary this; repeatable.")
+@click.option("--best-interval", "best", is_flag=True, help="Save as often as takes the least time.")
+@click.option("--plots", type=OUT, help="A directory: writes plots there.")
+@click.option("--json", "json_path", type=OUT, help="A file: writes everything there.")
+def simulate_command(
+    file: Path | None,
+    from_run: Path | None,
+    kinds: tuple[Kind, ...],
+    every: int | None,
+    mtbf: float | None,
+    seeds: int,
+    sweeps: tuple[str, ...],
+    best: bool,
+    plots: Path | None,
+    json_path: Path | None,
+) -> None:
+    """Tells what failures will cost: time to finish, goodput, lost work, node hours.
+
+    FILE is a job with its costs, strategies and failures, in YAML or JSON (docs/simulator.md). With --from-run these come from a
+    finished run; with strategies, --mtbf or a sweep, what that job would have cost otherwise is told too.
+    """
+    if (file is None) == (from_run is None):
+        raise click.UsageError("give either a FILE or --from-run RUN")
+    try:
+        job, what, more = _read(file, from_run, kinds, every, mtbf)
+        if what is None:
+            _write(json_path, views.as_json(job, [], **more))
+            return
+        _study(what, seeds, sweeps, best, plots, json_path, more)
+    except FTError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _read(
+    file: Path | None, from_run: Path | None, kinds: tuple[Kind, ...], every: int | None, mtbf: float | None
+) -> tuple[Job, Simulation | None, dict[str, Any]]:
+    """What to simulate; None if a run's own prediction is all that was asked for."""
+    more: dict[str, Any] = {}
+    if file is not None:
+        what = load(file)
+    else:
+        assert from_run is not None
+        what, more = _predict(from_run)
+        if not (kinds or every or mtbf):
+            return what.job, None, more
+    if kinds:
+        what = replace(what, strategies=tuple(Strategy(kind=kind, every=every or what.strategies[0].every) for kind in kinds))
+    elif every:
+        what = replace(what, strategies=tuple(replace(strategy, every=every) for strategy in what.strategies))
+    if mtbf is not None:
+        what = replace(what, failures=Exponential(mtbf_s=mtbf * views.HOUR))
+    return what.job, what, more
+
+
+def _predict(run: Path) -> tuple[Simulation, dict[str, Any]]:
+    """Predicts a finished run from its own costs and failures, and prints that beside what was measured."""
+    path = run / "events.jsonl"
+    if not path.exists():
+        raise click.ClickException(f"{run} has no events.jsonl: give the directory of a run (storage_path/name)")
+    known = calibrate(read_records(path))
+    outcome = simulate(known.job, known.strategy, known.failures)
+    deviation = outcome.seconds / known.measured_s - 1
+    shown = Table(title=f"{known.job.name}: predicted from its own costs", show_header=False)
+    rows = {
+        "strategy": known.strategy.name,
+        "failures": f"{len(known.failures.failures)}",
+        "a step": views.in_time(known.job.step_s),
+        "predicted": views.in_time(outcome.seconds),
+        "measured": views.in_time(known.measured_s),
+        "deviation": f"{deviation:+.1%}",
+        **{f"  {kind}": views.in_time(seconds) for kind, seconds in outcome.lost_s.items() if seconds > 0.005},
+    }
+    for name, value in rows.items():
+        shown.add_row(name, value)
+    console.print(shown)
+    if outcome.reason:
+        console.print(f"the simulated run did not finish: {outcome.reason}", markup=False)
+    more = {"predicted_s": outcome.seconds, "measured_s": known.measured_s, "deviation": deviation}
+    return Simulation(known.job, (known.strategy,), known.failures), more
+
+
+def _study(
+    what: Simulation,
+    seeds: int,
+    sweeps: Sequence[str],
+    best: bool,
+    plots: Path | None,
+    json_path: Path | None,
+    more: dict[str, Any],
+) -> None:
+    job, strategies, failures = what.job, what.strategies, what.failures
+    saving = [strategy for strategy in strategies if strategy.interval(job) is not None]
+    if best:
+        with _progress("best interval", len(saving)) as done:
+            found = {strategy: best_interval(job, strategy, failures, seeds, done)[0] for strategy in saving}
+        strategies = tuple(replace(strategy, every=found.get(strategy, strategy.every)) for strategy in strategies)
+    with _progress("runs", len(strategies) * seeds) as done:
+        summaries = compare(job, strategies, failures, seeds, done)
+    console.print(views.table(job, summaries))
+    swept: list[Sweep] = []
+    if "interval" in sweeps:
+        points = sorted({round(point) for point in np.geomspace(max(1, job.steps // 5000), max(2, job.steps // 5), POINTS)})
+        with _progress("intervals", len(saving) * len(points) * seeds) as done:
+            swept.append(sweep_intervals(job, saving, failures, points, seeds, done))
+    if "mtbf" in sweeps:
+        if not isinstance(failures, Exponential | Weibull | Uniform):
+            raise click.ClickException("a sweep over mtbf needs failures of a distribution: exponential, weibull or uniform")
+        times = [float(point) for point in np.geomspace(failures.mtbf_s / 8, failures.mtbf_s * 8, POINTS)]
+        with _progress("times between failures", len(strategies) * len(times)) as done:
+            swept.append(sweep_mtbf(job, strategies, failures, times, seeds, done))
+    for sweep in swept:
+        console.print(views.sweep_table(sweep))
+    if plots is not None:
+        plots.mkdir(parents=True, exist_ok=True)
+        views.plot_losses(job, summaries, plots / "losses.png")
+        for sweep in swept:
+            views.plot_sweep(job, sweep, plots / f"{sweep.variable.removesuffix('_s')}.png")
+        console.print(f"plots are in {plots}", markup=False)
+    _write(json_path, views.as_json(job, summaries, swept, **more))
+
+
+def _write(path: Path | None, text: str) -> None:
+    if path is not None:
+        path.write_text(text + "\n")
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[], object]]:
+    """A bar on a terminal, and nothing where there is none."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda: progress.advance(task)

@@ -1,0 +1,284 @@
+"""The job, its costs, its strategy and its failures, from the event log of a finished run: what the simulator needs to tell how
+long that run, or another of the same job, takes.
+
+Costs are means over the run. What a log does not tell apart is put together: the state's size and the bandwidth are in
+`fill_s`, what logging adds to a step is in `step_s`, and where everybody went back, the rendezvous is told from loading only if
+the run had recoveries of both kinds.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from raytrain_ft.errors import ConfigError
+from raytrain_ft.simulate.failures import Failure, Listed
+from raytrain_ft.simulate.model import Costs, Job
+from raytrain_ft.simulate.strategies import Kind, Strategy
+
+Records = Sequence[dict[str, Any]]
+
+KINDS: dict[str, Kind] = {
+    "logging": "logging",
+    "checkpoint": "checkpoint",
+    "snapshot": "elastic_horovod",
+    "lossy": "lossy",
+    "rollback": "rollback",
+    "skip": "skip",
+}
+"""What a run's strategy is, by the first of these that one of its recoveries used; else it is "replication"."""
+HELPED = re.compile(r" by (\d+) workers")
+"""In the reason of a recovery by replay: how many shared it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A finished run as the simulator sees it.
+
+    Attributes:
+        failures: those of the run, at the steps at which they struck.
+        measured_s: from the run's start to its end.
+    """
+
+    job: Job
+    strategy: Strategy
+    failures: Listed
+    measured_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """An incarnation that trained: from step `begin`, of which the first was committed at `first_at`; `end` is the last step of
+    which it was told, at `end_at`, before anything went wrong. `stalled_s`: standing still for checkpoints in between."""
+
+    resumed_at: float
+    begin: int
+    first_at: float
+    end: int
+    end_at: float
+    stalled_s: float
+
+
+def calibrate(records: Records) -> Calibration:
+    """What the records of a finished run say.
+
+    Args:
+        records: of one run, in the order of its event log.
+
+    Raises:
+        ConfigError: the run did not finish, or too little of it is there.
+    """
+    started, finished = _only(records, "RunStarted"), _only(records, "RunFinished")
+    stretches = _stretches(records)
+    if sum(stretch.end - stretch.begin - 1 for stretch in stretches) < 2:
+        raise ConfigError("this run has too few steps to be calibrated on: use one with at least 3 between two losses")
+    details = started["details"]
+    recoveries = [record for record in _of(records, "Recovery") if record["lost"]]
+    step_s = _step_s(stretches)
+    stages = details.get("stages", 1)
+    job = Job(
+        name=details["name"],
+        steps=details["max_steps"],
+        step_s=step_s,
+        workers=_of(records, "Resumed")[0]["world_size"] * stages,
+        stages=stages,
+        spares=_spares(records, details),
+        min_workers=details["num_workers"][0],
+        batch=details["global_batch_size"],
+        costs=_costs(records, stretches, recoveries, step_s),
+    )
+    return Calibration(job, _strategy(records, recoveries), _failures(records, recoveries, stretches, job), finished["at"])
+
+
+# ---------------------------------------------------------------- stretches of training
+
+
+def _stretches(records: Records) -> list[_Stretch]:
+    """Incarnations that committed at least one step."""
+    found = []
+    for resumed in _of(records, "Resumed"):
+        incarnation, begin = resumed["incarnation"], resumed["step"]
+        over = min((r["detected"] for r in _of(records, "Recovery") if r["detected"] > resumed["at"]), default=math.inf)
+        commits = [r for r in _of(records, "StepsCommitted") if r["incarnation"] == incarnation]
+        timely = [r for r in commits if resumed["at"] < r["at"] < over]
+        first = next((r for r in timely if r["first_step"] == begin), None)
+        if first is None:
+            continue
+        last = max(timely, key=lambda r: (r["stop_step"], -r["at"]))
+        stalls = [r for r in _of(records, "CheckpointCommitted") if r["incarnation"] == incarnation]
+        stalled = sum(r["stall_s"] for r in stalls if r["step"] < last["stop_step"])
+        found.append(_Stretch(resumed["at"], begin, first["at"], last["stop_step"], last["at"], stalled))
+    return found
+
+
+def _step_s(stretches: Iterable[_Stretch]) -> float:
+    """Of a step, without checkpoints. The first of a stretch is left out: with it, a group warms up."""
+    counted = [stretch for stretch in stretches if stretch.end > stretch.begin + 1]
+    seconds = sum(stretch.end_at - stretch.first_at - stretch.stalled_s for stretch in counted)
+    return seconds / sum(stretch.end - stretch.begin - 1 for stretch in counted)
+
+
+# ---------------------------------------------------------------- costs
+
+
+def _costs(records: Records, stretches: Sequence[_Stretch], recoveries: Records, step_s: float) -> Costs:
+    saved, chosen = _of(records, "CheckpointCommitted"), _of(records, "IntervalChosen")
+    whole = [r for r in recoveries if r["attempts"] == 1 and None not in (r["fenced"], r["reconciled"], r["filled"])]
+    loading = [r for r in whole if r["strategy"] in ("checkpoint", "snapshot")]
+    others = [r for r in whole if r not in loading]
+    rendezvous = _mean(r["reconciled"] - _ready(records, r) for r in others)
+    replayed = [r for r in others if r["strategy"] == "logging"]
+    load, replay_step = _line([r["replayed"] for r in replayed], [r["filled"] - r["reconciled"] for r in replayed])
+    if loading:
+        load = max(0.0, _mean(r["reconciled"] - _ready(records, r) for r in loading) - rendezvous)
+    completed = [r["at"] for r in _of(records, "Completed")]
+    stalls = _mean(r["stall_s"] for r in saved)
+    update_s = min(median([r["update_s"] for r in chosen]) if chosen else 0.0, 0.9 * step_s)
+    return Costs(
+        update_s=update_s,
+        copy_s=stalls + step_s - update_s if stalls > 1e-3 else _mean(r["snapshot_s"] for r in saved),
+        persist_s=_mean(r["persist_s"] for r in saved),
+        load_s=load,
+        detect_s=_mean(_unaccounted(stretch, r, step_s)[1] for r, stretch in _struck(recoveries, stretches)),
+        fence_s=_mean(r["fenced"] - r["detected"] for r in whole),
+        rendezvous_s=rendezvous,
+        fill_s=_mean(r["filled"] - r["reconciled"] for r in others if r not in replayed),
+        start_s=_start_s(records, recoveries),
+        resume_s=max(0.0, _mean(stretch.first_at - stretch.resumed_at for stretch in stretches[1:]) - step_s),
+        replay_ratio=replay_step / step_s if replayed else 1.0,
+        begin_s=stretches[0].first_at - step_s if stretches[0].first_at > step_s else 0.0,
+        end_s=max(0.0, _only(records, "RunFinished")["at"] - min(completed)) if completed else 0.0,
+    )
+
+
+def _ready(records: Records, recovery: dict[str, Any]) -> float:
+    """When all survivors were fenced and there was a replacement."""
+    came = [r["at"] for r in _of(records, "WorkerStarted") if recovery["fenced"] < r["at"] < recovery["reconciled"]]
+    return max([recovery["fenced"], *came])
+
+
+def _start_s(records: Records, recoveries: Records) -> float:
+    """Of a new worker: from when the one before was lost, or training had gone on, to when it was ready."""
+    times = []
+    began = _of(records, "Resumed")[0]["at"]
+    asked = sorted(r["resumed"] for r in recoveries if r["resumed"] is not None)
+    for started in _of(records, "WorkerStarted"):
+        before = [at for at in asked if at <= started["at"]]
+        if started["at"] > began and before:
+            times.append(started["at"] - before[-1])
+    return _mean(times)
+
+
+def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """What does not depend on x, and what each of it costs; neither is negative."""
+    if not x or not any(x):
+        return _mean(y), 0.0
+    slope, base = np.polyfit(x, y, 1) if len(set(x)) > 1 else (0.0, 0.0)
+    if slope <= 0 or base < 0:
+        return 0.0, sum(y) / sum(x)
+    return float(base), float(slope)
+
+
+# ---------------------------------------------------------------- strategy and failures
+
+
+def _strategy(records: Records, recoveries: Records) -> Strategy:
+    used = {r["strategy"] for r in recoveries}
+    kind = next((KINDS[name] for name in KINDS if name in used), "replication")
+    steps = [r["step"] for r in _of(records, "CheckpointCommitted")]
+    gaps = Counter(later - earlier for earlier, later in pairwise(steps) if later > earlier)
+    chosen = [r["k"] for r in _of(records, "IntervalChosen")]
+    every = chosen[-1] if chosen else gaps.most_common(1)[0][0] if gaps else steps[0] if steps else None
+    helped = [int(number) for r in recoveries for number in HELPED.findall(r["reason"])]
+    return Strategy(kind=kind, every=every, replay_workers=max(helped, default=1), label=kind)
+
+
+def _failures(records: Records, recoveries: Records, stretches: Sequence[_Stretch], job: Job) -> Listed:
+    ranks = {(r["incarnation"], r["member"]): r["rank"] for r in _of(records, "StepsCommitted")}
+    found = []
+    for recovery, stretch in _struck(recoveries, stretches):
+        into, _ = _unaccounted(stretch, recovery, job.step_s)
+        lost = [_worker(records, member, recovery, ranks, job) for member in recovery["lost"]]
+        step = _reached(recovery, stretch) + into
+        found.append(Failure(step=min(step, job.steps - 0.01), workers=tuple(dict.fromkeys(lost))))
+    return Listed(tuple(sorted(found, key=lambda failure: failure.step or 0.0)))
+
+
+def _worker(records: Records, member: str, recovery: dict[str, Any], ranks: dict[tuple[int, str], int], job: Job) -> int:
+    """The number of a lost worker. Of a pipeline, the log says which stages were left; it was another, if one is missing."""
+    replicas = [rank for (_, name), rank in ranks.items() if name == member]
+    replica = replicas[-1] if replicas else 0
+    if job.stages == 1:
+        return replica if replica < job.workers else 0
+    stages = [r["stage"] for r in records if r["event"] in ("Filled", "Completed") and r["member"] == member]
+    if stages:
+        return replica * job.stages + stages[-1]
+    left = {
+        r["marks"]["stage"]
+        for r in _of(records, "Fenced")
+        if r["marks"] is not None and recovery["detected"] <= r["at"] <= (recovery["fenced"] or r["at"])
+    }
+    missing = [stage for stage in range(job.stages) if stage not in left]
+    return replica * job.stages + (missing[0] if missing else 0)
+
+
+def _struck(recoveries: Records, stretches: Sequence[_Stretch]) -> list[tuple[dict[str, Any], _Stretch]]:
+    """Each recovery, and the stretch of training that it ended."""
+    pairs = []
+    for recovery in recoveries:
+        before = [stretch for stretch in stretches if stretch.first_at <= recovery["detected"]]
+        if before:
+            pairs.append((recovery, before[-1]))
+    return pairs
+
+
+def _reached(recovery: dict[str, Any], stretch: _Stretch) -> int:
+    """Steps that were committed when the failure struck."""
+    if recovery["redone"]:
+        return max(stretch.end, recovery["step"] + recovery["redone"])
+    advanced = recovery["completes"] or recovery["strategy"] in ("lossy", "skip")
+    return max(recovery["step"] - advanced, stretch.begin)
+
+
+def _unaccounted(stretch: _Stretch, recovery: dict[str, Any], step_s: float) -> tuple[float, float]:
+    """How far into a step (as a share of it) the failure struck, and how long it took to be detected, seconds: what is left of
+    the time since the last step, which does not tell the two apart; a detection is taken to take no longer than it must."""
+    steps = _reached(recovery, stretch) - stretch.begin - 1
+    committed = stretch.first_at + steps * step_s + stretch.stalled_s
+    left = max(0.0, recovery["detected"] - committed)
+    into = min(left, 0.99 * step_s)
+    return into / step_s, left - into
+
+
+# ---------------------------------------------------------------- records
+
+
+def _spares(records: Records, details: dict[str, Any]) -> int:
+    """Workers beyond those that train that had started before the first loss."""
+    lost = [r["at"] for r in _of(records, "WorkerLost")]
+    early = [r for r in _of(records, "WorkerStarted") if not lost or r["at"] < lost[0]]
+    return max(0, len(early) - details["num_workers"][1])
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return max(0.0, fmean(values)) if values else 0.0
+
+
+def _of(records: Records, event: str) -> list[dict[str, Any]]:
+    return [record for record in records if record["event"] == event]
+
+
+def _only(records: Records, event: str) -> dict[str, Any]:
+    found = _of(records, event)
+    if len(found) != 1:
+        raise ConfigError(f"the log has {len(found)} {event} lines: calibrate on a single run that finished")
+    return found[0]

@@ -1,0 +1,158 @@
+"""A simulation's file: the job, the strategies to compare and the failures, as YAML or JSON. Errors name the line."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from raytrain_ft.errors import ConfigError
+from raytrain_ft.simulate import Costs, Exponential, Failure, Failures, Job, Listed, SpotTrace, Strategy, Uniform, Weibull
+
+SOURCES: dict[str, type[Any]] = {"exponential": Exponential, "weibull": Weibull, "uniform": Uniform}
+"""Kinds of `failures` that are a distribution; "list" gives failures one by one, "trace" reads them from a CSV file."""
+FIELD = re.compile(r"^(\w+)\((\w+)=")
+"""What a message of a check begins with: the class and the field that it is about."""
+Place = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What is to be simulated."""
+
+    job: Job
+    strategies: tuple[Strategy, ...]
+    failures: Failures
+
+
+def load(path: Path) -> Simulation:
+    """A simulation from a file.
+
+    Raises:
+        ConfigError: it cannot be read, or a field of it is unknown, missing or impossible; the message names the line and what
+            is allowed.
+    """
+    try:
+        node: Any = yaml.compose(path.read_text(), Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"{path}{where}: {getattr(error, 'problem', None) or error}") from error
+    return _File(path, node).simulation()
+
+
+class _File:
+    """A file's values, and on which line each of them is."""
+
+    def __init__(self, path: Path, node: Any) -> None:
+        self._path = path
+        self._lines: dict[Place, int] = {(): 1}
+        self._values = self._value(node, ()) if node is not None else {}
+
+    def _value(self, node: Any, place: Place) -> Any:
+        self._lines.setdefault(place, node.start_mark.line + 1)
+        if isinstance(node, yaml.MappingNode):
+            found = {}
+            for key, value in node.value:
+                name = (*place, str(key.value))
+                self._lines[name] = key.start_mark.line + 1
+                if key.value in found:
+                    raise ConfigError(self._at(name, f"{key.value} is given twice"))
+                found[str(key.value)] = self._value(value, name)
+            return found
+        if isinstance(node, yaml.SequenceNode):
+            return [self._value(item, (*place, number)) for number, item in enumerate(node.value)]
+        plain = yaml.SafeLoader("").construct_object(node)
+        return _number(plain) if isinstance(plain, str) else plain
+
+    def _at(self, place: Place, message: str) -> str:
+        while place not in self._lines:
+            place = place[:-1]
+        return f"{self._path}, line {self._lines[place]}: {message}"
+
+    def simulation(self) -> Simulation:
+        """All of it."""
+        top = self._fields((), ("job", "strategies", "failures"), self._values)
+        for name in ("job", "failures"):
+            if name not in top:
+                raise ConfigError(self._at((), f"{name} is missing: a simulation has a job, strategies and failures"))
+        given = self._fields(("job",), [field.name for field in dataclasses.fields(Job)], top["job"])
+        costs = self._make(Costs, ("job", "costs"), given.pop("costs", {}))
+        job = self._make(Job, ("job",), given, costs=costs)
+        strategies = top.get("strategies", [{"kind": "replication"}])
+        if not isinstance(strategies, list) or not strategies:
+            raise ConfigError(self._at(("strategies",), "strategies is a list of at least one, such as [{kind: replication}]"))
+        made = tuple(self._make(Strategy, ("strategies", number), fields) for number, fields in enumerate(strategies))
+        return Simulation(job, made, self._failures(job, top["failures"]))
+
+    def _failures(self, job: Job, fields: Any) -> Failures:
+        kinds = (*SOURCES, "list", "trace")
+        kind = fields.get("kind") if isinstance(fields, dict) else None
+        if kind not in kinds:
+            raise ConfigError(self._at(("failures", "kind"), f"kind={kind!r}: failures are of a kind: {', '.join(kinds)}"))
+        rest = {name: value for name, value in fields.items() if name != "kind"}
+        if kind == "trace":
+            known = self._fields(("failures",), ("kind", "path", "cycle"), fields)
+            trace = self._path.parent / str(known.get("path", ""))
+            found: Failures = self._checked(("failures",), lambda: SpotTrace.read(trace, known.get("cycle", 0.0)))
+        elif kind == "list":
+            known = self._fields(("failures",), ("kind", "failures"), fields)
+            listed = known.get("failures") or []
+            made = [self._make(Failure, ("failures", "failures", number), each) for number, each in enumerate(listed)]
+            lines = [self._at(("failures", "failures", number), "").removesuffix(": ") for number in range(len(made))]
+            found = self._checked(("failures",), lambda: Listed(tuple(made), tuple(lines)))
+        else:
+            found = self._make(SOURCES[str(kind)], ("failures",), rest)
+        found.check(job)
+        return found
+
+    def _make(self, kind: type[Any], place: Place, fields: Any, **more: Any) -> Any:
+        """One of the simulator's dataclasses; lists become tuples."""
+        known = self._fields(place, [field.name for field in dataclasses.fields(kind)], fields)
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
+        required = [
+            field.name
+            for field in dataclasses.fields(kind)
+            if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        ]
+        missing = [name for name in required if name not in values]
+        if missing:
+            raise ConfigError(self._at(place, f"{missing[0]} is missing"))
+        return self._checked(place, lambda: kind(**values, **more))
+
+    def _fields(self, place: Place, allowed: Any, fields: Any) -> dict[str, Any]:
+        if not isinstance(fields, dict):
+            raise ConfigError(self._at(place, f"{fields!r}: use fields: {', '.join(allowed)}"))
+        for name in fields:
+            if name not in allowed:
+                near = get_close_matches(name, allowed, n=1)
+                hint = f"did you mean {near[0]}? " if near else ""
+                raise ConfigError(self._at((*place, name), f"there is no field {name}; {hint}Allowed: {', '.join(allowed)}"))
+        return dict(fields)
+
+    def _checked(self, place: Place, make: Callable[[], Any]) -> Any:
+        """What a check complains of, with the line of the field that it names."""
+        try:
+            return make()
+        except ConfigError as error:
+            named = FIELD.match(str(error))
+            where = (*place, named[2]) if named and (*place, named[2]) in self._lines else place
+            if named and named[1] == "Costs" and (*place, "costs", named[2]) in self._lines:
+                where = (*place, "costs", named[2])
+            raise ConfigError(self._at(where, str(error))) from error
+
+
+def _number(text: str) -> Any:
+    """YAML takes 1e5 for text."""
+    try:
+        return float(text)
+    except ValueError:
+        return text

@@ -1,0 +1,172 @@
+"""What simulations came to, as tables, plots and JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from raytrain_ft.simulate.model import Job
+from raytrain_ft.simulate.outcome import Summary
+from raytrain_ft.simulate.study import Sweep
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+HOUR = 3600.0
+DAY = 24 * HOUR
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")
+"""Okabe and Ito's, which colour-blind readers can tell apart."""
+MARKERS = "osD^vPX*"
+LOST = ("interrupted", "redone", "saving", "slowdown", "shrunk", "detect", "fence", "replace", "rebuild", "resume")
+
+
+def in_time(seconds: float) -> str:
+    """A time in the unit that suits it."""
+    if math.isnan(seconds):
+        return "-"
+    for unit, size in (("d", DAY), ("h", HOUR), ("min", 60.0)):
+        if seconds >= 3 * size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def table(job: Job, summaries: Sequence[Summary]) -> Table:
+    """One row per strategy."""
+    shown = Table(title=f"{job.name}: {job.steps:,} steps, {in_time(job.useful_s)} without failures and without saving")
+    shown.add_column("strategy")
+    for name in ("saves every", "time", "± 95 %", "goodput", "lost work", "failures", "pause", "longest", "node hours", "cost"):
+        shown.add_column(name, justify="right")
+    for name in ("samples lost", "keeps"):
+        shown.add_column(name)
+    for one in summaries:
+        if not one.finished:
+            shown.add_row(one.strategy, *["-"] * 10, "", f"[red]did not finish[/red]: {one.reason[:60]}")
+            continue
+        keeps = one.guarantee if one.finished == one.runs else f"{one.guarantee} ({one.finished} of {one.runs} runs finished)"
+        shown.add_row(
+            one.strategy,
+            "never" if one.interval is None else f"{one.interval:,}",
+            in_time(one.seconds),
+            in_time(one.ci_s),
+            f"{one.goodput:.2%}",
+            in_time(one.lost_work_s),
+            f"{one.failures:,.1f}",
+            in_time(one.pause_s),
+            in_time(one.longest_pause_s),
+            f"{one.node_hours:,.0f}",
+            f"{one.cost:,.0f}",
+            f"{one.samples_lost:,.0f}",
+            keeps,
+        )
+    return shown
+
+
+def sweep_table(sweep: Sweep) -> Table:
+    """One row per point, one column per strategy; the least time of each strategy is marked."""
+    by_interval = sweep.variable == "interval"
+    shown = Table(title="time to finish by the interval" if by_interval else "time to finish by the time between failures")
+    shown.add_column("saves every" if by_interval else "failure every", justify="right")
+    for name in sweep.summaries:
+        shown.add_column(name, justify="right")
+    best = {name: sweep.best(name)[0] for name in sweep.summaries}
+    for number, point in enumerate(sweep.points):
+        cells = [f"{point:,.0f} steps" if by_interval else in_time(point)]
+        for name, summaries in sweep.summaries.items():
+            cell = in_time(summaries[number].seconds)
+            cells.append(f"[bold]{cell}[/bold]" if by_interval and best[name] == point else cell)
+        shown.add_row(*cells)
+    return shown
+
+
+def as_json(job: Job, summaries: Sequence[Summary], sweeps: Sequence[Sweep] = (), **more: Any) -> str:
+    """Everything, for machines. What is not known is null."""
+    found = {
+        "job": asdict(job),
+        "strategies": [asdict(summary) for summary in summaries],
+        "sweeps": [
+            {
+                "variable": sweep.variable,
+                "points": sweep.points,
+                "strategies": {name: [asdict(s) for s in some] for name, some in sweep.summaries.items()},
+            }
+            for sweep in sweeps
+        ],
+        **more,
+    }
+    return json.dumps(_finite(found), indent=1, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ---------------------------------------------------------------- plots
+
+
+def plot_sweep(job: Job, sweep: Sweep, path: Path) -> None:
+    """Time to finish over the variable, with 95 % confidence intervals."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.3), layout="constrained")
+    axes = figure.subplots()
+    by_interval = sweep.variable == "interval"
+    xs = sweep.points if by_interval else [point / HOUR for point in sweep.points]
+    for number, (name, summaries) in enumerate(sweep.summaries.items()):
+        known = [(x, s) for x, s in zip(xs, summaries, strict=True) if s.finished]
+        axes.errorbar(
+            [x for x, _ in known],
+            [s.seconds / HOUR for _, s in known],
+            yerr=[0.0 if math.isnan(s.ci_s) else s.ci_s / HOUR for _, s in known],
+            label=name,
+            color=COLOURS[number % len(COLOURS)],
+            marker=MARKERS[number % len(MARKERS)],
+            markersize=4,
+            linewidth=1.3,
+            capsize=2,
+        )
+    axes.axhline(job.useful_s / HOUR, color="#666666", linewidth=0.8, linestyle=":", label="without failures")
+    axes.set_xscale("log")
+    axes.set_xlabel("steps between two times that the state is saved" if by_interval else "hours between failures")
+    axes.set_ylabel("time to finish (h)")
+    axes.set_title(job.name)
+    _finish(axes)
+    figure.savefig(path, dpi=150)
+
+
+def plot_losses(job: Job, summaries: Sequence[Summary], path: Path) -> None:
+    """What each strategy lost its time to, beyond the steps that stood."""
+    from matplotlib.figure import Figure
+
+    done = [summary for summary in summaries if summary.finished]
+    figure = Figure(figsize=(7, 0.9 + 0.42 * max(2, len(done))), layout="constrained")
+    axes = figure.subplots()
+    left = [0.0] * len(done)
+    colours = dict(zip(LOST, (*COLOURS, "#b22222", "#8b6508"), strict=True))
+    for kind in LOST:
+        widths = [max(0.0, summary.lost_s.get(kind, 0.0)) / HOUR for summary in done]
+        if sum(widths) > 0.002 * sum(sum(map(abs, s.lost_s.values())) for s in done) / HOUR:
+            axes.barh([summary.strategy for summary in done], widths, left=left, label=kind, color=colours[kind], height=0.65)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel(f"hours beyond the {job.useful_s / HOUR:,.1f} h of steps that stood")
+    axes.set_title(job.name)
+    _finish(axes)
+    figure.savefig(path, dpi=150)
+
+
+def _finish(axes: Axes) -> None:
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
