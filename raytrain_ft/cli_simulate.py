@@ -24,7 +24,7 @@ from raytrain_ft.simulate.strategies import Kind
 from raytrain_ft.simulate.study import SEEDS, Sweep, sweep_intervals
 from raytrain_ft.simulation_file import Simulation, load
 
-console = Console(highlight=False)
+console = Console(highlight=False, soft_wrap=True)
 POINTS = 15
 """Of a sweep."""
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -59,8 +59,8 @@ def simulate_command(
 ) -> None:
     """Tells what failures will cost: time to finish, goodput, lost work, node hours.
 
-    FILE is a job with its costs, strategies and failures, in YAML or JSON (docs/simulator.md). With --from-run these come from a
-    finished run; with strategies, --mtbf or a sweep, what that job would have cost otherwise is told too.
+    FILE is a job with its costs, strategies and failures, in YAML or JSON (docs/simulator.md). With --from-run these come
+    from a finished run; with strategies, --mtbf or a sweep, what that job would have cost otherwise is told too.
     """
     if (file is None) == (from_run is None):
         raise click.UsageError("give either a FILE or --from-run RUN")
@@ -140,9 +140,11 @@ def _study(
     with _progress("runs", len(strategies) * seeds) as done:
         summaries = compare(job, strategies, failures, seeds, done)
     console.print(views.table(job, summaries))
+    for reason in views.reasons(summaries):
+        console.print(reason, markup=False)
     swept: list[Sweep] = []
     if "interval" in sweeps:
-        points = sorted({round(point) for point in np.geomspace(max(1, job.steps // 5000), max(2, job.steps // 5), POINTS)})
+        points = sorted({round(point) for point in np.geomspace(max(1, job.steps // 20_000), max(2, job.steps // 50), POINTS)})
         with _progress("intervals", len(saving) * len(points) * seeds) as done:
             swept.append(sweep_intervals(job, saving, failures, points, seeds, done))
     if "mtbf" in sweeps:

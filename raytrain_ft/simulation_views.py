@@ -37,34 +37,39 @@ def in_time(seconds: float) -> str:
 
 
 def table(job: Job, summaries: Sequence[Summary]) -> Table:
-    """One row per strategy."""
-    shown = Table(title=f"{job.name}: {job.steps:,} steps, {in_time(job.useful_s)} without failures and without saving")
-    shown.add_column("strategy")
-    for name in ("saves every", "time", "± 95 %", "goodput", "lost work", "failures", "pause", "longest", "node hours", "cost"):
-        shown.add_column(name, justify="right")
-    for name in ("samples lost", "keeps"):
-        shown.add_column(name)
+    """One column per strategy: means over its runs."""
+    title = f"{job.name}: {job.steps:,} steps, {in_time(job.useful_s)} without failures and without saving"
+    shown = Table(title=title, title_justify="left")
+    shown.add_column("")
     for one in summaries:
-        if not one.finished:
-            shown.add_row(one.strategy, *["-"] * 10, "", f"[red]did not finish[/red]: {one.reason[:60]}")
-            continue
-        keeps = one.guarantee if one.finished == one.runs else f"{one.guarantee} ({one.finished} of {one.runs} runs finished)"
-        shown.add_row(
-            one.strategy,
-            "never" if one.interval is None else f"{one.interval:,}",
-            in_time(one.seconds),
-            in_time(one.ci_s),
-            f"{one.goodput:.2%}",
-            in_time(one.lost_work_s),
-            f"{one.failures:,.1f}",
-            in_time(one.pause_s),
-            in_time(one.longest_pause_s),
-            f"{one.node_hours:,.0f}",
-            f"{one.cost:,.0f}",
-            f"{one.samples_lost:,.0f}",
-            keeps,
-        )
+        shown.add_column(one.strategy, justify="right")
+    rows = {
+        "saves every": [f"{one.interval:,} steps" if one.interval else "never" for one in summaries],
+        "time to finish": [in_time(one.seconds) for one in summaries],
+        "  ± (95 %)": [in_time(one.ci_s) for one in summaries],
+        "goodput": [_number(one.goodput, ".2%") for one in summaries],
+        "lost work": [in_time(one.lost_work_s) for one in summaries],
+        "samples lost": [_number(one.samples_lost, ",.0f") for one in summaries],
+        "failures": [_number(one.failures, ",.1f") for one in summaries],
+        "pause, mean": [in_time(one.pause_s) for one in summaries],
+        "pause, longest": [in_time(one.longest_pause_s) for one in summaries],
+        "node hours": [_number(one.node_hours, ",.0f") for one in summaries],
+        "cost": [_number(one.cost, ",.0f") for one in summaries],
+        "keeps": [one.guarantee if one.finished else "-" for one in summaries],
+        "runs finished": [f"{one.finished} of {one.runs}" for one in summaries],
+    }
+    for name, cells in rows.items():
+        shown.add_row(name, *cells)
     return shown
+
+
+def reasons(summaries: Sequence[Summary]) -> list[str]:
+    """Why runs did not finish, one line per strategy."""
+    return [f"{one.strategy}: {one.runs - one.finished} did not finish: {one.reason}" for one in summaries if one.reason]
+
+
+def _number(value: float, how: str) -> str:
+    return "-" if math.isnan(value) else format(value, how)
 
 
 def sweep_table(sweep: Sweep) -> Table:
