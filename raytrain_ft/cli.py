@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from raytrain_ft.cli_checkpoints import checkpoints
+from raytrain_ft.cli_drill import drill_command
 from raytrain_ft.cli_plan import plan_command
 from raytrain_ft.cli_simulate import simulate_command
 from raytrain_ft.policy.audit import audit as audit_records
@@ -31,6 +32,7 @@ def main() -> None:
 
 
 main.add_command(checkpoints)
+main.add_command(drill_command)
 main.add_command(plan_command)
 main.add_command(simulate_command)
 

@@ -41,6 +41,11 @@ class Display:
         if self._bar is not None:
             self._bar.stop()
 
+    def say(self, words: str) -> None:
+        """A line above the bar."""
+        if not self._quiet:
+            self._console.print(words, markup=False)
+
     def show(self, account: dict[str, Any]) -> None:
         """Brings what is shown up to date."""
         if self._quiet:

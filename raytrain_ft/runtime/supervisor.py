@@ -14,6 +14,8 @@ import traceback
 from dataclasses import asdict
 from typing import Any
 
+import ray
+
 from raytrain_ft.chaos.faults import Injector
 from raytrain_ft.errors import FTError, IllegalEventError
 from raytrain_ft.policy import messages as m
@@ -124,6 +126,7 @@ class Supervisor:
             "result": machine.result,
             "seconds": self.now() if self._ended_at is None else self._ended_at,
             "pid": os.getpid(),
+            "node": ray.get_runtime_context().get_node_id(),
         }
 
     # ---------------------------------------------------------------- for the workers
