@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from raytrain_ft.chaos.faults import FailAt
+from raytrain_ft.chaos.faults import ChaosError, FailAt
 from raytrain_ft.drill.faults import Planted
 from raytrain_ft.drill.grounds import Ground
 from raytrain_ft.drill.schedule import Due, Schedule, View, spares_one
@@ -72,7 +73,7 @@ class Rehearsal:
     Args:
         trainer: whose `fit` is called; `planted` are the failures that it carries within.
         schedule: what strikes from outside. path: where the run's records will be.
-        go_on: whether to strike any more.
+        most: times that it is struck.
     """
 
     def __init__(
@@ -85,13 +86,13 @@ class Rehearsal:
         *,
         show: Show = lambda account: None,
         say: Say = lambda words: None,
-        go_on: Callable[[], bool] = lambda: True,
+        most: float = math.inf,
     ) -> None:
         self._ground = ground
         self._trainer = trainer
         self._schedule = schedule
         self._planted = list(planted)
-        self._show, self._say, self._go_on = show, say, go_on
+        self._show, self._say, self._most = show, say, most
         self._watch = Watch(path.name, ground.clock)
         self._view = View()
         self._began: float | None = None
@@ -135,7 +136,7 @@ class Rehearsal:
             for entry in [entry for entry in self._later if entry[0] <= now]:
                 self._later.remove(entry)
                 entry[1]()
-            if self._schedule is not None and self._began is not None and self._go_on():
+            if self._schedule is not None and self._began is not None and len(self.played.struck) < self._most:
                 self._waiting += self._schedule.due(now - self._began, self._view.step)
                 self._waiting = [due for due in self._waiting if not self._strike(due) and due.persistent]
 
@@ -211,7 +212,7 @@ class Rehearsal:
                     self._after(event.notice, lambda node=node: self._ground.kill_node(node))
                 else:
                     self._ground.kill_node(node)
-            except ConfigError as error:
+            except (ConfigError, ChaosError) as error:
                 self._note(due, (), node, f"{event.action} was not carried out: {error}")
                 continue
             self._note(due, members, node)
@@ -250,11 +251,10 @@ class Rehearsal:
             member = self._who(planted.fault, pid)
             action, lasts = planted.what.action, planted.what.lasts
             self._add(planted.event, action, self._ground.struck_at(marker), [member] if member else ())
-            if member is not None and lasts is not None:
-                if action == "kill_node":
-                    self._after(lasts, self._ground.add_node)
-                elif member in self._view.nodes:
-                    self._end_later(action, lasts, self._view.nodes[member], pid)
+            if action == "kill_node" and lasts is not None:
+                self._after(lasts, self._ground.add_node)
+            elif member in self._view.nodes:
+                self._end_later(action, lasts, self._view.nodes[member], pid)
 
     def _who(self, fault: FailAt, pid: int) -> str | None:
         if fault.role == "supervisor":

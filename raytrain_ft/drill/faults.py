@@ -12,7 +12,7 @@ import ray.cloudpickle
 from torch import nn
 
 from raytrain_ft.chaos.faults import FailAt
-from raytrain_ft.drill.tasks import Tiny
+from raytrain_ft.drill.tasks import STEP_S, Tiny
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.loading import load_task
 from raytrain_ft.scenario import Event, Point, Scenario, Who
@@ -42,18 +42,20 @@ def task_of(scenario: Scenario) -> TrainTask:
     try:
         if name == "tiny":
             return _tiny(scenario, arguments)
-        task = load_task(name, arguments)
+        place, colon, expression = name.partition(":")
+        of_a_file = place.endswith(".py")
+        task = load_task(f"{scenario.relative(place) if of_a_file else place}{colon}{expression}", arguments)
     except ConfigError as error:
         raise scenario.error(("job", "task"), str(error)) from error
     module = sys.modules.get(type(task).__module__)
-    if module is not None and name.partition(":")[0].endswith(".py"):
+    if module is not None and of_a_file:
         ray.cloudpickle.register_pickle_by_value(module)  # it travels whole, as a script's classes do: no worker can import it
     return task
 
 
 def _tiny(scenario: Scenario, arguments: dict[str, Any]) -> TrainTask:
     unknown = set(arguments) - {"step_seconds"}
-    seconds = arguments.get("step_seconds", 0.05)
+    seconds = arguments.get("step_seconds", STEP_S)
     if unknown or isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < 3600:
         raise ConfigError(f"the arguments of tiny are step_seconds, from 0 to 3600; found {arguments}")
     return Tiny(seconds, scenario.count_micro_batches)

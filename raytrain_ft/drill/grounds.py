@@ -11,10 +11,10 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raytrain_ft.chaos.cluster import LocalCluster
+from raytrain_ft.chaos.cluster import LocalCluster, drain_node
 from raytrain_ft.chaos.hand import Hand
 from raytrain_ft.errors import ConfigError
-from raytrain_ft.runtime.nodes import drain, head_nodes, other_jobs
+from raytrain_ft.runtime.nodes import head_nodes, other_jobs
 from raytrain_ft.scenario import Scenario
 from raytrain_ft.scenario.events import WHOLE_NODES
 
@@ -90,7 +90,7 @@ class Laptop:
 
     def drain(self, node: str, seconds: float) -> None:
         """See `Ground`."""
-        drain(node, seconds)
+        self._cluster.drain_node(node, seconds)
 
     def add_node(self) -> None:
         """See `Ground`."""
@@ -184,7 +184,7 @@ class Running:
 
     def drain(self, node: str, seconds: float) -> None:
         """See `Ground`."""
-        drain(node, seconds)
+        drain_node(ray.get_runtime_context().gcs_address, node, seconds)
 
     def add_node(self) -> None:
         """Refused beforehand."""

@@ -1,4 +1,4 @@
-"""What a drill came to: numbers from the records of its two runs and the list of what was struck. No I/O."""
+"""What a drill came to: numbers from the records of its two runs and the list of what was struck."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from raytrain_ft.policy.audit import audit
 from raytrain_ft.policy.history import check
 from raytrain_ft.policy.strategy import Recovery
 from raytrain_ft.result import recovery_of
+from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.scenario import Scenario
 
 WEAKER = ("exact", "rounding", "lossy")
 """Guarantees, the strongest first."""
 EARLY_S = 0.05
 """By how much a sign may seem to come before its strike: clocks are compared by messages."""
+SIGNS = ("WorkerLost", "Noticed")
+"""Events that say that a member was struck."""
 Records = list[dict[str, Any]]
 
 
@@ -200,12 +203,9 @@ def bit_equal(played: Played, reference: Played) -> bool | None:
     return played.result.digest == reference.result.digest
 
 
-def measure(scenario: Scenario, ground: str, played: Played, reference: Played, records: Records, calm: Records) -> Report:
-    """The report, without its verdict.
-
-    Args:
-        records: of the run that was struck; calm: of the undisturbed one.
-    """
+def measure(scenario: Scenario, ground: str, played: Played, reference: Played) -> Report:
+    """The report of the run that was played, without its verdict. `reference` is the undisturbed one."""
+    records, calm = (read_records(run.path / "events.jsonl") for run in (played, reference))
     clock, calm_clock = Clock.of(records, played.offsets), Clock.of(calm, reference.offsets)
     recoveries = recoveries_of(records, clock)
     strikes = tuple(_followed(struck, records, clock, recoveries) for struck in played.struck)
@@ -237,16 +237,20 @@ def measure(scenario: Scenario, ground: str, played: Played, reference: Played, 
 
 
 def _followed(struck: Struck, records: Records, clock: Clock, recoveries: list[Recovery]) -> Strike:
-    """A strike, and when it was noticed."""
+    """A strike, and when it was noticed. Who left after a notice made no pause but that of the change itself."""
+    members = set(struck.members)
     signs = [
         at
         for record in records
-        if record["event"] == "WorkerLost" and record["member"] in struck.members
+        if record["event"] in SIGNS and record["member"] in members
         if (at := clock.real(record["at"])) >= struck.at - EARLY_S
     ]
-    own = [recovery for recovery in recoveries if set(recovery.lost) & set(struck.members) and _ends_after(recovery, struck.at)]
-    signs += [recovery.detected for recovery in own if recovery.detected >= struck.at - EARLY_S]
-    resumed = min((recovery.resumed for recovery in own if recovery.resumed is not None), default=None)
+    own = [r for r in recoveries if members & {*r.lost, *r.left} and (r.resumed is None or r.resumed >= struck.at - EARLY_S)]
+    signs += [r.detected for r in own if members & set(r.lost) and r.detected >= struck.at - EARLY_S]
+    first = min((r for r in own if r.resumed is not None), key=lambda r: r.detected, default=None)
+    pause = None
+    if first is not None and first.resumed is not None:
+        pause = first.resumed - (struck.at if members & set(first.lost) else first.detected)
     return Strike(
         event=struck.event,
         action=struck.action,
@@ -256,28 +260,21 @@ def _followed(struck: Struck, records: Records, clock: Clock, recoveries: list[R
         step=struck.step,
         note=struck.note,
         detected_s=max(0.0, min(signs) - struck.at) if signs else None,
-        pause_s=max(0.0, resumed - struck.at) if resumed is not None else None,
+        pause_s=None if pause is None else max(0.0, pause),
     )
 
 
-def _ends_after(recovery: Recovery, at: float) -> bool:
-    return recovery.resumed is None or recovery.resumed >= at - EARLY_S
-
-
 def _strikes_of(recovery: Recovery, strikes: Sequence[Strike]) -> list[Strike]:
-    """The strikes that a recovery is due to."""
-    return [
-        strike
-        for strike in strikes
-        if set(strike.members) & set(recovery.lost) and _ends_after(recovery, strike.at) and strike.pause_s is not None
-    ]
+    """The strikes that a recovery is due to: members are never called by the same name again."""
+    return [strike for strike in strikes if set(strike.members) & {*recovery.lost, *recovery.left}]
 
 
 def _pause(recovery: Recovery, own: list[Strike]) -> float | None:
     """From the first of its strikes, or else from the first sign, to the first step committed afterwards."""
     if recovery.resumed is None:
         return None
-    return recovery.resumed - min([recovery.detected, *(strike.at for strike in own)])
+    struck = [strike.at for strike in own if set(strike.members) & set(recovery.lost)]
+    return recovery.resumed - min([recovery.detected, *struck])
 
 
 def _kinds(recoveries: list[Recovery], owned: list[list[Strike]], pauses: list[float | None]) -> tuple[Kind, ...]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import ray
-
-from raytrain_ft.errors import ConfigError
 
 INTERNAL = "_ray_internal_"
 """What namespaces of Ray's own jobs begin with."""
@@ -28,22 +25,6 @@ def other_jobs() -> list[str]:
         for job, about in found.items()
         if not about.is_dead and job.hex() != own and not about.config.ray_namespace.startswith(INTERNAL)
     ]
-
-
-def drain(node: str, seconds: float) -> None:
-    """Tells Ray that a node will be taken away, as a spot node is.
-
-    Raises:
-        ConfigError: Ray does not accept it.
-    """
-    from ray.core.generated import autoscaler_pb2
-
-    reasons: Any = autoscaler_pb2
-    reason = reasons.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-    deadline = int((time.time() + seconds) * 1000)
-    accepted, why = _gcs().drain_node(node, reason, "a drill: this node will be taken away", deadline)
-    if not accepted:
-        raise ConfigError(f"Ray does not accept that node {node} is drained: {why}")
 
 
 def _gcs() -> Any:

@@ -36,7 +36,8 @@ class Job(Model):
     """What is trained.
 
     Attributes:
-        task: "tiny", a small model whose step takes a fixed time, or FILE.py:Task or module:Task.
+        task: "tiny", a small model whose step takes a fixed time, or FILE.py:Task (relative to the scenario's file) or
+            module:Task.
         arguments: of the task's class; of tiny: step_seconds.
     """
 

@@ -214,3 +214,15 @@ def test_a_trace_takes_and_gives_nodes_in_its_order_at_its_speed(tmp_path: Path)
     assert [(due.back, due.nodes) for due in schedule.due(10.0, 0)] == [(False, 1), (False, 1)]
     assert [(due.back, due.nodes) for due in schedule.due(99.0, 0)] == [(True, 2)]
     assert schedule.left == []
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[2] / "jobs" / "scenarios").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_the_examples_can_be_carried_out(path: Path) -> None:
+    scenario = Scenario.load(path)
+    inside = {entry.event for entry in faults.planted(scenario, faults.task_of(scenario))}
+    schedule = Schedule(scenario)
+    outside = {due.event for due in schedule.due(1e9, scenario.steps)}
+    assert inside | outside == set(range(len(scenario.events)))
+    assert not inside & outside
