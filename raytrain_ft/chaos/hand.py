@@ -19,12 +19,14 @@ OURS = ("ray::Worker", "ray::Supervisor")
 SLICE_S = 0.02
 """A process that is slowed runs and stands still in turns that are about as short as this."""
 
+QUICKEN_S = 5.0
+
 
 class Hand:
     """Strikes. Touches no process but those of a run, whatever number it is given: numbers of processes are used again."""
 
     def __init__(self) -> None:
-        self._slowed: dict[int, threading.Event] = {}
+        self._slowed: dict[int, tuple[threading.Event, threading.Thread]] = {}
 
     def kill(self, pid: int) -> bool:
         """SIGKILLs a process of a run; False if it is gone."""
@@ -47,16 +49,19 @@ class Hand:
         if _ours(pid) is None:
             return False
         ended = threading.Event()
-        self._slowed[pid] = ended
-        threading.Thread(target=_hold_up, args=(pid, factor, ended.wait), name=f"slow-{pid}", daemon=True).start()
+        thread = threading.Thread(target=_hold_up, args=(pid, factor, ended.wait), name=f"slow-{pid}", daemon=True)
+        self._slowed[pid] = (ended, thread)
+        thread.start()
         return True
 
     def quicken(self, pid: int) -> bool:
         """The process runs at full speed again; False if it was not slowed."""
-        ended = self._slowed.pop(pid, None)
-        if ended is not None:
-            ended.set()
-        return ended is not None
+        if pid not in self._slowed:
+            return False
+        ended, thread = self._slowed.pop(pid)
+        ended.set()
+        thread.join(timeout=QUICKEN_S)
+        return True
 
 
 def _ours(pid: int) -> psutil.Process | None:

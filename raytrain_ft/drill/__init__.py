@@ -14,11 +14,13 @@ from pathlib import Path
 from raytrain_ft.drill import faults, report
 from raytrain_ft.drill.grounds import Ground, Laptop, default_storage, laptop
 from raytrain_ft.drill.measure import Report, measure
+from raytrain_ft.drill.predict import job_of, known_job, predict
 from raytrain_ft.drill.runs import Runs
 from raytrain_ft.drill.schedule import Schedule
 from raytrain_ft.drill.verdict import verdict
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.scenario import Scenario
+from raytrain_ft.simulate import Job
 
 
 def drill(
@@ -27,6 +29,7 @@ def drill(
     *,
     storage_path: str | Path | None = None,
     quiet: bool = False,
+    known: Job | None = None,
 ) -> Report:
     """Rehearses a scenario. Writes `drill.json` and `drill.md` into the directory of the run that was struck.
 
@@ -34,6 +37,8 @@ def drill(
         ground: where; by default a laptop cluster of its own.
         storage_path: where the records of the runs are kept; by default ~/ray_results.
         quiet: show nothing.
+        known: a job of the same kind whose costs were measured (`predict.known_job`): what the simulator predicts from. By
+            default the drill's own run, so that the prediction is one of how the costs add up.
 
     Raises:
         ScenarioError: the scenario cannot be, or cannot be carried out there. Nothing was started.
@@ -44,7 +49,7 @@ def drill(
     schedule = _schedule(scenario)
     if ground is None:
         with laptop(scenario) as cluster:
-            return drill(scenario, Laptop(cluster), storage_path=storage_path, quiet=quiet)
+            return drill(scenario, Laptop(cluster), storage_path=storage_path, quiet=quiet, known=known)
     ground.refuse(scenario)
     storage = Path(storage_path) if storage_path is not None else default_storage()
     runs = Runs(scenario, task, ground, storage, quiet=quiet)
@@ -56,9 +61,17 @@ def drill(
     if isinstance(played.error, ConfigError):
         raise played.error
     found = measure(scenario, ground.name, played, reference)
-    found = replace(found, checks=verdict(found, scenario))
+    found = replace(found, checks=verdict(found, scenario), predicted=_predicted(scenario, played.path, known))
     report.write(found, played.path)
     return found
+
+
+def _predicted(scenario: Scenario, run: Path, known: Job | None) -> dict[str, float]:
+    """What the simulator says of the scenario; nothing if it cannot say anything."""
+    try:
+        return predict(scenario, job_of(scenario, known or known_job(run))).numbers
+    except ConfigError:
+        return {}
 
 
 def _schedule(scenario: Scenario) -> Schedule:

@@ -17,6 +17,7 @@ from raytrain_ft.drill.schedule import Due, Schedule, View, spares_one
 from raytrain_ft.drill.watch import ABORT_S, Watch
 from raytrain_ft.errors import ConfigError, FTError
 from raytrain_ft.result import Result
+from raytrain_ft.scenario import Event
 from raytrain_ft.trainer import Trainer
 
 POLL_S = 0.05
@@ -144,7 +145,7 @@ class Rehearsal:
         """Nothing stays frozen or slow; nodes need no longer come or go."""
         self.played.offsets = [offset - self._watch.zero for offset in self._watch.offsets.values()]
         left = [due.event for due in (*self._waiting, *(self._schedule.left if self._schedule is not None else ()))]
-        self.played.missed = sorted({*left, *(planted.event for planted in self._planted)})
+        self.played.missed = sorted({*self.played.missed, *left, *(planted.event for planted in self._planted)})
         for _, end, always in self._later:
             if always:
                 end()
@@ -161,7 +162,7 @@ class Rehearsal:
             return True
         if not self._view.ready or self._schedule is None:
             return False
-        nodes = due.what.action in ("kill_node", "drain")
+        nodes = due.what.action in ("kill_node", "drain", "unplug")
         struck = self._strike_nodes(due, self._schedule) if nodes else self._strike_members(due, self._schedule)
         if struck:
             self._schedule.struck(due.event)
@@ -203,21 +204,36 @@ class Rehearsal:
         hosts = schedule.hosts(due, view)
         if not hosts or (not due.persistent and not spares_one((), hosts, view)):
             return False
+        done = False
         for node in hosts:
             members = [member for member in view.pids if view.nodes.get(member) == node]
             try:
-                if event.action == "drain":
-                    assert event.notice is not None
-                    self._ground.drain(node, event.notice)
-                    self._after(event.notice, lambda node=node: self._ground.kill_node(node))
-                else:
-                    self._ground.kill_node(node)
+                if not self._take_down(node, event):
+                    continue
             except (ConfigError, ChaosError) as error:
                 self._note(due, (), node, f"{event.action} was not carried out: {error}")
-                continue
-            self._note(due, members, node)
-            if event.lasts is not None:
-                self._after(event.lasts + (event.notice or 0.0), self._ground.add_node)
+                self.played.missed.append(due.event)
+            else:
+                self._note(due, members, node)
+            done = True
+        return done
+
+    def _take_down(self, node: str, event: Event) -> bool:
+        """Begins a node's absence, and sees to its end; False if the node is gone already."""
+        ground, lasts = self._ground, event.lasts
+        if event.action == "unplug":
+            ground.unplug(node)
+            if lasts is not None:
+                self._after(lasts, lambda: ground.plug(node), always=True)
+            return True
+        if event.action == "drain":
+            assert event.notice is not None
+            ground.drain(node, event.notice)
+            self._after(event.notice, lambda: ground.kill_node(node))
+        elif not ground.kill_node(node):
+            return False
+        if lasts is not None:
+            self._after(lasts + (event.notice or 0.0), ground.add_node)
         return True
 
     def _end_later(self, action: str, lasts: float | None, node: str, pid: int) -> None:

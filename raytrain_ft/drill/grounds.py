@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -39,8 +40,16 @@ class Ground(Protocol):
         """Lets the hand on a node do something (a method of `Hand`) to a process; False if the process is gone."""
         ...
 
-    def kill_node(self, node: str) -> None:
-        """Kills a whole node of the run."""
+    def kill_node(self, node: str) -> bool:
+        """Kills a whole node of the run; False if it is gone."""
+        ...
+
+    def unplug(self, node: str) -> None:
+        """Pulls a node's cable out."""
+        ...
+
+    def plug(self, node: str) -> None:
+        """Puts it in again."""
         ...
 
     def drain(self, node: str, seconds: float) -> None:
@@ -61,18 +70,20 @@ class Ground(Protocol):
 
 
 class Laptop:
-    """A `LocalCluster`: everything is possible but to unplug a node. Nodes are added from the main thread only."""
+    """A `LocalCluster`. A node can be unplugged only where nodes have cables (`HostCluster`). Nodes are added from the main thread
+    only."""
 
     name = "local"
 
     def __init__(self, cluster: LocalCluster) -> None:
-        self._cluster = cluster
+        self._cluster: Any = cluster
         self._hand = Hand()
+        self._cables = hasattr(cluster, "unplug")  # then each node has a clock of its own, too
 
     def refuse(self, scenario: Scenario) -> None:
         """See `Ground`."""
         for place, action in _events(scenario):
-            if action == "unplug":
+            if action == "unplug" and not self._cables:
                 raise scenario.error(
                     place, "unplug: all nodes of a laptop cluster share one network; use freeze, or rehearse in the simulator"
                 )
@@ -84,9 +95,23 @@ class Laptop:
         """See `Ground`."""
         return getattr(self._hand, what)(pid, *more)
 
-    def kill_node(self, node: str) -> None:
+    def kill_node(self, node: str) -> bool:
         """See `Ground`."""
-        self._cluster.kill_node(node)
+        if node not in self._cluster.node_ids():
+            return False
+        try:
+            self._cluster.kill_node(node)
+        except psutil.NoSuchProcess:
+            return False
+        return True
+
+    def unplug(self, node: str) -> None:
+        """See `Ground`."""
+        self._cluster.unplug(node)
+
+    def plug(self, node: str) -> None:
+        """See `Ground`."""
+        self._cluster.plug(node)
 
     def drain(self, node: str, seconds: float) -> None:
         """See `Ground`."""
@@ -98,11 +123,11 @@ class Laptop:
 
     def clock(self) -> float:
         """See `Ground`."""
-        return time.monotonic()
+        return time.time() if self._cables else time.monotonic()
 
     def struck_at(self, marker: list[str]) -> float:
         """See `Ground`."""
-        return float(marker[0])
+        return float(marker[2 if self._cables else 0])
 
 
 class Running:
@@ -174,13 +199,22 @@ class Running:
             return False
         return bool(done)
 
-    def kill_node(self, node: str) -> None:
+    def kill_node(self, node: str) -> bool:
         """See `Ground`. Once more it is made sure that nobody else is hit: jobs come and go."""
         if reason := self._harm():
             raise ConfigError(f"node {node} was spared: {reason}")
         self.prepare([node])
         dying = self._hands.pop(node).kill_node.remote()
         ray.wait([dying], timeout=ANSWER_S)
+        return True
+
+    def unplug(self, node: str) -> None:
+        """Refused beforehand."""
+        raise ConfigError("the network of a running cluster is not ours to cut")
+
+    def plug(self, node: str) -> None:
+        """Refused beforehand."""
+        raise ConfigError("the network of a running cluster is not ours to mend")
 
     def drain(self, node: str, seconds: float) -> None:
         """See `Ground`."""

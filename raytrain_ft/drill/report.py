@@ -77,16 +77,16 @@ def _tables(report: Report) -> list[tuple[str, Sequence[str], Rows]]:
     return [
         ("Strikes", ("event", "action", "who", "at", "step", "detected after", "pause", ""), strikes),
         ("Recoveries", ("cause", "strategy", "kept", "count", "pause p50", "pause p95"), kinds),
-        ("Numbers", ("", "measured", *(["predicted"] if report.predicted else [])), _numbers(report)),
+        ("Numbers", ("", report.ground, *(["predicted"] if report.predicted else [])), _numbers(report)),
         ("Verdict", ("", "wanted", "found", ""), checks),
     ]
 
 
 def _numbers(report: Report) -> Rows:
-    equal = {True: "yes", False: "no", None: "unknown: a run did not end"}[report.bit_equal]
+    equal = {True: "yes", False: "no", None: "unknown" if report.strikes else "not simulated"}[report.bit_equal]
     rows = {
         "goodput": ("goodput", f"{report.goodput:.1%}"),
-        "seconds": ("training", f"{report.training_s:.2f} s (undisturbed {report.undisturbed_s:.2f} s)"),
+        "training": ("training", f"{report.training_s:.2f} s (undisturbed {report.undisturbed_s:.2f} s)"),
         "recoveries": ("recoveries", str(sum(kind.count for kind in report.recoveries))),
         "detection": ("detection p50, p95, longest", _spread(report.detection)),
         "pause": ("pause p50, p95, longest", _spread(report.pauses)),

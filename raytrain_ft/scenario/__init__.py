@@ -8,6 +8,6 @@ pydantic's `ValidationError`. What only the model can tell (how many buckets it 
 
 from raytrain_ft.scenario.checks import trainer_parts
 from raytrain_ft.scenario.events import Event, Point, When, Who
-from raytrain_ft.scenario.model import Job, Scenario, Thresholds
+from raytrain_ft.scenario.model import Assumed, Job, Scenario, Thresholds
 
-__all__ = ["Event", "Job", "Point", "Scenario", "Thresholds", "When", "Who", "trainer_parts"]
+__all__ = ["Assumed", "Event", "Job", "Point", "Scenario", "Thresholds", "When", "Who", "trainer_parts"]

@@ -11,6 +11,7 @@ from raytrain_ft.errors import ConfigError
 from raytrain_ft.scenario.events import AT_A_POINT, IN_USER_CODE, TAKES_TIME, Event
 from raytrain_ft.scenario.points import BUCKET_PHASES, MICRO_BATCH_PHASES, STATES, STEP_PHASES, WORKER_PHASES
 from raytrain_ft.settings import TrainSettings
+from raytrain_ft.simulate import Costs
 
 if TYPE_CHECKING:
     from raytrain_ft.scenario.model import Scenario
@@ -23,6 +24,10 @@ def problems(scenario: Scenario) -> Iterator[Problem]:
     """Everything that cannot be."""
     yield from _of_the_job(scenario)
     yield from _of_events(scenario)
+    names = tuple(Costs.__dataclass_fields__)
+    for name, value in scenario.assumed.costs.items() if scenario.assumed is not None else ():
+        if name not in names:
+            yield ("assumed", "costs", name), value, f"there is no such cost. Allowed here: {', '.join(names)}"
 
 
 def _of_the_job(scenario: Scenario) -> Iterator[Problem]:

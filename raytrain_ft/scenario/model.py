@@ -45,6 +45,17 @@ class Job(Model):
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
+class Assumed(Model):
+    """What things cost where they were not measured: for the simulator.
+
+    Attributes:
+        step_s: of a step of all workers. costs: fields of `simulate.Costs`, such as detect_s, start_s, state_bytes.
+    """
+
+    step_s: Seconds
+    costs: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(default_factory=dict)
+
+
 class Scenario(Model):
     """A job, and what happens to it.
 
@@ -55,7 +66,7 @@ class Scenario(Model):
         steps, batch, seed, bucket_bytes, first_bucket_bytes: as in `Trainer`.
         strategy, update, replacement, spares, hang_timeout, replacement_timeout: as in `RecoveryConfig`.
         checkpoint_every: as `CheckpointConfig.every`.
-        events: what happens. pass_if: what the run must keep.
+        events: what happens. pass_if: what the run must keep. assumed: what things cost, for the simulator.
     """
 
     name: Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
@@ -79,6 +90,7 @@ class Scenario(Model):
     checkpoint_every: Whole | Literal["auto"] | None = "auto"
     events: tuple[Event, ...] = ()
     pass_if: Thresholds = Thresholds()
+    assumed: Assumed | None = None
     _source: Source = PrivateAttr(default_factory=Source)
 
     @classmethod

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 import ray
-from click.testing import CliRunner
 
 from raytrain_ft.chaos.cluster import LocalCluster
-from raytrain_ft.cli_drill import drill_command
 from raytrain_ft.drill import Report, drill
 from raytrain_ft.drill.grounds import Laptop, Running
 from raytrain_ft.errors import ConfigError, ScenarioError
@@ -177,10 +175,3 @@ pass_if:
     assert report.bit_equal
     assert [check.name for check in report.checks if not check.kept] == ["pause p95"]
     assert not report.passed
-
-
-def test_the_command_refuses_with_a_code_of_its_own(tmp_path: Path) -> None:
-    (tmp_path / "bad.yaml").write_text(JOB + "evnts: []\n")
-    found = CliRunner().invoke(drill_command, [str(tmp_path / "bad.yaml")])
-    assert found.exit_code == 2
-    assert "bad.yaml, line 9: evnts: there is no such field; did you mean 'events'?" in found.output
