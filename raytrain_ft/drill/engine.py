@@ -21,6 +21,8 @@ from raytrain_ft.scenario import Event
 from raytrain_ft.trainer import Trainer
 
 POLL_S = 0.05
+STALE_S = 1.0
+"""An account of the run that is older than this is not acted upon."""
 HANDS = {"kill": "kill", "freeze": "freeze", "slow_down": "slow"}
 """What the hand on a node does for an action on a process."""
 AFTERWARDS = {"freeze": "thaw", "slow_down": "quicken"}
@@ -101,6 +103,8 @@ class Rehearsal:
         self._waiting: list[Due] = []
         self._later: list[tuple[float, Callable[[], object], bool]] = []  # (when, what, also if the run has ended before)
         self._known: dict[int, str] = {}  # all members that there ever were, by their process
+        self._gone: set[str] = set()  # members that were struck, whether or not that has been noticed
+        self._seen = 0.0
         self.played = Played(path=path)
 
     def play(self) -> Played:
@@ -128,6 +132,7 @@ class Rehearsal:
                 assert self._watch.account is not None
                 self._view = View.of(self._watch.account)
                 self._known |= {pid: member for member, pid in self._view.pids.items()}
+                self._seen = time.monotonic()
                 self._show(self._watch.account)
                 self._ground.prepare(self._view.hosts())
             now = time.monotonic()
@@ -160,7 +165,7 @@ class Rehearsal:
                 self._ground.add_node()
             self._note(due, note="a node joined")
             return True
-        if not self._view.ready or self._schedule is None:
+        if not self._view.ready or self._schedule is None or time.monotonic() - self._seen > STALE_S:
             return False
         nodes = due.what.action in ("kill_node", "drain", "unplug")
         struck = self._strike_nodes(due, self._schedule) if nodes else self._strike_members(due, self._schedule)
@@ -174,7 +179,7 @@ class Rehearsal:
         if event.who.role == "supervisor":
             return self._strike_supervisor(due)
         members = schedule.members(event.who, view)
-        if not members or (not due.persistent and not spares_one(members, (), view)):
+        if not members or (not due.persistent and not spares_one(members, (), view, self._gone)):
             return False
         done = [member for member in members if self._touch(event.action, member, event.factor)]
         if done:
@@ -202,7 +207,7 @@ class Rehearsal:
     def _strike_nodes(self, due: Due, schedule: Schedule) -> bool:
         event, view = due.what, self._view
         hosts = schedule.hosts(due, view)
-        if not hosts or (not due.persistent and not spares_one((), hosts, view)):
+        if not hosts or (not due.persistent and not spares_one((), hosts, view, self._gone)):
             return False
         done = False
         for node in hosts:
@@ -250,6 +255,7 @@ class Rehearsal:
         at = clock - self._watch.zero
         struck = Struck(event=event, action=action, at=at, step=self._view.step, members=tuple(members), node=node, note=note)
         self.played.struck.append(struck)
+        self._gone |= set(members) if action != "slow_down" else set()
         who = ", ".join(members) or (f"node {node[:8]}" if node else "")
         self._say(f"  {at:8.2f} s  step {struck.step}  {action} {who} {note}".rstrip())
 

@@ -70,8 +70,10 @@ class Ground(Protocol):
 
 
 class Laptop:
-    """A `LocalCluster`. A node can be unplugged only where nodes have cables (`HostCluster`). Nodes are added from the main thread
-    only."""
+    """A `LocalCluster`. A node can be unplugged only where nodes have cables (`HostCluster`).
+
+    Nodes are added from the main thread only: Ray installs a handler of signals.
+    """
 
     name = "local"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,7 +153,11 @@ def _reached(wanted: float | None, now: float) -> bool:
     return wanted is not None and now >= wanted
 
 
-def spares_one(members: Sequence[str], hosts: Sequence[str], view: View) -> bool:
-    """Whether somebody who holds the training state is left when these members, or all on these nodes, are gone."""
+def spares_one(members: Sequence[str], hosts: Sequence[str], view: View, struck: Set[str] = frozenset()) -> bool:
+    """Whether somebody who holds the training state is left when these members, or all on these nodes, are gone.
+
+    Args:
+        struck: who was struck before, though it may not have been noticed yet.
+    """
     gone = {member for member in view.pids if member in members or view.nodes.get(member) in hosts}
-    return any(holder not in gone for holder in view.holders)
+    return any(holder not in gone and holder not in struck for holder in view.holders)

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from raytrain_ft.drill import drill, faults
-from raytrain_ft.drill.schedule import Schedule, View
+from raytrain_ft.drill.schedule import Schedule, View, spares_one
 from raytrain_ft.errors import ScenarioError
 from raytrain_ft.scenario import Event, Scenario, When, Who
 
@@ -191,6 +191,14 @@ def test_who_is_meant_is_found_by_rank_node_and_role(tmp_path: Path) -> None:
     assert schedule.members(Who(ranks=(0, 3)), view(pids={"w3": 1})) == ["w3"]
     assert len(schedule.members(Who(survivors=1), view())) == 3
     assert schedule.members(Who(rank=3), view(world=("w1", "w0"))) == []
+
+
+def test_whoever_holds_the_last_replica_is_spared() -> None:
+    assert spares_one(["w0"], (), view())
+    assert not spares_one(["w0", "w1"], (), view())
+    assert not spares_one(["w1"], (), view(), {"w0"})  # it was frozen, and nobody has noticed yet
+    assert spares_one((), ["A", "C"], view())
+    assert not spares_one((), ["A", "B"], view())
 
 
 def test_a_rate_comes_at_random_with_its_mean_and_no_more_often_than_allowed(tmp_path: Path) -> None:
