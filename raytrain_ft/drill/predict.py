@@ -153,8 +153,22 @@ class Events:
                 (*place[:2], "when"), "the simulator takes events at steps or at times, not both: another event has a step"
             )
 
+    def check(self, job: Job) -> None:
+        """Whether traces take more nodes than there are.
+
+        Raises:
+            ScenarioError: one does.
+        """
+        for number, event in enumerate(self._scenario.events):
+            if event.when is not None and event.when.trace is not None:
+                try:
+                    SpotTrace.read(self._scenario.relative(event.when.trace)).check(job)
+                except ConfigError as error:
+                    raise self._scenario.error(("events", number, "when", "trace"), str(error)) from error
+
     def draw(self, job: Job, chance: Generator) -> Iterator[Failure]:
         """The failures of one run, in order."""
+        self.check(job)
         draws = random.Random(int(chance.integers(2**62)))
         if self._at_steps:
             found = [self._at_step(self._scenario.events[number], job, draws) for number in self._at_steps]
