@@ -13,7 +13,8 @@ from pathlib import Path
 
 from raytrain_ft.drill import faults, report
 from raytrain_ft.drill.grounds import Ground, Laptop, default_storage, laptop
-from raytrain_ft.drill.measure import Report, measure
+from raytrain_ft.drill.measure import measure
+from raytrain_ft.drill.numbers import Report
 from raytrain_ft.drill.predict import job_of, known_job, predict
 from raytrain_ft.drill.runs import Runs
 from raytrain_ft.drill.schedule import Schedule

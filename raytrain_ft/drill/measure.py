@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from raytrain_ft.drill.engine import Played, Struck
+from raytrain_ft.drill.numbers import WEAKER, Kind, Report, Spread, Strike
 from raytrain_ft.policy.audit import audit
 from raytrain_ft.policy.history import check
 from raytrain_ft.policy.strategy import Recovery
@@ -16,116 +15,11 @@ from raytrain_ft.result import recovery_of
 from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.scenario import Scenario
 
-WEAKER = ("exact", "rounding", "lossy")
-"""Guarantees, the strongest first."""
 EARLY_S = 0.05
 """By how much a sign may seem to come before its strike: clocks are compared by messages."""
 SIGNS = ("WorkerLost", "Noticed")
 """Events that say that a member was struck."""
 Records = list[dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """Percentiles (nearest rank) of some times, seconds; None without any."""
-
-    count: int
-    p50: float | None = None
-    p95: float | None = None
-    longest: float | None = None
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Of these."""
-        known = sorted(values)
-        if not known:
-            return cls(count=0)
-        rank = lambda share: known[max(0, math.ceil(share * len(known)) - 1)]  # noqa: E731
-        return cls(count=len(known), p50=rank(0.5), p95=rank(0.95), longest=known[-1])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Strike:
-    """What was struck, and what came of it. Seconds; None if it was not noticed, or training did not stand still for it.
-
-    Attributes:
-        at: since the run began. detected_s: from the strike to the first sign of it. pause_s: from the strike to the first step
-            committed afterwards.
-    """
-
-    event: int
-    action: str
-    members: tuple[str, ...]
-    node: str
-    at: float
-    step: int
-    note: str
-    detected_s: float | None = None
-    pause_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """Recoveries of one kind. cause: the actions that caused them, or "resize"."""
-
-    cause: str
-    strategy: str
-    guarantee: str
-    count: int
-    pause: Spread
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """A threshold, and whether it was kept."""
-
-    name: str
-    wanted: str
-    found: str
-    kept: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What a drill came to. Times in seconds.
-
-    Attributes:
-        steps: committed. training_s: from the first step to the end; undisturbed_s: of the run without failures.
-        goodput: steps committed, as a share of what the undisturbed run would have made in the same time.
-        strikes: all that was done. missed: numbers of the events that did not come about.
-        recoveries: by cause, strategy and guarantee. detection, pauses: see `Strike`; pauses are of all recoveries, those
-            without a strike included.
-        guarantee: the weakest that a recovery kept. bit_equal: whether the final state is the undisturbed run's; None if one
-            of the runs did not end. violations: of the promises that `policy.history` and the audit check.
-        predicted: by the simulator, for the same events: numbers by name.
-        failure: why the run failed. paths: records of the two runs.
-    """
-
-    scenario: str
-    ground: str
-    steps: int
-    max_steps: int
-    training_s: float
-    undisturbed_s: float
-    goodput: float
-    strikes: tuple[Strike, ...]
-    missed: tuple[int, ...]
-    recoveries: tuple[Kind, ...]
-    detection: Spread
-    pauses: Spread
-    samples_lost: int
-    guarantee: str
-    bit_equal: bool | None
-    violations: tuple[str, ...]
-    checks: tuple[Check, ...] = ()
-    predicted: dict[str, float] = field(default_factory=dict)
-    failure: str = ""
-    paths: tuple[str, str] = ("", "")
-
-    @property
-    def passed(self) -> bool:
-        """Whether every threshold was kept."""
-        return all(check.kept for check in self.checks)
 
 
 def committed(records: Records) -> int:
@@ -208,9 +102,13 @@ def measure(scenario: Scenario, ground: str, played: Played, reference: Played) 
     records, calm = (read_records(run.path / "events.jsonl") for run in (played, reference))
     clock, calm_clock = Clock.of(records, played.offsets), Clock.of(calm, reference.offsets)
     recoveries = recoveries_of(records, clock)
-    strikes = tuple(_followed(struck, records, clock, recoveries) for struck in played.struck)
-    owned = [_strikes_of(recovery, strikes) for recovery in recoveries]
-    pauses = [_pause(recovery, own) for recovery, own in zip(recoveries, owned, strict=True)]
+    noticed = _noticed(records, clock)
+    blame = guilty(played.struck, noticed)
+    strikes = tuple(
+        _followed(struck, members, noticed, recoveries) for struck, members in zip(played.struck, blame, strict=True)
+    )
+    pauses = [_pause(recovery, strikes, blame) for recovery in recoveries]
+    causes = [_cause(recovery, strikes, blame) for recovery in recoveries]
     steps, seconds = committed(records), training_seconds(records, clock)
     calm_steps, calm_seconds = committed(calm), training_seconds(calm, calm_clock)
     expected = calm_steps / calm_seconds * seconds if calm_seconds else 0.0
@@ -224,7 +122,7 @@ def measure(scenario: Scenario, ground: str, played: Played, reference: Played) 
         goodput=steps / expected if expected else 0.0,
         strikes=strikes,
         missed=tuple(played.missed),
-        recoveries=_kinds(recoveries, owned, pauses),
+        recoveries=_kinds(recoveries, causes, pauses),
         detection=Spread.of([strike.detected_s for strike in strikes if strike.detected_s is not None]),
         pauses=Spread.of([pause for pause in pauses if pause is not None]),
         samples_lost=audit(records).samples_lost,
@@ -236,16 +134,30 @@ def measure(scenario: Scenario, ground: str, played: Played, reference: Played) 
     )
 
 
-def _followed(struck: Struck, records: Records, clock: Clock, recoveries: list[Recovery]) -> Strike:
-    """A strike, and when it was noticed. Who left after a notice made no pause but that of the change itself."""
-    members = set(struck.members)
-    signs = [
-        at
-        for record in records
-        if record["event"] in SIGNS and record["member"] in members
-        if (at := clock.real(record["at"])) >= struck.at - EARLY_S
-    ]
-    own = [r for r in recoveries if members & {*r.lost, *r.left} and (r.resumed is None or r.resumed >= struck.at - EARLY_S)]
+def _noticed(records: Records, clock: Clock) -> dict[str, float]:
+    """When it was first said of each member that it is lost, or will be. Members are never called by the same name again."""
+    found: dict[str, float] = {}
+    for record in records:
+        if record["event"] in SIGNS:
+            found.setdefault(record["member"], clock.real(record["at"]))
+    return found
+
+
+def guilty(struck: Sequence[Struck], noticed: dict[str, float]) -> list[set[str]]:
+    """Of each strike, the members that are gone because of it: it is the last that hit them before that was noticed."""
+    found: list[set[str]] = [set() for _ in struck]
+    for member, at in noticed.items():
+        before = [n for n, strike in enumerate(struck) if member in strike.members and strike.at <= at + EARLY_S]
+        if before:
+            found[max(before, key=lambda n: struck[n].at)].add(member)
+    return found
+
+
+def _followed(struck: Struck, members: set[str], noticed: dict[str, float], recoveries: list[Recovery]) -> Strike:
+    """A strike, and what came of it: these members are gone because of it. Who left after a notice made no pause but that of
+    the change itself."""
+    own = [recovery for recovery in recoveries if members & {*recovery.lost, *recovery.left}]
+    signs = [noticed[member] for member in members]
     signs += [r.detected for r in own if members & set(r.lost) and r.detected >= struck.at - EARLY_S]
     first = min((r for r in own if r.resumed is not None), key=lambda r: r.detected, default=None)
     pause = None
@@ -264,35 +176,32 @@ def _followed(struck: Struck, records: Records, clock: Clock, recoveries: list[R
     )
 
 
-def _strikes_of(recovery: Recovery, strikes: Sequence[Strike]) -> list[Strike]:
-    """The strikes that a recovery is due to: members are never called by the same name again."""
-    return [strike for strike in strikes if set(strike.members) & {*recovery.lost, *recovery.left}]
-
-
-def _pause(recovery: Recovery, own: list[Strike]) -> float | None:
+def _pause(recovery: Recovery, strikes: Sequence[Strike], blame: Sequence[set[str]]) -> float | None:
     """From the first of its strikes, or else from the first sign, to the first step committed afterwards."""
     if recovery.resumed is None:
         return None
-    struck = [strike.at for strike in own if set(strike.members) & set(recovery.lost)]
+    struck = [strike.at for strike, members in zip(strikes, blame, strict=True) if members & set(recovery.lost)]
     return recovery.resumed - min([recovery.detected, *struck])
 
 
-def _kinds(recoveries: list[Recovery], owned: list[list[Strike]], pauses: list[float | None]) -> tuple[Kind, ...]:
-    kinds: dict[tuple[str, str, str], list[float]] = {}
-    counts: Counter[tuple[str, str, str]] = Counter()
-    for recovery, own, pause in zip(recoveries, owned, pauses, strict=True):
-        actions = sorted({strike.action for strike in own})
-        cause = " + ".join(actions) or ("other" if recovery.lost else "resize")
-        key = (cause, str(recovery.strategy), str(recovery.guarantee))
-        counts[key] += 1
-        kinds.setdefault(key, []).extend([pause] if pause is not None else [])
+def _cause(recovery: Recovery, strikes: Sequence[Strike], blame: Sequence[set[str]]) -> str:
+    """The actions that it is due to; "resize" if nobody was lost, "other" for a loss that nobody asked for."""
+    gone = {*recovery.lost, *recovery.left}
+    actions = {strike.action for strike, members in zip(strikes, blame, strict=True) if members & gone}
+    return " + ".join(sorted(actions)) or ("other" if gone else "resize")
+
+
+def _kinds(recoveries: list[Recovery], causes: list[str], pauses: list[float | None]) -> tuple[Kind, ...]:
+    kinds: dict[tuple[str, str, str], list[float | None]] = {}
+    for recovery, cause, pause in zip(recoveries, causes, pauses, strict=True):
+        kinds.setdefault((cause, str(recovery.strategy), str(recovery.guarantee)), []).append(pause)
     return tuple(
         Kind(
             cause=cause,
             strategy=strategy,
             guarantee=guarantee,
-            count=counts[cause, strategy, guarantee],
-            pause=Spread.of(times),
+            count=len(times),
+            pause=Spread.of([pause for pause in times if pause is not None]),
         )
         for (cause, strategy, guarantee), times in kinds.items()
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 from numpy.random import Generator
 
 from raytrain_ft.drill.faults import casualties, ranks
-from raytrain_ft.drill.measure import WEAKER, Kind, Report, Spread
+from raytrain_ft.drill.numbers import WEAKER, Kind, Report, Spread
 from raytrain_ft.drill.verdict import verdict
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.runtime.event_log import read_records

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from raytrain_ft.drill.measure import Report, Spread
+from raytrain_ft.drill.numbers import Report, Spread
 
 MOST_STRIKES = 100
 """Rows of the table of strikes; drill.json has them all."""

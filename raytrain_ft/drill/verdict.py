@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raytrain_ft.drill.measure import WEAKER, Check, Report
+from raytrain_ft.drill.numbers import WEAKER, Check, Report
 from raytrain_ft.scenario import Scenario
 
 

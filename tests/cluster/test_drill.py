@@ -19,7 +19,7 @@ from raytrain_ft.scenario import Scenario
 JOB = """
 name: rehearsal
 workers: 3
-steps: 250
+steps: 140
 batch: 48
 bucket_bytes: 32768
 first_bucket_bytes: 8192
@@ -29,19 +29,19 @@ STRIKES = """
 events:
   - action: kill
     who: {rank: 1}
-    when: {step: 20}
+    when: {step: 12}
     at: {share: 50%}
   - action: freeze
     who: {rank: 2}
-    when: {step: 60}
+    when: {step: 30}
   - action: slow_down
     who: {rank: 0}
-    when: {step: 100}
+    when: {step: 60}
     factor: 3
     lasts: 1s
   - action: kill_node
     who: {rank: 0}
-    when: {step: 160}
+    when: {step: 95}
     lasts: 0.5s
 pass_if:
   goodput: 5%
@@ -106,7 +106,7 @@ def test_the_report_says_what_the_records_say(struck: tuple[Report, Scenario, in
     # At exact points: the strike is in the step, and inside of the back-propagation, that was asked for.
     started = {record["member"]: record["pid"] for record in records if record["event"] == "WorkerStarted"}
     markers = {path.name: path.read_text().split() for path in (Path(report.paths[0]) / "faults").iterdir()}
-    marker = next(words for name, words in markers.items() if name.startswith("worker-1-20-backward-"))
+    marker = next(words for name, words in markers.items() if name.startswith("worker-1-12-backward-"))
     assert started[kill.members[0]] == int(marker[1])
 
     state = [(r["state"], r["at"]) for r in records if r["event"] == "State"]
@@ -115,7 +115,7 @@ def test_the_report_says_what_the_records_say(struck: tuple[Report, Scenario, in
     if not restarts:
         assert report.training_s == pytest.approx(over - running, abs=0.02)
     assert report.training_s >= over - running - 0.02
-    assert report.steps == report.max_steps == 250
+    assert report.steps == report.max_steps == 140
     assert report.goodput == pytest.approx(report.undisturbed_s / report.training_s)
     assert 0 < report.goodput < 1  # pauses of seconds in a run of some twenty
 
@@ -168,7 +168,7 @@ pass_if:
 """
     ground = Running(ray.get_runtime_context().gcs_address)
     try:
-        report = drill(scenario(tmp_path, JOB.replace("250", "60") + events), ground, storage_path=tmp_path, quiet=True)
+        report = drill(scenario(tmp_path, JOB.replace("140", "40") + events), ground, storage_path=tmp_path, quiet=True)
     finally:
         ground.close()
     assert [strike.action for strike in report.strikes] == ["kill", "slow_down"]

@@ -15,7 +15,9 @@ from click.testing import CliRunner
 
 from raytrain_ft.chaos.hand import Hand
 from raytrain_ft.cli_drill import drill_command
-from raytrain_ft.drill.measure import Clock, Spread
+from raytrain_ft.drill.engine import Struck
+from raytrain_ft.drill.measure import Clock, guilty
+from raytrain_ft.drill.numbers import Spread
 from raytrain_ft.drill.predict import job_of, predict, rehearse
 from raytrain_ft.errors import ScenarioError
 from raytrain_ft.scenario import Scenario
@@ -111,6 +113,12 @@ def test_the_clock_goes_on_while_the_supervisor_is_away() -> None:
     clock = Clock.of(records, [0.0, 7.0, 9.0])
     assert [clock.real(at) for at in (3.0, 9.9, 10.0, 19.0, 20.0, 25.0)] == [3.0, 9.9, 17.0, 26.0, 29.0, 34.0]
     assert Clock.of(records, [0.0, 7.0]).real(25.0) == 32.0  # the last life was never seen
+
+
+def test_of_several_strikes_the_last_one_before_a_loss_is_to_blame() -> None:
+    hits = [("slow_down", 5.0, ("w0",)), ("freeze", 8.0, ("w1",)), ("kill_node", 9.0, ("w0", "w2")), ("kill", 20.0, ("w2",))]
+    struck = [Struck(event=n, action=what, at=at, step=0, members=who) for n, (what, at, who) in enumerate(hits)]
+    assert guilty(struck, {"w0": 9.2, "w2": 9.3, "w3": 1.0}) == [set(), set(), {"w0", "w2"}, set()]
 
 
 def test_percentiles_are_of_the_nearest_rank() -> None:
