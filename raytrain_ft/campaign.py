@@ -16,11 +16,11 @@ from pathlib import Path
 
 import click
 
-from raytrain_ft.drill.engine import Played
 from raytrain_ft.drill.faults import task_of
 from raytrain_ft.drill.grounds import Laptop, laptop
 from raytrain_ft.drill.measure import measure
 from raytrain_ft.drill.numbers import Report
+from raytrain_ft.drill.played import Played
 from raytrain_ft.drill.runs import Runs
 from raytrain_ft.drill.schedule import Schedule
 from raytrain_ft.scenario import Event, Scenario, When, Who

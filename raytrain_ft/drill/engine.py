@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from raytrain_ft.chaos.faults import ChaosError, FailAt
 from raytrain_ft.drill.faults import Planted
 from raytrain_ft.drill.grounds import Ground
+from raytrain_ft.drill.played import Played, Struck
 from raytrain_ft.drill.schedule import Due, Schedule, View, spares_one
 from raytrain_ft.drill.watch import ABORT_S, Watch
 from raytrain_ft.errors import ConfigError, FTError
@@ -30,44 +33,6 @@ AFTERWARDS = {"freeze": "thaw", "slow_down": "quicken"}
 
 Show = Callable[[dict[str, Any]], None]
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Struck:
-    """Something that was done to a run.
-
-    Attributes:
-        event: number of the scenario's event. action: of it. members: who was struck; () if it was nobody.
-        at: seconds since the run began (see `Played.offsets`). step: the last one known to be committed then.
-        note: what else there is to say.
-    """
-
-    event: int
-    action: str
-    at: float
-    step: int
-    members: tuple[str, ...] = ()
-    node: str = ""
-    note: str = ""
-
-
-@dataclass(slots=True, kw_only=True)
-class Played:
-    """What came of one run.
-
-    Attributes:
-        path: its records. result: None if it failed. error: why.
-        offsets: of each life of the supervisor, what to add to the times in its records for a clock that never stands still:
-            the records' own stands still while the supervisor is away. Seconds; the first is 0.
-        missed: the numbers of events that did not come about.
-    """
-
-    path: Path
-    result: Result | None = None
-    error: FTError | None = None
-    struck: list[Struck] = field(default_factory=list)
-    offsets: list[float] = field(default_factory=list)
-    missed: list[int] = field(default_factory=list)
 
 
 class Rehearsal:
@@ -109,7 +74,7 @@ class Rehearsal:
 
     def play(self) -> Played:
         """Trains to the end, and strikes meanwhile. On the main thread: only there can Ray add nodes to a laptop cluster."""
-        with ThreadPoolExecutor(1) as pool:
+        with _interruptible(), ThreadPoolExecutor(1) as pool:
             training = pool.submit(self._trainer.fit)
             try:
                 self._strike_until(training)
@@ -285,6 +250,19 @@ class Rehearsal:
         if ranked is not None and self._view.pids.get(ranked) == pid:
             return ranked
         return self._known.get(pid)  # the ranks are others' already
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM is met as Ctrl-C is: the run is ended, and nothing stays frozen. Only the main thread can take signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: it was not set from Python
 
 
 def _read_marker(directory: Path, fault: FailAt) -> list[str] | None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raytrain_ft.drill.engine import Played, Struck
 from raytrain_ft.drill.numbers import WEAKER, Kind, Report, Spread, Strike
+from raytrain_ft.drill.played import Played, Struck
 from raytrain_ft.policy.audit import audit
 from raytrain_ft.policy.history import check
 from raytrain_ft.policy.strategy import Recovery

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from raytrain_ft.chaos.faults import FailAt
 from raytrain_ft.config import CheckpointConfig, RunConfig
-from raytrain_ft.drill.engine import Played, Rehearsal
+from raytrain_ft.drill.engine import Rehearsal
 from raytrain_ft.drill.faults import Planted
 from raytrain_ft.drill.grounds import Ground
+from raytrain_ft.drill.played import Played
 from raytrain_ft.drill.schedule import Schedule
 from raytrain_ft.progress import Display
 from raytrain_ft.scenario import Scenario, trainer_parts

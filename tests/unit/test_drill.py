@@ -15,9 +15,9 @@ from click.testing import CliRunner
 
 from raytrain_ft.chaos.hand import Hand
 from raytrain_ft.cli_drill import drill_command
-from raytrain_ft.drill.engine import Struck
 from raytrain_ft.drill.measure import Clock, guilty
 from raytrain_ft.drill.numbers import Spread
+from raytrain_ft.drill.played import Struck
 from raytrain_ft.drill.predict import job_of, predict, rehearse
 from raytrain_ft.errors import ScenarioError
 from raytrain_ft.scenario import Scenario
