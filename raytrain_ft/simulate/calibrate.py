@@ -201,7 +201,8 @@ def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 
 def _strategy(records: Records, recoveries: Records) -> Strategy:
     used = {r["strategy"] for r in recoveries}
-    kind: Kind = next((KINDS[name] for name in KINDS if name in used), "replication")
+    found = [kind for name, kind in KINDS.items() if name in used]
+    kind: Kind = found[0] if found else "replication"
     helped = [int(number) for r in recoveries for number in HELPED.findall(r["reason"])]
     return Strategy(kind=kind, every=_interval(records), replay_workers=max(helped, default=1), label=kind)
 
