@@ -17,7 +17,8 @@ from raytrain_ft.policy.sampling import Sampling, digest_of_ids, next_batch, pos
 from raytrain_ft.policy.states import ENDED, LIVE, TRAINING, State
 
 Holds = Callable[[str], tuple[int, int] | None]
-"""Of a member, the stage and the step of the state that it holds; None if it holds none or cannot be asked."""
+"""Of a member that is told to run, the stage and the step of the state that it holds, (-1, -1) if it holds none; None if it
+cannot be asked."""
 
 
 class PromiseBroken(AssertionError):
@@ -35,15 +36,17 @@ class Promises:
 
     Attributes:
         holds: asks a worker for what it holds.
+        formed: the newest incarnation that was formed.
     """
 
     rules: Rules
     holds: Holds
+    formed: int = 0
     _members: dict[str, MemberState] = field(default_factory=dict)
+    _had_notice: frozenset[str] = frozenset()
     _charged: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
     _trained: tuple[str, ...] = ()
     _fenced: int = 0
-    _formed: int = 0
     _to_fill: int = 0
     _answered: set[tuple[type[m.Event], str, int]] = field(default_factory=set)
 
@@ -69,10 +72,10 @@ class Promises:
             _must(run.state == State.FINISHED or said, "the run ended and does not say why")
             _must(kills >= set(run.members), "the run ended and left a worker")
         self._check_times(run)
-        self._check_budgets(run, event, before, [self._members[member] for member in lost])
+        self._check_budgets(run, event, before, {member: self._members[member] for member in lost})
         for command in commands:
             self._check_command(run, command, kills)
-        self._members = dict(run.members)
+        self._members, self._had_notice = dict(run.members), frozenset(run.leaving)
 
     def _check_command(self, run: RunState, command: m.Command, kills: set[str]) -> None:
         match command:
@@ -80,13 +83,15 @@ class Promises:
                 allowed = run.state in LIVE - {State.SHUTTING_DOWN} or member in kills
                 _must(allowed, "a worker was started when the run was ending")
             case m.Fence(members, incarnation):
-                _must(incarnation > max(self._fenced, self._formed), "an incarnation was fenced twice")
+                _must(incarnation > max(self._fenced, self.formed), "an incarnation was fenced twice")
                 _must(set(members) <= set(run.members), "who is no member was fenced")
                 self._fenced = incarnation
-            case m.Reconcile(_, incarnation):
-                _must(incarnation == run.incarnation > self._formed, "an incarnation was formed twice")
+            case m.Reconcile(world, incarnation):
+                _must(incarnation == run.incarnation > self.formed, "an incarnation was formed twice")
                 _must(incarnation >= self._fenced, "an incarnation that is over was formed")
-                self._formed = incarnation
+                self.formed = incarnation
+                if len(world) != len(self._trained):
+                    self._trained = ()  # in a world of another size everybody may sit elsewhere, and stay there
             case m.Fill() | m.Replay():
                 self._to_fill = command.incarnation
             case m.Trim(members, _):
@@ -98,7 +103,7 @@ class Promises:
 
     def _check_run(self, run: RunState, world: tuple[str, ...], incarnation: int) -> None:
         """All who are told to run hold the same state; replacements sit where those sat whom they replace."""
-        _must(incarnation == run.incarnation == self._formed, "an incarnation runs that was not formed")
+        _must(incarnation == run.incarnation == self.formed, "an incarnation runs that was not formed")
         asked = m.Filled if self._to_fill == incarnation else m.Reconciled
         _must({(asked, member, incarnation) for member in world} <= self._answered, "somebody runs who has not answered")
         held = {member: found for member in world if (found := self.holds(member)) is not None}
@@ -118,10 +123,12 @@ class Promises:
             known = [at for at in times if at is not None]
             _must(known == sorted(known), f"times out of order: {recovery}")
 
-    def _check_budgets(self, run: RunState, event: m.Event, before: State, lost: list[MemberState]) -> None:
-        preempted = isinstance(event, m.WorkerLost) and event.preempted
+    def _check_budgets(self, run: RunState, event: m.Event, before: State, lost: dict[str, MemberState]) -> None:
+        warned = self._had_notice | {member for recovery in run.recoveries for member in recovery.left}
         if before != State.SHUTTING_DOWN:
-            self._charged[preempted] += lost.count(MemberState.ACTIVE)
+            for member, was in lost.items():
+                preempted = member in warned or (isinstance(event, m.WorkerLost) and event.preempted)
+                self._charged[preempted] += was in (MemberState.ACTIVE, MemberState.LEAVING)
         for budget, used in ((self.rules.max_preemption_failures, True), (self.rules.max_failures, False)):
             over = 0 <= budget < self._charged[used]
             _must(run.state == State.ERRORED or not over, "the budget for failures is used up, and the run goes on")

@@ -15,7 +15,8 @@ from raytrain_ft.policy.machine import handle, replay
 from raytrain_ft.policy.reconcile import Marks, Share
 from raytrain_ft.policy.roster import MemberState, Rules
 from raytrain_ft.policy.run_state import RunState
-from raytrain_ft.policy.states import ENDED, LIVE, TRAINING, State
+from raytrain_ft.policy.states import ENDED, State
+from raytrain_ft.simulate.promises import Promises
 
 OUT_OF_STEP = ("idle", "suspect")
 
@@ -87,16 +88,18 @@ class Cluster:
     edges: set[tuple[type[m.Event], State, State]] = field(default_factory=set)
     now: float = 0.0
     disk: list[m.Stored] = field(default_factory=list)
-    charged: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
-    _trained: tuple[str, ...] = ()
-    _had_notice: frozenset[str] = frozenset()
-    _fenced: int = 0
-    _formed: int = 0
-    _to_fill: int = 0
-    _answered: set[tuple[type[m.Event], str, int]] = field(default_factory=set)
+    promises: Promises = field(init=False)
 
     def __post_init__(self) -> None:
         self.run = RunState(self.rules)
+        self.promises = Promises(self.rules, self._holds)
+
+    def _holds(self, member: str) -> tuple[int, int] | None:
+        """What a worker holds that waits for the command to run."""
+        worker = self.workers.get(member)
+        if worker is None or worker.incarnation != self.run.incarnation or worker.status != "idle":
+            return None
+        return (worker.stage, worker.step) if worker.filled else (-1, -1)
 
     # ---------------------------------------------------------------- the supervisor's actor
 
@@ -104,14 +107,11 @@ class Cluster:
         """Log, decide, check, carry out; or crash before anything is carried out, and come back."""
         self.now += 0.01
         event = replace(event, at=self.now)
-        before, members = self.run.state, dict(self.run.members)
-        self._had_notice = frozenset(self.run.leaving)
+        before = self.run.state
         self.log.append(event)
         commands = handle(self.run, event)
-        if isinstance(event, m.Reconciled | m.Filled):
-            self._answered.add((type(event), event.member, event.incarnation))
         self.edges.add((type(event), before, self.run.state))
-        self._check(event, before, members, commands)
+        self.promises.after(self.run, event, before, commands)
         if crash:
             self.restart()
         else:
@@ -151,8 +151,6 @@ class Cluster:
             case m.FindCheckpoints(incarnation):
                 error = "the storage does not answer" if self.chance.random() < self.corruption else ""
                 self._post(m.CheckpointsFound(incarnation=incarnation, stored=tuple(reversed(self.disk)), error=error))
-            case m.Trim(members, _):
-                assert set(members) <= set(self.run.members)
             case m.Replay():
                 for member in [member for team in command.teams for member in team]:
                     self._call(member, "replay", lambda w: self._replay(w, command))
@@ -172,7 +170,6 @@ class Cluster:
                 for member in members:
                     self._call(member, "checkpoint", lambda w: self._last_checkpoint(w, incarnation))
             case m.Save(members):
-                assert len(members) == self.rules.stages
                 for member in members:
                     self._call(member, "save", lambda w: self._post(m.Saved(member=w.member, path=f"step {w.step}")))
             case m.Kill(member):
@@ -390,21 +387,21 @@ class Cluster:
         ]
         if self.mail:
             actions.append(lambda: self.tell(self.mail.pop(self.chance.randrange(len(self.mail))), crash=True))
-        if self._formed:
+        if self.promises.formed:
             lost = m.SamplesLost(incarnation=self.run.incarnation, step=0, epoch=0, start=0, stop=1, why="not finite")
             late = m.Suspected(incarnation=self.run.incarnation, reason="a collective failed", noticed_by="w0")
             actions += [lambda: self._post(lost), lambda: self._post(late)]
-        if self._formed and self.workers:
+        if self.promises.formed and self.workers:
             member = self.chance.choice(list(self.workers))
             dormant = m.Dormant(member=member, incarnation=self.run.incarnation, step=self.run.step, asleep=True)
             actions.append(lambda: self._post(dormant))
-        if self.rules.stages > 1 and self._formed and self.workers:
+        if self.rules.stages > 1 and self.promises.formed and self.workers:
             member = self.chance.choice(list(self.workers))
             full = m.LogFailed(member=member, incarnation=self.run.incarnation, step=self.run.step, reason="disk full")
             sizes = {"records": 1, "payload_bytes": 1, "file_bytes": 1, "stalls": 0, "stalled_s": 0.0}
             said = m.LogWritten(member=member, incarnation=self.run.incarnation, step=self.run.step, **sizes)
             actions += [lambda: self._post(full), lambda: self._post(said)]
-        if self.rules.checkpoints and self._formed and self.workers:
+        if self.rules.checkpoints and self.promises.formed and self.workers:
             worker = self.workers[self.chance.choice(list(self.workers))]
             actions.append(lambda: self._tell_of_checkpoint(worker, "disk full"))
         unavailable = m.NoticesUnavailable(member=None, source="aws", reason="the metadata service does not answer")
@@ -485,77 +482,3 @@ class Cluster:
                 return
             self.go_on()
         raise AssertionError(f"no end after {most_events} events; state {self.run.state}")
-
-    # ---------------------------------------------------------------- the promises
-
-    def _check(self, event: m.Event, before: State, members: dict[str, MemberState], commands: list[m.Command]) -> None:
-        """What must be true after every event."""
-        run = self.run
-        kills = {command.member for command in commands if isinstance(command, m.Kill)}
-        lost = members.keys() - run.members.keys()
-        assert lost <= kills, "a member was lost and not killed"
-        assert len(set(run.world)) == len(run.world) <= self.rules.max_workers
-        assert len(run.world) % self.rules.stages == 0
-        if run.state in TRAINING | {State.REBUILD}:
-            assert set(run.joining) == set(run.roster.active())
-        if run.state in TRAINING:
-            assert run.world == run.joining
-        if run.state in ENDED and before not in ENDED:
-            assert run.state == State.FINISHED or (run.failure is not None and run.failure[1])
-            assert kills >= set(run.members)
-        self._check_times()
-        self._check_budgets(event, before, {member: members[member] for member in lost})
-        for command in commands:
-            self._check_command(command, kills)
-
-    def _check_command(self, command: m.Command, kills: set[str]) -> None:
-        match command:
-            case m.StartWorker(member):
-                assert self.run.state in LIVE - {State.SHUTTING_DOWN} or member in kills
-            case m.Fence(members, incarnation):
-                assert incarnation > max(self._fenced, self._formed), "an incarnation was fenced twice"
-                assert set(members) <= set(self.run.members)
-                self._fenced = incarnation
-            case m.Reconcile(world, incarnation):
-                assert incarnation == self.run.incarnation > self._formed, "an incarnation was formed twice"
-                assert incarnation >= self._fenced
-                self._formed = incarnation
-                if len(world) != len(self._trained):
-                    self._trained = ()  # in a world of another size everybody may sit elsewhere, and stay there
-            case m.Fill() | m.Replay():
-                self._to_fill = command.incarnation
-            case m.Run(world, incarnation, _):
-                self._check_run(world, incarnation)
-
-    def _check_run(self, world: tuple[str, ...], incarnation: int) -> None:
-        """All who are told to run hold the same state; replacements sit where those sat whom they replace."""
-        assert incarnation == self.run.incarnation == self._formed
-        asked = m.Filled if self._to_fill == incarnation else m.Reconciled
-        assert {(asked, member, incarnation) for member in world} <= self._answered
-        here = [
-            w for member in world if (w := self.workers.get(member)) and w.incarnation == incarnation and w.status == "idle"
-        ]
-        assert all(worker.filled for worker in here)
-        assert all(worker.stage == world.index(worker.member) % self.rules.stages for worker in here)
-        assert len({worker.step for worker in here}) <= 1
-        plan = self.run.plan
-        is_done = plan is not None and plan.step >= self.rules.max_steps
-        assert is_done or self.rules.min_workers <= len(world)
-        if len(world) == len(self._trained):
-            assert all(a == b or a not in world for a, b in zip(self._trained, world, strict=True))
-        self._trained = world
-
-    def _check_times(self) -> None:
-        for recovery in self.run.recoveries:
-            times = [recovery.detected, recovery.fenced, recovery.reconciled, recovery.filled, recovery.resumed]
-            known = [at for at in times if at is not None]
-            assert known == sorted(known), f"times out of order: {recovery}"
-
-    def _check_budgets(self, event: m.Event, before: State, lost: dict[str, MemberState]) -> None:
-        left = {member for recovery in self.run.recoveries for member in recovery.left}
-        if before != State.SHUTTING_DOWN:
-            for member, was in lost.items():
-                preempted = member in left | self._had_notice or (isinstance(event, m.WorkerLost) and event.preempted)
-                self.charged[preempted] += was in (MemberState.ACTIVE, MemberState.LEAVING)
-        for budget, used in ((self.rules.max_preemption_failures, True), (self.rules.max_failures, False)):
-            assert self.run.state == State.ERRORED or not 0 <= budget < self.charged[used]
