@@ -201,10 +201,10 @@ def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 
 def _strategy(records: Records, recoveries: Records) -> Strategy:
     used = {r["strategy"] for r in recoveries}
-    found = [kind for name, kind in KINDS.items() if name in used]
-    kind: Kind = found[0] if found else "replication"
+    found: list[Kind] = [kind for name, kind in KINDS.items() if name in used]
+    found.append("replication")
     helped = [int(number) for r in recoveries for number in HELPED.findall(r["reason"])]
-    return Strategy(kind=kind, every=_interval(records), replay_workers=max(helped, default=1), label=kind)
+    return Strategy(kind=found[0], every=_interval(records), replay_workers=max(helped, default=1), label=found[0])
 
 
 def _interval(records: Records) -> int | None:
