@@ -86,12 +86,12 @@ class Promises:
                 _must(incarnation > max(self._fenced, self.formed), "an incarnation was fenced twice")
                 _must(set(members) <= set(run.members), "who is no member was fenced")
                 self._fenced = incarnation
-            case m.Reconcile(world, incarnation):
+            case m.Reconcile(world, incarnation, plan):
                 _must(incarnation == run.incarnation > self.formed, "an incarnation was formed twice")
                 _must(incarnation >= self._fenced, "an incarnation that is over was formed")
                 self.formed = incarnation
-                if len(world) != len(self._trained):
-                    self._trained = ()  # in a world of another size everybody may sit elsewhere, and stay there
+                if plan is None or len(world) != len(self._trained):
+                    self._trained = ()  # who loads, or is in a world of another size, may sit elsewhere, and stay there
             case m.Fill() | m.Replay():
                 self._to_fill = command.incarnation
             case m.Trim(members, _):
