@@ -404,6 +404,11 @@ class Cluster:
         if self.rules.checkpoints and self.promises.formed and self.workers:
             worker = self.workers[self.chance.choice(list(self.workers))]
             actions.append(lambda: self._tell_of_checkpoint(worker, "disk full"))
+        if self.disk and self.promises.formed and self.workers:  # a letter that was on its way for long
+            member, stored = self.chance.choice(list(self.workers)), self.disk[-1]
+            times = {"bytes": 1, "snapshot_s": 0.0, "stall_s": 0.0, "persist_s": 0.0}
+            about = {"member": member, "incarnation": self.run.incarnation, "step": stored.step, "name": stored.name}
+            actions.append(lambda: self._post(m.CheckpointCommitted(**about, **times)))
         unavailable = m.NoticesUnavailable(member=None, source="aws", reason="the metadata service does not answer")
         actions.append(lambda: self._post(unavailable))
         if self.workers:  # one worker's turn: a notice for each would crowd out everything else
