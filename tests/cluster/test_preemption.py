@@ -1,4 +1,4 @@
-"""Notices on a real cluster, from a metadata service, Ray's drain, SIGTERM and a request, down to the run's event log."""
+"""Notices on a real cluster: workers leave before their deadline, nothing is lost, nobody else starts again."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
-from conftest import SMALL_BUCKETS, promise_kept
-from toy import Toy
+from conftest import promise_kept, train
+from toy import Leisurely
 
 import raytrain_ft as ft
 from raytrain_ft.chaos.cluster import LocalCluster
+from raytrain_ft.errors import ConfigError
+from raytrain_ft.policy.strategy import Guarantee
 from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.runtime.notices.metadata import ENDPOINT_VARIABLE
 from raytrain_ft.runtime.spec import NAMESPACE
@@ -27,38 +31,8 @@ from raytrain_ft.runtime.spec import NAMESPACE
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from clouds import Ec2
 
-
-@pytest.fixture(scope="module")
-def machines(cluster: LocalCluster) -> Iterator[dict[str, Ec2]]:
-    """Nodes of their own, each with a metadata service of its own, by Ray id."""
-    services = [Ec2() for _ in range(4)]
-    nodes: dict[str, Ec2] = {}
-    try:
-        for service in services:
-            os.environ[ENDPOINT_VARIABLE] = service.__enter__().url
-            nodes[cluster.add_node(resources={"machine": 1})] = service
-        yield nodes
-    finally:
-        os.environ.pop(ENDPOINT_VARIABLE, None)
-        for node in nodes:
-            if node in cluster.node_ids():
-                cluster.kill_node(node)
-        for service in services:
-            service.__exit__(None, None, None)
-
-
-def train(path: Path, name: str, **recovery: Any) -> ft.Result:
-    return ft.Trainer(
-        Toy(step_seconds=0.05),
-        max_steps=200,
-        global_batch_size=36,
-        seed=7,
-        quiet=True,
-        scaling_config=ft.ScalingConfig(num_workers=3, resources_per_worker={"CPU": 1, "machine": 1}),
-        recovery_config=ft.RecoveryConfig(**recovery),
-        run_config=ft.RunConfig(name=name, storage_path=str(path)),
-        **SMALL_BUCKETS,
-    ).fit()
+GRACE_S = 20.0
+STEPS = 300
 
 
 class Watched:
@@ -71,39 +45,120 @@ class Watched:
     def records(self, event: str) -> list[dict[str, Any]]:
         return [r for r in read_records(self._log) if r["event"] == event] if self._log.exists() else []
 
-    def until(self, condition: Callable[[], object], seconds: float = 30) -> None:
+    def until(self, condition: Callable[[], object], seconds: float = 40) -> float:
+        """Waits for it; returns the time (monotonic)."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, self._log.read_text()[-3000:]
             time.sleep(0.02)
-
-    def supervisor(self) -> Any:
-        return ray.get_actor(f"supervisor:{self._name}", namespace=NAMESPACE)
+        return time.monotonic()
 
     def account(self) -> dict[str, Any]:
-        return ray.get(self.supervisor().status.remote(), timeout=10)
+        supervisor = ray.get_actor(f"supervisor:{self._name}", namespace=NAMESPACE)
+        return ray.get(supervisor.status.remote(), timeout=10)
+
+    def settled(self) -> dict[str, Any]:
+        """The account of a time when the run trains and a spare is ready."""
+        self.until(lambda: self.account()["state"] == "RUNNING" and "spare" in self.account()["members"].values())
+        return self.account()
+
+    def leaves(self, member: str, pid: int, notice: Callable[[], object]) -> float:
+        """Gives notice; returns the seconds until the process of this member is gone and training goes on without it."""
+        before = len(self.records("Resumed"))
+        began = time.monotonic()
+        notice()
+        gone = self.until(lambda: not psutil.pid_exists(pid)) - began
+        self.until(lambda: len(self.records("Resumed")) > before)
+        assert member not in self.account()["members"]
+        return gone
 
 
-def test_every_source_reaches_the_supervisor(cluster: LocalCluster, machines: dict[str, Ec2], tmp_path: Path) -> None:
+@contextmanager
+def taking_time(path: Path) -> Iterator[Path]:
+    """The file that makes a run take its time; it is gone after the block at the latest."""
+    slow = path / "slow"
+    slow.touch()
+    try:
+        yield slow
+    finally:
+        slow.unlink(missing_ok=True)
+
+
+def test_whoever_has_notice_leaves_in_time_and_nothing_is_lost(
+    cluster: LocalCluster, tmp_path: Path, undisturbed: Callable[..., ft.Result]
+) -> None:
     run = Watched(tmp_path, "noticed")
-    with ThreadPoolExecutor(1) as pool:
-        training = pool.submit(train, tmp_path, "noticed", preemption=("aws", "ray", "sigterm"))
+    arguments = {"steps": STEPS, "global_batch_size": 36}
+    settings: dict[str, Any] = {"preemption": ("aws", "gcp", "ray", "sigterm"), "sigterm_grace": timedelta(seconds=GRACE_S)}
+    cluster.add_node()  # room for a new spare after each of two departures; the third takes its node with it
+    with Ec2() as service, ThreadPoolExecutor(1) as pool, taking_time(tmp_path) as slow:
+        environment = {"env_vars": {ENDPOINT_VARIABLE: service.url}}
+        task = Leisurely(slow)
+        training = pool.submit(
+            train, tmp_path, "noticed", task=task, num_spares=1, worker_runtime_env=environment, **arguments, **settings
+        )
+        run.until(lambda: run.records("StepsCommitted"))
+
+        account = run.settled()
+        supervisor = ray.get_actor("supervisor:noticed", namespace=NAMESPACE)
+        with pytest.raises(ConfigError, match="no number of seconds"):
+            ray.get(supervisor.notice.remote(account["world"][0], float("nan"), "a mistake"))
+        with pytest.raises(ConfigError, match="w99"):
+            ray.get(supervisor.notice.remote("w99", 30.0, "a mistake"))
+        spot = account["world"][1]
+        service.machine = account["pids"][spot]
+        end = (datetime.now(UTC) + timedelta(seconds=100)).strftime("%Y-%m-%dT%H:%M:%SZ")
+        notice = json.dumps({"action": "terminate", "time": end})
+        assert run.leaves(spot, account["pids"][spot], lambda: setattr(service, "spot", notice)) < 30
+
+        account = run.settled()
+        terminated = account["world"][0]
+        pid = account["pids"][terminated]
+        assert run.leaves(terminated, pid, lambda: os.kill(pid, signal.SIGTERM)) < GRACE_S
+
+        account = run.settled()
+        drained = account["world"][2]
+        node = account["nodes"][drained]
+        assert run.leaves(drained, account["pids"][drained], lambda: cluster.drain_node(node, 30)) < 30
+        run.until(lambda: node not in cluster.node_ids())  # its raylet ends by itself when nothing runs there any more
+        slow.unlink()
+        result = training.result(timeout=90)
+
+    sources = [(r["member"], r["source"]) for r in run.records("Noticed")]
+    assert sources == [(spot, "aws spot"), (terminated, "sigterm"), (drained, "ray drain")]
+    assert [(r.left, r.lost, r.attempts, r.redone) for r in result.recoveries if r.left] == [
+        ([member], [], 1, 0) for member, _ in sources
+    ]
+    assert {r.guarantee for r in result.recoveries} == {Guarantee.EXACT}
+    silent = [(r["member"], r["source"]) for r in run.records("NoticesUnavailable")]
+    assert {source for _, source in silent} == {"gcp"}  # this is none of its machines: said once by each
+    assert len(silent) == len(set(silent)) >= 3
+    started = [r["member"] for r in run.records("WorkerStarted")]
+    assert len(started) == len(set(started)) <= 3 + 1 + 3  # nobody but the replacements was started
+    assert promise_kept(result) == []
+    assert result.digest == undisturbed(**arguments).digest
+
+
+def test_too_little_time_is_a_loss_like_any_other(
+    cluster: LocalCluster, tmp_path: Path, undisturbed: Callable[..., ft.Result]
+) -> None:
+    run = Watched(tmp_path, "late")
+    settings: dict[str, Any] = {"sigterm_grace": timedelta(milliseconds=300), "preemption": ("sigterm",), "num_spares": 0}
+    with ThreadPoolExecutor(1) as pool, taking_time(tmp_path) as slow:
+        training = pool.submit(train, tmp_path, "late", task=Leisurely(slow), **settings)
         run.until(lambda: run.records("StepsCommitted"))
         account = run.account()
-        first, second, third = account["world"]
-        machines[account["nodes"][first]].spot = json.dumps(
-            {"action": "terminate", "time": (datetime.now(UTC) + timedelta(seconds=90)).strftime("%Y-%m-%dT%H:%M:%SZ")}
-        )
-        os.kill(account["pids"][second], signal.SIGTERM)
-        cluster.drain_node(account["nodes"][third], 60)
-        run.until(lambda: len(run.records("Noticed")) == 3)
-        spare = next(member for member in account["members"] if member not in account["world"])
-        ray.get(run.supervisor().notice.remote(spare, 45.0, "a person wants it"))
-        run.until(lambda: len(run.records("Noticed")) == 4)
-        result = training.result(timeout=60)
-    noticed = {r["member"]: r for r in run.records("Noticed")}
-    sources = {first: ("aws spot", 90), second: ("sigterm", 30), third: ("ray drain", 60), spare: ("request", 45)}
-    assert {member: r["source"] for member, r in noticed.items()} == {member: source for member, (source, _) in sources.items()}
-    for member, (_, seconds) in sources.items():
-        assert seconds - 6 < noticed[member]["deadline_s"] <= seconds, member
+        member = account["world"][1]
+        os.kill(account["pids"][member], signal.SIGTERM)
+        run.until(lambda: any(r["member"] == member for r in run.records("WorkerLost")))
+        slow.unlink()
+        result = training.result(timeout=90)
+    assert [r["source"] for r in run.records("Noticed")] == ["sigterm"]
+    assert [(r.lost, r.left) for r in result.recoveries] == [([member], [])]
+    assert result.digest == undisturbed().digest
     assert promise_kept(result) == []
+
+
+def test_a_worker_that_would_ask_another_machine_is_refused(cluster: LocalCluster, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{ENDPOINT_VARIABLE}.*loopback"):
+        train(tmp_path, "elsewhere", workers=1, worker_runtime_env={"env_vars": {ENDPOINT_VARIABLE: "http://93.184.216.34"}})

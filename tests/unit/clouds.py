@@ -9,6 +9,8 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 
+import psutil
+
 
 class Server:
     """One server; `handle(request)` answers."""
@@ -56,11 +58,15 @@ def reply(request: BaseHTTPRequestHandler, status: int, body: str = "", **header
 
 
 class Ec2(Server):
-    """IMDSv2 with tokens required. `spot` and `rebalance` are documents, or None as long as there is no notice."""
+    """IMDSv2 with tokens required. `spot` and `rebalance` are documents, or None as long as there is no notice.
+
+    On one machine all workers ask the same service; a notice is for the process `machine` alone, if that is set.
+    """
 
     def __init__(self) -> None:
         self.spot: str | None = None
         self.rebalance: str | None = None
+        self.machine: int | None = None
         self.tokens: set[str] = set()
         super().__init__(self._answer)
 
@@ -79,8 +85,17 @@ class Ec2(Server):
             "/latest/meta-data/spot/instance-action": self.spot,
             "/latest/meta-data/events/recommendations/rebalance": self.rebalance,
         }
-        document = documents.get(request.path)
+        document = documents.get(request.path) if self._is_for(request) else None
         return reply(request, 404, "<html>404 - Not Found</html>") if document is None else reply(request, 200, document)
+
+    def _is_for(self, request: BaseHTTPRequestHandler) -> bool:
+        if self.machine is None:
+            return True
+        try:
+            connections = psutil.Process(self.machine).net_connections("tcp")
+        except psutil.NoSuchProcess:
+            return False
+        return any(c.laddr.port == request.client_address[1] for c in connections)
 
 
 class Gce(Server):
