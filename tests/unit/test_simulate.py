@@ -322,3 +322,10 @@ def test_a_spot_trace_is_followed_again_and_again(tmp_path: Path) -> None:
     outcome = once("replication", SpotTrace.read(path, cycle=30.0), job)
     assert outcome.finished
     assert outcome.failures == math.ceil((outcome.seconds - 10) / 30)
+
+
+def test_the_example_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text()
+    exec(text.split("```python\n")[1].split("```")[0], {})
+    ours, theirs = capsys.readouterr().out.split(" h")[:2]
+    assert float(ours) < float(theirs.strip(", "))
