@@ -34,8 +34,8 @@ FAILURES = 8
 STEP_S = 0.3
 WORKERS = 3
 MICRO_BATCHES = 4
-BETWEEN = 10
-"""Steps between two failures, about: enough for another spare to start meanwhile."""
+BETWEEN = 20
+"""Steps between two failures, about: enough for another spare to start meanwhile, on a machine that is not busy."""
 PHASES = ("data", "forward", "backward", "update")
 STAGE_PHASES = ("data", "forward", "backward_pass")
 STRATEGIES = ("replication", "checkpoint", "logging")

@@ -129,10 +129,13 @@ def plot_sweep(job: Job, sweep: Sweep, path: Path) -> None:
     xs = sweep.points if by_interval else [point / HOUR for point in sweep.points]
     for number, (name, summaries) in enumerate(sweep.summaries.items()):
         known = [(x, s) for x, s in zip(xs, summaries, strict=True) if s.finished]
+        beyond = [(s.seconds - job.useful_s) / HOUR for _, s in known]
+        widths = [0.0 if math.isnan(s.ci_s) else s.ci_s / HOUR for _, s in known]
+        below = [min(width, 0.9 * value) for width, value in zip(widths, beyond, strict=True)]  # the axis has no zero
         axes.errorbar(
             [x for x, _ in known],
-            [(s.seconds - job.useful_s) / HOUR for _, s in known],
-            yerr=[0.0 if math.isnan(s.ci_s) else s.ci_s / HOUR for _, s in known],
+            beyond,
+            yerr=(below, widths),
             label=name,
             color=COLOURS[number % len(COLOURS)],
             marker=MARKERS[number % len(MARKERS)],

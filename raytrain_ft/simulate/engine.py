@@ -22,16 +22,13 @@ from raytrain_ft.simulate.failures import Failure, Failures
 from raytrain_ft.simulate.ledger import Ledger
 from raytrain_ft.simulate.model import Job
 from raytrain_ft.simulate.nodes import Nodes
-from raytrain_ft.simulate.outcome import Outcome
+from raytrain_ft.simulate.outcome import GAVE_UP, HOPELESS, Outcome
 from raytrain_ft.simulate.peers import simulate_torchft
 from raytrain_ft.simulate.strategies import Strategy
 
 Watch = Callable[[RunState, m.Event, State, list[m.Command]], None]
 """Sees every event, the state before it, and what the machine asks for."""
 
-HOPELESS = 20
-"""Times its undisturbed steps that a run may take: it would go back for ever, or nearly so."""
-GAVE_UP = f"it was given up: after {HOPELESS} times the undisturbed time there was no end"
 BOOKED_AS = {
     State.INITIALIZING: "begin",
     State.SCHEDULING: "begin",

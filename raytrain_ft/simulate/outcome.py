@@ -9,6 +9,9 @@ from statistics import fmean, stdev
 
 T_95 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
 """Student's t for 95 % (two-sided), by degrees of freedom; beyond the table 1.96 is near enough."""
+HOPELESS = 20
+"""Times its undisturbed steps that a run may take: it would go back for ever, or nearly so."""
+GAVE_UP = f"it was given up: after {HOPELESS} times the undisturbed time there was no end"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

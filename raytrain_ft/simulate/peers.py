@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from raytrain_ft.simulate.failures import Failure
 from raytrain_ft.simulate.ledger import Ledger
 from raytrain_ft.simulate.model import Job
-from raytrain_ft.simulate.outcome import Outcome
+from raytrain_ft.simulate.outcome import GAVE_UP, HOPELESS, Outcome
 from raytrain_ft.simulate.pace import Pace, Stand
 from raytrain_ft.simulate.strategies import Strategy
 
@@ -47,7 +47,11 @@ class _Torchft:
         job, reason, recoveries = self.job, "", 0
         self._wait("begin", job.costs.begin_s)
         failure = next(self.failures, None)
+        longest = HOPELESS * (job.useful_s + job.costs.begin_s)
         while self.step < job.steps and not reason:
+            if self.now > longest:
+                reason = GAVE_UP
+                break
             struck = self._train(failure)
             if not struck or failure is None:
                 continue

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from raytrain_ft.cli import main
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.sampling import Sampling
+from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.simulate import Costs, Failure, Job, Listed, Strategy, simulate
 from raytrain_ft.simulate.calibrate import Calibration, calibrate
 from raytrain_ft.simulate.engine import Simulation, rules_of
@@ -73,3 +78,31 @@ def test_a_run_that_is_too_short_is_refused() -> None:
     lines = log_of(JOB, Strategy(kind="replication"))
     with pytest.raises(ConfigError, match="too few steps"):
         calibrate([line for line in lines if line["event"] != "StepsCommitted"])
+
+
+RUNS = Path(__file__).parent / "runs"
+"""Event logs of runs on a local cluster of two cores, with kills: 8 of them with replication, 3 each with the others."""
+
+
+@pytest.mark.parametrize(("strategy", "losses"), [("replication", 8), ("checkpoint", 3), ("logging", 3)])
+def test_real_runs_are_predicted_from_their_own_costs(strategy: str, losses: int, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = CliRunner().invoke(main, ["simulate", "--from-run", str(RUNS / strategy), "--json", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "predicted" in result.output
+    found = json.loads(out.read_text())
+    assert abs(found["deviation"]) < 0.05
+    records = read_records(RUNS / strategy / "events.jsonl")
+    known = calibrate(records)
+    assert len(known.failures.failures) == losses
+    assert known.strategy.kind == strategy
+    assert found["measured_s"] == next(record["at"] for record in records if record["event"] == "RunFinished")
+
+
+def test_a_real_run_is_asked_what_it_would_have_cost_otherwise(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    otherwise = ["--strategy", "global_checkpoint", "--every", "20", "--mtbf", "0.01", "--seeds", "3", "--json", str(out)]
+    result = CliRunner().invoke(main, ["simulate", "--from-run", str(RUNS / "replication"), *otherwise])
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads(out.read_text())["strategies"]
+    assert found["lost_s"]["redone"] > 0
