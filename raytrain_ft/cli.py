@@ -13,6 +13,7 @@ from rich.table import Table
 from raytrain_ft.cli_attach import attach_command, stop_command
 from raytrain_ft.cli_checkpoints import checkpoints
 from raytrain_ft.cli_cluster import check_cluster
+from raytrain_ft.cli_drill import drill_command
 from raytrain_ft.cli_plan import plan_command
 from raytrain_ft.cli_simulate import simulate_command
 from raytrain_ft.errors import StorageError
@@ -35,6 +36,7 @@ def main() -> None:
 
 
 main.add_command(checkpoints)
+main.add_command(drill_command)
 main.add_command(plan_command)
 main.add_command(attach_command)
 main.add_command(stop_command)

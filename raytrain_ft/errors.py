@@ -6,6 +6,7 @@
     ├── ConfigError (ValueError)      a value that the user gave; raised before any worker starts wherever possible
     │   ├── UndoRefusedError          an optimizer whose update cannot be undone
     │   ├── RunActiveError            another run of this name is alive
+    │   ├── ScenarioError             a scenario that cannot be: every fault with its file and line
     │   └── MismatchError             a checkpoint of another model, optimizer or dataset: every difference listed
     ├── TrainingFailedError           a run that has begun and could not be finished
     │   ├── TaskError                 the user's own code raised: its traceback, rank and step
@@ -41,6 +42,11 @@ class UndoRefusedError(ConfigError):
 
 class RunActiveError(ConfigError):
     """Another run with this name is alive on the cluster."""
+
+
+class ScenarioError(ConfigError):
+    """A scenario that cannot be, or cannot be carried out here. Every fault comes with its file and line, the value found and
+    what is allowed; nothing was started."""
 
 
 class MismatchError(ConfigError):

@@ -139,19 +139,8 @@ class LocalCluster:
         self._signal(node_id, signal.SIGKILL)
 
     def drain_node(self, node_id: str, seconds: float) -> None:
-        """Has Ray drain a node, as `ray drain-node` and autoscalers do. Private to Ray, like the command.
-
-        Args:
-            seconds: until its deadline.
-        """
-        from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]
-        from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # pyright: ignore[reportAttributeAccessIssue]
-
-        preempted = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-        deadline_ms = int((time.time() + seconds) * 1000)
-        accepted, why = GcsClient(address=self.address).drain_node(node_id, preempted, "a rehearsal", deadline_ms)
-        if not accepted:
-            raise ChaosError(f"Ray refuses to drain node {node_id}: {why}")
+        """Has Ray drain a node; see the function of this name."""
+        drain_node(self.address, node_id, seconds)
 
     def freeze_node(self, node_id: str) -> None:
         """SIGSTOPs a whole node."""
@@ -181,6 +170,26 @@ def _end_dashboard(head: Any) -> None:
             one.kill()
         info.process.wait()
         psutil.wait_procs(family[1:], timeout=10)
+
+
+def drain_node(address: str, node_id: str, seconds: float) -> None:
+    """Has Ray drain a node of the cluster at this address, as `ray drain-node` and autoscalers do. Private to Ray, like the
+    command.
+
+    Args:
+        seconds: until its deadline.
+
+    Raises:
+        ChaosError: Ray refuses.
+    """
+    from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]
+    from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # pyright: ignore[reportAttributeAccessIssue]
+
+    preempted = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    deadline_ms = int((time.time() + seconds) * 1000)
+    accepted, why = GcsClient(address=address).drain_node(node_id, preempted, "a rehearsal", deadline_ms)
+    if not accepted:
+        raise ChaosError(f"Ray refuses to drain node {node_id}: {why}")
 
 
 def _refresh_authentication() -> None:

@@ -130,7 +130,7 @@ class Injector:
             marker = os.open(self._directory / fault.name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         except FileExistsError:
             return False
-        os.write(marker, f"{time.monotonic():.6f} {os.getpid()}".encode())
+        os.write(marker, f"{time.monotonic():.6f} {os.getpid()} {time.time():.6f}".encode())
         os.close(marker)
         return True
 

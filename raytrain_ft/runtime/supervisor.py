@@ -213,6 +213,7 @@ class Supervisor:
             "result": machine.result,
             "seconds": self.now() if self._ended_at is None else self._ended_at,
             "pid": os.getpid(),
+            "node": ray.get_runtime_context().get_node_id(),
         }
 
     # ---------------------------------------------------------------- for the workers

@@ -1,0 +1,94 @@
+"""What strikes from outside: kills, freezes, thaws and slows the processes of a run, on the machine that it is on.
+
+On a laptop the driver uses it itself; on a cluster it is an actor on each node that the run is on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+import psutil
+
+from raytrain_ft.chaos import faults
+
+OURS = ("ray::Worker", "ray::Supervisor")
+"""How Ray names the processes of a run."""
+SLICE_S = 0.02
+"""A process that is slowed runs and stands still in turns that are about as short as this."""
+
+QUICKEN_S = 5.0
+
+
+class Hand:
+    """Strikes. Touches no process but those of a run, whatever number it is given: numbers of processes are used again."""
+
+    def __init__(self) -> None:
+        self._slowed: dict[int, tuple[threading.Event, threading.Thread]] = {}
+
+    def kill(self, pid: int) -> bool:
+        """SIGKILLs a process of a run; False if it is gone."""
+        return _signal(pid, signal.SIGKILL)
+
+    def freeze(self, pid: int) -> bool:
+        """SIGSTOPs a process of a run; False if it is gone."""
+        return _signal(pid, signal.SIGSTOP)
+
+    def thaw(self, pid: int) -> bool:
+        """SIGCONTs a process of a run; False if it is gone."""
+        return _signal(pid, signal.SIGCONT)
+
+    def kill_node(self) -> None:
+        """SIGKILLs the raylet that started this process, and every process that it started."""
+        faults.kill_node(os.getppid())
+
+    def slow(self, pid: int, factor: float) -> bool:
+        """From now on a process runs so many times slower, until `quicken`; False if it is gone."""
+        if _ours(pid) is None:
+            return False
+        ended = threading.Event()
+        thread = threading.Thread(target=_hold_up, args=(pid, factor, ended.wait), name=f"slow-{pid}", daemon=True)
+        self._slowed[pid] = (ended, thread)
+        thread.start()
+        return True
+
+    def quicken(self, pid: int) -> bool:
+        """The process runs at full speed again; False if it was not slowed."""
+        if pid not in self._slowed:
+            return False
+        ended, thread = self._slowed.pop(pid)
+        ended.set()
+        thread.join(timeout=QUICKEN_S)
+        return True
+
+
+def _ours(pid: int) -> psutil.Process | None:
+    try:
+        process = psutil.Process(pid)
+        return process if " ".join(process.cmdline()).startswith(OURS) else None
+    except psutil.Error:
+        return None
+
+
+def _signal(pid: int, number: int) -> bool:
+    process = _ours(pid)
+    try:
+        if process is not None:
+            process.send_signal(number)  # psutil makes sure that it is still the same process
+    except psutil.NoSuchProcess:
+        return False
+    return process is not None
+
+
+def _hold_up(pid: int, factor: float, wait: Callable[[float], bool]) -> None:
+    """Lets a process run a 1/factor of the time, in short turns; at the end it runs, whatever happens."""
+    run, stand = SLICE_S / factor, SLICE_S * (1 - 1 / factor)
+    try:
+        while not wait(run) and _signal(pid, signal.SIGSTOP):
+            wait(stand)
+            if not _signal(pid, signal.SIGCONT):
+                return
+    finally:
+        _signal(pid, signal.SIGCONT)

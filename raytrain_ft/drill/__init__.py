@@ -1,0 +1,88 @@
+"""Drills: rehearse what may happen to a job, from a scenario, and measure what it costs.
+
+    report = drill(Scenario.load("jobs/scenarios/kill.yaml"))
+
+A drill trains twice in the same place: undisturbed, and struck as the scenario says. The first is the measure of the second.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from raytrain_ft.drill import faults, report
+from raytrain_ft.drill.grounds import Ground, Laptop, default_storage, laptop
+from raytrain_ft.drill.measure import measure
+from raytrain_ft.drill.numbers import Report
+from raytrain_ft.drill.predict import job_of, known_job, predict
+from raytrain_ft.drill.runs import Runs
+from raytrain_ft.drill.schedule import Schedule
+from raytrain_ft.drill.verdict import verdict
+from raytrain_ft.errors import ConfigError
+from raytrain_ft.scenario import Scenario
+from raytrain_ft.simulate import Job
+
+
+def drill(
+    scenario: Scenario,
+    ground: Ground | None = None,
+    *,
+    storage_path: str | Path | None = None,
+    quiet: bool = False,
+    known: Job | None = None,
+) -> Report:
+    """Rehearses a scenario. Writes `drill.json` and `drill.md` into the directory of the run that was struck.
+
+    Args:
+        ground: where; by default a laptop cluster of its own.
+        storage_path: where the records of the runs are kept; by default ~/ray_results.
+        quiet: show nothing.
+        known: a job of the same kind whose costs were measured (`predict.known_job`): what the simulator predicts from. By
+            default the drill's own run, so that the prediction is one of how the costs add up.
+
+    Raises:
+        ScenarioError: the scenario cannot be, or cannot be carried out there. Nothing was started.
+        TrainingFailedError: the undisturbed run failed already.
+    """
+    task = faults.task_of(scenario)
+    planted = faults.planted(scenario, task)
+    schedule = _schedule(scenario)
+    if ground is None:
+        with laptop(scenario) as cluster:
+            return drill(scenario, Laptop(cluster), storage_path=storage_path, quiet=quiet, known=known)
+    ground.refuse(scenario)
+    storage = Path(storage_path) if storage_path is not None else default_storage()
+    runs = Runs(scenario, task, ground, storage, quiet=quiet)
+    name = f"{scenario.name[:70]}-{time.strftime('%Y%m%d-%H%M%S')}"
+    reference = runs.play(f"{name}-undisturbed")
+    if reference.error is not None:
+        raise reference.error
+    played = runs.play(name, schedule, planted)
+    if isinstance(played.error, ConfigError):
+        raise played.error
+    found = measure(scenario, ground.name, played, reference)
+    found = replace(found, checks=verdict(found, scenario), predicted=_predicted(scenario, played.path, known))
+    report.write(found, played.path)
+    return found
+
+
+def _predicted(scenario: Scenario, run: Path, known: Job | None) -> dict[str, float]:
+    """What the simulator says of the scenario; nothing if it cannot say anything."""
+    try:
+        return predict(scenario, job_of(scenario, known or known_job(run))).numbers
+    except ConfigError:
+        return {}
+
+
+def _schedule(scenario: Scenario) -> Schedule:
+    for number, event in enumerate(scenario.events):
+        try:
+            if event.when is not None and event.when.trace is not None:
+                Schedule(scenario.model_copy(update={"events": (event,)}))
+        except ConfigError as error:
+            raise scenario.error(("events", number, "when", "trace"), str(error)) from error
+    return Schedule(scenario)
+
+
+__all__ = ["Report", "drill"]

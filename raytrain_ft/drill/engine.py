@@ -1,0 +1,273 @@
+"""One run that is struck: training goes on in a thread, the main one watches it and strikes. Drills and campaigns share it."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from raytrain_ft.chaos.faults import ChaosError, FailAt
+from raytrain_ft.drill.faults import Planted
+from raytrain_ft.drill.grounds import Ground
+from raytrain_ft.drill.played import Played, Struck
+from raytrain_ft.drill.schedule import Due, Schedule, View, spares_one
+from raytrain_ft.drill.watch import ABORT_S, Watch
+from raytrain_ft.errors import ConfigError, FTError
+from raytrain_ft.result import Result
+from raytrain_ft.scenario import Event
+from raytrain_ft.trainer import Trainer
+
+POLL_S = 0.05
+STALE_S = 1.0
+"""An account of the run that is older than this is not acted upon."""
+HANDS = {"kill": "kill", "freeze": "freeze", "slow_down": "slow"}
+"""What the hand on a node does for an action on a process."""
+AFTERWARDS = {"freeze": "thaw", "slow_down": "quicken"}
+"""And what it does when that is over."""
+
+Show = Callable[[dict[str, Any]], None]
+Say = Callable[[str], None]
+
+
+class Rehearsal:
+    """Plays one run.
+
+    Args:
+        trainer: whose `fit` is called; `planted` are the failures that it carries within.
+        schedule: what strikes from outside. path: where the run's records will be.
+        most: times that it is struck.
+    """
+
+    def __init__(
+        self,
+        ground: Ground,
+        trainer: Trainer,
+        path: Path,
+        schedule: Schedule | None = None,
+        planted: Sequence[Planted] = (),
+        *,
+        show: Show = lambda account: None,
+        say: Say = lambda words: None,
+        most: float = math.inf,
+    ) -> None:
+        self._ground = ground
+        self._trainer = trainer
+        self._schedule = schedule
+        self._planted = list(planted)
+        self._show, self._say, self._most = show, say, most
+        self._watch = Watch(path.name, ground.clock)
+        self._view = View()
+        self._began: float | None = None
+        self._struck_at = 0.0
+        self._waiting: list[Due] = []
+        self._later: list[tuple[float, Callable[[], object], bool]] = []  # (when, what, also if the run has ended before)
+        self._known: dict[int, str] = {}  # all members that there ever were, by their process
+        self._gone: set[str] = set()  # members that were struck, whether or not that has been noticed
+        self._seen = 0.0
+        self.played = Played(path=path)
+
+    def play(self) -> Played:
+        """Trains to the end, and strikes meanwhile. On the main thread: only there can Ray add nodes to a laptop cluster."""
+        with _interruptible(), ThreadPoolExecutor(1) as pool:
+            training = pool.submit(self._trainer.fit)
+            try:
+                self._strike_until(training)
+            finally:
+                deadline = time.monotonic() + ABORT_S
+                while not training.done() and time.monotonic() < deadline:  # Ctrl-C, or an error here
+                    self._watch.abort("the drill was interrupted")
+                    wait([training], timeout=POLL_S)
+            try:
+                self.played.result = training.result()
+            except FTError as error:
+                self.played.error = error
+        self._find_markers()
+        self._finish()
+        return self.played
+
+    def _strike_until(self, training: Future[Result]) -> None:
+        while not training.done():
+            if self._watch.look(POLL_S):
+                assert self._watch.account is not None
+                self._view = View.of(self._watch.account)
+                self._known |= {pid: member for member, pid in self._view.pids.items()}
+                self._seen = time.monotonic()
+                self._show(self._watch.account)
+                self._ground.prepare(self._view.hosts())
+            now = time.monotonic()
+            if self._began is None and self._view.state == "RUNNING":
+                self._began = now
+            self._find_markers()
+            for entry in [entry for entry in self._later if entry[0] <= now]:
+                self._later.remove(entry)
+                entry[1]()
+            if self._schedule is not None and self._began is not None and len(self.played.struck) < self._most:
+                self._waiting += self._schedule.due(now - self._began, self._view.step)
+                self._waiting = [due for due in self._waiting if not self._strike(due) and due.persistent]
+
+    def _finish(self) -> None:
+        """Nothing stays frozen or slow; nodes need no longer come or go."""
+        self.played.offsets = [offset - self._watch.zero for offset in self._watch.offsets.values()]
+        left = [due.event for due in (*self._waiting, *(self._schedule.left if self._schedule is not None else ()))]
+        self.played.missed = sorted({*self.played.missed, *left, *(planted.event for planted in self._planted)})
+        for _, end, always in self._later:
+            if always:
+                end()
+
+    # ---------------------------------------------------------------- strikes from outside
+
+    def _strike(self, due: Due) -> bool:
+        """Carries out what is due; False if that is not possible now."""
+        self._struck_at = self._ground.clock()
+        if due.back:
+            for _ in range(due.nodes):
+                self._ground.add_node()
+            self._note(due, note="a node joined")
+            return True
+        if not self._view.ready or self._schedule is None or time.monotonic() - self._seen > STALE_S:
+            return False
+        nodes = due.what.action in ("kill_node", "drain", "unplug")
+        struck = self._strike_nodes(due, self._schedule) if nodes else self._strike_members(due, self._schedule)
+        if struck:
+            self._schedule.struck(due.event)
+        return struck
+
+    def _strike_members(self, due: Due, schedule: Schedule) -> bool:
+        event, view = due.what, self._view
+        assert event.who is not None
+        if event.who.role == "supervisor":
+            return self._strike_supervisor(due)
+        members = schedule.members(event.who, view)
+        if not members or (not due.persistent and not spares_one(members, (), view, self._gone)):
+            return False
+        done = [member for member in members if self._touch(event.action, member, event.factor)]
+        if done:
+            self._note(due, done)
+            for member in done:
+                self._end_later(event.action, event.lasts, view.nodes[member], view.pids[member])
+        return bool(done)
+
+    def _touch(self, action: str, member: str, factor: float | None) -> bool:
+        node, pid = self._view.nodes.get(member), self._view.pids.get(member)
+        if node is None or pid is None:
+            return False
+        more = (factor,) if factor is not None else ()
+        return self._ground.hand(node, HANDS[action], pid, *more)
+
+    def _strike_supervisor(self, due: Due) -> bool:
+        account = self._watch.account or {}
+        node, pid = account.get("node", ""), self._view.supervisor
+        if not self._ground.hand(node, HANDS[due.what.action], pid):
+            return False
+        self._note(due, ["supervisor"])
+        self._end_later(due.what.action, due.what.lasts, node, pid)
+        return True
+
+    def _strike_nodes(self, due: Due, schedule: Schedule) -> bool:
+        event, view = due.what, self._view
+        hosts = schedule.hosts(due, view)
+        if not hosts or (not due.persistent and not spares_one((), hosts, view, self._gone)):
+            return False
+        done = False
+        for node in hosts:
+            members = [member for member in view.pids if view.nodes.get(member) == node]
+            try:
+                if not self._take_down(node, event):
+                    continue
+            except (ConfigError, ChaosError) as error:
+                self._note(due, (), node, f"{event.action} was not carried out: {error}")
+                self.played.missed.append(due.event)
+            else:
+                self._note(due, members, node)
+            done = True
+        return done
+
+    def _take_down(self, node: str, event: Event) -> bool:
+        """Begins a node's absence, and sees to its end; False if the node is gone already."""
+        ground, lasts = self._ground, event.lasts
+        if event.action == "unplug":
+            ground.unplug(node)
+            if lasts is not None:
+                self._after(lasts, lambda: ground.plug(node), always=True)
+            return True
+        if event.action == "drain":
+            assert event.notice is not None
+            ground.drain(node, event.notice)
+            self._after(event.notice, lambda: ground.kill_node(node))
+        elif not ground.kill_node(node):
+            return False
+        if lasts is not None:
+            self._after(lasts + (event.notice or 0.0), ground.add_node)
+        return True
+
+    def _end_later(self, action: str, lasts: float | None, node: str, pid: int) -> None:
+        if lasts is not None and action in AFTERWARDS:
+            self._after(lasts, lambda: self._ground.hand(node, AFTERWARDS[action], pid), always=True)
+
+    def _after(self, seconds: float, do: Callable[[], object], *, always: bool = False) -> None:
+        self._later.append((time.monotonic() + seconds, do, always))
+
+    def _note(self, due: Due, members: Sequence[str] = (), node: str = "", note: str = "") -> None:
+        self._add(due.event, due.what.action, self._struck_at, members, node, note)
+
+    def _add(self, event: int, action: str, clock: float, members: Sequence[str], node: str = "", note: str = "") -> None:
+        at = clock - self._watch.zero
+        struck = Struck(event=event, action=action, at=at, step=self._view.step, members=tuple(members), node=node, note=note)
+        self.played.struck.append(struck)
+        self._gone |= set(members) if action != "slow_down" else set()
+        who = ", ".join(members) or (f"node {node[:8]}" if node else "")
+        self._say(f"  {at:8.2f} s  step {struck.step}  {action} {who} {note}".rstrip())
+
+    # ---------------------------------------------------------------- strikes from within
+
+    def _find_markers(self) -> None:
+        """Failures at exact points leave a marker when they strike."""
+        directory = self.played.path / "faults"
+        for planted in list(self._planted):
+            marker = _read_marker(directory, planted.fault)
+            if marker is None:
+                continue
+            self._planted.remove(planted)
+            pid = int(marker[1])
+            member = self._who(planted.fault, pid)
+            action, lasts = planted.what.action, planted.what.lasts
+            self._add(planted.event, action, self._ground.struck_at(marker), [member] if member else ())
+            if action == "kill_node" and lasts is not None:
+                self._after(lasts, self._ground.add_node)
+            elif member in self._view.nodes:
+                self._end_later(action, lasts, self._view.nodes[member], pid)
+
+    def _who(self, fault: FailAt, pid: int) -> str | None:
+        if fault.role == "supervisor":
+            return "supervisor"
+        ranked = self._view.world[fault.rank] if fault.rank is not None and fault.rank < len(self._view.world) else None
+        if ranked is not None and self._view.pids.get(ranked) == pid:
+            return ranked
+        return self._known.get(pid)  # the ranks are others' already
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM is met as Ctrl-C is: the run is ended, and nothing stays frozen. Only the main thread can take signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: it was not set from Python
+
+
+def _read_marker(directory: Path, fault: FailAt) -> list[str] | None:
+    try:
+        found = (directory / fault.name).read_text().split()
+    except FileNotFoundError:
+        return None
+    return found if len(found) == 3 else None  # it is being written

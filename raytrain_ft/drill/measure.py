@@ -1,0 +1,207 @@
+"""What a drill came to: numbers from the records of its two runs and the list of what was struck."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raytrain_ft.drill.numbers import WEAKER, Kind, Report, Spread, Strike
+from raytrain_ft.drill.played import Played, Struck
+from raytrain_ft.policy.audit import audit
+from raytrain_ft.policy.history import check
+from raytrain_ft.policy.strategy import Recovery
+from raytrain_ft.result import recovery_of
+from raytrain_ft.runtime.event_log import read_records
+from raytrain_ft.scenario import Scenario
+
+EARLY_S = 0.05
+"""By how much a sign may seem to come before its strike: clocks are compared by messages."""
+SIGNS = ("WorkerLost", "Noticed")
+"""Events that say that a member was struck."""
+Records = list[dict[str, Any]]
+
+
+def committed(records: Records) -> int:
+    """Steps that stand at the end."""
+    steps = 0
+    incarnation = -1
+    for record in records:
+        if record["event"] == "Resumed":
+            incarnation, steps = record["incarnation"], record["step"]
+        elif record["event"] == "StepsCommitted" and record["incarnation"] >= incarnation:
+            steps = max(steps, record["stop_step"])
+    return steps
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """The time in a run's records, turned into one that goes on while the supervisor is away.
+
+    Attributes:
+        offsets: see `Played`. restarts: of the supervisor, as the records say.
+    """
+
+    offsets: tuple[float, ...]
+    restarts: tuple[float, ...]
+
+    @classmethod
+    def of(cls, records: Records, offsets: Sequence[float]) -> Clock:
+        """Of this run."""
+        return cls(tuple(offsets), tuple(record["at"] for record in records if record["event"] == "SupervisorRestarted"))
+
+    def real(self, at: float) -> float:
+        """Seconds since the run began. A life of the supervisor that was too short to be seen counts as the one before."""
+        lives = sum(restart <= at for restart in self.restarts)
+        return at + (self.offsets[min(lives, len(self.offsets) - 1)] if self.offsets else 0.0)
+
+
+def training_seconds(records: Records, clock: Clock) -> float:
+    """From the first step to the end, without the start of the workers."""
+    states = [record for record in records if record["event"] == "State"]
+    began = next((record["at"] for record in states if record["state"] == "RUNNING"), None)
+    if began is None:
+        return 0.0
+    over = ("SHUTTING_DOWN", "ERRORED", "ABORTED", "FINISHED")
+    ended = next((record["at"] for record in states if record["state"] in over), records[-1].get("at", began))
+    return clock.real(ended) - clock.real(began)
+
+
+def recoveries_of(records: Records, clock: Clock | None = None) -> list[Recovery]:
+    """The accounts at the end of the records, their times by this clock."""
+    found = [recovery_of(record) for record in records if record["event"] == "Recovery"]
+    if clock is not None:
+        for recovery in found:
+            recovery.detected = clock.real(recovery.detected)
+            recovery.resumed = None if recovery.resumed is None else clock.real(recovery.resumed)
+    return found
+
+
+def violations(records: Records, played: Played, reference: Played) -> list[str]:
+    """What the run promised and did not keep."""
+    found = check(records) if played.error is None else []
+    if bit_equal(played, reference) is False and not any(_excused(recovery) for recovery in recoveries_of(records)):
+        found.append("I3 the final state differs from the undisturbed run's, and no recovery says why")
+    return found
+
+
+def _excused(recovery: Recovery) -> bool:
+    """Whether the final state may differ after it: another world adds in another order, an undo rounds, samples are lost."""
+    return recovery.world_after != recovery.world_before or recovery.undone > 0 or str(recovery.guarantee) == "lossy"
+
+
+def bit_equal(played: Played, reference: Played) -> bool | None:
+    """Whether both runs ended in the same state, to the bit."""
+    if played.result is None or reference.result is None:
+        return None
+    return played.result.digest == reference.result.digest
+
+
+def measure(scenario: Scenario, ground: str, played: Played, reference: Played) -> Report:
+    """The report of the run that was played, without its verdict. `reference` is the undisturbed one."""
+    records, calm = (read_records(run.path / "events.jsonl") for run in (played, reference))
+    clock, calm_clock = Clock.of(records, played.offsets), Clock.of(calm, reference.offsets)
+    recoveries = recoveries_of(records, clock)
+    noticed = _noticed(records, clock)
+    blame = guilty(played.struck, noticed)
+    strikes = tuple(
+        _followed(struck, members, noticed, recoveries) for struck, members in zip(played.struck, blame, strict=True)
+    )
+    pauses = [_pause(recovery, strikes, blame) for recovery in recoveries]
+    causes = [_cause(recovery, strikes, blame) for recovery in recoveries]
+    steps, seconds = committed(records), training_seconds(records, clock)
+    calm_steps, calm_seconds = committed(calm), training_seconds(calm, calm_clock)
+    expected = calm_steps / calm_seconds * seconds if calm_seconds else 0.0
+    return Report(
+        scenario=scenario.name,
+        ground=ground,
+        steps=steps,
+        max_steps=scenario.steps,
+        training_s=seconds,
+        undisturbed_s=calm_seconds,
+        goodput=steps / expected if expected else 0.0,
+        strikes=strikes,
+        missed=tuple(played.missed),
+        recoveries=_kinds(recoveries, causes, pauses),
+        detection=Spread.of([strike.detected_s for strike in strikes if strike.detected_s is not None]),
+        pauses=Spread.of([pause for pause in pauses if pause is not None]),
+        samples_lost=audit(records).samples_lost,
+        guarantee=max((str(recovery.guarantee) for recovery in recoveries), key=WEAKER.index, default="exact"),
+        bit_equal=bit_equal(played, reference),
+        violations=tuple(violations(records, played, reference)),
+        failure=f"{type(played.error).__name__}: {played.error}" if played.error is not None else "",
+        paths=(str(played.path), str(reference.path)),
+    )
+
+
+def _noticed(records: Records, clock: Clock) -> dict[str, float]:
+    """When it was first said of each member that it is lost, or will be. Members are never called by the same name again."""
+    found: dict[str, float] = {}
+    for record in records:
+        if record["event"] in SIGNS:
+            found.setdefault(record["member"], clock.real(record["at"]))
+    return found
+
+
+def guilty(struck: Sequence[Struck], noticed: dict[str, float]) -> list[set[str]]:
+    """Of each strike, the members that are gone because of it: it is the last that hit them before that was noticed."""
+    found: list[set[str]] = [set() for _ in struck]
+    for member, at in noticed.items():
+        before = [n for n, strike in enumerate(struck) if member in strike.members and strike.at <= at + EARLY_S]
+        if before:
+            found[max(before, key=lambda n: struck[n].at)].add(member)
+    return found
+
+
+def _followed(struck: Struck, members: set[str], noticed: dict[str, float], recoveries: list[Recovery]) -> Strike:
+    """A strike, and what came of it: these members are gone because of it. Who left after a notice made no pause but that of
+    the change itself."""
+    own = [recovery for recovery in recoveries if members & {*recovery.lost, *recovery.left}]
+    signs = [noticed[member] for member in members]
+    signs += [r.detected for r in own if members & set(r.lost) and r.detected >= struck.at - EARLY_S]
+    first = min((r for r in own if r.resumed is not None), key=lambda r: r.detected, default=None)
+    pause = None
+    if first is not None and first.resumed is not None:
+        pause = first.resumed - (struck.at if members & set(first.lost) else first.detected)
+    return Strike(
+        event=struck.event,
+        action=struck.action,
+        members=struck.members,
+        node=struck.node,
+        at=struck.at,
+        step=struck.step,
+        note=struck.note,
+        detected_s=max(0.0, min(signs) - struck.at) if signs else None,
+        pause_s=None if pause is None else max(0.0, pause),
+    )
+
+
+def _pause(recovery: Recovery, strikes: Sequence[Strike], blame: Sequence[set[str]]) -> float | None:
+    """From the first of its strikes, or else from the first sign, to the first step committed afterwards."""
+    if recovery.resumed is None:
+        return None
+    struck = [strike.at for strike, members in zip(strikes, blame, strict=True) if members & set(recovery.lost)]
+    return recovery.resumed - min([recovery.detected, *struck])
+
+
+def _cause(recovery: Recovery, strikes: Sequence[Strike], blame: Sequence[set[str]]) -> str:
+    """The actions that it is due to; "resize" if nobody was lost, "other" for a loss that nobody asked for."""
+    gone = {*recovery.lost, *recovery.left}
+    actions = {strike.action for strike, members in zip(strikes, blame, strict=True) if members & gone}
+    return " + ".join(sorted(actions)) or ("other" if gone else "resize")
+
+
+def _kinds(recoveries: list[Recovery], causes: list[str], pauses: list[float | None]) -> tuple[Kind, ...]:
+    kinds: dict[tuple[str, str, str], list[float | None]] = {}
+    for recovery, cause, pause in zip(recoveries, causes, pauses, strict=True):
+        kinds.setdefault((cause, str(recovery.strategy), str(recovery.guarantee)), []).append(pause)
+    return tuple(
+        Kind(
+            cause=cause,
+            strategy=strategy,
+            guarantee=guarantee,
+            count=len(times),
+            pause=Spread.of([pause for pause in times if pause is not None]),
+        )
+        for (cause, strategy, guarantee), times in kinds.items()
+    )

@@ -1,0 +1,47 @@
+"""What came of one run, as whoever struck it saw it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from raytrain_ft.errors import FTError
+from raytrain_ft.result import Result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Struck:
+    """Something that was done to a run.
+
+    Attributes:
+        event: number of the scenario's event. action: of it. members: who was struck; () if it was nobody.
+        at: seconds since the run began (see `Played.offsets`). step: the last one known to be committed then.
+        note: what else there is to say.
+    """
+
+    event: int
+    action: str
+    at: float
+    step: int
+    members: tuple[str, ...] = ()
+    node: str = ""
+    note: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Played:
+    """What came of one run.
+
+    Attributes:
+        path: its records. result: None if it failed. error: why.
+        offsets: of each life of the supervisor, what to add to the times in its records for a clock that never stands still:
+            the records' own stands still while the supervisor is away. Seconds; the first is 0.
+        missed: the numbers of events that did not come about.
+    """
+
+    path: Path
+    result: Result | None = None
+    error: FTError | None = None
+    struck: list[Struck] = field(default_factory=list)
+    offsets: list[float] = field(default_factory=list)
+    missed: list[int] = field(default_factory=list)

@@ -1,0 +1,279 @@
+"""A scenario in the simulator: the same events, at a job's measured or assumed costs.
+
+What the simulator does not know is refused: it takes events at steps or at times, not both in one run, and losses only.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from numpy.random import Generator
+
+from raytrain_ft.drill.faults import casualties, ranks
+from raytrain_ft.drill.numbers import WEAKER, Kind, Report, Spread
+from raytrain_ft.drill.verdict import verdict
+from raytrain_ft.errors import ConfigError
+from raytrain_ft.runtime.event_log import read_records
+from raytrain_ft.scenario import Event, Scenario
+from raytrain_ft.simulate import Costs, Failure, Job, Outcome, SpotTrace, Strategy, simulate
+from raytrain_ft.simulate.calibrate import calibrate
+
+SEEDS = 10
+PHASE_AT = {"data": 0.0, "receive": 0.1, "forward": 0.2, "backward_pass": 0.5, "send": 0.6, "update": 0.96, "updated": 0.98}
+"""About where in a step its phases are; the pass backward takes twice as long as the one forward."""
+BACKWARD_AT, BACKWARD = 0.33, 0.6
+"""About where back-propagation begins, and its share of a step."""
+SIMULATED = ("kill", "kill_node", "freeze", "unplug", "bring_back", "exit")
+KINDS = {"auto": "replication", "replication": "replication", "logging": "logging", "snapshot": "elastic_horovod"}
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What the simulator says of a scenario: an outcome for each seed."""
+
+    job: Job
+    strategy: Strategy
+    outcomes: tuple[Outcome, ...]
+
+    def mean(self, name: str) -> float:
+        """Of a number that outcomes have."""
+        return sum(getattr(outcome, name) for outcome in self.outcomes) / len(self.outcomes)
+
+    @property
+    def training_s(self) -> float:
+        """Without the run's beginning and end."""
+        return self.mean("seconds") - self.job.costs.begin_s - self.job.costs.end_s
+
+    @property
+    def undisturbed_s(self) -> float:
+        """The same without failures."""
+        return self.strategy.undisturbed_s(self.job)
+
+    @property
+    def pauses(self) -> Spread:
+        """Of all runs."""
+        return Spread.of([pause for outcome in self.outcomes for pause in outcome.pauses])
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """For the column beside the measured ones."""
+        found = {"goodput": self.undisturbed_s / self.training_s, "training": self.training_s}
+        found |= {name: self.mean(name) for name in ("recoveries", "samples_lost")}
+        return found | ({"pause": self.pauses.p50} if self.pauses.p50 is not None else {})
+
+
+def predict(scenario: Scenario, job: Job, seeds: int = SEEDS) -> Predicted:
+    """What a scenario will cost this job.
+
+    Raises:
+        ScenarioError: an event that the simulator does not know.
+    """
+    events = Events(scenario, job.costs.begin_s)
+    strategy = strategy_of(scenario, job)
+    chance = any(event.when is not None and event.when.mtbf is not None for event in scenario.events)
+    outcomes = tuple(simulate(job, strategy, events, seed=seed) for seed in range(seeds if chance else 1))
+    return Predicted(job, strategy, outcomes)
+
+
+def job_of(scenario: Scenario, known: Job | None) -> Job:
+    """The scenario's job for the simulator: its costs are those of `known`, a job of the same kind that was measured, or those
+    that the scenario assumes.
+
+    Raises:
+        ScenarioError: nothing is known of its costs.
+    """
+    if known is not None:
+        step_s, costs = known.step_s, known.costs
+    elif scenario.assumed is not None:
+        step_s, costs = scenario.assumed.step_s, Costs(**scenario.assumed.costs)
+    else:
+        raise scenario.error(
+            (), "the simulator must know what a step and a recovery cost: give assumed: {step_s: ...}, or --from-run RUN"
+        )
+    least, most = scenario.range
+    extra = (scenario.nodes or most + scenario.spares) - most - scenario.spares
+    return Job(
+        name=scenario.name,
+        steps=scenario.steps,
+        step_s=step_s,
+        workers=most,
+        stages=scenario.stages,
+        spares=scenario.spares,
+        spare_nodes=max(0, extra),
+        min_workers=least if least < most else None,
+        micro_batches=scenario.count_micro_batches,
+        batch=scenario.batch,
+        replacement_timeout=scenario.replacement_timeout,
+        costs=costs,
+    )
+
+
+def strategy_of(scenario: Scenario, job: Job) -> Strategy:
+    """The scenario's strategy for the simulator. A pipeline without replicas of its stages replays from its log."""
+    every = scenario.checkpoint_every if isinstance(scenario.checkpoint_every, int) else None
+    name = "logging" if scenario.strategy == "auto" and 1 < job.stages == job.workers else scenario.strategy
+    kind = KINDS.get(name, name)
+    if kind == "elastic_horovod" and every is None:
+        raise scenario.error(("strategy",), "snapshot in the simulator: give checkpoint_every, the steps between two snapshots")
+    return Strategy(kind=kind, every=every)  # pyright: ignore[reportArgumentType]
+
+
+class Events:
+    """A scenario's events as the simulator's `Failures`.
+
+    Args:
+        begin_s: of the run, before training begins: a scenario's times are counted from there.
+    """
+
+    def __init__(self, scenario: Scenario, begin_s: float = 0.0) -> None:
+        self._scenario = scenario
+        self._begin_s = begin_s
+        self._at_steps = [
+            n for n, event in enumerate(scenario.events) if event.when is not None and event.when.step is not None
+        ]
+        for number, event in enumerate(scenario.events):
+            self._check(number, event)
+
+    def _check(self, number: int, event: Event) -> None:
+        place = ("events", number, "action")
+        if event.action not in SIMULATED:
+            raise self._scenario.error(place, f"{event.action}: the simulator knows {', '.join(SIMULATED)}")
+        if event.who is not None and event.who.role in ("supervisor", "spare"):
+            raise self._scenario.error((*place[:2], "who"), f"the simulator does not lose a {event.who.role}")
+        if event.when is None:
+            raise self._scenario.error(place, "the simulator strikes at steps and times, not at phases of a recovery")
+        if self._at_steps and number not in self._at_steps:
+            raise self._scenario.error(
+                (*place[:2], "when"), "the simulator takes events at steps or at times, not both: another event has a step"
+            )
+
+    def check(self, job: Job) -> None:
+        """Whether traces take more nodes than there are.
+
+        Raises:
+            ScenarioError: one does.
+        """
+        for number, event in enumerate(self._scenario.events):
+            if event.when is not None and event.when.trace is not None:
+                try:
+                    SpotTrace.read(self._scenario.relative(event.when.trace)).check(job)
+                except ConfigError as error:
+                    raise self._scenario.error(("events", number, "when", "trace"), str(error)) from error
+
+    def draw(self, job: Job, chance: Generator) -> Iterator[Failure]:
+        """The failures of one run, in order."""
+        self.check(job)
+        draws = random.Random(int(chance.integers(2**62)))
+        if self._at_steps:
+            found = [self._at_step(self._scenario.events[number], job, draws) for number in self._at_steps]
+            yield from sorted(found, key=lambda failure: failure.step or 0.0)
+            return
+        streams = [self._timed(event, job, random.Random(draws.random())) for event in self._scenario.events]
+        yield from heapq.merge(*streams, key=lambda failure: failure.at or 0.0)
+
+    def _at_step(self, event: Event, job: Job, draws: random.Random) -> Failure:
+        assert event.when is not None
+        assert event.when.step is not None
+        failure = self._failure(event, job, draws, 0.0)
+        return replace(failure, at=None, step=min(event.when.step + _place(event), job.steps - 1e-3))
+
+    def _timed(self, event: Event, job: Job, draws: random.Random) -> Iterator[Failure]:
+        when = event.when
+        assert when is not None
+        if when.trace is not None:
+            for failure in SpotTrace.read(self._scenario.relative(when.trace)).failures:
+                yield replace(failure, at=self._begin_s + (failure.at or 0.0) / (when.speed or 1.0))
+        elif when.mtbf is not None:
+            at, left = self._begin_s, when.count or math.inf
+            while left > 0:
+                at, left = at + draws.expovariate(1 / when.mtbf), left - 1
+                yield self._failure(event, job, draws, at)
+        else:
+            yield self._failure(event, job, draws, self._begin_s + (when.seconds or 0.0))
+
+    def _failure(self, event: Event, job: Job, draws: random.Random, at: float) -> Failure:
+        """A loss; where another node is to come after a while, it comes at once, for the spare trains meanwhile."""
+        if event.action == "bring_back":
+            return Failure(at=at, back=1)
+        who = event.who
+        assert who is not None
+        if who.role == "any":
+            struck = [draws.randrange(job.workers)]
+        elif who.node is not None:
+            struck = [who.node]
+        else:
+            struck = [rank for rank in ranks(who, job.workers, draws) if rank is not None]
+        if event.action in ("kill_node", "unplug"):
+            count = len(struck) if who.count is None and who.share is None else casualties(who, job.workers)
+            return Failure(at=at, lost=count, back=count if event.lasts is not None else 0)
+        return Failure(at=at, workers=tuple(struck))
+
+
+def _place(event: Event) -> float:
+    """About where in its step an event strikes, from 0 to 1."""
+    at = event.at
+    if at is None:
+        return PHASE_AT["forward"]
+    if at.share is not None:
+        return BACKWARD_AT + BACKWARD * at.share
+    return PHASE_AT.get(at.name, BACKWARD_AT + BACKWARD / 2)
+
+
+def rehearse(scenario: Scenario, known: Job | None = None) -> Report:
+    """A drill in the simulator: the same report, of simulated runs; means, and the pauses of all of them.
+
+    Args:
+        known: a job of the same kind whose costs were measured (`known_job`).
+
+    Raises:
+        ScenarioError: something that the simulator does not know.
+    """
+    job = job_of(scenario, known)
+    found = predict(scenario, job)
+    runs = len(found.outcomes)
+    counts: Counter[str] = Counter()
+    for outcome in found.outcomes:
+        counts.update(outcome.strategies)
+    weakest = max((outcome.guarantee for outcome in found.outcomes), key=WEAKER.index)
+    reason = next((outcome.reason for outcome in found.outcomes if not outcome.finished), "")
+    report = Report(
+        scenario=scenario.name,
+        ground="simulator" if runs == 1 else f"simulator ({runs} seeds, means)",
+        steps=0 if reason else scenario.steps,
+        max_steps=scenario.steps,
+        training_s=found.training_s,
+        undisturbed_s=found.undisturbed_s,
+        goodput=found.numbers["goodput"],
+        strikes=(),
+        missed=(),
+        recoveries=tuple(
+            Kind(cause="all", strategy=name, guarantee=weakest, count=round(count / runs), pause=found.pauses)
+            for name, count in counts.items()
+        ),
+        detection=Spread.of([job.costs.detect_s]),
+        pauses=found.pauses,
+        samples_lost=round(found.mean("samples_lost")),
+        guarantee=weakest,
+        bit_equal=None,
+        violations=(),
+        failure=reason,
+    )
+    return replace(report, checks=verdict(report, scenario))
+
+
+def known_job(run: Path) -> Job:
+    """The job of a finished run, with the costs that its records show.
+
+    Raises:
+        ConfigError: they do not show enough.
+    """
+    log = run / "events.jsonl"
+    if not log.exists():
+        raise ConfigError(f"{run} has no events.jsonl: give the directory of a finished run (storage_path/name)")
+    return calibrate(read_records(log)).job

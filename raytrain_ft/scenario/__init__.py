@@ -1,0 +1,13 @@
+"""Scenarios: which job, and what happens to it. The same one drives a laptop cluster, a running cluster and the simulator.
+
+    scenario = Scenario.load("jobs/scenarios/kill.yaml")        # or Scenario(name=..., steps=..., events=(Event(...),), ...)
+
+What cannot be is refused here, before anything starts: `load` raises `ScenarioError` with file and line, the constructors raise
+pydantic's `ValidationError`. What only the model can tell (how many buckets it has) is checked by `drill`.
+"""
+
+from raytrain_ft.scenario.checks import trainer_parts
+from raytrain_ft.scenario.events import Event, Point, When, Who
+from raytrain_ft.scenario.model import Assumed, Job, Scenario, Thresholds
+
+__all__ = ["Assumed", "Event", "Job", "Point", "Scenario", "Thresholds", "When", "Who", "trainer_parts"]

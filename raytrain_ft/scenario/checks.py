@@ -1,0 +1,171 @@
+"""What cannot be although each field of a scenario by itself could: found before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from raytrain_ft.config import ParallelismConfig, RecoveryConfig, ScalingConfig
+from raytrain_ft.errors import ConfigError
+from raytrain_ft.scenario.events import AT_A_POINT, IN_USER_CODE, TAKES_TIME, Event
+from raytrain_ft.scenario.points import BUCKET_PHASES, MICRO_BATCH_PHASES, STATES, STEP_PHASES, WORKER_PHASES
+from raytrain_ft.settings import TrainSettings
+from raytrain_ft.simulate import Costs
+
+if TYPE_CHECKING:
+    from raytrain_ft.scenario.model import Scenario
+
+Problem = tuple[tuple[str | int, ...], Any, str]
+"""The place of a field, its value, and what is wrong with it."""
+
+
+def problems(scenario: Scenario) -> Iterator[Problem]:
+    """Everything that cannot be."""
+    yield from _of_the_job(scenario)
+    yield from _of_events(scenario)
+    names = tuple(Costs.__dataclass_fields__)
+    for name, value in scenario.assumed.costs.items() if scenario.assumed is not None else ():
+        if name not in names:
+            yield ("assumed", "costs", name), value, f"there is no such cost. Allowed here: {', '.join(names)}"
+
+
+def _of_the_job(scenario: Scenario) -> Iterator[Problem]:
+    """What `Trainer` itself would refuse, before a task is loaded."""
+    least, most = scenario.range
+    if least > most:
+        yield ("workers",), scenario.workers, "the least number of workers is greater than the most"
+        return
+    for name in ("strategy", "update", "replacement"):
+        value: Any = getattr(scenario, name)
+        try:
+            RecoveryConfig(**{name: value})
+        except ConfigError as error:
+            yield (name,), value, str(error)
+            return
+    try:
+        trainer_parts(scenario)
+    except ConfigError as error:
+        yield (), None, str(error)
+
+
+def trainer_parts(scenario: Scenario) -> tuple[TrainSettings, ScalingConfig, RecoveryConfig, ParallelismConfig]:
+    """What `Trainer` is given for a scenario.
+
+    Raises:
+        ConfigError: the parts do not go together.
+    """
+    pipeline = scenario.stages > 1
+    settings = TrainSettings(
+        max_steps=scenario.steps,
+        global_batch_size=scenario.batch,
+        seed=scenario.seed,
+        gradient_accumulation_steps=1 if pipeline else scenario.micro_batches or 1,
+        drop_last=pipeline,
+        bucket_bytes=scenario.bucket_bytes,
+        first_bucket_bytes=scenario.first_bucket_bytes,
+    )
+    scaling = ScalingConfig(num_workers=scenario.workers)
+    choices: dict[str, Any] = {"strategy": scenario.strategy, "update": scenario.update, "replacement": scenario.replacement}
+    recovery = RecoveryConfig(
+        num_spares=scenario.spares,
+        hang_timeout=timedelta(seconds=scenario.hang_timeout),
+        replacement_timeout=timedelta(seconds=scenario.replacement_timeout),
+        **choices,
+    )
+    parallelism = ParallelismConfig(
+        pipeline_parallel_degree=scenario.stages,
+        num_pp_microbatches=scenario.micro_batches if pipeline else None,
+        split="auto" if pipeline else "task",
+    )
+    settings.check(scaling, recovery, parallelism)
+    return settings, scaling, recovery, parallelism
+
+
+def _of_events(scenario: Scenario) -> Iterator[Problem]:
+    for number, event in enumerate(scenario.events):
+        place = ("events", number)
+        for problem in (*_of_who(scenario, event), *_of_when(scenario, event), *_of_point(scenario, event)):
+            yield (*place, *problem[0]), *problem[1:]
+        for name, actions in (("factor", ("slow_down",)), ("notice", ("drain",)), ("lasts", TAKES_TIME)):
+            if getattr(event, name) is not None and event.action not in actions:
+                yield (*place, name), getattr(event, name), f"{name} goes with {', '.join(actions)} only"
+        if event.action == "freeze" and event.who is not None and event.who.role == "supervisor" and not event.lasts:
+            yield (*place, "action"), event.action, "a frozen supervisor needs lasts: nothing else wakes it"
+        for action, names in (("slow_down", ("factor", "lasts")), ("drain", ("notice",))):
+            for name in names:
+                if event.action == action and getattr(event, name) is None:
+                    yield (*place, "action"), action, f"{action} needs {name}"
+
+
+def _of_who(scenario: Scenario, event: Event) -> Iterator[Problem]:
+    who, most = event.who, scenario.range[1]
+    if event.action == "bring_back" or (event.when is not None and event.when.trace is not None):
+        if who is not None:
+            yield ("who",), None, "nobody is named here: a trace names its nodes, and bring_back adds a node"
+        return
+    if who is None:
+        yield ("action",), event.action, f"{event.action} needs who"
+        return
+    for name, ranks in (("rank", (who.rank,)), ("ranks", who.ranks or ())):
+        beyond = [rank for rank in ranks if rank is not None and rank >= most]
+        if beyond:
+            yield ("who", name), beyond[0], f"there are {most} workers: ranks go from 0 to {most - 1}"
+    nodes = scenario.nodes or most
+    if who.node is not None and who.node >= nodes:
+        yield ("who", "node"), who.node, f"the run is on {nodes} nodes at most: use 0 to {nodes - 1}"
+    if who.count is not None and who.count > most:
+        yield ("who", "count"), who.count, f"more casualties than there are workers: use 1 to {most}"
+    if who.survivors is not None and who.survivors >= most:
+        yield ("who", "survivors"), who.survivors, f"of {most} workers at most {most - 1} can survive a failure"
+    if who.role == "supervisor" and event.action not in ("kill", "freeze"):
+        yield ("action",), event.action, "the supervisor can be killed or frozen"
+    if who.role == "spare" and scenario.spares == 0:
+        yield ("who", "role"), "spare", "the scenario has spares: 0"
+
+
+def _of_when(scenario: Scenario, event: Event) -> Iterator[Problem]:
+    when = event.when
+    if when is None:
+        if event.at is None or event.at.name in STEP_PHASES:
+            yield ("action",), event.action, "say when: step, seconds, mtbf or trace"
+        return
+    if when.step is not None and when.step >= scenario.steps:
+        yield ("when", "step"), when.step, f"the run has {scenario.steps} steps: use 0 to {scenario.steps - 1}"
+    if when.trace is not None and event.action not in ("kill_node", "drain"):
+        yield ("when", "trace"), when.trace, "a trace is of nodes: it goes with kill_node and drain"
+    if when.step is None and event.action in IN_USER_CODE:
+        yield ("when",), None, f"{event.action} happens in the user's code: give a step"
+    if when.mtbf is not None and event.action == "bring_back":
+        yield ("when", "mtbf"), when.mtbf, "bring_back happens at a step or a time; after a loss, use lasts"
+
+
+def _of_point(scenario: Scenario, event: Event) -> Iterator[Problem]:
+    at = event.at
+    if at is None:
+        return
+    if event.action not in AT_A_POINT:
+        yield ("at",), None, f"{event.action} comes from outside: only {', '.join(AT_A_POINT)} can strike at a point"
+    if event.when is not None and event.when.step is None:
+        yield ("at",), None, "a point goes with a step; a time, a rate or a trace strikes wherever the run is"
+    if event.who is not None and event.who.role == "spare":
+        yield ("at",), None, "a spare is in no step"
+    of_supervisor = event.who is not None and event.who.role == "supervisor"
+    known = STATES if of_supervisor else WORKER_PHASES
+    if at.name not in known:
+        whose = "supervisor has the states" if of_supervisor else "worker has the phases"
+        yield ("at", "phase"), at.name, f"a {whose} {', '.join(known)}"
+        return
+    places = [name for name in ("bucket", "layer", "share") if getattr(at, name) is not None]
+    if len(places) > 1:
+        yield ("at", places[1]), getattr(at, places[1]), f"{' and '.join(places)} exclude each other"
+    if places and at.name not in BUCKET_PHASES:
+        yield ("at", places[0]), getattr(at, places[0]), f"{at.name} has no buckets: {', '.join(BUCKET_PHASES)} have"
+    if places and at.name in ("update", "updated") and scenario.update == "barrier":
+        yield ("at", places[0]), getattr(at, places[0]), f"with update: barrier all buckets are updated at once: no {places[0]}"
+    if at.micro_batch is not None:
+        count = scenario.count_micro_batches
+        if at.name not in MICRO_BATCH_PHASES:
+            yield ("at", "micro_batch"), at.micro_batch, f"only {', '.join(MICRO_BATCH_PHASES)} are of a micro-batch"
+        elif at.micro_batch >= count:
+            yield ("at", "micro_batch"), at.micro_batch, f"a replica has {count} micro-batches: use 0 to {count - 1}"

@@ -1,0 +1,165 @@
+"""What can happen in a scenario: who, when, where in the step, and what."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+DURATION = re.compile(rf"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*({'|'.join(UNITS)})\s*", re.IGNORECASE)
+
+Action = Literal["kill", "kill_node", "freeze", "unplug", "drain", "slow_down", "bring_back", "exception", "exit", "hang"]
+IN_USER_CODE = ("exception", "exit", "hang")
+AT_A_POINT = ("kill", "kill_node", "freeze", *IN_USER_CODE)
+"""Actions that can strike inside of a step, at an exact point."""
+TAKES_TIME = ("slow_down", "freeze", "kill_node", "unplug", "drain")
+"""Actions that can be over after a while."""
+WHOLE_NODES = ("kill_node", "unplug", "drain", "bring_back")
+
+
+def _seconds(value: Any) -> Any:
+    if isinstance(value, str) and (found := DURATION.fullmatch(value)):
+        return float(found[1]) * UNITS[found[2].lower()]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise PydanticCustomError("duration", "give seconds as a number, or a time such as 30s, 5min, 17h")
+    return value
+
+
+def _share(value: Any) -> Any:
+    if isinstance(value, str) and value.strip().endswith("%"):
+        try:
+            return float(value.strip()[:-1]) / 100
+        except ValueError:
+            pass
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise PydanticCustomError("share", "give a share such as 25% or 0.25")
+    return value
+
+
+Seconds = Annotated[float, BeforeValidator(_seconds), Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, BeforeValidator(_share), Field(gt=0, le=1, allow_inf_nan=False)]
+Index = Annotated[int, Field(strict=True, ge=0)]
+Whole = Annotated[int, Field(strict=True, ge=1)]
+
+
+class Model(BaseModel):
+    """No other fields than those that are known, and none changes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Who(Model):
+    """Who is struck: exactly one of these.
+
+    Attributes:
+        rank, ranks: workers by their rank; with an action on nodes, the nodes that host them.
+        node: the nth of the run's nodes, in the order of the lowest rank on each, from 0.
+        count, share: so many of the workers, or this share of them, drawn from the seed.
+        survivors: all but so many, drawn from the seed.
+        role: "any" worker or warm spare, drawn anew at each strike; the "supervisor"; a "spare".
+    """
+
+    rank: Index | None = None
+    ranks: tuple[Index, ...] | None = Field(default=None, min_length=1)
+    node: Index | None = None
+    count: Whole | None = None
+    share: Share | None = None
+    survivors: Index | None = None
+    role: Literal["any", "spare", "supervisor"] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Who:
+        _one_of(self, tuple(type(self).model_fields))
+        if self.ranks is not None and len(set(self.ranks)) < len(self.ranks):
+            raise PydanticCustomError("ranks", "a rank is named twice")
+        return self
+
+
+class When(Model):
+    """When it happens: exactly one of step, seconds, mtbf and trace.
+
+    Attributes:
+        step: while this step is computed, from 0.
+        seconds: after training has begun.
+        mtbf: at random (Poisson), with this mean time between two of them.
+        trace: as a recorded spot trace (CSV: seconds, lost or joined, node) says; relative to the scenario's file.
+        count: with mtbf: at most so many times. speed: with trace: how much faster than it was recorded.
+    """
+
+    step: Index | None = None
+    seconds: Seconds | None = None
+    mtbf: Seconds | None = None
+    trace: str | None = None
+    count: Whole | None = None
+    speed: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> When:
+        _one_of(self, ("step", "seconds", "mtbf", "trace"))
+        if self.count is not None and self.mtbf is None:
+            raise PydanticCustomError("count", "count goes with mtbf only")
+        if self.speed is not None and self.trace is None:
+            raise PydanticCustomError("speed", "speed goes with trace only")
+        return self
+
+
+class Point(Model):
+    """Where in the step, or in a recovery (docs/faults.md has the phases). At most one of bucket, layer and share.
+
+    Attributes:
+        phase: by default `backward` if a place in back-propagation is given, else `forward`.
+        bucket: of gradients, in the order in which they are reduced.
+        layer: of those that have parameters, as the forward pass meets them; the bucket that holds it.
+        share: of back-propagation (by bytes of gradients): 25% strikes when a quarter has been handed over.
+        micro_batch: of the replica's share of the step.
+        nth: the nth time that this point is reached in a process.
+    """
+
+    phase: str = ""
+    bucket: Index | None = None
+    layer: Index | None = None
+    share: Annotated[float, BeforeValidator(_share), Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
+    micro_batch: Index | None = None
+    nth: Whole = 1
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a place in back-propagation is given."""
+        return self.bucket is not None or self.layer is not None or self.share is not None
+
+    @property
+    def name(self) -> str:
+        """The phase."""
+        return self.phase or ("backward" if self.in_backward else "forward")
+
+
+class Event(Model):
+    """One thing that happens, once or again and again.
+
+    Attributes:
+        action: kill (the process), kill_node, freeze (SIGSTOP), unplug (the node's cable), drain (a notice, then the node is
+            gone), slow_down, bring_back (another node joins); exception, exit, hang (in the user's code).
+        who: not with a trace, which names its nodes, nor with bring_back.
+        at: a point inside the step; only with `when: {step: ...}` or, for the phases of a recovery, without it.
+        lasts: until it is over: the process thaws, runs at full speed again, or another node takes the place of the lost one.
+        factor: of slow_down: how many times slower.
+        notice: of drain: from the notice to the moment when the node is gone.
+    """
+
+    action: Action
+    who: Who | None = None
+    when: When | None = None
+    at: Point | None = None
+    lasts: Seconds | Literal[0] | None = None
+    factor: Annotated[float, Field(gt=1, le=1000, allow_inf_nan=False)] | None = None
+    notice: Seconds | None = None
+
+
+def _one_of(model: BaseModel, names: tuple[str, ...]) -> None:
+    given = [name for name in names if getattr(model, name) is not None]
+    if len(given) != 1:
+        what = f"{' and '.join(given)} exclude each other" if given else "nothing is given"
+        raise PydanticCustomError("one_of", "{what}: give exactly one of {names}", {"what": what, "names": ", ".join(names)})

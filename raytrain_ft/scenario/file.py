@@ -1,0 +1,154 @@
+"""A scenario's file: YAML without surprises, and errors that name the line, the value found and what is allowed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from raytrain_ft.errors import ScenarioError
+
+LARGEST = 2**20
+"""Bytes of a scenario's file."""
+LONGEST_VALUE = 80
+Place = tuple[str | int, ...]
+"""Where a value is: names of fields and numbers of items, from the outermost in."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain values only, and none of them twice."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            event: Any = self.peek_event()
+            raise yaml.MarkedYAMLError(problem=f"*{event.anchor}: references are not supported", problem_mark=event.start_mark)
+        return super().compose_node(parent, index)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a scenario's fields came from; empty if it was made in Python.
+
+    Attributes:
+        path: of the file. lines: of each field and item.
+    """
+
+    path: Path | None = None
+    lines: dict[Place, int] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> tuple[Source, dict[str, Any]]:
+        """The source and its fields.
+
+        Raises:
+            ScenarioError: there is no such file, or it is no YAML mapping.
+        """
+        try:
+            with path.open("rb") as file:
+                data = file.read(LARGEST + 1)
+            text = data.decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ScenarioError(f"{path} cannot be read: {error}") from error
+        if len(data) > LARGEST:
+            raise ScenarioError(f"{path} is larger than a scenario can be ({LARGEST:,} bytes)")
+        loader = _Loader(text)
+        lines: dict[Place, int] = {(): 1}
+        try:
+            node = loader.get_single_node()
+            if not isinstance(node, yaml.MappingNode):
+                raise ScenarioError(f"{path}, line 1: a scenario is a mapping of fields, such as `steps: 100`")
+            _note_lines(node, (), lines)
+            fields = loader.construct_document(node)
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            mark = getattr(error, "problem_mark", None)
+            where = f"{path}, line {mark.line + 1}" if mark is not None else str(path)
+            raise ScenarioError(f"{where}: {getattr(error, 'problem', None) or error}") from error
+        finally:
+            loader.dispose()
+        return cls(path, lines), fields
+
+    @property
+    def directory(self) -> Path:
+        """What relative paths in a scenario are relative to."""
+        return self.path.parent if self.path is not None else Path()
+
+    def at(self, place: Place, message: str) -> str:
+        """A message with the file, the line and the name of the field that it is about."""
+        known = place
+        while known and known not in self.lines:
+            known = known[:-1]
+        name = ".".join(str(part) for part in place)
+        where = f"{self.path}, line {self.lines.get(known, 1)}: " if self.path is not None else ""
+        return f"{where}{name}: {message}" if name else f"{where}{message}"
+
+    def explain(self, error: ValidationError, root: type[BaseModel]) -> str:
+        """Every fault on a line of its own, in the order of the file."""
+        found: dict[Place, str] = {}
+        for fault in error.errors(include_url=False):
+            place = self._place(fault["loc"], root)
+            if place not in found:  # of a union, pydantic says each of its members' complaints
+                found[place] = self.at(place, _words(fault, place, root))
+        order = sorted(found, key=lambda place: self.lines.get(place, 0))
+        return "\n".join(found[place] for place in order)
+
+    def _place(self, loc: Place, root: type[BaseModel]) -> Place:
+        """A place without what pydantic puts in it for the members of a union."""
+        place: Place = ()
+        for part in loc:
+            model = _model_at(root, place)
+            if isinstance(part, int) or (model is not None and (part in model.model_fields or (*place, part) in self.lines)):
+                place = (*place, part)
+        return place
+
+
+def _note_lines(node: yaml.Node, place: Place, lines: dict[Place, int]) -> None:
+    """The line of every field and item, from 1.
+
+    Raises:
+        yaml.MarkedYAMLError: a field is given twice.
+    """
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            name = (*place, str(key.value))
+            if name in lines:
+                raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
+            lines[name] = key.start_mark.line + 1
+            _note_lines(value, name, lines)
+    elif isinstance(node, yaml.SequenceNode):
+        for number, value in enumerate(node.value):
+            lines[*place, number] = value.start_mark.line + 1
+            _note_lines(value, (*place, number), lines)
+
+
+def _model_at(model: type[BaseModel] | None, place: Place) -> type[BaseModel] | None:
+    """The model that is at a place; None for a plain value."""
+    for part in place:
+        if isinstance(part, str):
+            known = model.model_fields.get(part) if model is not None else None
+            model = _model_in(known.annotation) if known is not None else None
+    return model
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _model_in(part)) is not None), None)
+
+
+def _words(fault: Any, place: Place, root: type[BaseModel]) -> str:
+    """What is wrong, the value found, and what is allowed."""
+    model = _model_at(root, place[:-1])
+    if fault["type"] == "extra_forbidden" and model is not None:
+        near = get_close_matches(str(place[-1]), model.model_fields, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return f"there is no such field{hint}. Allowed here: {', '.join(model.model_fields)}".replace("?.", "?")
+    if fault["type"] == "missing":
+        return "this field is required"
+    value = repr(fault["input"])
+    shown = value if len(value) <= LONGEST_VALUE else value[:LONGEST_VALUE] + "…"
+    plain = isinstance(fault["input"], str | int | float | bool)
+    return f"{shown}: {fault['msg']}" if plain else fault["msg"]

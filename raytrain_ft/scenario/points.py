@@ -1,0 +1,16 @@
+"""The points at which a failure can strike, in a step, in a recovery or in the supervisor; docs/faults.md describes them."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from raytrain_ft.chaos.faults import SUPERVISOR_PHASES, Phase
+
+WORKER_PHASES: tuple[str, ...] = get_args(Phase)
+STATES = SUPERVISOR_PHASES
+BUCKET_PHASES = ("backward", "reduce", "reduced", "update", "updated")
+"""Phases that have a bucket."""
+MICRO_BATCH_PHASES = ("forward", "receive", "backward_pass", "send")
+"""Phases that have a micro-batch."""
+STEP_PHASES = ("data", "commit", "checkpoint", *BUCKET_PHASES, *MICRO_BATCH_PHASES)
+"""Phases of a step: a step must be given, or the first one of the run would be meant."""

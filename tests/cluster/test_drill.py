@@ -1,0 +1,177 @@
+"""Drills on real clusters: what a report says is what the run's own records say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import ray
+
+from raytrain_ft.chaos.cluster import LocalCluster
+from raytrain_ft.drill import Report, drill
+from raytrain_ft.drill.grounds import Laptop, Running
+from raytrain_ft.errors import ConfigError, ScenarioError
+from raytrain_ft.policy.history import check
+from raytrain_ft.runtime.event_log import read_records
+from raytrain_ft.scenario import Scenario
+
+JOB = """
+name: rehearsal
+workers: 3
+steps: 140
+batch: 48
+bucket_bytes: 32768
+first_bucket_bytes: 8192
+checkpoint_every: null
+"""
+STRIKES = """
+events:
+  - action: kill
+    who: {rank: 1}
+    when: {step: 12}
+    at: {share: 50%}
+  - action: freeze
+    who: {rank: 2}
+    when: {step: 30}
+  - action: slow_down
+    who: {rank: 0}
+    when: {step: 60}
+    factor: 3
+    lasts: 1s
+  - action: kill_node
+    who: {rank: 0}
+    when: {step: 95}
+    lasts: 0.5s
+pass_if:
+  goodput: 5%
+  pause_p95: 60s
+  guarantee: exact
+"""
+
+
+def scenario(directory: Path, text: str) -> Scenario:
+    path = directory / "scenario.yaml"
+    path.write_text(text)
+    return Scenario.load(path)
+
+
+@pytest.fixture(scope="module")
+def struck(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Scenario, int]:
+    """One drill with a kill, a freeze, a slow worker, and the loss of a node that comes back; and how many nodes there were."""
+    directory = tmp_path_factory.mktemp("drill")
+    before = len(cluster.node_ids())
+    asked = scenario(directory, JOB + STRIKES)
+    return drill(asked, Laptop(cluster), storage_path=directory, quiet=True), asked, before
+
+
+def test_a_drill_strikes_as_it_was_asked_and_the_run_survives(
+    struck: tuple[Report, Scenario, int], cluster: LocalCluster
+) -> None:
+    report, _, before = struck
+    assert report.passed, report.checks
+    assert report.missed == ()
+    assert [(strike.event, strike.action) for strike in report.strikes] == [
+        (0, "kill"),
+        (1, "freeze"),
+        (2, "slow_down"),
+        (3, "kill_node"),
+    ]
+    assert report.bit_equal
+    assert len(cluster.node_ids()) == before  # one was lost, one came
+
+
+def test_the_report_says_what_the_records_say(struck: tuple[Report, Scenario, int]) -> None:
+    report, _, _ = struck
+    records = read_records(Path(report.paths[0]) / "events.jsonl")
+    accounts = [record for record in records if record["event"] == "Recovery"]
+    assert check(records) == list(report.violations) == []
+    assert sum(kind.count for kind in report.recoveries) == len(accounts) == report.pauses.count
+    assert {kind.cause for kind in report.recoveries} == {"kill", "freeze", "kill_node"}
+
+    lost = {member: account for account in accounts for member in account["lost"]}
+    kill, freeze, slow, _ = report.strikes
+    assert [set(strike.members) & set(lost) != set() for strike in report.strikes] == [True, True, False, True]
+    assert (slow.detected_s, slow.pause_s) == (None, None)
+    restarts = [record["at"] for record in records if record["event"] == "SupervisorRestarted"]
+    for strike in (kill, freeze):
+        account = lost[strike.members[0]]
+        if not [at for at in restarts if at < account["resumed"]]:  # since a restart, the records' clock is late
+            assert strike.detected_s == pytest.approx(account["detected"] - strike.at, abs=0.02)
+            assert strike.pause_s == pytest.approx(account["resumed"] - strike.at, abs=0.02)
+    assert kill.detected_s is not None
+    assert freeze.detected_s is not None
+    assert kill.detected_s < freeze.detected_s  # a closed connection is seen at once, silence has to last
+
+    # At exact points: the strike is in the step, and inside of the back-propagation, that was asked for.
+    started = {record["member"]: record["pid"] for record in records if record["event"] == "WorkerStarted"}
+    markers = {path.name: path.read_text().split() for path in (Path(report.paths[0]) / "faults").iterdir()}
+    marker = next(words for name, words in markers.items() if name.startswith("worker-1-12-backward-"))
+    assert started[kill.members[0]] == int(marker[1])
+
+    state = [(r["state"], r["at"]) for r in records if r["event"] == "State"]
+    running = next(at for name, at in state if name == "RUNNING")
+    over = next(at for name, at in state if name == "SHUTTING_DOWN")
+    if not restarts:
+        assert report.training_s == pytest.approx(over - running, abs=0.02)
+    assert report.training_s >= over - running - 0.02
+    assert report.steps == report.max_steps == 140
+    assert report.goodput == pytest.approx(report.undisturbed_s / report.training_s)
+    assert 0 < report.goodput < 1  # pauses of seconds in a run of some twenty
+
+
+def test_the_report_is_written_for_programs_and_for_people(struck: tuple[Report, Scenario, int]) -> None:
+    report, _, _ = struck
+    directory = Path(report.paths[0])
+    found = json.loads((directory / "drill.json").read_text())
+    assert found["passed"] is True
+    assert found["goodput"] == report.goodput
+    assert len(found["strikes"]) == 4
+    text = (directory / "drill.md").read_text()
+    assert "# Drill rehearsal: passed" in text
+    assert "| events.3 | kill_node |" in text
+
+
+def test_what_a_running_cluster_is_spared(cluster: LocalCluster, tmp_path: Path) -> None:
+    """Nothing is struck without the address of the cluster, and no node that could be somebody else's."""
+    address = ray.get_runtime_context().gcs_address
+    for confirmation in (None, "10.0.0.1:6379", "yes"):
+        with pytest.raises(ConfigError, match=f"--yes-break-this-cluster {address}"):
+            Running(confirmation)
+    ground = Running(address)
+    for action, more, why in (
+        ("unplug", "who: {rank: 0}", "not ours to cut"),
+        ("bring_back", "about", "autoscaler"),
+        ("kill_node", "who: {rank: 0}\n    lasts: 1s", "autoscaler"),
+    ):
+        event = f"events:\n  - action: {action}\n    when: {{seconds: 1}}\n    {more}\n".replace("    about\n", "")
+        with pytest.raises(ScenarioError, match=why) as refused:
+            ground.refuse(scenario(tmp_path, JOB + event))
+        assert "scenario.yaml, line " in str(refused.value)
+    ground.refuse(scenario(tmp_path, JOB + STRIKES.replace("    lasts: 0.5s\n", "")))
+
+
+def test_on_a_running_cluster_hands_on_the_nodes_strike(cluster: LocalCluster, tmp_path: Path) -> None:
+    """The same with an actor on each node; a threshold that cannot be kept fails the drill."""
+    events = """
+events:
+  - action: kill
+    who: {rank: 1}
+    when: {seconds: 0.5}
+  - action: slow_down
+    who: {rank: 0}
+    when: {seconds: 1}
+    factor: 2
+    lasts: 0.5s
+pass_if:
+  pause_p95: 1ms
+"""
+    ground = Running(ray.get_runtime_context().gcs_address)
+    try:
+        report = drill(scenario(tmp_path, JOB.replace("140", "40") + events), ground, storage_path=tmp_path, quiet=True)
+    finally:
+        ground.close()
+    assert [strike.action for strike in report.strikes] == ["kill", "slow_down"]
+    assert report.bit_equal
+    assert [check.name for check in report.checks if not check.kept] == ["pause p95"]
+    assert not report.passed

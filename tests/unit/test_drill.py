@@ -1,0 +1,209 @@
+"""What needs no cluster of a drill: the hand that strikes, the run's clock, the simulator, the command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from raytrain_ft.chaos.hand import Hand
+from raytrain_ft.cli_drill import drill_command
+from raytrain_ft.drill.measure import Clock, guilty
+from raytrain_ft.drill.numbers import Spread
+from raytrain_ft.drill.played import Struck
+from raytrain_ft.drill.predict import job_of, predict, rehearse
+from raytrain_ft.errors import ScenarioError
+from raytrain_ft.scenario import Scenario
+
+SIMULATED = """
+name: simulated
+workers: 4
+spares: 1
+nodes: 8
+steps: 1000
+batch: 32
+checkpoint_every: 50
+assumed:
+  step_s: 0.5
+  costs: {detect_s: 1.0, start_s: 3.0, persist_s: 1.0}
+events:
+"""
+
+
+def scenario(directory: Path, text: str) -> Scenario:
+    path = directory / "scenario.yaml"
+    path.write_text(text)
+    return Scenario.load(path)
+
+
+# ---------------------------------------------------------------- the hand
+
+
+@contextmanager
+def process(name: str) -> Iterator[psutil.Process]:
+    """A process that calls itself this, as Ray's workers do."""
+    code = "import time; print(flush=True); time.sleep(60)"
+    with subprocess.Popen([name, "-c", code], executable=sys.executable, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        try:
+            yield psutil.Process(child.pid)
+        finally:
+            child.kill()
+
+
+GOES_ON = (psutil.STATUS_SLEEPING, psutil.STATUS_RUNNING)
+
+
+def becomes(process: psutil.Process, *states: str) -> bool:
+    """Signals are taken when the process is next on a processor."""
+    deadline = time.monotonic() + 10
+    while process.status() not in states and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return process.status() in states
+
+
+def test_a_process_that_is_not_of_a_run_is_never_touched() -> None:
+    hand = Hand()
+    with process("somebody") as other:
+        assert not any([hand.kill(other.pid), hand.freeze(other.pid), hand.thaw(other.pid), hand.slow(other.pid, 2.0)])
+        assert other.status() in GOES_ON
+    assert not hand.kill(other.pid)  # it is gone
+
+
+def test_a_process_of_a_run_is_frozen_thawed_and_killed() -> None:
+    hand = Hand()
+    with process("ray::Worker.run") as worker:
+        assert hand.freeze(worker.pid)
+        assert becomes(worker, psutil.STATUS_STOPPED)
+        assert hand.thaw(worker.pid)
+        assert becomes(worker, *GOES_ON)
+        assert hand.kill(worker.pid)
+        worker.wait(timeout=10)
+
+
+def test_a_slow_process_stands_still_most_of_the_time_and_no_longer_when_it_is_over() -> None:
+    hand = Hand()
+    with process("ray::Worker") as worker:
+        assert hand.slow(worker.pid, 4.0)
+        seen = []
+        for _ in range(400):
+            seen.append(worker.status() == psutil.STATUS_STOPPED)
+            time.sleep(0.0031)  # no multiple of a turn
+        assert 0.5 < sum(seen) / len(seen) < 0.95  # three quarters, give or take what the machine does
+        assert hand.quicken(worker.pid)
+        assert becomes(worker, *GOES_ON)
+        assert all(worker.status() in GOES_ON for _ in range(50))
+        assert not hand.quicken(worker.pid)
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def test_the_clock_goes_on_while_the_supervisor_is_away() -> None:
+    """Records of a run whose supervisor was away for 7 s at second 10, and for 2 s at second 20."""
+    records = [{"event": "SupervisorRestarted", "at": at} for at in (10.0, 20.0)]
+    clock = Clock.of(records, [0.0, 7.0, 9.0])
+    assert [clock.real(at) for at in (3.0, 9.9, 10.0, 19.0, 20.0, 25.0)] == [3.0, 9.9, 17.0, 26.0, 29.0, 34.0]
+    assert Clock.of(records, [0.0, 7.0]).real(25.0) == 32.0  # the last life was never seen
+
+
+def test_of_several_strikes_the_last_one_before_a_loss_is_to_blame() -> None:
+    hits = [("slow_down", 5.0, ("w0",)), ("freeze", 8.0, ("w1",)), ("kill_node", 9.0, ("w0", "w2")), ("kill", 20.0, ("w2",))]
+    struck = [Struck(event=n, action=what, at=at, step=0, members=who) for n, (what, at, who) in enumerate(hits)]
+    assert guilty(struck, {"w0": 9.2, "w2": 9.3, "w3": 1.0}) == [set(), set(), {"w0", "w2"}, set()]
+
+
+def test_percentiles_are_of_the_nearest_rank() -> None:
+    found = Spread.of([float(n) for n in range(100, 0, -1)])
+    assert (found.count, found.p50, found.p95, found.longest) == (100, 50.0, 95.0, 100.0)
+    assert Spread.of([]) == Spread(count=0)
+    assert Spread.of([3.0]) == Spread(count=1, p50=3.0, p95=3.0, longest=3.0)
+
+
+# ---------------------------------------------------------------- the simulator
+
+
+def test_the_simulator_strikes_as_the_scenario_says(tmp_path: Path) -> None:
+    events = """
+  - {action: kill, who: {rank: 1}, when: {step: 100}, at: {share: 50%}}
+  - {action: kill_node, who: {ranks: [0, 2]}, when: {step: 400}, lasts: 10s}
+  - {action: freeze, who: {survivors: 3}, when: {step: 700}}
+"""
+    asked = scenario(tmp_path, SIMULATED + events)
+    (outcome,) = predict(asked, job_of(asked, None)).outcomes
+    assert outcome.finished, outcome.reason
+    assert (outcome.failures, outcome.recoveries) == (3, 3)
+    # Nothing but half a step, detection, and for the second node of two, of which one spare takes one place, another start.
+    assert outcome.seconds > 1000 * 0.5 + 3 * 1.0 + 3.0
+    assert outcome.goodput > 0.97
+
+
+def test_rates_in_the_simulator_are_those_of_the_scenario(tmp_path: Path) -> None:
+    events = (
+        "  - {action: kill, who: {role: any}, when: {mtbf: 20s}}\n  - {action: freeze, who: {rank: 0}, when: {mtbf: 30s}}\n"
+    )
+    asked = scenario(tmp_path, SIMULATED + events)
+    found = predict(asked, job_of(asked, None), seeds=20)
+    assert all(outcome.finished for outcome in found.outcomes)
+    assert found.mean("failures") == pytest.approx(found.mean("seconds") * (1 / 20 + 1 / 30), rel=0.1)
+    assert found.outcomes == predict(asked, job_of(asked, None), seeds=20).outcomes
+
+
+def test_a_trace_in_the_simulator(tmp_path: Path) -> None:
+    (tmp_path / "spot.csv").write_text("seconds,change\n100,-1\n200,-2\n300,3\n")
+    asked = scenario(tmp_path, SIMULATED + "  - {action: kill_node, when: {trace: spot.csv}}\n")
+    (outcome,) = predict(asked, job_of(asked, None)).outcomes
+    assert (outcome.finished, outcome.failures) == (True, 2)
+
+
+@pytest.mark.parametrize(
+    ("event", "why"),
+    [
+        ("{action: drain, who: {rank: 1}, when: {seconds: 3}, notice: 5s}", "line 13: .*drain: the simulator knows kill"),
+        ("{action: kill, who: {role: supervisor}, when: {seconds: 3}}", "does not lose a supervisor"),
+        ("{action: kill, who: {rank: 1}, at: {phase: fence}}", "not at phases of a recovery"),
+        ("{action: kill, who: {rank: 1}, when: {seconds: 3}}\n  - {action: kill, who: {rank: 1}, when: {step: 3}}", "not both"),
+    ],
+)
+def test_what_the_simulator_does_not_know_is_refused(event: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(ScenarioError, match=why):
+        rehearse(scenario(tmp_path, f"{SIMULATED}  - {event}\n"))
+
+
+def test_without_costs_there_is_no_simulation(tmp_path: Path) -> None:
+    head, tail = SIMULATED.index("assumed"), SIMULATED.index("events")
+    with pytest.raises(ScenarioError, match="give assumed"):
+        rehearse(scenario(tmp_path, SIMULATED[:head] + SIMULATED[tail:] + "  []\n"))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "code", "says"),
+    [("90%", 0, "passed"), ("100%", 1, "FAILED")],
+)
+def test_the_command_tells_by_its_exit_code_whether_thresholds_were_kept(
+    wanted: str, code: int, says: str, tmp_path: Path
+) -> None:
+    events = "  - {action: kill, who: {role: any}, when: {mtbf: 60s}}\n"
+    scenario(tmp_path, f"{SIMULATED}{events}pass_if: {{goodput: {wanted}}}\n")
+    found = CliRunner().invoke(drill_command, [str(tmp_path / "scenario.yaml"), "--on", "simulator"])
+    assert found.exit_code == code, found.output
+    assert f"drill simulated on simulator (10 seeds, means): {says}" in found.output
+
+
+def test_the_command_refuses_what_cannot_be_with_a_code_of_its_own(tmp_path: Path) -> None:
+    scenario(tmp_path, SIMULATED + "  []\n")
+    (tmp_path / "bad.yaml").write_text(SIMULATED.replace("steps", "stesp") + "  []\n")
+    bad = CliRunner().invoke(drill_command, [str(tmp_path / "bad.yaml"), "--on", "simulator"])
+    assert bad.exit_code == 2
+    assert "bad.yaml, line 6: stesp: there is no such field; did you mean 'steps'?" in bad.output
+    confirmed = CliRunner().invoke(drill_command, [str(tmp_path / "scenario.yaml"), "--yes-break-this-cluster", "10.0.0.1:1"])
+    assert confirmed.exit_code == 2
+    assert "go with --on cluster" in confirmed.output

@@ -1,0 +1,236 @@
+"""Scenario files: what can be said, and that everything that cannot be is refused with line, value and what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from raytrain_ft.drill import drill, faults
+from raytrain_ft.drill.schedule import Schedule, View, spares_one
+from raytrain_ft.errors import ScenarioError
+from raytrain_ft.scenario import Event, Scenario, When, Who
+
+HEAD = "name: test\nworkers: 4\nsteps: 50\nbatch: 32\nbucket_bytes: 32768\nfirst_bucket_bytes: 8192\nevents:\n"  # 7 lines
+
+
+def load(directory: Path, text: str) -> Scenario:
+    path = directory / "scenario.yaml"
+    path.write_text(text)
+    return Scenario.load(path)
+
+
+def event(action: str = "kill", who: str = "{rank: 1}", when: str = "{step: 8}", **more: str) -> str:
+    """An event in four lines or more, each field on its own: action is on line 8 of a scenario that begins with HEAD."""
+    fields = {"action": action, "who": who, "when": when, **more}
+    lines = [f"{name}: {value}" for name, value in fields.items() if value]
+    return HEAD + "  - " + "\n    ".join(lines) + "\n"
+
+
+BAD = {
+    "unknown field": (HEAD.replace("batch", "bacth") + "  []\n", 4, "bacth", "did you mean 'batch'?"),
+    "unknown field of an event": (event(whom="{rank: 1}"), 11, "whom", "Allowed here: action, who, when"),
+    "unknown field deep inside": (event(who="{rnak: 1}"), 9, "rnak", "did you mean 'rank'?"),
+    "missing field": (HEAD.replace("steps: 50\n", "") + "  []\n", 1, "steps", "required"),
+    "unknown action": (event(action="kil"), 8, "'kil'", "'kill', 'kill_node'"),
+    "more casualties than workers": (event(who="{count: 5}"), 9, "5", "use 1 to 4"),
+    "more survivors than workers": (event(who="{survivors: 4}"), 9, "4", "at most 3 can survive"),
+    "a share above all": (event(who="{share: 120%}"), 9, "120%", "less than or equal to 1"),
+    "a rank that is not there": (event(who="{rank: 4}"), 9, "4", "ranks go from 0 to 3"),
+    "a rank twice": (event(who="{ranks: [1, 1]}"), 9, "who", "twice"),
+    "nobody": (event(who=""), 8, "kill", "needs who"),
+    "two ways to say who": (event(who="{rank: 1, count: 2}"), 9, "rank and count", "exactly one of"),
+    "a step beyond the end": (event(when="{step: 50}"), 10, "50", "use 0 to 49"),
+    "a rate of zero": (event(when="{mtbf: 0}"), 10, "0", "greater than 0"),
+    "a negative rate": (event(when="{mtbf: -3}"), 10, "-3", "greater than 0"),
+    "an infinite rate": (event(when="{mtbf: .inf}"), 10, "inf", "finite"),
+    "a rate that is no number": (event(when="{mtbf: .nan}"), 10, "nan", "greater than 0"),
+    "no duration": (event(when="{mtbf: often}"), 10, "'often'", "30s, 5min, 17h"),
+    "no time": (event(when=""), 8, "kill", "say when"),
+    "two times": (event(when="{step: 3, mtbf: 5}"), 10, "step and mtbf", "exclude each other"),
+    "an unknown phase": (event(at="{phase: backwards}"), 11, "'backwards'", "receive, forward"),
+    "a phase of the supervisor": (event(at="{phase: FENCE}"), 11, "'FENCE'", "a worker has the phases"),
+    "a bucket where there are none": (event(at="{phase: commit, bucket: 1}"), 11, "1", "commit has no buckets"),
+    "a bucket under barrier": (event(at="{phase: update, bucket: 1}"), 11, "1", "updated at once"),
+    "two places": (event(at="{bucket: 1, share: 25%}"), 11, "0.25", "exclude each other"),
+    "a micro-batch beyond": (event(at="{phase: forward, micro_batch: 1}"), 11, "1", "use 0 to 0"),
+    "a point without a step": (event(when="{mtbf: 5s}", at="{share: 25%}"), 11, "at", "a point goes with a step"),
+    "a point from outside": (event("slow_down", factor="2", lasts="1s", at="{share: 25%}"), 13, "at", "comes from outside"),
+    "a node that cannot be": (event("kill_node", who="{node: 4}"), 9, "4", "use 0 to 3"),
+    "no factor": (event("slow_down", lasts="1s"), 8, "slow_down", "needs factor"),
+    "no notice": (event("drain"), 8, "drain", "needs notice"),
+    "a notice of a kill": (event(notice="30s"), 11, "30.0", "goes with drain only"),
+    "an exception at any time": (event("exception", when="{seconds: 3}"), 10, "when", "give a step"),
+    "a supervisor that hangs": (event("hang", who="{role: supervisor}"), 8, "hang", "killed or frozen"),
+    "no spares": (event(who="{role: spare}").replace("events", "spares: 0\nevents"), 10, "spare", "spares: 0"),
+    "an unknown strategy": (HEAD.replace("events", "strategy: luck\nevents") + "  []\n", 7, "'luck'", "use one of auto"),
+    "a batch that is too small": (HEAD.replace("32\n", "3\n", 1) + "  []\n", 1, "3", "at least 4 samples"),
+    "a name that is a path": (HEAD.replace("test", "../up") + "  []\n", 1, "'../up'", "pattern"),
+    "a truth value": (HEAD.replace("steps: 50", "steps: yes") + "  []\n", 3, "True", "valid integer"),
+    "a field twice": (HEAD + "  []\nsteps: 3\n", 9, "steps", "twice"),
+    "a reference": ("name: &n test\nabout: *n\n", 2, "n", "not supported"),
+    "a list": ("- 1\n", 1, "scenario", "mapping"),
+    "no YAML": ("name: [\n", 2, "scenario", "expected"),
+    "an object": ("name: !!python/object/apply:os.system ['true']\n", 1, "os.system", "could not determine a constructor"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_is_refused_with_line_value_and_what_is_allowed(case: str, tmp_path: Path) -> None:
+    text, line, value, allowed = BAD[case]
+    with pytest.raises(ScenarioError) as refused:
+        load(tmp_path, text)
+    message = str(refused.value)
+    assert f"scenario.yaml, line {line}: " in message
+    assert value in message
+    assert allowed in message
+
+
+def test_every_fault_is_told_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
+    text = event(who="{count: 9}", when="{step: 99}")
+    with pytest.raises(ScenarioError) as refused:
+        load(tmp_path, text)
+    assert [line.split(": ")[0].rsplit(" ", 1)[1] for line in str(refused.value).splitlines()] == ["9", "10"]
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ScenarioError, match=r"none\.yaml cannot be read"):
+        Scenario.load(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "has"),
+    [("bucket", 200, "the model has 2 buckets"), ("layer", 200, "the model has 4 layers")],
+)
+def test_what_the_model_does_not_have_is_refused_before_anything_starts(
+    field: str, value: int, has: str, tmp_path: Path
+) -> None:
+    scenario = load(tmp_path, event(at=f"{{{field}: {value}}}"))
+    with pytest.raises(ScenarioError) as refused:
+        drill(scenario, storage_path=tmp_path)
+    assert f"scenario.yaml, line 11: events.0.at.{field}: {value}: {has}" in str(refused.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["scenario.yaml"]
+
+
+TRACES = {
+    "out of order": ("seconds,change\n5,-1\n3,1\n", "line 3", "in order"),
+    "no number": ("seconds,change\n5,minus\n", "line 2", "whole number"),
+    "an infinite time": ("seconds,change\ninf,-1\n", "line 2", "finite"),
+    "no header": ("5,-1\n", "line 1", "seconds,change"),
+}
+
+
+@pytest.mark.parametrize("case", TRACES)
+def test_a_trace_that_cannot_be_is_refused_with_both_lines(case: str, tmp_path: Path) -> None:
+    text, line, allowed = TRACES[case]
+    (tmp_path / "spot.csv").write_text(text)
+    scenario = load(tmp_path, event("kill_node", who="", when="{trace: spot.csv}"))
+    with pytest.raises(ScenarioError) as refused:
+        drill(scenario, storage_path=tmp_path)
+    message = str(refused.value)
+    assert "scenario.yaml, line 9: events.0.when.trace" in message
+    assert f"spot.csv, {line}" in message
+    assert allowed in message
+
+
+def test_a_job_that_is_not_there_is_refused_with_its_line(tmp_path: Path) -> None:
+    scenario = load(tmp_path, HEAD.replace("events", "job: nowhere.py:Task\nevents") + "  []\n")
+    with pytest.raises(ScenarioError, match=r"line 7: job\.task: there is no file .*nowhere\.py"):
+        faults.task_of(scenario)
+
+
+def test_python_says_the_same() -> None:
+    with pytest.raises(ValidationError, match="more casualties than there are workers"):
+        Scenario(
+            name="x",
+            workers=2,
+            steps=9,
+            batch=8,
+            events=(Event(action="kill", who=Who(count=3), when=When(step=1)),),
+        )
+
+
+# ---------------------------------------------------------------- what follows from a scenario
+
+
+def test_shares_of_back_propagation_and_layers_become_buckets(tmp_path: Path) -> None:
+    """Of the tiny model, gradients come in two buckets: 9,248 + 66,048 bytes and 17,408 bytes."""
+    at = ["share: 0%", "share: 90%", "layer: 0", "layer: 3", "bucket: 1"]
+    text = HEAD + "".join(f"  - {{action: kill, who: {{rank: 0}}, when: {{step: 1}}, at: {{{place}}}}}\n" for place in at)
+    scenario = load(tmp_path, text)
+    found = faults.planted(scenario, faults.task_of(scenario))
+    assert [entry.fault.phase for entry in found] == ["backward"] * 5
+    buckets, layers = faults._layout(scenario, faults.task_of(scenario))
+    assert len(layers) == 4
+    assert [entry.fault.bucket for entry in found] == [0, len(buckets) - 1, len(buckets) - 1, 0, 1]
+
+
+def test_casualties_are_drawn_from_the_seed(tmp_path: Path) -> None:
+    for who, count in (("{count: 2}", 2), ("{share: 50%}", 2), ("{survivors: 1}", 3), ("{ranks: [3, 0]}", 2)):
+        scenario = load(tmp_path, event(who=who))
+        drawn = [[e.fault.rank for e in faults.planted(scenario, faults.task_of(scenario))] for _ in range(2)]
+        assert drawn[0] == drawn[1]
+        assert len(set(drawn[0])) == count
+        assert set(drawn[0]) <= {0, 1, 2, 3}
+
+
+def view(**more: object) -> View:
+    members = {f"w{n}": 100 + n for n in range(5)}
+    nodes = {"w0": "B", "w1": "A", "w2": "A", "w3": "C", "w4": "D"}
+    fields = {"state": "RUNNING", "world": ("w1", "w0", "w2", "w3"), "pids": members, "nodes": nodes, "holders": ("w0", "w1")}
+    return View(**{**fields, **more})  # pyright: ignore[reportArgumentType]
+
+
+def test_who_is_meant_is_found_by_rank_node_and_role(tmp_path: Path) -> None:
+    schedule = Schedule(load(tmp_path, HEAD + "  []\n"))
+    assert view().hosts() == ["A", "B", "C", "D"]
+    assert schedule.members(Who(rank=1), view()) == ["w0"]
+    assert schedule.members(Who(node=0), view()) == ["w1", "w2"]
+    assert schedule.members(Who(role="spare"), view()) == ["w4"]
+    assert schedule.members(Who(ranks=(0, 3)), view(pids={"w3": 1})) == ["w3"]
+    assert len(schedule.members(Who(survivors=1), view())) == 3
+    assert schedule.members(Who(rank=3), view(world=("w1", "w0"))) == []
+
+
+def test_whoever_holds_the_last_replica_is_spared() -> None:
+    assert spares_one(["w0"], (), view())
+    assert not spares_one(["w0", "w1"], (), view())
+    assert not spares_one(["w1"], (), view(), {"w0"})  # it was frozen, and nobody has noticed yet
+    assert spares_one((), ["A", "C"], view())
+    assert not spares_one((), ["A", "B"], view())
+
+
+def test_a_rate_comes_at_random_with_its_mean_and_no_more_often_than_allowed(tmp_path: Path) -> None:
+    scenario = load(tmp_path, event(who="{role: any}", when="{mtbf: 2s, count: 3}"))
+    schedule = Schedule(scenario)
+    came = []
+    for tick in range(1_000_000):
+        for due in schedule.due(tick / 100, 0):
+            came.append(tick / 100)
+            if len(came) > 4_000:  # until then none was possible, so none counts
+                schedule.struck(due.event)
+    assert len(came) == 4_003
+    assert came[4_000] / 4_000 == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_trace_takes_and_gives_nodes_in_its_order_at_its_speed(tmp_path: Path) -> None:
+    (tmp_path / "spot.csv").write_text("seconds,change\n100,-1\n100,-1\n250,2\n")
+    scenario = load(tmp_path, event("kill_node", who="", when="{trace: spot.csv, speed: 10}"))
+    schedule = Schedule(scenario)
+    assert schedule.due(9.9, 0) == []
+    assert [(due.back, due.nodes) for due in schedule.due(10.0, 0)] == [(False, 1), (False, 1)]
+    assert [(due.back, due.nodes) for due in schedule.due(99.0, 0)] == [(True, 2)]
+    assert schedule.left == []
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[2] / "jobs" / "scenarios").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_the_examples_can_be_carried_out(path: Path) -> None:
+    scenario = Scenario.load(path)
+    inside = {entry.event for entry in faults.planted(scenario, faults.task_of(scenario))}
+    schedule = Schedule(scenario)
+    outside = {due.event for due in schedule.due(1e9, scenario.steps)}
+    assert inside | outside == set(range(len(scenario.events)))
+    assert not inside & outside
