@@ -62,17 +62,18 @@ def drill(
     if isinstance(played.error, ConfigError):
         raise played.error
     found = measure(scenario, ground.name, played, reference)
-    found = replace(found, checks=verdict(found, scenario), predicted=_predicted(scenario, played.path, known))
+    predicted, why_not = _predicted(scenario, played.path, known)
+    found = replace(found, checks=verdict(found, scenario), predicted=predicted, unpredicted=why_not)
     report.write(found, played.path)
     return found
 
 
-def _predicted(scenario: Scenario, run: Path, known: Job | None) -> dict[str, float]:
-    """What the simulator says of the scenario; nothing if it cannot say anything."""
+def _predicted(scenario: Scenario, run: Path, known: Job | None) -> tuple[dict[str, float], str]:
+    """What the simulator says of the scenario, and why it says nothing if it does not."""
     try:
-        return predict(scenario, job_of(scenario, known or known_job(run))).numbers
-    except ConfigError:
-        return {}
+        return predict(scenario, job_of(scenario, known or known_job(run))).numbers, ""
+    except ConfigError as error:
+        return {}, str(error)
 
 
 def _schedule(scenario: Scenario) -> Schedule:

@@ -14,8 +14,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_ft.chaos.cluster import LocalCluster, drain_node
 from raytrain_ft.chaos.hand import Hand
+from raytrain_ft.chaos.hosts import HostCluster
+from raytrain_ft.chaos.network import why_unavailable
 from raytrain_ft.errors import ConfigError
-from raytrain_ft.runtime.inventory import head_nodes, other_jobs
+from raytrain_ft.runtime.bystanders import head_nodes, other_jobs
 from raytrain_ft.scenario import Scenario
 from raytrain_ft.scenario.events import WHOLE_NODES
 
@@ -78,17 +80,15 @@ class Laptop:
     name = "local"
 
     def __init__(self, cluster: LocalCluster) -> None:
-        self._cluster: Any = cluster
+        self._cluster = cluster
         self._hand = Hand()
-        self._cables = hasattr(cluster, "unplug")  # then each node has a clock of its own, too
+        self._hosts = cluster if isinstance(cluster, HostCluster) else None  # each of them has a clock of its own, too
 
     def refuse(self, scenario: Scenario) -> None:
         """See `Ground`."""
         for place, action in _events(scenario):
-            if action == "unplug" and not self._cables:
-                raise scenario.error(
-                    place, "unplug: all nodes of a laptop cluster share one network; use freeze, or rehearse in the simulator"
-                )
+            if action == "unplug" and self._hosts is None:
+                raise scenario.error(place, "unplug: all nodes of this cluster share one network; use a HostCluster, or freeze")
 
     def prepare(self, nodes: list[str]) -> None:
         """See `Ground`."""
@@ -109,11 +109,13 @@ class Laptop:
 
     def unplug(self, node: str) -> None:
         """See `Ground`."""
-        self._cluster.unplug(node)
+        assert self._hosts is not None
+        self._hosts.unplug(node)
 
     def plug(self, node: str) -> None:
         """See `Ground`."""
-        self._cluster.plug(node)
+        assert self._hosts is not None
+        self._hosts.plug(node)
 
     def drain(self, node: str, seconds: float) -> None:
         """See `Ground`."""
@@ -125,11 +127,11 @@ class Laptop:
 
     def clock(self) -> float:
         """See `Ground`."""
-        return time.time() if self._cables else time.monotonic()
+        return time.time() if self._hosts is not None else time.monotonic()
 
     def struck_at(self, marker: list[str]) -> float:
         """See `Ground`."""
-        return float(marker[2 if self._cables else 0])
+        return float(marker[2 if self._hosts is not None else 0])
 
 
 class Running:
@@ -247,10 +249,19 @@ def _events(scenario: Scenario) -> Iterator[tuple[tuple[str | int, ...], str]]:
 
 
 def laptop(scenario: Scenario) -> LocalCluster:
-    """A laptop cluster with room for the scenario's workers and spares."""
+    """A laptop cluster with room for the scenario's workers and spares; of hosts with cables if one is unplugged.
+
+    Raises:
+        ScenarioError: a node is to be unplugged, and this machine cannot have such hosts.
+    """
     wanted = scenario.range[1] + scenario.spares
     nodes = scenario.nodes or wanted
-    return LocalCluster(nodes, -(-wanted // nodes))
+    unplugged = next((place for place, action in _events(scenario) if action == "unplug"), None)
+    if unplugged is None:
+        return LocalCluster(nodes, -(-wanted // nodes))
+    if reason := why_unavailable():
+        raise scenario.error(unplugged, f"unplug: this machine cannot have hosts with cables: {reason}")
+    return HostCluster(nodes, -(-wanted // nodes))
 
 
 def default_storage() -> Path:

@@ -82,7 +82,7 @@ class Report:
             without a strike included.
         guarantee: the weakest that a recovery kept. bit_equal: whether the final state is the undisturbed run's; None if one
             of the runs did not end. violations: of the promises that `policy.history` and the audit check.
-        predicted: by the simulator, for the same events: numbers by name.
+        predicted: by the simulator, for the same events: numbers by name. unpredicted: why there are none.
         failure: why the run failed. paths: records of the two runs.
     """
 
@@ -104,6 +104,7 @@ class Report:
     violations: tuple[str, ...]
     checks: tuple[Check, ...] = ()
     predicted: dict[str, float] = field(default_factory=dict)
+    unpredicted: str = ""
     failure: str = ""
     paths: tuple[str, str] = ("", "")
 

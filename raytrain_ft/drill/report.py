@@ -52,7 +52,8 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def _last_line(report: Report) -> str:
-    return f"drill {report.scenario} on {report.ground}: {'passed' if report.passed else 'FAILED'}"
+    reason = f"no prediction: {report.unpredicted}\n" if report.unpredicted else ""
+    return f"{reason}drill {report.scenario} on {report.ground}: {'passed' if report.passed else 'FAILED'}"
 
 
 def _tables(report: Report) -> list[tuple[str, Sequence[str], Rows]]:
