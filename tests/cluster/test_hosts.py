@@ -18,6 +18,7 @@ import psutil
 import pytest
 import ray
 from conftest import promise_kept, train
+from ray.exceptions import RayError
 from toy import Leisurely
 
 import raytrain_ft as ft
@@ -54,6 +55,7 @@ class Running:
         self._name = name
         self._pace = path / "pace"
         self._pace.touch()
+        self._supervisor: Any = None
         settings = {"steps": STEPS, "num_spares": 1, "lease": timedelta(seconds=LEASE_S), **arguments}
         self._pool = ThreadPoolExecutor(1)
         self._future = self._pool.submit(train, path, name, task=Leisurely(self._pace), **settings)
@@ -71,8 +73,8 @@ class Running:
         return self._future.result(timeout=60)
 
     def account(self) -> dict[str, Any]:
-        supervisor: Any = ray.get_actor(f"supervisor:{self._name}", namespace=NAMESPACE)
-        return ray.get(supervisor.status.remote(), timeout=5)
+        """As of now, or of when the supervisor answers again."""
+        return self.until(lambda account: True)
 
     def until(self, what: Callable[[dict[str, Any]], Any], seconds: float = 40.0) -> dict[str, Any]:
         """The first account that is as wanted."""
@@ -82,12 +84,13 @@ class Running:
             if self._future.done():
                 raise AssertionError(f"the run ended: {self._future.result()}")
             try:
-                account = self.account()
+                self._supervisor = self._supervisor or ray.get_actor(f"supervisor:{self._name}", namespace=NAMESPACE)
+                account = ray.get(self._supervisor.status.remote(), timeout=5)
                 if what(account):
                     return account
-            except ValueError:
-                pass  # it has not begun
-            time.sleep(0.02)
+            except (ValueError, RayError):
+                pass  # it has not begun, or Ray is not itself again after what was done to the network
+            time.sleep(0.05)
         raise AssertionError(f"not within {seconds:g} s: {account}")
 
     def ready(self, spares: int = 1) -> dict[str, Any]:
