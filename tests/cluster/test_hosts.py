@@ -18,6 +18,7 @@ import psutil
 import pytest
 import ray
 from conftest import promise_kept, train
+from ray._private.state import actors
 from ray.exceptions import RayError
 from toy import Leisurely
 
@@ -93,6 +94,9 @@ class Running:
             time.sleep(0.05)
         raise AssertionError(f"not within {seconds:g} s: {account}")
 
+    def supervisor_node(self) -> str:
+        return actors(self._supervisor._actor_id.hex())["Address"]["NodeID"]
+
     def ready(self, spares: int = 1) -> dict[str, Any]:
         """It trains at full strength, and so many spares wait."""
 
@@ -107,6 +111,11 @@ class Running:
         return self.until(
             lambda a: sum(len(r["lost"]) for r in a["recoveries"]) >= lost and a["recoveries"][-1]["resumed"] is not None
         )
+
+
+def head_node() -> str:
+    (node,) = [node["NodeID"] for node in ray.nodes() if "node:__internal_head__" in node["Resources"]]
+    return node
 
 
 def node_of_rank(account: dict[str, Any], rank: int) -> str:
@@ -150,6 +159,7 @@ def end_by_themselves(processes: list[psutil.Process]) -> bool:
 def test_cables_that_are_cut(hosts: HostCluster, undisturbed: str, tmp_path: Path) -> None:
     with Running(tmp_path, "cut", hang_timeout=timedelta(seconds=4)) as run:
         account = run.ready()
+        assert run.supervisor_node() == head_node()
         victim, node, stranded = account["world"][1], node_of_rank(account, 1), process_of_rank(account, 1)
         struck = account["seconds"]
         with during(partial(hosts.unplug, node), partial(hosts.plug, node)):
