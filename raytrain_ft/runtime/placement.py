@@ -12,8 +12,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 CONNECT_SECONDS = 0.5
 ON_HEAD = {"node:__internal_head__": 0.001}
-"""Resources to ask for to be placed on the head node, where Ray's own state is. A soft affinity would not do: Ray places actors
-that ask for nothing on a random node."""
+"""Resources to ask for to be placed on the head node, where Ray's own state is. For an actor that asks for nothing a soft
+affinity is not heeded: Ray places it on a random node."""
 
 
 def demand(options: dict[str, Any]) -> dict[str, float]:
@@ -83,6 +83,11 @@ async def is_silent(node: dict[str, Any]) -> bool:
         return True
     writer.close()
     return False
+
+
+def pinned_to(node: str) -> NodeAffinitySchedulingStrategy:
+    """Ray's scheduling strategy for an actor that asks for no resources: a soft one is not heeded for those."""
+    return NodeAffinitySchedulingStrategy(node, soft=False)
 
 
 def strategy_for(node: str) -> NodeAffinitySchedulingStrategy:
