@@ -306,7 +306,8 @@ class Health:
         """A node's raylet is gone, and its workers with it or in a moment."""
         self.nodes.avoid(node, FORGIVE_DEAD_S)
         for member in [member for member in self._members if self._crew.node_of(member) == node]:
-            self.forget(member)
             cause = "its node died (the raylet closed its connection and refuses another)"
-            self._tell(m.WorkerLost(at=self._now(), member=member, cause=cause, noticed_by="raylet"))
+            about = {"cause": cause, "noticed_by": "raylet", "silent_s": self.silence(member)}
+            self.forget(member)
+            self._tell(m.WorkerLost(at=self._now(), member=member, **about))
         self.nodes.count(self.nodes.links.nodes, self._crew)
