@@ -283,6 +283,10 @@ class Health:
                 self._beats.pop(member)
                 about = {"cause": cause, "noticed_by": "step time", "silent_s": age}
                 self._tell(m.WorkerLost(at=self._now(), member=member, **about))
+        active = [member for member, what in self._members.items() if what == MemberState.ACTIVE]
+        if waiting and len(waiting) == len(active) and self._stood_still < self.incarnation:
+            self._stood_still = self.incarnation
+            self._spawn(self._break_standstill(active))
 
     async def _break_standstill(self, active: list[str]) -> None:
         """Each waits for another: some connection is gone, or somebody hangs where one seems to wait."""
