@@ -31,7 +31,7 @@ from raytrain_ft.policy.states import ENDED
 from raytrain_ft.prepare import prepare
 from raytrain_ft.progress import Display
 from raytrain_ft.result import Result
-from raytrain_ft.runtime import placement
+from raytrain_ft.runtime.placement import ON_HEAD
 from raytrain_ft.runtime.spec import NAMESPACE, RunSpec
 from raytrain_ft.runtime.supervisor import Supervisor
 from raytrain_ft.settings import TrainSettings
@@ -39,6 +39,7 @@ from raytrain_ft.task import TrainTask, check_task
 
 SUPERVISOR: dict[str, Any] = {
     "num_cpus": 0,
+    "resources": ON_HEAD,  # nothing goes on without the head anyway
     "lifetime": "detached",
     "max_restarts": -1,
     "max_task_retries": -1,
@@ -164,8 +165,7 @@ def _check_keywords(settings: dict[str, Any]) -> None:
 
 def _start(spec: RunSpec) -> Any:
     """Starts the supervisor. Its name is taken as long as the run lives, which keeps a second one out."""
-    where = placement.on_head()  # nothing goes on without the head anyway
-    options = {"name": spec.supervisor_name, "namespace": NAMESPACE, "scheduling_strategy": where, **SUPERVISOR}
+    options = {"name": spec.supervisor_name, "namespace": NAMESPACE, **SUPERVISOR}
     deadline = time.monotonic() + LEAVE_S
     while True:
         try:

@@ -283,6 +283,10 @@ class Health:
                 self._beats.pop(member)
                 about = {"cause": cause, "noticed_by": "step time", "silent_s": age}
                 self._tell(m.WorkerLost(at=self._now(), member=member, **about))
+        active = [member for member, what in self._members.items() if what == MemberState.ACTIVE]
+        if waiting and len(waiting) == len(active) and self._stood_still < self.incarnation:
+            self._stood_still = self.incarnation
+            self._spawn(self._break_standstill(active))
 
     async def _break_standstill(self, active: list[str]) -> None:
         """Each waits for another: some connection is gone, or somebody hangs where one seems to wait."""
@@ -306,7 +310,8 @@ class Health:
         """A node's raylet is gone, and its workers with it or in a moment."""
         self.nodes.avoid(node, FORGIVE_DEAD_S)
         for member in [member for member in self._members if self._crew.node_of(member) == node]:
-            self.forget(member)
             cause = "its node died (the raylet closed its connection and refuses another)"
-            self._tell(m.WorkerLost(at=self._now(), member=member, cause=cause, noticed_by="raylet"))
+            about = {"cause": cause, "noticed_by": "raylet", "silent_s": self.silence(member)}
+            self.forget(member)
+            self._tell(m.WorkerLost(at=self._now(), member=member, **about))
         self.nodes.count(self.nodes.links.nodes, self._crew)

@@ -72,7 +72,7 @@ class Library:
         node = placement.apart(placement.nodes(), placement.demand(self._spec.options))
         options = {"name": self._spec.member_name("holder"), "namespace": NAMESPACE, "num_cpus": 0, "max_concurrency": 64}
         keep = min(self._spec.checkpoints.keep, 2)
-        strategy = placement.strategy_for(node) if node is not None else "DEFAULT"
+        strategy = placement.pinned_to(node) if node is not None else "DEFAULT"
         self._holder = ray.remote(Holder).options(**options, scheduling_strategy=strategy).remote(keep)
 
     def find(self, incarnation: int, reached: int, tell: Callable[[m.Event], None], now: Callable[[], float]) -> None:

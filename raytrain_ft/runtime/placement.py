@@ -11,8 +11,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 CONNECT_SECONDS = 0.5
-HEAD_RESOURCE = "node:__internal_head__"
-"""What Ray gives to the head node alone."""
+ON_HEAD = {"node:__internal_head__": 0.001}
+"""Resources to ask for to be placed on the head node, where Ray's own state is. For an actor that asks for nothing a soft
+affinity is not heeded: Ray places it on a random node."""
 
 
 def demand(options: dict[str, Any]) -> dict[str, float]:
@@ -84,10 +85,9 @@ async def is_silent(node: dict[str, Any]) -> bool:
     return False
 
 
-def on_head() -> NodeAffinitySchedulingStrategy:
-    """Ray's scheduling strategy for the node where Ray's own state is: no cluster goes on without it."""
-    head = next(node["NodeID"] for node in ray.nodes() if node["Alive"] and HEAD_RESOURCE in node["Resources"])
-    return NodeAffinitySchedulingStrategy(head, soft=True)
+def pinned_to(node: str) -> NodeAffinitySchedulingStrategy:
+    """Ray's scheduling strategy for an actor that asks for no resources: a soft one is not heeded for those."""
+    return NodeAffinitySchedulingStrategy(node, soft=False)
 
 
 def strategy_for(node: str) -> NodeAffinitySchedulingStrategy:
