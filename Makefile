@@ -36,8 +36,9 @@ $(VENV)/.ready: pyproject.toml
 demo: setup ## Train three times: undisturbed, a node killed in the update, a node killed in a wait-free backward pass
 	$(BIN)/python jobs/demo.py
 
-test: setup
-	$(BIN)/python -m pytest
+test: setup ## Two processes for what needs no cluster; a cluster takes the machine for itself
+	$(BIN)/python -m pytest tests/unit --numprocesses 2
+	$(BIN)/python -m pytest tests/cluster
 
 lint: setup
 	$(BIN)/ruff check .

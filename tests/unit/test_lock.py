@@ -150,6 +150,7 @@ def test_the_epoch_exceeds_that_of_every_checkpoint(tmp_path: Path) -> None:
         json.dumps(asdict(OWNER) | {"host": socket.gethostname(), "pid": 10**30}).encode(),
         json.dumps(asdict(OWNER) | {"host": socket.gethostname(), "pid": -5, "started": float("nan")}).encode(),
     ],
+    ids=lambda _: "",  # the contents bear this process's number
 )
 def test_a_damaged_lock_is_nobodys(tmp_path: Path, content: bytes) -> None:
     storage = two_checkpoints(tmp_path)
