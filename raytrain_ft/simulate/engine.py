@@ -122,6 +122,7 @@ class Simulation:
             what(at)
             if self.crew.training is not self._watched:
                 self._await_step()
+        self.crew.interrupt(self.now)  # of a run that is given up, what was computed since the last failure counts
         reason = "" if self.state.state == State.FINISHED else ": ".join(self.state.failure or (GAVE_UP,))
         recoveries = [recovery for recovery in self.state.recoveries if recovery.lost]
         kept = {recovery.guarantee for recovery in self.state.recoveries}

@@ -201,6 +201,14 @@ def test_a_loss_during_a_recovery_belongs_to_it() -> None:
     assert outcome.finished
 
 
+def test_a_run_that_gets_nowhere_is_given_up_with_its_account() -> None:
+    job = Job(steps=1000, step_s=1.0, workers=4, costs=Costs(restart_s=5.0))
+    outcome = once("global_checkpoint", Exponential(mtbf_s=50.0), job, every=900)
+    assert not outcome.finished
+    assert outcome.reason.startswith("it was given up: after 20 times")
+    assert 19_000 < outcome.seconds <= 20_000
+
+
 # ---------------------------------------------------------------- many runs
 
 
