@@ -200,7 +200,8 @@ def test_of_two_halves_only_one_goes_on(hosts: HostCluster, undisturbed: str, tm
         result = run.result()
     assert result.digest == undisturbed
     assert promise_kept(result) == []
-    assert {r["member"] for r in records_of(result, "WorkerLost")} == {account["world"][rank] for rank in (0, 2)}
+    silent = {r["member"] for r in records_of(result, "WorkerLost") if r["noticed_by"] == "heartbeat"}
+    assert silent == {account["world"][rank] for rank in (0, 2)}  # besides, there is no room for new spares for a while
 
 
 def test_what_must_not_cost_a_worker(hosts: HostCluster, undisturbed: str, tmp_path: Path) -> None:
