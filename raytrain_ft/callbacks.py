@@ -96,8 +96,7 @@ class Callbacks:
 
     def end(self) -> None:
         """Tells the rest, and that the run has ended."""
-        if self._seen:
-            self.poll()
+        self.poll()
         for callback in [one for one in self._callbacks if id(one) in self._seen]:
             self._call(callback, "on_end", str(self._follower.state))
         self._callbacks = []

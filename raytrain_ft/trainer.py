@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -118,10 +118,9 @@ class Trainer:
         """
         spec = prepare(self._task, self._settings, self._scaling, self._run, self._recovery, self._parallelism)
         supervisor = _start(spec)
-        callbacks = Callbacks(self._callbacks, spec.name, spec.directory, spec.rules)
-        with _exit_at_sigterm(), Display(spec.name, spec.rules.max_steps, quiet=self._quiet) as display:
+        with ExitStack() as last, _exit_at_sigterm(), Display(spec.name, spec.rules.max_steps, quiet=self._quiet) as display:
             try:
-                account = self._follow(spec, supervisor, display, callbacks)
+                account = self._follow(spec, supervisor, display, last)
             except FTError:
                 raise
             except BaseException as error:
@@ -133,16 +132,19 @@ class Trainer:
                 raise
             finally:
                 clean_up(spec.run_id, supervisor)
-                callbacks.end()
         return result_of(account)
 
-    def _follow(self, spec: RunSpec, supervisor: Any, display: Display, callbacks: Callbacks) -> dict[str, Any]:
-        """Shows the run's progress until it has ended; returns the last account."""
+    def _follow(self, spec: RunSpec, supervisor: Any, display: Display, last: ExitStack) -> dict[str, Any]:
+        """Shows the run's progress until it has ended; returns the last account. What is to be done when all has been cleaned
+        up goes to `last`."""
         accounts = watch(supervisor)
         account = next(accounts)
         _check_directory(spec)
         display.show(account)
-        callbacks.poll()  # not before: until now there may have been the records of an earlier run
+        # Not before: until now there may have been the records of an earlier run.
+        callbacks = Callbacks(self._callbacks, spec.name, spec.directory, spec.rules)
+        last.callback(callbacks.end)
+        callbacks.poll()
         for account in accounts:
             display.show(account)
             callbacks.poll()

@@ -80,7 +80,7 @@ def test_a_run_that_is_too_short_is_refused() -> None:
         calibrate([line for line in lines if line["event"] != "StepsCommitted"])
 
 
-RUNS = Path(__file__).parent / "runs"
+RUNS = Path(__file__).parent / "recorded"
 """Event logs of runs on a local cluster of two cores, with kills: 8 of them with replication, 3 each with the others."""
 
 
