@@ -30,7 +30,10 @@ _EXPORTS = {
     "WandB": "raytrain_ft.trackers",
     "Undo": "raytrain_ft.training.undo",
     "attach": "raytrain_ft.follow",
+    "leave": "raytrain_ft.steer",
     "load_model": "raytrain_ft.result",
+    "resume": "raytrain_ft.steer",
+    "suspend": "raytrain_ft.steer",
     "undo": "raytrain_ft.training",
 }
 

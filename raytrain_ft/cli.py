@@ -16,6 +16,7 @@ from raytrain_ft.cli_cluster import check_cluster
 from raytrain_ft.cli_drill import drill_command
 from raytrain_ft.cli_plan import plan_command
 from raytrain_ft.cli_simulate import simulate_command
+from raytrain_ft.cli_steer import leave_command, resume_command, suspend_command
 from raytrain_ft.errors import StorageError
 from raytrain_ft.policy.audit import audit as audit_records
 from raytrain_ft.progress import describe
@@ -40,6 +41,9 @@ main.add_command(drill_command)
 main.add_command(plan_command)
 main.add_command(attach_command)
 main.add_command(stop_command)
+main.add_command(suspend_command)
+main.add_command(resume_command)
+main.add_command(leave_command)
 main.add_command(check_cluster)
 main.add_command(simulate_command)
 

@@ -145,7 +145,7 @@ def attach(run: str | Path, *, quiet: bool = False) -> Result:
     Raises:
         ConfigError: there is no such run; the errors of `Trainer.fit`: how the run ended.
     """
-    supervisor, account = _find(run)
+    supervisor, account = find(run)
     if supervisor is None:
         return result_of(account)
     with Display(account["name"], account["max_steps"], quiet=quiet) as display:
@@ -162,7 +162,7 @@ def stop(run: str | Path, reason: str, *, quiet: bool = False) -> Account:
     Raises:
         ConfigError: there is no such run.
     """
-    supervisor, account = _find(run)
+    supervisor, account = find(run)
     if supervisor is not None:
         with Display(account["name"], account["max_steps"], quiet=quiet) as display:
             abort(supervisor, reason, account["stop_timeout"], display)
@@ -170,7 +170,7 @@ def stop(run: str | Path, reason: str, *, quiet: bool = False) -> Account:
     return recorded(Path(account["directory"])) or account
 
 
-def _find(run: str | Path) -> tuple[Any, Account]:
+def find(run: str | Path) -> tuple[Any, Account]:
     """The supervisor of a run and how the run stands; without a supervisor, how it ended."""
     directory = Path(run).resolve() if (Path(run) / "events.jsonl").exists() else None
     ended = recorded(directory) if directory is not None else None
@@ -229,4 +229,4 @@ def recorded(directory: Path) -> Account | None:
     }
 
 
-__all__ = ["abort", "attach", "clean_up", "recorded", "result_of", "stop", "watch"]
+__all__ = ["ANSWER_S", "abort", "attach", "clean_up", "find", "recorded", "result_of", "stop", "watch"]

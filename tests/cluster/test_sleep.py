@@ -7,14 +7,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-import ray
+import pytest
+from click.testing import CliRunner
 from conftest import promise_kept, train
 from toy import Toy
 
+import raytrain_ft as ft
 from raytrain_ft import FailAt
+from raytrain_ft.cli import main
+from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.audit import audit
 from raytrain_ft.runtime.event_log import read_records
-from raytrain_ft.runtime.spec import NAMESPACE
 
 
 def records(path: Path, event: str) -> list[dict[str, Any]]:
@@ -36,12 +39,14 @@ def test_a_replica_sleeps_and_wakes_from_one_step_to_the_next(cluster, tmp_path:
     thread.start()
     run = tmp_path / "sleep"
     until(lambda: records(run, "StepsCommitted"))
-    supervisor = ray.get_actor("supervisor:sleep", namespace=NAMESPACE)
-    ray.get(supervisor.sleep.remote(1, True, False), timeout=10)
+    for rank, words in ((3, "rank 3 of 3 workers"), (-1, "rank -1 of 3 workers")):
+        with pytest.raises(ConfigError, match=words):
+            ft.suspend(run, rank)
+    assert "sleeps" in CliRunner().invoke(main, ["suspend", str(run), "1"]).output
     until(lambda: len(records(run, "Dormant")) == 1)
-    ray.get(supervisor.sleep.remote(1, False, False), timeout=10)
+    ft.resume(run, 1)
     until(lambda: len(records(run, "Dormant")) == 2)
-    ray.get(supervisor.sleep.remote(2, True, True), timeout=10)
+    ft.suspend("sleep", 2, at_once=True)
     until(lambda: len(records(run, "Dormant")) == 3)
     thread.join(120)
     (result,) = outcome

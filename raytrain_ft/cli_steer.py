@@ -1,0 +1,56 @@
+"""`raytrain-ft suspend`, `resume` and `leave`: one replica of a run that is under way."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from raytrain_ft import steer
+from raytrain_ft.errors import FTError
+
+RUN = click.argument("run")
+RANK = click.argument("rank", type=int)
+
+
+@click.command("suspend")
+@RUN
+@RANK
+@click.option(
+    "--at-once", is_flag=True, help="Contribute nothing more to the step under way either; its samples are listed as lost."
+)
+def suspend_command(run: str, rank: int, at_once: bool) -> None:
+    """A replica contributes nothing for now, and stays up to date. No group is rebuilt, nobody waits."""
+    _carry_out(steer.suspend, run, rank, at_once=at_once)
+    click.echo(f"rank {rank} sleeps from the next step on")
+
+
+@click.command("resume")
+@RUN
+@RANK
+def resume_command(run: str, rank: int) -> None:
+    """A suspended replica takes part again."""
+    _carry_out(steer.resume, run, rank)
+    click.echo(f"rank {rank} takes part from the next step on")
+
+
+@click.command("leave")
+@RUN
+@RANK
+@click.option(
+    "--within", "within_s", type=click.FloatRange(min=0), default=120.0, show_default=True, help="Seconds that it has."
+)
+def leave_command(run: str, rank: int, within_s: float) -> None:
+    """A worker is replaced and goes, at a step boundary: nothing is lost."""
+    _carry_out(steer.leave, run, rank, within_s)
+    click.echo(f"rank {rank} leaves within {within_s:g} s")
+
+
+def _carry_out(request: Callable[..., None], *args: Any, **options: Any) -> None:
+    try:
+        request(*args, **options)
+    except FTError as error:
+        click.echo(f"{type(error).__name__}: {error}", err=True)
+        sys.exit(2)
