@@ -16,6 +16,7 @@ from raytrain_ft.cli_cluster import check_cluster
 from raytrain_ft.cli_drill import drill_command
 from raytrain_ft.cli_plan import plan_command
 from raytrain_ft.cli_simulate import simulate_command
+from raytrain_ft.cli_study import study_command
 from raytrain_ft.errors import StorageError
 from raytrain_ft.policy.audit import audit as audit_records
 from raytrain_ft.progress import describe
@@ -42,6 +43,7 @@ main.add_command(attach_command)
 main.add_command(stop_command)
 main.add_command(check_cluster)
 main.add_command(simulate_command)
+main.add_command(study_command)
 
 
 def _records(run: Path) -> list[dict]:
