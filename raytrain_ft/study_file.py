@@ -15,7 +15,7 @@ from raytrain_ft.scenario.events import Index, Model, Share, Whole
 from raytrain_ft.scenario.file import Place, Source
 from raytrain_ft.study.cuts import Cut
 from raytrain_ft.study.models import MODELS, data
-from raytrain_ft.study.protocol import OPTIMIZERS, ModelStudy, Plan
+from raytrain_ft.study.protocol import ModelStudy, Plan
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 LONGEST = 100_000
@@ -69,7 +69,7 @@ class StudyFields(Model):
     survivors: Annotated[tuple[Index, ...], Field(min_length=1)] = (1, 2, 3)
     seeds: Annotated[Whole, Field(le=100)] = 3
     after: Annotated[Index, Field(le=LONGEST)] = 10
-    optimizers: tuple[Literal["sgd", "momentum", "weight_decay", "adam"], ...] = tuple(OPTIMIZERS)
+    optimizers: tuple[Literal["sgd", "momentum", "weight_decay", "adam"], ...] = ("sgd", "momentum", "weight_decay", "adam")
     models: Annotated[tuple[ModelFields, ...], Field(min_length=1)]
 
     @model_validator(mode="after")

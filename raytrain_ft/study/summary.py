@@ -72,6 +72,7 @@ def _summary(model: str, step: int, arm: Arm, some: list[Outcome]) -> Summary:
         return estimate([getattr(outcome, name) for outcome in some])
 
     names = [name for name, kind in Summary.__annotations__.items() if kind == "Estimate"]
-    first = some[0]
-    plain = {"updated_twice": first.updated_twice, "computed": first.computed}
-    return Summary(model=model, step=step, arm=arm, **{name: of(name) for name in names}, **plain)
+    twice, computed = some[0].updated_twice, some[0].computed
+    return Summary(
+        model=model, step=step, arm=arm, updated_twice=twice, computed=computed, **{name: of(name) for name in names}
+    )
