@@ -134,7 +134,7 @@ def _plot_training(results: Results, path: Path) -> None:
     bars = [(f"{what.model} {step}", epoch_of(what, step)[1] + 1) for what in models for step in what.at]
     axes.barh([name for name, _ in bars], [count for _, count in bars], color=GREY, label="restart at the epoch's beginning")
     for name, one, colour in (("rollback", 1, ROLLBACK), ("lossy", 0, LOSSY[1])):
-        axes.plot([one] * len(bars), range(len(bars)), "o", color=colour, label=name, markersize=4)
+        axes.plot([one] * len(bars), range(len(bars)), "o", color=colour, label=name, markersize=4, clip_on=False)
     axes.invert_yaxis()
     axes.set_xlabel("mini-batches computed again")
     axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.4, 1.3), ncols=1)
@@ -161,6 +161,8 @@ def _plot_model(results: Results, what: ModelStudy, summaries: Sequence[Summary]
             _bars(axes, results, what, some, of, scale)
             if column == 0:
                 axes.set_ylabel(name)
+            if of is rows[-1][1]:
+                axes.set_ylim(bottom=0)  # a distance
             _dress(axes)
         baseline = next(one for one in some if one.arm.kind == "baseline")
         accuracy = f"Baseline {_shown(baseline.accuracy, 100, '.1f')} %"
