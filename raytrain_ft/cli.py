@@ -17,6 +17,7 @@ from raytrain_ft.cli_drill import drill_command
 from raytrain_ft.cli_plan import plan_command
 from raytrain_ft.cli_simulate import simulate_command
 from raytrain_ft.cli_steer import leave_command, resume_command, suspend_command
+from raytrain_ft.cli_study import study_command
 from raytrain_ft.errors import StorageError
 from raytrain_ft.policy.audit import audit as audit_records
 from raytrain_ft.progress import describe
@@ -46,6 +47,7 @@ main.add_command(resume_command)
 main.add_command(leave_command)
 main.add_command(check_cluster)
 main.add_command(simulate_command)
+main.add_command(study_command)
 
 
 def _records(run: Path) -> list[dict]:

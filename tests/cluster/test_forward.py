@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import promise_kept, train
 from toy import Toy
 
 from raytrain_ft import FailAt
 from raytrain_ft.policy.audit import audit
+from raytrain_ft.policy.sampling import Sampling, next_batch, position_at, sample_ids, share
 from raytrain_ft.policy.strategy import Guarantee, Strategy
+from raytrain_ft.result import load_model
 from raytrain_ft.runtime.event_log import read_records
+from raytrain_ft.study import Group, Worker
+from raytrain_ft.training.random import sample_seed, seed_all, step_seed
 
 
 def lost_samples(result) -> list[dict]:
@@ -58,3 +64,55 @@ def test_an_interrupted_step_is_left_out(cluster, tmp_path: Path) -> None:
     (recovery,) = result.recoveries
     assert (recovery.strategy, recovery.guarantee, recovery.samples_lost) == (Strategy.SKIP, Guarantee.LOSSY, 32)
     assert [(lost["step"], lost["stop"] - lost["start"]) for lost in lost_samples(result)] == [(10, 32)]
+
+
+SEED, STRUCK, STEPS = 7, 10, 14
+
+
+def emulated(done: int | None) -> Group:
+    """What two workers that train the toy come to by the study's emulation; step 10 is cut after `done` tensors and redone."""
+    task = Toy(optimizer="plain", norm=False)
+    dataset = task.dataset()
+    sampling = Sampling(len(dataset), 32, SEED)
+    seed_all(SEED)
+    model = task.model(0)
+    group = Group(model, task.optimizer(model.parameters()))
+    scheduler = task.scheduler(group.optimizer)
+
+    def loss(step: int, rank: int, model: torch.nn.Module) -> torch.Tensor:
+        batch, _ = next_batch(sampling, position_at(sampling, step))
+        generator = torch.Generator()
+        samples = [
+            task.augment(dataset[i], generator.manual_seed(sample_seed(SEED, batch.epoch, i)))
+            for i in sample_ids(sampling, batch.epoch, share(batch, rank, 2)).tolist()
+        ]
+        inputs, labels = (torch.stack(column) for column in zip(*samples, strict=True))
+        seed_all(step_seed(SEED, step, rank, 0))
+        return task.loss(model(inputs), (inputs, labels))
+
+    for step in range(STEPS):
+        workers = [Worker(partial(loss, step, rank), 0) for rank in range(2)]
+        if step == STRUCK and done is not None:
+            group.interrupt(group.gradients(workers), done)
+        group.train(group.gradients(workers))
+        scheduler.step()
+    return group
+
+
+def test_a_real_rollback_is_the_emulated_one(cluster, tmp_path: Path) -> None:
+    """A SIGKILL between the second and the third bucket, plain SGD: the weights of the study's emulation (mechanisms NI-14)."""
+    fault = FailAt(rank=1, step=STRUCK, phase="backward", bucket=2)
+    task = Toy(optimizer="plain", norm=False, backward_seconds=0.1)
+    how = {"strategy": "rollback", "update": "wait_free", "workers": 2, "steps": STEPS, "seed": SEED}
+    result = train(tmp_path, "emulated", task=task, faults=[fault], **how)
+    assert promise_kept(result) == []
+    (recovery,) = result.recoveries
+    assert "2 buckets stay so" in recovery.reason
+    group = emulated(done=4)  # the tensors of the first two buckets
+    assert recovery.updated_twice == sum(p.numel() for p in group.params[:4])
+    real = load_model(task, result).state_dict()
+    undisturbed = emulated(done=None).model.state_dict()
+    apart = max(float((real[name] - value).abs().max()) for name, value in group.model.state_dict().items())
+    moved = max(float((real[name] - value).abs().max()) for name, value in undisturbed.items())
+    assert apart <= 1e-6
+    assert moved > 1e-3  # another cut, or none, would show

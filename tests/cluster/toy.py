@@ -38,6 +38,7 @@ class Toy(ft.TrainTask):
         kinds = {
             "AdamW": lambda: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
             "SGD": lambda: torch.optim.SGD(params, lr=1e-2, momentum=0.9, weight_decay=1e-3),
+            "plain": lambda: torch.optim.SGD(params, lr=0.1),
             "AMSGrad": lambda: torch.optim.Adam(params, lr=1e-2, amsgrad=True),
         }
         return kinds[self.optimizer_name]()

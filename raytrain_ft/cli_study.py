@@ -1,0 +1,52 @@
+"""`raytrain-ft study`: what lossy forward and rollback do to a model, as in Nicolae et al., section IV."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from raytrain_ft import study_views as views
+from raytrain_ft.errors import FTError
+from raytrain_ft.study import ModelStudy, Plan, run
+from raytrain_ft.study_file import load_plan, quick
+
+console = Console(highlight=False, soft_wrap=True)
+DEFAULT = Plan(
+    name="digits",
+    models=(
+        ModelStudy(model="resnet", batch=32, lr=0.05, at=(20, 50, 150, 300)),
+        ModelStudy(model="nt3", batch=32, lr=0.1, at=(40, 100, 300)),
+    ),
+)
+
+
+@click.command("study")
+@click.argument("scenario", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--quick", "is_quick", is_flag=True, help="Two trainings of each model, one early point: to see that it runs.")
+@click.option("--plots", type=click.Path(file_okay=False, path_type=Path), help="A directory: writes plots there.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="A file: writes everything there.")
+def study_command(scenario: Path | None, is_quick: bool, plots: Path | None, json_path: Path | None) -> None:
+    """Cuts mini-batches in the middle of back-propagation, and compares what each strategy makes of them.
+
+    SCENARIO is a YAML file (docs/study.md); without one, both models are studied at several points of their training. Workers
+    are emulated in this process: no cluster is needed.
+    """
+    try:
+        plan = load_plan(scenario) if scenario is not None else DEFAULT
+        plan = quick(plan) if is_quick else plan
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task(plan.name, total=plan.count)
+            results = run(plan, lambda: progress.advance(task))
+    except FTError as error:
+        raise click.ClickException(str(error)) from error
+    for table in views.tables(results):
+        console.print(table)
+    if plots is not None:
+        views.plot(results, plots)
+        console.print(f"plots are in {plots}", markup=False)
+    if json_path is not None:
+        json_path.write_text(views.as_json(results) + "\n")
