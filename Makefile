@@ -21,7 +21,7 @@ HOSTS = { command -v ip && command -v tc; } >/dev/null 2>&1 || { [ "$$(id -u)" =
 	&& command -v apt-get >/dev/null && timeout 60 apt-get -qq update && timeout 60 env DEBIAN_FRONTEND=noninteractive \
 	apt-get -qq install --yes --no-install-recommends iproute2; } >/dev/null 2>&1 || echo "no iproute2: some tests are skipped"
 
-.PHONY: setup demo test lint chaos bench clean
+.PHONY: setup demo test lint docs chaos bench clean
 
 setup: $(VENV)/.ready
 
@@ -45,6 +45,9 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+docs: setup ## The site, in docs/_build/html
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --builder html docs docs/_build/html
 
 chaos: setup ## A seeded campaign of kills: make chaos KILLS=200 MTBF=3 [STAGES=3]
 	$(BIN)/python -m raytrain_ft.campaign --kills $(KILLS) --mtbf $(MTBF) --stages $(STAGES)

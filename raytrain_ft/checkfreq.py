@@ -1,5 +1,7 @@
 """CheckFreq for any PyTorch loop: checkpoints as often as a budget allows, and a resume at the exact next sample.
 
+::
+
     import raytrain_ft.checkfreq as checkfreq
 
     loader = checkfreq.Loader(dataset, global_batch_size=64)              # instead of DataLoader

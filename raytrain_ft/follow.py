@@ -172,7 +172,7 @@ def stop(run: str | Path, reason: str, *, quiet: bool = False) -> Account:
 
 def find(run: str | Path) -> tuple[Any, Account]:
     """The supervisor of a run and how the run stands; without a supervisor, how it ended."""
-    directory = Path(run).resolve() if (Path(run) / "events.jsonl").exists() else None
+    directory = Path(run).resolve() if _has_records(Path(run)) else None
     ended = recorded(directory) if directory is not None else None
     if ended is not None:
         return None, ended
@@ -191,6 +191,13 @@ def find(run: str | Path) -> tuple[Any, Account]:
             f"the run named {name!r} that is alive on this cluster is in {account['directory']}, not in {directory}"
         )
     return supervisor, account
+
+
+def _has_records(run: Path) -> bool:
+    try:
+        return (run / "events.jsonl").exists()
+    except OSError:  # longer than a path may be
+        return False
 
 
 def _connect() -> None:

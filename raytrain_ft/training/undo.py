@@ -70,7 +70,7 @@ class Undo:
         undo.forget()                # or else: the step is final; releases the gradients
 
     A parameter's record lasts until that parameter is stepped again, whether it is then updated or not. Schedulers,
-    `GradScaler`s and gradient clipping may be used as ever; they have state of their own, which is not undone.
+    a `GradScaler` and gradient clipping may be used as ever; they have state of their own, which is not undone.
 
     Args:
         mode: "exact" restores everything. "replay" also admits AMSGrad and Adamax, whose running maximum cannot be
