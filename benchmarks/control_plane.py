@@ -359,9 +359,10 @@ def add_to(report: Report, quick: bool) -> None:
     report.add("control_plane_ms_per_step_64", [ms - costs.pretence_ms for ms in costs.ms_per_step])
     report.add("failure_handled_s_64", costs.handled_s)
     report.note(
-        f"control plane: {MEMBERS} members, steps of {STEP_S} s, a heartbeat each {HEARTBEAT_S} s and a record each second from each: "
-        f"median {statistics.median(costs.ms_per_step):.2f} ms of CPU per step, {costs.pretence_ms:.2f} of it for pretending the members "
-        f"(no calls of Ray in either); {len(costs.handled_s)} losses, each handled within {max(costs.handled_s):.2f} s, the next step included"
+        f"control plane: {MEMBERS} members, steps of {STEP_S} s; from each a heartbeat every {HEARTBEAT_S} s, a record every "
+        f"second: median {statistics.median(costs.ms_per_step):.2f} ms of CPU per step, {costs.pretence_ms:.2f} of it for "
+        f"pretending the members (no calls of Ray in either); {len(costs.handled_s)} losses, each handled within "
+        f"{max(costs.handled_s):.2f} s, the next step included"
     )
 
 

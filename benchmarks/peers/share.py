@@ -1,4 +1,4 @@
-"""The steps that other people's training commits where workers are killed at exponential intervals, as a share of its own pace."""
+"""The steps that other people's training commits while its workers are killed again and again, as a share of its own pace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ray.train.torch import TorchTrainer
 from benchmarks.models import Work
 from benchmarks.peers import ray_torchft, ray_train
 from benchmarks.peers.cluster import fitting, local_cluster, one_worker_per_node, reason, run_config, why_ended
-from benchmarks.peers.kills import read_journals
+from benchmarks.peers.kills import alive, read_journals
 
 START_S = 120.0
 CALM_S = 6.0
@@ -44,7 +44,7 @@ def reached(directory: str) -> float:
 
 def living(directory: str) -> dict[int, list]:
     """The journals of the workers that live."""
-    return {pid: entries for pid, entries in read_journals(directory).items() if os.path.exists(f"/proc/{pid}")}
+    return {pid: entries for pid, entries in read_journals(directory).items() if alive(pid)}
 
 
 def measure(trainer: Callable[[str], TorchTrainer], num_workers: int, mtbf_s: float, seconds: float, seed: int) -> ShareOf:
@@ -54,26 +54,29 @@ def measure(trainer: Callable[[str], TorchTrainer], num_workers: int, mtbf_s: fl
         TimeoutError: training does not begin. RuntimeError: it ends.
     """
     chance = np.random.default_rng(seed)
-    with local_cluster(num_workers), tempfile.TemporaryDirectory(prefix="peer-") as directory:
-        with fitting(trainer(directory)) as running:
-            deadline = time.monotonic() + START_S
-            while len(living(directory)) < num_workers or reached(directory) < 5:
-                _look(running, deadline)
-            began, first = time.monotonic(), reached(directory)
-            time.sleep(CALM_S)
-            pace = (reached(directory) - first) / (time.monotonic() - began)
-            began, first, most, kills = time.monotonic(), reached(directory), 0.0, 0
-            due = began + chance.exponential(mtbf_s)
-            while time.monotonic() < began + seconds:
-                _look(running, began + seconds + 1)
-                most = max(most, reached(directory))
-                if time.monotonic() >= due and living(directory):
-                    os.kill(int(chance.choice(sorted(living(directory)))), signal.SIGKILL)
-                    kills += 1
-                    due += chance.exponential(mtbf_s)
-            if not kills:
-                return ShareOf(why=f"no kill was drawn within {seconds:.0f} s")
-            return ShareOf((most - first) / (pace * seconds), kills, seconds)
+    with (
+        local_cluster(num_workers),
+        tempfile.TemporaryDirectory(prefix="peer-") as directory,
+        fitting(trainer(directory)) as running,
+    ):
+        deadline = time.monotonic() + START_S
+        while len(living(directory)) < num_workers or reached(directory) < 5:
+            _look(running, deadline)
+        began, first = time.monotonic(), reached(directory)
+        time.sleep(CALM_S)
+        pace = (reached(directory) - first) / (time.monotonic() - began)
+        began, first, most, kills = time.monotonic(), reached(directory), 0.0, 0
+        due = began + chance.exponential(mtbf_s)
+        while time.monotonic() < began + seconds:
+            _look(running, began + seconds + 1)
+            most = max(most, reached(directory))
+            if time.monotonic() >= due and living(directory):
+                os.kill(int(chance.choice(sorted(living(directory)))), signal.SIGKILL)
+                kills += 1
+                due += chance.exponential(mtbf_s)
+        if not kills:
+            return ShareOf(why=f"no kill was drawn within {seconds:.0f} s")
+        return ShareOf((most - first) / (pace * seconds), kills, seconds)
 
 
 def _look(running: ray.ObjectRef, deadline: float) -> None:
