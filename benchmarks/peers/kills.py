@@ -151,7 +151,7 @@ class Killer:
 
     def _steady(self) -> tuple[set[int], float] | None:
         """The workers and their step time, once all of them have completed some steps together."""
-        alive = {pid: entries[-STEADY_STEPS:] for pid, entries in read_journals(self._directory).items() if _alive(pid)}
+        alive = {pid: entries[-STEADY_STEPS:] for pid, entries in read_journals(self._directory).items() if alive(pid)}
         worlds = [[entry.world for entry in entries] for entries in alive.values()]
         if len(alive) != self._num_workers or any(world != [self._num_workers] * STEADY_STEPS for world in worlds):
             return None
@@ -162,7 +162,7 @@ class Killer:
         """When all live workers first completed one and the same step at full strength, a new worker among them."""
         ended: dict[int, dict[int, float]] = defaultdict(dict)  # step -> process -> when
         for pid, entries in read_journals(self._directory).items():
-            if _alive(pid):
+            if alive(pid):
                 for entry in entries:
                     if entry.when > killed_at and entry.world == self._num_workers:
                         ended[entry.step][pid] = entry.when
@@ -188,12 +188,12 @@ class Killer:
         for path in newest[-self._num_workers :]:
             entries = read_journals(self._directory)[int(path.stem)]
             error = path.with_suffix(".error")
-            state = error.read_text() if error.exists() else "alive" if _alive(int(path.stem)) else "dead"
+            state = error.read_text() if error.exists() else "alive" if alive(int(path.stem)) else "dead"
             words.append(f"{path.stem}: {entries[-1] if entries else 'no step'}, {state}")
         return words
 
 
-def _alive(pid: int) -> bool:
+def alive(pid: int) -> bool:
     """Whether the process runs (a zombie does not)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")

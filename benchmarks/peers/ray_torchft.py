@@ -199,6 +199,11 @@ def _trainer(
     )
 
 
+def killed_trainer(work: Work, num_workers: int, directory: str) -> TorchTrainer:
+    """Training whose workers may be killed: one replica is enough to go on, and all keep journals in the directory."""
+    return _trainer(killed_loop, {"work": work, "directory": directory}, num_workers, 1, directory)
+
+
 def _or_why(measurement: Callable[[], T], absent: Callable[[str], T]) -> T:
     """The measurement, or the reason in words why torchft cannot be measured here."""
     if importlib.util.find_spec("torchft") is None:
@@ -240,7 +245,7 @@ def measure_replacement(
 
     def measurement() -> Replacements:
         with local_cluster(num_workers), tempfile.TemporaryDirectory(prefix="torchft-") as directory:
-            trainer = _trainer(killed_loop, {"work": work, "directory": directory}, num_workers, 1, directory)
+            trainer = killed_trainer(work, num_workers, directory)
             with fitting(trainer) as running:
                 killer = Killer(directory, num_workers, lambda: why_ended(running), seed, timeout_s)
                 kills = [killer.kill_one() for _ in range(num_kills)]

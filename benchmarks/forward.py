@@ -1,0 +1,277 @@
+"""What it costs to go on without redoing: workers killed at random phases of a step, and replicas that are put to sleep.
+
+    python -m benchmarks.forward [--quick] --json FILE
+
+Steps are paced: their computation sleeps, forward and backward, in proportion to a replica's samples. A pause is the longest
+time between two committed steps, from the last before the kill to the third after it, so it holds the step that would have been
+computed anyway.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import ray
+import torch
+from torch import Tensor, nn
+
+import raytrain_ft as ft
+from benchmarks.detection import clock_ahead
+from benchmarks.drains import committed_at
+from benchmarks.harness import REPORT_ONLY, Goal, Options, Report, main
+from benchmarks.models import Work
+from benchmarks.ours import Run, Task, training
+from benchmarks.recovery import CommitJournal, p95_of, wait_for
+from raytrain_ft.chaos.cluster import LocalCluster
+from raytrain_ft.policy.audit import audit
+from raytrain_ft.runtime.event_log import read_records
+from raytrain_ft.runtime.spec import NAMESPACE
+
+WORKERS = 4
+BATCH = 12  # of a replica; divides among two, three and four
+SAMPLE_S = 0.02  # of computation: a step takes 0.24 s and what it costs to keep together
+FORWARD_SHARE = 1 / 3
+BUCKETS = {"bucket_bytes": 200_000, "first_bucket_bytes": 50_000}
+KILLS_APART = 30  # steps, in which a replacement starts and joins
+FOLLOWING = 3
+FIXED_S = {"lossy": 0.3, "rollback": 0.5}
+"""What a pause may take besides steps."""
+PHASES = ("data", "forward", "backward", "reduce", "reduced", "update", "updated", "commit")
+GOALS = {
+    "lossy_pause_p95_steps": Goal("<=", 1.1),
+    "rollback_pause_p95_steps": Goal("<=", 2.0),
+    "suspend_latency_steps": Goal("<=", 1.0),
+    "resume_latency_steps": Goal("<=", 1.0),
+    "dormant_throughput_ratio_vs_smaller_group": REPORT_ONLY,
+}
+
+
+class _Slow(torch.autograd.Function):
+    """The identity; its backward pass takes a while."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradients[0], None
+
+
+class Slow(nn.Module):
+    """A layer of which each sample takes so long: a share of it forward, the rest backward."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """As it is, later."""
+        seconds = self.seconds * len(inputs)
+        time.sleep(seconds * FORWARD_SHARE)
+        return _Slow.apply(inputs, seconds * (1 - FORWARD_SHARE))  # pyright: ignore[reportReturnType]
+
+
+@dataclass(frozen=True, slots=True)
+class SlowWork(Work):
+    """A small model whose layers take their time."""
+
+    def model(self) -> nn.Module:
+        """The model of `Work`, with a slow layer after each of its own."""
+        layers = list(Work.model(self).children())
+        slow = [Slow(SAMPLE_S / len(layers)) for _ in layers]
+        return nn.Sequential(*itertools.chain.from_iterable(zip(layers, slow, strict=True)))
+
+
+class Forward(Task):
+    """That work, with a journal of committed steps."""
+
+    def __init__(self, directory: str) -> None:
+        super().__init__(SlowWork(num_parameters=200_000, batch_per_worker=BATCH))
+        self._directory = directory
+
+    def scheduler(self, optimizer: Any) -> CommitJournal:
+        """No schedule: a journal."""
+        return CommitJournal(self._directory)
+
+
+# ---------------------------------------------------------------- kills
+
+
+@dataclass(frozen=True, slots=True)
+class Pauses:
+    """What kills of one run cost. Seconds.
+
+    Attributes:
+        kills: (phase, pause) of each. step_s: median time of a step in which nothing happened.
+        other: kills that were met in another way, by the strategy that was chosen: the pauses hold them too.
+        missed: faults that did not come about.
+    """
+
+    kills: list[tuple[str, float]]
+    step_s: float
+    other: list[str]
+    missed: int
+    samples_lost: int
+    violations: list[str]
+
+
+def faults(count: int, seed: int) -> list[ft.FailAt]:
+    """So many kills, each phase in turn in an order that is drawn; where in a step, and of which rank, is drawn too."""
+    chance = random.Random(seed)
+    phases = list(itertools.chain.from_iterable(chance.sample(PHASES, len(PHASES)) for _ in range(-(-count // len(PHASES)))))
+    return [
+        ft.FailAt(
+            phase=phase,
+            step=KILLS_APART * (number + 1) + chance.randrange(4),
+            rank=chance.randrange(2),  # there may be fewer than all
+            bucket=chance.randrange(3) if phase in ("backward", "reduce") else None,
+        )
+        for number, phase in enumerate(phases[:count])
+    ]
+
+
+def pause_after(times: list[float], killed: float) -> float:
+    """The longest time between two of these, from the last before the kill to the third after it."""
+    at = next(index for index, when in enumerate(times) if when > killed)
+    return max(b - a for a, b in itertools.pairwise(times[max(0, at - 1) : at + FOLLOWING]))
+
+
+def measure_kills(strategy: Literal["lossy", "rollback"], count: int, seed: int) -> Pauses:
+    """One run that is killed so many times; survivors go on at once, and are joined by a replacement later."""
+    planned = faults(count, seed)
+    with tempfile.TemporaryDirectory(prefix="raytrain_ft-") as directory, LocalCluster(WORKERS):
+        recovery = ft.RecoveryConfig(
+            strategy=strategy,
+            update="wait_free" if strategy == "rollback" else "barrier",
+            num_spares=0,
+            replacement="shrink",
+        )
+        settings: dict[str, Any] = {"max_steps": planned[-1].step + KILLS_APART // 2, "faults": planned, **BUCKETS}
+        with training(Forward(directory), strategy, directory, (1, WORKERS), recovery, **settings) as run:
+            run.result(timeout_s=60 + count * KILLS_APART * 1.5)
+        records = read_records(run.directory / "events.jsonl")
+        markers = [(fault, run.directory / "faults" / fault.name) for fault in planned]
+        struck = [(fault.phase, float(path.read_text().split()[0])) for fault, path in markers if path.exists()]
+        times = committed_at(directory)
+    found = [r for r in records if r["event"] == "Recovery" and r["lost"]]
+    proof = audit(records)
+    return Pauses(
+        kills=[(phase, pause_after(times, killed)) for phase, killed in struck],
+        step_s=statistics.median(b - a for a, b in itertools.pairwise(times)),
+        other=[f"{r['strategy']}: {r['reason']}"[:120] for r in found if r["strategy"] != strategy],
+        missed=count - len(struck),
+        samples_lost=proof.samples_lost,
+        violations=list(proof.violations),
+    )
+
+
+def add_kills(report: Report, strategy: Literal["lossy", "rollback"], count: int, seed: int) -> None:
+    """The metric of a strategy."""
+    pauses = measure_kills(strategy, count, seed)
+    costs = [(seconds - FIXED_S[strategy]) / pauses.step_s for _, seconds in pauses.kills]
+    report.add(f"{strategy}_pause_p95_steps", costs, statistic=p95_of)
+    by_phase = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in pauses.kills)
+    report.note(
+        f"{strategy}: a step takes {pauses.step_s:.3f} s; pauses {by_phase}; {pauses.missed} kills missed; "
+        f"{pauses.samples_lost} samples lost and listed"
+    )
+    for way in pauses.other:
+        report.note(f"  not {strategy}, but {way}")
+    for violation in pauses.violations:
+        report.note(f"AUDIT: {violation}")
+
+
+# ---------------------------------------------------------------- sleep
+
+
+@contextmanager
+def calm(directory: str, name: str, workers: int, steps: int) -> Iterator[tuple[Run, str]]:
+    """An undisturbed run of so many workers on the same global batch, and the directory of its journals."""
+    journals = Path(directory) / f"journals-{name}"
+    journals.mkdir()
+    task = Forward(str(journals))
+    task.work = SlowWork(num_parameters=200_000, batch_per_worker=BATCH * WORKERS // workers)
+    recovery = ft.RecoveryConfig(num_spares=0)
+    with training(task, name, directory, workers, recovery, max_steps=steps, **BUCKETS) as run:
+        wait_for(lambda: len(committed_at(str(journals))) > 5, 120)
+        yield run, str(journals)
+
+
+def steps_per_s(journals: str, count: int) -> float:
+    """How many steps a second are committed, over the next so many."""
+    before = len(committed_at(journals))
+    wait_for(lambda: len(committed_at(journals)) > before + count, 30 + 3 * count)
+    times = committed_at(journals)[before : before + count + 1]
+    return count / (times[-1] - times[0])
+
+
+def dormancies(run: Run) -> list[dict[str, Any]]:
+    """The supervisor's records of who fell asleep or woke."""
+    return [record for record in read_records(run.directory / "events.jsonl") if record["event"] == "Dormant"]
+
+
+def ask(run: Run, asleep: bool, at_once: bool, ahead: float) -> float:
+    """Asks that the last rank sleep or wake; returns the seconds until the supervisor had noted that it does."""
+    before = len(dormancies(run))
+    supervisor: Any = ray.get_actor(f"supervisor:{run.name}", namespace=NAMESPACE)
+    asked = time.monotonic()
+    ray.get(supervisor.sleep.remote(WORKERS - 1, asleep, at_once), timeout=30)
+    wait_for(lambda: len(dormancies(run)) > before, 60)
+    return dormancies(run)[-1]["at"] - ahead - asked
+
+
+def measure_sleep(report: Report, rounds: int, seed: int) -> None:
+    """Requests at random phases, and the pace of the others meanwhile; then the pace of a group of one less."""
+    chance = random.Random(seed)
+    suspended: dict[bool, list[float]] = {False: [], True: []}
+    resumed, dormant, awake, smaller = [], [], [], []
+    with tempfile.TemporaryDirectory(prefix="raytrain_ft-") as directory, LocalCluster(WORKERS):
+        with calm(directory, "sleep", WORKERS, 1_000_000) as (run, journals):
+            step_s = 1 / steps_per_s(journals, 10)
+            ahead = clock_ahead(run)
+            for number in range(2 * rounds):
+                time.sleep(chance.uniform(2.0, 3.0) * step_s)
+                at_once = number % 2 == 1
+                suspended[at_once].append(ask(run, True, at_once, ahead))
+                dormant.append(steps_per_s(journals, 10))
+                resumed.append(ask(run, False, False, ahead))
+                awake.append(steps_per_s(journals, 5))
+        with calm(directory, "smaller", WORKERS - 1, 1_000_000) as (run, journals):
+            smaller = [steps_per_s(journals, 10) for _ in range(2 * rounds)]
+    step_s = 1 / statistics.median(awake)
+    report.add("suspend_latency_steps", [seconds / step_s for seconds in suspended[False]], statistic=p95_of)
+    report.add("resume_latency_steps", [seconds * statistics.median(dormant) for seconds in resumed], statistic=p95_of)
+    ratio = [pace / statistics.median(smaller) for pace in dormant]
+    report.add("dormant_throughput_ratio_vs_smaller_group", ratio)
+    at_once = statistics.median(suspended[True])
+    report.note(
+        f"sleep: a step takes {step_s:.3f} s with {WORKERS} awake, {1 / statistics.median(dormant):.3f} s with one asleep, "
+        f"{1 / statistics.median(smaller):.3f} s in a group of {WORKERS - 1}; falls asleep in median "
+        f"{statistics.median(suspended[False]):.3f} s ({at_once:.3f} s if at once), wakes in {statistics.median(resumed):.3f} s"
+    )
+
+
+def run(options: Options) -> Report:
+    """All of it."""
+    report = Report("forward", GOALS)
+    kills = 3 if options.quick else 32
+    add_kills(report, "lossy", kills, options.seed)
+    add_kills(report, "rollback", kills, options.seed + 1)
+    measure_sleep(report, 2 if options.quick else 20, options.seed)
+    return report
+
+
+if __name__ == "__main__":
+    main(run, __doc__)

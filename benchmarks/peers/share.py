@@ -1,0 +1,120 @@
+"""The steps that other people's training commits while its workers are killed again and again, as a share of its own pace."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import ray
+from ray.train.torch import TorchTrainer
+
+from benchmarks.models import Work
+from benchmarks.peers import ray_torchft, ray_train
+from benchmarks.peers.cluster import fitting, local_cluster, one_worker_per_node, reason, run_config, why_ended
+from benchmarks.peers.kills import alive, read_journals
+
+START_S = 120.0
+CALM_S = 6.0
+"""How long its own pace is looked at, before the first kill."""
+POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class ShareOf:
+    """What came of it; `share` is None if it could not be measured, for the reason `why`."""
+
+    share: float | None = None
+    kills: int = 0
+    seconds: float = 0.0
+    why: str = ""
+
+
+def reached(directory: str) -> float:
+    """How many steps are completed, in the median of the workers that live: who restarts begins where its checkpoint was."""
+    found = [entries[-1].step + 1 for pid, entries in living(directory).items() if entries and entries[-1].world]
+    return statistics.median(found) if found else 0.0
+
+
+def living(directory: str) -> dict[int, list]:
+    """The journals of the workers that live."""
+    return {pid: entries for pid, entries in read_journals(directory).items() if alive(pid)}
+
+
+def measure(trainer: Callable[[str], TorchTrainer], num_workers: int, mtbf_s: float, seconds: float, seed: int) -> ShareOf:
+    """Lets it train, looks at its pace, then kills for so many seconds.
+
+    Raises:
+        TimeoutError: training does not begin. RuntimeError: it ends.
+    """
+    chance = np.random.default_rng(seed)
+    with (
+        local_cluster(num_workers),
+        tempfile.TemporaryDirectory(prefix="peer-") as directory,
+        fitting(trainer(directory)) as running,
+    ):
+        deadline = time.monotonic() + START_S
+        while len(living(directory)) < num_workers or reached(directory) < 5:
+            _look(running, deadline)
+        began, first = time.monotonic(), reached(directory)
+        time.sleep(CALM_S)
+        pace = (reached(directory) - first) / (time.monotonic() - began)
+        began, first, most, kills = time.monotonic(), reached(directory), 0.0, 0
+        due = began + chance.exponential(mtbf_s)
+        while time.monotonic() < began + seconds:
+            _look(running, began + seconds + 1)
+            most = max(most, reached(directory))
+            if time.monotonic() >= due and living(directory):
+                os.kill(int(chance.choice(sorted(living(directory)))), signal.SIGKILL)
+                kills += 1
+                due += chance.exponential(mtbf_s)
+        if not kills:
+            return ShareOf(why=f"no kill was drawn within {seconds:.0f} s")
+        return ShareOf((most - first) / (pace * seconds), kills, seconds)
+
+
+def _look(running: ray.ObjectRef, deadline: float) -> None:
+    why = why_ended(running)
+    if why is not None:
+        raise RuntimeError(f"training ended: {why}")
+    if time.monotonic() > deadline:
+        raise TimeoutError("no training")
+    time.sleep(POLL_S)
+
+
+def restart_share(work: Work, num_workers: int, mtbf_s: float, seconds: float, seed: int) -> ShareOf:
+    """Ray Train's restart, with a checkpoint every 20 steps."""
+
+    def trainer(directory: str) -> TorchTrainer:
+        return TorchTrainer(
+            ray_train.train_loop,
+            train_loop_config={"work": work, "directory": directory, "checkpoint_every": 20},
+            scaling_config=one_worker_per_node(num_workers),
+            run_config=run_config(directory),
+        )
+
+    return _or_why(lambda: measure(trainer, num_workers, mtbf_s, seconds, seed), "Ray Train")
+
+
+def torchft_share(work: Work, num_workers: int, mtbf_s: float, seconds: float, seed: int) -> ShareOf:
+    """Ray Train + torchft."""
+    if importlib.util.find_spec("torchft") is None:
+        return ShareOf(why="torchft is not installed")
+
+    def trainer(directory: str) -> TorchTrainer:
+        return ray_torchft.killed_trainer(work, num_workers, directory)
+
+    return _or_why(lambda: measure(trainer, num_workers, mtbf_s, seconds, seed), "torchft")
+
+
+def _or_why(measurement: Callable[[], ShareOf], peer: str) -> ShareOf:
+    try:
+        return measurement()
+    except Exception as error:
+        return ShareOf(why=f"{peer} did not run: {reason(error)}")
