@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 BLOCK = re.compile(r"^(?P<mark><!-- not run[^\n]*-->\n)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-STARTS = re.compile(r"\.fit\(|Cluster\(|\bdrill\(|\battach\(")
+STARTS = re.compile(r"\.fit\(|Cluster\(|\bdrill\(|\b(attach|suspend|resume|leave)\(")
 ELSEWHERE = re.compile(r"[a-z]+:")
 
 
