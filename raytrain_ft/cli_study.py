@@ -14,6 +14,8 @@ from raytrain_ft.study import ModelStudy, Plan, run
 from raytrain_ft.study_file import load_plan, quick
 
 console = Console(highlight=False, soft_wrap=True)
+TABLE_WIDTH = 200
+"""Characters that a table may take, and none does: a narrow terminal wraps lines, which is better than numbers cut off."""
 DEFAULT = Plan(
     name="digits",
     models=(
@@ -43,6 +45,7 @@ def study_command(scenario: Path | None, is_quick: bool, plots: Path | None, jso
             results = run(plan, lambda: progress.advance(task))
     except FTError as error:
         raise click.ClickException(str(error)) from error
+    console.width = max(console.width, TABLE_WIDTH)
     for table in views.tables(results):
         console.print(table)
     if plots is not None:

@@ -234,7 +234,7 @@ models:
 
 def invoke(path: Path, text: str, *arguments: object):
     path.write_text(text)
-    return CliRunner().invoke(main, ["study", str(path), *map(str, arguments)], env={"COLUMNS": "120"})
+    return CliRunner().invoke(main, ["study", str(path), *map(str, arguments)], env={"COLUMNS": "80"})
 
 
 def test_the_command_writes_tables_plots_and_json(tmp_path: Path) -> None:
@@ -242,6 +242,7 @@ def test_the_command_writes_tables_plots_and_json(tmp_path: Path) -> None:
     result = invoke(tmp_path / "small.yaml", FILE, "--json", out, "--plots", plots)
     assert result.exit_code == 0, result.output
     assert "rollback 50% of bytes" in result.output
+    assert "…" not in result.output  # no number is cut off
     assert "lossy layer 2, 3 left" in result.output
     found = json.loads(out.read_text())
     assert len(found["outcomes"]) == 2 * (2 + 4 * 3)
