@@ -35,8 +35,10 @@ def cluster() -> Iterator[LocalCluster]:
 
 
 def train(path: Path, name: str, *, task: Any = None, workers: Any = 3, steps: int = STEPS, **arguments: Any) -> ft.Result:
-    """One run of the toy task; `arguments` are of Trainer or, where it has them, of RecoveryConfig."""
+    """One run of the toy task; `arguments` are of Trainer, of RecoveryConfig where it has them, or of
+    RunConfig."""
     checkpoints = arguments.pop("checkpoints", None)
+    environment = arguments.pop("worker_runtime_env", None)
     recovery = {key: arguments.pop(key) for key in list(arguments) if key in ft.RecoveryConfig.__dataclass_fields__}
     if not arguments.get("faults"):
         recovery.setdefault("num_spares", 0)  # a process less to start
@@ -46,7 +48,9 @@ def train(path: Path, name: str, *, task: Any = None, workers: Any = 3, steps: i
         max_steps=steps,
         scaling_config=ft.ScalingConfig(num_workers=workers),
         recovery_config=ft.RecoveryConfig(**recovery),
-        run_config=ft.RunConfig(name=name, storage_path=str(path), checkpoint_config=checkpoints),
+        run_config=ft.RunConfig(
+            name=name, storage_path=str(path), checkpoint_config=checkpoints, worker_runtime_env=environment
+        ),
         **settings,
     ).fit()
 

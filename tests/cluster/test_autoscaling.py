@@ -10,11 +10,14 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 from ray.util import placement_group_table
 
 from raytrain_ft.policy.audit import audit
 from raytrain_ft.runtime.demand import Demand
 from raytrain_ft.runtime.event_log import read_records
+
+pytestmark = pytest.mark.long
 
 STEPS = 30
 SCRIPT = Path(__file__).parent / "autoscaled_run.py"

@@ -16,6 +16,8 @@ from raytrain_ft.policy.history import check
 from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.scenario import Scenario
 
+pytestmark = pytest.mark.long
+
 JOB = """
 name: rehearsal
 workers: 3

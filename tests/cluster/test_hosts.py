@@ -30,6 +30,7 @@ from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.runtime.spec import NAMESPACE
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.own_cluster,
     pytest.mark.skipif(network.why_unavailable() is not None, reason=f"several hosts: {network.why_unavailable()}"),
 ]

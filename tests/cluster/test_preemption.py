@@ -31,6 +31,8 @@ from raytrain_ft.runtime.spec import NAMESPACE
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from clouds import Ec2
 
+pytestmark = pytest.mark.long
+
 GRACE_S = 20.0
 STEPS = 300
 

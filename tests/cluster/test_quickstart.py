@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.long
+
 PAGE = Path(__file__).parents[2] / "docs" / "quickstart.md"
 
 

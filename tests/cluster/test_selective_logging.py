@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from conftest import promise_kept, train
 from toy import Toy
@@ -12,6 +13,8 @@ from toy import Toy
 import raytrain_ft as ft
 from raytrain_ft.policy.strategy import Guarantee, Strategy
 from raytrain_ft.runtime.event_log import read_records
+
+pytestmark = pytest.mark.long
 
 STEPS, EVERY, BATCH = 12, 5, 32
 NARROW = 8
