@@ -44,6 +44,7 @@ class AutoscalingCluster(LocalCluster):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._monitor is not None:
             self._end_autoscaler(self._monitor)
+            self._monitor = None
         super().__exit__(kind, error, trace)
         if self._config is not None:
             self._config.unlink(missing_ok=True)

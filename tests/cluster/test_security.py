@@ -123,8 +123,12 @@ def seen(cluster, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     thread = threading.Thread(target=lambda: outcome.append(train(path, "open", task=Leisurely(pace), num_spares=1)))
     thread.start()
     run = path / "open"
-    until(lambda: step_of(run) and len(records(run, "WorkerStarted")) > WORKERS)
-    ranks = {record["member"] for record in records(run, "StepsCommitted")}
+
+    def trained() -> set[str]:
+        return {record["member"] for record in records(run, "StepsCommitted")}
+
+    until(lambda: len(trained()) == WORKERS and len(records(run, "WorkerStarted")) > WORKERS)
+    ranks = trained()
     processes = {record["member"]: psutil.Process(record["pid"]) for record in records(run, "WorkerStarted")}
     trainers = [listeners(process) for member, process in processes.items() if member in ranks]
     spare = next(listeners(process) for member, process in processes.items() if member not in ranks)
