@@ -40,7 +40,7 @@ test: setup ## Two processes for what needs no cluster; a cluster takes the mach
 	$(BIN)/python -m pytest tests/unit --numprocesses 2
 	$(BIN)/python -m pytest tests/cluster -m "not long"
 
-test-long: setup ## What takes minutes: cut cables, drills, the autoscaler, the job server, notices
+test-long: setup ## What takes minutes: cut cables, drills, autoscaler, job server, notices, metrics, the example jobs
 	$(BIN)/python -m pytest tests/cluster -m long
 
 lint: setup

@@ -14,6 +14,8 @@ from raytrain_ft.policy.chronicle import Steps
 from raytrain_ft.policy.strategy import Recovery
 from raytrain_ft.runtime.event_log import read_run
 
+pytestmark = pytest.mark.long
+
 
 class Recorder(ft.Callback):
     """Writes down what it is told."""

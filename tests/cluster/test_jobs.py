@@ -15,6 +15,8 @@ from conftest import promise_kept, train
 import raytrain_ft as ft
 from raytrain_ft.policy.strategy import Guarantee, Strategy
 
+pytestmark = pytest.mark.long
+
 STEPS = 6
 
 

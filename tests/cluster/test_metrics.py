@@ -23,6 +23,8 @@ from raytrain_ft.policy.measures import METRICS
 from raytrain_ft.runtime import dashboard
 from raytrain_ft.runtime.event_log import read_records
 
+pytestmark = pytest.mark.long
+
 STEPS = 24
 PROMETHEUS = shutil.which("prometheus")
 PATIENCE_S = 15.0

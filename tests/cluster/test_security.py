@@ -38,6 +38,8 @@ STRANGER = """
 import os, sys
 from ray._raylet import GcsClient
 from raytrain_ft.chaos.cluster import _refresh_authentication
+
+pytestmark = pytest.mark.long
 address, right = sys.argv[1], sys.stdin.read()
 for mode, token in (("token", "0" * len(right)), ("disabled", ""), ("token", right)):
     os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = mode, token

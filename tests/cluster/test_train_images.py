@@ -16,6 +16,8 @@ import raytrain_ft as ft
 from raytrain_ft import FailAt
 from raytrain_ft.errors import TrainingFailedError
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed: it exists for Linux only")
 
 SETTINGS = {"steps": 10, "global_batch_size": 12, "gradient_accumulation_steps": 2}
