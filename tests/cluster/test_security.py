@@ -23,6 +23,8 @@ import raytrain_ft as ft
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.runtime.event_log import read_records
 
+pytestmark = pytest.mark.long
+
 WORKERS = 3
 EVERYWHERE = {"0.0.0.0", "::"}
 GARBAGE = (
@@ -38,8 +40,6 @@ STRANGER = """
 import os, sys
 from ray._raylet import GcsClient
 from raytrain_ft.chaos.cluster import _refresh_authentication
-
-pytestmark = pytest.mark.long
 address, right = sys.argv[1], sys.stdin.read()
 for mode, token in (("token", "0" * len(right)), ("disabled", ""), ("token", right)):
     os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = mode, token
