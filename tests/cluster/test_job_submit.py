@@ -45,7 +45,19 @@ LAST_LINE = {
 @pytest.fixture(scope="module")
 def client(cluster) -> Iterator[JobSubmissionClient]:
     with cluster.job_server() as address:
-        yield JobSubmissionClient(address)
+        client = JobSubmissionClient(address)
+        until(lambda: takes_jobs(client), "an agent of the job server")
+        yield client
+
+
+def takes_jobs(client: JobSubmissionClient) -> bool:
+    """A job server that has just started says for a moment that it has nobody to run a job."""
+    try:
+        job = client.submit_job(entrypoint="true")
+    except RuntimeError as error:
+        assert "No available agent" in str(error)
+        return False
+    return client.get_job_status(job) is not None
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = 60) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from raytrain_ft import cli_plan
 from raytrain_ft.cli import main
 
 JOB = """
@@ -63,8 +64,14 @@ def job(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The console was made when the module was imported, with whatever COLUMNS said then."""
+    monkeypatch.setattr(cli_plan.console, "width", 200)
+
+
 def call(*arguments: str | Path) -> Result:
-    return CliRunner(env={"COLUMNS": "200"}).invoke(main, ["plan", *map(str, arguments)])
+    return CliRunner().invoke(main, ["plan", *map(str, arguments)])
 
 
 def test_what_it_recommends(job: Path) -> None:
