@@ -55,7 +55,8 @@ def takes_jobs(client: JobSubmissionClient) -> bool:
     try:
         job = client.submit_job(entrypoint="true")
     except RuntimeError as error:
-        assert "No available agent" in str(error)
+        if "No available agent" not in str(error):
+            raise
         return False
     return client.get_job_status(job) is not None
 
