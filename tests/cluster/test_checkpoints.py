@@ -81,10 +81,11 @@ def test_every_replica_dies_at_once_twice(undisturbed, tmp_path: Path, phases: l
     result = train(tmp_path, "run", faults=faults, checkpoints=OFTEN)
     assert result.digest == undisturbed().digest
     assert promise_kept(result) == []
-    last = result.recoveries[-1]
-    assert (last.strategy, last.guarantee) == (Strategy.CHECKPOINT, Guarantee.EXACT)
-    assert len(result.recoveries) >= 2
-    assert 10 <= last.step <= 20
+    assert all(recovery.guarantee == Guarantee.EXACT for recovery in result.recoveries)
+    # On a machine that is too busy somebody may be given up on the way, which costs nothing but time.
+    back = [recovery for recovery in result.recoveries if recovery.strategy == Strategy.CHECKPOINT]
+    assert len(back) >= 2
+    assert 10 <= back[-1].step <= 20
 
 
 def test_every_replica_dies_before_the_first_checkpoint(undisturbed, tmp_path: Path) -> None:
