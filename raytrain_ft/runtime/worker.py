@@ -428,6 +428,7 @@ class Worker:
             state.position, links.replica, links.replicas, micro_batches, weights=sleep.weights(links.replicas)
         )
         asleep = links.replica in sleep.asleep
+        sleep.at_once &= not asleep  # it has done so; a share that is empty anyway breaks off nowhere
         if asleep != self._asleep:
             self._asleep = asleep
             self._note("Dormant", {"incarnation": links.fence.incarnation, "step": state.step, "asleep": asleep})

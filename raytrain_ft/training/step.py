@@ -164,6 +164,8 @@ class Replica:
         """Starts an attempt: from here on the buffers may change, so they are saved."""
         first = micro_batches[0]
         self._micro_batches, self._said = micro_batches, []
+        if self.lost is not None and self.lost[0] == self.state.step:
+            self.lost = None  # of an attempt that came to nothing: this one has all of its samples again
         self.reducer.group = links.group
         self.reducer.begin(self.state.step)
         self.state.tail.begin()

@@ -1,0 +1,72 @@
+"""What a step says that it went without: of this attempt at it, and of no other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import raytrain_ft as ft
+from raytrain_ft.policy.sampling import GlobalBatch, Sampling
+from raytrain_ft.training.attempt import StepSettings
+from raytrain_ft.training.build import build_replica
+from raytrain_ft.training.links import Links
+from raytrain_ft.training.process_group import Fence
+from raytrain_ft.training.sleep import ASLEEP, SILENT, Sleep
+from raytrain_ft.training.solo import Solo
+from raytrain_ft.training.step import Replica
+
+
+class Line(ft.TrainTask):
+    def model(self, stage: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1)
+
+    def dataset(self) -> TensorDataset:
+        inputs = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
+        return TensorDataset(inputs, inputs[:, :2].argmax(dim=1))
+
+    def loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, batch[1])
+
+
+@pytest.fixture
+def alone() -> Any:
+    """A replica that is the only one, and its connections to nobody."""
+    settings = StepSettings(seats=2, bucket_bytes=64, first_bucket_bytes=64)
+    replica = build_replica(Line(), Sampling(24, 8, 0), settings, use_gpu=False, undo_mode="exact", probe=None)
+    fence = Fence(1)
+    replica.loader.start(replica.state.position, 0, 1)
+    yield replica, Links(fence, 0, 1, Solo(fence))  # type: ignore[arg-type]
+    replica.loader.stop()
+
+
+def test_a_step_that_is_done_again_has_all_of_its_samples_again(alone: tuple[Replica, Links]) -> None:
+    """After a lossy recovery everybody may go back to a checkpoint: the same step then lacks nothing."""
+    replica, links = alone
+    replica.lost = (0, ((0, 4),))  # what an attempt at step 0 went without, before everybody went back
+    assert replica.train_step(links).lost == ()
+    assert replica.lost is None
+
+
+def test_words_and_shares() -> None:
+    sleep = Sleep()
+    assert sleep.say(5, 3) == (0, [0, 0, 0])
+    sleep.wanted = True
+    assert sleep.say(5, 3) == (ASLEEP, [0, 0, 0])
+    sleep.at_once = True
+    assert [sleep.is_silent(bucket) for bucket in range(1, 3)] == [True, True]
+    assert sleep.say(5, 3) == (ASLEEP | SILENT, [0, 5, 5])
+    assert sleep.say(0, 3) == (ASLEEP, [0, 0, 0])  # its share was empty: nothing is missing
+    batch = GlobalBatch(0, 8, 20)
+    assert sleep.lost([0, ASLEEP | SILENT, 0], batch) == ((12, 16),)
+    assert sleep.settle([0, ASLEEP | SILENT, 0])
+    assert sleep.weights(3) == (1.0, 0.0, 1.0)
+    assert not sleep.settle([0, ASLEEP, 0])
+    assert sleep.settle([ASLEEP] * 3)
+    assert sleep.weights(3) is None  # if all want to sleep, nobody does
