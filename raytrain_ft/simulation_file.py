@@ -10,16 +10,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from raytrain_ft.errors import ConfigError
+from raytrain_ft.scenario.file import Place, Source
 from raytrain_ft.simulate import Costs, Exponential, Failure, Failures, Job, Listed, SpotTrace, Strategy, Uniform, Weibull
 
 SOURCES: dict[str, type[Any]] = {"exponential": Exponential, "weibull": Weibull, "uniform": Uniform}
 """Kinds of `failures` that are a distribution; "list" gives failures one by one, "trace" reads them from a CSV file."""
 FIELD = re.compile(r"^(\w+)\((\w+)=")
 """What a message of a check begins with: the class and the field that it is about."""
-Place = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,45 +36,18 @@ def load(path: Path) -> Simulation:
         ConfigError: it cannot be read, or a field of it is unknown, missing or impossible; the message names the line and what
             is allowed.
     """
-    try:
-        node: Any = yaml.compose(path.read_text(), Loader=yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark is not None else ""
-        raise ConfigError(f"{path}{where}: {getattr(error, 'problem', None) or error}") from error
-    return _File(path, node).simulation()
+    return _File(*Source.read(path)).simulation()
 
 
 class _File:
     """A file's values, and on which line each of them is."""
 
-    def __init__(self, path: Path, node: Any) -> None:
-        self._path = path
-        self._lines: dict[Place, int] = {(): 1}
-        self._values = self._value(node, ()) if node is not None else {}
-
-    def _value(self, node: Any, place: Place) -> Any:
-        self._lines.setdefault(place, node.start_mark.line + 1)
-        if isinstance(node, yaml.MappingNode):
-            found = {}
-            for key, value in node.value:
-                name = (*place, str(key.value))
-                self._lines[name] = key.start_mark.line + 1
-                if key.value in found:
-                    raise ConfigError(self._at(name, f"{key.value} is given twice"))
-                found[str(key.value)] = self._value(value, name)
-            return found
-        if isinstance(node, yaml.SequenceNode):
-            return [self._value(item, (*place, number)) for number, item in enumerate(node.value)]
-        plain = yaml.SafeLoader("").construct_object(node)
-        return _number(plain) if isinstance(plain, str) else plain
+    def __init__(self, source: Source, fields: dict[str, Any]) -> None:
+        self._source = source
+        self._values = _numbers(fields)
 
     def _at(self, place: Place, message: str) -> str:
-        while place not in self._lines:
-            place = place[:-1]
-        return f"{self._path}, line {self._lines[place]}: {message}"
+        return self._source.where(place) + message
 
     def simulation(self) -> Simulation:
         """All of it."""
@@ -101,7 +72,7 @@ class _File:
         rest = {name: value for name, value in fields.items() if name != "kind"}
         if kind == "trace":
             known = self._fields(("failures",), ("kind", "path", "cycle"), fields)
-            trace = self._path.parent / str(known.get("path", ""))
+            trace = self._source.directory / str(known.get("path", ""))
             found: Failures = self._checked(("failures",), lambda: SpotTrace.read(trace, known.get("cycle", 0.0)))
         elif kind == "list":
             known = self._fields(("failures",), ("kind", "failures"), fields)
@@ -144,15 +115,19 @@ class _File:
             return make()
         except ConfigError as error:
             named = FIELD.match(str(error))
-            where = (*place, named[2]) if named and (*place, named[2]) in self._lines else place
-            if named and named[1] == "Costs" and (*place, "costs", named[2]) in self._lines:
+            where = (*place, named[2]) if named and (*place, named[2]) in self._source.lines else place
+            if named and named[1] == "Costs" and (*place, "costs", named[2]) in self._source.lines:
                 where = (*place, "costs", named[2])
             raise ConfigError(self._at(where, str(error))) from error
 
 
-def _number(text: str) -> Any:
+def _numbers(value: Any) -> Any:
     """YAML takes 1e5 for text."""
+    if isinstance(value, dict):
+        return {name: _numbers(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_numbers(each) for each in value]
     try:
-        return float(text)
+        return float(value) if isinstance(value, str) else value
     except ValueError:
-        return text
+        return value

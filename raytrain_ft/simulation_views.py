@@ -104,14 +104,15 @@ def as_json(job: Job, summaries: Sequence[Summary], sweeps: Sequence[Sweep] = ()
         ],
         **more,
     }
-    return json.dumps(_finite(found), indent=1, allow_nan=False)
+    return json.dumps(finite(found), indent=1, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Plain data with None for numbers that are not finite, which JSON does not know."""
     if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
+        return {name: finite(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

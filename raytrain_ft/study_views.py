@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from raytrain_ft.simulation_views import COLOURS
+from raytrain_ft.simulation_views import COLOURS, finite
 from raytrain_ft.study.protocol import ModelStudy, Results, epoch_of
 from raytrain_ft.study.summary import Estimate, Summary, estimate, summarize
 
@@ -81,15 +81,7 @@ def _shown(value: Estimate, scale: float, how: str) -> str:
 def as_json(results: Results) -> str:
     """Everything, for machines: each outcome and the summaries. What is not known is null."""
     found = asdict(results) | {"summaries": [asdict(one) for one in summarize(results.outcomes)]}
-    return json.dumps(_finite(found), indent=1, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(finite(found), indent=1, allow_nan=False)
 
 
 # ---------------------------------------------------------------- plots

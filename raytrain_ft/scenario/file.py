@@ -78,12 +78,14 @@ class Source:
 
     def at(self, place: Place, message: str) -> str:
         """A message with the file, the line and the name of the field that it is about."""
-        known = place
-        while known and known not in self.lines:
-            known = known[:-1]
         name = ".".join(str(part) for part in place)
-        where = f"{self.path}, line {self.lines.get(known, 1)}: " if self.path is not None else ""
-        return f"{where}{name}: {message}" if name else f"{where}{message}"
+        return f"{self.where(place)}{name}: {message}" if name else f"{self.where(place)}{message}"
+
+    def where(self, place: Place) -> str:
+        """The file and the line of a place, or of what it lies in, for the beginning of a message."""
+        while place and place not in self.lines:
+            place = place[:-1]
+        return f"{self.path}, line {self.lines.get(place, 1)}: " if self.path is not None else ""
 
     def explain(self, error: ValidationError, root: type[BaseModel]) -> str:
         """Every fault on a line of its own, in the order of the file."""
