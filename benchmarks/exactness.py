@@ -8,16 +8,13 @@ import random
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.utils.data import TensorDataset
 
 import raytrain_ft as ft
 from benchmarks.harness import Options, Report
 from raytrain_ft.chaos.cluster import LocalCluster
+from raytrain_ft.drill.tasks import Tiny
 from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.storage.arrow import read_tensors
 
@@ -27,11 +24,11 @@ PHASES += [(phase, bucket) for phase in ("backward", "reduce", "reduced") for bu
 BUCKETS = {"bucket_bytes": 65_536, "first_bucket_bytes": 8_192}
 
 
-class Small(ft.TrainTask):
-    """A classifier with BatchNorm and dropout; a step takes `step_s` besides its computing."""
+class Small(Tiny):
+    """A classifier with BatchNorm and dropout, in several buckets; a step takes `step_s` besides its computing."""
 
     def __init__(self, step_s: float = 0.0) -> None:
-        self.step_s = step_s
+        super().__init__(step_s)
 
     def model(self, stage: int) -> nn.Module:
         """About 40 thousand parameters."""
@@ -39,20 +36,6 @@ class Small(ft.TrainTask):
             *(nn.Linear(32, 128, bias=False), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.1)),
             *(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 8)),
         )
-
-    def optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """AdamW."""
-        return torch.optim.AdamW(params, lr=1e-3)
-
-    def dataset(self) -> TensorDataset:
-        """Made by a fixed rule."""
-        inputs = torch.randn(4_000, 32, generator=torch.Generator().manual_seed(1))
-        return TensorDataset(inputs, inputs[:, :8].argmax(dim=1))
-
-    def loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
-        """Cross-entropy."""
-        time.sleep(self.step_s)
-        return cross_entropy(output, batch[1])
 
 
 def train(

@@ -11,20 +11,16 @@ from __future__ import annotations
 
 import random
 import tempfile
-import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.utils.data import TensorDataset
 
 import raytrain_ft as ft
 from benchmarks.harness import Goal, Options, Report, main
 from raytrain_ft.chaos.cluster import LocalCluster
+from raytrain_ft.drill.tasks import Tiny
 from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.simulate import simulate
 from raytrain_ft.simulate.calibrate import Calibration, calibrate
@@ -41,29 +37,15 @@ STAGE_PHASES = ("data", "forward", "backward_pass")
 STRATEGIES = ("replication", "checkpoint", "logging")
 
 
-class Patient(ft.TrainTask):
-    """A small model whose step takes a fixed time, as on an accelerator that leaves the host idle."""
+class Patient(Tiny):
+    """Without what has buffers, so that it can be cut into three stages."""
 
     def __init__(self, micro_batches: int) -> None:
-        self.seconds = STEP_S / micro_batches
+        super().__init__(STEP_S, micro_batches)
 
     def model(self, stage: int) -> nn.Module:
         """Three layers, which can be cut into three stages."""
         return nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 8))
-
-    def optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """Adam."""
-        return torch.optim.AdamW(params, lr=1e-3)
-
-    def dataset(self) -> TensorDataset:
-        """Random numbers."""
-        inputs = torch.randn(4_000, 32, generator=torch.Generator().manual_seed(1))
-        return TensorDataset(inputs, inputs[:, :8].argmax(dim=1))
-
-    def loss(self, output: torch.Tensor, batch: Any) -> torch.Tensor:
-        """Takes its time."""
-        time.sleep(self.seconds)
-        return cross_entropy(output, batch[1])
 
 
 @dataclass(frozen=True, slots=True)
