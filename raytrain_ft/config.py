@@ -185,6 +185,8 @@ class RecoveryConfig:
             cost: "lossy" has the survivors finish the step with their own gradients; "rollback" keeps a survivor's partial
             update and reads the same batch again; "skip" leaves the step out.
         quorum: of a batch's samples, the share that "lossy" needs to be left; with fewer the step is redone.
+        lost_samples: what becomes of those that "lossy", "skip" or a replica told to sleep at once lost: "drop" lists them in
+            the record, "return" also reads them again at the end of their epoch, which is that much longer.
         log: of what crosses between the stages of a pipeline.
         replay_workers: how many replay one lost stage: its replacement, and survivors that take some of the micro-batches.
         replay_sums: "exact" adds their gradients in the order of the micro-batches, so that the result is the same to the bit;
@@ -216,6 +218,7 @@ class RecoveryConfig:
 
     strategy: Strategy = "auto"
     quorum: float = 0.5
+    lost_samples: Literal["drop", "return"] = "drop"
     log: LogConfig = field(default_factory=LogConfig)
     replay_workers: int = 1
     replay_sums: Literal["exact", "fast"] = "exact"
@@ -244,6 +247,7 @@ class RecoveryConfig:
             "undo": ("exact", "replay"),
             "replacement": ("wait", "shrink"),
             "replay_sums": ("exact", "fast"),
+            "lost_samples": ("drop", "return"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

@@ -86,6 +86,7 @@ def prepare(
         update=update,
         on_non_finite=settings.on_non_finite,
         seats=workers(scaling)[1] // parallelism.pipeline_parallel_degree,
+        returns_lost=recovery.lost_samples == "return",
         finishes_alone=recovery.strategy == "lossy",
         pipeline=pipeline,
         bucket_bytes=settings.bucket_bytes,

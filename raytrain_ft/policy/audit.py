@@ -9,14 +9,15 @@ older incarnation says about a step that a younger one took over is void. Who ow
 never on the order in which records of different workers reached the log. A step reduces over all ranks before anybody
 commits it, so one rank's record vouches for the whole global batch; those of several ranks must agree.
 
-A sample may be drawn and not count (its gradient was dropped) or never be drawn: either way it must be listed, once,
-in a `SamplesLost` record. Pure; reads dicts that may be damaged, and answers in violations, not in exceptions.
+A sample may be drawn and not count (its gradient was dropped) or never be drawn: either way it must be listed, once, in
+a `SamplesLost` record; if that says so, it is drawn again at the end of its epoch. Pure; reads dicts that may be damaged,
+and answers in violations, not in exceptions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,11 @@ from raytrain_ft.policy.sampling import (
     GlobalBatch,
     Position,
     Sampling,
+    after_loss,
     digest_of_ids,
     next_batch,
     sample_ids,
+    samples_in,
     share,
     steps_per_epoch,
 )
@@ -139,7 +142,7 @@ def _drawn(commit: Commit, sampling: Sampling) -> tuple[list[GlobalBatch], str |
             batch, position = next_batch(sampling, position)
             batches.append(batch)
             mine = share(batch, commit.rank, commit.world_size, commit.weights)
-            ids.append(sample_ids(sampling, batch.epoch, mine))
+            ids.append(sample_ids(sampling, batch.epoch, mine, batch.owed))
     except (TypeError, ValueError) as error:
         return [], f"its position or weights are impossible: {error}"
     expected = digest_of_ids(ids)
@@ -165,24 +168,25 @@ def _walk(story: Story, sampling: Sampling, claims: dict[int, dict[GlobalBatch, 
     position = Position()
     for step in range(steps):
         lost = losses.pop(step, [])
-        for loss in lost:
-            tally.lose(loss)
         expected, _ = next_batch(sampling, position)
+        for loss in lost:
+            tally.lose(loss, expected)
         batches = claims.get(step, {})
         if len(batches) > 1:
             violations.append(f"step {step}: the ranks drew different batches: {batches}")
         batch = next(iter(batches), expected)
         skipped = _between(sampling, expected, batch)
-        if skipped is None or not all(tally.is_lost(*piece) for piece in skipped):
+        if skipped is None or not all(_is_lost(piece, lost) for piece in skipped):
             violations.append(f"step {step} drew {batch}, but {expected} was next, and what lies between is not lost")
         for loss in lost:
-            if not any(_inside(loss, *piece) for piece in (*(skipped or ()), (batch.epoch, batch.start, batch.stop))):
+            if not any(_inside(loss, piece) for piece in (*(skipped or ()), batch)):
                 violations.append(f"{loss}: that step drew {batch}")
-        if batches:
-            tally.draw(batch)
-        elif not tally.is_lost(batch.epoch, batch.start, batch.stop):
+        for piece in (*(skipped or ()), batch):
+            if _is_lost(piece, lost) or (batches and piece is batch):
+                tally.draw(piece)
+        if not batches and not _is_lost(batch, lost):
             violations.append(f"step {step}: no commit of it stands")
-        _, position = next_batch(sampling, Position(batch.epoch, batch.start))
+        position = after_loss(sampling, batch, [(loss.start, loss.stop) for loss in lost if loss.returned])
         tally.close_before(position.epoch)
     if story.finished_at is not None:
         violations.extend(f"{loss}: the run has no such step" for rest in losses.values() for loss in rest)
@@ -206,21 +210,27 @@ def _standing_losses(story: Story) -> dict[int, list[Loss]]:
     return standing
 
 
-_Piece = tuple[int, int, int]  # epoch, start, stop
-
-
-def _between(sampling: Sampling, expected: GlobalBatch, batch: GlobalBatch) -> list[_Piece] | None:
+def _between(sampling: Sampling, expected: GlobalBatch, batch: GlobalBatch) -> list[GlobalBatch] | None:
     """The positions that were passed over from `expected` to `batch`; None when `batch` lies behind or is too far."""
-    if batch.epoch == expected.epoch and batch.start >= expected.start:
-        return [(batch.epoch, expected.start, batch.start)] if batch.start > expected.start else []
-    if batch.epoch == expected.epoch + 1:
-        rest = (expected.epoch, expected.start, _wanted(sampling))
-        return [piece for piece in (rest, (batch.epoch, 0, batch.start)) if piece[1] < piece[2]]
+    if batch.epoch == expected.epoch and batch.start >= expected.start and batch.owed == expected.owed:
+        return [replace(expected, stop=batch.start)] if batch.start > expected.start else []
+    if batch.epoch == expected.epoch + 1 and not batch.owed:
+        rest = replace(expected, stop=_wanted(sampling) + samples_in(expected.owed))
+        return [piece for piece in (rest, replace(batch, start=0, stop=batch.start)) if piece.start < piece.stop]
     return None
 
 
-def _inside(loss: Loss, epoch: int, start: int, stop: int) -> bool:
-    return loss.epoch == epoch and start <= loss.start and loss.stop <= stop
+def _inside(loss: Loss, piece: GlobalBatch) -> bool:
+    return loss.epoch == piece.epoch and piece.start <= loss.start and loss.stop <= piece.stop
+
+
+def _is_lost(piece: GlobalBatch, lost: list[Loss]) -> bool:
+    """Whether all of it is in these losses."""
+    at = piece.start
+    for loss in sorted(lost, key=lambda loss: loss.start):
+        if loss.epoch == piece.epoch and loss.start <= at:
+            at = max(at, loss.stop)
+    return at >= piece.stop
 
 
 def _wanted(sampling: Sampling) -> int:
@@ -242,18 +252,19 @@ class _Tally:
             self._open[epoch] = (np.zeros(size, np.int32), np.zeros(size, np.int32))
         return self._open[epoch]
 
-    def draw(self, batch: GlobalBatch) -> None:
-        ids = sample_ids(self._sampling, batch.epoch, range(batch.start, batch.stop))
-        np.add.at(self._counts(batch.epoch)[0], ids, 1)
+    def draw(self, piece: GlobalBatch) -> None:
+        np.add.at(self._counts(piece.epoch)[0], self._ids(piece), 1)
 
-    def lose(self, loss: Loss) -> None:
-        if loss.stop > self._sampling.dataset_size:
+    def lose(self, loss: Loss, batch: GlobalBatch) -> None:
+        """Of that batch, or of one that follows it."""
+        owed = batch.owed if batch.epoch == loss.epoch else ()
+        if loss.stop > self._sampling.dataset_size + samples_in(owed):
             self._violations.append(f"{loss}: the epoch has {self._sampling.dataset_size}")
-        ids = sample_ids(self._sampling, loss.epoch, range(loss.start, loss.stop))
+        ids = self._ids(GlobalBatch(loss.epoch, loss.start, loss.stop, owed))
         np.add.at(self._counts(loss.epoch)[1], ids, 1)
 
-    def is_lost(self, epoch: int, start: int, stop: int) -> bool:
-        return bool(np.all(self._counts(epoch)[1][sample_ids(self._sampling, epoch, range(start, stop))]))
+    def _ids(self, piece: GlobalBatch) -> np.ndarray:
+        return sample_ids(self._sampling, piece.epoch, range(piece.start, piece.stop), piece.owed)
 
     def close_before(self, epoch: int) -> None:
         for done in [number for number in self._open if number < epoch]:
@@ -267,12 +278,12 @@ class _Tally:
         """Adds the epoch to the totals, and to the violations whatever was not drawn or lost exactly once."""
         ids = sample_ids(self._sampling, epoch, range(self._sampling.dataset_size))
         drawn, lost = (counts[ids] for counts in self._open.pop(epoch))  # now by position
-        self.used += int(np.sum((drawn > 0) & (lost == 0)))
-        self.lost += int(np.sum(lost > 0))
+        self.used += int(np.sum(drawn > lost))
+        self.lost += int(np.sum((lost > 0) & (drawn <= lost)))
         missing = (drawn + lost == 0) & (np.arange(len(ids)) < _wanted(self._sampling))
         for what, wrong in (
-            ("drawn more than once", drawn > 1),
-            ("listed as lost more than once", lost > 1),
+            ("drawn more than once", drawn - lost > 1),
+            ("listed as lost more than once", lost > drawn),
             ("neither drawn nor listed as lost", missing & complete),
         ):
             if wrong.any():

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from raytrain_ft.policy.sampling import Position, Sampling
+from raytrain_ft.policy.sampling import Position, Range, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,14 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """One `SamplesLost`: positions [start, stop) of `epoch` were dropped by step `step`."""
+    """One `SamplesLost`: positions [start, stop) of `epoch` were dropped by step `step`, and perhaps are to be read again."""
 
     step: int
     epoch: int
     start: int
     stop: int
     incarnation: int | None
+    returned: bool = False
 
     def __str__(self) -> str:
         return f"SamplesLost of step {self.step}, positions [{self.start}, {self.stop}) of epoch {self.epoch}"
@@ -144,13 +145,20 @@ def _commit(record: dict[str, Any]) -> Commit:
         incarnation=incarnation,
         first_step=first,
         stop_step=stop,
-        position=Position(epoch, start),
+        position=Position(epoch, start, _ranges(record.get("owed", ()))),
         ids_digest=str(record["ids_digest"]),
         weights=None if weights is None else tuple(weights),
     )
     if first >= stop or rank >= world_size:
         raise ValueError(f"{commit}, in a world of {world_size}")
     return commit
+
+
+def _ranges(value: Any) -> tuple[Range, ...]:
+    found = tuple((start, stop) for start, stop in value)
+    if not all(type(start) is type(stop) is int and 0 <= start < stop for start, stop in found):
+        raise ValueError(f"owed={value!r} is not a list of positions [start, stop)")
+    return found
 
 
 def _read_loss(story: Story, record: dict[str, Any]) -> None:
@@ -160,7 +168,7 @@ def _read_loss(story: Story, record: dict[str, Any]) -> None:
     incarnation = _number(record, "incarnation") if "incarnation" in record else owner
     if start >= stop:
         raise ValueError(f"positions [{start}, {stop}) are none")
-    story.losses.append(Loss(step, epoch, start, stop, incarnation))
+    story.losses.append(Loss(step, epoch, start, stop, incarnation, record.get("returned") is True))
 
 
 def _read_finished(story: Story, record: dict[str, Any]) -> None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from raytrain_ft.policy.reconcile import Copy, Marks, Plan, Range, Share, holders, known_losses, unused
+from raytrain_ft.policy.reconcile import Copy, Marks, Plan, Share, holders, known_losses, unused
+from raytrain_ft.policy.sampling import Range, samples_in
 
 STRATEGIES = ("lossy", "rollback", "skip")
 
@@ -47,7 +48,7 @@ def _finish(plan: Plan, survivors: Sequence[Marks], shares: Sequence[Share], quo
         return replace(plan, reason=f"{plan.reason}, because some survivor has no gradients of its own to finish it with")
     start, stop = shares[0].batch
     lost = complement(shares[0].batch, [share.mine for share in shares])
-    left = 1 - size(lost) / (stop - start)
+    left = 1 - samples_in(lost) / (stop - start)
     if left < quorum or left <= 0:
         return replace(plan, reason=f"{plan.reason}, because {left:.0%} of its batch are left and the quorum is {quorum:.0%}")
     gradients: list[Copy] = []
@@ -65,7 +66,7 @@ def _finish(plan: Plan, survivors: Sequence[Marks], shares: Sequence[Share], quo
             mean.append(bucket)
     count = len(survivors[0].versions)
     reason = f"step {step} is finished by {len(survivors)} survivors: {len(mean)} of {count} buckets hold their gradients only"
-    losses = max(lost, known_losses(survivors, step), key=size)
+    losses = max(lost, known_losses(survivors, step), key=samples_in)
     return Plan(step + 1, True, tuple(gradients), (), tuple(states), reason, mean=tuple(mean), lost=losses)
 
 
@@ -92,8 +93,3 @@ def complement(batch: Range, parts: Sequence[Range]) -> tuple[Range, ...]:
             found.append((at, start))
         at = max(at, stop)
     return (*found, (at, end)) if at < end else tuple(found)
-
-
-def size(ranges: Sequence[Range]) -> int:
-    """How many positions these are."""
-    return sum(stop - start for start, stop in ranges)

@@ -28,6 +28,7 @@ from raytrain_ft.policy.commands import (
     Watch,
 )
 from raytrain_ft.policy.reconcile import Marks
+from raytrain_ft.policy.sampling import Range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +175,7 @@ class StepsCommitted(Event):
     """A worker committed steps [first_step, stop_step), drawing its share from position (epoch, start) on.
 
     Attributes:
+        owed: positions of the epoch that are to be read again after it.
         weights: of the ranks' shares of the batches; None if they are equal.
         ids_digest: hash over the ids of the samples that this rank drew, in order.
         loss: mean loss over the last of these global batches.
@@ -192,11 +194,16 @@ class StepsCommitted(Event):
     loss: float
     longest_s: float = 0.0
     weights: tuple[float, ...] | None = None
+    owed: tuple[Range, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplesLost(Event):
-    """A lossy decision dropped positions [start, stop) of an epoch's order."""
+    """A lossy decision dropped positions [start, stop) of an epoch's order.
+
+    Attributes:
+        returned: they are read again at the end of the epoch.
+    """
 
     incarnation: int
     step: int
@@ -204,6 +211,7 @@ class SamplesLost(Event):
     start: int
     stop: int
     why: str
+    returned: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,9 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from raytrain_ft.errors import RecoveryError
-
-Range = tuple[int, int]
-"""Positions [start, stop) of an epoch's order."""
+from raytrain_ft.policy.sampling import Range
 
 
 @dataclass(frozen=True, slots=True)

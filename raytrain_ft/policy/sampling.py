@@ -6,7 +6,8 @@ The state of the data is (epoch, samples consumed in epoch order) and nothing el
 that is cut anywhere and goes on with another number of workers reads the very same global batches.
 
 A *position* is an index into the order of an epoch, a *sample id* is an index into the dataset:
-`id = order(sampling, epoch)[position]`. Must not know of torch, of files or of clocks.
+`id = order(sampling, epoch)[position]`. An epoch that owes samples, which a lossy recovery lost, is longer by these: position
+`dataset_size + i` is the i-th of them. Must not know of torch, of files or of clocks.
 """
 
 from __future__ import annotations
@@ -26,14 +27,21 @@ _MAX_SEED = 2**64 - 1
 BLOCK = 4096
 """Positions whose ids are computed, and kept, together."""
 ROUNDS = 8
+Range = tuple[int, int]
+"""Positions [start, stop)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """State of the data before a step. `consumed` counts samples of `epoch`, in epoch order, over all ranks."""
+    """State of the data before a step. `consumed` counts samples of `epoch`, in epoch order, over all ranks.
+
+    Attributes:
+        owed: positions of the epoch's own order that were lost, and are read again after it.
+    """
 
     epoch: int = 0
     consumed: int = 0
+    owed: tuple[Range, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +74,12 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """Positions [start, stop) of one epoch's order: what all ranks together read in one step."""
+    """Positions [start, stop) of one epoch's order, with what it owes: what all ranks together read in one step."""
 
     epoch: int
     start: int
     stop: int
+    owed: tuple[Range, ...] = ()
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -84,13 +93,16 @@ def order(sampling: Sampling, epoch: int) -> np.ndarray:
     return sample_ids(sampling, epoch, range(sampling.dataset_size))
 
 
-def sample_ids(sampling: Sampling, epoch: int, positions: range) -> np.ndarray:
-    """Sample ids at `positions` of `epoch`: int64 [len(positions)], read-only.
+def sample_ids(sampling: Sampling, epoch: int, positions: range, owed: Sequence[Range] = ()) -> np.ndarray:
+    """Sample ids at `positions` of `epoch`, which owes those at `owed`: int64 [len(positions)], read-only.
 
     A function of (seed, epoch, dataset_size, position) alone: no global generator, no earlier epoch, and no other position,
     so going on in the middle of an epoch of any length costs as much as going on at its beginning (CheckFreq re-creates the
     permutation and skips).
     """
+    if owed and positions.stop > sampling.dataset_size:
+        own = own_positions(sampling, owed, (positions.start, positions.stop)) or [(0, 0)]
+        return np.concatenate([sample_ids(sampling, epoch, range(*piece)) for piece in own])
     if not sampling.shuffle:
         ids = np.arange(positions.start, positions.stop, dtype=np.int64)
     else:
@@ -169,9 +181,31 @@ def next_batch(sampling: Sampling, position: Position) -> tuple[GlobalBatch, Pos
     Raises ConfigError when the position does not belong to this dataset, as when a run is resumed on another one.
     """
     position = _rolled(sampling, position)
-    stop = min(position.consumed + sampling.global_batch_size, sampling.dataset_size)
-    batch = GlobalBatch(position.epoch, position.consumed, stop)
-    return batch, _rolled(sampling, Position(position.epoch, stop))
+    stop = min(position.consumed + sampling.global_batch_size, sampling.dataset_size + samples_in(position.owed))
+    batch = GlobalBatch(position.epoch, position.consumed, stop, position.owed)
+    return batch, _rolled(sampling, Position(position.epoch, stop, position.owed))
+
+
+def after_loss(sampling: Sampling, batch: GlobalBatch, lost: Iterable[Range]) -> Position:
+    """The position after a batch of which `lost` is to be read again at the end of its epoch."""
+    own = [piece for one in lost for piece in own_positions(sampling, batch.owed, one)]
+    return _rolled(sampling, Position(batch.epoch, batch.stop, (*batch.owed, *own)))
+
+
+def samples_in(owed: Iterable[Range]) -> int:
+    """How many positions these are."""
+    return sum(stop - start for start, stop in owed)
+
+
+def own_positions(sampling: Sampling, owed: Iterable[Range], positions: Range) -> list[Range]:
+    """Where positions, of which some may lie behind the epoch's own order, are in that order."""
+    (start, stop), size = positions, sampling.dataset_size
+    found = [(start, min(stop, size))]
+    begin = size  # of the next of those that are owed
+    for first, end in owed:
+        found.append((first + max(start - begin, 0), first + min(stop - begin, end - first)))
+        begin += end - first
+    return [(first, end) for first, end in found if first < end]
 
 
 def position_at(sampling: Sampling, step: int) -> Position:
@@ -184,14 +218,17 @@ def position_at(sampling: Sampling, step: int) -> Position:
 
 def _rolled(sampling: Sampling, position: Position) -> Position:
     """`position`, or the beginning of the next epoch when no further batch can be taken from this one."""
-    if position.epoch < 0 or not 0 <= position.consumed <= sampling.dataset_size:
+    end = sampling.dataset_size + samples_in(position.owed)
+    if position.epoch < 0 or not 0 <= position.consumed <= end:
         raise ConfigError(
             f"{position} does not exist in a dataset of {sampling.dataset_size} samples. Has the dataset changed since "
             "the run began? Resume with the dataset it began with, or begin a run of another name."
         )
-    left = sampling.dataset_size - position.consumed
-    exhausted = left < sampling.global_batch_size if sampling.drop_last else left == 0
-    return Position(position.epoch + 1, 0) if exhausted else position
+    if not sampling.drop_last:
+        return position if position.consumed < end else Position(position.epoch + 1)
+    if 0 <= sampling.dataset_size - position.consumed < sampling.global_batch_size:  # what is owed, instead of the rest
+        position = Position(position.epoch, sampling.dataset_size, position.owed)
+    return position if end - position.consumed >= sampling.global_batch_size else Position(position.epoch + 1)
 
 
 # ---------------------------------------------------------------- who reads what

@@ -79,7 +79,7 @@ class Heartbeat:
     def committed(self, commit: Commit) -> None:
         """A step was committed."""
         with self._lock:
-            if self._open and self._open[-1].attempt.weights != commit.attempt.weights:
+            if self._open and _shared_out(self._open[-1]) != _shared_out(commit):
                 self._close_record()
             self._open.append(commit)
             if time.monotonic() - self._last_record < RECORD_INTERVAL_S:
@@ -155,6 +155,10 @@ class Heartbeat:
             )
 
 
+def _shared_out(commit: Commit) -> tuple[Any, ...]:
+    return commit.attempt.weights, commit.attempt.batch.owed
+
+
 def _record(commits: list[Commit]) -> dict[str, Any]:
     """These commits as one record. All are of one incarnation, one after the other."""
     first, last = commits[0].attempt, commits[-1].attempt
@@ -166,12 +170,14 @@ def _record(commits: list[Commit]) -> dict[str, Any]:
         "stop_step": last.step + 1,
         "epoch": first.batch.epoch,
         "start": first.batch.start,
+        "owed": first.batch.owed,
         "weights": first.weights,
         "ids_digest": digest_of_ids(ids for c in commits for ids in c.attempt.ids),
         "loss": commits[-1].loss,
         "longest_s": max(c.seconds for c in commits),
         "lost": [
             {"step": c.attempt.step, "epoch": c.attempt.batch.epoch, "start": start, "stop": stop, "why": c.why}
+            | {"returned": c.returned}
             for c in commits
             for start, stop in c.lost
         ],

@@ -122,7 +122,7 @@ def reconcile(replica: Replica, plan: Plan, transfer: Transfer, sampling: Sampli
     kept = sum(replica.keep_bucket(state.buckets[index]) for index in plan.keep)
     commit = None
     if plan.skips and state.step == base:
-        commit = replica.skip(next_batch(sampling, state.position)[1])
+        commit = replica.skip(*next_batch(sampling, state.position))
     elif plan.completes and state.step == base:
         commit = replica.commit()
     elif replica.attempt is not None:

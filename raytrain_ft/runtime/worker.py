@@ -400,7 +400,7 @@ class Worker:
                 commit = replica.train_step(links)
                 self._heartbeat.committed(commit)
                 self._first_step = False
-                if replica.sleepers_changed:
+                if replica.reads_changed:
                     self._share_out(links)
                 replica.checkpoint(fence.check)
                 if replica.stop_agreed:

@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from raytrain_ft.policy.reconcile import Range
-from raytrain_ft.policy.sampling import GlobalBatch, Position
+from raytrain_ft.policy.sampling import GlobalBatch, Position, Range
 from raytrain_ft.training.pipeline import PipelineSettings
 
 
@@ -22,6 +21,7 @@ class StepSettings:
         on_non_finite: what to do when the loss of a step is NaN or infinite; whether a worker that raises means the end of the
             run or a way back is for the supervisor to say.
         seats: the most replicas that there may be.
+        returns_lost: samples that were lost, but for those whose loss was not finite, are read again at the end of their epoch.
         finishes_alone: a backward pass goes on to its end when a reduction fails, so that survivors can finish the step.
         pipeline: None if every worker hosts the whole model.
     """
@@ -32,6 +32,7 @@ class StepSettings:
     precision: Literal["fp32", "bf16"] = "fp32"
     update: Literal["barrier", "wait_free"] = "barrier"
     on_non_finite: Literal["raise", "skip", "roll_back"] = "raise"
+    returns_lost: bool = False
     finishes_alone: bool = False
     seats: int = 1
     pipeline: PipelineSettings | None = None
@@ -76,6 +77,7 @@ class Commit:
 
     Attributes:
         lost: positions of its batch whose gradients are missing in some or all of its update, and `why`.
+        returned: they will be read again at the end of their epoch.
     """
 
     attempt: Attempt
@@ -83,6 +85,7 @@ class Commit:
     seconds: float
     lost: tuple[Range, ...] = ()
     why: str = ""
+    returned: bool = False
 
 
 def keeps_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -25,7 +25,9 @@ from raytrain_ft.errors import ConfigError, TaskError
 from raytrain_ft.policy.sampling import (
     GlobalBatch,
     Position,
+    Range,
     Sampling,
+    after_loss,
     micro_batches,
     next_batch,
     sample_ids,
@@ -142,6 +144,10 @@ class Loader:
                     "Look at the storage it reads from, or raise the loader's timeout."
                 )
 
+    def position_after(self, batch: GlobalBatch, lost: Sequence[Range]) -> Position:
+        """The position after a batch of which `lost` is to be read again."""
+        return after_loss(self._sampling, batch, lost)
+
     def stop(self, patience: timedelta = timedelta(seconds=1)) -> None:
         """Ends the thread. One that is stuck inside the dataset is left behind after `patience`."""
         if self._feed is not None:
@@ -168,7 +174,7 @@ class Loader:
             feed.fail(error)
 
     def _micro_batch(self, feed: _Feed, batch: GlobalBatch, after: Position, positions: range) -> MicroBatch:
-        ids = sample_ids(self._sampling, batch.epoch, positions).copy()
+        ids = sample_ids(self._sampling, batch.epoch, positions, batch.owed).copy()
         if len(ids) == 0:
             return MicroBatch(None, ids, positions, batch, after)
         feed.doing = (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from raytrain_ft.errors import MismatchError
-from raytrain_ft.policy.sampling import Position
+from raytrain_ft.policy.sampling import Position, samples_in
 from raytrain_ft.storage.checkpoint import Content, differences
 from raytrain_ft.storage.manifest import Manifest
 from raytrain_ft.storage.tree import flatten, unflatten
@@ -48,6 +48,7 @@ def capture(
     values = {
         "step": state.step,
         "position": [state.position.epoch, state.position.consumed],
+        "owed": state.position.owed,
         "data": data,
         "loss": state.loss.hex(),
         "records": records,
@@ -135,13 +136,17 @@ def restore(state: TrainingState, content: Content, data: dict[str, Any], overri
     fill(own | more, content)
     if not other_optimizer:
         _restore_optimizer(state, values, more)
-    epoch, consumed = values["position"]
-    if consumed > data["dataset_size"]:
-        consumed = 0
-    state.step, state.position, state.loss = values["step"], Position(epoch, consumed), float.fromhex(values["loss"])
+    state.step, state.position, state.loss = values["step"], _position(values, data), float.fromhex(values["loss"])
     for bucket in state.buckets:
         bucket.version, bucket.gradient, bucket.dirty = state.step, None, False
     state.filled = True
+
+
+def _position(values: dict[str, Any], data: dict[str, Any]) -> Position:
+    epoch, consumed = values["position"]
+    owed = tuple((start, stop) for start, stop in values.get("owed", ()))
+    exists = all(stop <= data["dataset_size"] for _, stop in owed) and consumed <= data["dataset_size"] + samples_in(owed)
+    return Position(epoch, consumed, owed) if exists else Position(epoch)
 
 
 def _mismatch(manifest: Manifest, lines: list[str]) -> MismatchError:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raytrain_ft.policy.reconcile import Range
-from raytrain_ft.policy.sampling import GlobalBatch, share
+from raytrain_ft.policy.sampling import GlobalBatch, Range, share
 
 ASLEEP, SILENT = 1, 2
 """What a rank says of itself in the tail, added up: it sleeps from the next step on; it contributed only a part to this one."""

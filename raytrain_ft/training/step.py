@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from raytrain_ft.errors import NonFiniteLossError, ReplayDivergedError
-from raytrain_ft.policy.reconcile import Range, Share
-from raytrain_ft.policy.sampling import Position
+from raytrain_ft.policy.reconcile import Share
+from raytrain_ft.policy.sampling import GlobalBatch, Position, Range, samples_in
 from raytrain_ft.training.attempt import Attempt, Commit, StepSettings, keeps_gradients
 from raytrain_ft.training.buckets import Bucket, Probe, Reducer, only
 from raytrain_ft.training.checkpointer import Checkpointer
@@ -45,7 +45,7 @@ class Replica:
         stage: the stage of a pipeline that this is a copy of; 0 without one.
         attempt: the step under way, or None between steps.
         stop_agreed: all ranks agreed, in the last step, to stop at this boundary.
-        sleepers_changed: other replicas than before sleep from now on: the samples are shared out anew.
+        reads_changed: what is read next is not what followed before: other replicas sleep, or lost samples are to come again.
         checkpoint_agreed: all ranks agreed, in the last step, that a checkpoint is due at this boundary.
         checkpointer: None writes none.
         lost: the latest step that went on without some samples, and their positions.
@@ -70,7 +70,7 @@ class Replica:
         self.settings = settings
         self.attempt: Attempt | None = None
         self.stop_agreed = False
-        self.sleepers_changed = False
+        self.reads_changed = False
         self.checkpoint_agreed = False
         self.checkpointer = checkpointer
         self._keep_epochs = keep_epochs
@@ -319,28 +319,37 @@ class Replica:
         state, attempt = self.state, self.attempt
         self._advance_schedule()
         state.step += 1
-        state.position = attempt.after
         state.tail.settled()
         self.attempt = None
         tail = state.buckets[-1].tail
         self.stop_agreed, self.checkpoint_agreed = state.tail.stop_agreed(tail), state.tail.checkpoint_agreed(tail)
         if self.undo is not None:
             self.undo.forget()  # a committed step is never undone; its records would keep old buffers alive
-        lost, why = (), ""
-        if self._skip:
-            lost, why = ((attempt.batch.start, attempt.batch.stop),), "the loss was not finite"
-        elif self.lost is not None and self.lost[0] == attempt.step:
-            lost, why = self.lost[1], "their gradients went down with a worker"
-        if not lost and any(self._said):
-            lost, why = state.tail.sleep.lost(self._said, attempt.batch), "a worker was told to sleep at once"
-        self.sleepers_changed = state.tail.sleep.settle(self._said)
-        commit = Commit(attempt, state.loss, time.monotonic() - attempt.began, lost, why)
+        lost, why = self._lost(attempt)
+        returned = bool(lost) and self._returns()
+        state.position = self.loader.position_after(attempt.batch, lost) if returned else attempt.after
+        self.reads_changed = state.tail.sleep.settle(self._said) or returned
+        commit = Commit(attempt, state.loss, time.monotonic() - attempt.began, lost, why, returned)
         self._skip = False
         if self.checkpointer is not None:
             now = time.monotonic()
             self.checkpointer.stepped(state.step, now - (self._last_commit or attempt.began))
             self._last_commit = now
         return commit
+
+    def _lost(self, attempt: Attempt) -> tuple[tuple[Range, ...], str]:
+        """The samples that the step's update went without, and why."""
+        if self._skip:
+            return ((attempt.batch.start, attempt.batch.stop),), "the loss was not finite"
+        if self.lost is not None and self.lost[0] == attempt.step and self.lost[1]:
+            return self.lost[1], "their gradients went down with a worker"
+        if any(self._said):
+            return self.state.tail.sleep.lost(self._said, attempt.batch), "a worker was told to sleep at once"
+        return (), ""
+
+    def _returns(self) -> bool:
+        """Whether what the step lost is read again. What made the loss infinite would do so again."""
+        return self.settings.returns_lost and not self._skip
 
     def _advance_schedule(self) -> None:
         scheduler = self.state.scheduler
@@ -368,7 +377,7 @@ class Replica:
         assert self.attempt is not None
         assert self.lost is not None
         batch = len(self.attempt.batch)
-        factor = batch / (batch - sum(stop - start for start, stop in self.lost[1]))
+        factor = batch / (batch - samples_in(self.lost[1]))
         self._leads = leads
         for index in indices:
             bucket = self.state.buckets[index]
@@ -385,7 +394,7 @@ class Replica:
         bucket.version = self.state.step
         return sum(p.numel() for p in bucket.params)
 
-    def skip(self, after: Position) -> Commit | None:
+    def skip(self, batch: GlobalBatch, after: Position) -> Commit | None:
         """The step under way is left out: it counts as committed, and nothing is updated. None if it was not begun here."""
         self.state.tail.restore()
         for bucket in self.state.buckets:
@@ -394,7 +403,7 @@ class Replica:
             return self.commit()
         self._advance_schedule()
         self.state.step += 1
-        self.state.position = after
+        self.state.position = self.loader.position_after(batch, [(batch.start, batch.stop)]) if self._returns() else after
         return None
 
     def discard(self) -> None:

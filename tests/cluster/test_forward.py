@@ -36,6 +36,17 @@ def test_survivors_finish_the_step_with_their_own_gradients(update: str, cluster
     assert audit(read_records(Path(result.path) / "events.jsonl")).samples_lost == 22
 
 
+def test_what_was_lost_is_read_again_at_the_end_of_its_epoch(cluster, tmp_path: Path) -> None:
+    """500 samples, 16 steps an epoch, and 20 steps: what step 10 lost fills up the short batch of step 15."""
+    fault = FailAt(rank=1, step=10, phase="reduce", bucket=1)
+    result = train(tmp_path, "returned", strategy="lossy", lost_samples="return", steps=20, faults=[fault])
+    assert promise_kept(result) == []
+    assert [(lost["step"], lost["stop"] - lost["start"], lost["returned"]) for lost in lost_samples(result)] == [(10, 11, True)]
+    found = audit(read_records(Path(result.path) / "events.jsonl"))
+    assert (found.ok, found.samples_lost, found.epochs_complete) == (True, 0, 1)
+    assert found.samples_used == 500 + 4 * 32
+
+
 def test_too_few_left_redo_the_step_exactly(undisturbed, tmp_path: Path) -> None:
     fault = FailAt(rank=1, step=10, phase="reduce", bucket=1)
     result = train(tmp_path, "quorum", strategy="lossy", quorum=0.9, faults=[fault])

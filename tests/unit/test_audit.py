@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raytrain_ft.policy.audit import Audit, audit
-from raytrain_ft.policy.sampling import Position, Sampling, digest_of_ids, next_batch, sample_ids, share
+from raytrain_ft.policy.sampling import Position, Sampling, after_loss, digest_of_ids, next_batch, sample_ids, share
 
 quick = settings(max_examples=60, deadline=None)
 Record = dict[str, Any]
@@ -50,7 +50,8 @@ class Run:
             self.positions.append(after)
             self.step += 1
         for rank in range(self.world_size) if witnesses is None else witnesses:
-            ids = [sample_ids(self.sampling, batch.epoch, share(batch, rank, self.world_size)) for batch in batches]
+            shares = [(batch, share(batch, rank, self.world_size)) for batch in batches]
+            ids = [sample_ids(self.sampling, batch.epoch, mine, batch.owed) for batch, mine in shares]
             self.records.append(
                 {
                     "event": "StepsCommitted",
@@ -62,6 +63,7 @@ class Run:
                     "stop_step": self.step,
                     "epoch": start.epoch,
                     "start": start.consumed,
+                    "owed": [list(one) for one in start.owed],
                     "ids_digest": digest_of_ids(ids),
                 }
             )
@@ -70,6 +72,12 @@ class Run:
         self.records.append(
             {"event": "SamplesLost", "step": step, "epoch": epoch, "start": start, "stop": stop, "why": "lossy", **more}
         )
+
+    def owe(self, start: int, stop: int) -> None:
+        """The last step lost these positions, which are to be read again."""
+        batch, _ = next_batch(self.sampling, self.positions[-2])
+        self.lose(self.step - 1, batch.epoch, start, stop, returned=True, incarnation=self.incarnation)
+        self.positions[-1] = after_loss(self.sampling, batch, [(start, stop)])
 
     def finish(self) -> list[Record]:
         self.records.append({"event": "RunFinished", "steps": self.step})
@@ -204,6 +212,52 @@ def test_lossy_forward_lists_the_share_of_the_casualty() -> None:
     run.live(2)
     result = audit(run.finish())
     assert result == Audit(True, 4, 2, 22, 2, ())
+
+
+def debtor() -> Run:
+    """12 samples, batches of 6: of the first, two are lost; of those that come again, one; then it comes again."""
+    run = Run(Sampling(12, 6, 1), 6)
+    run.resume(0, 3)
+    run.live(1)
+    run.owe(2, 4)
+    run.live(2)
+    run.owe(13, 14)
+    run.live(1, witnesses=[0])
+    run.live(1, witnesses=[0])
+    return run
+
+
+def test_what_was_lost_and_read_again_is_not_lost() -> None:
+    run = debtor()
+    assert run.positions[-1] == Position(1, 6)
+    run.live(1)
+    assert audit(run.finish()) == Audit(True, 6, 2, 24, 0, ())
+
+
+def test_a_debt_that_is_not_paid_is_found() -> None:
+    run = debtor()
+    again = run.records[-2]
+    refused([*run.records[:-2], again | {"owed": []}], "impossible")
+    refused([*run.records[:-2], again | {"owed": [[2, 4], [9, 10]]}], "drew other samples")
+    run.records[-3]["returned"] = False  # of the second loss: nothing was to come again
+    refused(run.records, "step 3 drew")
+    run = debtor()
+    forgotten = [record for record in run.records if record.get("first_step") != 3]
+    run.records = forgotten
+    refused(run.records, "step 3: no commit of it stands")
+    early = Run(Sampling(12, 6, 1), 4)
+    early.resume(0, 1)
+    early.live(1)
+    early.lose(0, 0, 2, 4, returned=True)
+    early.live(2)  # as if nothing were owed
+    refused(early.records, "was next")
+
+
+@pytest.mark.parametrize("owed", [[[4, 2]], [[1]], [1], "12", [["a", "b"]], [[True, 2]]])
+def test_debts_that_are_none(owed: Any) -> None:
+    run = debtor()
+    commits(run)[0]["owed"] = owed
+    refused(run.records, "unusable")
 
 
 def test_a_skipped_step_without_commits_is_covered_when_all_of_it_is_listed() -> None:

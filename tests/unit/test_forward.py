@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain_ft.policy.forward import STRATEGIES, complement, instead, size
+from raytrain_ft.policy.forward import STRATEGIES, complement, instead
 from raytrain_ft.policy.reconcile import Marks, Plan, Share, reconcile
+from raytrain_ft.policy.sampling import samples_in
 
 BATCH = (64, 96)
 
@@ -96,4 +97,4 @@ def test_the_complement_and_the_parts_are_the_batch(data) -> None:
     left = complement((start, start + length), parts)
     every = sorted(position for a, b in [*left, *parts] for position in range(a, b))
     assert every == list(range(start, start + length))
-    assert size(left) + size(parts) == length
+    assert samples_in(left) + samples_in(parts) == length

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import raytrain_ft as ft
-from raytrain_ft.policy.sampling import GlobalBatch, Sampling
+from raytrain_ft.policy.sampling import GlobalBatch, Position, Sampling, sample_ids
 from raytrain_ft.training.attempt import StepSettings
 from raytrain_ft.training.build import build_replica
 from raytrain_ft.training.links import Links
@@ -52,6 +52,35 @@ def test_a_step_that_is_done_again_has_all_of_its_samples_again(alone: tuple[Rep
     replica.lost = (0, ((0, 4),))  # what an attempt at step 0 went without, before everybody went back
     assert replica.train_step(links).lost == ()
     assert replica.lost is None
+
+
+def test_what_a_step_lost_is_read_again_at_the_end_of_the_epoch() -> None:
+    """As in a failure that is only simulated: the gradients of the whole share are missing from the first bucket on."""
+    settings = StepSettings(seats=2, bucket_bytes=64, first_bucket_bytes=64, returns_lost=True)
+    replica = build_replica(Line(), Sampling(24, 8, 0), settings, use_gpu=False, undo_mode="exact", probe=None)
+    fence = Fence(1)
+    links = Links(fence, 0, 1, Solo(fence))  # type: ignore[arg-type]
+    replica.loader.start(replica.state.position, 0, 1)
+    try:
+        replica.lost = None
+        first = replica.train_step(links)
+        assert (first.returned, replica.reads_changed) == (False, False)
+        replica.begin(replica.loader.next(), links, 0.0)
+        replica.forward_backward()
+        replica.reducer.finish()
+        replica.lost = (1, ((10, 13),))
+        replica.update()
+        commit = replica.commit()
+        assert (commit.lost, commit.returned, replica.reads_changed) == (((10, 13),), True, True)
+        assert replica.state.position == Position(0, 16, ((10, 13),))
+        replica.loader.start(replica.state.position, 0, 1)
+        drawn = [replica.train_step(links).attempt for _ in range(3)]
+    finally:
+        replica.loader.stop()
+    own = sample_ids(Sampling(24, 8, 0), 0, range(24))
+    assert [len(attempt.batch) for attempt in drawn] == [8, 3, 8]
+    assert drawn[1].ids[0].tolist() == own[10:13].tolist()
+    assert replica.state.position == Position(1, 8)
 
 
 def test_words_and_shares() -> None:

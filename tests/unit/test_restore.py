@@ -162,6 +162,7 @@ def damage(file: Path, position: int) -> None:
 
 def test_the_state_is_restored_in_one_pass(storage: LocalStorage) -> None:
     old, here = trained(3), trained(1)
+    old.position = Position(2, 90, ((3, 7), (40, 50)))
     store(storage, old)
     durable.restore(here, mapped(storage), DATA)
     assert all_of(here) == all_of(old)

@@ -15,6 +15,7 @@ from raytrain_ft.policy.sampling import (
     GlobalBatch,
     Position,
     Sampling,
+    after_loss,
     digest_of_ids,
     micro_batches,
     next_batch,
@@ -102,6 +103,29 @@ def test_exactly_once_over_any_cuts_and_any_worlds(sampling: Sampling, lives: li
         used = sum(1 for e, _ in drawn if e == epoch)
         dropped = sampling.dataset_size % sampling.global_batch_size if sampling.drop_last else 0
         assert used == sampling.dataset_size - dropped, "none missing"
+
+
+@quick
+@given(samplings(), st.data())
+def test_what_is_lost_comes_again_at_the_end_of_its_epoch(sampling: Sampling, data: st.DataObject) -> None:
+    """Any losses in any batches, also in those that read again what was lost before."""
+    position, counts, lost_in_all = Position(), np.zeros(sampling.dataset_size, int), 0
+    while position.epoch == 0:
+        batch, after = next_batch(sampling, position)
+        assert len(batch) == sampling.global_batch_size or not sampling.drop_last
+        np.add.at(counts, sample_ids(sampling, 0, range(batch.start, batch.stop), batch.owed), 1)
+        start = data.draw(st.integers(batch.start, batch.stop)) if lost_in_all < 3 else batch.stop
+        if start < batch.stop:
+            lost = (start, data.draw(st.integers(start + 1, batch.stop)))
+            np.add.at(counts, sample_ids(sampling, 0, range(*lost), batch.owed), -1)
+            after, lost_in_all = after_loss(sampling, batch, [lost]), lost_in_all + 1
+        position = after
+    assert position == Position(1, 0)
+    if not sampling.drop_last:
+        assert set(counts) == {1}
+    else:  # no batch is short: less than one of what was lost, and less than one of the epoch's own, stay away
+        assert counts.max() <= 1
+        assert np.sum(counts == 0) < 2 * sampling.global_batch_size
 
 
 def test_checkfreq_figure_5(monkeypatch: pytest.MonkeyPatch) -> None:
