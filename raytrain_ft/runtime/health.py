@@ -27,6 +27,7 @@ from raytrain_ft.runtime.notices.notice import Notice
 from raytrain_ft.runtime.spec import Beat, RunSpec
 
 CHECK_INTERVAL_S = 0.05
+HANG_CHECK_INTERVAL_S = 0.5
 PATIENCE_WITH_ALL = 10
 """Times the usual patience for an answer when everybody is silent at once."""
 Note = (
@@ -190,7 +191,7 @@ class Health:
             nodes.cancel()
 
     async def _watch_workers(self) -> None:
-        before = time.monotonic()
+        before = looked = time.monotonic()
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
             now = time.monotonic()
@@ -200,7 +201,9 @@ class Health:
                     self._heard[member] = max(self._heard[member], now - self._spec.heartbeat_timeout / 2)
             before = now
             self._probe(member for member, heard in self._heard.items() if now - heard > self._spec.heartbeat_timeout)
-            self._find_hang()
+            if now - looked > HANG_CHECK_INTERVAL_S:
+                looked = now
+                self._find_hang()
 
     def alert(self, members: Iterable[str]) -> None:
         """Something happened: asks all these workers directly whether they live, and after a fruitless recovery, also whether

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from raytrain_ft.errors import MismatchError, StorageError
 from raytrain_ft.policy.sampling import Position
 from raytrain_ft.runtime import recovery
-from raytrain_ft.runtime.worker import Worker
+from raytrain_ft.runtime.trainee import Trainee
 from raytrain_ft.storage import checkpoint, shard
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.filesystem import LocalStorage
@@ -212,7 +212,7 @@ def test_a_state_of_another_model_changes_nothing(storage: LocalStorage) -> None
 
 
 def test_who_begins_anew_after_a_load_that_failed_is_built_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = object.__new__(Worker)
+    trainee = object.__new__(Trainee)
     closed: list[bool] = []
 
     def replica(stage: int = 0) -> Any:
@@ -223,13 +223,13 @@ def test_who_begins_anew_after_a_load_that_failed_is_built_anew(monkeypatch: pyt
         raise StorageError("damaged")
 
     first = replica()
-    worker._replica, worker._used, worker._spec = first, False, SimpleNamespace()  # pyright: ignore
+    trainee.replica, trainee._used, trainee._spec = first, False, SimpleNamespace()  # pyright: ignore
     monkeypatch.setattr(recovery, "load", load)
-    monkeypatch.setattr(worker, "_build_replica", replica)
+    monkeypatch.setattr(trainee, "_build_replica", replica)
     with pytest.raises(StorageError):
-        worker._begin_from("step-000000001-e1-i1")
+        trainee._begin_from("step-000000001-e1-i1")
     assert not first.state.filled
-    worker._begin_from("")
-    assert worker._replica is not first
-    assert worker._replica.state.filled
+    trainee._begin_from("")
+    assert trainee.replica is not first
+    assert trainee.replica.state.filled
     assert closed == [True]

@@ -1,0 +1,308 @@
+"""What the training thread of a worker does: every method here runs on it, one after the other.
+
+A worker's model, its group and its connections are touched by nobody else, so nothing here is locked. A fence is the only
+thing that comes from outside: it wakes whatever this thread waits for, and the thread then leaves the step between two lines.
+"""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from raytrain_ft.chaos.faults import Injector
+from raytrain_ft.errors import FencedError, NonFiniteLossError
+from raytrain_ft.policy.reconcile import Copy, Marks, Plan
+from raytrain_ft.policy.topology import stage_of
+from raytrain_ft.runtime import connections, recovery
+from raytrain_ft.runtime.connections import Connections
+from raytrain_ft.runtime.heartbeat import Heartbeat
+from raytrain_ft.runtime.rendezvous import RayStore
+from raytrain_ft.runtime.spec import RunSpec
+from raytrain_ft.storage.arrow import write_tensors
+from raytrain_ft.training import process_group, replay
+from raytrain_ft.training.build import build_replica
+from raytrain_ft.training.links import Links
+from raytrain_ft.training.process_group import Fence, FencedGroup, PeerLostError
+from raytrain_ft.training.state import Extras
+from raytrain_ft.training.step import Replica
+
+GROUP_TIMEOUT = timedelta(seconds=30)
+FLUSH_S = 5.0
+"""How long a fence waits for what was logged to be readable by others."""
+
+
+class Trainee:
+    """One replica, and all that is done to it.
+
+    Args:
+        epoch: of the run's right to write checkpoints.
+        host: the address of this worker's node.
+    """
+
+    def __init__(self, member: str, spec: RunSpec, supervisor: Any, epoch: int, heartbeat: Heartbeat, host: str) -> None:
+        self._member = member
+        self._spec = spec
+        self._supervisor = supervisor
+        self._epoch = epoch
+        self._heartbeat = heartbeat
+        self._host = host
+        self._group: FencedGroup | None = None
+        self._connections: Connections | None = None
+        self.log = connections.open_log(spec, member, self._note)
+        self._world: tuple[str, ...] = ()
+        self.rank = -1
+        self._first_step = False
+        self._replayed = ""  # the checkpoint that an interrupted replay began from
+        self._asleep = False
+        self._used = False  # whether this replica may hold anything else than what it was built with
+        self._chaos = Injector(spec.faults, spec.directory / "faults", "worker", self._fall_silent)
+
+    def build(self) -> None:
+        """Builds the model."""
+        threads = int(self._spec.options.get("num_cpus") or 1)
+        torch.set_num_threads(max(1, threads))
+        self.replica = self._build_replica()
+
+    def _note(self, event: str, fields: dict[str, Any]) -> None:
+        self._heartbeat.note(event, {name: value for name, value in fields.items() if name != "member"})
+
+    def _tell_of_log(self, incarnation: int) -> None:
+        if self.log is not None and self.log.stats.records:
+            stats = {name: value for name, value in asdict(self.log.stats).items() if name != "failed"}
+            self._note("LogWritten", {"incarnation": incarnation, "step": self.replica.state.step, **stats})
+
+    def _build_replica(self, stage: int = 0, *, writes: bool = True) -> Replica:
+        spec = self._spec
+        return build_replica(
+            spec.task,
+            spec.sampling,
+            spec.step,
+            use_gpu=spec.use_gpu,
+            undo_mode=spec.undo,
+            probe=self._probe,
+            checkpoints=recovery.checkpointing(spec, self._epoch, self._heartbeat) if writes else None,
+            stage=stage,
+        )
+
+    def _probe(self, phase: str, step: int, part: int | None) -> None:
+        self._heartbeat.at(phase, step)
+        self._chaos.probe(phase, rank=self.rank, step=step, part=part)
+        if self._first_step and phase == "forward":
+            self._chaos.probe("first_step", rank=self.rank, step=step)
+
+    def _fall_silent(self, bucket: int) -> None:
+        self.replica.state.tail.sleep.silent_from = bucket
+
+    def _probe_recovery(self, phase: str) -> None:
+        step = self.replica.state.step
+        self._heartbeat.at(phase, step)
+        self._chaos.probe(phase, rank=self.rank if self.rank >= 0 else None, step=step)
+
+    # ---------------------------------------------------------------- training
+
+    def run(self, fence: Fence, failure_s: float | None) -> None:
+        """Step after step until the end, a stop, a fence or an error."""
+        replica, state = self.replica, self.replica.state
+        assert self._connections is not None
+        try:
+            fence.check()
+            links = self._connections.live()
+            assert state.filled, "told to run before it was filled"
+            replica.stop_agreed = False
+            state.tail.stop_requested = False
+            state.tail.sleep.asleep = frozenset()  # after a recovery all take part in a step, and then sleep again
+            self._first_step = True
+            rank, size, stages = self.rank, len(self._world), self._spec.rules.stages
+            if replica.checkpointer is not None:
+                replica.checkpointer.begin(rank, size, fence.incarnation, state.step, failure_s, stages)
+            self._share_out(links)
+            while state.step < self._spec.rules.max_steps:
+                commit = replica.train_step(links)
+                self._heartbeat.committed(commit)
+                self._first_step = False
+                if replica.reads_changed:
+                    self._share_out(links)
+                replica.checkpoint(fence.check)
+                if replica.stop_agreed:
+                    self._heartbeat.ended("stopped", str(state.step))
+                    return
+            replica.finish(fence.check)
+            self._tell_of_log(fence.incarnation)
+            self._heartbeat.ended("completed", ":".join(state.digests()))
+        except FencedError:
+            return
+        except PeerLostError as error:
+            self._heartbeat.ended("suspect", str(error)[:300])
+        except NonFiniteLossError as error:
+            self._heartbeat.ended("failed", str(error), kind="non_finite")
+        except BaseException:
+            if fence.tripped:
+                return  # the error is the fence's doing: torch wraps what a hook raises
+            self._heartbeat.ended("failed", traceback.format_exc(), kind="task")
+
+    def _share_out(self, links: Links) -> None:
+        """From here on, this is who reads what."""
+        state = self.replica.state
+        sleep, micro_batches = state.tail.sleep, self._spec.step.micro_batches
+        self.replica.loader.start(
+            state.position, links.replica, links.replicas, micro_batches, weights=sleep.weights(links.replicas)
+        )
+        asleep = links.replica in sleep.asleep
+        sleep.at_once &= not asleep  # it has done so; a share that is empty anyway breaks off nowhere
+        if asleep != self._asleep:
+            self._asleep = asleep
+            self._note("Dormant", {"incarnation": links.fence.incarnation, "step": state.step, "asleep": asleep})
+
+    # ---------------------------------------------------------------- the phases of a recovery
+
+    def park(self, incarnation: int, ended: int) -> Marks | None:
+        """Leaves the group of the incarnation that has ended, and says where this worker stands."""
+        self._probe_recovery("fence")
+        self._heartbeat.idle(incarnation)
+        if self.replica.checkpointer is not None:
+            self.replica.checkpointer.fenced()
+        self.replica.loader.stop(timedelta(seconds=0))
+        self.replica.reducer.abandon()
+        if self._connections is not None:
+            self._connections.leave()
+        process_group.abandon(self._group)
+        self._group = self._connections = None
+        if self.log is not None:
+            self.log.flush(FLUSH_S)
+            self._tell_of_log(ended)
+        return recovery.marks(self._member, self.replica)
+
+    def reconcile(
+        self,
+        fence: Fence,
+        world: tuple[str, ...],
+        plan: Plan | None,
+        load: str,
+        holders: tuple[str, ...],
+        logged: frozenset[int],
+    ) -> tuple[tuple[str, ...], int, int]:
+        """See `Worker.reconcile`."""
+        fence.check()
+        self._world, self.rank = world, world.index(self._member)
+        self._probe_recovery("join")
+        store = RayStore(self._supervisor, fence, GROUP_TIMEOUT)
+        self._group = process_group.build(
+            store, self.rank, len(world), fence, host=self._host, use_gpu=self._spec.use_gpu, timeout=GROUP_TIMEOUT
+        )
+        self._connections = Connections(self._spec, self._supervisor, self._group, self._host, logged, self.log, GROUP_TIMEOUT)
+        self._probe_recovery("reconcile")
+        self._take_stage(stage_of(self.rank, self._spec.rules.stages))
+        self.replica.state.filled &= self._member in holders
+        if plan is None:
+            self._begin_from(load)
+            return self.replica.state.digests(), 0, 0
+        state = self.replica.state
+        transfer = recovery.Transfer(self._group, world, self._member, state.device, self._probe_recovery)
+        if not state.filled:
+            recovery.lend(self.replica, plan, transfer)
+            return (), 0, 0
+        leads = self._member == next(member for member in world if member in holders)
+        outcome = recovery.reconcile(self.replica, plan, transfer, self._spec.sampling, leads=leads)
+        if outcome.commit is not None:
+            self._connections.note_agreed(outcome.commit.attempt.step, plan.agreed)
+            self._heartbeat.committed(outcome.commit)
+        return state.digests(), outcome.undone, outcome.kept
+
+    def _take_stage(self, stage: int) -> None:
+        """Hosts another stage of the pipeline than before, with its first weights."""
+        if self.replica.stage != stage:
+            self._rebuild(stage)
+
+    def _rebuild(self, stage: int) -> None:
+        if self.replica.checkpointer is not None:
+            self.replica.checkpointer.close()
+        self.replica = self._build_replica(stage)
+        self._used, self._replayed = False, ""
+
+    def _begin_from(self, load: str) -> None:
+        """From a checkpoint, or from the beginning: there everybody has built the same model from the same seed."""
+        if load:
+            self._used = True  # also by a load that fails half way
+            recovery.load(self.replica, self._spec, load)
+        elif self._used:
+            self._rebuild(self.replica.stage)
+        self.replica.state.filled = self._used = True
+
+    def extras(self) -> Extras:
+        """What replacements need besides the buckets."""
+        return self.replica.state.extras()
+
+    def pack(self) -> recovery.Packed:
+        """The whole state of a worker that leaves, and that nobody else holds."""
+        return recovery.pack(self.replica.state)
+
+    def fill(
+        self, fence: Fence, copies: tuple[Copy, ...], extras: Extras | None, handed: recovery.Packed | None
+    ) -> tuple[str, ...]:
+        """See `Worker.fill`."""
+        fence.check()
+        assert self._group is not None
+        state = self.replica.state
+        self._used = True
+        if (extras is not None or handed is not None) and self.replica.attempt is not None:  # of a world before
+            self.replica.discard()
+        if handed is not None:
+            recovery.unpack(state, handed)
+            self._replayed = ""
+        transfer = recovery.Transfer(self._group, self._world, self._member, state.device, self._probe_recovery)
+        recovery.take_states(self.replica, copies, transfer, version=extras.step if extras else state.step)
+        if extras is not None:
+            state.take(extras)
+            self._replayed = ""
+        return state.digests()
+
+    def replay(self, fence: Fence, stages: frozenset[int], load: str, until: int, team: tuple[str, ...]) -> tuple[str, ...]:
+        """A replay by one alone that was interrupted goes on from where it stood: what it has is what any other would have."""
+        fence.check()
+        assert self._connections is not None
+        source = load or "the beginning"
+        if self._replayed != source or len(team) > 1 or len(stages) > 1:
+            self._begin_from(load)
+            self._replayed = source
+        self.replica.state.filled = False
+        self._first_step = False
+        links = self._connections.replay(stages, self.replica.stage, len(team), 0)
+        replay.replay(self.replica, links, until, self._spec.step.micro_batches)
+        self.replica.state.filled = self._used = True
+        self._replayed = ""
+        return self.replica.state.digests()
+
+    def help(self, fence: Fence, stages: frozenset[int], load: str, until: int, team: tuple[str, ...]) -> tuple[str, ...]:
+        """Its own replica is not touched: beside it, it has one of the lost stage for as long as this takes."""
+        fence.check()
+        assert self._connections is not None
+        stage = stage_of(self._world.index(team[0]), self._spec.rules.stages)
+        helper = self._build_replica(stage, writes=False)
+        if load:
+            recovery.load(helper, self._spec, load)
+        links = self._connections.replay(stages, stage, len(team), team.index(self._member))
+        try:
+            replay.replay(helper, links, until, self._spec.step.micro_batches)
+        finally:
+            helper.loader.stop(timedelta(seconds=0))
+        return self.replica.state.digests()
+
+    # ---------------------------------------------------------------- the end
+
+    def finish(self, fence: Fence) -> None:
+        """The last checkpoint of a run that is to end."""
+        self.replica.finish(fence.check)
+
+    def save(self, path: str) -> str:
+        """Writes the model's final state as an Arrow file; returns its path."""
+        state = self.replica.state
+        values: dict[str, Any] = {"step": state.step, "digests": list(state.digests())}
+        pipeline = self._spec.step.pipeline
+        if pipeline is not None:
+            values |= {"stage": self.replica.stage, "stages": pipeline.stages, "cuts": pipeline.cuts}
+        write_tensors(path, state.model.state_dict(), values)
+        return path
