@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Optimizer
+from torch.optim import SGD, Adagrad, NAdam, Optimizer
 
 from raytrain_ft.errors import UndoRefusedError
 from raytrain_ft.training.inverses import INVERSES, Batch
 from raytrain_ft.training.lamb import LAMB
 from raytrain_ft.training.undo_rules import (
+    TRAINED_IN,
     Mode,
     hyper_reasons,
     overwrites_gradient,
@@ -32,6 +33,7 @@ from raytrain_ft.training.undo_rules import (
     scaled_decay,
 )
 
+_NO_STATE: dict[str, Any] = {}
 _DEVICE_BLOCK = 2**24  # elements; bounds the temporaries where there is no cache to make use of
 
 
@@ -130,7 +132,8 @@ class Undo:
         if reasons:
             raise refusal(self._optimizer, reasons)
         for cohort in cohorts:  # before anything is changed: what fails half-way must not be undone a second time
-            self.forget(r.parameter for r in cohort.records)
+            for r in cohort.records:
+                del self._records[id(r.parameter)]
         for cohort in cohorts:
             for batch in cohort.batches(self._inverse.block):
                 self._inverse.undo(batch)
@@ -174,39 +177,41 @@ class Undo:
                 f"{what} no update to undo: not updated in the latest step, or undone or forgotten already. "
                 "Undo each update once; Undo.updated() lists what can be undone."
             )
-        records = [self._records[key] for key in wanted]
-        skipped = _skipped(records)
-        self.forget(r.parameter for r, was in zip(records, skipped, strict=True) if was)
-        # Last updated, first undone: that is what the cache still holds.
-        return [r for r, was in zip(reversed(records), reversed(skipped), strict=True) if not was]
+        records = [self._records[key] for key in reversed(wanted)]  # last updated, first undone: the cache still holds that
+        if any(_skipped(records)):
+            skipped = {id(r) for r, was in zip(records, _skipped(records), strict=True) if was}
+            self.forget(r.parameter for r in records if id(r) in skipped)
+            records = [r for r in records if id(r) not in skipped]
+        return records
 
     def _cohorts(self, records: list[Record]) -> list[_Cohort]:
-        """Puts together what one batched operation can undo."""
-        entries = [self._optimizer.state.get(r.parameter, {}) for r in records]
-        steps = _numbers([entry.get("step", 0.0) for entry in entries])
+        """Puts together what one batched operation can undo. Every microsecond here is one per parameter of the model."""
+        known, own = self._optimizer.state, self._inverse.state
+        entries = [known.get(r.parameter, _NO_STATE) for r in records]
+        steps = _numbers([entry.get("step", 0) for entry in entries])
         scalars = _numbers([entry.get("mu_product", r.scalar) for entry, r in zip(entries, records, strict=True)])
         hypers = {key: str(hyper) for key, hyper in {id(r.hyper): r.hyper for r in records}.items()}
         cohorts: dict[Any, _Cohort] = {}
-        for r, entry, step, scalar in zip(records, entries, steps, scalars, strict=True):
-            p, t = r.parameter, int(step)
-            first = t == 1 if t else r.fresh
-            names = tuple([name for name in self._inverse.state if entry.get(name) is not None])
+        for r, entry, t, scalar in zip(records, entries, steps, scalars, strict=True):
+            p, first = r.parameter, t == 1 if t else r.fresh
+            names = tuple([name for name in own if entry.get(name) is not None])
             key = (p.device, p.dtype, t, first, r.overwritten, names, hypers[id(r.hyper)])
             cohort = cohorts.get(key)
             if cohort is None:
-                cohort = cohorts[key] = _Cohort(names, r.hyper, t, first, r.overwritten)
+                cohort = cohorts[key] = _Cohort(names, r.hyper, int(t), first, r.overwritten)
             cohort.records.append(r)
             cohort.entries.append(entry)
-            cohort.tensors.append([p, r.gradient, *[entry[name] for name in names]])
+            cohort.tensors.append((p, r.gradient, *[entry[name] for name in names]))
             cohort.scalars.append(scalar)
         return list(cohorts.values())
 
     def _objections(self, cohort: _Cohort) -> list[str]:
         """Why this cohort cannot be undone after all: what only the latest step could show."""
         reasons = hyper_reasons(type(self._optimizer), cohort.hyper, self._mode, "the latest step")
-        for r in cohort.records:
-            p, g = r.parameter, r.gradient
-            reasons += reasons_now(p, g, _version(p) != r.versions[0], _version(g) != r.versions[1])
+        for p, g, *_, (of_p, of_g) in cohort.records:
+            changed, other = of_p is not None and p._version != of_p, of_g is not None and g._version != of_g
+            if changed or other or g.dtype != p.dtype or g.layout != torch.strided or p.dtype not in TRAINED_IN:
+                reasons += reasons_now(p, g, changed, other)
         if not reasons and self._inverse.kept is not None:
             kept = (self._inverse.kept(batch) for batch in cohort.batches(self._inverse.block))
             reasons += scaled_decay([t.abs().min() for some in kept if some is not None for t in some if t.numel()])
@@ -218,23 +223,26 @@ class Undo:
     def _restore_counters(self, cohorts: Iterable[_Cohort]) -> None:
         """Restores the step counters and products; a first step's state is deleted, or set to what it began with."""
         for cohort in cohorts:
-            for r, entry in zip(cohort.records, cohort.entries, strict=True):
-                if r.fresh:
-                    self._optimizer.state.pop(r.parameter, None)
-                    continue
-                if cohort.t:
-                    entry["step"].sub_(1)
-                if "mu_product" in entry:
+            kept = [entry for r, entry in zip(cohort.records, cohort.entries, strict=True) if not r.fresh]
+            if cohort.t and kept:
+                torch._foreach_sub_([entry["step"] for entry in kept], 1)  # pyright: ignore[reportPrivateImportUsage]
+            if type(self._optimizer) is NAdam:
+                for r, entry in zip(cohort.records, cohort.entries, strict=True):
                     entry["mu_product"].fill_(r.scalar)
-                if cohort.first:
-                    initial = cohort.hyper["initial_accumulator_value"] if type(self._optimizer) is Adagrad else 0.0
+            if cohort.first:
+                initial = cohort.hyper["initial_accumulator_value"] if type(self._optimizer) is Adagrad else 0.0
+                for entry in kept:
                     for name in cohort.names:
                         entry[name].fill_(initial)
+            if len(kept) < len(cohort.records):
+                for r in cohort.records:
+                    if r.fresh:
+                        self._optimizer.state.pop(r.parameter, None)
 
 
 @dataclass(slots=True)
 class _Cohort:
-    """Parameters whose updates are undone together. Each element of `tensors` is [parameter, gradient, state...]."""
+    """Parameters whose updates are undone together. Each element of `tensors` is (parameter, gradient, state...)."""
 
     names: tuple[str, ...]
     hyper: Mapping[str, Any]
@@ -243,7 +251,7 @@ class _Cohort:
     overwritten: bool
     records: list[Record] = field(default_factory=list)
     entries: list[dict[str, Any]] = field(default_factory=list)
-    tensors: list[list[Tensor]] = field(default_factory=list)
+    tensors: list[tuple[Tensor, ...]] = field(default_factory=list)
     scalars: list[float] = field(default_factory=list)
 
     def batches(self, block: int | None) -> Iterator[Batch]:
@@ -257,11 +265,15 @@ class _Cohort:
         scalars: list[float] = []
         size = 0
         for tensors, scalar in zip(self.tensors, self.scalars, strict=True):
-            whole = block is None or tensors[0].numel() <= limit or not all(t.is_contiguous() for t in tensors)
-            for piece in [tuple(tensors)] if whole else zip(*(t.view(-1).split(limit) for t in tensors), strict=True):
+            length = tensors[0].numel()
+            if block is None or length <= limit or not all(t.is_contiguous() for t in tensors):
+                cut = [tensors]
+            else:
+                cut, length = list(zip(*(t.view(-1).split(limit) for t in tensors), strict=True)), limit
+            for piece in cut:
                 pieces.append(piece)
                 scalars.append(scalar)
-                size += piece[0].numel()
+                size += length
                 if size >= limit:
                     yield self._batch(pieces, scalars)
                     pieces, scalars, size = [], [], 0
@@ -282,12 +294,16 @@ def _version(t: Tensor) -> int | None:
 def _skipped(records: list[Record]) -> list[bool]:
     """Whether a GradScaler made each step leave everything as it was, because a gradient was infinite."""
     flags = {id(r.found_inf): r.found_inf for r in records if r.found_inf is not None}
+    if not flags:
+        return [False] * len(records)
     infinite = {key for key, flag in flags.items() if flag.item() != 0}
     return [id(r.found_inf) in infinite for r in records]
 
 
 def _numbers(values: list[Any]) -> list[float]:
     """Numbers and 0-dim tensors as numbers, with one transfer per device."""
+    if all(type(v) is float for v in values):
+        return values
     result: list[Any] = [v.item() if isinstance(v, Tensor) and v.is_cpu else v for v in values]
     distant: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, value in enumerate(result):

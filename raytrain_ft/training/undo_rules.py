@@ -21,7 +21,7 @@ from raytrain_ft.training.inverses import INVERSES
 
 Mode = Literal["exact", "replay"]
 
-_DTYPES = (torch.float32, torch.float64)
+TRAINED_IN = (torch.float32, torch.float64)
 _MIN_DIVISOR = 1e-3  # dividing by less than this loses three digits or more
 _MIN_BETA = 0.05  # dividing by less than this loses more than one digit
 
@@ -109,7 +109,7 @@ def _decay_divides(kind: type[Optimizer], hyper: Mapping[str, Any]) -> bool:
 def _kind_of_parameter(p: Tensor, where: str) -> list[str]:
     if is_traceable_wrapper_subclass(p):
         return [f"{where} is a {type(p).__name__}: its pieces live elsewhere. Use plain tensors, {_OTHERWISE}"]
-    if p.dtype not in _DTYPES:
+    if p.dtype not in TRAINED_IN:
         return [f"{where} is {p.dtype}: rounding leaves too little to invert. Keep float32 masters, {_OTHERWISE}"]
     return []
 
@@ -117,7 +117,7 @@ def _kind_of_parameter(p: Tensor, where: str) -> list[str]:
 def reasons_now(p: Tensor, gradient: Tensor, parameter_changed: bool, gradient_changed: bool) -> list[str]:
     """Why the update of this parameter cannot be undone any more."""
     alike = gradient.dtype == p.dtype and gradient.layout == torch.strided
-    if alike and p.dtype in _DTYPES and not parameter_changed and not gradient_changed:
+    if alike and p.dtype in TRAINED_IN and not parameter_changed and not gradient_changed:
         return []
     where = f"a parameter of shape {tuple(p.shape)}"
     reasons = _kind_of_parameter(p, where)
@@ -156,4 +156,4 @@ def overwrites_gradient(hyper: Mapping[str, Any], params: list[Tensor]) -> bool:
     return bool(hyper["foreach"])
 
 
-__all__ = ["Mode", "hyper_reasons", "overwrites_gradient", "reasons_now", "refusal", "refusals", "scaled_decay"]
+__all__ = ["TRAINED_IN", "Mode", "hyper_reasons", "overwrites_gradient", "reasons_now", "refusal", "refusals", "scaled_decay"]
