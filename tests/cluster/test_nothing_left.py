@@ -18,7 +18,8 @@ import raytrain_ft as ft
 from raytrain_ft.runtime.event_log import read_records
 
 SCRIPT = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background has it ignored
 sys.path.insert(0, {here!r})
 from datetime import timedelta
 from pathlib import Path
