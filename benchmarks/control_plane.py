@@ -29,7 +29,7 @@ from raytrain_ft.runtime.heartbeat import RECORD_INTERVAL_S
 from raytrain_ft.runtime.notices.notice import NoticeSpec
 from raytrain_ft.runtime.spec import Beat, RunSpec
 from raytrain_ft.runtime.supervisor import Supervisor
-from raytrain_ft.training.attempt import StepSettings
+from raytrain_ft.training.settings import StepSettings
 
 MEMBERS = 64
 STEP_S = 0.2
@@ -51,7 +51,7 @@ def spec_of(directory: Path) -> RunSpec:
         name="control-plane",
         directory=directory,
         nonce="",
-        task=None,
+        task=b"",
         sampling=Sampling(dataset_size=1_000_000, global_batch_size=BATCH, seed=0),
         step=StepSettings(),
         rules=Rules(min_workers=MEMBERS, max_workers=MEMBERS, max_steps=1_000_000),

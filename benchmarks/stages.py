@@ -26,12 +26,12 @@ from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.storage.log_reader import LogReader
 from raytrain_ft.storage.tensor_log import TensorLog
 from raytrain_ft.training import process_group
-from raytrain_ft.training.attempt import StepSettings
 from raytrain_ft.training.build import build_replica
+from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.links import Links, Switchboard
-from raytrain_ft.training.pipeline import PipelineSettings
-from raytrain_ft.training.process_group import Fence, FencedGroup
+from raytrain_ft.training.process_group import FencedGroup
 from raytrain_ft.training.replay import replay
+from raytrain_ft.training.settings import PipelineSettings, StepSettings
 from raytrain_ft.training.solo import Solo
 from raytrain_ft.training.step import Replica
 from raytrain_ft.training.team import Team

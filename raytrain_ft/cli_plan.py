@@ -15,9 +15,8 @@ from raytrain_ft.policy.plan_words import explain
 from raytrain_ft.policy.planning import ASSUMED_INTERVAL, BANDWIDTH, Groups, Measured, Plan, Wish, named, plan
 from raytrain_ft.policy.units import in_bytes, in_seconds
 from raytrain_ft.task import TrainTask
-from raytrain_ft.training.attempt import StepSettings
-from raytrain_ft.training.pipeline import PipelineSettings
 from raytrain_ft.training.profile import measure_pipeline
+from raytrain_ft.training.settings import PipelineSettings, StepSettings
 from raytrain_ft.training.split import measure_cuts
 
 console = Console(highlight=False, soft_wrap=True)

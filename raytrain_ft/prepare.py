@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import ray
+import ray.cloudpickle
 import torch
 import xxhash
 
@@ -41,9 +42,9 @@ from raytrain_ft.settings import TrainSettings, workers
 from raytrain_ft.storage.checkpoint import select
 from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.task import TrainTask
-from raytrain_ft.training.attempt import StepSettings
 from raytrain_ft.training.build import check_model, check_undo
-from raytrain_ft.training.pipeline import PipelineSettings, build_stage
+from raytrain_ft.training.pipeline import build_stage
+from raytrain_ft.training.settings import PipelineSettings, StepSettings
 from raytrain_ft.training.split import check_cuts, measure_cuts
 
 Update = Literal["barrier", "wait_free"]
@@ -101,6 +102,7 @@ def prepare(
             stacklevel=3,
         )
         rules = replace(rules, replay_workers=1)
+    sealed = _sealed(task)
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
     return RunSpec(
@@ -108,7 +110,7 @@ def prepare(
         name=directory.name,
         directory=directory,
         nonce=secrets.token_hex(16),
-        task=task,
+        task=sealed,
         sampling=sampling,
         step=step,
         rules=rules,
@@ -128,6 +130,17 @@ def prepare(
         lease=recovery.lease.total_seconds(),
         driver_timeout=recovery.driver_timeout.total_seconds(),
     )
+
+
+def _sealed(task: TrainTask) -> bytes:
+    """The task as it travels: pickled, since the supervisor only passes it on and has no use for what it is made of."""
+    try:
+        return ray.cloudpickle.dumps(task)  # pyright: ignore[reportPrivateImportUsage]
+    except Exception as error:
+        raise ConfigError(
+            f"{type(task).__name__} cannot be sent to the workers: {type(error).__name__}: {error}. A task must be picklable: "
+            "open files, locks and connections in its methods, not in its __init__"
+        ) from error
 
 
 def _notices(recovery: RecoveryConfig) -> NoticeSpec:

@@ -10,7 +10,8 @@ import torch
 
 from raytrain_ft.policy.strategy import Guarantee, Recovery, Strategy
 from raytrain_ft.storage.arrow import read_tensors
-from raytrain_ft.training.pipeline import PipelineSettings, build_stage
+from raytrain_ft.training.pipeline import build_stage
+from raytrain_ft.training.settings import PipelineSettings
 
 
 @dataclass(frozen=True, slots=True)

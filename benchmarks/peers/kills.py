@@ -151,12 +151,12 @@ class Killer:
 
     def _steady(self) -> tuple[set[int], float] | None:
         """The workers and their step time, once all of them have completed some steps together."""
-        alive = {pid: entries[-STEADY_STEPS:] for pid, entries in read_journals(self._directory).items() if alive(pid)}
-        worlds = [[entry.world for entry in entries] for entries in alive.values()]
-        if len(alive) != self._num_workers or any(world != [self._num_workers] * STEADY_STEPS for world in worlds):
+        living = {pid: entries[-STEADY_STEPS:] for pid, entries in read_journals(self._directory).items() if alive(pid)}
+        worlds = [[entry.world for entry in entries] for entries in living.values()]
+        if len(living) != self._num_workers or any(world != [self._num_workers] * STEADY_STEPS for world in worlds):
             return None
-        gaps = [b.when - a.when for entries in alive.values() for a, b in itertools.pairwise(entries)]
-        return set(alive), statistics.median(gaps)
+        gaps = [b.when - a.when for entries in living.values() for a, b in itertools.pairwise(entries)]
+        return set(living), statistics.median(gaps)
 
     def _full_strength(self, killed_at: float, members: set[int]) -> float | None:
         """When all live workers first completed one and the same step at full strength, a new worker among them."""

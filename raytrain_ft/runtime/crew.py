@@ -22,7 +22,7 @@ from raytrain_ft.runtime.health import Health
 from raytrain_ft.runtime.nodes import FORGIVE_DEAD_S
 from raytrain_ft.runtime.spec import NAMESPACE, Introduction, RunSpec
 from raytrain_ft.runtime.worker import Worker
-from raytrain_ft.training.process_group import PeerLostError
+from raytrain_ft.training.fence import PeerLostError
 
 WATCH_SECONDS = 60.0
 START_SECONDS = 120.0
@@ -265,9 +265,10 @@ class Crew:
     async def _fill(self, command: m.Fill) -> None:
         extras: dict[str, Any] = {}
         for source in {source for _, source in command.whole}:
-            extras[source] = await self._call(source, "extras", command.incarnation, incarnation=command.incarnation)
-            if extras[source] is None:
+            kept = await self._call(source, "extras", command.incarnation, incarnation=command.incarnation)
+            if kept is None:
                 return
+            (extras[source],) = kept
         wanted = {member: extras[source] for member, source in command.whole}
         handed: dict[str, Any] = {}
         for member, giver in command.handed:

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayError
@@ -14,7 +14,9 @@ from ray.exceptions import ActorDiedError, RayError
 from raytrain_ft.policy.sampling import digest_of_ids
 from raytrain_ft.runtime.notices.notice import Notice
 from raytrain_ft.runtime.spec import Beat, RunSpec
-from raytrain_ft.training.attempt import Commit
+
+if TYPE_CHECKING:
+    from raytrain_ft.training.attempt import Commit
 
 TOLD_POLL_S = 0.02
 RECORD_INTERVAL_S = 1.0

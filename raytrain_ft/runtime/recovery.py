@@ -29,7 +29,8 @@ from raytrain_ft.training import durable
 from raytrain_ft.training.attempt import Commit
 from raytrain_ft.training.build import Checkpointing
 from raytrain_ft.training.checkpointer import Target
-from raytrain_ft.training.process_group import FencedGroup, PeerLostError
+from raytrain_ft.training.fence import PeerLostError
+from raytrain_ft.training.process_group import FencedGroup
 from raytrain_ft.training.state import Extras, TrainingState
 from raytrain_ft.training.step import Replica
 

@@ -2,56 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from datetime import timedelta
 from typing import Any
 
 import ray
 from torch._C._distributed_c10d import Store
 
-from raytrain_ft.training.process_group import Fence
+from raytrain_ft.training.fence import Fence
 
 _POLL = 0.5
-
-
-class StoreServer:
-    """The server's side: keys and values of the present incarnation, in an asyncio actor."""
-
-    def __init__(self) -> None:
-        self._incarnation = 0
-        self._values: dict[str, bytes] = {}
-        self._changed = asyncio.Condition()
-
-    async def set(self, incarnation: int, key: str, value: bytes) -> None:
-        """Sets a key; a new incarnation begins with an empty store, an old one is refused."""
-        async with self._changed:
-            if incarnation > self._incarnation:
-                self._incarnation, self._values = incarnation, {}
-            if incarnation == self._incarnation:
-                self._values[key] = value
-                self._changed.notify_all()
-
-    async def add(self, incarnation: int, key: str, amount: int) -> int:
-        """Adds to a counter and returns its new value."""
-        value = int(self._values.get(key, b"0")) + amount
-        await self.set(incarnation, key, str(value).encode())
-        return value
-
-    async def get(self, incarnation: int, keys: list[str], seconds: float) -> list[bytes] | None:
-        """The values once all keys are there, or None after `seconds`."""
-
-        def ready() -> bool:
-            return incarnation == self._incarnation and all(key in self._values for key in keys)
-
-        if ready():
-            return [self._values[key] for key in keys]
-        try:
-            async with asyncio.timeout(seconds):
-                async with self._changed:
-                    await self._changed.wait_for(ready)
-                    return [self._values[key] for key in keys]
-        except TimeoutError:
-            return None
 
 
 class RayStore(Store):

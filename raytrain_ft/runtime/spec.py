@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import ray.cloudpickle
+
 from raytrain_ft.policy.planning import LogChoice
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.runtime.notices.notice import Notice, NoticeSpec
-from raytrain_ft.training.attempt import StepSettings
+from raytrain_ft.training.settings import StepSettings
 
 NAMESPACE = "raytrain_ft"
 """Ray namespace of all our named actors."""
@@ -59,6 +61,7 @@ class RunSpec:
     Attributes:
         run_id: unique, also among runs of the same name.
         directory: the run's directory, visible from every node.
+        task: pickled; `load_task` is for workers.
         log: how what crosses between the stages of a pipeline is logged; None does not.
         log_choice: what was decided about that and why, for the run's record.
         nonce: what a worker must find in the directory, to prove that it is the same one.
@@ -73,7 +76,7 @@ class RunSpec:
     name: str
     directory: Path
     nonce: str
-    task: Any
+    task: bytes
     sampling: Sampling
     step: StepSettings
     rules: Rules
@@ -92,6 +95,10 @@ class RunSpec:
     hang_timeout: float
     lease: float
     driver_timeout: float
+
+    def load_task(self) -> Any:
+        """The task. What it is made of is imported for this, so only a worker does it."""
+        return ray.cloudpickle.loads(self.task)
 
     @property
     def logs(self) -> Path:

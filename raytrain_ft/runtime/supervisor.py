@@ -35,8 +35,8 @@ from raytrain_ft.runtime.event_log import EventLog, read_events
 from raytrain_ft.runtime.leftovers import kill_named
 from raytrain_ft.runtime.library import Library
 from raytrain_ft.runtime.notices.notice import REQUEST, Notice
-from raytrain_ft.runtime.rendezvous import StoreServer
 from raytrain_ft.runtime.spec import Beat, RunSpec
+from raytrain_ft.runtime.store_server import StoreServer
 
 FOLLOWED_CHECK_S = 0.5
 LINGER_S = 5.0

@@ -25,8 +25,9 @@ from raytrain_ft.runtime.spec import RunSpec
 from raytrain_ft.storage.arrow import write_tensors
 from raytrain_ft.training import process_group, replay
 from raytrain_ft.training.build import build_replica
+from raytrain_ft.training.fence import Fence, PeerLostError
 from raytrain_ft.training.links import Links
-from raytrain_ft.training.process_group import Fence, FencedGroup, PeerLostError
+from raytrain_ft.training.process_group import FencedGroup
 from raytrain_ft.training.state import Extras
 from raytrain_ft.training.step import Replica
 
@@ -65,6 +66,7 @@ class Trainee:
         """Builds the model."""
         threads = int(self._spec.options.get("num_cpus") or 1)
         torch.set_num_threads(max(1, threads))
+        self._task = self._spec.load_task()
         self.replica = self._build_replica()
 
     def _note(self, event: str, fields: dict[str, Any]) -> None:
@@ -78,7 +80,7 @@ class Trainee:
     def _build_replica(self, stage: int = 0, *, writes: bool = True) -> Replica:
         spec = self._spec
         return build_replica(
-            spec.task,
+            self._task,
             spec.sampling,
             spec.step,
             use_gpu=spec.use_gpu,

@@ -10,19 +10,21 @@ import asyncio
 import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from raytrain_ft.errors import ConfigError, FencedError
 from raytrain_ft.policy.reconcile import Copy, Marks, Plan
-from raytrain_ft.runtime import placement, recovery
+from raytrain_ft.runtime import placement
 from raytrain_ft.runtime.heartbeat import Heartbeat
 from raytrain_ft.runtime.preemption import Preemption
 from raytrain_ft.runtime.spec import Introduction, RunSpec
-from raytrain_ft.runtime.trainee import Trainee
-from raytrain_ft.training.process_group import Fence
-from raytrain_ft.training.state import Extras
+from raytrain_ft.training.fence import Fence
+
+if TYPE_CHECKING:
+    from raytrain_ft.runtime.recovery import Packed
+    from raytrain_ft.training.state import Extras
 
 TELL_S = 5.0
 """How long a worker that is about to end tries to tell the supervisor what is left to tell."""
@@ -35,6 +37,9 @@ class Worker:
 
     def __init__(self, member: str, spec: RunSpec, supervisor: Any, epoch: int) -> None:
         self._member = member
+        # Not at the top: the supervisor loads this module, too, and would take another second to come back if it loaded torch.
+        from raytrain_ft.runtime.trainee import Trainee
+
         self._spec = spec
         self._supervisor = supervisor
         self._host = ray.util.get_node_ip_address()
@@ -151,10 +156,10 @@ class Worker:
                 raise FencedError(f"incarnation {incarnation} is over; this worker is in {self._fence.incarnation}")
             return self._fence
 
-    def extras(self, incarnation: int) -> Extras:
-        """What replacements need besides the buckets."""
+    def extras(self, incarnation: int) -> tuple[ray.ObjectRef]:
+        """What replacements need besides the buckets, in the object store: the supervisor only passes it on."""
         self._enter(incarnation)
-        return self._training.submit(self._trainee.extras).result(timeout=PARK_DEADLINE_S)
+        return (ray.put(self._training.submit(self._trainee.extras).result(timeout=PARK_DEADLINE_S)),)
 
     def hand_over(self, incarnation: int) -> tuple[ray.ObjectRef]:
         """This worker leaves, and nobody else holds its state: the whole of it, in the object store."""
@@ -162,7 +167,7 @@ class Worker:
         return (ray.put(self._training.submit(self._trainee.pack).result(timeout=PARK_DEADLINE_S)),)
 
     def fill(
-        self, incarnation: int, copies: tuple[Copy, ...], extras: Extras | None, handed: recovery.Packed | None = None
+        self, incarnation: int, copies: tuple[Copy, ...], extras: Extras | None, handed: Packed | None = None
     ) -> tuple[str, ...]:
         """Copies state bucket by bucket, and takes over `extras` or what was handed over; returns the hash per bucket."""
         fence = self._enter(incarnation)

@@ -3,51 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from raytrain_ft.policy.sampling import GlobalBatch, Position, Range
-from raytrain_ft.training.pipeline import PipelineSettings
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSettings:
-    """What a step depends on besides the task.
-
-    Attributes:
-        update: "barrier" updates when every bucket is reduced; "wait_free" each bucket as soon as it is.
-        precision: "bf16" runs forward and loss under autocast; parameters stay fp32.
-        on_non_finite: what to do when the loss of a step is NaN or infinite; whether a worker that raises means the end of the
-            run or a way back is for the supervisor to say.
-        seats: the most replicas that there may be.
-        returns_lost: samples that were lost, but for those whose loss was not finite, are read again at the end of their epoch.
-        finishes_alone: a backward pass goes on to its end when a reduction fails, so that survivors can finish the step.
-        pipeline: None if every worker hosts the whole model.
-    """
-
-    seed: int = 0
-    gradient_accumulation_steps: int = 1
-    max_grad_norm: float | None = None
-    precision: Literal["fp32", "bf16"] = "fp32"
-    update: Literal["barrier", "wait_free"] = "barrier"
-    on_non_finite: Literal["raise", "skip", "roll_back"] = "raise"
-    returns_lost: bool = False
-    finishes_alone: bool = False
-    seats: int = 1
-    pipeline: PipelineSettings | None = None
-    bucket_bytes: int = 25 * 2**20
-    first_bucket_bytes: int = 2**20
-
-    @property
-    def micro_batches(self) -> int:
-        """Of each step and replica."""
-        return self.gradient_accumulation_steps if self.pipeline is None else self.pipeline.micro_batches
-
-    @property
-    def stages(self) -> int:
-        """Of the pipeline; 1 without one."""
-        return 1 if self.pipeline is None else self.pipeline.stages
 
 
 @dataclass(frozen=True, slots=True)

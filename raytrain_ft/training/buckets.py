@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from raytrain_ft.errors import FencedError
-from raytrain_ft.training.process_group import FencedGroup, FencedWork, PeerLostError
+from raytrain_ft.training.fence import PeerLostError
+from raytrain_ft.training.process_group import FencedGroup, FencedWork
 from raytrain_ft.training.solo import Finished, Solo
 
 Probe = Callable[[str, int | None], None]

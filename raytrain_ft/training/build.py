@@ -14,13 +14,13 @@ from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.policy.tuner import Tuner
 from raytrain_ft.storage.persister import Persister, SharedMemory
-from raytrain_ft.training.attempt import StepSettings
 from raytrain_ft.training.checkpointer import AnyPersister, Checkpointer, Target, Tell
 from raytrain_ft.training.data import Loader
 from raytrain_ft.training.determinism import check_deterministic
 from raytrain_ft.training.durable import capture
 from raytrain_ft.training.pipeline import build_stage
 from raytrain_ft.training.random import seed_all, step_seed
+from raytrain_ft.training.settings import StepSettings
 from raytrain_ft.training.state import TrainingState
 from raytrain_ft.training.step import Replica
 from raytrain_ft.training.undo import refusals

@@ -14,8 +14,8 @@ from raytrain_ft.policy.sampling import Position, samples_in
 from raytrain_ft.storage.checkpoint import Content, differences
 from raytrain_ft.storage.manifest import Manifest
 from raytrain_ft.storage.tree import flatten, unflatten
-from raytrain_ft.training.pipeline import PipelineSettings
 from raytrain_ft.training.restore import allocate, described, fill
+from raytrain_ft.training.settings import PipelineSettings
 from raytrain_ft.training.state import TrainingState
 
 

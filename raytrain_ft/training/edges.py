@@ -26,7 +26,8 @@ from raytrain_ft.errors import FencedError, ReplayDivergedError, TaskError
 from raytrain_ft.policy.schedule import MOST_MICRO_BATCHES
 from raytrain_ft.storage.log_reader import LogReader
 from raytrain_ft.storage.tensor_log import Key, TensorLog
-from raytrain_ft.training.process_group import WAIT_DEADLINE, FencedGroup, PeerLostError, in_short
+from raytrain_ft.training.fence import WAIT_DEADLINE, PeerLostError
+from raytrain_ft.training.process_group import FencedGroup, in_short
 
 DTYPES = tuple(sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str))
 HEADER = 64

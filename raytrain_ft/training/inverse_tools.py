@@ -76,15 +76,10 @@ def unaverage_square(squares: Tensors, new: Tensors, beta: float) -> None:
         unscale(squares, rounded(beta, squares[0].dtype))
 
 
-def raise_to(squares: Tensors, averages: Tensors, factor: float, scratch: Tensors | None = None) -> None:
-    """Raises `squares` to at least ``factor * averages**2``, less a little so that rounding moves no true state.
-
-    Args:
-        scratch: tensors of these shapes that are not needed any more; the operating system need not provide others.
-    """
-    floor = scratch if scratch is not None else [torch.empty_like(square) for square in squares]
-    torch._foreach_zero_(floor)
-    torch._foreach_addcmul_(floor, averages, averages, value=factor * (1 - 1e-6))
+def raise_to(squares: Tensors, averages: Tensors, factor: float) -> None:
+    """Raises `squares` to at least ``factor * averages**2``, less a little so that rounding moves no true state."""
+    nothing = [squares[0].new_zeros(())] * len(squares)
+    floor = torch._foreach_addcmul(nothing, averages, averages, value=factor * (1 - 1e-6))
     torch._foreach_maximum_(squares, floor)
 
 

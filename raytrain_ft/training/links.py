@@ -26,7 +26,8 @@ from raytrain_ft.training.edges import (
     Outbound,
     Tap,
 )
-from raytrain_ft.training.process_group import Fence, FencedGroup
+from raytrain_ft.training.fence import Fence
+from raytrain_ft.training.process_group import FencedGroup
 from raytrain_ft.training.solo import Solo
 from raytrain_ft.training.team import Team
 

@@ -14,24 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from raytrain_ft.errors import TaskError
-from raytrain_ft.policy.schedule import Action, Schedule, order
+from raytrain_ft.policy.schedule import Action, order
 from raytrain_ft.training.links import Links
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineSettings:
-    """How a model is spread over stages.
-
-    Attributes:
-        stages: how many.
-        micro_batches: of a step and replica.
-        cuts: where a sequential model is cut: the first layer of every stage but the first; None if the task gives the stages.
-    """
-
-    stages: int
-    micro_batches: int
-    schedule: Schedule = "1f1b"
-    cuts: tuple[int, ...] | None = None
+from raytrain_ft.training.settings import PipelineSettings
 
 
 def build_stage(task: Any, stage: int, settings: PipelineSettings | None) -> nn.Module:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from raytrain_ft.errors import FTError, TaskError
 from raytrain_ft.policy.planning import Measured
-from raytrain_ft.training.attempt import StepSettings
 from raytrain_ft.training.build import build_model
 from raytrain_ft.training.pipeline import passed_on
+from raytrain_ft.training.settings import StepSettings
 from raytrain_ft.training.split import sample
 
 ROUNDS = 5

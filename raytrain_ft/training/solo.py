@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from raytrain_ft.training.process_group import Fence
+from raytrain_ft.training.fence import Fence
 
 
 class Solo:

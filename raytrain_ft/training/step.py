@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from raytrain_ft.errors import NonFiniteLossError, ReplayDivergedError
 from raytrain_ft.policy.reconcile import Share
 from raytrain_ft.policy.sampling import GlobalBatch, Position, Range, samples_in
-from raytrain_ft.training.attempt import Attempt, Commit, StepSettings, keeps_gradients
+from raytrain_ft.training.attempt import Attempt, Commit, keeps_gradients
 from raytrain_ft.training.buckets import Bucket, Probe, Reducer, only
 from raytrain_ft.training.checkpointer import Checkpointer
 from raytrain_ft.training.data import Loader, MicroBatch
@@ -30,6 +30,7 @@ from raytrain_ft.training.links import Links
 from raytrain_ft.training.pipeline import Stage
 from raytrain_ft.training.process_group import FencedGroup
 from raytrain_ft.training.random import seed_all, step_seed
+from raytrain_ft.training.settings import StepSettings
 from raytrain_ft.training.state import TrainingState
 from raytrain_ft.training.tail import HEADER
 from raytrain_ft.training.undo import Undo

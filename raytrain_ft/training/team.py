@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from raytrain_ft.training.process_group import Fence, FencedGroup
+from raytrain_ft.training.fence import Fence
+from raytrain_ft.training.process_group import FencedGroup
 from raytrain_ft.training.solo import Solo
 
 

@@ -34,6 +34,7 @@ from raytrain_ft.training.undo_rules import (
 )
 
 _NO_STATE: dict[str, Any] = {}
+_WITH_STATE = False, 0.0
 _DEVICE_BLOCK = 2**24  # elements; bounds the temporaries where there is no cache to make use of
 
 
@@ -142,14 +143,19 @@ class Undo:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del args, kwargs
         self._before.clear()
-        read = self._inverse.before
+        read, known = self._inverse.before, optimizer.state
         for group in optimizer.param_groups:
             for p in group["params"]:
                 # If this step fails half-way, there is nothing left that could be undone by mistake.
                 self._records.pop(id(p), None)
-                state = optimizer.state.get(p, {})
-                fresh = not any(isinstance(value, Tensor) for value in state.values())
-                self._before[id(p)] = fresh, read(p, {} if fresh else state) if read and p.requires_grad else 0.0
+                state = known.get(p, _NO_STATE)
+                fresh = True
+                for value in state.values():
+                    if isinstance(value, Tensor):
+                        fresh = False
+                        break
+                if fresh or read:
+                    self._before[id(p)] = fresh, read(p, _NO_STATE if fresh else state) if read and p.requires_grad else 0.0
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del args, kwargs
@@ -161,7 +167,7 @@ class Undo:
             hyper = {name: group[name] for name in optimizer.defaults}
             overwritten = isinstance(optimizer, SGD) and overwrites_gradient(hyper, updated)
             for p in updated:
-                fresh, scalar = self._before[id(p)]
+                fresh, scalar = self._before.get(id(p), _WITH_STATE)
                 if self._inverse.after is not None:
                     scalar = self._inverse.after(optimizer, p)
                 versions = _version(p), _version(p.grad)
@@ -288,7 +294,12 @@ class _Cohort:
 
 def _version(t: Tensor) -> int | None:
     """A number that every change in place advances; None for a view, where it counts changes of its neighbours too."""
-    return None if t._is_view() or t.is_inference() else t._version
+    if t._is_view():
+        return None
+    try:
+        return t._version
+    except RuntimeError:  # an inference tensor
+        return None
 
 
 def _skipped(records: list[Record]) -> list[bool]:

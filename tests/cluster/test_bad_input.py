@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,12 @@ class Lacking(ft.TrainTask):
         return torch.nn.Linear(2, 2)
 
 
+class Locked(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
 class Half(Toy):
     def model(self, stage):
         return super().model(stage).to(torch.bfloat16)
@@ -70,6 +77,7 @@ class Half(Toy):
         ({"task": Lacking()}, "lacks optimizer, dataset, loss"),
         ({"task": Toy}, "add parentheses"),
         ({"task": Empty()}, "empty"),
+        ({"task": Locked()}, "Locked cannot be sent to the workers"),
         ({"task": Half()}, "bfloat16"),
     ],
     ids=lambda value: str(value)[:30],

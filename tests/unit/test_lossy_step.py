@@ -11,10 +11,10 @@ from torch.utils.data import TensorDataset
 
 import raytrain_ft as ft
 from raytrain_ft.policy.sampling import GlobalBatch, Position, Sampling, sample_ids
-from raytrain_ft.training.attempt import StepSettings
 from raytrain_ft.training.build import build_replica
+from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.links import Links
-from raytrain_ft.training.process_group import Fence
+from raytrain_ft.training.settings import StepSettings
 from raytrain_ft.training.sleep import ASLEEP, SILENT, Sleep
 from raytrain_ft.training.solo import Solo
 from raytrain_ft.training.step import Replica

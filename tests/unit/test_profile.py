@@ -13,9 +13,8 @@ from torch.utils.data import TensorDataset
 import raytrain_ft as ft
 from raytrain_ft.errors import TaskError
 from raytrain_ft.training import profile
-from raytrain_ft.training.attempt import StepSettings
-from raytrain_ft.training.pipeline import PipelineSettings
 from raytrain_ft.training.profile import measure_pipeline, measure_stages
+from raytrain_ft.training.settings import PipelineSettings, StepSettings
 
 
 class Layers(ft.TrainTask):

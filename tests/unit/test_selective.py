@@ -22,7 +22,7 @@ from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.topology import Groups
 from raytrain_ft.selective import choose_log
 from raytrain_ft.settings import TrainSettings
-from raytrain_ft.training.attempt import StepSettings
+from raytrain_ft.training.settings import StepSettings
 
 SECOND = timedelta(seconds=1)
 SMALL, LARGE = 4 * 256, 4 * 2048

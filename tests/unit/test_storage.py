@@ -419,6 +419,15 @@ def test_the_storage_process_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
+def test_the_supervisor_needs_no_torch() -> None:
+    """It would take more than another second to come back after its own loss."""
+    import subprocess
+    import sys
+
+    code = "import sys, raytrain_ft.runtime.supervisor; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
 def test_manifests_that_are_encoded_are_decoded() -> None:
     import pyarrow as pa
 

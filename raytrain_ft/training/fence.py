@@ -1,0 +1,62 @@
+"""The off switch of an incarnation on one worker, and the two ways in which it ends. Knows neither torch nor Ray."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+from raytrain_ft.errors import FencedError
+
+WAIT_DEADLINE = timedelta(minutes=30)
+"""Longest wait for a collective. A backstop only: the supervisor notices a peer that does not come long before."""
+
+
+class PeerLostError(RuntimeError):
+    """A collective failed: some peer of this incarnation is gone, or its connection is."""
+
+
+class Fence:
+    """The off switch of one incarnation: once tripped, every wait of it ends with `FencedError`."""
+
+    def __init__(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self._lock = threading.Lock()
+        self._tripped = False
+        self._waiters: set[threading.Event] = set()
+
+    @property
+    def tripped(self) -> bool:
+        return self._tripped
+
+    def trip(self) -> None:
+        """Ends this incarnation on this worker; safe to call twice and from any thread."""
+        with self._lock:
+            self._tripped = True
+            waiters, self._waiters = self._waiters, set()
+        for waiter in waiters:
+            waiter.set()
+
+    def check(self) -> None:
+        """Raises `FencedError` if this incarnation is over."""
+        if self._tripped:
+            raise FencedError(f"incarnation {self.incarnation} is over on this worker")
+
+    def wait(self, done: threading.Event, deadline: timedelta = WAIT_DEADLINE) -> None:
+        """Waits for `done`, but no longer than the fence or the deadline.
+
+        Raises:
+            FencedError: this incarnation ended first.
+            PeerLostError: the deadline passed.
+        """
+        if not done.is_set():
+            with self._lock:
+                if not self._tripped:
+                    self._waiters.add(done)
+            self.check()
+            came = done.wait(deadline.total_seconds())
+            with self._lock:
+                self._waiters.discard(done)
+            self.check()
+            if not came:
+                raise PeerLostError(f"no answer from the peers within {deadline}")
+        self.check()
