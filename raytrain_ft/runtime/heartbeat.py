@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 TOLD_POLL_S = 0.02
 RECORD_INTERVAL_S = 1.0
 """Committed steps are merged into one record per this time; the first of an incarnation goes out at once."""
+RECORDS_PER_S = 32
+"""No more than so many reach the supervisor from all workers together: of many, each merges more steps into a record."""
 
 
 class Heartbeat:
@@ -84,7 +86,7 @@ class Heartbeat:
             if self._open and _shared_out(self._open[-1]) != _shared_out(commit):
                 self._close_record()
             self._open.append(commit)
-            if time.monotonic() - self._last_record < RECORD_INTERVAL_S:
+            if time.monotonic() - self._last_record < record_interval(commit.attempt.replicas):
                 return
             self._close_record()
         self._wake.set()
@@ -155,6 +157,11 @@ class Heartbeat:
                 tuple(self._notes),
                 self._notice(),
             )
+
+
+def record_interval(replicas: int) -> float:
+    """Seconds between two records of one worker."""
+    return max(RECORD_INTERVAL_S, replicas / RECORDS_PER_S)
 
 
 def _shared_out(commit: Commit) -> tuple[Any, ...]:

@@ -231,12 +231,19 @@ class Reducer:
         bucket.accept()
         self._on_reduced(bucket)
 
-    def finish(self) -> None:
-        """Launches what is left (the last bucket always waits for the end of the backward pass) and accepts everything."""
+    def finish(self, *, idle: bool = False) -> None:
+        """Launches what is left (the last bucket always waits for the end of the backward pass) and accepts everything.
+
+        Args:
+            idle: this rank had nothing to compute. It comes with its last bucket when the others are about to, because the tail
+                says what it is asked for (to wake up, to stop), and said at the step's beginning that would be a step late.
+        """
         self.complete = True
         if self._interrupted is not None:
             raise self._interrupted
         while self._launched < len(self.buckets):
+            while idle and self._launched == len(self.buckets) - 1 and self._accepted < self._launched:
+                self._accept()
             self._launch()
         while self._accepted < len(self.buckets):
             self._accept()

@@ -131,7 +131,7 @@ class Replica:
                 )
         else:
             self.forward_backward()
-        self.reducer.finish()
+        self.reducer.finish(idle=links.replica in self.state.tail.sleep.asleep)
         if links.agree is not None:
             self._agree(links.agree)
         if self.settings.update == "barrier":
