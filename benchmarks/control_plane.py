@@ -292,7 +292,7 @@ class Costs:
     """What there was to see.
 
     Attributes:
-        ms_per_step: CPU milliseconds of the thread per step, in each second that was looked at; `pretence_ms` of which, in the
+        ms_per_step: CPU milliseconds of the thread per step, in each stretch that was looked at; `pretence_ms` of which, in the
             median, it takes to pretend the members.
         handled_s: seconds from each loss to the next commit.
     """
@@ -361,8 +361,8 @@ def add_to(report: Report, quick: bool) -> None:
     report.note(
         f"control plane: {MEMBERS} members, steps of {STEP_S} s; from each a heartbeat every {HEARTBEAT_S} s, a record every "
         f"{record_interval(MEMBERS):g} s: median {statistics.median(costs.ms_per_step):.2f} ms of CPU per step, "
-        f"{costs.pretence_ms:.2f} of it for pretending the members (no calls of Ray in either); {len(costs.handled_s)} losses, each handled within "
-        f"{max(costs.handled_s):.2f} s, the next step included"
+        f"{costs.pretence_ms:.2f} of it for pretending the members (no calls of Ray in either); {len(costs.handled_s)} "
+        f"losses, each handled within {max(costs.handled_s):.2f} s, the next step included"
     )
 
 
