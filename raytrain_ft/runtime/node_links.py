@@ -16,6 +16,9 @@ import ray
 from raytrain_ft.runtime import placement
 
 RETRY_S = 1.0
+FIRST_RETRY_S = 0.02
+"""After the end of a connection. A process that is being killed may yet take the next connection, for a moment: its sockets are
+closed one by one."""
 
 
 class NodeLinks:
@@ -60,7 +63,7 @@ class NodeLinks:
         return bool(others) and all(await asyncio.gather(*(placement.is_silent(node) for node in others)))
 
     async def _hold(self, node: dict[str, Any]) -> None:
-        known = False
+        known, pause = False, FIRST_RETRY_S
         while True:
             try:
                 reader, writer = await placement.connect(node)
@@ -75,8 +78,10 @@ class NodeLinks:
                 known, began = True, time.monotonic()
                 await _ended(reader)
                 writer.close()
-                if time.monotonic() - began < RETRY_S:
-                    await asyncio.sleep(RETRY_S)
+                if time.monotonic() - began >= RETRY_S:
+                    pause = FIRST_RETRY_S
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, RETRY_S)
 
 
 async def _ended(reader: asyncio.StreamReader) -> None:
