@@ -25,7 +25,7 @@ from raytrain_ft.storage import checkpoint
 from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.storage.manifest import Name
 from raytrain_ft.storage.persister import Persister
-from raytrain_ft.training import durable
+from raytrain_ft.training import durable, mending
 from raytrain_ft.training.attempt import Commit
 from raytrain_ft.training.build import Checkpointing
 from raytrain_ft.training.checkpointer import Target
@@ -44,7 +44,7 @@ def marks(member: str, replica: Replica) -> Marks | None:
         return None
     versions = tuple(bucket.version for bucket in state.buckets)
     gradients = tuple(bucket.gradient for bucket in state.buckets)
-    return Marks(member, state.step, versions, gradients, replica.stage, state.agreed, replica.share(), replica.lost)
+    return Marks(member, state.step, versions, gradients, replica.stage, state.agreed, mending.share(replica), replica.lost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,21 +113,21 @@ def reconcile(replica: Replica, plan: Plan, transfer: Transfer, sampling: Sampli
             bucket.flat.copy_(payload.view(bucket.flat.dtype))
             bucket.gradient = base
     if plan.mean:
-        replica.reduce_alone(plan.mean, transfer.group, leads=leads)
+        mending.reduce_alone(replica, plan.mean, transfer.group, leads=leads)
     if plan.completes:
         if plan.agreed and state.step == base:
             replica.take_agreed(plan.agreed)
         _update(replica, base)
-    undone = sum(replica.undo_bucket(state.buckets[index]) for index in plan.undo)
+    undone = sum(mending.undo_bucket(replica, state.buckets[index]) for index in plan.undo)
     take_states(replica, plan.states, transfer, version=base if plan.skips else plan.step)
-    kept = sum(replica.keep_bucket(state.buckets[index]) for index in plan.keep)
+    kept = sum(mending.keep_bucket(replica, state.buckets[index]) for index in plan.keep)
     commit = None
     if plan.skips and state.step == base:
-        commit = replica.skip(*next_batch(sampling, state.position))
+        commit = mending.skip(replica, *next_batch(sampling, state.position))
     elif plan.completes and state.step == base:
         commit = replica.commit()
     elif replica.attempt is not None:
-        replica.discard()
+        mending.discard(replica)
     return Outcome(undone, kept, commit)
 
 
@@ -233,7 +233,7 @@ def load(replica: Replica, spec: RunSpec, name: str) -> None:
         manifest = checkpoint.read_manifest(storage, parsed)
         content = checkpoint.map_shards(storage, manifest, durable.holds(manifest, replica.state.stage))
     if replica.attempt is not None:
-        replica.discard()
+        mending.discard(replica)
     if replica.undo is not None:
         replica.undo.forget()
     durable.restore(replica.state, content, asdict(spec.sampling), spec.checkpoints.override)

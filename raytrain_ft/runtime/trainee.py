@@ -23,7 +23,7 @@ from raytrain_ft.runtime.heartbeat import Heartbeat
 from raytrain_ft.runtime.rendezvous import RayStore
 from raytrain_ft.runtime.spec import RunSpec
 from raytrain_ft.storage.arrow import write_tensors
-from raytrain_ft.training import process_group, replay
+from raytrain_ft.training import mending, process_group, replay
 from raytrain_ft.training.build import build_replica
 from raytrain_ft.training.fence import Fence, PeerLostError
 from raytrain_ft.training.links import Links
@@ -251,7 +251,7 @@ class Trainee:
         state = self.replica.state
         self._used = True
         if (extras is not None or handed is not None) and self.replica.attempt is not None:  # of a world before
-            self.replica.discard()
+            mending.discard(self.replica)
         if handed is not None:
             recovery.unpack(state, handed)
             self._replayed = ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from raytrain_ft.training import mending
 from raytrain_ft.training.links import Links
 from raytrain_ft.training.step import Replica
 
@@ -23,7 +24,7 @@ def replay(replica: Replica, links: Links, until: int, micro_batches: int) -> No
     """
     state = replica.state
     if replica.attempt is not None:
-        replica.discard()
+        mending.discard(replica)
     replica.reducer.abandon()
     replica.loader.start(state.position, links.replica, links.replicas, micro_batches)
     with _no_checkpoints(replica):

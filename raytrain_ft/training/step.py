@@ -20,15 +20,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from raytrain_ft.errors import NonFiniteLossError, ReplayDivergedError
-from raytrain_ft.policy.reconcile import Share
-from raytrain_ft.policy.sampling import GlobalBatch, Position, Range, samples_in
+from raytrain_ft.policy.sampling import Range
 from raytrain_ft.training.attempt import Attempt, Commit, keeps_gradients
 from raytrain_ft.training.buckets import Bucket, Probe, Reducer, only
 from raytrain_ft.training.checkpointer import Checkpointer
 from raytrain_ft.training.data import Loader, MicroBatch
 from raytrain_ft.training.links import Links
 from raytrain_ft.training.pipeline import Stage
-from raytrain_ft.training.process_group import FencedGroup
 from raytrain_ft.training.random import seed_all, step_seed
 from raytrain_ft.training.settings import StepSettings
 from raytrain_ft.training.state import TrainingState
@@ -50,6 +48,8 @@ class Replica:
         checkpoint_agreed: all ranks agreed, in the last step, that a checkpoint is due at this boundary.
         checkpointer: None writes none.
         lost: the latest step that went on without some samples, and their positions.
+        micro_batches: of the step under way.
+        leads: of those who reduce the step under way, this one speaks for what is the same everywhere.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Replica:
         self.lost: tuple[int, tuple[Range, ...]] | None = None
         self._said: list[int] = []  # of their sleep, by all replicas; nothing is known if the state came from another
         self._samples = 0
-        self._leads = False
+        self.leads = False
         # What the flat buffers hold after an update may be passed to others as the step's gradient only if it still is that.
         self._gradients_survive = settings.max_grad_norm is None and keeps_gradients(state.optimizer)
         wait_free = settings.update == "wait_free"
@@ -97,7 +97,7 @@ class Replica:
             # Wait-free, a bucket is used before it is known who is missing in it: who is to sleep finishes the step.
             is_silent=(lambda _: False) if wait_free else state.tail.sleep.is_silent,
         )
-        self._micro_batches: list[MicroBatch] = []
+        self.micro_batches: list[MicroBatch] = []
         self._norm: Tensor | None = None
         self._pipeline = None
         if settings.pipeline is not None:
@@ -106,7 +106,7 @@ class Replica:
                 settings.pipeline,
                 [p for bucket in state.buckets for p in bucket.params],
                 forward=self._forward,
-                first_inputs=lambda number: task.inputs(self._on_device(self._micro_batches[number].data)),
+                first_inputs=lambda number: task.inputs(self._on_device(self.micro_batches[number].data)),
                 loss=self._weighted_loss,
                 before_last=self.reducer.arm,
                 probe=self._at_bucket,
@@ -164,7 +164,7 @@ class Replica:
     def begin(self, micro_batches: list[MicroBatch], links: Links, began: float) -> None:
         """Starts an attempt: from here on the buffers may change, so they are saved."""
         first = micro_batches[0]
-        self._micro_batches, self._said = micro_batches, []
+        self.micro_batches, self._said = micro_batches, []
         if self.lost is not None and self.lost[0] == self.state.step:
             self.lost = None  # of an attempt that came to nothing: this one has all of its samples again
         self.reducer.group = links.group
@@ -176,12 +176,12 @@ class Replica:
         weights = self.state.tail.sleep.weights(links.replicas)
         world = (links.replica, links.replicas, links.fence.incarnation)
         self.attempt = Attempt(self.state.step, first.batch, first.after, ids, *world, began, weights)
-        self._leads = links.replica == 0
+        self.leads = links.replica == 0
 
     def forward_backward(self) -> None:
         """All micro-batches, one after the other."""
-        for number, micro_batch in enumerate(self._micro_batches):
-            if number == len(self._micro_batches) - 1:
+        for number, micro_batch in enumerate(self.micro_batches):
+            if number == len(self.micro_batches) - 1:
                 self.reducer.arm()
             if micro_batch.data is None:
                 continue  # fewer samples than micro-batches at the end of an epoch: it contributes nothing
@@ -198,7 +198,7 @@ class Replica:
     def _weighted_loss(self, number: int, output: Any) -> Tensor:
         """The loss of a micro-batch, weighted by its samples, so that gradients only need to be summed over replicas."""
         assert self.attempt is not None
-        micro_batch, batch = self._micro_batches[number], self.attempt.batch
+        micro_batch, batch = self.micro_batches[number], self.attempt.batch
         with self._autocast():
             loss = self.task.loss(output, self._on_device(micro_batch.data))
         weighted = loss * (len(micro_batch.ids) / (batch.stop - batch.start))
@@ -305,20 +305,11 @@ class Replica:
                 bucket.gradient = None
         self._at_bucket("updated", buckets[-1].index if len(buckets) == 1 else None)
 
-    @torch.no_grad()
-    def undo_bucket(self, bucket: Bucket) -> int:
-        """Undoes the update of one bucket; returns the number of parameters undone (SWIFT, section 4)."""
-        assert self.undo is not None
-        used = [p for p in bucket.params if p.grad is not None]
-        self.undo.undo(used)
-        bucket.version -= 1
-        return sum(p.numel() for p in used)
-
     def commit(self) -> Commit:
         """The step is done on this worker: schedules advance, and the data has been used."""
         assert self.attempt is not None
         state, attempt = self.state, self.attempt
-        self._advance_schedule()
+        self.advance_schedule()
         state.step += 1
         state.tail.settled()
         self.attempt = None
@@ -327,7 +318,7 @@ class Replica:
         if self.undo is not None:
             self.undo.forget()  # a committed step is never undone; its records would keep old buffers alive
         lost, why = self._lost(attempt)
-        returned = bool(lost) and self._returns()
+        returned = bool(lost) and self.returns_lost()
         state.position = self.loader.position_after(attempt.batch, lost) if returned else attempt.after
         self.reads_changed = state.tail.sleep.settle(self._said) or returned
         commit = Commit(attempt, state.loss, time.monotonic() - attempt.began, lost, why, returned)
@@ -348,72 +339,16 @@ class Replica:
             return self.state.tail.sleep.lost(self._said, attempt.batch), "a worker was told to sleep at once"
         return (), ""
 
-    def _returns(self) -> bool:
+    def returns_lost(self) -> bool:
         """Whether what the step lost is read again. What made the loss infinite would do so again."""
         return self.settings.returns_lost and not self._skip
 
-    def _advance_schedule(self) -> None:
+    def advance_schedule(self) -> None:
         scheduler = self.state.scheduler
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             scheduler.step(self.state.loss)
         elif scheduler is not None:
             scheduler.step()
-
-    def share(self) -> Share | None:
-        """This replica's part in the step under way; None between steps."""
-        if self.attempt is None:
-            return None
-        batch, pieces = self.attempt.batch, [one.positions for one in self._micro_batches]
-        mine = (pieces[0].start, pieces[-1].stop)
-        whole = self.reducer.complete and self.state.tail.sleep.silent_from is None
-        return Share(self.attempt.step, (batch.start, batch.stop), mine, whole)
-
-    @torch.no_grad()
-    def reduce_alone(self, indices: Sequence[int], group: FencedGroup, *, leads: bool) -> None:
-        """Reduces these buckets over survivors alone: their mean, by samples (Nicolae et al., III-B, "lossy forward").
-
-        Args:
-            leads: of the survivors, this one speaks for all of what is the same everywhere.
-        """
-        assert self.attempt is not None
-        assert self.lost is not None
-        batch = len(self.attempt.batch)
-        factor = batch / (batch - samples_in(self.lost[1]))
-        self._leads = leads
-        for index in indices:
-            bucket = self.state.buckets[index]
-            self.reducer.reduce_alone(bucket, group, factor)
-            if bucket.tail_size:
-                self.state.tail.scale(bucket.tail, factor)
-
-    @torch.no_grad()
-    def keep_bucket(self, bucket: Bucket) -> int:
-        """The update of one bucket stays although its step is redone; returns the number of parameters that will be updated
-        twice (Nicolae et al., III-B, "immediate mini-batch rollback")."""
-        if self.undo is not None:
-            self.undo.forget(bucket.params)
-        bucket.version = self.state.step
-        return sum(p.numel() for p in bucket.params)
-
-    def skip(self, batch: GlobalBatch, after: Position) -> Commit | None:
-        """The step under way is left out: it counts as committed, and nothing is updated. None if it was not begun here."""
-        self.state.tail.restore()
-        for bucket in self.state.buckets:
-            bucket.version, bucket.gradient = self.state.step + 1, None
-        if self.attempt is not None:
-            return self.commit()
-        self._advance_schedule()
-        self.state.step += 1
-        self.state.position = self.loader.position_after(batch, [(batch.start, batch.stop)]) if self._returns() else after
-        return None
-
-    def discard(self) -> None:
-        """Gives up the attempt: what the forward pass changed is put back, what was reduced is forgotten."""
-        self.state.tail.restore()
-        self.state.tail.settled()
-        self.attempt = None
-        for bucket in self.state.buckets:
-            bucket.gradient = None
 
     def _must_skip(self) -> bool:
         """Whether this step's update is left out. Every rank sees the same reduced loss, so all decide alike."""
@@ -433,7 +368,7 @@ class Replica:
         if self.checkpointer is not None:
             epoch_ends = self._keep_epochs and self.attempt.replica == 0 and self.attempt.after.consumed == 0
             self.state.tail.checkpoint_wanted = epoch_ends or self.checkpointer.wants(self.state.step + 1)
-        self.state.tail.fill(tail, self._samples, len(self.attempt.batch), self.attempt.replica, leads=self._leads)
+        self.state.tail.fill(tail, self._samples, len(self.attempt.batch), self.attempt.replica, leads=self.leads)
 
     def at(self, phase: str) -> None:
         """Tells the probe where this replica is."""

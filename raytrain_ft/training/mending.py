@@ -1,0 +1,90 @@
+"""What a recovery does to a replica that was interrupted in a step: finish it, undo it, keep or leave out what it did.
+
+Nothing here decides, and nothing communicates but `reduce_alone`: the plan of a recovery (`policy/reconcile.py`) says which of
+these is to be done to which bucket, and `runtime/recovery.py` does it in an order in which nobody waits for anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from raytrain_ft.policy.reconcile import Share
+from raytrain_ft.policy.sampling import GlobalBatch, Position, samples_in
+from raytrain_ft.training.attempt import Commit
+from raytrain_ft.training.buckets import Bucket
+from raytrain_ft.training.process_group import FencedGroup
+from raytrain_ft.training.step import Replica
+
+
+def share(replica: Replica) -> Share | None:
+    """This replica's part in the step under way; None between steps."""
+    if replica.attempt is None:
+        return None
+    batch, pieces = replica.attempt.batch, [one.positions for one in replica.micro_batches]
+    mine = (pieces[0].start, pieces[-1].stop)
+    whole = replica.reducer.complete and replica.state.tail.sleep.silent_from is None
+    return Share(replica.attempt.step, (batch.start, batch.stop), mine, whole)
+
+
+@torch.no_grad()
+def undo_bucket(replica: Replica, bucket: Bucket) -> int:
+    """Undoes the update of one bucket; returns the number of parameters undone (SWIFT, section 4)."""
+    assert replica.undo is not None
+    used = [p for p in bucket.params if p.grad is not None]
+    replica.undo.undo(used)
+    bucket.version -= 1
+    return sum(p.numel() for p in used)
+
+
+@torch.no_grad()
+def reduce_alone(replica: Replica, indices: Sequence[int], group: FencedGroup, *, leads: bool) -> None:
+    """Reduces these buckets over survivors alone: their mean, by samples (Nicolae et al., III-B, "lossy forward").
+
+    Args:
+        leads: of the survivors, this one speaks for all of what is the same everywhere.
+    """
+    assert replica.attempt is not None
+    assert replica.lost is not None
+    batch = len(replica.attempt.batch)
+    factor = batch / (batch - samples_in(replica.lost[1]))
+    replica.leads = leads
+    for index in indices:
+        bucket = replica.state.buckets[index]
+        replica.reducer.reduce_alone(bucket, group, factor)
+        if bucket.tail_size:
+            replica.state.tail.scale(bucket.tail, factor)
+
+
+@torch.no_grad()
+def keep_bucket(replica: Replica, bucket: Bucket) -> int:
+    """The update of one bucket stays although its step is redone; returns the number of parameters that will be updated
+    twice (Nicolae et al., III-B, "immediate mini-batch rollback")."""
+    if replica.undo is not None:
+        replica.undo.forget(bucket.params)
+    bucket.version = replica.state.step
+    return sum(p.numel() for p in bucket.params)
+
+
+def skip(replica: Replica, batch: GlobalBatch, after: Position) -> Commit | None:
+    """The step under way is left out: it counts as committed, and nothing is updated. None if it was not begun here."""
+    replica.state.tail.restore()
+    for bucket in replica.state.buckets:
+        bucket.version, bucket.gradient = replica.state.step + 1, None
+    if replica.attempt is not None:
+        return replica.commit()
+    replica.advance_schedule()
+    replica.state.step += 1
+    whole = [(batch.start, batch.stop)]
+    replica.state.position = replica.loader.position_after(batch, whole) if replica.returns_lost() else after
+    return None
+
+
+def discard(replica: Replica) -> None:
+    """Gives up the attempt: what the forward pass changed is put back, what was reduced is forgotten."""
+    replica.state.tail.restore()
+    replica.state.tail.settled()
+    replica.attempt = None
+    for bucket in replica.state.buckets:
+        bucket.gradient = None
