@@ -60,6 +60,7 @@ class Alike(Toy):
         return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 4))
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_other_numbers_of_workers(undisturbed, tmp_path: Path) -> None:
     train(tmp_path, "run", task=Alike(), steps=12, checkpoints=OFTEN)
     train(tmp_path, "run", task=Alike(), steps=20, workers=2, checkpoints=OFTEN)
@@ -170,6 +171,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(undisturbed, tmp
     assert events(result, "Resumed")[0]["step"] == 15
 
 
+@pytest.mark.long
 def test_the_persister_is_killed(undisturbed, tmp_path: Path) -> None:
     """Training goes on, says so, and writes the next checkpoint with another one."""
     slow, killed = Toy(0.05), threading.Event()
@@ -205,6 +207,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(path)], check=True)
 
 
+@pytest.mark.long
 def test_a_full_disk_does_not_end_training(undisturbed, tmp_path: Path, small_disk: Path) -> None:
     (small_disk / "ballast").write_bytes(bytes(120_000))
     result = train(tmp_path, "run", checkpoints=ft.CheckpointConfig(every=5, storage_path=str(small_disk)))
@@ -234,6 +237,7 @@ class Longer(Toy):
         return TensorDataset(*(torch.cat([tensor, tensor[:100]]) for tensor in super().dataset().tensors))
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_something_else_is_refused_with_every_difference(cluster, tmp_path: Path) -> None:
     train(tmp_path, "run", steps=10, checkpoints=OFTEN)
     with pytest.raises(MismatchError) as caught:
@@ -252,6 +256,7 @@ def test_fewer_steps_than_are_done_already_are_refused(cluster, tmp_path: Path) 
         train(tmp_path, "run", steps=9, checkpoints=OFTEN)
 
 
+@pytest.mark.long
 def test_never_resume_begins_anew(undisturbed, tmp_path: Path) -> None:
     train(tmp_path, "run", steps=10, checkpoints=OFTEN)
     result = train(tmp_path, "run", checkpoints=ft.CheckpointConfig(every=5, resume="never"))
@@ -342,6 +347,7 @@ def test_no_persister_outlives_its_run(cluster, tmp_path: Path) -> None:
     pytest.fail("a persister process is left")
 
 
+@pytest.mark.long
 def test_a_frozen_persister_holds_up_nobody(undisturbed, tmp_path: Path) -> None:
     """Storage hangs: training leaves checkpoints out, says so, and ends with the same bits."""
     slow, frozen = Toy(0.02), []

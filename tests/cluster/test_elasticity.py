@@ -48,6 +48,7 @@ def test_goes_on_smaller_without_room_and_grows_when_a_node_joins(cluster: Local
     assert sum(r["event"] == "WorkerStarted" for r in records) <= full + 2
 
 
+@pytest.mark.long
 def test_below_the_minimum_the_run_ends_with_a_reason(cluster: LocalCluster, tmp_path: Path) -> None:
     faults = [FailAt(rank=0, step=5, phase="forward", action="sigkill_node")]
     with pytest.raises(RecoveryError, match="at least") as failure:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from conftest import promise_kept, train
 from test_pipeline import pipeline
 from toy import Toy
@@ -25,6 +26,7 @@ def steps_committed_twice(result: ft.Result) -> int:
     return len(seen) - len(set(seen))
 
 
+@pytest.mark.long
 def test_replicas_that_leave_one_after_the_other(undisturbed, tmp_path: Path) -> None:
     task = Toy(step_seconds=0.1)  # time for the next spare to start
     result = train(tmp_path, "leave", task=task, steps=60, faults=[notice(0, 5), notice(2, 40)])

@@ -83,6 +83,7 @@ def test_the_result_is_that_of_the_model_in_one_piece(in_one_piece: ft.Result, c
     assert is_that_of(in_one_piece, calm_stages)
 
 
+@pytest.mark.long
 def test_a_stage_with_a_replica_is_filled_from_it(in_one_piece: ft.Result, tmp_path: Path) -> None:
     how = {"task": Alike(), "stages": 2, "workers": 4, "schedule": "gpipe", "max_grad_norm": 0.5}
     calm = pipeline(tmp_path, "calm", **how)
@@ -160,6 +161,7 @@ def test_a_frozen_stage_replays_from_a_checkpoint_and_the_log_is_trimmed(
     assert not (Path(result.path) / "logs").exists(), "nothing is left of the log after the run"
 
 
+@pytest.mark.long
 def test_a_run_goes_on_where_it_ended(undisturbed_pipeline: ft.Result, tmp_path: Path) -> None:
     often = ft.CheckpointConfig(every=5)
     pipeline(tmp_path, "run", steps=8, checkpoints=often)
