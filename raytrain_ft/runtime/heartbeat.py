@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 TOLD_POLL_S = 0.02
 RECORD_INTERVAL_S = 1.0
 """Committed steps are merged into one record per this time; the first of an incarnation goes out at once."""
-RECORDS_PER_S = 32
+RECORDS_PER_S = 16
 """No more than so many reach the supervisor from all workers together: of many, each merges more steps into a record."""
 
 
