@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import ray
 import ray.cloudpickle
@@ -28,7 +28,8 @@ from raytrain_ft.config import (
     ScalingConfig,
     check_name,
 )
-from raytrain_ft.errors import ConfigError, NoCheckpointError, StorageError, UndoRefusedError
+from raytrain_ft.errors import ConfigError, NoCheckpointError, StorageError
+from raytrain_ft.model_checks import Update, check_stages, choose_update, has_statistics, pipeline_of
 from raytrain_ft.policy.frequency import profile_steps
 from raytrain_ft.policy.planning import LogChoice
 from raytrain_ft.policy.roster import Rules
@@ -42,12 +43,7 @@ from raytrain_ft.settings import TrainSettings, workers
 from raytrain_ft.storage.checkpoint import select
 from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.task import TrainTask
-from raytrain_ft.training.build import check_model, check_undo
-from raytrain_ft.training.pipeline import build_stage
 from raytrain_ft.training.settings import PipelineSettings, StepSettings
-from raytrain_ft.training.split import check_cuts, measure_cuts
-
-Update = Literal["barrier", "wait_free"]
 
 
 def prepare(
@@ -66,33 +62,8 @@ def prepare(
     pipeline = pipeline_of(task, parallelism, settings)
     update, model_key = choose_update(task, recovery) if pipeline is None else ("barrier", check_stages(task, pipeline))
     directory = make_directory(str(run.storage_path), check_name(str(run.name)))
-    sampling = Sampling(
-        dataset_size=_size(task.dataset()),
-        global_batch_size=settings.global_batch_size,
-        seed=settings.seed,
-        shuffle=settings.shuffle,
-        drop_last=settings.drop_last,
-    )
-    if pipeline is not None and sampling.dataset_size % sampling.global_batch_size and not sampling.drop_last:
-        raise ConfigError(
-            f"Trainer(global_batch_size={sampling.global_batch_size}): the {sampling.dataset_size} samples of an epoch leave a "
-            "smaller last batch, and a pipeline needs micro-batches of one size: set drop_last=True, or choose a batch that "
-            "divides the samples"
-        )
-    step = StepSettings(
-        seed=settings.seed,
-        gradient_accumulation_steps=settings.gradient_accumulation_steps,
-        max_grad_norm=settings.max_grad_norm,
-        precision=settings.precision,
-        update=update,
-        on_non_finite=settings.on_non_finite,
-        seats=workers(scaling)[1] // parallelism.pipeline_parallel_degree,
-        returns_lost=recovery.lost_samples == "return",
-        finishes_alone=recovery.strategy == "lossy",
-        pipeline=pipeline,
-        bucket_bytes=settings.bucket_bytes,
-        first_bucket_bytes=settings.first_bucket_bytes,
-    )
+    sampling = _sampling(task, settings, pipeline)
+    step = _step(settings, scaling, recovery, update, pipeline)
     log_choice = choose_log(task, step, settings, scaling, recovery, _policy(run).every)
     rules = _rules(settings, scaling, run, recovery, update, step.stages, log_choice)
     if pipeline is not None and rules.replay_workers > 1 and has_statistics(task, pipeline):
@@ -129,6 +100,42 @@ def prepare(
         hang_timeout=recovery.hang_timeout.total_seconds(),
         lease=recovery.lease.total_seconds(),
         driver_timeout=recovery.driver_timeout.total_seconds(),
+    )
+
+
+def _sampling(task: TrainTask, settings: TrainSettings, pipeline: PipelineSettings | None) -> Sampling:
+    sampling = Sampling(
+        dataset_size=_size(task.dataset()),
+        global_batch_size=settings.global_batch_size,
+        seed=settings.seed,
+        shuffle=settings.shuffle,
+        drop_last=settings.drop_last,
+    )
+    if pipeline is not None and sampling.dataset_size % sampling.global_batch_size and not sampling.drop_last:
+        raise ConfigError(
+            f"Trainer(global_batch_size={sampling.global_batch_size}): the {sampling.dataset_size} samples of an epoch leave a "
+            "smaller last batch, and a pipeline needs micro-batches of one size: set drop_last=True, or choose a batch that "
+            "divides the samples"
+        )
+    return sampling
+
+
+def _step(
+    settings: TrainSettings, scaling: ScalingConfig, recovery: RecoveryConfig, update: Update, pipeline: PipelineSettings | None
+) -> StepSettings:
+    return StepSettings(
+        seed=settings.seed,
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
+        max_grad_norm=settings.max_grad_norm,
+        precision=settings.precision,
+        update=update,
+        on_non_finite=settings.on_non_finite,
+        seats=workers(scaling)[1] // (1 if pipeline is None else pipeline.stages),
+        returns_lost=recovery.lost_samples == "return",
+        finishes_alone=recovery.strategy == "lossy",
+        pipeline=pipeline,
+        bucket_bytes=settings.bucket_bytes,
+        first_bucket_bytes=settings.first_bucket_bytes,
     )
 
 
@@ -259,73 +266,6 @@ def last_incarnation(directory: Path) -> int:
             found = (record.get("incarnation") for record in read_records(log))
             last = max([last, *(number for number in found if isinstance(number, int))])
     return last
-
-
-def pipeline_of(task: TrainTask, parallelism: ParallelismConfig, settings: TrainSettings) -> PipelineSettings | None:
-    """How the model is spread over stages; None if it is not.
-
-    Raises:
-        ConfigError: it cannot be cut as asked.
-    """
-    stages, split = parallelism.pipeline_parallel_degree, parallelism.split
-    if stages == 1:
-        return None
-    cuts = None
-    if split != "task":
-        cuts = (
-            split
-            if isinstance(split, tuple)
-            else measure_cuts(task, stages, settings.global_batch_size // parallelism.micro_batches)
-        )
-        check_cuts(task, cuts)
-    return PipelineSettings(stages=stages, micro_batches=parallelism.micro_batches, schedule=parallelism.schedule, cuts=cuts)
-
-
-def check_stages(task: TrainTask, pipeline: PipelineSettings) -> Any:
-    """Builds every stage and its optimizer once, so that what cannot work fails early; returns what measured times are of."""
-    key: list[Any] = [pipeline.stages, pipeline.micro_batches, pipeline.schedule]
-    for stage in range(pipeline.stages):
-        model = build_stage(task, stage, pipeline)
-        check_model(model)
-        optimizer = task.optimizer([p for p in model.parameters() if p.requires_grad])
-        key += [type(optimizer).__name__, *([name, str(p.dtype), list(p.shape)] for name, p in model.named_parameters())]
-    return key
-
-
-def has_statistics(task: TrainTask, pipeline: PipelineSettings) -> bool:
-    """Whether a stage keeps statistics of the micro-batches that it sees, as BatchNorm does."""
-    parts = [build_stage(task, stage, pipeline) for stage in range(pipeline.stages)]
-    kind = torch.nn.modules.batchnorm._NormBase  # pyright: ignore[reportPrivateUsage]
-    return any(isinstance(module, kind) and module.track_running_stats for part in parts for module in part.modules())
-
-
-def choose_update(task: TrainTask, recovery: RecoveryConfig) -> tuple[Update, Any]:
-    """Builds model and optimizer once, here, so that what cannot work fails early, and says how to update; and what measured
-    times depend on of both.
-
-    `strategy="auto"` falls back to "barrier" where wait-free updates could not be undone.
-
-    Raises:
-        UndoRefusedError: wait-free updates were insisted on.
-    """
-    model = task.model(0)
-    check_model(model)
-    optimizer = task.optimizer([p for p in model.parameters() if p.requires_grad])
-    key = [type(optimizer).__name__, *([name, str(p.dtype), list(p.shape)] for name, p in model.named_parameters())]
-    if recovery.update == "barrier":
-        return "barrier", key
-    reasons = "; ".join(check_undo(optimizer, recovery.undo))
-    if not reasons:
-        return "wait_free", key
-    if recovery.strategy != "auto":
-        raise UndoRefusedError(
-            f'RecoveryConfig(update="wait_free"): {reasons}. Use update="barrier", which never needs an undo.'
-        )
-    warnings.warn(
-        f'update="wait_free" would need undo, but {reasons}. Falling back to update="barrier", which never needs it.',
-        stacklevel=5,
-    )
-    return "barrier", key
 
 
 def make_directory(storage_path: str, name: str) -> Path:

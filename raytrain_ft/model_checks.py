@@ -1,0 +1,86 @@
+"""What is asked of the user's model before a run: how it is cut, whether it can be trained, and how it may be updated."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal
+
+import torch
+
+from raytrain_ft.config import ParallelismConfig, RecoveryConfig
+from raytrain_ft.errors import UndoRefusedError
+from raytrain_ft.settings import TrainSettings
+from raytrain_ft.task import TrainTask
+from raytrain_ft.training.build import check_model, check_undo
+from raytrain_ft.training.pipeline import build_stage
+from raytrain_ft.training.settings import PipelineSettings
+from raytrain_ft.training.split import check_cuts, measure_cuts
+
+Update = Literal["barrier", "wait_free"]
+
+
+def pipeline_of(task: TrainTask, parallelism: ParallelismConfig, settings: TrainSettings) -> PipelineSettings | None:
+    """How the model is spread over stages; None if it is not.
+
+    Raises:
+        ConfigError: it cannot be cut as asked.
+    """
+    stages, split = parallelism.pipeline_parallel_degree, parallelism.split
+    if stages == 1:
+        return None
+    cuts = None
+    if split != "task":
+        cuts = (
+            split
+            if isinstance(split, tuple)
+            else measure_cuts(task, stages, settings.global_batch_size // parallelism.micro_batches)
+        )
+        check_cuts(task, cuts)
+    return PipelineSettings(stages=stages, micro_batches=parallelism.micro_batches, schedule=parallelism.schedule, cuts=cuts)
+
+
+def check_stages(task: TrainTask, pipeline: PipelineSettings) -> Any:
+    """Builds every stage and its optimizer once, so that what cannot work fails early; returns what measured times are of."""
+    key: list[Any] = [pipeline.stages, pipeline.micro_batches, pipeline.schedule]
+    for stage in range(pipeline.stages):
+        model = build_stage(task, stage, pipeline)
+        check_model(model)
+        optimizer = task.optimizer([p for p in model.parameters() if p.requires_grad])
+        key += [type(optimizer).__name__, *([name, str(p.dtype), list(p.shape)] for name, p in model.named_parameters())]
+    return key
+
+
+def has_statistics(task: TrainTask, pipeline: PipelineSettings) -> bool:
+    """Whether a stage keeps statistics of the micro-batches that it sees, as BatchNorm does."""
+    parts = [build_stage(task, stage, pipeline) for stage in range(pipeline.stages)]
+    kind = torch.nn.modules.batchnorm._NormBase  # pyright: ignore[reportPrivateUsage]
+    return any(isinstance(module, kind) and module.track_running_stats for part in parts for module in part.modules())
+
+
+def choose_update(task: TrainTask, recovery: RecoveryConfig) -> tuple[Update, Any]:
+    """Builds model and optimizer once, here, so that what cannot work fails early, and says how to update; and what measured
+    times depend on of both.
+
+    `strategy="auto"` falls back to "barrier" where wait-free updates could not be undone.
+
+    Raises:
+        UndoRefusedError: wait-free updates were insisted on.
+    """
+    model = task.model(0)
+    check_model(model)
+    optimizer = task.optimizer([p for p in model.parameters() if p.requires_grad])
+    key = [type(optimizer).__name__, *([name, str(p.dtype), list(p.shape)] for name, p in model.named_parameters())]
+    if recovery.update == "barrier":
+        return "barrier", key
+    reasons = "; ".join(check_undo(optimizer, recovery.undo))
+    if not reasons:
+        return "wait_free", key
+    if recovery.strategy != "auto":
+        raise UndoRefusedError(
+            f'RecoveryConfig(update="wait_free"): {reasons}. Use update="barrier", which never needs an undo.'
+        )
+    warnings.warn(
+        f'update="wait_free" would need undo, but {reasons}. Falling back to update="barrier", which never needs it.',
+        stacklevel=5,
+    )
+    return "barrier", key
