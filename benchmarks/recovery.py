@@ -151,7 +151,15 @@ def measure_ours(report: Report, options: Options) -> list[Kill]:
     transfer = RECOVERY.num_parameters * 4 * ADAMW_STATES / loopback_bandwidth()
     pauses = [(k.full_strength_s - 0.5 - transfer) / step for k in kills]
     report.add("pause_full_strength_p95_steps", pauses, statistic=p95_of)
-    report.add("detect_sigkill_p99_s", detections(kills, records, offset), statistic=p99_of)
+    detected = detections(kills, records, offset)
+    report.add("detect_sigkill_p99_s", detected, statistic=p99_of)
+    gone = [(k.gone_s, seconds - k.gone_s) for k, seconds in zip(kills, detected, strict=True) if k.gone_s is not None]
+    if gone:
+        dying, noticing = (np.array(column) for column in zip(*gone, strict=True))
+        report.note(
+            f"  SIGKILL: the kernel took {1000 * np.median(dying):.0f} ms (at most {1000 * dying.max():.0f}) to end the last "
+            f"thread; from there to WorkerLost {1000 * np.median(noticing):.0f} ms (at most {1000 * noticing.max():.0f})"
+        )
     report.note(summary("raytrain_ft, warm spare", kills))
     report.note(f"  medians of its phases: {breakdown(records)}; state / loopback bandwidth = {transfer * 1000:.0f} ms")
 

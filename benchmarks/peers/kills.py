@@ -35,6 +35,7 @@ class Kill:
     steps_redone: int  # completed before the kill, and computed again
     batches_dropped: int  # survivors' local batches whose step was thrown away for good
     killed_at: float = 0.0  # monotonic time of the kill
+    gone_s: float | None = None  # until the last thread of a killed process had ended, and the kernel closed its connections
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ class Killer:
         victim = int(self._random.choice(sorted(members)))
         killed_at = time.monotonic()
         os.kill(victim, number)
+        gone_s = gone_after(victim, killed_at) if number == signal.SIGKILL else None
         last_step = max(e.step for e in self._entries(members, until=killed_at) if e.world)
 
         def recovered() -> tuple[float, float] | None:
@@ -125,6 +127,7 @@ class Killer:
             steps_redone=max(0, last_step + 1 - redone_from),
             batches_dropped=len(thrown_away),
             killed_at=killed_at,
+            gone_s=gone_s,
         )
 
     def stop(self, steps_ahead: int = 10) -> None:
@@ -199,6 +202,20 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
     except OSError:
         return False
+
+
+def gone_after(pid: int, killed_at: float, seconds: float = 2.0) -> float | None:
+    """Seconds until the last thread of a killed process had ended; None if that took longer than `seconds`. Where processes
+    share CPUs this takes a while, and nobody can notice a death before."""
+    while (passed := time.monotonic() - killed_at) < seconds:
+        try:
+            ended = not alive(pid) and len(list(Path(f"/proc/{pid}/task").iterdir())) <= 1
+        except OSError:
+            ended = True
+        if ended:
+            return passed
+        time.sleep(0.001)
+    return None
 
 
 def summary(name: str, kills: list[Kill]) -> str:
