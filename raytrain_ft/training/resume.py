@@ -32,7 +32,7 @@ def values(
     return {
         "kind": KIND,
         "world": world,
-        "data": {name: asdict(position) for name, position in data.items()},
+        "data": {name: {"epoch": one.epoch, "consumed": one.consumed} for name, one in data.items()},
         "datasets": {name: asdict(loader.sampling) for name, loader in loaders.items()},
         "objects": states.describe(objects),
     }
