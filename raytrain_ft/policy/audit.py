@@ -260,6 +260,7 @@ class _Tally:
         owed = batch.owed if batch.epoch == loss.epoch else ()
         if loss.stop > self._sampling.dataset_size + samples_in(owed):
             self._violations.append(f"{loss}: the epoch has {self._sampling.dataset_size}")
+            return  # there is nothing to count, and a damaged record may speak of any number
         ids = self._ids(GlobalBatch(loss.epoch, loss.start, loss.stop, owed))
         np.add.at(self._counts(loss.epoch)[1], ids, 1)
 

@@ -101,8 +101,10 @@ def sample_ids(sampling: Sampling, epoch: int, positions: range, owed: Sequence[
     permutation and skips).
     """
     if owed and positions.stop > sampling.dataset_size:
-        own = own_positions(sampling, owed, (positions.start, positions.stop)) or [(0, 0)]
-        return np.concatenate([sample_ids(sampling, epoch, range(*piece)) for piece in own])
+        own = own_positions(sampling, owed, (positions.start, positions.stop))
+        ids = np.concatenate([np.empty(0, np.int64), *(sample_ids(sampling, epoch, range(*piece)) for piece in own)])
+        ids.flags.writeable = False
+        return ids
     if not sampling.shuffle:
         ids = np.arange(positions.start, positions.stop, dtype=np.int64)
     else:

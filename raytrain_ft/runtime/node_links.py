@@ -17,8 +17,8 @@ from raytrain_ft.runtime import placement
 
 RETRY_S = 1.0
 FIRST_RETRY_S = 0.02
-"""After the end of a connection. A process that is being killed may yet take the next connection, for a moment: its sockets are
-closed one by one."""
+"""After a connection that ended soon; doubled each time. A process that is being killed may yet take the next connection, for a
+moment: its sockets are closed one by one."""
 
 
 class NodeLinks:
@@ -80,8 +80,9 @@ class NodeLinks:
                 writer.close()
                 if time.monotonic() - began >= RETRY_S:
                     pause = FIRST_RETRY_S
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, RETRY_S)
+                else:
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, RETRY_S)
 
 
 async def _ended(reader: asyncio.StreamReader) -> None:

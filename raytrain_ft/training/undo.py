@@ -184,10 +184,10 @@ class Undo:
                 "Undo each update once; Undo.updated() lists what can be undone."
             )
         records = [self._records[key] for key in reversed(wanted)]  # last updated, first undone: the cache still holds that
-        if any(_skipped(records)):
-            skipped = {id(r) for r, was in zip(records, _skipped(records), strict=True) if was}
-            self.forget(r.parameter for r in records if id(r) in skipped)
-            records = [r for r in records if id(r) not in skipped]
+        skipped = _skipped(records)
+        if any(skipped):
+            self.forget(r.parameter for r, was in zip(records, skipped, strict=True) if was)
+            records = [r for r, was in zip(records, skipped, strict=True) if not was]
         return records
 
     def _cohorts(self, records: list[Record]) -> list[_Cohort]:

@@ -311,6 +311,7 @@ def test_a_loss_is_void_when_its_step_is_done_again() -> None:
         ({"step": 0, "epoch": 0, "start": 0, "stop": 2, "incarnation": 7}, "incarnation 7 was resumed"),
         ({"step": 0, "epoch": 0, "start": 2, "stop": 2}, "are none"),
         ({"step": 1, "epoch": 0, "start": 6, "stop": 99}, "the epoch has 12"),
+        ({"step": 1, "epoch": 0, "start": 6, "stop": 2**62, "returned": True}, "the epoch has 12"),
     ],
 )
 def test_a_loss_that_fits_no_step_is_refused(loss: Record, word: str) -> None:

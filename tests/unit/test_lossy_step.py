@@ -36,9 +36,9 @@ class Line(ft.TrainTask):
 
 
 @pytest.fixture
-def alone() -> Any:
-    """A replica that is the only one, and its connections to nobody."""
-    settings = StepSettings(seats=2, bucket_bytes=64, first_bucket_bytes=64)
+def alone(request: pytest.FixtureRequest) -> Any:
+    """A replica that is the only one, and its connections to nobody. Its parameter: `returns_lost`."""
+    settings = StepSettings(seats=2, bucket_bytes=64, first_bucket_bytes=64, returns_lost=getattr(request, "param", False))
     replica = build_replica(Line(), Sampling(24, 8, 0), settings, use_gpu=False, undo_mode="exact", probe=None)
     fence = Fence(1)
     replica.loader.start(replica.state.position, 0, 1)
@@ -54,29 +54,21 @@ def test_a_step_that_is_done_again_has_all_of_its_samples_again(alone: tuple[Rep
     assert replica.lost is None
 
 
-def test_what_a_step_lost_is_read_again_at_the_end_of_the_epoch() -> None:
-    """As in a failure that is only simulated: the gradients of the whole share are missing from the first bucket on."""
-    settings = StepSettings(seats=2, bucket_bytes=64, first_bucket_bytes=64, returns_lost=True)
-    replica = build_replica(Line(), Sampling(24, 8, 0), settings, use_gpu=False, undo_mode="exact", probe=None)
-    fence = Fence(1)
-    links = Links(fence, 0, 1, Solo(fence))  # type: ignore[arg-type]
+@pytest.mark.parametrize("alone", [True], indirect=True)
+def test_what_a_step_lost_is_read_again_at_the_end_of_the_epoch(alone: tuple[Replica, Links]) -> None:
+    replica, links = alone
+    first = replica.train_step(links)
+    assert (first.returned, replica.reads_changed) == (False, False)
+    replica.begin(replica.loader.next(), links, 0.0)
+    replica.forward_backward()
+    replica.reducer.finish()
+    replica.lost = (1, ((10, 13),))  # what a recovery says
+    replica.update()
+    commit = replica.commit()
+    assert (commit.lost, commit.returned, replica.reads_changed) == (((10, 13),), True, True)
+    assert replica.state.position == Position(0, 16, ((10, 13),))
     replica.loader.start(replica.state.position, 0, 1)
-    try:
-        replica.lost = None
-        first = replica.train_step(links)
-        assert (first.returned, replica.reads_changed) == (False, False)
-        replica.begin(replica.loader.next(), links, 0.0)
-        replica.forward_backward()
-        replica.reducer.finish()
-        replica.lost = (1, ((10, 13),))
-        replica.update()
-        commit = replica.commit()
-        assert (commit.lost, commit.returned, replica.reads_changed) == (((10, 13),), True, True)
-        assert replica.state.position == Position(0, 16, ((10, 13),))
-        replica.loader.start(replica.state.position, 0, 1)
-        drawn = [replica.train_step(links).attempt for _ in range(3)]
-    finally:
-        replica.loader.stop()
+    drawn = [replica.train_step(links).attempt for _ in range(3)]
     own = sample_ids(Sampling(24, 8, 0), 0, range(24))
     assert [len(attempt.batch) for attempt in drawn] == [8, 3, 8]
     assert drawn[1].ids[0].tolist() == own[10:13].tolist()

@@ -58,14 +58,18 @@ def watched(body: Callable[[Raylet, NodeLinks, dict[str, Any], list[str]], Await
     return died
 
 
+async def told_at_once(node: dict[str, Any], died: list[str]) -> None:
+    began = time.monotonic()
+    while not died and time.monotonic() - began < 2:
+        await asyncio.sleep(0.001)
+    assert died == [node["NodeID"]]
+    assert time.monotonic() - began < 0.2
+
+
 def test_a_death_is_told_at_once() -> None:
     async def body(raylet: Raylet, links: NodeLinks, node: dict[str, Any], died: list[str]) -> None:
-        began = time.monotonic()
         raylet.close()
-        while not died and time.monotonic() - began < 2:
-            await asyncio.sleep(0.001)
-        assert died == [node["NodeID"]]
-        assert time.monotonic() - began < 0.2
+        await told_at_once(node, died)
 
     assert len(watched(body)) == 1
 
@@ -74,14 +78,10 @@ def test_a_raylet_whose_sockets_close_one_by_one() -> None:
     """The established connection first: the next one is taken, and ends at once."""
 
     async def body(raylet: Raylet, links: NodeLinks, node: dict[str, Any], died: list[str]) -> None:
-        began = time.monotonic()
         raylet.hang_up()
         await asyncio.wait_for(raylet.accepted.wait(), 2)
         raylet.close()
-        while not died and time.monotonic() - began < 2:
-            await asyncio.sleep(0.001)
-        assert died == [node["NodeID"]]
-        assert time.monotonic() - began < 0.2
+        await told_at_once(node, died)
 
     assert len(watched(body)) == 1
 
