@@ -12,7 +12,8 @@ serves any loop that calls ``optimizer.step()``, for all parameters at once or b
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -38,27 +39,36 @@ _WITH_STATE = False, 0.0
 _DEVICE_BLOCK = 2**24  # elements; bounds the temporaries where there is no cache to make use of
 
 
-class Record(NamedTuple):  # a tuple, for one is made per parameter and step
-    """One update of one parameter.
+class Update(NamedTuple):
+    """What one step did to one parameter group.
+
+    Attributes:
+        hyper: the group at that time, without its parameters.
+        overwritten: SGD left something else in the gradients; see `overwrites_gradient`.
+        found_inf: not zero if a GradScaler made the step leave everything as it was. On the device: read only on undo.
+    """
+
+    hyper: Mapping[str, Any]
+    overwritten: bool
+    found_inf: Tensor | None
+
+
+class Record(NamedTuple):
+    """What it did to one parameter of the group. A step makes one for each, so they are made and read column by column.
 
     Attributes:
         gradient: what the step consumed.
-        hyper: the parameter group at that time, without its parameters; one object per group and step.
         fresh: the optimizer had no state for it.
-        overwritten: SGD left something else in `gradient`; see `overwrites_gradient`.
         scalar: LAMB's trust ratio, NAdam's product of momenta before the step, the norm of an Adafactor parameter then.
-        found_inf: not zero if a GradScaler made the step leave everything as it was. On the device: read only on undo.
         versions: of the parameter and the gradient right after the step; None for a view.
     """
 
     parameter: Tensor
     gradient: Tensor
-    hyper: Mapping[str, Any]
     fresh: bool
-    overwritten: bool
     scalar: Tensor | float
-    found_inf: Tensor | None
     versions: tuple[int | None, int | None]
+    update: Update
 
 
 class Undo:
@@ -166,12 +176,14 @@ class Undo:
                 continue
             hyper = {name: group[name] for name in optimizer.defaults}
             overwritten = isinstance(optimizer, SGD) and overwrites_gradient(hyper, updated)
-            for p in updated:
-                fresh, scalar = self._before.get(id(p), _WITH_STATE)
-                if self._inverse.after is not None:
-                    scalar = self._inverse.after(optimizer, p)
-                versions = _version(p), _version(p.grad)
-                self._records[id(p)] = Record(p, p.grad, hyper, fresh, overwritten, scalar, found_inf, versions)
+            fresh, scalars = zip(*[self._before.get(id(p), _WITH_STATE) for p in updated], strict=True)
+            if self._inverse.after is not None:
+                scalars = [self._inverse.after(optimizer, p) for p in updated]
+            gradients = [p.grad for p in updated]
+            versions = zip(map(_version, updated), map(_version, gradients), strict=True)
+            update = Update(hyper, overwritten, found_inf)
+            records = map(Record, updated, gradients, fresh, scalars, versions, repeat(update))
+            self._records.update(zip(map(id, updated), records, strict=True))
         self._before.clear()
 
     def _chosen(self, params: Iterable[Tensor] | None) -> list[Record]:
@@ -196,25 +208,23 @@ class Undo:
         entries = [known.get(r.parameter, _NO_STATE) for r in records]
         steps = _numbers([entry.get("step", 0) for entry in entries])
         scalars = _numbers([entry.get("mu_product", r.scalar) for entry, r in zip(entries, records, strict=True)])
-        hypers = {key: str(hyper) for key, hyper in {id(r.hyper): r.hyper for r in records}.items()}
-        cohorts: dict[Any, _Cohort] = {}
-        for r, entry, t, scalar in zip(records, entries, steps, scalars, strict=True):
-            p, first = r.parameter, t == 1 if t else r.fresh
+        hypers = {id(hyper): str(hyper) for hyper in {id(r.update): r.update.hyper for r in records}.values()}
+        alike: dict[Any, list[int]] = {}
+        for i, (r, entry, t) in enumerate(zip(records, entries, steps, strict=True)):
+            p, update = r.parameter, r.update
             names = tuple([name for name in own if entry.get(name) is not None])
-            key = (p.device, p.dtype, t, first, r.overwritten, names, hypers[id(r.hyper)])
-            cohort = cohorts.get(key)
-            if cohort is None:
-                cohort = cohorts[key] = _Cohort(names, r.hyper, int(t), first, r.overwritten)
-            cohort.records.append(r)
-            cohort.entries.append(entry)
-            cohort.tensors.append((p, r.gradient, *[entry[name] for name in names]))
-            cohort.scalars.append(scalar)
-        return list(cohorts.values())
+            first = t == 1 if t else r.fresh
+            key = (p.device, p.dtype, t, first, update.overwritten, names, hypers[id(update.hyper)])
+            alike.setdefault(key, []).append(i)
+        return [
+            _Cohort(names, int(t), first, [records[i] for i in same], [entries[i] for i in same], [scalars[i] for i in same])
+            for (_, _, t, first, _, names, _), same in alike.items()
+        ]
 
     def _objections(self, cohort: _Cohort) -> list[str]:
         """Why this cohort cannot be undone after all: what only the latest step could show."""
-        reasons = hyper_reasons(type(self._optimizer), cohort.hyper, self._mode, "the latest step")
-        for p, g, *_, (of_p, of_g) in cohort.records:
+        reasons = hyper_reasons(type(self._optimizer), cohort.update.hyper, self._mode, "the latest step")
+        for p, g, _, _, (of_p, of_g), _ in cohort.records:
             changed, other = of_p is not None and p._version != of_p, of_g is not None and g._version != of_g
             if changed or other or g.dtype != p.dtype or g.layout != torch.strided or p.dtype not in TRAINED_IN:
                 reasons += reasons_now(p, g, changed, other)
@@ -222,7 +232,7 @@ class Undo:
             kept = (self._inverse.kept(batch) for batch in cohort.batches(self._inverse.block))
             reasons += scaled_decay([t.abs().min() for some in kept if some is not None for t in some if t.numel()])
         if not reasons and type(self._optimizer) is LAMB:
-            lr, wd = cohort.hyper["lr"], cohort.hyper["weight_decay"]
+            lr, wd = cohort.update.hyper["lr"], cohort.update.hyper["weight_decay"]
             reasons += scaled_decay([torch.tensor(abs(1 - lr * wd * ratio)) for ratio in cohort.scalars])
         return reasons
 
@@ -231,12 +241,14 @@ class Undo:
         for cohort in cohorts:
             kept = [entry for r, entry in zip(cohort.records, cohort.entries, strict=True) if not r.fresh]
             if cohort.t and kept:
-                torch._foreach_sub_([entry["step"] for entry in kept], 1)  # pyright: ignore[reportPrivateImportUsage]
+                steps = [entry["step"] for entry in kept]
+                one = torch.ones((), device=steps[0].device)  # a number would be made a tensor once for each of them
+                torch._foreach_add_(steps, one, alpha=-1)  # pyright: ignore[reportPrivateImportUsage]
             if type(self._optimizer) is NAdam:
                 for r, entry in zip(cohort.records, cohort.entries, strict=True):
                     entry["mu_product"].fill_(r.scalar)
             if cohort.first:
-                initial = cohort.hyper["initial_accumulator_value"] if type(self._optimizer) is Adagrad else 0.0
+                initial = cohort.update.hyper["initial_accumulator_value"] if type(self._optimizer) is Adagrad else 0.0
                 for entry in kept:
                     for name in cohort.names:
                         entry[name].fill_(initial)
@@ -246,19 +258,21 @@ class Undo:
                         self._optimizer.state.pop(r.parameter, None)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Cohort:
-    """Parameters whose updates are undone together. Each element of `tensors` is (parameter, gradient, state...)."""
+    """Parameters whose updates are undone together. `records`, `entries` of the state and `scalars` run parallel."""
 
     names: tuple[str, ...]
-    hyper: Mapping[str, Any]
     t: int
     first: bool
-    overwritten: bool
-    records: list[Record] = field(default_factory=list)
-    entries: list[dict[str, Any]] = field(default_factory=list)
-    tensors: list[tuple[Tensor, ...]] = field(default_factory=list)
-    scalars: list[float] = field(default_factory=list)
+    records: list[Record]
+    entries: list[dict[str, Any]]
+    scalars: list[float]
+
+    @property
+    def update(self) -> Update:
+        """Theirs, or one just like it."""
+        return self.records[0].update
 
     def batches(self, block: int | None) -> Iterator[Batch]:
         """Cuts large tensors into blocks and puts small ones together.
@@ -266,11 +280,13 @@ class _Cohort:
         Blocks begin at multiples of a fixed size within each tensor, so that the rounding of an element does not depend
         on what else is undone with it.
         """
-        limit = (block or 0) if self.tensors[0][0].is_cpu else _DEVICE_BLOCK
+        params, gradients, *_ = zip(*self.records, strict=True)
+        states = [[entry[name] for entry in self.entries] for name in self.names]
+        limit = (block or 0) if params[0].is_cpu else _DEVICE_BLOCK
         pieces: list[tuple[Tensor, ...]] = []
         scalars: list[float] = []
         size = 0
-        for tensors, scalar in zip(self.tensors, self.scalars, strict=True):
+        for tensors, scalar in zip(zip(params, gradients, *states, strict=True), self.scalars, strict=True):
             length = tensors[0].numel()
             if block is None or length <= limit or not all(t.is_contiguous() for t in tensors):
                 cut = [tensors]
@@ -289,7 +305,7 @@ class _Cohort:
     def _batch(self, pieces: list[tuple[Tensor, ...]], scalars: list[float]) -> Batch:
         x, g, *state = (list(column) for column in zip(*pieces, strict=True))
         named = dict(zip(self.names, state, strict=True))
-        return Batch(x, g, named, scalars, self.hyper, self.t, self.first, self.overwritten)
+        return Batch(x, g, named, scalars, self.update.hyper, self.t, self.first, self.update.overwritten)
 
 
 def _version(t: Tensor) -> int | None:
@@ -304,18 +320,16 @@ def _version(t: Tensor) -> int | None:
 
 def _skipped(records: list[Record]) -> list[bool]:
     """Whether a GradScaler made each step leave everything as it was, because a gradient was infinite."""
-    flags = {id(r.found_inf): r.found_inf for r in records if r.found_inf is not None}
-    if not flags:
-        return [False] * len(records)
-    infinite = {key for key, flag in flags.items() if flag.item() != 0}
-    return [id(r.found_inf) in infinite for r in records]
+    updates = {id(r.update): r.update for r in records}
+    skipped = {key: flag is not None and flag.item() != 0 for key, (_, _, flag) in updates.items()}
+    return [skipped[id(r.update)] for r in records]
 
 
 def _numbers(values: list[Any]) -> list[float]:
     """Numbers and 0-dim tensors as numbers, with one transfer per device."""
     if all(type(v) is float for v in values):
         return values
-    result: list[Any] = [v.item() if isinstance(v, Tensor) and v.is_cpu else v for v in values]
+    result: list[Any] = [v.item() if type(v) is Tensor and v.is_cpu else v for v in values]
     distant: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, value in enumerate(result):
         if isinstance(value, Tensor):
