@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -22,15 +21,12 @@ from rich.text import Text
 from raytrain_ft.errors import ConfigError, StorageError
 from raytrain_ft.storage import checkpoint
 from raytrain_ft.storage.checkpoint import Content, Found
-from raytrain_ft.storage.filesystem import Storage, open_storage
+from raytrain_ft.storage.filesystem import Storage, open_storage, within
 from raytrain_ft.storage.manifest import Manifest, Name
 from raytrain_ft.storage.tree import flatten
-from raytrain_ft.training import objects, restore
-from raytrain_ft.training.pipeline import name_in_one_piece
+from raytrain_ft.training import objects
+from raytrain_ft.training.export import state_of
 
-STAGE = re.compile(r"stage-(?P<number>[0-9]{1,4})/(?P<path>.+)")
-OF_LAYERS = ("model", "buffer", "optimizer")
-"""What is stored by the names of a model's layers."""
 console = Console(highlight=False, soft_wrap=True)
 LONGEST_VALUE = 200
 PLACE = click.argument("place")
@@ -137,7 +133,7 @@ def export(place: str, file: Path, which: str | None, kind: str, optimizer: bool
     if file.exists() and not force:
         raise click.ClickException(f"{file} exists: choose another file, or overwrite it with --force")
     content = _content(_storage(place), which)
-    state = _state(content)
+    state = state_of(content)
     partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     try:
         if kind == "torch":
@@ -155,8 +151,7 @@ def export(place: str, file: Path, which: str | None, kind: str, optimizer: bool
 
 def _storage(place: str) -> Storage:
     """The directory of checkpoints at a place, or within it."""
-    base, mark, query = place.partition("?") if "://" in place else (place, "", "")
-    for uri in (place, f"{base.rstrip('/')}/checkpoints{mark}{query}"):
+    for uri in (place, within(place, "checkpoints")):
         storage = open_storage(uri)
         if checkpoint.found(storage):
             return storage
@@ -206,24 +201,6 @@ def _warn(message: str) -> None:
 
 
 # ---------------------------------------------------------------- exporting
-
-
-def _state(content: Content) -> dict[str, Any]:
-    """{"model": state dict, "optimizer": ..., ...} of a checkpoint of either writer."""
-    if objects.own_name(0, "skeletons") in content.pieces:  # written by raytrain_ft.checkfreq
-        skeletons = objects.stored_skeletons(content, 0)
-        return {name: objects.put_together(content, skeleton, 0) for name, skeleton in skeletons.items()}
-    state: dict[str, Any] = {}
-    cuts = content.manifest.values.get("cuts")
-    for path in content.pieces:  # the trainer's: model/NAME, buffer/NAME, optimizer/NAME/KEY; of a pipeline, stage-N/...
-        stage = STAGE.fullmatch(path)
-        group, _, rest = (path if stage is None else stage["path"]).partition("/")
-        if stage is not None:
-            if group not in OF_LAYERS:
-                continue
-            rest = name_in_one_piece(rest, int(stage["number"]), cuts)
-        state.setdefault({"buffer": "model"}.get(group, group), {})[rest] = restore.make(content, path)
-    return state
 
 
 def _save_torch(state: dict[str, Any], path: Path) -> None:

@@ -11,6 +11,7 @@ import ray.train
 from ray.train import ScalingConfig
 
 from raytrain_ft.errors import ConfigError
+from raytrain_ft.fields import check_types
 from raytrain_ft.policy.frequency import check_budget
 from raytrain_ft.policy.schedule import MOST_MICRO_BATCHES, SCHEDULES, Schedule
 
@@ -60,7 +61,6 @@ class CheckpointConfig(ray.train.CheckpointConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_budget(self.overhead)
         every = self.every
         if every not in ("auto", None) and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
             raise ConfigError(f'CheckpointConfig(every={every!r}): use "auto", a number of steps of at least 1, or None')
@@ -72,6 +72,8 @@ class CheckpointConfig(ray.train.CheckpointConfig):
         interval = self.failure_interval
         if interval not in (None, "measured") and not (isinstance(interval, timedelta) and interval > timedelta()):
             raise ConfigError(f'CheckpointConfig(failure_interval={interval!r}): use a time longer than zero, or "measured"')
+        check_types(self, CheckpointConfig)
+        check_budget(self.overhead)
 
 
 @dataclass
@@ -104,6 +106,7 @@ class ParallelismConfig:
     split: Literal["task", "auto"] | tuple[int, ...] = "task"
 
     def __post_init__(self) -> None:
+        check_types(self, ParallelismConfig)
         for name in ("pipeline_parallel_degree", "num_pp_microbatches"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -158,6 +161,7 @@ class LogConfig:
         return self.budget_bytes is not None or self.recovery_target is not None
 
     def __post_init__(self) -> None:
+        check_types(self, LogConfig)
         for name in ("memory_bytes", "quota_bytes", "budget_bytes"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -252,12 +256,13 @@ class RecoveryConfig:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"RecoveryConfig({name}={getattr(self, name)!r}): use one of {', '.join(allowed)}")
-        if not 0 <= self.quorum <= 1:
-            raise ConfigError(f"RecoveryConfig(quorum={self.quorum}): use a share from 0 to 1")
         wanted = self.preemption
         if wanted not in ("auto", None) and (isinstance(wanted, str) or not set(wanted) <= set(NOTICE_SOURCES)):
             known = ", ".join(NOTICE_SOURCES)
             raise ConfigError(f'RecoveryConfig(preemption={wanted!r}): use "auto", None, or a tuple of {known}')
+        check_types(self, RecoveryConfig)
+        if not 0 <= self.quorum <= 1:
+            raise ConfigError(f"RecoveryConfig(quorum={self.quorum}): use a share from 0 to 1")
         if self.num_spares < 0:
             raise ConfigError(f"RecoveryConfig(num_spares={self.num_spares}): use 0 or more")
         if self.log.selective and self.strategy not in ("auto", "logging"):

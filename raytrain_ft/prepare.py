@@ -41,7 +41,7 @@ from raytrain_ft.runtime.spec import CheckpointSpec, LogSpec, RunSpec
 from raytrain_ft.selective import choose_log
 from raytrain_ft.settings import TrainSettings, workers
 from raytrain_ft.storage.checkpoint import select
-from raytrain_ft.storage.filesystem import open_storage
+from raytrain_ft.storage.filesystem import open_storage, within
 from raytrain_ft.task import TrainTask
 from raytrain_ft.training.settings import PipelineSettings, StepSettings
 
@@ -229,7 +229,7 @@ def _checkpoints(
     how = _policy(run)
     if how.every is None:
         return None
-    uri = f"{how.storage_path.rstrip('/')}/{directory.name}/checkpoints" if how.storage_path else str(directory / "checkpoints")
+    uri = within(how.storage_path or str(directory.parent), directory.name, "checkpoints")
     storage = open_storage(uri)
     try:
         stored = [manifest.step for manifest in select(storage, warnings.warn)] if how.resume != "never" else []

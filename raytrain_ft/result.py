@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from raytrain_ft.errors import MismatchError
 from raytrain_ft.policy.strategy import Guarantee, Recovery, Strategy
 from raytrain_ft.storage.arrow import read_tensors
-from raytrain_ft.training.pipeline import build_stage
-from raytrain_ft.training.settings import PipelineSettings
+from raytrain_ft.training.export import open_checkpoint, state_of
+from raytrain_ft.training.pipeline import name_in_one_piece, sequential
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,24 +53,47 @@ def recovery_of(fields: dict[str, Any]) -> Recovery:
 
 
 def load_model(task: Any, result: Result | str) -> torch.nn.Module:
-    """The task's model with the final weights of a run; of a pipeline whose stages the task gives, a Sequential of the stages.
+    """The task's model with the weights of a run; of a pipeline whose stages the task gives, a Sequential of the stages.
 
     Args:
-        result: what `fit` returned, or the path of a `final.arrow` or `final-stage-0.arrow`.
+        result: what `fit` returned; or the path of a `final.arrow` or `final-stage-0.arrow`; or the path or URI of a
+            checkpoint, such as `Result.checkpoint`.
 
     Raises:
-        StorageError: a file is missing or damaged.
+        StorageError: a file is missing or damaged. MismatchError: it is of another model.
     """
-    path = Path(result.final_state if isinstance(result, Result) else result)
+    place = str(result.final_state if isinstance(result, Result) else result)
+    tensors, values = _final(Path(place)) if place.endswith(".arrow") else _stored(place)
+    model = _whole(task, values)
+    wanted = model.state_dict().keys()  # a checkpoint also has the buffers that a state dict leaves out
+    try:
+        model.load_state_dict({name: tensor for name, tensor in tensors.items() if name in wanted})
+    except RuntimeError as error:
+        raise MismatchError(f"{place} is not of this task's model: {error}") from error
+    return model
+
+
+def _final(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors of a run's final state, by the names of the whole model."""
     tensors, values = read_tensors(path)
     if "stages" not in values:
-        model = task.model(0)
-        model.load_state_dict(tensors)
-        return model
-    cuts = values["cuts"]
-    settings = PipelineSettings(stages=values["stages"], micro_batches=1, cuts=None if cuts is None else tuple(cuts))
-    parts = [build_stage(task, stage, settings) for stage in range(settings.stages)]
-    for stage, part in enumerate(parts):
-        part.load_state_dict(read_tensors(path.with_name(f"final-stage-{stage}.arrow"))[0])
-    layers = parts if cuts is None else [layer for part in parts for layer in part.children()]
-    return torch.nn.Sequential(*layers)
+        return tensors, values
+    whole: dict[str, torch.Tensor] = {}
+    for stage in range(values["stages"]):
+        part = read_tensors(path.with_name(f"final-stage-{stage}.arrow"))[0]
+        whole |= {name_in_one_piece(name, stage, values["cuts"]): tensor for name, tensor in part.items()}
+    return whole, values
+
+
+def _stored(place: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The same of a checkpoint."""
+    content = open_checkpoint(place)
+    return state_of(content).get("model", {}), content.manifest.values
+
+
+def _whole(task: Any, values: dict[str, Any]) -> torch.nn.Module:
+    """The task's model in one piece."""
+    if "stages" not in values:
+        return task.model(0)
+    cut = values["cuts"] is not None
+    return torch.nn.Sequential(*(sequential(task.model(0)) if cut else map(task.model, range(values["stages"]))))

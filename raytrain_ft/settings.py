@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from ray.train import ScalingConfig
 
+from raytrain_ft.chaos.faults import FailAt
 from raytrain_ft.config import ParallelismConfig, RecoveryConfig
 from raytrain_ft.errors import ConfigError
+from raytrain_ft.fields import check_types
 from raytrain_ft.policy.forward import STRATEGIES as FORWARD
 
 
@@ -27,12 +30,13 @@ class TrainSettings:
     drop_last: bool = False
     bucket_bytes: int = 25 * 2**20
     first_bucket_bytes: int = 2**20
-    faults: tuple = field(default=())
+    faults: Sequence[FailAt] = ()
 
     def check(self, scaling: ScalingConfig, recovery: RecoveryConfig, parallelism: ParallelismConfig) -> None:
         """Raises `ConfigError` for values that cannot work together."""
+        check_types(self, TrainSettings, called="Trainer")
         for name in ("max_steps", "global_batch_size", "gradient_accumulation_steps", "bucket_bytes"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+            if getattr(self, name) < 1:
                 raise ConfigError(f"Trainer({name}={getattr(self, name)!r}): use a whole number of at least 1")
         for name in ("max_grad_norm", "first_bucket_bytes"):
             value = getattr(self, name)
@@ -49,10 +53,11 @@ class TrainSettings:
                 f"Trainer(global_batch_size={self.global_batch_size}): with up to {most} workers and "
                 f"{self.gradient_accumulation_steps} micro-batches each, a step needs at least {needed} samples"
             )
-        if self.precision not in ("fp32", "bf16"):
-            raise ConfigError(f"Trainer(precision={self.precision!r}): use fp32 or bf16")
-        if self.on_non_finite not in ("raise", "skip", "roll_back"):
-            raise ConfigError(f"Trainer(on_non_finite={self.on_non_finite!r}): use raise, skip or roll_back")
+        if recovery.replacement == "shrink" and isinstance(scaling.num_workers, int):
+            raise ConfigError(
+                f'RecoveryConfig(replacement="shrink") with ScalingConfig(num_workers={scaling.num_workers}): nothing says with '
+                "how few workers the run may go on; give a range, num_workers=(min, max)"
+            )
         if recovery.update == "wait_free" and (self.max_grad_norm is not None or self.on_non_finite == "skip"):
             raise ConfigError(
                 'RecoveryConfig(update="wait_free") updates buckets before all gradients are known, so it excludes '

@@ -13,10 +13,10 @@ from difflib import get_close_matches
 from typing import Any
 
 import ray
+import ray.train
 from ray.exceptions import RayError
 
 from raytrain_ft.callbacks import Callback, Callbacks
-from raytrain_ft.chaos.faults import FailAt
 from raytrain_ft.config import (
     ParallelismConfig,
     RecoveryConfig,
@@ -73,7 +73,7 @@ class Trainer:
         bucket_bytes, first_bucket_bytes: sizes of the gradient buckets, as in DDP.
         precision: "bf16" computes forward and loss under autocast.
         on_non_finite: "raise" ends the run at a NaN or infinite loss; "skip" leaves the step's update out and lists its
-            samples as lost.
+            samples as lost; "roll_back" goes back to the newest checkpoint, once for each step.
         faults: failures to inject (`chaos.FailAt`), to rehearse.
         callbacks: told of the run on the driver: `ft.TensorBoard()`, or your own.
         quiet: show nothing.
@@ -97,16 +97,16 @@ class Trainer:
         check_task(task)
         _check_keywords(settings)
         self._task = task
-        self._scaling: Any = scaling_config or ScalingConfig()
-        self._run = run_config or RunConfig()
-        self._recovery = recovery_config or RecoveryConfig()
-        self._parallelism = parallelism_config or ParallelismConfig()
+        self._scaling: Any = _config("scaling_config", scaling_config, ScalingConfig)
+        self._run = _config("run_config", run_config, RunConfig, ray.train.RunConfig)
+        self._recovery = _config("recovery_config", recovery_config, RecoveryConfig)
+        self._parallelism = _config("parallelism_config", parallelism_config, ParallelismConfig)
+        if not isinstance(callbacks, Sequence) or not all(isinstance(callback, Callback) for callback in callbacks):
+            raise ConfigError(f"Trainer(callbacks={callbacks!r}): use a list of instances of raytrain_ft.Callback")
         self._callbacks = tuple(callbacks)
         self._quiet = quiet
         self._settings = TrainSettings(**settings)
         self._settings.check(self._scaling, self._recovery, self._parallelism)
-        if not all(isinstance(callback, Callback) for callback in self._callbacks):
-            raise ConfigError(f"Trainer(callbacks={callbacks!r}): use instances of raytrain_ft.Callback")
         check_supported(self._scaling, self._run)
         check_name(str(self._run.name))
 
@@ -151,6 +151,19 @@ class Trainer:
         return account
 
 
+def _config(name: str, given: Any, *kinds: type) -> Any:
+    """What was given, or the defaults of its first kind.
+
+    Raises:
+        ConfigError: it is of no such kind.
+    """
+    if given is None:
+        return kinds[0]()
+    if not isinstance(given, kinds):
+        raise ConfigError(f"Trainer({name}={given!r}): use a raytrain_ft.{kinds[0].__name__}")
+    return given
+
+
 def _check_keywords(settings: dict[str, Any]) -> None:
     known = list(TrainSettings.__dataclass_fields__)
     for name in settings:
@@ -161,8 +174,6 @@ def _check_keywords(settings: dict[str, Any]) -> None:
     missing = [name for name in ("max_steps", "global_batch_size") if name not in settings]
     if missing:
         raise ConfigError(f"Trainer needs {' and '.join(missing)}")
-    if not all(isinstance(fault, FailAt) for fault in settings.get("faults", ())):
-        raise ConfigError(f"Trainer(faults={settings['faults']!r}): use raytrain_ft.chaos.FailAt")
 
 
 def _start(spec: RunSpec) -> Any:

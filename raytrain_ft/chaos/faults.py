@@ -17,6 +17,7 @@ from typing import Literal, get_args
 import psutil
 
 from raytrain_ft.errors import ConfigError
+from raytrain_ft.fields import check_types
 from raytrain_ft.policy.states import State
 
 Action = Literal["sigkill", "sigkill_node", "sigstop", "sigterm", "silence", "exception", "exit", "hang"]
@@ -80,13 +81,16 @@ class FailAt:
     nth: int = 1
 
     def __post_init__(self) -> None:
+        if self.action not in get_args(Action):
+            raise ConfigError(f"FailAt(action={self.action!r}): use one of {', '.join(get_args(Action))}")
+        check_types(self, FailAt)
+        if self.nth < 1:
+            raise ConfigError(f"FailAt(nth={self.nth}): the first time that a point is reached is 1")
         known = get_args(Phase) if self.role == "worker" else SUPERVISOR_PHASES
         if self.phase not in known:
             raise ConfigError(f"FailAt(phase={self.phase!r}): a {self.role} has the phases {', '.join(known)}")
         if self.action == "silence" and self.phase != "backward":
             raise ConfigError(f'FailAt(action="silence", phase={self.phase!r}): a rank falls silent in phase backward')
-        if self.action not in get_args(Action):
-            raise ConfigError(f"FailAt(action={self.action!r}): use one of {', '.join(get_args(Action))}")
 
     @property
     def name(self) -> str:

@@ -37,6 +37,7 @@ from raytrain_ft.runtime.library import Library
 from raytrain_ft.runtime.notices.notice import REQUEST, Notice
 from raytrain_ft.runtime.spec import Beat, RunSpec
 from raytrain_ft.runtime.store_server import StoreServer
+from raytrain_ft.storage.filesystem import within
 
 FOLLOWED_CHECK_S = 0.5
 LINGER_S = 5.0
@@ -196,7 +197,7 @@ class Supervisor:
             "max_steps": spec.rules.max_steps,
             "stop_timeout": spec.rules.stop_timeout,
             "unfollowed_s": time.monotonic() - self._followed_at,
-            "checkpoint": f"{uri}/{machine.stored[0].name}" if uri and machine.stored else None,
+            "checkpoint": within(uri, machine.stored[0].name) if uri and machine.stored else None,
             "state": str(machine.state),
             "step": machine.step,
             "loss": self._health.loss,

@@ -75,6 +75,19 @@ def open_storage(uri: str) -> Storage:
     return RemoteStorage(uri, filesystem, path)
 
 
+def within(place: str, *names: str) -> str:
+    """The path or URI of something inside a directory. What a URI says after "?" (of an S3 endpoint, say) stays at its end."""
+    directory, mark, query = place.partition("?") if "://" in place else (place, "", "")
+    return "/".join([directory.rstrip("/"), *names]) + mark + query
+
+
+def parent(place: str) -> tuple[str, str]:
+    """The directory that a path or URI is in, and its last name: what `within` puts together."""
+    path, mark, query = place.partition("?") if "://" in place else (place, "", "")
+    directory, _, name = path.rstrip("/").rpartition("/")
+    return (directory or "/" if path.startswith("/") else directory or ".") + mark + query, name
+
+
 def checked(name: str) -> str:
     """The name, if it is one that we write.
 

@@ -51,6 +51,8 @@ def test_a_run_of_the_same_name_goes_on_where_it_ended(undisturbed, tmp_path: Pa
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
     assert len(kept) == 2
     assert kept[-1] == Path(result.checkpoint).name
+    stored, final = (ft.load_model(Toy(), place).state_dict() for place in (result.checkpoint, result))
+    assert all(torch.equal(stored[name], final[name]) for name in final)
 
 
 class Alike(Toy):

@@ -174,6 +174,8 @@ def test_a_run_goes_on_where_it_ended(undisturbed_pipeline: ft.Result, tmp_path:
     trained, tensors = ft.load_model(Toy(), result).state_dict(), load_file(exported)
     assert tensors.keys() == trained.keys() == Toy().model(0).state_dict().keys(), "the names of the model in one piece"
     assert all(torch.equal(tensors[name], trained[name]) for name in trained)
+    stored = ft.load_model(Toy(), result.checkpoint).state_dict()
+    assert all(torch.equal(stored[name], trained[name]) for name in trained)
 
 
 @pytest.mark.parametrize("sums", ["exact", "fast"])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from raytrain_ft.errors import MismatchError, StorageError
 from raytrain_ft.policy.sampling import Position
+from raytrain_ft.result import load_model
 from raytrain_ft.runtime import recovery
 from raytrain_ft.runtime.trainee import Trainee
 from raytrain_ft.storage import checkpoint, shard
@@ -209,6 +210,22 @@ def test_a_state_of_another_model_changes_nothing(storage: LocalStorage) -> None
         durable.restore(here, mapped(storage), DATA)
     assert all_of(here) == unchanged
     assert here.filled
+
+
+def test_a_model_with_the_weights_of_a_checkpoint(storage: LocalStorage) -> None:
+    old = trained(3)
+    store(storage, old)
+    (place,) = storage.root.glob("step-*")
+    task = SimpleNamespace(model=lambda stage: trained(1).model)
+    model = load_model(task, str(place))
+    assert model.state_dict().keys() == old.model.state_dict().keys()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(model.parameters(), old.model.parameters(), strict=True))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(model.buffers(), old.model.buffers(), strict=True))
+    larger = SimpleNamespace(model=lambda stage: nn.Sequential(*old.model, nn.Linear(1, 1)))
+    with pytest.raises(MismatchError, match=r"3\.weight"):
+        load_model(larger, str(place))
+    with pytest.raises(StorageError, match="is no checkpoint"):
+        load_model(task, str(storage.root))
 
 
 def test_who_begins_anew_after_a_load_that_failed_is_built_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from store import OWNER, newest, own, save, state, step_of
 
 from raytrain_ft.errors import ConfigError, LockedError, StorageError
 from raytrain_ft.storage import checkpoint, filesystem, lock
-from raytrain_ft.storage.filesystem import Storage, open_storage
+from raytrain_ft.storage.filesystem import Storage, open_storage, parent, within
 
 pytest.importorskip("moto.server")
 BUCKET = "bucket"
@@ -74,6 +74,27 @@ def test_checkpoints_are_written_selected_read_and_deleted(storage: Storage) -> 
     content = newest(storage, warnings)
     assert content is not None
     assert (step_of(content), warnings) == (30, [])
+
+
+def test_places_within_a_uri_that_names_its_server(server: int) -> None:
+    bare = uri(server, "runs/nested")
+    place = within(bare, "run", "checkpoints")
+    assert place == uri(server, "runs/nested/run/checkpoints")
+    assert parent(place) == (uri(server, "runs/nested/run"), "checkpoints")
+    inner = open_storage(place)
+    own(inner)
+    inner.put("file", [memoryview(b"here")])
+    assert "file" in open_storage(uri(server, "runs/nested/run/checkpoints")).names()
+
+
+@pytest.mark.parametrize(
+    ("place", "inside"), [("/a", "/a/b"), ("/a/", "/a/b"), (".", "./b"), ("s3://k/r/", "s3://k/r/b"), ("s3://k?x=/", "s3://k/b?x=/")]
+)
+def test_places_within_a_place(place: str, inside: str) -> None:
+    assert within(place, "b") == inside
+    directory, name = parent(inside)
+    assert name == "b"
+    assert within(directory, name) == inside
 
 
 def test_a_large_tensor_takes_several_parts(storage: Storage) -> None:
