@@ -1,4 +1,5 @@
-# Every target does all the set-up that it needs on a fresh machine with Python >= 3.11.
+# Every target does all the set-up that it needs on a fresh machine with Linux and Python >= 3.11. As root, and where apt-get is,
+# that also installs chromium, strace and iproute2 system-wide, if they are missing: see the three variables below.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +7,7 @@ KILLS ?= 200
 MTBF ?= 3
 STAGES ?= 1
 
-# A browser for the tests that look at the report. Without one they are skipped: no root, no apt-get, no network are all fine.
+# A browser for the tests that look at the report. Without one they are skipped; root, apt-get and the network are optional.
 BROWSER = command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 	&& timeout 60 apt-get -qq update && timeout 180 env DEBIAN_FRONTEND=noninteractive \
 	apt-get -qq install --yes --no-install-recommends chromium fonts-dejavu-core; } >/dev/null 2>&1 || echo "no chromium: the tests of the report in a browser will be skipped"

@@ -2,7 +2,7 @@
 
     python jobs/train_lm.py
     python jobs/train_lm.py --stages 3 --lose-stage 1     # a pipeline that loses a stage, rehearsed on this machine
-    ray job submit --working-dir . -- python jobs/train_lm.py --num-workers 4 --max-steps 2000
+    ray job submit --working-dir . -- python jobs/train_lm.py --num-workers 4 --max-steps 2000 --storage-path /shared/runs
 
 GPT with 0.9 million parameters, or with `--masked` a BERT of the same size; nothing is downloaded. All nodes must run the
 same Python version, since its source is the data. The loss at the end is in bits per byte of modules that were not trained

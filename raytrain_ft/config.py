@@ -211,6 +211,8 @@ class RecoveryConfig:
         sigterm_grace: how long a worker goes on after SIGTERM at most: as long as whoever sends it waits before SIGKILL.
         hang_timeout: a step that makes no progress for this long, and for ten times the longest step so far, is suspect.
         fence_timeout: the least time that a survivor has to leave its step (three times the longest step if longer).
+        phase_timeout: how long each exchange of a recovery (load, transfer, hand-over), and saving the final state, may take
+            before it is tried in another way; by default a minute, and another for every 100 million parameters.
         schedule_timeout: how long to wait at the start for enough workers.
         lease: a worker that has not reached the supervisor for this long stops itself.
         driver_timeout: a run that nobody has followed for this long, neither the job that started it nor `raytrain-ft attach`,
@@ -238,6 +240,7 @@ class RecoveryConfig:
     sigterm_grace: timedelta = timedelta(seconds=30)
     hang_timeout: timedelta = timedelta(seconds=60)
     fence_timeout: timedelta = timedelta(seconds=10)
+    phase_timeout: timedelta | None = None
     schedule_timeout: timedelta = timedelta(seconds=120)
     lease: timedelta = timedelta(seconds=120)
     driver_timeout: timedelta = timedelta(seconds=15)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from functools import cache
 from typing import Any, get_type_hints
@@ -13,7 +14,7 @@ from raytrain_ft.errors import ConfigError
 
 @cache
 def _adapters(cls: type) -> dict[str, TypeAdapter[Any]]:
-    own = cls.__dict__.get("__annotations__", {})
+    own = inspect.get_annotations(cls)
     return {name: TypeAdapter(hint) for name, hint in get_type_hints(cls).items() if name in own}
 
 
@@ -31,6 +32,6 @@ def check_types(given: Any, cls: type, called: str = "") -> None:
         try:
             adapter.validate_python(value, strict=True)
         except ValidationError as error:
-            wanted = re.sub(r"Literal\[(.*?)\]", r"\1", str(cls.__dict__["__annotations__"][name])).replace(" | ", " or ")
+            wanted = re.sub(r"Literal\[(.*?)\]", r"\1", str(inspect.get_annotations(cls)[name])).replace(" | ", " or ")
             hint = ", such as timedelta(seconds=60)" if wanted.startswith("timedelta") else ""
             raise ConfigError(f"{called or cls.__name__}({name}={value!r}): use {wanted}{hint}") from error

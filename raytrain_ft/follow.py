@@ -7,8 +7,10 @@ that nobody follows saves a checkpoint and ends after `RecoveryConfig.driver_tim
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,12 @@ from raytrain_ft.config import check_name
 from raytrain_ft.errors import ConfigError, FTError, TrainingFailedError
 from raytrain_ft.progress import Display
 from raytrain_ft.result import Result, recovery_of
-from raytrain_ft.runtime.event_log import read_records
+from raytrain_ft.runtime.event_log import ENDS, read_records
 from raytrain_ft.runtime.leftovers import kill_named, named
 from raytrain_ft.runtime.spec import NAMESPACE, supervisor_name, worker_name
 
 POLL_S = 0.2
+RENEW_S = 1.0
 ANSWER_S = 10.0
 GRACE_S = 2.0
 """How long the supervisor has to end by itself, once its run has ended."""
@@ -74,6 +77,25 @@ def watch(supervisor: Any) -> Iterator[Account]:
         yield known
         if done:
             return
+
+
+@contextmanager
+def kept_going(supervisor: Any) -> Iterator[None]:
+    """Tells the supervisor from a thread of its own that it is followed: a slow callback must not end the run."""
+    done = threading.Event()
+
+    def renew() -> None:
+        while not done.wait(RENEW_S):
+            with suppress(RayError):
+                ray.get(supervisor.follow.remote(), timeout=ANSWER_S)
+
+    thread = threading.Thread(target=renew, name="raytrain_ft-follow", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join(ANSWER_S)
 
 
 def _last_account(error: ActorDiedError, known: Account | None) -> Account:
@@ -213,7 +235,7 @@ def recorded(directory: Path) -> Account | None:
     records = read_records(directory / "events.jsonl")
     if not records or records[0]["event"] != "RunStarted":
         return None
-    ends = [record for record in records if record["event"] in ("RunFinished", "RunFailed")]
+    ends = [record for record in records if record["event"] in ENDS]
     if not ends:
         return None
     end, details = ends[-1], records[0]["details"]

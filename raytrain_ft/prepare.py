@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import sys
 import uuid
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -45,6 +47,9 @@ from raytrain_ft.storage.filesystem import open_storage, within
 from raytrain_ft.task import TrainTask
 from raytrain_ft.training.settings import PipelineSettings, StepSettings
 
+PHASE_S = 60.0
+PARAMETERS_PER_S = 100e6 / 60
+
 
 def prepare(
     task: TrainTask,
@@ -66,6 +71,7 @@ def prepare(
     step = _step(settings, scaling, recovery, update, pipeline)
     log_choice = choose_log(task, step, settings, scaling, recovery, _policy(run).every)
     rules = _rules(settings, scaling, run, recovery, update, step.stages, log_choice)
+    rules = replace(rules, phase_timeout=_phase_timeout(recovery, model_key))
     if pipeline is not None and rules.replay_workers > 1 and has_statistics(task, pipeline):
         warnings.warn(
             f"RecoveryConfig(replay_workers={rules.replay_workers}): a stage has BatchNorm statistics, which depend on the "
@@ -209,6 +215,14 @@ def _rules(
     )
 
 
+def _phase_timeout(recovery: RecoveryConfig, model_key: Sequence[Any]) -> float:
+    """Seconds. Parameters with Adam's state are 12 bytes each, and storage or a network may bring 20 MB/s."""
+    if recovery.phase_timeout is not None:
+        return recovery.phase_timeout.total_seconds()
+    sizes = [math.prod(part[2]) for part in model_key if isinstance(part, list)]  # (name, dtype, shape)
+    return PHASE_S + sum(sizes) / PARAMETERS_PER_S
+
+
 def _policy(run: RunConfig) -> CheckpointConfig:
     """The run's `CheckpointConfig`; Ray Train's own, which says less, is taken as ours with the defaults."""
     given: Any = run.checkpoint_config
@@ -230,9 +244,8 @@ def _checkpoints(
     if how.every is None:
         return None
     uri = within(how.storage_path or str(directory.parent), directory.name, "checkpoints")
-    storage = open_storage(uri)
     try:
-        stored = [manifest.step for manifest in select(storage, warnings.warn)] if how.resume != "never" else []
+        stored = [manifest.step for manifest in select(open_storage(uri), warnings.warn)] if how.resume != "never" else []
     except StorageError as error:
         raise ConfigError(f"CheckpointConfig(storage_path={how.storage_path!r}) cannot be read: {error}") from error
     if how.resume == "require" and not stored:

@@ -55,8 +55,8 @@ class TrainSettings:
             )
         if recovery.replacement == "shrink" and isinstance(scaling.num_workers, int):
             raise ConfigError(
-                f'RecoveryConfig(replacement="shrink") with ScalingConfig(num_workers={scaling.num_workers}): nothing says with '
-                "how few workers the run may go on; give a range, num_workers=(min, max)"
+                f'RecoveryConfig(replacement="shrink") with ScalingConfig(num_workers={scaling.num_workers}): nothing says '
+                "with how few workers the run may go on; give a range, num_workers=(min, max)"
             )
         if recovery.update == "wait_free" and (self.max_grad_norm is not None or self.on_non_finite == "skip"):
             raise ConfigError(

@@ -26,7 +26,7 @@ from raytrain_ft.config import (
     check_supported,
 )
 from raytrain_ft.errors import ConfigError, FTError, RunActiveError
-from raytrain_ft.follow import POLL_S, abort, clean_up, result_of, watch
+from raytrain_ft.follow import POLL_S, abort, clean_up, kept_going, result_of, watch
 from raytrain_ft.policy.states import ENDED
 from raytrain_ft.prepare import prepare
 from raytrain_ft.progress import Display
@@ -120,7 +120,8 @@ class Trainer:
         supervisor = _start(spec)
         with ExitStack() as last, _exit_at_sigterm(), Display(spec.name, spec.rules.max_steps, quiet=self._quiet) as display:
             try:
-                account = self._follow(spec, supervisor, display, last)
+                with kept_going(supervisor):
+                    account = self._follow(spec, supervisor, display, last)
             except FTError:
                 raise
             except BaseException as error:

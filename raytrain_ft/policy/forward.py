@@ -4,7 +4,8 @@ Whatever can be completed exactly is completed exactly, so a strategy has a say 
 cannot apply, the step is redone after all, which keeps more. Three strategies:
 
 * ``lossy`` (Nicolae et al., III-B, "lossy forward"): survivors finish the step with the mean of their own gradients for every
-  bucket that was not reduced yet. Buckets reduced before hold everybody's gradients (mechanisms D-36).
+  bucket that was not reduced yet. Buckets reduced before keep the gradients of all workers, the lost ones included: an
+  all-reduce that completed has them all, and dropping them would lose more.
 * ``rollback`` ("immediate mini-batch rollback"): the partial update of one survivor becomes everybody's, and the same batch
   is read again, so some buckets are updated twice.
 * ``skip`` (torchft): the step is left out.

@@ -198,7 +198,8 @@ def _on_suspected(run: RunState, event: m.Suspected) -> list[m.Command]:
 
 
 def _on_steps_committed(run: RunState, event: m.StepsCommitted) -> list[m.Command]:
-    run.step = max(run.step, event.stop_step)
+    if event.incarnation >= run.counts_from:
+        run.step = max(run.step, event.stop_step)
     if event.incarnation != run.incarnation:
         return []  # a step that a recovery completed, for example: its time says nothing
     run.longest_step = max(run.longest_step, event.longest_s)

@@ -224,6 +224,7 @@ def on_checkpoints_found(run: RunState, event: m.CheckpointsFound) -> list[m.Com
     committed, run.survivors, run.stored = max(run.step, event.reached), {}, list(event.stored)
     run.plan, run.replaying = None, frozenset()
     run.begin_from_stored()
+    run.counts_from = run.incarnation
     strategy = Strategy.SNAPSHOT if run.rules.strategy == "snapshot" else Strategy.CHECKPOINT
     recovery.go_back(run.step, committed, run.load.name if run.load is not None else "the beginning", strategy)
     return _gather(run)

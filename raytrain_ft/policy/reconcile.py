@@ -1,6 +1,6 @@
 """Make the survivors of a loss consistent: who copies what from whom, what is undone, from which step to go on.
 
-A bucket's *version* is the number of updates applied to it. Facts that this rests on (design, "Reconciling the survivors"):
+A bucket's *version* is the number of updates applied to it. Facts that this rests on (docs/architecture.md proves them):
 survivors have completed B or B+1 steps, never further apart, because nobody can reduce a bucket of step B+1 before everybody
 has finished step B. So every version is B or B+1, and
 

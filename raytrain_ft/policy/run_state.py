@@ -43,6 +43,7 @@ class RunState:
         history: every recovery and planned resize so far.
         fruitless: incarnations in a row that committed no step.
         step: steps that somebody is known to have committed.
+        counts_from: the incarnation from which on steps count: everybody went back from what was committed before.
         longest_step: the longest step so far, seconds.
         abort_reason: why the run is to end before its time, once somebody has asked for that.
         failure: (error class name, message) once ERRORED or ABORTED.
@@ -76,6 +77,7 @@ class RunState:
     history: Recoveries = field(default_factory=Recoveries)
     fruitless: int = 0
     step: int = 0
+    counts_from: int = 0
     longest_step: float = 0.0
     abort_reason: str = ""
     failure: tuple[str, str] | None = None

@@ -9,7 +9,7 @@ from raytrain_ft.policy.reconcile import Plan
 
 
 class Strategy(StrEnum):
-    """How lost state comes back (design, section 6, "Strategies")."""
+    """How lost state is restored (docs/choose-a-strategy.md)."""
 
     REPLICATION = "replication"
     """Survivors become consistent, replacements are filled from them."""
@@ -124,7 +124,7 @@ class Recovery:
     def go_back(self, step: int, committed: int, source: str, strategy: Strategy) -> None:
         """Everybody goes back to this step: the same samples and the same bits once more."""
         self.strategy = strategy
-        self.redone += max(0, committed - step)
+        self.redone = max(self.redone, committed - step)  # also if it goes further back than it wanted to at first
         self.step, self.completes = step, False
         self.reason += f": everybody goes back to step {step} ({source}), {self.redone} steps or a few more are done again"
 

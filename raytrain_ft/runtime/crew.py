@@ -70,9 +70,9 @@ class Crew:
         """Begins to carry a command out; the results come as events."""
         match command:
             case m.StartWorker(member):
-                self._spawn(self._start(member))
+                self._spawn(self._bring(member, self._start(member)))
             case m.Watch(member):
-                self._spawn(self._attach(member))
+                self._spawn(self._bring(member, self._attach(member)))
             case m.Fence(members, incarnation):
                 self._health.alert(members)
                 for member in members:
@@ -126,6 +126,13 @@ class Crew:
 
     # ---------------------------------------------------------------- starting and watching
 
+    async def _bring(self, member: str, work: Coroutine[Any, Any, None]) -> None:
+        """Whatever comes in between, nobody is waited for who will not come."""
+        try:
+            await work
+        except Exception as error:
+            self._lost(member, f"it could not be started: {error!r}", "supervisor")
+
     async def _start(self, member: str) -> None:
         node = await self._choose_node(member)
         if node is None:
@@ -155,7 +162,7 @@ class Crew:
         wanted = placement.demand(self._spec.options)
         deadline = self._now() + ROOM_SECONDS
         while True:
-            nodes = placement.nodes()
+            nodes = await self._nodes()
             chosen = placement.choose(nodes, wanted, self.taken(), self._health.nodes.avoided)
             self._placed[member] = chosen  # taken from now on, whatever others are started meanwhile
             if chosen is None:
@@ -169,10 +176,17 @@ class Crew:
                 self._health.nodes.avoid(chosen, FORGIVE_DEAD_S)
                 self._health.nodes.count(nodes, self)
 
+    async def _nodes(self) -> list[dict[str, Any]]:
+        """None of them while Ray's own state does not answer."""
+        try:
+            return await asyncio.to_thread(placement.nodes)
+        except (RayError, RuntimeError):
+            return []
+
     async def _attach(self, member: str) -> None:
         try:
             self.handle(member)
-        except ValueError:
+        except (ValueError, RayError):
             self._lost(member, "it died while the supervisor was away", "ray")
             return
         await self._introduce(member)

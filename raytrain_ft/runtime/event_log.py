@@ -38,6 +38,10 @@ def decode(line: str) -> Event | None:
     return None if cls is None else _ADAPTERS[cls].validate_python(fields)
 
 
+ENDS = ("RunFinished", "RunFailed")
+"""The notes with which a run's records end."""
+
+
 class EventLog:
     """Appends to one file. Each line reaches the kernel before `append` returns, so it survives this process."""
 
@@ -45,18 +49,30 @@ class EventLog:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.ftruncate(self._file, path.read_bytes().rfind(b"\n") + 1)  # a line that a crash cut short would damage the next one
 
     def append(self, event: Event) -> None:
         """Writes an event."""
-        os.write(self._file, (encode(event) + "\n").encode())
+        self._write(encode(event))
 
     def note(self, name: str, **fields: Any) -> None:
         """Writes a line that is for people and tools, not for the machine."""
-        os.write(self._file, (json.dumps({"event": name, **fields}, separators=(",", ":")) + "\n").encode())
+        self._write(json.dumps({"event": name, **fields}, separators=(",", ":")))
+
+    def _write(self, line: str) -> None:
+        left = (line + "\n").encode()
+        while left:
+            left = left[os.write(self._file, left) :]
 
     def close(self) -> None:
         """Ends the log."""
         os.close(self._file)
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines that were written whole. `EventLog` takes away the rest of another, so nobody may have read it."""
+    text = path.read_text()
+    return text[: text.rfind("\n") + 1].splitlines()
 
 
 def read_events(path: Path) -> list[Event]:
@@ -66,7 +82,7 @@ def read_events(path: Path) -> list[Event]:
         StorageError: another line is damaged.
     """
     events: list[Event] = []
-    lines = path.read_text().splitlines()
+    lines = _lines(path)
     for number, line in enumerate(lines, 1):
         try:
             event = decode(line)
@@ -82,7 +98,7 @@ def read_events(path: Path) -> list[Event]:
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The lines of a log as dictionaries, notes included."""
     records = []
-    for line in path.read_text().splitlines():
+    for line in _lines(path):
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError:

@@ -71,7 +71,8 @@ class Health:
         self.state = State.INITIALIZING
         self.incarnation = 0
         self.step = 0
-        self.reached = 0  # the furthest step that any worker told of in this incarnation
+        self.reached = 0  # the furthest step that any worker told of, since a world began to train
+        self._counts_from = 0  # the incarnation of that world
         self._longest = 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._fruitless = 0  # recoveries in a row
@@ -80,6 +81,8 @@ class Health:
     def follow(self, machine: RunState) -> None:
         """Keeps what decides about noticing in line with the machine."""
         self._members = dict(machine.members)
+        if machine.state == State.RESUME != self.state:
+            self.reached, self._counts_from = 0, machine.incarnation
         self.state, self.incarnation = machine.state, machine.incarnation
         self.step, self._longest, self._fruitless = machine.step, machine.longest_step, machine.fruitless
 
@@ -123,7 +126,7 @@ class Health:
         if beat.member in self._heard:
             self._heard[beat.member] = time.monotonic()
         self._beats[beat.member] = beat
-        if beat.status == "running":
+        if beat.status == "running" and beat.incarnation >= self._counts_from:
             self.reached = max(self.reached, beat.step)
         for commit in beat.commits:
             self._record(beat.member, commit)
@@ -205,7 +208,9 @@ class Health:
                     self._heard[member] = max(self._heard[member], now - timeout / 2)
             self._probe(member for member, heard in self._heard.items() if now - heard > timeout)
             self._find_hang()
-            late_at = min((heard + timeout for name, heard in self._heard.items() if name not in self._probing), default=math.inf)
+            late_at = min(
+                (heard + timeout for name, heard in self._heard.items() if name not in self._probing), default=math.inf
+            )
             due = min(max(late_at, now + SHORTEST_LOOK_S), now + LONGEST_LOOK_S)
 
     def alert(self, members: Iterable[str]) -> None:
@@ -290,7 +295,8 @@ class Health:
                 about = {"cause": cause, "noticed_by": "step time", "silent_s": age}
                 self._tell(m.WorkerLost(at=self._now(), member=member, **about))
         active = [member for member, what in self._members.items() if what == MemberState.ACTIVE]
-        if waiting and len(waiting) == len(active) and self._stood_still < self.incarnation:
+        done = [member for member in active if member in self._beats and self._beats[member].status in ("completed", "stopped")]
+        if waiting and len(waiting) == len(active) - len(done) and self._stood_still < self.incarnation:
             self._stood_still = self.incarnation
             self._spawn(self._break_standstill(active))
 

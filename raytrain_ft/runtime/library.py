@@ -85,10 +85,10 @@ class Library:
         error, stored = "", ()
         try:
             stored = await asyncio.wait_for(asyncio.to_thread(self._stored), FIND_SECONDS)
-        except StorageError as failure:
-            error = str(failure)
         except TimeoutError:
             error = f"the storage did not answer within {FIND_SECONDS:g} s"
+        except Exception as failure:  # whatever it is: the run waits for this answer
+            error = str(failure) if isinstance(failure, StorageError) else repr(failure)
         tell(m.CheckpointsFound(at=now(), incarnation=incarnation, stored=stored, reached=reached, error=error))
 
     def _stored(self) -> tuple[m.Stored, ...]:

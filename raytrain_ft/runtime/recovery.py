@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raytrain_ft.errors import StorageError
+from raytrain_ft.errors import RecoveryError, StorageError
 from raytrain_ft.policy.reconcile import Copy, Marks, Plan
 from raytrain_ft.policy.sampling import Sampling, next_batch
 from raytrain_ft.policy.tuner import Tuner
@@ -125,6 +125,9 @@ def reconcile(replica: Replica, plan: Plan, transfer: Transfer, sampling: Sampli
     if plan.skips and state.step == base:
         commit = mending.skip(replica, *next_batch(sampling, state.position))
     elif plan.completes and state.step == base:
+        behind = [bucket.index for bucket in state.buckets if bucket.version != plan.step]
+        if behind:
+            raise RecoveryError(f"step {base} would be committed without the update of buckets {behind}; the plan was {plan}")
         commit = replica.commit()
     elif replica.attempt is not None:
         mending.discard(replica)

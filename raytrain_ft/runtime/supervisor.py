@@ -22,7 +22,7 @@ from typing import Any
 import ray
 
 from raytrain_ft.chaos.faults import Injector
-from raytrain_ft.errors import ConfigError, FTError, IllegalEventError
+from raytrain_ft.errors import ConfigError, FTError, IllegalEventError, StorageError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.machine import handle
 from raytrain_ft.policy.measures import Measures
@@ -31,7 +31,7 @@ from raytrain_ft.policy.states import ENDED, State
 from raytrain_ft.runtime import health, metrics, placement, report, timeline
 from raytrain_ft.runtime.crew import Crew
 from raytrain_ft.runtime.demand import Demand
-from raytrain_ft.runtime.event_log import EventLog, read_events
+from raytrain_ft.runtime.event_log import ENDS, EventLog, read_events, read_records
 from raytrain_ft.runtime.leftovers import kill_named
 from raytrain_ft.runtime.library import Library
 from raytrain_ft.runtime.notices.notice import REQUEST, Notice
@@ -68,7 +68,7 @@ class Supervisor:
         self._restarted = bool(past)
         self._ended_at: float | None = None
         self._lost_at: dict[str, int | None] = {}  # who was lost, and the step that others went on from
-        self._was_over = self._machine.state in ENDED
+        self._was_over = any(record["event"] in ENDS for record in read_records(self._log.path)) if past else False
         self._followed_at = time.monotonic()
         self._life = asyncio.get_running_loop().create_task(self._live())
         self._leaving = asyncio.get_running_loop().create_task(self._leave())
@@ -130,9 +130,11 @@ class Supervisor:
     async def _live(self) -> dict[str, Any]:
         """The run, or what is left of it after a restart; returns the account of its end."""
         try:
-            stored = await self._library.open()
+            stored = await self._open_library()
         except FTError as error:
-            return self.account() | {"failure": (type(error).__name__, str(error))}
+            failure = type(error).__name__, str(error)
+            self._log.note("RunFailed", at=self.now(), state=str(State.ERRORED), error=failure)
+            return self.account() | {"failure": failure}
         self._crew.epoch = self._library.epoch
         if self._restarted:
             self.tell(m.SupervisorRestarted(at=self.now()))
@@ -144,6 +146,8 @@ class Supervisor:
         asking = demand.keep(self._machine.lacking)
         work = (self._health.watch_cluster(self._crew), self._watch_driver(), self._publish(), asking)
         watchers = [asyncio.create_task(one) for one in work]
+        for watcher in watchers:
+            watcher.add_done_callback(self._mind)
         try:
             while self._machine.state not in ENDED:
                 self._step(await self._events.get())
@@ -160,6 +164,24 @@ class Supervisor:
         if not self._was_over:
             self._note_end()
         return self.account()
+
+    async def _open_library(self) -> tuple[m.Stored, ...]:
+        """After this process's own restart the storage may be away: the workers train on, for as long as their leases last."""
+        deadline = time.monotonic() + (self._spec.lease if self._restarted else 0.0)
+        while True:
+            try:
+                return await self._library.open()
+            except StorageError:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(1.0)
+
+    def _mind(self, task: asyncio.Task[Any]) -> None:
+        """What ought to go on for ever has failed, which is an error of ours: the run ends, with what it has come to."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            story = "".join(traceback.format_exception(error))
+            self.tell(m.AbortRequested(at=self.now(), reason=f"an error of raytrain_ft, please report it: {story}"))
 
     async def _publish(self) -> None:
         while True:

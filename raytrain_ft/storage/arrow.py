@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,9 @@ _DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
     """Writes tensors of any dtype and shape. The file appears under its name only once it is whole and on disk."""
     path = Path(path)
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")  # nobody else writes into this one
     schema = _SCHEMA.with_metadata({"format": FORMAT, "values": json.dumps(dict(values))})
-    with partial.open("wb") as file:
+    with partial.open("xb") as file:
         with pa.ipc.new_file(file, schema) as writer:
             for name, tensor in tensors.items():
                 data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -43,6 +44,8 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], values: Mappi
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path)
+    for left in path.parent.glob(f".{path.name}.*.partial"):  # of a saver that died, or will find that it comes too late
+        left.unlink(missing_ok=True)
     directory = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(directory)

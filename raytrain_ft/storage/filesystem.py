@@ -59,7 +59,7 @@ def open_storage(uri: str) -> Storage:
     """The storage at a path, or at any URI that `pyarrow.fs` knows ("s3://bucket/runs", "gs://...", "hdfs://...").
 
     Raises:
-        ConfigError: the URI is of no known kind.
+        ConfigError: the URI is of no known kind. StorageError: its server cannot be reached.
     """
     if "://" not in uri or uri.startswith("file://"):
         return LocalStorage(Path(uri.removeprefix("file://")).expanduser().absolute())
@@ -68,8 +68,10 @@ def open_storage(uri: str) -> Storage:
         if isinstance(filesystem, pafs.S3FileSystem):
             remake, (options,) = filesystem.__reduce__()  # a URI cannot say how long to wait
             filesystem = remake(options | S3_LIMITS)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise ConfigError(f"storage {uri!r} is of no kind that pyarrow.fs knows (s3, gs, hdfs, file): {error}") from error
+    except OSError as error:  # it asks the server where the bucket is
+        raise StorageError(f"storage {uri!r} cannot be reached: {error}") from error
     if not path.strip("/"):
         raise ConfigError(f"storage {uri!r} names no directory")
     return RemoteStorage(uri, filesystem, path)

@@ -172,7 +172,9 @@ def _rows(kind: pa.DataType, numbers: np.ndarray[Any, Any]) -> list[pa.Array]:
 @lru_cache(maxsize=256)
 def _layout(kind: str, dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> list[pa.Array]:
     """The columns that are the same in every step."""
-    return [pa.array([value], HEAD.field(name).type) for name, value in (("kind", kind), ("dtypes", dtypes), ("shapes", shapes))]
+    return [
+        pa.array([value], HEAD.field(name).type) for name, value in (("kind", kind), ("dtypes", dtypes), ("shapes", shapes))
+    ]
 
 
 def _address(part: memoryview | np.ndarray[Any, Any]) -> int:

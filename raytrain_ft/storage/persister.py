@@ -136,9 +136,14 @@ def _tidy(storage: Storage, job: Job) -> None:
 
 
 class SharedMemory:
-    """Memory that a persister maps too. Grows when it must; its pages are kept, so that they are touched only once."""
+    """Memory that a persister maps too. Grows when it must; its pages are kept, so that they are touched only once.
+
+    Attributes:
+        unpin: undoes what was done to the present mapping; called before another takes its place.
+    """
 
     def __init__(self) -> None:
+        self.unpin: Callable[[], object] | None = None
         self.descriptor = os.memfd_create("raytrain_ft-snapshot", os.MFD_CLOEXEC)
         self.view = memoryview(bytearray())
         self._growing = threading.Lock()
@@ -147,14 +152,21 @@ class SharedMemory:
         """At least this many bytes, the first of which are the first of the memory."""
         with self._growing:
             if size > len(self.view):
+                self._unpin()
                 os.ftruncate(self.descriptor, size)
                 self.view = memoryview(mmap.mmap(self.descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE))
             return self.view[:size]
 
     def close(self) -> None:
         """Gives the memory back once no view of it is left."""
+        self._unpin()
         self.view = memoryview(bytearray())
         os.close(self.descriptor)
+
+    def _unpin(self) -> None:
+        if self.unpin is not None:
+            self.unpin()
+            self.unpin = None
 
 
 class Persister:

@@ -13,7 +13,8 @@ from raytrain_ft.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A place in back-propagation: exactly one of these (mechanisms D-13).
+    """A place in back-propagation: exactly one of these. The paper has the first; a share of tensors may be a very different
+    share of bytes, because tensors differ widely in size.
 
     Attributes:
         tensors: share of the gradient tensors that came before, from 0 to 1, rounded up (Nicolae et al., III-D).

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from raytrain_ft.errors import FencedError
+from raytrain_ft.errors import FencedError, TaskError
 from raytrain_ft.training.fence import PeerLostError
 from raytrain_ft.training.process_group import FencedGroup, FencedWork
 from raytrain_ft.training.solo import Finished, Solo
@@ -155,6 +155,7 @@ class Reducer:
         self._armed = False
         self._step = 0
         self._missing: list[int] = []
+        self._ready: set[int] = set()
         self._launched = 0
         self._accepted = 0
         self._bucket_of = {id(p): bucket.index for bucket in buckets for p in bucket.params}
@@ -168,6 +169,7 @@ class Reducer:
         self._armed = self.complete = False
         self._interrupted = None
         self._missing = [len(bucket.params) for bucket in self.buckets]
+        self._ready.clear()
         self._launched = self._accepted = 0
         for bucket in self.buckets:
             bucket.work = None
@@ -181,6 +183,12 @@ class Reducer:
     def _grad_ready(self, p: Tensor) -> None:
         if not self._armed:
             return
+        if id(p) in self._ready:
+            raise TaskError(
+                f"a parameter of shape {tuple(p.shape)} got its gradient twice in one backward pass, the second time perhaps "
+                "after the first was sent. With torch.utils.checkpoint, use use_reentrant=False."
+            )
+        self._ready.add(id(p))
         self._missing[self._bucket_of[id(p)]] -= 1
         if self._interrupted is not None:
             return

@@ -347,8 +347,8 @@ class Checkpointer:
 
     def _recall_profile(self, tuner: Tuner) -> None:
         """An earlier run of the same kind has measured already. What cannot be read is measured again."""
-        storage = open_storage(self._target.uri)
         try:
+            storage = open_storage(self._target.uri)
             if storage.size(PROFILE_FILE) is None:
                 return
             stored = json.loads(storage.view(PROFILE_FILE).to_pybytes())

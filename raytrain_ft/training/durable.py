@@ -16,7 +16,7 @@ from raytrain_ft.storage.manifest import Manifest
 from raytrain_ft.storage.tree import flatten, unflatten
 from raytrain_ft.training.restore import allocate, described, fill
 from raytrain_ft.training.settings import PipelineSettings
-from raytrain_ft.training.state import TrainingState
+from raytrain_ft.training.state import TrainingState, at_home
 
 
 def capture(
@@ -137,6 +137,7 @@ def restore(state: TrainingState, content: Content, data: dict[str, Any], overri
     if not other_optimizer:
         _restore_optimizer(state, values, more)
     state.step, state.position, state.loss = values["step"], _position(values, data), float.fromhex(values["loss"])
+    state.agreed = None
     for bucket in state.buckets:
         bucket.version, bucket.gradient, bucket.dirty = state.step, None, False
     state.filled = True
@@ -182,8 +183,7 @@ def _restore_optimizer(state: TrainingState, values: dict[str, Any], tensors: di
         if path in values["numbers"]:
             state.optimizer.state[p][key] = unflatten(values["numbers"][path], lambda path: torch.empty(0))
         else:
-            value = tensors[path]
-            state.optimizer.state[p][key] = value.to(p.device) if value.dim() else value
+            state.optimizer.state[p][key] = at_home(state.optimizer, p, key, tensors[path])
     settings = unflatten(values["settings"], tensors.__getitem__)
     for group, stored in zip(state.optimizer.param_groups, settings["groups"], strict=True):
         group.update(stored)

@@ -46,9 +46,9 @@ def reduce_alone(replica: Replica, indices: Sequence[int], group: FencedGroup, *
         leads: of the survivors, this one speaks for all of what is the same everywhere.
     """
     assert replica.attempt is not None
-    assert replica.lost is not None
-    batch = len(replica.attempt.batch)
-    factor = batch / (batch - samples_in(replica.lost[1]))
+    batch, lost = len(replica.attempt.batch), replica.lost
+    # Nothing is lost with a replica that slept, or whose share of a short batch was empty.
+    factor = batch / (batch - samples_in(lost[1])) if lost is not None and lost[0] == replica.attempt.step else 1.0
     replica.leads = leads
     for index in indices:
         bucket = replica.state.buckets[index]

@@ -3,7 +3,8 @@
 Every incarnation of the world has a fresh default group whose backend is "fenced": a Python ``ProcessGroup`` around gloo (or
 NCCL) whose works can be woken. Neither ``abort()`` nor deleting a group wakes a wait on gloo, and a wait with a time-out
 breaks the group. So nobody here ever waits inside gloo: a wait is on a ``threading.Event`` that is set by completion or by the
-fence, and a group that is no longer wanted is *abandoned*: kept referenced, never waited for, its buffers never used again.
+fence, and a group that is no longer wanted is *abandoned*: kept referenced for as long as something in it is under way, never
+waited for, its buffers never used again.
 
 This module knows nothing of who decides to fence, or why.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -25,17 +27,23 @@ from raytrain_ft.errors import FencedError
 from raytrain_ft.training.fence import WAIT_DEADLINE, Fence, PeerLostError
 
 BACKEND = "fenced"
+DEVICE_POLL_S = 0.0005
 
 
 class FencedWork(dist.Work):
-    """A collective under way. `wait` is left by completion, by the fence or by the deadline."""
+    """A collective under way. `wait` is left by completion, by the fence or by the deadline.
 
-    def __init__(self, inner: dist.Work, fence: Fence) -> None:
+    Args:
+        on_device: it is NCCL's. Its future is complete as soon as it is queued, so its end is looked for instead.
+    """
+
+    def __init__(self, inner: dist.Work, fence: Fence, *, on_device: bool = False) -> None:
         super().__init__()
         self._inner = inner
         self._fence = fence
+        self._on_device = on_device
         self._done = threading.Event()
-        self._future = self._observe()
+        self._future = None if on_device else self._observe()
 
     def _observe(self) -> torch.futures.Future | None:
         try:
@@ -61,11 +69,13 @@ class FencedWork(dist.Work):
 
     def succeeded(self) -> bool:
         """Whether the result is there and sound. Never waits, and looks past the fence: used to take stock."""
-        return self._done.is_set() and self._failure() is None
+        return self.is_completed() and self._failure() is None
 
     def _failure(self) -> RuntimeError | None:
-        if not self._done.is_set():
+        if not self.is_completed():
             return RuntimeError("not finished")
+        if self._on_device:
+            return None if self._inner.is_success() else RuntimeError("NCCL gave it up")
         if self._future is None:
             return self._error if hasattr(self, "_error") else RuntimeError("not finished")
         if not self._future.done():  # woken by the fence
@@ -83,16 +93,22 @@ class FencedWork(dist.Work):
             FencedError: the incarnation ended.
             PeerLostError: the collective failed or the deadline passed.
         """
-        self._fence.wait(self._done, timeout if timeout > timedelta() else WAIT_DEADLINE)
+        patience = timeout if timeout > timedelta() else WAIT_DEADLINE
+        deadline = time.monotonic() + patience.total_seconds()
+        while self._on_device and not self.is_completed() and time.monotonic() < deadline:
+            self._fence.check()
+            time.sleep(DEVICE_POLL_S)
+        if not self._on_device:
+            self._fence.wait(self._done, patience)
         error = self._failure()
         if error is not None:
             raise PeerLostError(f"a collective failed ({in_short(error)})") from error
-        if self._inner.__class__.__name__ == "WorkNCCL":
-            self._inner.wait()  # on a GPU this only orders the streams
+        if self._on_device:
+            self._inner.wait()  # it has ended: this only orders the streams
         return True
 
     def is_completed(self) -> bool:
-        return self._done.is_set()
+        return self._inner.is_completed() if self._on_device else self._done.is_set()
 
     def is_success(self) -> bool:
         return self.succeeded()
@@ -119,11 +135,15 @@ def _fenced(name: str) -> Callable[..., FencedWork]:
 class FencedGroup(dist.ProcessGroup):
     """A process group of one incarnation, around gloo or NCCL. torch sees an ordinary group."""
 
-    def __init__(self, inner: Any, fence: Fence, rank: int, size: int) -> None:
+    def __init__(self, inner: Any, fence: Fence, rank: int, size: int, store: Store) -> None:
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
-        self.inner = inner
+        self.inner: Any = inner
         self.fence = fence
         self._rank, self._size = rank, size
+        self._on_device = not isinstance(inner, dist.ProcessGroupGloo)
+        self._store = store  # NCCL comes back to it with its first collective
+        self._works: list[FencedWork] = []
+        self._posted = False
 
     def start(self, name: str, *args: Any, **kwargs: Any) -> FencedWork:
         """Starts a collective of the inner group.
@@ -136,7 +156,20 @@ class FencedGroup(dist.ProcessGroup):
             work = getattr(self.inner, name)(*args, **kwargs)
         except RuntimeError as error:
             raise PeerLostError(f"{name} could not start: {error}") from error
-        return FencedWork(work, self.fence)
+        self._works = [other for other in self._works if not other.is_completed()]
+        self._works.append(FencedWork(work, self.fence, on_device=self._on_device))
+        return self._works[-1]
+
+    def is_quiet(self) -> bool:
+        """Whether nothing is under way: what was posted tells nobody of its end."""
+        return self._on_device or (not self._posted and all(work.is_completed() for work in self._works))
+
+    def release(self) -> None:
+        """Gives back what the system holds for it. It may not be used any more. What NCCL has under way is broken off."""
+        if self._on_device:
+            self.inner.abort()
+        self._works = []
+        self.inner = self._store = None
 
     def post_send(self, tensor: Tensor, peer: int, tag: int) -> Any:
         """Begins to send to a rank, as gloo does it: nothing tells of its end. Both must be kept until the peer has it.
@@ -152,6 +185,7 @@ class FencedGroup(dist.ProcessGroup):
 
     def _post(self, name: str, tensor: Tensor, peer: int, tag: int) -> Any:
         self.fence.check()
+        self._posted = True
         try:
             return getattr(self.inner, name)([tensor], peer, tag)
         except RuntimeError as error:
@@ -175,8 +209,8 @@ for _name in (
     setattr(FencedGroup, _name, _fenced(_name))
 
 
-_abandoned: list[object] = []
-"""Groups that were left with works under way. Destroying one would wait for a peer that never comes."""
+_abandoned: list[FencedGroup] = []
+"""Groups that were left. Destroying one with works under way would wait for a peer that never comes."""
 
 
 def _create(options: Any, prepared: FencedGroup) -> FencedGroup:
@@ -192,7 +226,9 @@ def _register() -> None:
 
 def _connect(store: Store, rank: int, size: int, host: str, use_gpu: bool, timeout: timedelta) -> Any:
     if use_gpu:
-        return dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = WAIT_DEADLINE  # after that its watchdog ends this process
+        return dist.ProcessGroupNCCL(store, rank, size, options)
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     # bound to this node's address alone: gloo's default is whatever the host name resolves to
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
@@ -244,7 +280,7 @@ def build(
     if isinstance(inner, Exception):
         fence.check()
         raise PeerLostError(f"the group of incarnation {fence.incarnation} could not be built: {inner}") from inner
-    group = FencedGroup(inner, fence, rank, size)
+    group = FencedGroup(inner, fence, rank, size, store)
     if not default:
         return group
     dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=size, timeout=timeout, pg_options=group)
@@ -252,16 +288,20 @@ def build(
 
 
 def abandon(group: FencedGroup | None) -> None:
-    """Leaves a group for ever. Its works stay referenced, for gloo may still write into their buffers."""
+    """Leaves a group for ever. Works under way stay referenced, for gloo may still write into their buffers."""
     if group is None:
         return
     group.fence.trip()
     if dist.is_initialized():
         dist.destroy_process_group()
-    _abandoned.append(group.inner)
+    leave(group)
 
 
 def leave(group: object) -> None:
     """Leaves a part of the world, as `abandon` leaves the world; anything else than a group needs no leaving."""
     if isinstance(group, FencedGroup):
-        _abandoned.append(group.inner)
+        _abandoned.append(group)
+    quiet = [each for each in _abandoned if each.is_quiet()]
+    _abandoned[:] = [each for each in _abandoned if each not in quiet]
+    if quiet:  # else each incarnation would keep some threads and sockets; gloo joins its threads, for which nobody waits here
+        threading.Thread(target=lambda: [each.release() for each in quiet], name="release-groups", daemon=True).start()

@@ -116,7 +116,11 @@ class Copy:
                 self.slices = _cloned(self.slices)
                 self.device_seconds = time.monotonic() - began
                 self._done.set()
+            if torch.cuda.is_initialized():
+                _pin(self._memory)
             copy_all(self.slices, memory)
+            if self._mode == "gpu":
+                self.slices = []  # the clones give back the device's memory
         except BaseException as error:  # told to whoever waits
             self.error = error
         self.seconds = time.monotonic() - began
@@ -134,7 +138,8 @@ class Copy:
             check: called again and again; may raise to leave the wait.
 
         Raises:
-            StorageError: the copy does not end in time, or failed.
+            StorageError: the copy does not end in time. One that failed raises nothing: the tensors may change, and `error`
+                says why there is no snapshot.
         """
         if self._done.is_set():
             return 0.0
@@ -165,12 +170,10 @@ def free_on_device(tensors: Sequence[tuple[str, Tensor]]) -> int:
 
 @torch.no_grad()
 def copy_all(slices: Sequence[Slice], memory: memoryview) -> None:
-    """Copies the slices into memory, one after the other. From a GPU at the speed of its bus, if the memory can be pinned."""
+    """Copies the slices into memory, one after the other."""
     if not len(memory):
         return
     target = torch.frombuffer(memory, dtype=torch.uint8)
-    if torch.cuda.is_initialized():
-        _pin(target)
     address, offset = target.data_ptr(), 0
     for part in slices:
         piece, tensor = part.piece, part.tensor
@@ -186,15 +189,14 @@ def copy_all(slices: Sequence[Slice], memory: memoryview) -> None:
         torch.cuda.current_stream().synchronize()
 
 
-_pinned: set[int] = set()
-
-
-def _pin(target: Tensor) -> None:
-    """Lets the GPU write to this memory by itself. Memory that is pinned already, or cannot be, is used as it is."""
-    if target.data_ptr() not in _pinned:
-        _pinned.add(target.data_ptr())
-        runtime: Any = torch.cuda.cudart()
-        runtime.cudaHostRegister(target.data_ptr(), target.numel(), 0)
+def _pin(memory: SharedMemory) -> None:
+    """Lets the GPU write to this memory by itself, at the speed of its bus. Memory that cannot be pinned is used as it is."""
+    if memory.unpin is not None or not len(memory.view):
+        return
+    runtime: Any = torch.cuda.cudart()
+    address = torch.frombuffer(memory.view, dtype=torch.uint8).data_ptr()
+    pinned = int(runtime.cudaHostRegister(address, len(memory.view), 0)) == 0
+    memory.unpin = (lambda: runtime.cudaHostUnregister(address)) if pinned else lambda: None
 
 
 def _now_on_device(slices: Sequence[Slice]) -> Callable[[], None] | None:

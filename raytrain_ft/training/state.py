@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from raytrain_ft.errors import StorageError
 from raytrain_ft.policy.sampling import Position
 from raytrain_ft.training.buckets import Bucket, partition
-from raytrain_ft.training.tail import Tail
+from raytrain_ft.training.tail import Tail, here, places
 
 HEADER_LENGTH_BYTES = 8
 
@@ -79,10 +79,8 @@ class TrainingState:
         last = len(groups) - 1
         self.tail = Tail(model, len(groups), seats)
         self.buckets = [Bucket(i, params, self.tail.size if i == last else 0) for i, params in enumerate(groups)]
-        self._rest = [
-            *((f"frozen.{name}", p) for name, p in model.named_parameters() if not p.requires_grad),
-            *((f"buffer.{name}", b) for name, b in model.named_buffers()),
-        ]
+        self._frozen = [(f"frozen.{name}", p) for name, p in model.named_parameters() if not p.requires_grad]
+        self._buffers = [(f"buffer.{name}", place) for name, place in places(model)]
 
     @property
     def device(self) -> torch.device:
@@ -97,7 +95,8 @@ class TrainingState:
             for key in sorted(state):
                 yield f"state.{i}.{key}", state[key]
         if bucket is self.buckets[-1]:
-            yield from ((name, tensor.data) for name, tensor in self._rest)
+            yield from ((name, tensor.data) for name, tensor in self._frozen)
+            yield from ((name, here(place)) for name, place in self._buffers)
             yield "loss", self.loss
 
     def digest(self, bucket: Bucket) -> str:
@@ -148,8 +147,7 @@ class TrainingState:
                 own[name].copy_(value)
             else:
                 _, index, key = name.split(".", 2)
-                like = bucket.params[int(index)]
-                states[int(index)][key] = value.to(like.device) if isinstance(value, Tensor) and value.dim() else value
+                states[int(index)][key] = at_home(self.optimizer, bucket.params[int(index)], key, value)
         for p, state in zip(bucket.params, states, strict=True):
             self.optimizer.state.pop(p, None)
             if state:
@@ -172,7 +170,7 @@ class TrainingState:
 
     def take(self, extras: Extras) -> None:
         """Takes over what belongs to no bucket; afterwards this worker holds the run's state."""
-        self.step, self.position = extras.step, extras.position
+        self.step, self.position, self.agreed = extras.step, extras.position, None
         for group, values in zip(self.optimizer.param_groups, extras.groups, strict=True):
             group.update(values)
         if self.scheduler is not None and extras.scheduler is not None:
@@ -184,7 +182,17 @@ class TrainingState:
 
 _EXISTING = ("param.", "frozen.", "buffer.")
 """Slots whose tensors every worker has from the start; the optimizer's come into being with the first update."""
+_COUNTERS = ("step", "mu_product")
 _DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+
+
+def at_home(optimizer: torch.optim.Optimizer, p: Tensor, key: str, value: Any) -> Any:
+    """A value of the optimizer's state where torch keeps it: a step counter on the CPU unless a kernel reads it on the device,
+    everything else where its parameter is (as in `Optimizer.load_state_dict`)."""
+    if not isinstance(value, Tensor):
+        return value
+    on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    return value if key in _COUNTERS and not on_device else value.to(p.device)
 
 
 def _describe(name: str, value: Any) -> list[Any]:

@@ -164,7 +164,7 @@ class Replica:
     def begin(self, micro_batches: list[MicroBatch], links: Links, began: float) -> None:
         """Starts an attempt: from here on the buffers may change, so they are saved."""
         first = micro_batches[0]
-        self.micro_batches, self._said = micro_batches, []
+        self.micro_batches, self._said, self._skip = micro_batches, [], False
         if self.lost is not None and self.lost[0] == self.state.step:
             self.lost = None  # of an attempt that came to nothing: this one has all of its samples again
         self.reducer.group = links.group
@@ -296,7 +296,10 @@ class Replica:
     def _mark(self, buckets: list[Bucket]) -> None:
         for bucket in buckets:
             if bucket.tail_size:
-                self.state.tail.apply(bucket.tail)
+                if self._skip:
+                    self.state.tail.restore()  # a step that is left out leaves nothing behind in the buffers either
+                else:
+                    self.state.tail.apply(bucket.tail)
                 self.state.loss = self.state.tail.loss(bucket.tail)
                 self._said = self.state.tail.said(bucket.tail, self.attempt.replicas) if self.attempt is not None else []
             bucket.version += 1
@@ -322,7 +325,6 @@ class Replica:
         state.position = self.loader.position_after(attempt.batch, lost) if returned else attempt.after
         self.reads_changed = state.tail.sleep.settle(self._said) or returned
         commit = Commit(attempt, state.loss, time.monotonic() - attempt.began, lost, why, returned)
-        self._skip = False
         if self.checkpointer is not None:
             now = time.monotonic()
             self.checkpointer.stepped(state.step, now - (self._last_commit or attempt.began))

@@ -1,11 +1,12 @@
 """What travels in the tail of a step's last bucket: values that every rank must agree upon when the step ends.
 
-``[loss | stop | checkpoint | missing | sleep | changes of integer buffers | floating buffers]``, all summed over ranks: the
-loss weighted by samples; how many ranks were asked to stop at this step's boundary, and whether rank 0 wants a checkpoint of
-the state there (so that all stop, or begin one, at the same boundary, without a collective of its own); per bucket, how many
-samples are missing in it, and per replica, whether it sleeps from the next step on (see `sleep`);
-BatchNorm statistics and other floating buffers, averaged by samples, so that no rank ever holds committed state that nobody
-else has; and one rank's change of integer buffers, such as BatchNorm's batch counter.
+``[loss | stop | checkpoint | missing | sleep | changes of integer buffers | changes of floating buffers]``, all summed over
+ranks: the loss weighted by samples; how many ranks were asked to stop at this step's boundary, and whether rank 0 wants a
+checkpoint of the state there (so that all stop, or begin one, at the same boundary, without a collective of its own); per
+bucket, how many samples are missing in it, and per replica, whether it sleeps from the next step on (see `sleep`); what one
+rank's forward pass changed in integer buffers, such as BatchNorm's batch counter; and the mean, by samples, of what all ranks'
+changed in floating and complex ones, such as its statistics. So no rank ever holds committed state that nobody else has, and a
+buffer that nobody changed keeps its bits.
 """
 
 from __future__ import annotations
@@ -13,11 +14,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from raytrain_ft.errors import TaskError
 from raytrain_ft.training.sleep import Sleep
 
 HEADER = 3
 LARGEST_EXACT_INTEGER = 2**24
 """Changes of integer buffers travel as fp32, which holds integers exactly up to here."""
+
+
+Place = tuple[nn.Module, str]
+"""Where a buffer is: its module, and its name there."""
+
+
+def places(model: nn.Module) -> list[tuple[str, Place]]:
+    """The name and the place of every buffer that is not empty."""
+    found = []
+    for name, buffer in model.named_buffers():
+        if buffer.numel() > 0:
+            path, _, own = name.rpartition(".")
+            found.append((name, (model.get_submodule(path), own)))
+    return found
+
+
+def here(place: Place) -> Tensor:
+    """The buffer that is there now, without its graph."""
+    return getattr(*place).detach()
 
 
 class Tail:
@@ -31,17 +52,29 @@ class Tail:
     """
 
     def __init__(self, model: nn.Module, buckets: int = 1, seats: int = 1) -> None:
-        buffers = [b for b in model.buffers() if b is not None and b.numel() > 0]
-        self.floats = [b for b in buffers if b.is_floating_point()]
-        self.integers = [b for b in buffers if not b.is_floating_point()]
+        named = [(place, here(place)) for _, place in places(model)]
+        self._floats = [place for place, b in named if b.is_floating_point() or b.is_complex()]
+        self._integers = [place for place, b in named if not (b.is_floating_point() or b.is_complex())]
         self._buckets, self._seats = buckets, seats
         self.sleep = Sleep()
         self._start = HEADER + buckets + seats  # of the buffers
-        self.size = self._start + sum(b.numel() for b in (*self.integers, *self.floats))
+        self._float_size = sum(b.numel() for b in self.floats)
+        self.size = self._start + sum(b.numel() for b in self.integers) + self._float_size
         self.losses: list[Tensor] = []
         self.stop_requested = False
         self.checkpoint_wanted = False
         self._before: list[Tensor] | None = None
+
+    @property
+    def integers(self) -> list[Tensor]:
+        """The integer buffers as they are now: a forward pass may put another tensor in the place of one."""
+        return [here(place) for place in self._integers]
+
+    @property
+    def floats(self) -> list[Tensor]:
+        """The floating buffers as they are now; complex ones as pairs of numbers."""
+        found = (here(place) for place in self._floats)
+        return [torch.view_as_real(b) if b.is_complex() else b for b in found]
 
     def begin(self) -> None:
         """Saves the buffers, which the forward pass will change, for the case that the step must be redone."""
@@ -84,38 +117,59 @@ class Tail:
         tail[1] = 1.0 if self.stop_requested else 0.0
         tail[2] = 1.0 if self.checkpoint_wanted else 0.0
         offset = self._start
-        before = self._before or []
-        for buffer, old in zip(self.integers, before, strict=False):
+        integers, floats = self._changes()
+        for buffer, old in integers:
             if leads:
                 change = (buffer.long() - old.long()).flatten()
                 if int(change.abs().max()) > LARGEST_EXACT_INTEGER:
-                    raise ValueError(f"an integer buffer changed by more than {LARGEST_EXACT_INTEGER} within one step")
+                    raise TaskError(f"an integer buffer changed by more than {LARGEST_EXACT_INTEGER} within one step")
                 tail[offset : offset + buffer.numel()] = change.to(tail.dtype)
             offset += buffer.numel()
-        for buffer in self.floats:
+        for buffer, old in floats:
             if weight > 0:
-                tail[offset : offset + buffer.numel()] = buffer.flatten().to(tail.dtype) * weight
+                change = (buffer - old).masked_fill_(buffer == old, 0.0)  # infinite ones that stay as they are
+                tail[offset : offset + buffer.numel()] = change.flatten().to(tail.dtype) * weight
             offset += buffer.numel()
+
+    def _changes(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+        """(now, at the attempt's beginning) of the integer and of the floating buffers.
+
+        Raises:
+            TaskError: one has another shape than when the attempt began.
+        """
+        integers, floats = self.integers, self.floats
+        if not integers and not floats:
+            return [], []
+        assert self._before is not None, "between two attempts there is nothing to agree upon"
+        pairs = list(zip((*integers, *floats), self._before, strict=True))
+        for buffer, old in pairs:
+            if buffer.shape != old.shape:
+                raise TaskError(
+                    f"the forward pass changed the shape of a buffer from {tuple(old.shape)} to {tuple(buffer.shape)}: "
+                    "replicas can agree only upon buffers of one shape. Keep it in an attribute that is no buffer."
+                )
+        return pairs[: len(integers)], pairs[len(integers) :]
 
     @torch.no_grad()
     def apply(self, tail: Tensor) -> None:
         """Sets the buffers to what the ranks agreed upon. Part of the last bucket's update."""
         offset = self._start
-        for buffer, old in zip(self.integers, self._before or [], strict=False):
+        integers, floats = self._changes()
+        for buffer, old in integers:
             change = tail[offset : offset + buffer.numel()].view(buffer.shape)
             buffer.copy_((old.long() + change.long()).to(buffer.dtype))
             offset += buffer.numel()
-        for buffer in self.floats:
-            buffer.copy_(tail[offset : offset + buffer.numel()].view(buffer.shape))
+        for buffer, old in floats:
+            change = tail[offset : offset + buffer.numel()].view(buffer.shape)
+            buffer.copy_(old).add_(change.to(buffer.dtype))
             offset += buffer.numel()
 
     @torch.no_grad()
     def scale(self, tail: Tensor, factor: float) -> None:
         """Multiplies what is a mean over samples, because some of them are missing in it."""
         tail[0] *= factor
-        floats = sum(b.numel() for b in self.floats)
-        if floats:
-            tail[-floats:] *= factor
+        if self._float_size:
+            tail[-self._float_size :] *= factor
 
     def missing(self, tail: Tensor) -> list[int]:
         """Per bucket, how many samples of the global batch are not in it."""

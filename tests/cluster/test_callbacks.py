@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from conftest import train
+from toy import Leisurely
 
 import raytrain_ft as ft
 from raytrain_ft.policy.audit import audit
@@ -15,6 +18,10 @@ from raytrain_ft.policy.strategy import Recovery
 from raytrain_ft.runtime.event_log import read_run
 
 pytestmark = pytest.mark.long
+
+
+LONG = 30
+"""Steps: as Leisurely takes them, longer than the callback sleeps, and than the run waits for its driver after that."""
 
 
 class Recorder(ft.Callback):
@@ -32,6 +39,28 @@ class Recorder(ft.Callback):
 
     def on_end(self, state: str) -> None:
         self.ended.append(state)
+
+
+class Slow(ft.Callback):
+    """Takes longer over one call than a run may be without its driver."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def on_steps(self, steps: Steps) -> None:
+        self.calls += 1
+        if self.calls == 1:
+            time.sleep(5.0)
+
+
+def test_a_slow_callback_delays_the_driver_and_nothing_else(cluster, tmp_path: Path) -> None:
+    slow, patience = Slow(), timedelta(seconds=2)
+    (tmp_path / "pace").touch()
+    result = train(
+        tmp_path, "run", task=Leisurely(tmp_path / "pace"), workers=2, steps=LONG, callbacks=[slow], driver_timeout=patience
+    )
+    assert result.metrics["step"] == LONG
+    assert slow.calls > 1
 
 
 def test_one_curve_over_a_resume_and_a_recovery(cluster, tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_a_damaged_log_does_not_end_the_driver(tmp_path: Path) -> None:
 
 
 def test_only_callbacks_are_taken() -> None:
-    with pytest.raises(ConfigError, match="use instances of"):
+    with pytest.raises(ConfigError, match="instances of"):
         ft.Trainer(Toy(), max_steps=1, global_batch_size=1, callbacks=[print])  # pyright: ignore[reportArgumentType]
 
 

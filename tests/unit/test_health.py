@@ -97,6 +97,45 @@ def standstill(unreached: dict[str, list[str]], places: dict[str, str], silent: 
     return events
 
 
+def test_what_a_world_had_reached_does_not_count_for_the_next_one() -> None:
+    async def run() -> None:
+        machine: Any = SimpleNamespace(members={}, state=State.RUNNING, incarnation=1, step=9, longest_step=0.0, fruitless=0)
+        health = Health(SPEC, lambda _: None, time.monotonic)
+        health.follow(machine)
+        health.heard(beat("w0", status="running", step=9))
+        machine.state, machine.incarnation = State.FENCE, 2
+        health.follow(machine)
+        health.heard(beat("w1", status="running", step=10))
+        assert health.reached == 10, "said late, but of the world that is looked back upon"
+        machine.state = State.RESUME
+        health.follow(machine)
+        health.heard(beat("w1", status="running", step=10))
+        health.heard(beat("w0", status="running", incarnation=2, step=5))
+        assert health.reached == 5
+
+    asyncio.run(run())
+
+
+def test_who_has_come_to_the_end_waits_for_nobody() -> None:
+    events: list[m.Event] = []
+
+    async def run() -> None:
+        health = Health(SPEC, events.append, time.monotonic)
+        health._crew = Split({})
+        health.nodes.links.nodes = [{"NodeID": "node-of-w0"}, {"NodeID": "node-of-w1"}]
+        health.state, health.incarnation = State.RUNNING, 1
+        health._members = dict.fromkeys(("w0", "w1"), MemberState.ACTIVE)
+        health.expect("w0")
+        health.expect("w1")
+        health.heard(beat("w0", status="stopped", detail="4"))
+        health.heard(beat("w1", status="running", where="wait", since=1.0))
+        health._find_hang()
+        await asyncio.sleep(0.02)
+
+    asyncio.run(run())
+    assert [type(event) for event in events] == [m.Stopped, m.Suspected]
+
+
 def test_when_everybody_waits_who_does_not_reach_others_is_lost() -> None:
     waiting = dict.fromkeys(("w0", "w1", "w2"), "wait")
     (lost,) = standstill({"w0": ["w2"], "w2": ["w0"]}, waiting)

@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 import raytrain_ft as ft
 from raytrain_ft.policy.sampling import GlobalBatch, Position, Sampling, sample_ids
+from raytrain_ft.training import mending
 from raytrain_ft.training.build import build_replica
 from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.links import Links
@@ -73,6 +74,20 @@ def test_what_a_step_lost_is_read_again_at_the_end_of_the_epoch(alone: tuple[Rep
     assert [len(attempt.batch) for attempt in drawn] == [8, 3, 8]
     assert drawn[1].ids[0].tolist() == own[10:13].tolist()
     assert replica.state.position == Position(1, 8)
+
+
+@pytest.mark.parametrize("lost", [None, (7, ((0, 4),))], ids=["never", "in another step"])
+def test_a_loss_that_cost_no_sample_scales_nothing(alone: tuple[Replica, Links], lost: Any) -> None:
+    """Who died slept, or its share of a short batch was empty: the sum over the survivors is the mean already."""
+    replica, links = alone
+    replica.begin(replica.loader.next(), links, 0.0)
+    replica.forward_backward()
+    replica.reducer.finish()
+    reduced = [bucket.flat.clone() for bucket in replica.state.buckets]
+    replica.lost = lost
+    group: Any = links.group
+    mending.reduce_alone(replica, range(len(reduced)), group, leads=True)
+    assert all(torch.equal(bucket.flat, before) for bucket, before in zip(replica.state.buckets, reduced, strict=True))
 
 
 def test_words_and_shares() -> None:

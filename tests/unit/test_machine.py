@@ -331,6 +331,21 @@ def test_all_replicas_lost_before_the_first_checkpoint_begins_anew() -> None:
     assert story.run.step == 0
 
 
+def test_what_was_committed_before_everybody_went_back_is_no_progress() -> None:
+    story = running(2, spares=1, checkpoints=True, strategy="checkpoint").started("w2")
+    story.tell(
+        m.CheckpointCommitted(member="w0", incarnation=1, step=9, name="at 9", bytes=1, snapshot_s=0, stall_s=0, persist_s=0)
+    )
+    found(story.lost("w0").fenced("w1", step=15), 9, 5, reached=15)
+    where = {"rank": 0, "world_size": 2, "epoch": 0, "start": 0, "ids_digest": "", "loss": 1.0}
+    story.tell(m.StepsCommitted(member="w1", incarnation=1, first_step=4, stop_step=15, **where))
+    assert story.run.step == 9
+    recovery = story.run.recoveries[-1]
+    assert recovery.redone == 6
+    recovery.go_back(5, 15, "step 5", recovery.strategy)
+    assert recovery.redone == 10, "and not another 10"
+
+
 def test_a_checkpoint_that_cannot_be_loaded_is_not_tried_again() -> None:
     story = found(running(2, checkpoints=True).lost("w0").lost("w1").started("w2", "w3"), 40, 20)
     story.tell(m.CheckpointRejected(member="w2", incarnation=story.run.incarnation, name="at 40", reason="its hash differs"))

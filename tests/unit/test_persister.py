@@ -16,6 +16,19 @@ from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.storage.persister import Job, Outcome, Persister, SharedMemory
 
 
+def test_what_was_done_to_a_mapping_is_undone_before_another_takes_its_place() -> None:
+    memory, undone = SharedMemory(), []
+    memory.reserve(1000)
+    memory.unpin = lambda: undone.append("small")
+    memory.reserve(500)
+    assert undone == []
+    memory.reserve(5000)
+    assert (undone, memory.unpin) == (["small"], None)
+    memory.unpin = lambda: undone.append("large")
+    memory.close()
+    assert undone == ["small", "large"]
+
+
 def test_a_process_that_dies_settles_its_job_also_if_another_is_started_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.filesystem import LocalStorage
 from raytrain_ft.training import durable
 from raytrain_ft.training.restore import fill, make
-from raytrain_ft.training.state import TrainingState
+from raytrain_ft.training.state import TrainingState, at_home
 
 SIZES = (70_000, 0, 1, 12_000, 3, 8192, 33_333, 5)
 DATA = {"dataset_size": 100}
@@ -168,6 +168,27 @@ def test_the_state_is_restored_in_one_pass(storage: LocalStorage) -> None:
     durable.restore(here, mapped(storage), DATA)
     assert all_of(here) == all_of(old)
     assert here.filled
+
+
+def test_what_stages_agreed_upon_before_does_not_outlive_a_restore(storage: LocalStorage) -> None:
+    old, here = trained(3), trained(1)
+    store(storage, old)
+    here.agreed = (3, (0.5,))
+    durable.restore(here, mapped(storage), DATA)
+    assert here.agreed is None
+    here.agreed = (3, (0.5,))
+    here.take(old.extras())
+    assert here.agreed is None
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_optimizers_state_is_where_torch_keeps_it(fused: bool) -> None:
+    p = torch.empty(3, device="meta")
+    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(1))], fused=fused)
+    step, average = torch.tensor(4.0), torch.tensor(0.5)  # of a parameter without dimensions
+    assert at_home(optimizer, p, "step", step).device.type == ("meta" if fused else "cpu")
+    assert at_home(optimizer, p, "exp_avg", average).device.type == "meta"
+    assert at_home(optimizer, p, "decay", 0.1) == 0.1
 
 
 def test_a_state_whose_restore_failed_counts_for_nothing_until_another_succeeds(storage: LocalStorage) -> None:

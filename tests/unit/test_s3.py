@@ -88,7 +88,8 @@ def test_places_within_a_uri_that_names_its_server(server: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "inside"), [("/a", "/a/b"), ("/a/", "/a/b"), (".", "./b"), ("s3://k/r/", "s3://k/r/b"), ("s3://k?x=/", "s3://k/b?x=/")]
+    ("place", "inside"),
+    [("/a", "/a/b"), ("/a/", "/a/b"), (".", "./b"), ("s3://k/r/", "s3://k/r/b"), ("s3://k?x=/", "s3://k/b?x=/")],
 )
 def test_places_within_a_place(place: str, inside: str) -> None:
     assert within(place, "b") == inside

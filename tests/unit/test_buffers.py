@@ -1,0 +1,188 @@
+"""Buffers that the forward pass changes, leaves alone, or replaces by other tensors; and gradients that come twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+import raytrain_ft as ft
+from raytrain_ft.errors import TaskError
+from raytrain_ft.policy.sampling import Position, Sampling
+from raytrain_ft.training.build import build_replica
+from raytrain_ft.training.fence import Fence
+from raytrain_ft.training.links import Links
+from raytrain_ft.training.settings import StepSettings
+from raytrain_ft.training.solo import Solo
+from raytrain_ft.training.state import TrainingState
+from raytrain_ft.training.step import Replica
+from raytrain_ft.training.tail import HEADER, Tail
+
+
+class Buffered(nn.Module):
+    """Constants of all kinds, a mean that is put in the place of the last one, and a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("turns", torch.polar(torch.ones(5), torch.arange(5.0)))
+        self.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
+        self.register_buffer("hundred", torch.tensor(100.0))
+        self.register_buffer("fine", torch.tensor(1 / 3, dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        self.seen += 1
+        return self.layer(self.norm(x))
+
+
+class Task(ft.TrainTask):
+    """Sixteen samples, of which the second batch may be poisoned."""
+
+    def __init__(self, model: Callable[[], nn.Module], *, poisoned: bool = False) -> None:
+        self.make, self.poisoned = model, poisoned
+
+    def model(self, stage: int) -> nn.Module:
+        return self.make()
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1)
+
+    def dataset(self) -> TensorDataset:
+        inputs = torch.randn(16, 3, generator=torch.Generator().manual_seed(0))
+        if self.poisoned:
+            inputs[5] = float("nan")
+        return TensorDataset(inputs, torch.zeros(16, 2))
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(output, batch[1])
+
+
+def replica_of(task: Task, **settings: Any) -> tuple[Replica, Links]:
+    sampling = Sampling(16, 4, seed=0, shuffle=False)
+    replica = build_replica(task, sampling, StepSettings(**settings), use_gpu=False, undo_mode="exact", probe=None)
+    replica.loader.start(Position(), 0, 1)
+    fence = Fence(1)
+    return replica, Links(fence, 0, 1, Solo(fence))
+
+
+def test_what_nobody_changes_keeps_its_bits() -> None:
+    replica, links = replica_of(Task(Buffered))
+    before = {name: buffer.clone() for name, buffer in replica.state.model.named_buffers()}
+    for _ in range(3):
+        replica.train_step(links)
+    model: Any = replica.state.model
+    for name in ("turns", "mask", "hundred", "fine"):
+        assert torch.equal(getattr(model, name), before[name]), name
+    assert int(model.seen) == 3
+    assert not torch.equal(model.norm.running_mean, before["norm.running_mean"])
+    replica.loader.stop()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 10, 100])
+def test_a_constant_survives_the_mean_over_many_ranks(ranks: int) -> None:
+    models = [Buffered() for _ in range(ranks)]
+    tails = [Tail(model) for model in models]
+    for tail, model, value in zip(tails, models, range(ranks), strict=True):
+        tail.begin()
+        model.norm.running_mean.fill_(float(value))
+    sent = [torch.zeros(tail.size) for tail in tails]
+    for rank, tail in enumerate(tails):
+        tail.fill(sent[rank], 1, ranks, rank, leads=rank == 0)
+    total = torch.stack(sent).sum(0)
+    for tail in tails:
+        tail.apply(total)
+    fresh = Buffered()
+    for model in models:
+        assert all(torch.equal(getattr(model, name), getattr(fresh, name)) for name in ("turns", "mask", "hundred", "fine"))
+        torch.testing.assert_close(model.norm.running_mean, torch.full((3,), (ranks - 1) / 2))
+
+
+def test_a_buffer_in_the_place_of_another_is_agreed_upon_hashed_and_put_back() -> None:
+    replica, links = replica_of(Task(Buffered))
+    state, model = replica.state, replica.state.model
+    replica.train_step(links)
+    here: Any = model.mean
+    assert here.any()
+    digest = state.digests()
+    here += 1
+    assert state.digests() != digest, "the hash is of the tensor that is there now"
+    here -= 1
+    replica.begin(replica.loader.next(), links, 0.0)
+    replica.forward_backward()
+    assert model.mean is not here
+    state.tail.restore()
+    torch.testing.assert_close(model.mean, here)
+    packed = state.pack(state.buckets[-1])
+    other = TrainingState(
+        Buffered(), torch.optim.SGD(model.parameters(), 0.1), None, bucket_bytes=2**20, first_bucket_bytes=2**20
+    )
+    other.unpack(other.buckets[-1], packed)
+    assert torch.equal(other.model.mean, model.mean)  # pyright: ignore[reportArgumentType]
+    replica.loader.stop()
+
+
+class Growing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = torch.zeros(len(self.seen) + 1)
+        return self.layer(x)
+
+
+def test_a_buffer_that_changes_its_shape() -> None:
+    replica, links = replica_of(Task(Growing))
+    with pytest.raises(TaskError, match=r"shape of a buffer from \(1,\) to \(2,\)"):
+        replica.train_step(links)
+    replica.loader.stop()
+
+
+def test_a_step_that_is_skipped_leaves_no_statistics_behind() -> None:
+    replica, links = replica_of(Task(Buffered, poisoned=True), on_non_finite="skip")
+    replica.train_step(links)
+    kept = {name: value.clone() for name, value in replica.state.model.state_dict().items()}
+    skipped = replica.train_step(links)
+    assert skipped.lost == ((4, 8),)
+    assert all(torch.equal(value, kept[name]) for name, value in replica.state.model.state_dict().items())
+    assert replica.train_step(links).lost == ()
+    assert all(value.isfinite().all() for name, value in replica.state.model.state_dict().items() if name != "mask")
+    replica.loader.stop()
+
+
+class Shared(nn.Module):
+    """One weight in two segments that compute their activations again, the one way or the other."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.layer, self.last, self.reentrant = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+
+def test_a_gradient_that_comes_twice_is_refused_and_not_lost() -> None:
+    replica, links = replica_of(Task(lambda: Shared(reentrant=True)))
+    with pytest.raises(TaskError, match="use_reentrant=False"):
+        replica.train_step(links)
+    replica.loader.stop()
+    replica, links = replica_of(Task(lambda: Shared(reentrant=False)))
+    replica.train_step(links)
+    replica.loader.stop()
+
+
+def test_the_tail_is_as_long_as_its_buffers() -> None:
+    assert Tail(Buffered()).size == HEADER + 2 + 2 * 5 + 4 + 1 + 1 + 3 + 1 + 3 + 3 + 1
