@@ -110,6 +110,7 @@ def accuracy(model: nn.Module) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-workers", type=int, default=2, help="copies of the model, each on its own worker")
+    parser.add_argument("--cpus-per-worker", type=int, default=1, help="CPUs of each; a node's whole number keeps them apart")
     parser.add_argument("--max-steps", type=int, default=200, help="updates; one epoch is 6 of them")
     parser.add_argument("--storage-path", default=None, help="where runs are kept: a path that every node sees")
     parser.add_argument("--node-minutes", type=float, default=1.0, help="how long the cluster may take to start a node")
@@ -122,7 +123,7 @@ def main() -> None:
         max_steps=args.max_steps,
         global_batch_size=256,
         seed=0,
-        scaling_config=ft.ScalingConfig(num_workers=args.num_workers),
+        scaling_config=ft.ScalingConfig(num_workers=args.num_workers, resources_per_worker={"CPU": args.cpus_per_worker}),
         recovery_config=ft.RecoveryConfig(schedule_timeout=2 * patience, replacement_timeout=patience),
         run_config=ft.RunConfig(name=args.name, storage_path=args.storage_path),
     ).fit()

@@ -156,6 +156,7 @@ def bits_per_byte(task: PythonLM, model: nn.Module, windows: int = 256) -> float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-workers", type=int, default=None, help="workers (2); with stages a multiple of them (one each)")
+    parser.add_argument("--cpus-per-worker", type=int, default=1, help="CPUs of each; a node's whole number keeps them apart")
     parser.add_argument("--max-steps", "--steps", type=int, default=150, help="updates of 32 windows each")
     parser.add_argument("--masked", action="store_true", help="guess hidden bytes (BERT) instead of the next one (GPT)")
     parser.add_argument("--stages", type=int, default=1, help="cut the model into so many stages, each on its own worker")
@@ -184,7 +185,7 @@ def main() -> None:
         seed=0,
         max_grad_norm=1.0,
         drop_last=args.stages > 1,  # all micro-batches of a pipeline are of one size
-        scaling_config=ft.ScalingConfig(num_workers=workers),
+        scaling_config=ft.ScalingConfig(num_workers=workers, resources_per_worker={"CPU": args.cpus_per_worker}),
         parallelism_config=ft.ParallelismConfig(
             pipeline_parallel_degree=args.stages, num_pp_microbatches=args.micro_batches, split="auto"
         ),

@@ -86,6 +86,7 @@ class DigitViT(ft.TrainTask):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-workers", type=int, default=None, help="workers (2); with stages a multiple of them (one each)")
+    parser.add_argument("--cpus-per-worker", type=int, default=1, help="CPUs of each; a node's whole number keeps them apart")
     parser.add_argument("--max-steps", "--steps", type=int, default=200, help="updates; one epoch is 10 of them")
     parser.add_argument("--stages", type=int, default=1, help="cut the model into so many stages, each on its own worker")
     parser.add_argument("--micro-batches", type=int, default=None, help="of a step (twice the stages)")
@@ -119,7 +120,7 @@ def main() -> None:
         drop_last=True,
         seed=0,
         max_grad_norm=1.0,
-        scaling_config=ft.ScalingConfig(num_workers=workers),
+        scaling_config=ft.ScalingConfig(num_workers=workers, resources_per_worker={"CPU": args.cpus_per_worker}),
         parallelism_config=ft.ParallelismConfig(
             pipeline_parallel_degree=args.stages, num_pp_microbatches=micro_batches, split="auto"
         ),

@@ -34,7 +34,11 @@ RUN = click.argument("run", type=click.Path(exists=True, file_okay=False, path_t
 @click.group()
 @click.version_option(package_name="raytrain_ft")
 def main() -> None:
-    """Looks into the runs of raytrain_ft. RUN is a run's directory: storage_path/name."""
+    """Looks into the runs of raytrain_ft, rehearses failures, and steers runs that are under way.
+
+    RUN is a run's directory, storage_path/name. Commands that talk to a run under way (attach, stop, suspend, resume, leave)
+    also take its name.
+    """
 
 
 main.add_command(checkpoints)

@@ -22,7 +22,10 @@ RANK = click.argument("rank", type=int)
     "--at-once", is_flag=True, help="Contribute nothing more to the step under way either; its samples are listed as lost."
 )
 def suspend_command(run: str, rank: int, at_once: bool) -> None:
-    """A replica contributes nothing for now, and stays up to date. No group is rebuilt, nobody waits."""
+    """Lets the replica of this RANK sleep: it contributes nothing for now, and stays up to date.
+
+    RUN is the run's directory or its name. No group is rebuilt, and nobody waits.
+    """
     _carry_out(steer.suspend, run, rank, at_once=at_once)
     click.echo(f"rank {rank} sleeps from the next step on")
 
@@ -31,7 +34,10 @@ def suspend_command(run: str, rank: int, at_once: bool) -> None:
 @RUN
 @RANK
 def resume_command(run: str, rank: int) -> None:
-    """A suspended replica takes part again."""
+    """Wakes the suspended replica of this RANK: it takes part again.
+
+    RUN is the run's directory or its name. A run that has ended is resumed in another way: run its job again.
+    """
     _carry_out(steer.resume, run, rank)
     click.echo(f"rank {rank} takes part from the next step on")
 
@@ -43,7 +49,10 @@ def resume_command(run: str, rank: int) -> None:
     "--within", "within_s", type=click.FloatRange(min=0), default=120.0, show_default=True, help="Seconds that it has."
 )
 def leave_command(run: str, rank: int, within_s: float) -> None:
-    """A worker is replaced and goes, at a step boundary: nothing is lost."""
+    """Replaces the worker of this RANK and lets it leave at a step boundary: nothing is lost.
+
+    RUN is the run's directory or its name.
+    """
     _carry_out(steer.leave, run, rank, within_s)
     click.echo(f"rank {rank} leaves within {within_s:g} s")
 

@@ -183,11 +183,12 @@ class RecoveryConfig:
 
     Attributes:
         strategy: "auto" takes the cheapest that keeps the result exact: from replicas; if none is left, in a pipeline by replay
-            from the log, else from a checkpoint; "logging" says the same; "replication" insists on replicas; "checkpoint" has
-            everybody go back to the newest checkpoint after every loss; "snapshot" to the newest copy in the memory of another
-            node, and writes no checkpoints to storage. Three go on without redoing what cannot be completed, and say what that
-            cost: "lossy" has the survivors finish the step with their own gradients; "rollback" keeps a survivor's partial
-            update and reads the same batch again; "skip" leaves the step out.
+            from the log, else from a checkpoint; "logging" keeps the log even where that does not seem worth its cost;
+            "replication" insists on replicas; "checkpoint" has everybody go back to the newest checkpoint after every loss;
+            "snapshot" to the newest copy in the memory of another node, and writes no checkpoints to storage. Three go on
+            without redoing what cannot be completed, and say what that cost: "lossy" has the survivors finish the step with
+            their own gradients; "rollback" keeps a survivor's partial update and reads the same batch again; "skip" leaves the
+            step out.
         quorum: of a batch's samples, the share that "lossy" needs to be left; with fewer the step is redone.
         lost_samples: what becomes of those that "lossy", "skip" or a replica told to sleep at once lost: "drop" lists them in
             the record, "return" also reads them again at the end of their epoch, which is that much longer.

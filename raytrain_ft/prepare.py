@@ -64,6 +64,11 @@ def prepare(
     Raises:
         ConfigError: naming value, place and remedy.
     """
+    if scaling.use_gpu is True:
+        warnings.warn(
+            "ScalingConfig(use_gpu=True): training over NCCL has never been run on real GPUs. Rehearse it before you trust it.",
+            stacklevel=3,
+        )
     pipeline = pipeline_of(task, parallelism, settings)
     update, model_key = choose_update(task, recovery) if pipeline is None else ("barrier", check_stages(task, pipeline))
     directory = make_directory(str(run.storage_path), check_name(str(run.name)))

@@ -1,6 +1,6 @@
 """Drills: rehearse what may happen to a job, from a scenario, and measure what it costs.
 
-    report = drill(Scenario.load("jobs/scenarios/kill.yaml"))
+    report = drill(Scenario.load("jobs/scenarios/node_loss.yaml"))
 
 A drill trains twice in the same place: undisturbed, and struck as the scenario says. The first is the measure of the second.
 """

@@ -28,6 +28,7 @@ from raytrain_ft.policy.machine import handle
 from raytrain_ft.policy.measures import Measures
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, State
+from raytrain_ft.policy.strategy import Recovery
 from raytrain_ft.runtime import health, metrics, placement, report, timeline
 from raytrain_ft.runtime.crew import Crew
 from raytrain_ft.runtime.demand import Demand
@@ -68,7 +69,9 @@ class Supervisor:
         self._restarted = bool(past)
         self._ended_at: float | None = None
         self._lost_at: dict[str, int | None] = {}  # who was lost, and the step that others went on from
-        self._was_over = any(record["event"] in ENDS for record in read_records(self._log.path)) if past else False
+        notes = [record["event"] for record in read_records(self._log.path)]
+        self._was_over = any(name in ENDS for name in notes)
+        self._told_of = notes.count("Recovery")
         self._followed_at = time.monotonic()
         self._life = asyncio.get_running_loop().create_task(self._live())
         self._leaving = asyncio.get_running_loop().create_task(self._leave())
@@ -279,6 +282,7 @@ class Supervisor:
             self._log.note("State", at=self.now(), state=str(self._machine.state), incarnation=self._machine.incarnation)
             self._chaos.probe(str(self._machine.state), step=self._machine.step)
         self._health.follow(self._machine)
+        self._note_recoveries([recovery for recovery in self._machine.recoveries if recovery.resumed is not None])
         self._metrics.take(event, self._machine)
         for command in commands:
             if isinstance(command, m.Run):
@@ -314,10 +318,15 @@ class Supervisor:
         replicas = len(command.world) // self._spec.rules.stages
         self._log.note("Resumed", at=self.now(), incarnation=command.incarnation, step=step, world_size=replicas)
 
+    def _note_recoveries(self, finished: list[Recovery]) -> None:
+        """Those that are over, in order; at the run's end also one that is not."""
+        for recovery in finished[self._told_of :]:
+            self._log.note("Recovery", **asdict(recovery))
+            self._told_of += 1
+
     def _note_end(self) -> None:
         machine = self._machine
-        for recovery in machine.recoveries:
-            self._log.note("Recovery", **asdict(recovery))
+        self._note_recoveries(machine.recoveries)
         if machine.state == State.FINISHED:
             self._log.note("RunFinished", at=self.now(), steps=machine.step, **machine.result)
         elif machine.failure:

@@ -141,7 +141,7 @@ class Loader:
             if time.monotonic() > deadline:
                 raise TaskError(
                     f"No batch within {self._timeout_s:.0f} s: the dataset hangs while it loads {self._feed.doing}. "
-                    "Look at the storage it reads from, or raise the loader's timeout."
+                    "Look at the storage it reads from, and at what the dataset does for these samples."
                 )
 
     def position_after(self, batch: GlobalBatch, lost: Sequence[Range]) -> Position:
