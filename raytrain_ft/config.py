@@ -161,6 +161,9 @@ class LogConfig:
         return self.budget_bytes is not None or self.recovery_target is not None
 
     def __post_init__(self) -> None:
+        target = self.recovery_target
+        if target is not None and not (isinstance(target, timedelta) and target > timedelta()):
+            raise ConfigError(f"LogConfig(recovery_target={target!r}): use a timedelta longer than zero")
         check_types(self, LogConfig)
         for name in ("memory_bytes", "quota_bytes", "budget_bytes"):
             value = getattr(self, name)
@@ -168,9 +171,6 @@ class LogConfig:
                 raise ConfigError(f"LogConfig({name}={value!r}): use a number of bytes greater than 0")
         if self.compression not in (None, "lz4", "zstd"):
             raise ConfigError(f'LogConfig(compression={self.compression!r}): use "lz4", "zstd" or None')
-        target = self.recovery_target
-        if target is not None and not (isinstance(target, timedelta) and target > timedelta()):
-            raise ConfigError(f"LogConfig(recovery_target={target!r}): use a timedelta longer than zero")
         if self.budget_bytes is not None and target is not None:
             raise ConfigError("LogConfig: budget_bytes and recovery_target exclude each other: give one of them")
         if self.selective and not self.enabled:

@@ -41,7 +41,7 @@ def trainer(**arguments: Any) -> ft.Trainer:
         (lambda: ft.RecoveryConfig(preemption="aws"), "a tuple of aws, gcp"),
         (lambda: ft.RecoveryConfig(lease=timedelta()), "longer than zero"),
         (lambda: ft.LogConfig(enabled="no"), "use bool"),
-        (lambda: ft.LogConfig(recovery_target=2), "use timedelta or None"),
+        (lambda: ft.LogConfig(recovery_target=2), "use a timedelta longer than zero"),
         (lambda: ft.CheckpointConfig(overhead="3"), "use float"),
         (lambda: ft.CheckpointConfig(every="often"), "a number of steps"),
         (lambda: ft.ParallelismConfig(split=[1]), "tuple"),
