@@ -33,6 +33,7 @@ _EXPORTS = {
     "leave": "raytrain_ft.steer",
     "load_model": "raytrain_ft.result",
     "resume": "raytrain_ft.steer",
+    "stop": "raytrain_ft.follow",
     "suspend": "raytrain_ft.steer",
     "undo": "raytrain_ft.training",
 }

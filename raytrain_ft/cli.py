@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from raytrain_ft.cli_attach import attach_command, stop_command
+from raytrain_ft.cli_attach import attach_command, list_command, stop_command
 from raytrain_ft.cli_checkpoints import checkpoints
 from raytrain_ft.cli_cluster import check_cluster
 from raytrain_ft.cli_drill import drill_command
@@ -44,6 +44,7 @@ def main() -> None:
 main.add_command(checkpoints)
 main.add_command(drill_command)
 main.add_command(plan_command)
+main.add_command(list_command)
 main.add_command(attach_command)
 main.add_command(stop_command)
 main.add_command(suspend_command)

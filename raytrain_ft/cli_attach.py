@@ -1,16 +1,37 @@
-"""`raytrain-ft attach` and `raytrain-ft stop`: a run that is under way, from anywhere on its cluster."""
+"""`raytrain-ft list`, `attach` and `stop`: runs that are under way, from anywhere on their cluster."""
 
 from __future__ import annotations
 
 import sys
 
 import click
+from rich.console import Console
+from rich.table import Table
 
 from raytrain_ft import follow
 from raytrain_ft.errors import AbortedError, ConfigError, FTError
 
 INTERRUPTED = 130
 """The exit code of a program that Ctrl-C ended."""
+
+
+@click.command("list")
+def list_command() -> None:
+    """Lists the runs that are alive on this cluster."""
+    try:
+        accounts = follow.alive()
+    except FTError as error:
+        click.echo(f"{type(error).__name__}: {error}", err=True)
+        sys.exit(2)
+    table = Table("run", "state", "step", "workers", "last followed", "directory")
+    for account in accounts:
+        if "state" not in account:
+            table.add_row(account["name"], "does not answer")
+            continue
+        step, followed = f"{account['step']:,} of {account['max_steps']:,}", f"{account['unfollowed_s']:.0f} s ago"
+        row = (account["state"].lower(), step, str(account["world_size"]), followed, account["directory"])
+        table.add_row(account["name"], *row)
+    Console(highlight=False, soft_wrap=True).print(table if accounts else "no run is alive on this cluster")
 
 
 @click.command("attach")

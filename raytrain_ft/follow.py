@@ -192,6 +192,24 @@ def stop(run: str | Path, reason: str, *, quiet: bool = False) -> Account:
     return recorded(Path(account["directory"])) or account
 
 
+def alive() -> list[Account]:
+    """How the runs stand that are alive on this cluster; one whose supervisor does not answer has no more than its name.
+
+    Raises:
+        ConfigError: there is no cluster here.
+    """
+    _connect()
+    prefix = supervisor_name("")
+    accounts: list[Account] = []
+    for name in sorted(named(prefix)):
+        try:
+            supervisor: Any = ray.get_actor(name, namespace=NAMESPACE)
+            accounts.append(ray.get(supervisor.status.remote(), timeout=ANSWER_S))
+        except (ValueError, RayError):
+            accounts.append({"name": name.removeprefix(prefix)})
+    return accounts
+
+
 def find(run: str | Path) -> tuple[Any, Account]:
     """The supervisor of a run and how the run stands; without a supervisor, how it ended."""
     directory = Path(run).resolve() if _has_records(Path(run)) else None
@@ -204,8 +222,8 @@ def find(run: str | Path) -> tuple[Any, Account]:
         supervisor = ray.get_actor(supervisor_name(name), namespace=NAMESPACE)
         account: Any = ray.get(supervisor.follow.remote(), timeout=UNAVAILABLE_S)
     except (ValueError, RayError) as error:
-        alive = [one.removeprefix(supervisor_name("")) for one in named(supervisor_name(""))]
-        there = f"alive are: {', '.join(alive)}" if alive else "no run is alive there"
+        others = [one.removeprefix(supervisor_name("")) for one in named(supervisor_name(""))]
+        there = f"alive are: {', '.join(others)}" if others else "no run is alive there"
         hint = "; its records have no end, so run its job again: it goes on from the newest checkpoint" if directory else ""
         raise ConfigError(f"no run named {name!r} is alive on this cluster ({there}){hint}") from error
     if directory is not None and account["directory"] != str(directory):
@@ -258,4 +276,4 @@ def recorded(directory: Path) -> Account | None:
     }
 
 
-__all__ = ["ANSWER_S", "abort", "attach", "clean_up", "find", "recorded", "result_of", "stop", "watch"]
+__all__ = ["ANSWER_S", "abort", "alive", "attach", "clean_up", "find", "recorded", "result_of", "stop", "watch"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Required, TypedDict
 
 from ray.train import ScalingConfig
 
@@ -13,6 +13,23 @@ from raytrain_ft.config import ParallelismConfig, RecoveryConfig
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.fields import check_types
 from raytrain_ft.policy.forward import STRATEGIES as FORWARD
+
+
+class Keywords(TypedDict, total=False):
+    """The same as keywords of `Trainer`, for editors and type checkers; what is left out has the default of `TrainSettings`."""
+
+    max_steps: Required[int]
+    global_batch_size: Required[int]
+    seed: int
+    gradient_accumulation_steps: int
+    max_grad_norm: float | None
+    precision: Literal["fp32", "bf16"]
+    on_non_finite: Literal["raise", "skip", "roll_back"]
+    shuffle: bool
+    drop_last: bool
+    bucket_bytes: int
+    first_bucket_bytes: int
+    faults: Sequence[FailAt]
 
 
 @dataclass(frozen=True, kw_only=True)

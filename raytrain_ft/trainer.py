@@ -7,10 +7,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Unpack
 
 import ray
 import ray.train
@@ -34,7 +34,7 @@ from raytrain_ft.result import Result
 from raytrain_ft.runtime.placement import ON_HEAD
 from raytrain_ft.runtime.spec import NAMESPACE, RunSpec
 from raytrain_ft.runtime.supervisor import Supervisor
-from raytrain_ft.settings import TrainSettings
+from raytrain_ft.settings import Keywords, TrainSettings
 from raytrain_ft.task import TrainTask, check_task
 
 SUPERVISOR: dict[str, Any] = {
@@ -92,7 +92,7 @@ class Trainer:
         parallelism_config: ParallelismConfig | None = None,
         callbacks: Sequence[Callback] = (),
         quiet: bool = False,
-        **settings: Any,
+        **settings: Unpack[Keywords],
     ) -> None:
         check_task(task)
         _check_keywords(settings)
@@ -165,7 +165,7 @@ def _config(name: str, given: Any, *kinds: type) -> Any:
     return given
 
 
-def _check_keywords(settings: dict[str, Any]) -> None:
+def _check_keywords(settings: Mapping[str, Any]) -> None:
     known = list(TrainSettings.__dataclass_fields__)
     for name in settings:
         if name not in known:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 import raytrain_ft as ft
 from raytrain_ft.errors import ConfigError
+from raytrain_ft.settings import Keywords, TrainSettings
 
 
 class Task(ft.TrainTask):
@@ -61,6 +62,10 @@ def trainer(**arguments: Any) -> ft.Trainer:
 def test_a_value_that_cannot_be_used(make: Callable[[], object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make()
+
+
+def test_editors_know_every_keyword() -> None:
+    assert get_type_hints(Keywords) == get_type_hints(TrainSettings)
 
 
 def test_values_that_can() -> None:
