@@ -62,7 +62,7 @@ def test_all_but_one_killed_at_once(undisturbed, tmp_path: Path) -> None:
 
 
 def test_the_supervisor_killed_in_every_state(undisturbed, tmp_path: Path) -> None:
-    states = ["SCHEDULING", "RUNNING", "FENCE", "REPLACE", "REBUILD", "RESUME", "SHUTTING_DOWN"]
+    states = ["SCHEDULING", "RUNNING", "FENCE", "REPLACE", "REBUILD", "RESUME", "SHUTTING_DOWN", "FINISHED"]
     faults = [FailAt(role="supervisor", phase=state) for state in states]
     result = train(tmp_path, "supervisor", faults=[*faults, FailAt(rank=1, step=10, phase="forward")])
     assert result.digest == undisturbed().digest
