@@ -134,10 +134,7 @@ def _reconciled(run: RunState, marks: list[Marks]) -> Plan:
 
 
 def _gather(run: RunState) -> list[m.Command]:
-    """Forms the next world, or waits for workers, but not for ever.
-
-    New ones are started now only if there are too few: on a busy machine, a spare's imports would hold up the recovery.
-    """
+    """Forms the next world, or waits for workers, but not for ever. New ones are started now only if there are too few."""
     ready, rules = len(run.survivors) + len(run.roster.spares()), run.rules
     needed = (len(run.world) or rules.max_workers) if rules.wait_for_replacement else rules.min_workers
     timer = m.SetTimer("replacement", rules.replacement_timeout, run.incarnation)

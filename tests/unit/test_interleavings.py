@@ -151,7 +151,7 @@ def test_every_edge_of_the_table_is_taken_and_no_other() -> None:
             max_workers=stages * 2 if stages > 1 else chance.choice([2, 3]),
             stages=stages,
             logging=stages > 1,
-            max_steps=chance.choice([1, 1, 2, 4, 12]),
+            max_steps=chance.choice([1, 2, 3, 4, 8]),
             spares=chance.choice([0, 1]),
             wait_for_replacement=chance.random() < 0.3,
             max_fruitless_recoveries=chance.choice([10, 2, 1, 1, 0]),
