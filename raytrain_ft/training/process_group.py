@@ -94,11 +94,9 @@ class FencedWork(dist.Work):
             PeerLostError: the collective failed or the deadline passed.
         """
         patience = timeout if timeout > timedelta() else WAIT_DEADLINE
-        deadline = time.monotonic() + patience.total_seconds()
-        while self._on_device and not self.is_completed() and time.monotonic() < deadline:
-            self._fence.check()
-            time.sleep(DEVICE_POLL_S)
-        if not self._on_device:
+        if self._on_device:
+            self._look_until(time.monotonic() + patience.total_seconds())
+        else:
             self._fence.wait(self._done, patience)
         error = self._failure()
         if error is not None:
@@ -106,6 +104,11 @@ class FencedWork(dist.Work):
         if self._on_device:
             self._inner.wait()  # it has ended: this only orders the streams
         return True
+
+    def _look_until(self, deadline: float) -> None:
+        while not self.is_completed() and time.monotonic() < deadline:
+            self._fence.check()
+            time.sleep(DEVICE_POLL_S)
 
     def is_completed(self) -> bool:
         return self._inner.is_completed() if self._on_device else self._done.is_set()
