@@ -131,8 +131,11 @@ class RunState:
         return max(usable, key=lambda one: one.step, default=m.Stored("", 0) if since == 0 else None)
 
     def provision(self) -> list[m.Command]:
-        """Starts the workers that are missing, as far as there is room. Not while a world comes together that does without them:
-        on a busy machine, a new worker's imports would hold it up, and its first step starts them anyway."""
+        """Starts the workers that are missing, as far as there is room.
+
+        Not while a world comes together that does without them: on a busy machine, a new worker's imports would hold it up, and
+        its first step starts them anyway.
+        """
         if self.state in ENDED | {State.STOPPING, State.SHUTTING_DOWN, State.FENCE, State.REBUILD, State.RESUME}:
             return []
         if self.state == State.REPLACE and self.joining:
