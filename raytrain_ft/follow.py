@@ -27,9 +27,10 @@ from ray.exceptions import (
 from raytrain_ft import errors
 from raytrain_ft.config import check_name
 from raytrain_ft.errors import ConfigError, FTError, TrainingFailedError
+from raytrain_ft.policy.history import ENDS
 from raytrain_ft.progress import Display
 from raytrain_ft.result import Result, recovery_of
-from raytrain_ft.runtime.event_log import ENDS, read_records
+from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.runtime.leftovers import kill_named, named
 from raytrain_ft.runtime.spec import NAMESPACE, supervisor_name, worker_name
 
@@ -95,7 +96,7 @@ def kept_going(supervisor: Any) -> Iterator[None]:
         yield
     finally:
         done.set()
-        thread.join(ANSWER_S)
+        thread.join(RENEW_S)  # it may still wait for an answer, for which nobody who ends the run should wait
 
 
 def _last_account(error: ActorDiedError, known: Account | None) -> Account:
@@ -199,15 +200,20 @@ def alive() -> list[Account]:
         ConfigError: there is no cluster here.
     """
     _connect()
-    prefix = supervisor_name("")
     accounts: list[Account] = []
-    for name in sorted(named(prefix)):
+    for name in _names():
         try:
-            supervisor: Any = ray.get_actor(name, namespace=NAMESPACE)
+            supervisor: Any = ray.get_actor(supervisor_name(name), namespace=NAMESPACE)
             accounts.append(ray.get(supervisor.status.remote(), timeout=ANSWER_S))
         except (ValueError, RayError):
-            accounts.append({"name": name.removeprefix(prefix)})
+            accounts.append({"name": name})
     return accounts
+
+
+def _names() -> list[str]:
+    """The names of all runs that have a supervisor."""
+    prefix = supervisor_name("")
+    return sorted(name.removeprefix(prefix) for name in named(prefix))
 
 
 def find(run: str | Path) -> tuple[Any, Account]:
@@ -222,8 +228,8 @@ def find(run: str | Path) -> tuple[Any, Account]:
         supervisor = ray.get_actor(supervisor_name(name), namespace=NAMESPACE)
         account: Any = ray.get(supervisor.follow.remote(), timeout=UNAVAILABLE_S)
     except (ValueError, RayError) as error:
-        others = [one.removeprefix(supervisor_name("")) for one in named(supervisor_name(""))]
-        there = f"alive are: {', '.join(others)}" if others else "no run is alive there"
+        others = ", ".join(_names())
+        there = f"alive are: {others}" if others else "no run is alive there"
         hint = "; its records have no end, so run its job again: it goes on from the newest checkpoint" if directory else ""
         raise ConfigError(f"no run named {name!r} is alive on this cluster ({there}){hint}") from error
     if directory is not None and account["directory"] != str(directory):

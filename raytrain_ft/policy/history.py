@@ -14,6 +14,8 @@ from typing import Any
 from raytrain_ft.policy.audit import audit
 
 LONGEST_RECOVERY_S = 120.0
+ENDS = ("RunFinished", "RunFailed")
+"""The notes with which a run's records end."""
 VOICES = ("StepsCommitted", "Filled", "Completed", "Stopped")
 
 
@@ -66,7 +68,7 @@ def _unending(records: Sequence[dict[str, Any]], longest: float) -> list[str]:
             continue
         if record["resumed"] is not None and record["resumed"] - record["detected"] > longest:
             found.append(f"I6 a recovery took {record['resumed'] - record['detected']:.1f} s: {record['cause']}")
-    ends = [record["event"] for record in records if record["event"] in ("RunFinished", "RunFailed")]
+    ends = [record["event"] for record in records if record["event"] in ENDS]
     if len(ends) != 1:
         found.append(f"I6 the run has {len(ends)} ends")
     return found

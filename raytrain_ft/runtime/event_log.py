@@ -38,10 +38,6 @@ def decode(line: str) -> Event | None:
     return None if cls is None else _ADAPTERS[cls].validate_python(fields)
 
 
-ENDS = ("RunFinished", "RunFailed")
-"""The notes with which a run's records end."""
-
-
 class EventLog:
     """Appends to one file. Each line reaches the kernel before `append` returns, so it survives this process."""
 

@@ -81,7 +81,7 @@ class Health:
     def follow(self, machine: RunState) -> None:
         """Keeps what decides about noticing in line with the machine."""
         self._members = dict(machine.members)
-        if machine.state == State.RESUME != self.state:
+        if machine.state == State.RESUME and self.state != State.RESUME:
             self.reached, self._counts_from = 0, machine.incarnation
         self.state, self.incarnation = machine.state, machine.incarnation
         self.step, self._longest, self._fruitless = machine.step, machine.longest_step, machine.fruitless

@@ -22,8 +22,9 @@ from typing import Any
 import ray
 
 from raytrain_ft.chaos.faults import Injector
-from raytrain_ft.errors import ConfigError, FTError, IllegalEventError, StorageError
+from raytrain_ft.errors import ConfigError, FTError, IllegalEventError, LockedError, StorageError
 from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.history import ENDS
 from raytrain_ft.policy.machine import handle
 from raytrain_ft.policy.measures import Measures
 from raytrain_ft.policy.run_state import RunState
@@ -32,7 +33,7 @@ from raytrain_ft.policy.strategy import Recovery
 from raytrain_ft.runtime import health, metrics, placement, report, timeline
 from raytrain_ft.runtime.crew import Crew
 from raytrain_ft.runtime.demand import Demand
-from raytrain_ft.runtime.event_log import ENDS, EventLog, read_events, read_records
+from raytrain_ft.runtime.event_log import EventLog, read_events, read_records
 from raytrain_ft.runtime.leftovers import kill_named
 from raytrain_ft.runtime.library import Library
 from raytrain_ft.runtime.notices.notice import REQUEST, Notice
@@ -136,7 +137,8 @@ class Supervisor:
             stored = await self._open_library()
         except FTError as error:
             failure = type(error).__name__, str(error)
-            self._log.note("RunFailed", at=self.now(), state=str(State.ERRORED), error=failure)
+            if self._restarted:  # else there is no run to tell of
+                self._log.note("RunFailed", at=self.now(), state=str(State.ERRORED), error=failure)
             return self.account() | {"failure": failure}
         self._crew.epoch = self._library.epoch
         if self._restarted:
@@ -174,8 +176,8 @@ class Supervisor:
         while True:
             try:
                 return await self._library.open()
-            except StorageError:
-                if time.monotonic() > deadline:
+            except StorageError as error:
+                if isinstance(error, LockedError) or time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(1.0)
 

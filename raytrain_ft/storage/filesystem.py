@@ -86,8 +86,8 @@ def within(place: str, *names: str) -> str:
 def parent(place: str) -> tuple[str, str]:
     """The directory that a path or URI is in, and its last name: what `within` puts together."""
     path, mark, query = place.partition("?") if "://" in place else (place, "", "")
-    directory, _, name = path.rstrip("/").rpartition("/")
-    return (directory or "/" if path.startswith("/") else directory or ".") + mark + query, name
+    directory, slash, name = path.rstrip("/").rpartition("/")
+    return (directory or slash or ".") + mark + query, name
 
 
 def checked(name: str) -> str:

@@ -29,7 +29,7 @@ def open_checkpoint(place: str) -> Content:
     """
     directory, last = parent(place)
     name, storage = Name.parse(last), open_storage(directory)
-    if name is None or storage.size(f"{name}/manifest.json") is None:
+    if name is None:
         raise StorageError(
             f"{place} is no checkpoint: give Result.checkpoint, or RUN/checkpoints/ and a name that `raytrain-ft checkpoints "
             "list RUN` shows"

@@ -8,7 +8,7 @@ function of (seed, epoch, sample), so it is the same whoever loads the sample, a
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -114,7 +114,7 @@ class Loader:
 
     def state_dict(self) -> dict[str, int]:
         """The two integers."""
-        return {"epoch": self.position.epoch, "consumed": self.position.consumed}  # nothing is ever owed here
+        return two_integers(self.position)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Goes on from there.
@@ -122,7 +122,7 @@ class Loader:
         Raises:
             ConfigError: there is no such position in this dataset.
         """
-        position = Position(int(state["epoch"]), int(state["consumed"]))
+        position = position_of(state)
         batch, _ = next_batch(self.sampling, position)
         self.position = Position(batch.epoch, batch.start)
 
@@ -135,6 +135,16 @@ class Loader:
                 raise ConfigError(
                     f"{which} has {samples} samples for {count} ranks: use another global_batch_size, or drop_last=True"
                 )
+
+
+def two_integers(position: Position) -> dict[str, int]:
+    """A position as it is stored: nothing is ever owed where the loop belongs to the user."""
+    return {"epoch": position.epoch, "consumed": position.consumed}
+
+
+def position_of(state: Mapping[str, Any]) -> Position:
+    """The position that was stored."""
+    return Position(int(state["epoch"]), int(state["consumed"]))
 
 
 class _Shares:

@@ -15,7 +15,7 @@ from raytrain_ft.storage.filesystem import Storage
 from raytrain_ft.storage.manifest import Manifest, Name
 from raytrain_ft.training import objects as states
 from raytrain_ft.training.random import seed_all, step_seed
-from raytrain_ft.training.resumable import Loader
+from raytrain_ft.training.resumable import Loader, position_of, two_integers
 
 KIND = "raytrain_ft.checkfreq-1"
 BEGUN_FILE = "begun.json"
@@ -32,7 +32,7 @@ def values(
     return {
         "kind": KIND,
         "world": world,
-        "data": {name: {"epoch": one.epoch, "consumed": one.consumed} for name, one in data.items()},
+        "data": {name: two_integers(one) for name, one in data.items()},
         "datasets": {name: asdict(loader.sampling) for name, loader in loaders.items()},
         "objects": states.describe(objects),
     }
@@ -53,7 +53,7 @@ def _stored(manifest: Manifest) -> _Stored:
     if found.get("kind") != KIND:
         raise MismatchError(f"{manifest.name} was not written by raytrain_ft.checkfreq (kind {found.get('kind')!r})")
     try:
-        data = {name: Position(int(one["epoch"]), int(one["consumed"])) for name, one in found["data"].items()}
+        data = {name: position_of(one) for name, one in found["data"].items()}
         datasets = {name: dict(one) for name, one in found["datasets"].items()}
         objects = {name: dict(one) for name, one in found["objects"].items()}
         return _Stored(int(found["world"]), data, datasets, objects)
@@ -217,7 +217,7 @@ def load(plan: Plan) -> None:
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{type(value).__name__}.load_state_dict failed: {type(error).__name__}: {error}") from error
     for loader, position in plan.positions:
-        loader.load_state_dict(asdict(position))
+        loader.load_state_dict(two_integers(position))
 
 
 def set_generators(plan: Plan, rank: int) -> None:
