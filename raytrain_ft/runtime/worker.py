@@ -21,6 +21,7 @@ from raytrain_ft.runtime.heartbeat import Heartbeat
 from raytrain_ft.runtime.preemption import Preemption
 from raytrain_ft.runtime.spec import Introduction, RunSpec
 from raytrain_ft.training.fence import Fence
+from raytrain_ft.training.lazy_compiler import load_compiler_late
 
 if TYPE_CHECKING:
     from raytrain_ft.runtime.recovery import Packed
@@ -37,6 +38,7 @@ class Worker:
 
     def __init__(self, member: str, spec: RunSpec, supervisor: Any, epoch: int) -> None:
         self._member = member
+        load_compiler_late()
         # Not at the top: the supervisor loads this module, too, and would take another second to come back if it loaded torch.
         from raytrain_ft.runtime.trainee import Trainee
 
