@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 import raytrain_ft as ft
-from benchmarks.detection import clock_ahead
 from benchmarks.drains import committed_at
 from benchmarks.harness import REPORT_ONLY, Goal, Options, Report, main
 from benchmarks.models import Work
@@ -228,14 +227,14 @@ def dormancies(run: Run) -> list[dict[str, Any]]:
     return [record for record in read_records(run.directory / "events.jsonl") if record["event"] == "Dormant"]
 
 
-def ask(run: Run, asleep: bool, at_once: bool, ahead: float) -> float:
-    """Asks that the last rank sleep or wake; returns the seconds until the supervisor had noted that it does."""
+def ask(run: Run, journals: str, asleep: bool, at_once: bool) -> float:
+    """Asks that the last rank sleep or wake; returns the seconds until the step boundary from which on it does."""
     before = len(dormancies(run))
     supervisor: Any = ray.get_actor(f"supervisor:{run.name}", namespace=NAMESPACE)
     asked = time.monotonic()
     ray.get(supervisor.sleep.remote(WORKERS - 1, asleep, at_once), timeout=30)
     wait_for(lambda: len(dormancies(run)) > before, 60)
-    return dormancies(run)[-1]["at"] - ahead - asked
+    return committed_at(journals)[dormancies(run)[-1]["step"] - 1] - asked
 
 
 def measure_sleep(report: Report, rounds: int, seed: int) -> None:
@@ -246,13 +245,12 @@ def measure_sleep(report: Report, rounds: int, seed: int) -> None:
     with tempfile.TemporaryDirectory(prefix="raytrain_ft-") as directory, LocalCluster(WORKERS):
         with calm(directory, "sleep", WORKERS, 1_000_000) as (run, journals):
             step_s = 1 / steps_per_s(journals, 10)
-            ahead = clock_ahead(run)
             for number in range(2 * rounds):
                 time.sleep(chance.uniform(2.0, 3.0) * step_s)
                 at_once = number % 2 == 1
-                suspended[at_once].append(ask(run, True, at_once, ahead))
+                suspended[at_once].append(ask(run, journals, True, at_once))
                 dormant.append(steps_per_s(journals, 10))
-                resumed.append(ask(run, False, False, ahead))
+                resumed.append(ask(run, journals, False, False))
                 awake.append(steps_per_s(journals, 5))
         with calm(directory, "smaller", WORKERS - 1, 1_000_000) as (run, journals):
             smaller = [steps_per_s(journals, 10) for _ in range(2 * rounds)]

@@ -214,8 +214,8 @@ class LoggedInbound:
         self._step = 0
 
     def begin(self, step: int, micro_batches: Sequence[int]) -> None:
-        del micro_batches
         self._step = step
+        self._reader.prefetch(self._key(ahead, number) for ahead in (step, step + 1) for number in micro_batches)
 
     def take(self, micro_batch: int) -> list[Tensor]:
         """Raises LogGapError: a record is missing or damaged."""

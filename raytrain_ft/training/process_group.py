@@ -11,6 +11,7 @@ This module knows nothing of who decides to fence, or why.
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -147,6 +148,7 @@ class FencedGroup(dist.ProcessGroup):
         self._store = store  # NCCL comes back to it with its first collective
         self._works: list[FencedWork] = []
         self._posted = False
+        self._waits_end = math.inf
 
     def start(self, name: str, *args: Any, **kwargs: Any) -> FencedWork:
         """Starts a collective of the inner group.
@@ -163,9 +165,15 @@ class FencedGroup(dist.ProcessGroup):
         self._works.append(FencedWork(work, self.fence, on_device=self._on_device))
         return self._works[-1]
 
+    def leave(self) -> None:
+        """Nobody begins to wait in it from now on."""
+        self._waits_end = time.monotonic() + WAIT_DEADLINE.total_seconds()
+
     def is_quiet(self) -> bool:
-        """Whether nothing is under way: what was posted tells nobody of its end."""
-        return self._on_device or (not self._posted and all(work.is_completed() for work in self._works))
+        """Whether nothing is under way. What was posted tells nobody of its end, but nobody waits for it for ever."""
+        if self._posted and time.monotonic() < self._waits_end:
+            return False
+        return self._on_device or all(work.is_completed() for work in self._works)
 
     def release(self) -> None:
         """Gives back what the system holds for it. It may not be used any more. What NCCL has under way is broken off."""
@@ -303,6 +311,7 @@ def abandon(group: FencedGroup | None) -> None:
 def leave(group: object) -> None:
     """Leaves a part of the world, as `abandon` leaves the world; anything else than a group needs no leaving."""
     if isinstance(group, FencedGroup):
+        group.leave()
         _abandoned.append(group)
     quiet = [each for each in _abandoned if each.is_quiet()]
     _abandoned[:] = [each for each in _abandoned if each not in quiet]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
@@ -80,3 +83,30 @@ def test_who_waits_for_a_peer_that_is_gone_is_left_and_released_too() -> None:
     process_group.leave(None)
     assert process_group._abandoned == []
     until(lambda: held()[0] <= settled[0] + 6 and held()[1] <= settled[1] + 10)
+
+
+def test_what_was_posted_and_never_comes_is_given_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "WAIT_DEADLINE", timedelta(seconds=1))
+    before = 0, 0
+    for incarnation in range(6):
+        mine, other = groups(incarnation)
+        wanted = mine.post_receive(torch.empty(10), 1, 77)
+        sent = other.post_send(torch.ones(5_000_000), 0, 99)  # nobody takes it
+        waiter = threading.Thread(target=wait_for, args=(wanted,))
+        waiter.start()
+        for group in (mine, other):
+            process_group.abandon(group)
+            assert group in process_group._abandoned
+        del wanted, sent
+        waiter.join(5)
+        time.sleep(0.2)
+        process_group.leave(None)
+        assert process_group._abandoned == []
+        if incarnation == 2:
+            before = held()
+    until(lambda: held()[0] <= before[0] + 1 and held()[1] <= before[1] + 2)
+
+
+def wait_for(work: Any) -> None:
+    with suppress(RuntimeError):
+        work.wait(process_group.WAIT_DEADLINE)
