@@ -12,11 +12,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from raytrain_ft.storage.log_format import END, Compression, Encoder, Key
+from raytrain_ft.storage.log_format import END, FILE_STEPS, Compression, Encoder, Key
 
 FILE_BYTES = 64 * 2**20
-FILE_STEPS = 4
-"""A file holds records of so many consecutive steps at most, so that `LogFiles.trim` finds files to delete."""
 _PARTS_PER_CALL = 512  # Linux takes at most 1024
 
 
@@ -76,7 +74,7 @@ class LogFiles:
         """
         if self._current is None or not self._current.takes(record):
             self.end()
-            self._current = self._begin(record.incarnation)
+            self._current = self._begin(record.incarnation, record.key.step)
         file = self._current
         assert file.encoder is not None
         parts = file.encoder.encode(record.key, record.incarnation, record.tensors)
@@ -90,12 +88,12 @@ class LogFiles:
         self.size += size
         file.first, file.last = min(file.first, record.key.step), max(file.last, record.key.step)
 
-    def _begin(self, incarnation: int) -> _OpenFile:
+    def _begin(self, incarnation: int, step: int) -> _OpenFile:
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         encoder = Encoder(self._member, self._compression)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         while True:
-            path = self.directory / f"{self._member}-{incarnation}-{self._sequence}.arrow"
+            path = self.directory / f"{self._member}-{incarnation}-{self._sequence}-{step}.arrow"
             self._sequence += 1
             with suppress(FileExistsError):  # of an earlier life of this member
                 file = _OpenFile(path, os.open(path, flags, 0o600), incarnation, encoder)

@@ -23,7 +23,12 @@ from torch import Tensor
 from raytrain_ft.storage.parts import Parts
 
 FORMAT = "raytrain_ft-log-1"
-NAME = re.compile(r"(?P<member>[A-Za-z0-9][A-Za-z0-9._-]{0,63})-(?P<incarnation>[0-9]{1,18})-(?P<sequence>[0-9]{1,18})\.arrow")
+NAME = re.compile(
+    r"(?P<member>[A-Za-z0-9][A-Za-z0-9._-]{0,63})-(?P<incarnation>[0-9]{1,18})-(?P<sequence>[0-9]{1,18})-(?P<step>[0-9]{1,18})\.arrow"
+)
+"""The step is that of the first record."""
+FILE_STEPS = 4
+"""A file holds records of so many consecutive steps at most: they are deleted together, and found without looking elsewhere."""
 HEAD_BYTES = 16 * 2**10
 """All columns but the last fit into it, because of the next bound."""
 MAX_NUMBERS = 256

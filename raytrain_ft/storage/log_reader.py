@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from raytrain_ft.errors import LogGapError, StorageError
-from raytrain_ft.storage.log_format import NAME, Key, Kind
+from raytrain_ft.storage.log_format import NAME, Key
 from raytrain_ft.storage.log_scan import UNREADABLE, LogFile, Place, load, scan
 
 POLL_S = 0.002
@@ -32,27 +32,34 @@ class LogReader:
         self._files: dict[str, LogFile] = {}
         self._places: dict[Key, list[Place]] = {}  # in order: the last one counts
         self._keys: dict[str, list[Key]] = {}  # of each file
-        self._lock = threading.RLock()
+        self._looking = threading.Lock()  # one looks at a time, and may take its time over it
+        self._lock = threading.Lock()  # for what was found
+        self._looked: set[int] = set()  # for records of these steps, at least once
         self._ahead: _Ahead | None = None
 
-    def refresh(self) -> None:
+    def refresh(self, step: int | None = None) -> None:
         """Looks for new files, for new records at the ends of known ones, and for files that were deleted.
+
+        Args:
+            step: look only into those that may hold records of this step: a look takes 0.1 ms for every record.
 
         Raises:
             StorageError: the directory cannot be listed. None at all is an empty one.
         """
-        with self._lock:
+        with self._looking:
             found = self._names()
-            for name in self._files.keys() - found:
-                self._forget(name)
-            for name in sorted(found, key=_order):
-                file = self._files.get(name)
-                if file is None:
-                    incarnation, sequence = _order(name)[:2]
-                    file = self._files[name] = LogFile(self._directory / name, incarnation, sequence)
+            with self._lock:
+                for name in self._files.keys() - found:
+                    self._forget(name)
+                for name in found - self._files.keys():
+                    self._files[name] = _file_of(self._directory / name)
                     self._keys[name] = []
-                if not file.ended:
+                files = sorted(self._files.items(), key=lambda item: (item[1].incarnation, item[1].sequence, item[0]))
+            for name, file in files:
+                if not file.ended and (step is None or file.may_hold(step)):
                     self._look(name, file)
+            if step is not None:
+                self._looked.add(step)
 
     def _names(self) -> set[str]:
         try:
@@ -66,10 +73,12 @@ class LogReader:
     def _look(self, name: str, file: LogFile) -> None:
         try:
             for place in scan(file):
-                insort(self._places.setdefault(place.head.key, []), place)
-                self._keys[name].append(place.head.key)
+                with self._lock:
+                    insort(self._places.setdefault(place.head.key, []), place)
+                    self._keys[name].append(place.head.key)
         except FileNotFoundError:  # trimmed just now
-            self._forget(name)
+            with self._lock:
+                self._forget(name)
         except OSError as error:
             file.broken = error.strerror or str(error)
 
@@ -83,7 +92,9 @@ class LogReader:
                 del self._places[key]
 
     def has(self, key: Key) -> bool:
-        """Whether the last `refresh` found a whole record. Its head was verified, its tensors were not."""
+        """Whether a whole record was found. Its head was verified, its tensors were not. Looks if nobody has for its step."""
+        if key.step not in self._looked:
+            self.refresh(key.step)
         with self._lock:
             return key in self._places
 
@@ -122,7 +133,7 @@ class LogReader:
         with self._lock:
             others = [str(place.incarnation) for place in self._places.get(key, [])]
             trouble = [what for file in self._files.values() for what in file.trouble()]
-            looked = f"looked at {len(self._files)} files in {self._directory}"
+            looked = f"looked into {sum(file.size >= 0 for file in self._files.values())} files in {self._directory}"
         wanted = "" if incarnation is None else f" of incarnation {incarnation}"
         if others:
             wanted += f", only of {', '.join(others)}"
@@ -142,7 +153,7 @@ class LogReader:
         end = time.monotonic() + deadline_s
         while not self.has(key):
             check()
-            self.refresh()
+            self.refresh(key.step)
             if self.has(key):
                 break
             if time.monotonic() >= end:
@@ -150,23 +161,17 @@ class LogReader:
             time.sleep(POLL_S)
         return self.read(key)
 
-    def complete_steps(self, sender: int, receiver: int, kind: Kind, micro_batches: int, replica: int = 0) -> set[int]:
-        """The steps of which micro-batches 0 to `micro_batches` - 1 have all been found."""
-        found: dict[int, int] = {}
-        with self._lock:
-            for key in self._places:
-                edge = (key.sender, key.receiver, key.kind, key.replica)
-                if edge == (sender, receiver, kind, replica) and 0 <= key.micro_batch < micro_batches:
-                    found[key.step] = found.get(key.step, 0) + 1
-        return {step for step, count in found.items() if count == micro_batches}
-
     def prefetch(self, keys: Iterable[Key]) -> None:
-        """Reads records ahead on another thread, in this order and a bounded amount of them. Those that are not there, or are
-        damaged, are passed over: `read` will tell."""
+        """Looks for records and reads them ahead on another thread, in this order and a bounded amount of them. Those that are
+        not there yet, or are damaged, are passed over: whoever asks for them will be told."""
         with self._lock:
             if self._ahead is None:
-                self._ahead = _Ahead(self._find)
-        self._ahead.want(keys)
+                self._ahead = _Ahead(self._look_for)
+            ahead = self._ahead
+        ahead.want(keys)
+
+    def _look_for(self, key: Key) -> list[Place]:
+        return self._find(key) if self.has(key) else []
 
     def close(self) -> None:
         """Ends the reading ahead and gives its memory back."""
@@ -176,10 +181,10 @@ class LogReader:
             ahead.close()
 
 
-def _order(name: str) -> tuple[int, int, str]:
-    match = NAME.fullmatch(name)
+def _file_of(path: Path) -> LogFile:
+    match = NAME.fullmatch(path.name)
     assert match is not None
-    return int(match["incarnation"]), int(match["sequence"]), name
+    return LogFile(path, int(match["incarnation"]), int(match["sequence"]), int(match["step"]))
 
 
 class _Ahead:
@@ -238,7 +243,7 @@ class _Ahead:
         try:
             if places := self._find(key):
                 held = places[-1], load(places[-1])
-        except UNREADABLE:
+        except (StorageError, *UNREADABLE):
             pass  # whoever asks for it reads it again, and learns why
         with self._changed:
             if held is not None:

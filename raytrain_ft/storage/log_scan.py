@@ -16,7 +16,18 @@ import torch
 import xxhash
 from torch import Tensor
 
-from raytrain_ft.storage.log_format import DTYPES, END, FORMAT, HEAD, HEAD_BYTES, SCHEMA, Head, bytes_of, decode_head
+from raytrain_ft.storage.log_format import (
+    DTYPES,
+    END,
+    FILE_STEPS,
+    FORMAT,
+    HEAD,
+    HEAD_BYTES,
+    SCHEMA,
+    Head,
+    bytes_of,
+    decode_head,
+)
 
 UNREADABLE = (pa.ArrowException, OSError, ValueError, TypeError, OverflowError, EOFError, MemoryError, RuntimeError)
 """What damaged bytes may raise, by way of pyarrow or torch."""
@@ -27,6 +38,7 @@ class LogFile:
     """A file, and how far it is known.
 
     Attributes:
+        step: Of its first record, by its name: no record's is as far from that as `FILE_STEPS`.
         position: All before it was looked at.
         records: How many were found, damaged ones too.
         preamble: What precedes the first record; empty while it is not known.
@@ -37,6 +49,7 @@ class LogFile:
     path: Path
     incarnation: int
     sequence: int
+    step: int
     position: int = 0
     records: int = 0
     size: int = -1
@@ -45,6 +58,10 @@ class LogFile:
     preamble: bytes = b""
     broken: str = ""
     damaged: list[str] = field(default_factory=list)
+
+    def may_hold(self, step: int) -> bool:
+        """Whether records of this step may be in it."""
+        return abs(step - self.step) < FILE_STEPS
 
     def trouble(self) -> list[str]:
         """What is wrong with it, in words."""
@@ -132,6 +149,8 @@ def _records(file: LogFile, source: _Heads) -> Iterator[Place]:
                 head = decode_head(batch)
                 if head.incarnation != file.incarnation:
                     raise ValueError(f"it is of incarnation {head.incarnation}")
+                if not file.may_hold(head.key.step):
+                    raise ValueError(f"it is of step {head.key.step}")
                 if not file.compressed and _padded(head.size) > file.position - start:
                     raise ValueError(f"it promises {head.size} bytes and has {file.position - start}")
             except UNREADABLE as error:  # the next one begins where it should: a pity only for this one

@@ -15,6 +15,7 @@ from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.filesystem import LocalStorage, Storage, open_storage
 from raytrain_ft.storage.lock import Owner
 from raytrain_ft.storage.lock import _write as write_owner
+from raytrain_ft.storage.log_reader import LogReader
 from raytrain_ft.storage.persister import Job, carry_out
 from raytrain_ft.training.restore import make
 from raytrain_ft.training.snapshot import copy_all, share, total_size
@@ -99,3 +100,12 @@ def two_checkpoints(path: Path, keep: int = 2) -> LocalStorage:
     for step in (10, 20):
         save(storage.uri, step, state(step), keep=keep)
     return storage
+
+
+def complete_steps(reader: LogReader, sender: int, receiver: int, kind: str, micro_batches: int, replica: int = 0) -> set[int]:
+    """The steps of which micro-batches 0 to `micro_batches` - 1 have all been found in a tensor log."""
+    edge = (sender, receiver, kind, replica)
+    found = [
+        k.step for k in reader._places if (k.sender, k.receiver, k.kind, k.replica) == edge and k.micro_batch < micro_batches
+    ]
+    return {step for step in found if found.count(step) == micro_batches}

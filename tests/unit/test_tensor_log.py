@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 import torch
 from disks import small_file_system
-from store import same_bits
+from store import complete_steps, same_bits
 from torch import Tensor
 
 from raytrain_ft.errors import LogGapError, StorageError
@@ -64,7 +64,7 @@ def test_any_arrow_reader_reads_a_closed_file(tmp_path: Path) -> None:
     fill(log, range(2))
     log.close()
     (path,) = (tmp_path / "made" / "here").iterdir()
-    assert path.name == "w0-1-0.arrow"
+    assert path.name == "w0-1-0-0.arrow"
     table = pa.ipc.open_stream(path.read_bytes()).read_all()
     assert table.column("step").to_pylist() == [0, 0, 1, 1]
     assert table.column("data")[3].as_py() == bytes(torch.ones(100).numpy())
@@ -93,17 +93,17 @@ def test_synchronous_writes_before_it_returns(tmp_path: Path) -> None:
 
 
 def test_files_begin_anew_and_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "w0-1-0.arrow").write_bytes(b"of an earlier life")
+    (tmp_path / "w0-1-0-0.arrow").write_bytes(b"of an earlier life")
     monkeypatch.setattr(log_files, "FILE_BYTES", 20_000)
     log = TensorLog(tmp_path, "w0")
     fill(log, range(8))  # by their steps
     fill(log, range(8, 9), incarnation=2)
     fill(log, range(9, 10), elements=6000, incarnation=2)  # by their size
     log.close()
-    assert (tmp_path / "w0-1-0.arrow").read_bytes() == b"of an earlier life"
-    assert names(tmp_path) == ["w0-1-0.arrow", "w0-1-1.arrow", "w0-1-2.arrow", "w0-2-3.arrow", "w0-2-4.arrow"]
+    assert (tmp_path / "w0-1-0-0.arrow").read_bytes() == b"of an earlier life"
+    assert names(tmp_path) == ["w0-1-0-0.arrow", "w0-1-1-0.arrow", "w0-1-2-4.arrow", "w0-2-3-8.arrow", "w0-2-4-9.arrow"]
     reader = seen(tmp_path)
-    assert reader.complete_steps(0, 1, "activation", 2) == set(range(10))
+    assert complete_steps(reader, 0, 1, "activation", 2) == set(range(10))
 
 
 def test_trim_deletes_exactly(tmp_path: Path) -> None:
@@ -114,12 +114,12 @@ def test_trim_deletes_exactly(tmp_path: Path) -> None:
     for step, kept in ((3, 0), (4, 4), (7, 4), (8, 8), (9, 8), (10, 10)):
         log.trim(step)
         assert log.flush(10)
-        assert seen(tmp_path).complete_steps(0, 1, "activation", 2) == set(range(kept, 10)), step
+        assert complete_steps(seen(tmp_path), 0, 1, "activation", 2) == set(range(kept, 10)), step
         assert log.stats.file_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
     assert log.stats.file_bytes == 0 < full
     fill(log, range(10, 12))  # the current one was deleted, too: a new one begins
     log.close()
-    assert seen(tmp_path).complete_steps(0, 1, "activation", 2) == {10, 11}
+    assert complete_steps(seen(tmp_path), 0, 1, "activation", 2) == {10, 11}
 
 
 def test_quota_leaves_a_gap_and_trim_revives(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_quota_leaves_a_gap_and_trim_revives(tmp_path: Path) -> None:
     assert not log.flush(1)
     assert log.stats.file_bytes <= 10_000
     assert [kind for kind, _ in told] == ["LogFailed"]
-    before = seen(tmp_path).complete_steps(0, 1, "activation", 2)
+    before = complete_steps(seen(tmp_path), 0, 1, "activation", 2)
     assert before == set(range(len(before)))
     assert 0 < len(before) < 20
     log.append(key(20, 0), 1, [torch.zeros(1)])  # the first half of a step is lost, the second is not
@@ -141,7 +141,7 @@ def test_quota_leaves_a_gap_and_trim_revives(tmp_path: Path) -> None:
     assert log.flush(10)
     assert log.stats.failed == ""
     reader = seen(tmp_path)
-    found = reader.complete_steps(0, 1, "activation", 2)
+    found = complete_steps(reader, 0, 1, "activation", 2)
     assert {21, 22} <= found
     assert not {19, 20} & found
     with pytest.raises(LogGapError, match=r"nothing was found of Key.step=20, micro_batch=0"):
@@ -168,7 +168,7 @@ def test_a_disk_that_is_full(small_disk: Path, synchronous: bool) -> None:
     assert "No space left" in log.stats.failed
     assert [about["reason"] for _, about in told] == [log.stats.failed]
     reader = seen(small_disk)
-    found = reader.complete_steps(0, 1, "activation", 2)
+    found = complete_steps(reader, 0, 1, "activation", 2)
     assert found == set(range(len(found)))
     assert 8 <= len(found) <= 10
     for step in found:
@@ -176,7 +176,7 @@ def test_a_disk_that_is_full(small_disk: Path, synchronous: bool) -> None:
     log.trim(30)
     fill(log, range(30, 33), elements=12_345)
     assert log.flush(10)
-    assert seen(small_disk).complete_steps(0, 1, "activation", 2) == {30, 31, 32}
+    assert complete_steps(seen(small_disk), 0, 1, "activation", 2) == {30, 31, 32}
     log.close()
 
 
@@ -261,7 +261,7 @@ def test_a_disk_that_takes_nothing_does_not_hold_training_up(tmp_path: Path, mon
     log.trim(60)
     fill(log, range(60, 62))
     assert log.flush(10)
-    found = seen(tmp_path).complete_steps(0, 1, "activation", 2)
+    found = complete_steps(seen(tmp_path), 0, 1, "activation", 2)
     assert {60, 61} <= found
     assert not set(range(2, 50)) & found
     log.close()
