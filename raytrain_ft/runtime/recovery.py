@@ -104,8 +104,8 @@ def reconcile(replica: Replica, plan: Plan, transfer: Transfer, sampling: Sampli
     base = plan.step - 1 if plan.completes or plan.skips else plan.step
     if plan.lost:
         replica.lost = (base, plan.lost)
-    if not plan.completes and replica.attempt is not None:
-        state.tail.restore()
+    if replica.attempt is not None and not (plan.completes and replica.attempt.step == base):
+        state.tail.restore()  # a step that is not completed; perhaps the next one, and others are to take this state
     received = [(c.bucket, transfer.copy(c, lambda c=c: _as_bytes(state.buckets[c.bucket].flat))) for c in plan.gradients]
     for index, payload in received:
         if payload is not None:

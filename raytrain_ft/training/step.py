@@ -338,7 +338,9 @@ class Replica:
         if self.lost is not None and self.lost[0] == attempt.step and self.lost[1]:
             return self.lost[1], "their gradients went down with a worker"
         if any(self._said):
-            return self.state.tail.sleep.lost(self._said, attempt.batch), "a worker was told to sleep at once"
+            lost = self.state.tail.sleep.lost(self._said, attempt.batch)
+            self.lost = (attempt.step, lost)  # for survivors that were not told, if the step's end was interrupted
+            return lost, "a worker was told to sleep at once"
         return (), ""
 
     def returns_lost(self) -> bool:

@@ -1,0 +1,159 @@
+"""Two survivors that were interrupted at any two places of a step are made equal, and go on as if nothing had been.
+
+Both are real replicas that read the same samples, each in a group of its own, so each has the sums that a group of two would
+give to both; what a survivor did not live to hear is taken from it. One of them may have begun the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import raytrain_ft as ft
+from raytrain_ft.errors import FencedError
+from raytrain_ft.policy.reconcile import Copy, reconcile
+from raytrain_ft.policy.sampling import Position, Sampling
+from raytrain_ft.runtime import recovery
+from raytrain_ft.training.build import build_replica
+from raytrain_ft.training.fence import Fence
+from raytrain_ft.training.links import Links
+from raytrain_ft.training.settings import StepSettings
+from raytrain_ft.training.solo import Solo
+from raytrain_ft.training.step import Replica
+
+SAMPLING = Sampling(32, 4, seed=0, shuffle=False)
+STEP = 2
+"""The step that is interrupted."""
+
+
+class Task(ft.TrainTask):
+    """Three layers, each a bucket of its own, and a BatchNorm."""
+
+    def model(self, stage: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 1))
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+    def dataset(self) -> TensorDataset:
+        generator = torch.Generator().manual_seed(0)
+        return TensorDataset(torch.randn(32, 3, generator=generator), torch.randn(32, 1, generator=generator))
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(output, batch[1])
+
+
+class Survivor:
+    """A replica that is stopped at a place."""
+
+    def __init__(self, name: str, update: Any) -> None:
+        self.name = name
+        self.stop_at: tuple[str, int, int | None] | None = None
+        settings = StepSettings(update=update, bucket_bytes=1, first_bucket_bytes=1)
+        self.replica = build_replica(Task(), SAMPLING, settings, use_gpu=False, undo_mode="exact", probe=self._probe)
+        self.replica.state.filled = True
+        self._go_on(Position())
+
+    def _go_on(self, position: Position) -> None:
+        fence = Fence(1)
+        self.replica.loader.start(position, 0, 1)
+        self.links = Links(fence, 0, 1, Solo(fence))
+
+    def _probe(self, phase: str, step: int, bucket: int | None) -> None:
+        if (phase, step, bucket) == self.stop_at:
+            self.stop_at = None
+            raise FencedError("the incarnation is over")
+
+    def train(self, until: int) -> None:
+        """Whole steps."""
+        while self.replica.state.step < until:
+            self.replica.train_step(self.links)
+
+    def interrupt(self, place: tuple[str, int, int | None], heard: set[int]) -> None:
+        """Goes on to this place, and is parked. Of reductions that it did not wait for, it has heard of some buckets'."""
+        self.stop_at = place
+        with pytest.raises(FencedError):
+            self.train(place[1] + 1)
+        reducer = self.replica.reducer
+        for bucket in reducer.buckets:
+            if bucket.work is not None and bucket.index not in heard:
+                bucket.work = None
+                bucket.allocate()
+        reducer.abandon()
+
+    def resume(self) -> None:
+        """As in a new incarnation."""
+        self.replica.loader.stop()
+        self._go_on(self.replica.state.position)
+
+
+class Wire:
+    """Passes on what one gives to the other, who takes it afterwards."""
+
+    def __init__(self) -> None:
+        self.sent: dict[tuple[str, int, str], Tensor] = {}
+
+    def of(self, member: str) -> Any:
+        """A member's end."""
+
+        class End:
+            group = None
+
+            def copy(end, copy: Copy, give: Callable[[], Tensor]) -> Tensor | None:  # noqa: N805
+                for target in copy.targets if member == copy.source else ():
+                    self.sent[copy.what, copy.bucket, target] = give().clone()
+                return self.sent.pop((copy.what, copy.bucket, member)) if member in copy.targets else None
+
+        return End()
+
+
+@contextmanager
+def survivors(update: str) -> Iterator[list[Survivor]]:
+    found = [Survivor(name, update) for name in ("w0", "w1", "undisturbed")]
+    try:
+        yield found
+    finally:
+        for survivor in found:
+            survivor.replica.loader.stop()
+
+
+PLACES = [
+    *(("data", None), ("forward", 0)),
+    *((phase, bucket) for bucket in range(4) for phase in ("backward", "reduce", "wait", "reduced")),
+]
+
+
+@pytest.mark.parametrize("ahead", [("commit", None), *PLACES], ids=lambda place: f"{place[0]}-{place[1]}")
+@pytest.mark.parametrize("heard", [set(), {0}, {0, 1, 2, 3}], ids=["none", "one", "all"])
+def test_one_has_begun_the_next_step(ahead: tuple[str, int | None], heard: set[int]) -> None:
+    """The other hangs in the reductions of the last one, of which it has heard in part."""
+    with survivors("barrier") as (newer, older, calm):
+        for survivor in (newer, older):
+            survivor.train(STEP)
+        newer.interrupt((ahead[0], STEP if ahead[0] == "commit" else STEP + 1, ahead[1]), set())
+        older.interrupt(("wait", STEP, 0), heard)
+        mend(newer, older, whole_update=True)
+        assert newer.replica.state.step == older.replica.state.step == STEP + 1
+        calm.train(STEP + 1)
+        assert newer.replica.state.digests() == older.replica.state.digests() == calm.replica.state.digests()
+        for survivor in (newer, older):
+            survivor.resume()
+        for survivor in (newer, older, calm):
+            survivor.train(STEP + 3)
+        assert newer.replica.state.digests() == older.replica.state.digests() == calm.replica.state.digests()
+
+
+def mend(*members: Survivor, whole_update: bool) -> None:
+    """The survivors' part of a recovery. Who gives comes first."""
+    marks = [recovery.marks(member.name, member.replica) for member in members]
+    plan = reconcile([m for m in marks if m is not None], whole_update=whole_update)
+    wire = Wire()
+    given = {copy.source for copy in (*plan.gradients, *plan.states)}
+    for member in sorted(members, key=lambda member: member.name not in given):
+        recovery.reconcile(member.replica, plan, wire.of(member.name), SAMPLING, leads=member is members[0])
