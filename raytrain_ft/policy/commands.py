@@ -72,6 +72,7 @@ class Replay:
         teams: who does this: each who hosts one of `stages`, followed by those who help it with its micro-batches.
         load: the checkpoint.
         until: the number of steps that are committed afterwards.
+        since: the incarnation from which on what was logged counts.
     """
 
     world: tuple[str, ...]
@@ -80,6 +81,7 @@ class Replay:
     stages: tuple[int, ...]
     load: str
     until: int
+    since: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,8 +220,8 @@ def _on_samples_lost(run: RunState, event: m.SamplesLost) -> list[m.Command]:
 
 def _on_checkpoint_committed(run: RunState, event: m.CheckpointCommitted) -> list[m.Command]:
     run.stored = [m.Stored(event.name, event.step), *run.stored][:MOST_STORED]
-    if not run.rules.logging:
-        return []
+    if not run.rules.logging or run.state not in TRAINING:
+        return []  # in a recovery, the log may be being replayed from an older checkpoint: the next one trims it
     if run.logged_since is None:  # it broke off; the trimming that follows revives it, from one of the next steps on
         if run.log_revived is not None and event.step >= run.log_revived:
             run.logged_since = event.step

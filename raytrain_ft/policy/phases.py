@@ -264,6 +264,7 @@ def _log_from_now_on(run: RunState) -> None:
     run.logged = logged
     if run.plan is None or not run.replaying:
         run.logged_since = run.plan.step if run.plan is not None else run.step
+        run.log_incarnation = run.incarnation
 
 
 def on_reconciled(run: RunState, event: m.Reconciled) -> list[m.Command]:
@@ -300,12 +301,13 @@ def _replay(run: RunState) -> m.Replay:
     plan, source, recovery, rules = run.plan, run.source, run.recoveries[-1], run.rules
     assert plan is not None
     assert source is not None
-    helpers = rules.replay_workers - 1 if len(run.joining) == rules.stages else 0
+    # a team that was too slow is not tried again: it begins at the checkpoint each time, and one alone goes on where it stood
+    helpers = rules.replay_workers - 1 if len(run.joining) == rules.stages and recovery.attempts == 1 else 0
     teams = replay_teams(run.joining, run.replaying, rules.stages, helpers)
     most = max(len(team) for team in teams)
     recovery.replay(_words(run.replaying), source.step, source.name or "the beginning", most, exact=rules.exact_sums)
     stages = tuple(sorted(run.replaying))
-    return m.Replay(run.joining, run.incarnation, teams, stages, source.name, plan.step)
+    return m.Replay(run.joining, run.incarnation, teams, stages, source.name, plan.step, run.log_incarnation)
 
 
 def on_log_missing(run: RunState, event: m.LogMissing) -> list[m.Command]:

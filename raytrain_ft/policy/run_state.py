@@ -29,6 +29,7 @@ class RunState:
         logged: boundaries between stages that are logged, each named by the stage before it.
         logged_since: the step from which on the log is complete for the present world; None if it is not.
         log_revived: the step from which on a log that had broken off is whole again, if it is known.
+        log_incarnation: records of earlier incarnations are of another world, and count no more.
         plan: what the survivors do to become consistent; None if nobody holds state.
         stored: checkpoints to go back to, newest first.
         load: the checkpoint that everybody loads if nobody holds state; None: the run begins anew.
@@ -63,6 +64,7 @@ class RunState:
     logged: frozenset[int] = frozenset()
     logged_since: int | None = None
     log_revived: int | None = None
+    log_incarnation: int = 0
     plan: Plan | None = None
     stored: list[m.Stored] = field(default_factory=list)
     load: m.Stored | None = None

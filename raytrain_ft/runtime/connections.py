@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -57,7 +58,6 @@ class Connections:
         self._spec, self._supervisor, self._world, self._host = spec, supervisor, world, host
         self._logged, self._log, self._timeout = logged, log, timeout
         self._stages = spec.rules.stages
-        self._reader: LogReader | None = None
         self._team: FencedGroup | None = None
         self._links: list[Links] = []
         self._board: Switchboard | None = None
@@ -84,17 +84,22 @@ class Connections:
         self._links.append(links)
         return links
 
-    def replay(self, stages: frozenset[int], stage: int, size: int, number: int) -> Links:
-        """For a replay of these stages.
+    @contextmanager
+    def replay(self, stages: frozenset[int], stage: int, size: int, number: int, since: int) -> Iterator[Links]:
+        """For a replay of these stages, as long as it takes.
 
         Args:
             stage: the one that this worker replays, as `number` of a team of `size`.
+            since: the incarnation from which on records count.
         """
         assert self._stage_group is not None
-        self._reader = LogReader(self._spec.logs)
-        team = self._join_team(stage, size, number) if size > 1 else None
-        board = Switchboard(self._world, self._stage_group, self._stages, self._logged, self._log, stage)
-        return self._keep(board.replay(self._reader, stages, team))
+        reader = LogReader(self._spec.logs, since)
+        try:
+            team = self._join_team(stage, size, number) if size > 1 else None
+            board = Switchboard(self._world, self._stage_group, self._stages, self._logged, self._log, stage)
+            yield self._keep(board.replay(reader, stages, team))
+        finally:
+            reader.close()
 
     def _join_team(self, stage: int, size: int, number: int) -> Team:
         fence = self._world.fence
@@ -112,5 +117,3 @@ class Connections:
         """The incarnation is over."""
         for group in (self._stage_group, self._team):
             process_group.leave(group)
-        if self._reader is not None:
-            self._reader.close()

@@ -16,6 +16,7 @@ import os
 import shutil
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -69,7 +70,7 @@ class Supervisor:
         self._library = Library(spec)
         self._restarted = bool(past)
         self._ended_at: float | None = None
-        self._lost_at: dict[str, int | None] = {}  # who was lost, and the step that others went on from
+        self._lost_at: dict[str, int] = {}  # who is lost and has logged something, and the step at which that was seen
         notes = [record["event"] for record in read_records(self._log.path)]
         self._was_over = any(name in ENDS for name in notes)
         self._told_of = notes.count("Recovery")
@@ -270,8 +271,6 @@ class Supervisor:
         """Log, decide, carry out."""
         before = self._machine.state
         self._log.append(event)
-        if isinstance(event, m.WorkerLost) and self._spec.log is not None:
-            self._lost_at[event.member] = None
         try:
             commands = handle(self._machine, event)
         except Exception as error:
@@ -291,9 +290,6 @@ class Supervisor:
                 self._note_resumed(command)
             elif isinstance(command, m.Reconcile):
                 self._note_stored(command.load)
-                if command.plan is not None:
-                    new = [member for member, reached in self._lost_at.items() if reached is None]
-                    self._lost_at |= dict.fromkeys(new, command.plan.step)
             elif isinstance(command, m.Trim):
                 self._trim_logs_of_the_lost(command.step)
             elif isinstance(command, m.FindCheckpoints):
@@ -301,11 +297,11 @@ class Supervisor:
             self._crew.carry_out(command)
 
     def _trim_logs_of_the_lost(self, step: int) -> None:
-        """Who is lost cannot delete what it logged; it came no further than the step that the others went on from."""
-        for member, reached in list(self._lost_at.items()):
-            if reached is not None and reached < step:
-                del self._lost_at[member]
-                for path in self._spec.logs.glob(f"{member}-*.arrow"):
+        """Who is lost cannot delete what it logged; it came no further than to the step at which it is first missed."""
+        with suppress(OSError):  # what stays goes with the run's other logs at its end
+            for path in self._spec.logs.glob("*.arrow"):
+                member = path.name.split("-")[0]
+                if member not in self._machine.members and self._lost_at.setdefault(member, self._machine.step) < step:
                     path.unlink(missing_ok=True)
 
     def _note_stored(self, name: str) -> None:

@@ -211,6 +211,8 @@ class Trainee:
         outcome = recovery.reconcile(self.replica, plan, transfer, self._spec.sampling, leads=leads)
         if outcome.commit is not None:
             self._connections.note_agreed(outcome.commit.attempt.step, plan.agreed)
+            if self.log is not None:
+                self.log.flush(FLUSH_S)  # who replays may need it
             self._heartbeat.committed(outcome.commit)
         return state.digests(), outcome.undone, outcome.kept
 
@@ -227,6 +229,7 @@ class Trainee:
 
     def _begin_from(self, load: str) -> None:
         """From a checkpoint, or from the beginning: there everybody has built the same model from the same seed."""
+        self._replayed = ""
         if load:
             self._used = True  # also by a load that fails half way
             recovery.load(self.replica, self._spec, load)
@@ -262,23 +265,31 @@ class Trainee:
             self._replayed = ""
         return state.digests()
 
-    def replay(self, fence: Fence, stages: frozenset[int], load: str, until: int, team: tuple[str, ...]) -> tuple[str, ...]:
-        """A replay by one alone that was interrupted goes on from where it stood: what it has is what any other would have."""
+    def replay(
+        self, fence: Fence, stages: frozenset[int], load: str, until: int, team: tuple[str, ...], since: int
+    ) -> tuple[str, ...]:
+        """A replay by one alone that was interrupted goes on from where it stood: what it has is what any other would have.
+
+        With others (who share it, replay the next stage, or another replica of this one) it begins anew, for they may.
+        """
         fence.check()
         assert self._connections is not None
         source = load or "the beginning"
-        if self._replayed != source or len(team) > 1 or len(stages) > 1:
+        alone = len(team) == 1 and len(stages) == 1 and len(self._world) == self._spec.rules.stages
+        if not alone or self._replayed != source or self.replica.state.step > until:
             self._begin_from(load)
             self._replayed = source
         self.replica.state.filled = False
         self._first_step = False
-        links = self._connections.replay(stages, self.replica.stage, len(team), 0)
-        replay.replay(self.replica, links, until, self._spec.step.micro_batches)
+        with self._connections.replay(stages, self.replica.stage, len(team), 0, since) as links:
+            replay.replay(self.replica, links, until, self._spec.step.micro_batches)
         self.replica.state.filled = self._used = True
         self._replayed = ""
         return self.replica.state.digests()
 
-    def help(self, fence: Fence, stages: frozenset[int], load: str, until: int, team: tuple[str, ...]) -> tuple[str, ...]:
+    def help(
+        self, fence: Fence, stages: frozenset[int], load: str, until: int, team: tuple[str, ...], since: int
+    ) -> tuple[str, ...]:
         """Its own replica is not touched: beside it, it has one of the lost stage for as long as this takes."""
         fence.check()
         assert self._connections is not None
@@ -286,9 +297,9 @@ class Trainee:
         helper = self._build_replica(stage, writes=False)
         if load:
             recovery.load(helper, self._spec, load)
-        links = self._connections.replay(stages, stage, len(team), team.index(self._member))
         try:
-            replay.replay(helper, links, until, self._spec.step.micro_batches)
+            with self._connections.replay(stages, stage, len(team), team.index(self._member), since) as links:
+                replay.replay(helper, links, until, self._spec.step.micro_batches)
         finally:
             helper.loader.stop(timedelta(seconds=0))
         return self.replica.state.digests()

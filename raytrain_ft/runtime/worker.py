@@ -176,17 +176,20 @@ class Worker:
         return self._training.submit(self._trainee.fill, fence, copies, extras, handed).result(timeout=PARK_DEADLINE_S)
 
     def replay(
-        self, incarnation: int, stages: tuple[int, ...], load: str, until: int, team: tuple[str, ...]
+        self, incarnation: int, stages: tuple[int, ...], load: str, until: int, team: tuple[str, ...], since: int
     ) -> tuple[str, ...]:
         """Computes again, from the log, what a lost stage committed since a checkpoint: this worker's own stage, or as a helper
         that of the first of its team. Returns the hash per bucket of its own state.
+
+        Args:
+            since: the incarnation from which on the log counts.
 
         Raises:
             LogGapError: a record is missing or damaged.
         """
         fence = self._enter(incarnation)
         job = self._trainee.replay if team[0] == self._member else self._trainee.help
-        return self._training.submit(job, fence, frozenset(stages), load, until, team).result(timeout=PARK_DEADLINE_S)
+        return self._training.submit(job, fence, frozenset(stages), load, until, team, since).result(timeout=PARK_DEADLINE_S)
 
     def trim(self, step: int) -> None:
         """A checkpoint of this step is durable: what was logged before it is not needed any more."""

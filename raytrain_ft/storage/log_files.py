@@ -69,7 +69,7 @@ class LogFiles:
         """Appends a record.
 
         Raises:
-            OSError: the disk, or the quota; the caller must `abandon` the file.
+            OSError: the disk, or the quota; the caller must `delete` the log.
             ValueError: a tensor that cannot be logged, or was changed.
         """
         if self._current is None or not self._current.takes(record):
@@ -110,12 +110,10 @@ class LogFiles:
                 self.size += len(END)
         self._close()
 
-    def abandon(self) -> None:
-        """Closes the current file after a failure, without what was written of the record that failed."""
-        if self._current is not None:
-            with suppress(OSError):
-                os.ftruncate(self._current.descriptor, self._current.size)
-            self._close()
+    def delete(self) -> None:
+        """Deletes all files. One that cannot be deleted is tried again by `trim`."""
+        self._close()
+        self._remove(self._all)
 
     def _close(self) -> None:
         file, self._current = self._current, None
@@ -128,7 +126,10 @@ class LogFiles:
         """Deletes the files that hold nothing of `step` or later. One that cannot be deleted is tried again next time."""
         if self._current is not None and self._current.last < step:
             self.end()
-        for file in [file for file in self._all if file.last < step and file is not self._current]:
+        self._remove(file for file in self._all if file.last < step and file is not self._current)
+
+    def _remove(self, files: Iterable[_OpenFile]) -> None:
+        for file in list(files):
             with suppress(OSError):
                 file.path.unlink(missing_ok=True)
                 self._all.remove(file)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from raytrain_ft.errors import LogGapError, StorageError
+from raytrain_ft.errors import LogGapError
 from raytrain_ft.storage.log_format import NAME, Key
 from raytrain_ft.storage.log_scan import UNREADABLE, LogFile, Place, load, scan
 
@@ -25,10 +25,14 @@ class LogReader:
 
     What lies there is not trusted: names are matched against an allow-list, links are not followed, every head and every tensor
     is verified by a checksum, and nothing is unpickled.
+
+    Args:
+        since: files of earlier incarnations are passed over.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, since: int = 0) -> None:
+        self._directory, self._since = directory, since
+        self._unlisted = ""
         self._files: dict[str, LogFile] = {}
         self._places: dict[Key, list[Place]] = {}  # in order: the last one counts
         self._keys: dict[str, list[Key]] = {}  # of each file
@@ -43,11 +47,12 @@ class LogReader:
         Args:
             step: look only into those that may hold records of this step: a look takes 0.1 ms for every record.
 
-        Raises:
-            StorageError: the directory cannot be listed. None at all is an empty one.
+        No directory is an empty one; for the moment, so is one that cannot be listed.
         """
         with self._looking:
             found = self._names()
+            if found is None:
+                return
             with self._lock:
                 for name in self._files.keys() - found:
                     self._forget(name)
@@ -61,14 +66,20 @@ class LogReader:
             if step is not None:
                 self._looked.add(step)
 
-    def _names(self) -> set[str]:
+    def _names(self) -> set[str] | None:
+        self._unlisted = ""
         try:
             with os.scandir(self._directory) as entries:
-                return {e.name for e in entries if NAME.fullmatch(e.name) and e.is_file(follow_symlinks=False)}
+                return {e.name for e in entries if self._counts(e.name) and e.is_file(follow_symlinks=False)}
         except FileNotFoundError:
             return set()
         except OSError as error:
-            raise StorageError(f"{self._directory} cannot be listed: {error.strerror or error}") from error
+            self._unlisted = f"{self._directory} cannot be listed: {error.strerror or error}"
+            return None
+
+    def _counts(self, name: str) -> bool:
+        match = NAME.fullmatch(name)
+        return match is not None and int(match["incarnation"]) >= self._since
 
     def _look(self, name: str, file: LogFile) -> None:
         try:
@@ -133,6 +144,7 @@ class LogReader:
         with self._lock:
             others = [str(place.incarnation) for place in self._places.get(key, [])]
             trouble = [what for file in self._files.values() for what in file.trouble()]
+            trouble += [self._unlisted] if self._unlisted else []
             looked = f"looked into {sum(file.size >= 0 for file in self._files.values())} files in {self._directory}"
         wanted = "" if incarnation is None else f" of incarnation {incarnation}"
         if others:
@@ -203,7 +215,7 @@ class _Ahead:
 
     def want(self, keys: Iterable[Key]) -> None:
         with self._changed:
-            self._wanted |= {key: None for key in keys if key not in self._held}
+            self._wanted |= {key: None for key in keys if key not in self._held and key != self._reading}
             self._changed.notify_all()
 
     def take(self, key: Key, place: Place) -> tuple[Tensor, ...] | None:
@@ -243,7 +255,7 @@ class _Ahead:
         try:
             if places := self._find(key):
                 held = places[-1], load(places[-1])
-        except (StorageError, *UNREADABLE):
+        except UNREADABLE:
             pass  # whoever asks for it reads it again, and learns why
         with self._changed:
             if held is not None:

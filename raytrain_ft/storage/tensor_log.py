@@ -55,6 +55,11 @@ class _Trim:
     size: int = 0
 
 
+@dataclass(slots=True)
+class _Close:
+    size: int = 0
+
+
 class TensorLog:
     """The log of one sender process, for one life of it. Safe for use by several threads.
 
@@ -88,8 +93,9 @@ class TensorLog:
         self._memory_bytes = memory_bytes
         self._tell = tell
         self._files = LogFiles(directory, member, quota_bytes, compression)
-        self._queue: deque[Record | _Trim] = deque()
+        self._queue: deque[Record | _Trim | _Close] = deque()
         self._accepted = self._done = self._waiting = self._trims = 0  # items, items, bytes, trims that are in the queue
+        self._flushed = 0  # items
         self._records = self._payload_bytes = self._stalls = 0
         self._stalled_s = 0.0
         self._failed = ""
@@ -125,11 +131,17 @@ class TensorLog:
         self._help()
 
     def flush(self, seconds: float) -> bool:
-        """Waits until everything appended so far can be read by other processes. It need not be on the disk.
+        """Waits until everything appended so far can be read by other processes. It need not be on the disk, but its file is
+        closed: only then does NFS show other nodes what is in it.
 
         Returns:
             False if the time was up before that, or the log has failed.
         """
+        with self._work:
+            if not self._closed and self._accepted != self._flushed:
+                self._put(_Close())
+                self._flushed = self._accepted
+        self._help()
         with self._room:
             target = self._accepted
             return self._room.wait_for(lambda: self._done >= target, seconds) and not self._failed
@@ -173,7 +185,7 @@ class TensorLog:
 
     # ------------------------------------------------------------ inside
 
-    def _put(self, item: Record | _Trim) -> None:
+    def _put(self, item: Record | _Trim | _Close) -> None:
         self._queue.append(item)
         self._accepted += 1
         self._waiting += item.size
@@ -219,17 +231,19 @@ class TensorLog:
             self._work.wait_for(lambda: self._queue or self._closed)
             return bool(self._queue)
 
-    def _carry_out(self, item: Record | _Trim) -> None:
+    def _carry_out(self, item: Record | _Trim | _Close) -> None:
         reason, written, revived = "", False, False
         try:
             if isinstance(item, _Trim):
                 self._files.trim(item.step)
                 revived = True
+            elif isinstance(item, _Close):
+                self._files.end()
             elif not self._failed:
                 self._files.write(item)
                 written = True
         except Exception as error:  # whatever it is: training goes on without the log
-            self._files.abandon()
+            self._files.delete()  # a log with a gap is of no use, and its room may be what a checkpoint lacks
             reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
             reason = f"{self._files.directory}: {reason}"
         with self._room:

@@ -10,6 +10,7 @@ undefined. Marks are plain numbers, `version` and `gradient`, which `policy.reco
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -116,6 +117,18 @@ def only(optimizer: torch.optim.Optimizer, params: Iterable[Parameter]) -> Itera
             group["params"] = all_of_them
 
 
+def _weakly(reducer: Reducer) -> Callable[[Tensor], None]:
+    """A hook that does not keep its reducer: torch holds hooks where Python's collector sees no cycle, so a replica that is
+    not needed any more would never be freed."""
+    owner = weakref.ref(reducer)
+
+    def grad_ready(p: Tensor) -> None:
+        if (found := owner()) is not None:
+            found._grad_ready(p)
+
+    return grad_ready
+
+
 class Reducer:
     """Reduces the buckets of one step over the group of one incarnation, overlapped with the backward pass.
 
@@ -161,7 +174,7 @@ class Reducer:
         self._bucket_of = {id(p): bucket.index for bucket in buckets for p in bucket.params}
         for bucket in buckets:
             for p in bucket.params:
-                p.register_post_accumulate_grad_hook(self._grad_ready)
+                p.register_post_accumulate_grad_hook(_weakly(self))
 
     def begin(self, step: int) -> None:
         """Starts an attempt at `step`: no gradients yet."""

@@ -29,7 +29,14 @@ def build_stage(task: Any, stage: int, settings: PipelineSettings | None) -> nn.
         return task.model(stage)
     layers = list(sequential(task.model(0)))
     bounds = [0, *settings.cuts, len(layers)]
-    return nn.Sequential(*layers[bounds[stage] : bounds[stage + 1]])
+    return _Part(*layers[bounds[stage] : bounds[stage + 1]])
+
+
+class _Part(nn.Sequential):
+    """Some layers of a sequential model. A tuple that crosses a cut comes as several tensors, and the layer takes a tuple."""
+
+    def forward(self, *inputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(inputs[0] if len(inputs) == 1 else inputs)
 
 
 def name_in_one_piece(name: str, stage: int, cuts: Sequence[int] | None) -> str:

@@ -97,7 +97,7 @@ def sample(task: Any, count: int) -> Any:
 def _cost(layer: nn.Module, value: Any) -> tuple[float, Any]:
     """Operations of a forward pass, the bytes that it moves included, and what comes out."""
     with FlopCounterMode(display=False) as counter:
-        output = layer(*value) if isinstance(value, tuple) else layer(value)
+        output = layer(value)
     tensors = [*layer.parameters(), *(output if isinstance(output, tuple) else (output,))]
     moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))
     return counter.get_total_flops() + OPERATIONS_PER_BYTE * moved, output

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from raytrain_ft.errors import NonFiniteLossError, ReplayDivergedError
+from raytrain_ft.errors import LogGapError, NonFiniteLossError
 from raytrain_ft.policy.sampling import Range
 from raytrain_ft.training.attempt import Attempt, Commit, keeps_gradients
 from raytrain_ft.training.buckets import Bucket, Probe, Reducer, only
@@ -125,7 +125,7 @@ class Replica:
         if self._pipeline is not None:
             self._pipeline.run(self.state.step, links)
             if links.team is not None and self.state.tail.changed():
-                raise ReplayDivergedError(
+                raise LogGapError(  # going back instead is exact
                     f"stage {self.stage} changes a buffer in its forward pass, which depends on the order of micro-batches, so "
                     "several workers cannot replay it together: use RecoveryConfig(replay_workers=1)"
                 )

@@ -94,6 +94,18 @@ def test_a_stage_with_a_replica_is_filled_from_it(in_one_piece: ft.Result, tmp_p
     assert promise_kept(result) == []
 
 
+def test_a_stage_whose_replicas_are_all_lost_replays_in_step(cluster: Any, tmp_path: Path) -> None:
+    """They reduce their gradients together, so when one is lost in the midst of it both begin anew."""
+    how = {"stages": 2, "workers": 4, "micro_batches": 2, "num_spares": 2}
+    calm = pipeline(tmp_path, "calm", **how)
+    lost = [fault(rank, 9, "data") for rank in (1, 3)]
+    result = pipeline(tmp_path, "run", **how, faults=[*lost, fault(3, 6, "replay")])
+    assert result.digest == calm.digest
+    assert promise_kept(result) == []
+    assert {(r.strategy, r.guarantee) for r in result.recoveries} == {(Strategy.LOGGING, Guarantee.EXACT)}
+    assert len(list((Path(result.path) / "faults").iterdir())) == 3, "every fault has struck"
+
+
 def test_logging_changes_nothing(undisturbed_pipeline: ft.Result, tmp_path: Path) -> None:
     written = events(undisturbed_pipeline, "LogWritten")
     agreed = STEPS * 4 * 8

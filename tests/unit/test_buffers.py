@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +87,19 @@ def test_what_nobody_changes_keeps_its_bits() -> None:
     assert int(model.seen) == 3
     assert not torch.equal(model.norm.running_mean, before["norm.running_mean"])
     replica.loader.stop()
+
+
+@pytest.mark.parametrize("update", ["barrier", "wait_free"])
+def test_a_replica_that_nobody_needs_is_freed(update: Any) -> None:
+    """Those that help with a replay build one each time."""
+    replica, links = replica_of(Task(Buffered), update=update)
+    for _ in range(2):
+        replica.train_step(links)
+    replica.loader.stop()
+    gone = [weakref.ref(replica), weakref.ref(replica.state.model), weakref.ref(replica.reducer)]
+    del replica
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None, None]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 10, 100])

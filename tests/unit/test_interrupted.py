@@ -25,7 +25,6 @@ from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.links import Links
 from raytrain_ft.training.settings import StepSettings
 from raytrain_ft.training.solo import Solo
-from raytrain_ft.training.step import Replica
 
 SAMPLING = Sampling(32, 4, seed=0, shuffle=False)
 STEP = 2
@@ -94,23 +93,17 @@ class Survivor:
 
 
 class Wire:
-    """Passes on what one gives to the other, who takes it afterwards."""
+    """One member's end of what passes on what somebody gives to others, who take it afterwards."""
 
-    def __init__(self) -> None:
-        self.sent: dict[tuple[str, int, str], Tensor] = {}
+    group = None
 
-    def of(self, member: str) -> Any:
-        """A member's end."""
+    def __init__(self, member: str, sent: dict[tuple[str, int, str], Tensor]) -> None:
+        self.member, self.sent = member, sent
 
-        class End:
-            group = None
-
-            def copy(end, copy: Copy, give: Callable[[], Tensor]) -> Tensor | None:  # noqa: N805
-                for target in copy.targets if member == copy.source else ():
-                    self.sent[copy.what, copy.bucket, target] = give().clone()
-                return self.sent.pop((copy.what, copy.bucket, member)) if member in copy.targets else None
-
-        return End()
+    def copy(self, copy: Copy, give: Callable[[], Tensor]) -> Tensor | None:
+        for target in copy.targets if self.member == copy.source else ():
+            self.sent[copy.what, copy.bucket, target] = give().clone()
+        return self.sent.pop((copy.what, copy.bucket, self.member)) if self.member in copy.targets else None
 
 
 @contextmanager
@@ -123,22 +116,25 @@ def survivors(update: str) -> Iterator[list[Survivor]]:
             survivor.replica.loader.stop()
 
 
-PLACES = [
-    *(("data", None), ("forward", 0)),
-    *((phase, bucket) for bucket in range(4) for phase in ("backward", "reduce", "wait", "reduced")),
-]
+AHEAD = [("commit", None), ("data", None), ("forward", 0), ("backward", 0), ("reduce", 0)]
+"""How far the one may be: in the step's end, or in the next step before anything of that is reduced, which takes both."""
+BEHIND = [("wait", 0, ()), ("wait", 0, (0,)), ("wait", 0, (0, 1, 2, 3)), ("reduced", 2, ())]
+"""Where the other hangs in the step before, and of which other reductions it has heard."""
 
 
-@pytest.mark.parametrize("ahead", [("commit", None), *PLACES], ids=lambda place: f"{place[0]}-{place[1]}")
-@pytest.mark.parametrize("heard", [set(), {0}, {0, 1, 2, 3}], ids=["none", "one", "all"])
-def test_one_has_begun_the_next_step(ahead: tuple[str, int | None], heard: set[int]) -> None:
-    """The other hangs in the reductions of the last one, of which it has heard in part."""
-    with survivors("barrier") as (newer, older, calm):
+@pytest.mark.parametrize("ahead", AHEAD, ids=lambda place: f"{place[0]}-{place[1]}")
+@pytest.mark.parametrize("behind", BEHIND, ids=lambda place: f"{place[0]}-{place[1]}-{len(place[2])}")
+@pytest.mark.parametrize("update", ["barrier", "wait_free"])
+def test_one_has_begun_the_next_step(
+    ahead: tuple[str, int | None], behind: tuple[str, int, tuple[int, ...]], update: Any
+) -> None:
+    """The other is still in the reductions of the last one."""
+    with survivors(update) as (newer, older, calm):
         for survivor in (newer, older):
             survivor.train(STEP)
         newer.interrupt((ahead[0], STEP if ahead[0] == "commit" else STEP + 1, ahead[1]), set())
-        older.interrupt(("wait", STEP, 0), heard)
-        mend(newer, older, whole_update=True)
+        older.interrupt((behind[0], STEP, behind[1]), set(behind[2]))
+        mend(newer, older, whole_update=update == "barrier")
         assert newer.replica.state.step == older.replica.state.step == STEP + 1
         calm.train(STEP + 1)
         assert newer.replica.state.digests() == older.replica.state.digests() == calm.replica.state.digests()
@@ -153,7 +149,8 @@ def mend(*members: Survivor, whole_update: bool) -> None:
     """The survivors' part of a recovery. Who gives comes first."""
     marks = [recovery.marks(member.name, member.replica) for member in members]
     plan = reconcile([m for m in marks if m is not None], whole_update=whole_update)
-    wire = Wire()
+    sent: dict[tuple[str, int, str], Tensor] = {}
     given = {copy.source for copy in (*plan.gradients, *plan.states)}
     for member in sorted(members, key=lambda member: member.name not in given):
-        recovery.reconcile(member.replica, plan, wire.of(member.name), SAMPLING, leads=member is members[0])
+        end: Any = Wire(member.name, sent)
+        recovery.reconcile(member.replica, plan, end, SAMPLING, leads=member is members[0])

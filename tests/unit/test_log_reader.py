@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import signal
@@ -163,6 +164,34 @@ def test_the_highest_incarnation_counts(tmp_path: Path) -> None:
     (tmp_path / "w10-10-0-0.arrow").write_bytes(b"")
     with pytest.raises(LogGapError, match=r"w10-10-1-0.arrow.*w10-10-0-0.arrow"):  # not that of an older one
         reader.read(key(0))
+
+
+def test_what_belongs_to_another_world_is_waited_past(tmp_path: Path) -> None:
+    log_of(tmp_path, {key(0): [torch.tensor(1)]}, "w1", 1)
+    reader = LogReader(tmp_path, since=2)
+    assert not reader.has(key(0))
+    with pytest.raises(LogGapError):
+        reader.await_record(key(0), 0.1, lambda: None)
+    log_of(tmp_path, {key(0): [torch.tensor(2)]}, "w2", 2)
+    assert reader.await_record(key(0), 5, lambda: None)[0].item() == 2
+
+
+def test_a_directory_that_cannot_be_listed_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log_of(tmp_path, {key(0): [torch.tensor(1)]})
+    real, left = os.scandir, [3]
+
+    def scandir(path: Path) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    reader = LogReader(tmp_path)
+    assert reader.await_record(key(0), 5, lambda: None)[0].item() == 1
+    left[0] = 10**6
+    with pytest.raises(LogGapError, match="cannot be listed: Stale file handle"):
+        LogReader(tmp_path).await_record(key(0), 0.1, lambda: None)
 
 
 def test_only_the_files_of_a_step_are_looked_into(tmp_path: Path) -> None:
