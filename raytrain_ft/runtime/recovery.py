@@ -178,8 +178,11 @@ class Packed:
     buckets: tuple[np.ndarray, ...]
 
 
-def pack(state: TrainingState) -> Packed:
-    """The whole state, for who takes it over."""
+def pack(replica: Replica) -> Packed:
+    """The whole state between two steps, for who takes it over. A step under way is given up."""
+    if replica.attempt is not None:
+        mending.discard(replica)
+    state = replica.state
     return Packed(state.extras(), state.digests(), tuple(state.pack(bucket).numpy() for bucket in state.buckets))
 
 

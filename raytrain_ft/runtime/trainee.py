@@ -243,7 +243,7 @@ class Trainee:
 
     def pack(self) -> recovery.Packed:
         """The whole state of a worker that leaves, and that nobody else holds."""
-        return recovery.pack(self.replica.state)
+        return recovery.pack(self.replica)
 
     def fill(
         self, fence: Fence, copies: tuple[Copy, ...], extras: Extras | None, handed: recovery.Packed | None

@@ -145,6 +145,18 @@ def test_one_has_begun_the_next_step(
         assert newer.replica.state.digests() == older.replica.state.digests() == calm.replica.state.digests()
 
 
+@pytest.mark.parametrize("place", AHEAD[1:], ids=lambda place: f"{place[0]}-{place[1]}")
+def test_who_leaves_in_the_midst_of_a_step_hands_over_what_was_committed(place: tuple[str, int | None]) -> None:
+    with survivors("barrier") as (leaver, heir, calm):
+        leaver.train(STEP)
+        leaver.interrupt((place[0], STEP, place[1]), set())
+        recovery.unpack(heir.replica.state, recovery.pack(leaver.replica))
+        heir.resume()
+        for survivor in (heir, calm):
+            survivor.train(STEP + 2)
+        assert heir.replica.state.digests() == calm.replica.state.digests()
+
+
 def mend(*members: Survivor, whole_update: bool) -> None:
     """The survivors' part of a recovery. Who gives comes first."""
     marks = [recovery.marks(member.name, member.replica) for member in members]
