@@ -1,0 +1,93 @@
+"""Decisions around the replay of a lost stage: its log stays, only this world's records count, a slow team gives way to one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.machine import handle
+from raytrain_ft.policy.reconcile import Marks
+from raytrain_ft.policy.roster import MemberState, Rules
+from raytrain_ft.policy.run_state import RunState
+from raytrain_ft.policy.states import State
+
+STAGES = 3
+ABOUT = {"bytes": 1, "snapshot_s": 0.0, "stall_s": 0.0, "persist_s": 0.0}
+
+
+class Told:
+    """A run of three stages and a spare in step 13, with a checkpoint of step 6, and what it was told."""
+
+    def __init__(self, **rules: Any) -> None:
+        self.run = RunState(
+            Rules(min_workers=3, max_workers=3, max_steps=100, stages=3, logging=True, checkpoints=True, spares=2, **rules)
+        )
+        self.at = 0.0
+        self.tell(m.RunStarted, run_id="r")
+        self.tell(m.CapacityChanged, slots=5)
+        for number in range(5):
+            self.tell(m.WorkerStarted, member=f"w{number}", node=f"n{number}", pid=1)
+        self.answer(m.Reconciled, self.run.joining, digests=("d",))
+        for member in self.run.world:
+            about = {"rank": 0, "world_size": 1, "epoch": 0, "start": 0, "ids_digest": "", "loss": 0.0, "longest_s": 0.1}
+            self.tell(m.StepsCommitted, member=member, incarnation=1, first_step=0, stop_step=13, **about)
+        self.tell(m.CheckpointCommitted, member="w0", incarnation=1, step=6, name="c6", **ABOUT)
+
+    def tell(self, event: Any, **about: Any) -> list[m.Command]:
+        self.at += 0.1
+        return handle(self.run, event(at=self.at, **about))
+
+    def answer(self, event: Any, members: Any, **about: Any) -> list[m.Command]:
+        return [c for member in members for c in self.tell(event, member=member, incarnation=self.run.incarnation, **about)]
+
+    def fence(self) -> None:
+        """Those of the first world who are left stand between two steps; others hold nothing."""
+        for member in [member for member, state in self.run.members.items() if state == MemberState.ACTIVE]:
+            rank = int(member[1:])
+            marks = Marks(member, 13, (13,), (None,), rank) if rank < STAGES else None
+            self.tell(m.Fenced, member=member, incarnation=self.run.incarnation, marks=marks)
+
+    def replay(self) -> m.Replay:
+        """The replay that begins when all have joined."""
+        commands = self.answer(m.Reconciled, self.run.joining, digests=("d",))
+        (found,) = [command for command in commands if isinstance(command, m.Replay)]
+        return found
+
+
+@pytest.fixture
+def lost() -> Told:
+    """The middle stage is lost, and its replay begins."""
+    told = Told()
+    told.tell(m.WorkerLost, member="w1", cause="killed")
+    told.fence()
+    replay = told.replay()
+    assert (replay.load, replay.until, replay.since, replay.stages) == ("c6", 13, 1, (1,))
+    return told
+
+
+def test_a_log_that_is_replayed_is_not_trimmed(lost: Told) -> None:
+    late = {"member": "w0", "incarnation": 1, "step": 12, "name": "c12", **ABOUT}
+    assert lost.run.state == State.REBUILD
+    assert lost.tell(m.CheckpointCommitted, **late) == []
+    assert lost.run.stored[0].name == "c12", "the next loss is replayed from there"
+
+
+def test_after_going_back_only_what_is_logged_from_then_on_counts(lost: Told) -> None:
+    lost.answer(m.LogMissing, ["w3"], reason="a gap", diverged=False)
+    lost.fence()
+    assert lost.run.seeking, "everybody goes back"
+    lost.tell(m.CheckpointsFound, incarnation=lost.run.incarnation, stored=(m.Stored("c6", 6),))
+    assert lost.run.load == m.Stored("c6", 6)
+    assert lost.run.log_incarnation == lost.run.incarnation > 1
+
+
+def test_a_team_that_is_too_slow_is_not_tried_again() -> None:
+    told = Told(replay_workers=3)
+    told.tell(m.WorkerLost, member="w1", cause="killed")
+    told.fence()
+    assert [len(team) for team in told.replay().teams] == [3]
+    told.tell(m.TimerFired, timer="fill", incarnation=told.run.incarnation)
+    told.fence()
+    assert [len(team) for team in told.replay().teams] == [1]
