@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import raytrain_ft as ft
 from raytrain_ft.errors import FencedError
-from raytrain_ft.policy.reconcile import Copy, reconcile
+from raytrain_ft.policy.reconcile import Copy, Plan, reconcile
 from raytrain_ft.policy.sampling import Position, Sampling
 from raytrain_ft.runtime import recovery
 from raytrain_ft.training.build import build_replica
@@ -145,6 +145,38 @@ def test_one_has_begun_the_next_step(
         assert newer.replica.state.digests() == older.replica.state.digests() == calm.replica.state.digests()
 
 
+IN_IT = [
+    *(("wait", 0, ()), ("wait", 0, (1,)), ("wait", 0, (0, 1, 2, 3)), ("reduced", 2, ()), ("reduced", 2, (3,))),
+    *(("updated", None, ()), ("commit", None, ())),
+]
+"""Places in a step of which everything is launched; wait-free, every bucket is updated by itself."""
+
+
+@pytest.mark.parametrize("one", IN_IT, ids=lambda place: f"{place[0]}-{place[1]}-{len(place[2])}")
+@pytest.mark.parametrize("other", IN_IT, ids=lambda place: f"{place[0]}-{place[1]}-{len(place[2])}")
+@pytest.mark.parametrize("update", ["barrier", "wait_free"])
+def test_both_are_in_the_same_step(one: Any, other: Any, update: Any) -> None:
+    """It is completed or redone; undone only where nobody is left who had not updated a bucket, and another was never reduced."""
+    with survivors(update) as (first, second, calm):
+        for survivor, (phase, bucket, heard) in ((first, one), (second, other)):
+            survivor.train(STEP)
+            place = 1 if (phase, bucket, update) == ("updated", None, "wait_free") else bucket
+            survivor.interrupt((phase, STEP, place), set(heard))
+        plan = mend(first, second, whole_update=update == "barrier")
+        assert first.replica.state.digests() == second.replica.state.digests()
+        for survivor in (first, second):
+            survivor.resume()
+        for survivor in (first, second, calm):
+            survivor.train(STEP + 2)
+        assert first.replica.state.digests() == second.replica.state.digests()
+        if plan.undo:
+            assert update == "wait_free"
+            for a, b in zip(first.replica.state.model.parameters(), calm.replica.state.model.parameters(), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        else:
+            assert first.replica.state.digests() == calm.replica.state.digests()
+
+
 @pytest.mark.parametrize("place", AHEAD[1:], ids=lambda place: f"{place[0]}-{place[1]}")
 def test_who_leaves_in_the_midst_of_a_step_hands_over_what_was_committed(place: tuple[str, int | None]) -> None:
     with survivors("barrier") as (leaver, heir, calm):
@@ -157,8 +189,8 @@ def test_who_leaves_in_the_midst_of_a_step_hands_over_what_was_committed(place: 
         assert heir.replica.state.digests() == calm.replica.state.digests()
 
 
-def mend(*members: Survivor, whole_update: bool) -> None:
-    """The survivors' part of a recovery. Who gives comes first."""
+def mend(*members: Survivor, whole_update: bool) -> Plan:
+    """The survivors' part of a recovery, one after the other: each bucket's giver comes before who takes it."""
     marks = [recovery.marks(member.name, member.replica) for member in members]
     plan = reconcile([m for m in marks if m is not None], whole_update=whole_update)
     sent: dict[tuple[str, int, str], Tensor] = {}
@@ -166,3 +198,4 @@ def mend(*members: Survivor, whole_update: bool) -> None:
     for member in sorted(members, key=lambda member: member.name not in given):
         end: Any = Wire(member.name, sent)
         recovery.reconcile(member.replica, plan, end, SAMPLING, leads=member is members[0])
+    return plan
