@@ -156,7 +156,7 @@ IN_IT = [
 @pytest.mark.parametrize("other", IN_IT, ids=lambda place: f"{place[0]}-{place[1]}-{len(place[2])}")
 @pytest.mark.parametrize("update", ["barrier", "wait_free"])
 def test_both_are_in_the_same_step(one: Any, other: Any, update: Any) -> None:
-    """It is completed or redone; undone only where nobody is left who had not updated a bucket, and another was never reduced."""
+    """It is completed or redone; a bucket is undone only if both had updated it, and another was never reduced."""
     with survivors(update) as (first, second, calm):
         for survivor, (phase, bucket, heard) in ((first, one), (second, other)):
             survivor.train(STEP)
