@@ -17,7 +17,7 @@ from raytrain_ft.errors import ConfigError, FTError
 from raytrain_ft.scenario import Scenario
 
 FAILED, REFUSED = 1, 2
-"""Exit codes: a threshold was not kept; nothing was done."""
+"""Exit codes: a threshold was not kept; nothing was struck."""
 
 
 @click.command("drill")
@@ -49,7 +49,7 @@ def drill_command(
 ) -> None:
     """Rehearses SCENARIO, a YAML file, and says whether its thresholds were kept.
 
-    The job is trained twice, undisturbed and struck. Exit code 0: all thresholds kept; 1: not; 2: refused, nothing was done.
+    The job is trained twice, undisturbed and struck. Exit code 0: all thresholds kept; 1: not; 2: refused, nothing was struck.
     """
     try:
         if place != "cluster" and (address or confirmed):
