@@ -72,9 +72,10 @@ def drill(
 def _predicted(scenario: Scenario, run: Path, known: Job | None) -> tuple[dict[str, float], str]:
     """What the simulator says of the scenario, and why it says nothing if it does not."""
     try:
-        return predict(scenario, job_of(scenario, known or known_job(run))).numbers, ""
+        found = predict(scenario, job_of(scenario, known or known_job(run)))
     except ConfigError as error:
         return {}, str(error)
+    return ({}, f"the simulated run fails: {found.failure}") if found.failure else (found.numbers, "")
 
 
 def _schedule(scenario: Scenario) -> Schedule:
