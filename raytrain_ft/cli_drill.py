@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 import ray
+from ray.exceptions import RayError
 from rich.console import Console
 
 from raytrain_ft.drill import Report, drill
@@ -78,7 +79,7 @@ def _drill(
         return drill(scenario, storage_path=storage, quiet=quiet, known=known)
     try:
         ray.init(address=address or "auto", log_to_driver=False)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         raise ConfigError(f"--address {address or 'auto'}: there is no Ray cluster to be reached: {error}") from error
     ground = Running(confirmed)
     try:

@@ -54,6 +54,17 @@ def test_a_run_without_an_end_is_no_outcome(tmp_path: Path) -> None:
     assert recorded(records(tmp_path)) is None
 
 
+@pytest.mark.parametrize(
+    "command", ["list", "attach digits", "stop digits", "suspend digits 0", "resume digits 0", "leave digits 0"]
+)
+def test_the_address_of_a_job_server_is_none_of_a_cluster(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Submitting needs it (docs/submit.md), and a shell keeps it. The exit code is not that of a run that failed."""
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+    said = CliRunner().invoke(main, command.split())
+    assert said.exit_code == 2, said.output
+    assert "ConfigError: RAY_ADDRESS=http://127.0.0.1:8265: there is no Ray cluster to be reached" in said.output
+
+
 def test_a_name_that_could_be_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="use up to 100 letters"):
         ft.attach(tmp_path / "no run here")
