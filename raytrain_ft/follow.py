@@ -255,8 +255,8 @@ def _connect() -> None:
             raise ConfigError("there is no Ray cluster here: set RAY_ADDRESS, or run this on one of its nodes") from error
         except (RuntimeError, ValueError, RayError) as error:  # RAY_ADDRESS is a job server's, or the token is missing
             raise ConfigError(
-                f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS', '')}: there is no Ray cluster to be reached. Run this on one of its "
-                f"nodes without RAY_ADDRESS, or submit it as a job: {error}"
+                f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS', '')}: there is no Ray cluster to be reached. Run this on one of "
+                f"its nodes without RAY_ADDRESS, or submit it as a job: {error}"
             ) from error
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from ray.exceptions import RayError
 
 import raytrain_ft as ft
 from raytrain_ft.cli import main
@@ -63,6 +64,16 @@ def test_the_address_of_a_job_server_is_none_of_a_cluster(command: str, monkeypa
     said = CliRunner().invoke(main, command.split())
     assert said.exit_code == 2, said.output
     assert "ConfigError: RAY_ADDRESS=http://127.0.0.1:8265: there is no Ray cluster to be reached" in said.output
+
+
+def test_a_cluster_that_refuses_is_no_run_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**about: object) -> None:
+        raise RayError("no token")
+
+    monkeypatch.setattr("raytrain_ft.follow.ray.init", refuse)
+    said = CliRunner().invoke(main, ["attach", "digits"])
+    assert said.exit_code == 2, said.output
+    assert "no token" in said.output
 
 
 def test_a_name_that_could_be_none(tmp_path: Path) -> None:
