@@ -51,21 +51,26 @@ def watch(run: RunState, at: float) -> list[m.Command]:
 
 
 def stop(run: RunState, at: float, *, waited: bool = False) -> list[m.Command]:
-    """Asks for a stop at a boundary, if those who leave can be done without; a wish that came to nothing lapses."""
-    for member in [member for member, leave in run.leaving.items() if leave.wish and leave.deadline <= at]:
-        forget(run, member)
+    """Asks for a stop at a boundary, if those who leave can be done without; if not, a wish has come to nothing in the end."""
     going = [member for member in run.world if member in run.leaving]
-    if not going or run.step >= run.rules.max_steps:
-        return []
     replaced = len(run.roster.spares()) >= len(going)
     fewer = run.rules.whole(len(run.world) - len(going) + len(run.roster.spares()))
-    if not replaced and not (waited and fewer >= run.rules.min_workers):
-        lapses = [leave.deadline for leave in run.leaving.values() if leave.wish]
-        return [m.SetTimer(TIMER, min(lapses) - at, run.incarnation)] if waited and lapses else []
+    possible = replaced or (waited and fewer >= run.rules.min_workers)
+    if not going or not possible or run.step >= run.rules.max_steps:
+        return _lapse(run, at) if waited else []
     why = "; ".join(f"{member} leaves ({run.leaving[member].why})" for member in going)
     run.state = State.RESIZING
     run.history.begin(at, why, "notice", len(run.world))
     return [m.StopAtBoundary(run.world)]
+
+
+def _lapse(run: RunState, at: float) -> list[m.Command]:
+    """Wishes lapse with their deadline; those that are left are looked at again then."""
+    wishes = {member: leave.deadline for member, leave in run.leaving.items() if leave.wish}
+    for member in [member for member, deadline in wishes.items() if deadline <= at]:
+        forget(run, member)
+    later = [deadline for deadline in wishes.values() if deadline > at]
+    return [m.SetTimer(TIMER, min(later) - at, run.incarnation)] if later else []
 
 
 def let_go(run: RunState) -> list[m.Command]:

@@ -503,6 +503,11 @@ def test_a_request_that_nothing_came_of_lapses_and_makes_no_later_loss_fatal() -
     assert of(story.said, m.StartWorker) == [m.StartWorker("w5")]
 
 
+def test_a_request_for_now_is_met_at_once_if_there_is_a_spare() -> None:
+    story = running(min_workers=3, spares=1).started("w3")
+    assert of(story.tell(wished(deadline_s=0.0)), m.StopAtBoundary) == [m.StopAtBoundary(("w0", "w1", "w2"))]
+
+
 def test_a_request_does_not_make_what_a_cloud_says_lapse() -> None:
     story = running(min_workers=3)
     story.tell(wished(source="aws spot"), wished(deadline_s=30.0))
