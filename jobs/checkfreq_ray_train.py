@@ -79,7 +79,8 @@ def main() -> None:
             train_loop_config={"path": path, "epochs": args.epochs, "jobs": JOBS},
             torch_config=TorchConfig(backend="gloo"),
             scaling_config=ScalingConfig(num_workers=2),
-            run_config=RunConfig(name="digits", storage_path=f"{directory}/ray", failure_config=FailureConfig(max_failures=2)),
+            # Ray Train's own directory is beside the run's, for all nodes must see both.
+            run_config=RunConfig(name="digits", storage_path=f"{path}-ray", failure_config=FailureConfig(max_failures=2)),
         ).fit()
         print(result.metrics)
         ray.shutdown()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -88,19 +89,20 @@ def main() -> None:
     parser.add_argument("--max-steps", type=int, default=200, help="updates; one epoch is 11 of them")
     parser.add_argument("--images", type=Path, default=Path("~/digits-png"), help="the folder: a path that every node sees")
     parser.add_argument("--storage-path", default=None, help="where runs are kept: a path that every node sees")
+    parser.add_argument("--node-minutes", type=float, default=1.0, help="how long the cluster may take to start a node")
     parser.add_argument("--name", default="digit-images", help="the name of the run")
     args = parser.parse_args()
 
     images = args.images.expanduser().absolute()
     write_digits(images)
-    task = DigitImages(str(images), args.max_steps)
+    task, patience = DigitImages(str(images), args.max_steps), timedelta(minutes=args.node_minutes)
     result = ft.Trainer(
         task,
         max_steps=args.max_steps,
         global_batch_size=128,
         seed=0,
         scaling_config=ft.ScalingConfig(num_workers=args.num_workers, resources_per_worker={"CPU": args.cpus_per_worker}),
-        recovery_config=ft.RecoveryConfig(),
+        recovery_config=ft.RecoveryConfig(schedule_timeout=2 * patience, replacement_timeout=patience),
         run_config=ft.RunConfig(name=args.name, storage_path=args.storage_path),
     ).fit()
     print(f"test accuracy: {accuracy(ft.load_model(task, result), images):.2%}")

@@ -15,6 +15,7 @@ import argparse
 import math
 import sysconfig
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -163,12 +164,14 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=8, help="of each pipeline's share of the 32 windows")
     parser.add_argument("--lose-stage", type=int, help="rehearse: a local cluster; kill this stage half way")
     parser.add_argument("--storage-path", default=None, help="where runs are kept: a path that every node sees")
+    parser.add_argument("--node-minutes", type=float, default=1.0, help="how long the cluster may take to start a node")
     parser.add_argument("--name", default=None, help="the name of the run")
     args = parser.parse_args()
     if args.lose_stage is not None and not 0 <= args.lose_stage < args.stages:
         parser.error(f"--lose-stage {args.lose_stage}: stages are numbered from 0 to {args.stages - 1}")
 
     task = MaskedPythonLM(args.max_steps) if args.masked else PythonLM(args.max_steps)
+    patience = timedelta(minutes=args.node_minutes)
     kind = "masked-lm" if args.masked else "lm"
     name = args.name or (kind if args.stages == 1 else f"{kind}-{args.stages}-stages")
     workers = args.num_workers or (2 if args.stages == 1 else args.stages)
@@ -189,7 +192,7 @@ def main() -> None:
         parallelism_config=ft.ParallelismConfig(
             pipeline_parallel_degree=args.stages, num_pp_microbatches=args.micro_batches, split="auto"
         ),
-        recovery_config=ft.RecoveryConfig(),
+        recovery_config=ft.RecoveryConfig(schedule_timeout=2 * patience, replacement_timeout=patience),
         run_config=ft.RunConfig(
             name=name, storage_path=args.storage_path, checkpoint_config=ft.CheckpointConfig(resume=resume)
         ),

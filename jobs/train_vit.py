@@ -2,7 +2,7 @@
 
     python jobs/train_vit.py
     python jobs/train_vit.py --stages 3 --lose-stage 1     # a pipeline that loses a stage, rehearsed on this machine
-    ray job submit --working-dir . -- python jobs/train_vit.py --stages 4 --num-workers 8 --storage-path /shared/runs
+    ray job submit --working-dir . -- python jobs/train_vit.py --stages 4 --images /shared/png --storage-path /shared/runs
 
 The images are those of train_images.py, which writes them out on first use. In a pipeline two stages read the data: the first
 for the images, the last for the labels; those between read nothing. Whichever stage is lost, the accuracy at the end is the
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -93,16 +94,19 @@ def main() -> None:
     parser.add_argument("--lose-stage", type=int, help="rehearse: a local cluster; kill this stage half way")
     parser.add_argument("--images", type=Path, default=Path("~/digits-png"), help="the folder: a path that every node sees")
     parser.add_argument("--storage-path", default=None, help="where runs are kept: a path that every node sees")
+    parser.add_argument("--node-minutes", type=float, default=1.0, help="how long the cluster may take to start a node")
     parser.add_argument("--name", default=None, help="the name of the run")
     args = parser.parse_args()
     if args.lose_stage is not None and not 0 <= args.lose_stage < args.stages:
         parser.error(f"--lose-stage {args.lose_stage}: stages are numbered from 0 to {args.stages - 1}")
+    workers = args.num_workers or (2 if args.stages == 1 else args.stages)
+    if workers < 1 or args.stages < 1 or workers % args.stages:
+        parser.error(f"--num-workers {workers}: {args.stages} stages need a multiple of {args.stages}")
 
     images = args.images.expanduser().absolute()
     write_digits(images)
-    task = DigitViT(str(images), args.max_steps)
+    task, patience = DigitViT(str(images), args.max_steps), timedelta(minutes=args.node_minutes)
     name = args.name or ("vit" if args.stages == 1 else f"vit-{args.stages}-stages")
-    workers = args.num_workers or (2 if args.stages == 1 else args.stages)
     micro_batches = args.micro_batches or 2 * args.stages
     pieces = workers // args.stages * micro_batches
     cluster, faults, resume = nullcontext(), [], "auto"
@@ -116,7 +120,7 @@ def main() -> None:
         max_steps=args.max_steps,
         # Micro-batches of a pipeline are of one size. So the batch is a multiple of them all, about 128, and the rest of an
         # epoch that does not fill one is left out: other images in each epoch.
-        global_batch_size=round(128 / pieces) * pieces,
+        global_batch_size=max(1, round(128 / pieces)) * pieces,
         drop_last=True,
         seed=0,
         max_grad_norm=1.0,
@@ -124,7 +128,7 @@ def main() -> None:
         parallelism_config=ft.ParallelismConfig(
             pipeline_parallel_degree=args.stages, num_pp_microbatches=micro_batches, split="auto"
         ),
-        recovery_config=ft.RecoveryConfig(),
+        recovery_config=ft.RecoveryConfig(schedule_timeout=2 * patience, replacement_timeout=patience),
         run_config=ft.RunConfig(
             name=name, storage_path=args.storage_path, checkpoint_config=ft.CheckpointConfig(resume=resume)
         ),

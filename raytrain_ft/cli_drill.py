@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 import ray
+from ray.exceptions import RayError
 from rich.console import Console
 
 from raytrain_ft.drill import Report, drill
@@ -17,7 +18,7 @@ from raytrain_ft.errors import ConfigError, FTError
 from raytrain_ft.scenario import Scenario
 
 FAILED, REFUSED = 1, 2
-"""Exit codes: a threshold was not kept; nothing was done."""
+"""Exit codes: a threshold was not kept; nothing was struck."""
 
 
 @click.command("drill")
@@ -49,7 +50,7 @@ def drill_command(
 ) -> None:
     """Rehearses SCENARIO, a YAML file, and says whether its thresholds were kept.
 
-    The job is trained twice, undisturbed and struck. Exit code 0: all thresholds kept; 1: not; 2: refused, nothing was done.
+    The job is trained twice, undisturbed and struck. Exit code 0: all thresholds kept; 1: not; 2: refused, nothing was struck.
     """
     try:
         if place != "cluster" and (address or confirmed):
@@ -78,7 +79,7 @@ def _drill(
         return drill(scenario, storage_path=storage, quiet=quiet, known=known)
     try:
         ray.init(address=address or "auto", log_to_driver=False)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         raise ConfigError(f"--address {address or 'auto'}: there is no Ray cluster to be reached: {error}") from error
     ground = Running(confirmed)
     try:

@@ -17,10 +17,10 @@ from rich.table import Table
 from raytrain_ft import simulation_views as views
 from raytrain_ft.errors import FTError
 from raytrain_ft.runtime.event_log import read_records
-from raytrain_ft.simulate import Exponential, Job, Strategy, Uniform, Weibull, best_interval, compare, simulate
+from raytrain_ft.simulate import Exponential, Strategy, Uniform, Weibull, best_interval, compare, simulate
 from raytrain_ft.simulate import sweep_failures as sweep_mtbf
 from raytrain_ft.simulate.calibrate import calibrate
-from raytrain_ft.simulate.strategies import Kind
+from raytrain_ft.simulate.strategies import ONLY_GIVEN, Kind
 from raytrain_ft.simulate.study import SEEDS, Sweep, sweep_intervals
 from raytrain_ft.simulation_file import Simulation, load
 
@@ -40,7 +40,7 @@ OUT = click.Path(path_type=Path)
 )
 @click.option("--every", type=click.IntRange(min=1), help="Steps between checkpoints, for all strategies.")
 @click.option("--mtbf", type=float, help="Hours between failures of the whole cluster, instead of the file's failures.")
-@click.option("--seeds", type=click.IntRange(min=1), default=SEEDS, show_default=True, help="Runs of each strategy.")
+@click.option("--seeds", type=click.IntRange(min=1), show_default=str(SEEDS), help="Runs of each strategy.")
 @click.option("--sweep", "sweeps", multiple=True, type=click.Choice(["interval", "mtbf"]), help="Vary this; repeatable.")
 @click.option("--best-interval", "best", is_flag=True, help="Save as often as takes the least time.")
 @click.option("--plots", type=OUT, help="A directory: writes plots there.")
@@ -51,7 +51,7 @@ def simulate_command(
     kinds: tuple[Kind, ...],
     every: int | None,
     mtbf: float | None,
-    seeds: int,
+    seeds: int | None,
     sweeps: tuple[str, ...],
     best: bool,
     plots: Path | None,
@@ -60,39 +60,40 @@ def simulate_command(
     """Tells what failures will cost: time to finish, goodput, lost work, node hours.
 
     FILE is a job with its costs, strategies and failures, in YAML or JSON (docs/simulator.md). With --from-run these come
-    from a finished run; with strategies, --mtbf or a sweep, what that job would have cost otherwise is told too.
+    from a finished run; with any other option but --json, what that job would have cost is told too, or otherwise.
     """
     if (file is None) == (from_run is None):
         raise click.UsageError("give either a FILE or --from-run RUN")
     try:
-        job, what, more = _read(file, from_run, kinds, every, mtbf)
-        if what is None:
-            _write(json_path, views.as_json(job, [], **more))
-            return
-        _study(what, seeds, sweeps, best, plots, json_path, more)
+        if from_run is not None:
+            what, more = _predict(from_run)
+            if not (kinds or every or mtbf or seeds or sweeps or best or plots):
+                _write(json_path, views.as_json(what.job, [], **more))
+                return
+        else:
+            assert file is not None
+            what, more = load(file), {}
+        _study(_instead(what, kinds, every, mtbf), seeds or SEEDS, sweeps, best, plots, json_path, more)
     except FTError as error:
         raise click.ClickException(str(error)) from error
 
 
-def _read(
-    file: Path | None, from_run: Path | None, kinds: tuple[Kind, ...], every: int | None, mtbf: float | None
-) -> tuple[Job, Simulation | None, dict[str, Any]]:
-    """What to simulate; None if a run's own prediction is all that was asked for."""
-    more: dict[str, Any] = {}
-    if file is not None:
-        what = load(file)
-    else:
-        assert from_run is not None
-        what, more = _predict(from_run)
-        if not (kinds or every or mtbf):
-            return what.job, None, more
+def _instead(what: Simulation, kinds: tuple[Kind, ...], every: int | None, mtbf: float | None) -> Simulation:
+    """What is to be simulated instead of what the file or the run says."""
+    strategies = what.strategies
     if kinds:
-        what = replace(what, strategies=tuple(Strategy(kind=kind, every=every or what.strategies[0].every) for kind in kinds))
-    elif every:
-        what = replace(what, strategies=tuple(replace(strategy, every=every) for strategy in what.strategies))
-    if mtbf is not None:
-        what = replace(what, failures=Exponential(mtbf_s=mtbf * views.HOUR))
-    return what.job, what, more
+        strategies = tuple(strategy for kind in kinds for strategy in _of_kind(kind, what.strategies, every))
+    if every:
+        strategies = tuple(replace(strategy, every=every) for strategy in strategies)
+    failures = what.failures if mtbf is None else Exponential(mtbf_s=mtbf * views.HOUR)
+    return replace(what, strategies=strategies, failures=failures)
+
+
+def _of_kind(kind: Kind, known: Sequence[Strategy], every: int | None) -> list[Strategy]:
+    """Those that are known; or else a plain one, which is told another's interval only if it cannot do without."""
+    lent = next((strategy.every for strategy in known if strategy.every is not None), None)
+    plain = every or (lent if kind in ONLY_GIVEN else None)
+    return [strategy for strategy in known if strategy.kind == kind] or [Strategy(kind=kind, every=plain)]
 
 
 def _predict(run: Path) -> tuple[Simulation, dict[str, Any]]:

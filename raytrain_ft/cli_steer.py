@@ -51,10 +51,11 @@ def resume_command(run: str, rank: int) -> None:
 def leave_command(run: str, rank: int, within_s: float) -> None:
     """Replaces the worker of this RANK and lets it leave at a step boundary: nothing is lost.
 
-    RUN is the run's directory or its name.
+    RUN is the run's directory or its name. If there is no replacement by then, and the run may not go on with fewer workers, it
+    stays.
     """
     _carry_out(steer.leave, run, rank, within_s)
-    click.echo(f"rank {rank} leaves within {within_s:g} s")
+    click.echo(f"rank {rank} was asked to leave within {within_s:g} s")
 
 
 def _carry_out(request: Callable[..., None], *args: Any, **options: Any) -> None:

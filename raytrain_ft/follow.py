@@ -7,6 +7,7 @@ that nobody follows saves a checkpoint and ends after `RecoveryConfig.driver_tim
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -252,6 +253,11 @@ def _connect() -> None:
             ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
         except ConnectionError as error:
             raise ConfigError("there is no Ray cluster here: set RAY_ADDRESS, or run this on one of its nodes") from error
+        except (RuntimeError, ValueError, RayError) as error:  # RAY_ADDRESS is a job server's, or the token is missing
+            raise ConfigError(
+                f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS', '')}: there is no Ray cluster to be reached. Run this on one of "
+                f"its nodes without RAY_ADDRESS, or submit it as a job: {error}"
+            ) from error
 
 
 def recorded(directory: Path) -> Account | None:

@@ -41,7 +41,7 @@ def resume(run: str | Path, rank: int) -> None:
 
 def leave(run: str | Path, rank: int, within_s: float) -> None:
     """This worker is to be gone within so many seconds. It trains on until a replacement is ready, but no longer than the
-    deadline allows.
+    deadline allows; if there is none by then, and the run may not go on with fewer workers, it stays.
 
     Raises:
         ConfigError: there is no such run or rank.

@@ -42,7 +42,7 @@ def drill(
             default the drill's own run, so that the prediction is one of how the costs add up.
 
     Raises:
-        ScenarioError: the scenario cannot be, or cannot be carried out there. Nothing was started.
+        ScenarioError: the scenario cannot be, or cannot be carried out there. Nothing was struck.
         TrainingFailedError: the undisturbed run failed already.
     """
     task = faults.task_of(scenario)
@@ -58,6 +58,7 @@ def drill(
     reference = runs.play(f"{name}-undisturbed")
     if reference.error is not None:
         raise reference.error
+    ground.refuse(scenario)  # again: the undisturbed run took its time, and others may have come
     played = runs.play(name, schedule, planted)
     if isinstance(played.error, ConfigError):
         raise played.error
@@ -71,9 +72,10 @@ def drill(
 def _predicted(scenario: Scenario, run: Path, known: Job | None) -> tuple[dict[str, float], str]:
     """What the simulator says of the scenario, and why it says nothing if it does not."""
     try:
-        return predict(scenario, job_of(scenario, known or known_job(run))).numbers, ""
+        found = predict(scenario, job_of(scenario, known or known_job(run)))
     except ConfigError as error:
         return {}, str(error)
+    return ({}, f"the simulated run fails: {found.failure}") if found.failure else (found.numbers, "")
 
 
 def _schedule(scenario: Scenario) -> Schedule:

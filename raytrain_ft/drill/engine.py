@@ -20,7 +20,6 @@ from raytrain_ft.drill.schedule import Due, Schedule, View, spares_one
 from raytrain_ft.drill.watch import ABORT_S, Watch
 from raytrain_ft.errors import ConfigError, FTError
 from raytrain_ft.result import Result
-from raytrain_ft.scenario import Event
 from raytrain_ft.trainer import Trainer
 
 POLL_S = 0.05
@@ -79,6 +78,8 @@ class Rehearsal:
             try:
                 self._strike_until(training)
             finally:
+                if not training.done():
+                    self._end_all()  # first: a frozen supervisor cannot be asked for anything
                 deadline = time.monotonic() + ABORT_S
                 while not training.done() and time.monotonic() < deadline:  # Ctrl-C, or an error here
                     self._watch.abort("the drill was interrupted")
@@ -116,9 +117,12 @@ class Rehearsal:
         self.played.offsets = [offset - self._watch.zero for offset in self._watch.offsets.values()]
         left = [due.event for due in (*self._waiting, *(self._schedule.left if self._schedule is not None else ()))]
         self.played.missed = sorted({*self.played.missed, *left, *(planted.event for planted in self._planted)})
-        for _, end, always in self._later:
-            if always:
-                end()
+        self._end_all()
+
+    def _end_all(self) -> None:
+        ends, self._later = [end for _, end, always in self._later if always], []
+        for end in ends:
+            end()
 
     # ---------------------------------------------------------------- strikes from outside
 
@@ -161,8 +165,7 @@ class Rehearsal:
         return self._ground.hand(node, HANDS[action], pid, *more)
 
     def _strike_supervisor(self, due: Due) -> bool:
-        account = self._watch.account or {}
-        node, pid = account.get("node", ""), self._view.supervisor
+        node, pid = self._node_of("supervisor") or "", self._view.supervisor
         if not self._ground.hand(node, HANDS[due.what.action], pid):
             return False
         self._note(due, ["supervisor"])
@@ -170,7 +173,7 @@ class Rehearsal:
         return True
 
     def _strike_nodes(self, due: Due, schedule: Schedule) -> bool:
-        event, view = due.what, self._view
+        view = self._view
         hosts = schedule.hosts(due, view)
         if not hosts or (not due.persistent and not spares_one((), hosts, view, self._gone)):
             return False
@@ -178,19 +181,18 @@ class Rehearsal:
         for node in hosts:
             members = [member for member in view.pids if view.nodes.get(member) == node]
             try:
-                if not self._take_down(node, event):
+                if not self._take_down(node, due):
                     continue
             except (ConfigError, ChaosError) as error:
-                self._note(due, (), node, f"{event.action} was not carried out: {error}")
-                self.played.missed.append(due.event)
+                self._note_spared(due, node, error)
             else:
                 self._note(due, members, node)
             done = True
         return done
 
-    def _take_down(self, node: str, event: Event) -> bool:
+    def _take_down(self, node: str, due: Due) -> bool:
         """Begins a node's absence, and sees to its end; False if the node is gone already."""
-        ground, lasts = self._ground, event.lasts
+        ground, event, lasts = self._ground, due.what, due.what.lasts
         if event.action == "unplug":
             ground.unplug(node)
             if lasts is not None:
@@ -199,12 +201,23 @@ class Rehearsal:
         if event.action == "drain":
             assert event.notice is not None
             ground.drain(node, event.notice)
-            self._after(event.notice, lambda: ground.kill_node(node))
+            self._after(event.notice, lambda: self._kill_drained(node, due))
         elif not ground.kill_node(node):
             return False
         if lasts is not None:
             self._after(lasts + (event.notice or 0.0), ground.add_node)
         return True
+
+    def _kill_drained(self, node: str, due: Due) -> None:
+        try:
+            self._ground.kill_node(node)
+        except (ConfigError, ChaosError) as error:  # somebody came while it had notice
+            self._struck_at = self._ground.clock()
+            self._note_spared(due, node, error)
+
+    def _note_spared(self, due: Due, node: str, error: Exception) -> None:
+        self._note(due, (), node, f"{due.what.action} was not carried out: {error}")
+        self.played.missed.append(due.event)
 
     def _end_later(self, action: str, lasts: float | None, node: str, pid: int) -> None:
         if lasts is not None and action in AFTERWARDS:
@@ -240,8 +253,12 @@ class Rehearsal:
             self._add(planted.event, action, self._ground.struck_at(marker), [member] if member else ())
             if action == "kill_node" and lasts is not None:
                 self._after(lasts, self._ground.add_node)
-            elif member in self._view.nodes:
-                self._end_later(action, lasts, self._view.nodes[member], pid)
+            elif node := self._node_of(member):
+                self._end_later(action, lasts, node, pid)
+
+    def _node_of(self, member: str | None) -> str | None:
+        account = self._watch.account or {}
+        return account.get("node") if member == "supervisor" else self._view.nodes.get(member or "")
 
     def _who(self, fault: FailAt, pid: int) -> str | None:
         if fault.role == "supervisor":

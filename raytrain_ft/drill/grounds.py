@@ -16,8 +16,9 @@ from raytrain_ft.chaos.cluster import LocalCluster, drain_node
 from raytrain_ft.chaos.hand import Hand
 from raytrain_ft.chaos.hosts import HostCluster
 from raytrain_ft.chaos.network import why_unavailable
+from raytrain_ft.drill.faults import is_planted
 from raytrain_ft.errors import ConfigError
-from raytrain_ft.runtime.bystanders import head_nodes, other_jobs
+from raytrain_ft.runtime.bystanders import head_nodes, other_actors, other_jobs
 from raytrain_ft.scenario import Scenario
 from raytrain_ft.scenario.events import WHOLE_NODES
 
@@ -170,6 +171,12 @@ class Running:
                     raise scenario.error(
                         (*place[:2], "lasts"), "a running cluster has its autoscaler to bring nodes: leave it out"
                     )
+                if is_planted(event):
+                    raise scenario.error(
+                        place,
+                        f"{action}: a worker that takes its node down at a step does not ask who else is there by then: give "
+                        "seconds, or without at: who: {node: ...}",
+                    )
                 if reason := self._harm():
                     raise scenario.error(place, f"{action}: {reason}")
 
@@ -183,6 +190,11 @@ class Running:
             )
         if jobs := other_jobs():
             return f"job {jobs[0]} is alive on this cluster, and a node takes everybody down that is on it: wait for its end"
+        if actors := other_actors():
+            return (
+                f"the actor {actors[0]!r} of another job is alive on this cluster, and a node takes everybody down that is on "
+                "it: end it, or wait for its end"
+            )
         return ""
 
     def prepare(self, nodes: list[str]) -> None:
@@ -204,13 +216,17 @@ class Running:
         return bool(done)
 
     def kill_node(self, node: str) -> bool:
-        """See `Ground`. Once more it is made sure that nobody else is hit: jobs come and go."""
-        if reason := self._harm():
-            raise ConfigError(f"node {node} was spared: {reason}")
+        """See `Ground`."""
+        self._spare(node)
         self.prepare([node])
         dying = self._hands.pop(node).kill_node.remote()
         ray.wait([dying], timeout=ANSWER_S)
         return True
+
+    def _spare(self, node: str) -> None:
+        """Once more it is made sure that nobody else is hit: jobs come and go."""
+        if reason := self._harm():
+            raise ConfigError(f"node {node} was spared: {reason}")
 
     def unplug(self, node: str) -> None:
         """Refused beforehand."""
@@ -221,7 +237,8 @@ class Running:
         raise ConfigError("the network of a running cluster is not ours to mend")
 
     def drain(self, node: str, seconds: float) -> None:
-        """See `Ground`."""
+        """See `Ground`. Ray takes no drain back, so it is told only if the node may be killed as things are."""
+        self._spare(node)
         drain_node(ray.get_runtime_context().gcs_address, node, seconds)
 
     def add_node(self) -> None:

@@ -15,12 +15,13 @@ from pathlib import Path
 
 from numpy.random import Generator
 
-from raytrain_ft.drill.faults import casualties, ranks
+from raytrain_ft.drill.faults import ranks
 from raytrain_ft.drill.numbers import WEAKER, Kind, Report, Spread
 from raytrain_ft.drill.verdict import verdict
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.scenario import Event, Scenario
+from raytrain_ft.scenario.events import WHOLE_NODES
 from raytrain_ft.simulate import Costs, Failure, Job, Outcome, SpotTrace, Strategy, simulate
 from raytrain_ft.simulate.calibrate import calibrate
 
@@ -47,13 +48,25 @@ class Predicted:
 
     @property
     def training_s(self) -> float:
-        """Without the run's beginning and end."""
-        return self.mean("seconds") - self.job.costs.begin_s - self.job.costs.end_s
+        """Without the run's beginning and end; one that failed has come to neither perhaps."""
+        around = [outcome.lost_s.get("begin", 0.0) + outcome.lost_s.get("end", 0.0) for outcome in self.outcomes]
+        return self.mean("seconds") - sum(around) / len(around)
 
     @property
     def undisturbed_s(self) -> float:
         """The same without failures."""
         return self.strategy.undisturbed_s(self.job)
+
+    @property
+    def goodput(self) -> float:
+        """Steps that stood, as a share of what a run without failures makes in the same time."""
+        steps = self.mean("useful_s") / self.job.useful_s
+        return steps * self.undisturbed_s / self.training_s if self.training_s > 0 else 0.0
+
+    @property
+    def failure(self) -> str:
+        """Why a run did not finish; "" if all did."""
+        return next((outcome.reason for outcome in self.outcomes if not outcome.finished), "")
 
     @property
     def pauses(self) -> Spread:
@@ -63,7 +76,7 @@ class Predicted:
     @property
     def numbers(self) -> dict[str, float]:
         """For the column beside the measured ones."""
-        found = {"goodput": self.undisturbed_s / self.training_s, "training": self.training_s}
+        found = {"goodput": self.goodput, "training": self.training_s}
         found |= {name: self.mean(name) for name in ("recoveries", "samples_lost")}
         return found | ({"pause": self.pauses.p50} if self.pauses.p50 is not None else {})
 
@@ -97,21 +110,40 @@ def job_of(scenario: Scenario, known: Job | None) -> Job:
             (), "the simulator must know what a step and a recovery cost: give assumed: {step_s: ...}, or --from-run RUN"
         )
     least, most = scenario.range
-    extra = (scenario.nodes or most + scenario.spares) - most - scenario.spares
+    nodes, spare_nodes = _spread(scenario)
     return Job(
         name=scenario.name,
         steps=scenario.steps,
         step_s=step_s,
         workers=most,
         stages=scenario.stages,
+        nodes=nodes,
         spares=scenario.spares,
-        spare_nodes=max(0, extra),
+        spare_nodes=spare_nodes,
         min_workers=least if least < most else None,
         micro_batches=scenario.count_micro_batches,
         batch=scenario.batch,
         replacement_timeout=scenario.replacement_timeout,
         costs=costs,
     )
+
+
+def _spread(scenario: Scenario) -> tuple[int | None, int]:
+    """The nodes that the workers are spread over, None for one each, and how many more there are.
+
+    Where workers share nodes, and no node is struck, the simulator need not know who is where.
+    """
+    most, spares = scenario.range[1], scenario.spares
+    nodes = scenario.nodes or most + spares
+    if nodes >= most + spares:
+        return None, nodes - most - spares
+    if not spares and most % nodes == 0:
+        return nodes, 0
+    if any(event.action in WHOLE_NODES for event in scenario.events):
+        raise scenario.error(
+            ("nodes",), "in the simulator as many workers are on each node, and spares on others: give as many nodes as both"
+        )
+    return None, 0
 
 
 def strategy_of(scenario: Scenario, job: Job) -> Strategy:
@@ -210,7 +242,7 @@ class Events:
         else:
             struck = [rank for rank in ranks(who, job.workers, draws) if rank is not None]
         if event.action in ("kill_node", "unplug"):
-            count = len(struck) if who.count is None and who.share is None else casualties(who, job.workers)
+            count = len({number % job.number_of_nodes for number in struck})  # workers go round the nodes
             return Failure(at=at, lost=count, back=count if event.lasts is not None else 0)
         return Failure(at=at, workers=tuple(struck))
 
@@ -241,15 +273,14 @@ def rehearse(scenario: Scenario, known: Job | None = None) -> Report:
     for outcome in found.outcomes:
         counts.update(outcome.strategies)
     weakest = max((outcome.guarantee for outcome in found.outcomes), key=WEAKER.index)
-    reason = next((outcome.reason for outcome in found.outcomes if not outcome.finished), "")
     report = Report(
         scenario=scenario.name,
         ground="simulator" if runs == 1 else f"simulator ({runs} seeds, means)",
-        steps=0 if reason else scenario.steps,
+        steps=0 if found.failure else scenario.steps,
         max_steps=scenario.steps,
         training_s=found.training_s,
         undisturbed_s=found.undisturbed_s,
-        goodput=found.numbers["goodput"],
+        goodput=found.goodput,
         strikes=(),
         missed=(),
         recoveries=tuple(
@@ -262,7 +293,7 @@ def rehearse(scenario: Scenario, known: Job | None = None) -> Report:
         guarantee=weakest,
         bit_equal=None,
         violations=(),
-        failure=reason,
+        failure=found.failure,
     )
     return replace(report, checks=verdict(report, scenario))
 

@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from raytrain_ft.policy.states import ENDED
 from raytrain_ft.runtime.spec import NAMESPACE
 
 ABORT_S = 60.0
@@ -49,7 +50,8 @@ class Watch:
             time.sleep(max(0.0, deadline - time.monotonic()))
             return False
         took, pid = self._clock() - asked, account["pid"]
-        if took < self._fastest.get(pid, math.inf):
+        ended = account["state"] in ENDED  # its seconds stand still
+        if not ended and took < self._fastest.get(pid, math.inf):
             self._fastest[pid], self.offsets[pid] = took, asked + took / 2 - account["seconds"]
         self.account = account
         time.sleep(max(0.0, deadline - time.monotonic()))

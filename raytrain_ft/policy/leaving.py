@@ -3,10 +3,13 @@
 A notice is no loss. Who is told to leave trains on until a replacement is ready, or until waiting for one any longer would
 miss the deadline; then everybody stops at one boundary, as for any planned resize. The state is where the others hold it too.
 Where nobody else does (a stage without a replica, a run of one), it is *handed over*. If the deadline comes first, or anything
-goes wrong on the way, there was a loss, and it is met as any other.
+goes wrong on the way, there was a loss, and it is met as any other. Only a person's request that could not be met by its
+deadline lapses: nobody takes that member away, and it keeps its place.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.reconcile import Plan
@@ -18,6 +21,8 @@ from raytrain_ft.policy.topology import members_of
 SHORTEST_MARGIN_S = 2.0
 """The least time between the stop at a boundary and the deadline."""
 TIMER = "leave"
+REQUEST = "request"
+"""The source of a notice that a person gave."""
 
 
 def noticed(run: RunState, event: m.Noticed) -> list[m.Command]:
@@ -27,8 +32,11 @@ def noticed(run: RunState, event: m.Noticed) -> list[m.Command]:
     if run.members[event.member] in (MemberState.STARTING, MemberState.SPARE):
         run.roster.lose(event.member)
         return [m.Kill(event.member), *run.provision()]
-    leave = Leave(event.at + event.deadline_s, f"{event.source}: {event.reason}")
-    run.leaving[event.member] = min(leave, run.leaving.get(event.member, leave), key=lambda leave: leave.deadline)
+    wish = event.source == REQUEST
+    leave = Leave(event.at + event.deadline_s, f"{event.source}: {event.reason}", wish)
+    known = run.leaving.get(event.member, leave)
+    first = min(leave, known, key=lambda leave: leave.deadline)
+    run.leaving[event.member] = replace(first, wish=wish and known.wish)  # what takes it away does so whatever is wished
     run.roster.leaving = frozenset(run.leaving)
     return [*run.provision(), *(watch(run, event.at) + stop(run, event.at) if run.state == State.RUNNING else [])]
 
@@ -43,18 +51,26 @@ def watch(run: RunState, at: float) -> list[m.Command]:
 
 
 def stop(run: RunState, at: float, *, waited: bool = False) -> list[m.Command]:
-    """Asks for a stop at a boundary, if those who leave can be done without."""
+    """Asks for a stop at a boundary, if those who leave can be done without; if not, a wish has come to nothing in the end."""
     going = [member for member in run.world if member in run.leaving]
-    if not going or run.step >= run.rules.max_steps:
-        return []
     replaced = len(run.roster.spares()) >= len(going)
     fewer = run.rules.whole(len(run.world) - len(going) + len(run.roster.spares()))
-    if not replaced and not (waited and fewer >= run.rules.min_workers):
-        return []
+    possible = replaced or (waited and fewer >= run.rules.min_workers)
+    if not going or not possible or run.step >= run.rules.max_steps:
+        return _lapse(run, at) if waited else []
     why = "; ".join(f"{member} leaves ({run.leaving[member].why})" for member in going)
     run.state = State.RESIZING
     run.history.begin(at, why, "notice", len(run.world))
     return [m.StopAtBoundary(run.world)]
+
+
+def _lapse(run: RunState, at: float) -> list[m.Command]:
+    """Wishes lapse with their deadline; those that are left are looked at again then."""
+    wishes = {member: leave.deadline for member, leave in run.leaving.items() if leave.wish}
+    for member in [member for member, deadline in wishes.items() if deadline <= at]:
+        forget(run, member)
+    later = [deadline for deadline in wishes.values() if deadline > at]
+    return [m.SetTimer(TIMER, min(later) - at, run.incarnation)] if later else []
 
 
 def let_go(run: RunState) -> list[m.Command]:
@@ -111,6 +127,6 @@ def depart(run: RunState, member: str) -> list[m.Command]:
 
 
 def forget(run: RunState, member: str) -> None:
-    """This member is no more, whether it left or was lost before."""
+    """This member leaves no more: it has left, was lost before, or may stay."""
     run.leaving.pop(member, None)
     run.roster.leaving = frozenset(run.leaving)

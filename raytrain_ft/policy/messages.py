@@ -100,7 +100,8 @@ class WorkerLost(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noticed(Event):
-    """A worker's node, or its process, will be taken away in `deadline_s` seconds. Each source tells this once of a worker.
+    """A worker's node, or its process, will be taken away in `deadline_s` seconds. Each source tells this once of a worker,
+    but a person may ask again, for sooner.
 
     Attributes:
         source: "aws spot", "aws rebalance", "gcp", "azure", "ray drain", "sigterm" or "request".

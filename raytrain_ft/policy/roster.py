@@ -61,10 +61,12 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """When a member must be gone (seconds since the run began), and why."""
+    """When a member must be gone (seconds since the run began), and why. A wish lapses with its deadline: nobody takes the
+    member away then."""
 
     deadline: float
     why: str
+    wish: bool = False
 
 
 class MemberState(StrEnum):
@@ -170,6 +172,8 @@ class Roster:
         if was == MemberState.STARTING and int(member[1:]) >= self._round_began:
             self.start_failures += 1
             self._round_began = self._started
+        elif was in (MemberState.ACTIVE, MemberState.LEAVING):
+            self.start_failures = 0  # a place is free that was not when those starts failed
         return was
 
     def charge(self, preempted: bool) -> str:

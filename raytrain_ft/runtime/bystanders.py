@@ -1,4 +1,4 @@
-"""Nodes and jobs of a cluster, as a drill must know them before it takes a node down. Partly private to Ray."""
+"""Nodes, jobs and actors of a cluster, as a drill must know them before it takes a node down. Partly private to Ray."""
 
 from __future__ import annotations
 
@@ -18,16 +18,35 @@ def head_nodes() -> list[dict[str, Any]]:
 
 def other_jobs() -> list[str]:
     """Jobs that are alive on this cluster besides the one of this process, and Ray's own."""
-    own = ray.get_runtime_context().get_job_id()
-    found: Any = _gcs().get_all_job_info(timeout=TIMEOUT_S, skip_submission_job_info_field=True)
+    return [job for job, about in _foreign_jobs().items() if not about.is_dead]
+
+
+def other_actors() -> list[str]:
+    """What other jobs have alive apart from the head node: a detached actor, such as a run whose driver is gone, outlives its
+    job. By name, or by class."""
+    heads, jobs = {node["NodeID"] for node in head_nodes()}, _foreign_jobs()
     return [
-        job.hex()
-        for job, about in found.items()
-        if not about.is_dead and job.hex() != own and not about.config.ray_namespace.startswith(INTERNAL)
+        actor["Name"] or actor["ActorClassName"]
+        for actor in _actors()
+        if actor["State"] != "DEAD" and actor["JobID"] in jobs and actor["Address"]["NodeID"] not in heads
     ]
 
 
-def _gcs() -> Any:
+def _foreign_jobs() -> dict[str, Any]:
+    """All jobs that there ever were but for that of this process, and Ray's own."""
+    own = ray.get_runtime_context().get_job_id()
+    return {job: about for job, about in _jobs().items() if job != own and not about.config.ray_namespace.startswith(INTERNAL)}
+
+
+def _jobs() -> dict[str, Any]:
     from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]
 
-    return GcsClient(address=ray.get_runtime_context().gcs_address)
+    gcs = GcsClient(address=ray.get_runtime_context().gcs_address)
+    found: Any = gcs.get_all_job_info(timeout=TIMEOUT_S, skip_submission_job_info_field=True)
+    return {job.hex(): about for job, about in found.items()}
+
+
+def _actors() -> list[dict[str, Any]]:
+    from ray._private.state import actors
+
+    return list(actors().values())

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from raytrain_ft.policy import messages as m
-from raytrain_ft.runtime.notices.notice import DRAIN, NODE_STAYS, Notice
+from raytrain_ft.runtime.notices.notice import DRAIN, NODE_STAYS, REQUEST, Notice
 
 SOONER_S = 1.0
 """By how much a notice must be more urgent than what is known of a worker already to be news."""
@@ -31,10 +31,17 @@ class NoticeBoard:
         self._shun(node, event.source, until - self._now())
 
     def noticed(self, member: str, node: str | None, notice: Notice) -> None:
-        """This worker will be taken away. Told once for each source, and only if it is the most urgent one so far."""
+        """This worker will be taken away. Told once for each source, and only if it is the most urgent one so far.
+
+        A person is not repeating what they said: what they ask for is told whenever it is sooner, or was asked in vain before.
+        """
         self._shun(node, notice.source, notice.deadline_s)
-        known, until = self._until.setdefault(member, {}), self._now() + notice.deadline_s
-        if notice.source in known or any(until > earlier - SOONER_S for earlier in known.values()):
+        known, now = self._until.setdefault(member, {}), self._now()
+        if known.get(REQUEST, math.inf) <= now:
+            del known[REQUEST]
+        until, asked = now + notice.deadline_s, notice.source == REQUEST
+        sooner = until < min(known.values(), default=math.inf) - (0.0 if asked else SOONER_S)
+        if not sooner or (notice.source in known and not asked):
             return
         known[notice.source] = until
         left = round(notice.deadline_s, 3)
@@ -43,7 +50,8 @@ class NoticeBoard:
     def _shun(self, node: str | None, source: str, seconds: float) -> None:
         """Nothing is placed there any more, or not before the deadline if the node may stay."""
         if node is not None:
-            self._avoid[node] = time.monotonic() + seconds if source in NODE_STAYS else math.inf
+            until = time.monotonic() + seconds if source in NODE_STAYS else math.inf
+            self._avoid[node] = max(until, self._avoid.get(node, until))
 
     def drained(self, nodes: dict[str, float], members: Iterable[str], crew: Any) -> None:
         """Ray drains these nodes, each with so many seconds left: their workers have notice."""

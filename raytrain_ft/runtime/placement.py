@@ -31,7 +31,8 @@ def room(node: dict[str, Any], wanted: dict[str, float], taken: int) -> int:
 
 
 def _times(resources: dict[str, float], wanted: dict[str, float]) -> int:
-    return int(min((resources.get(name, 0.0) // amount for name, amount in wanted.items()), default=64))
+    # Not `//`: 1.0 // 0.2 is 4. Ray itself counts in ten-thousandths.
+    return min((int(resources.get(name, 0.0) / amount + 1e-6) for name, amount in wanted.items()), default=64)
 
 
 def capacity(nodes: Iterable[dict[str, Any]], wanted: dict[str, float], taken: Counter[str], avoid: set[str]) -> int:

@@ -131,7 +131,8 @@ def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
     lost = len(facts.gone)
     spent = sum(account.seconds or 0.0 for account in facts.recoveries)
     stalled = sum(checkpoint.stall_s or 0.0 for checkpoint in facts.checkpoints)
-    rate = facts.steps / facts.seconds if facts.seconds else 0.0
+    made = max(0.0, facts.steps - (facts.begun or 0.0))  # the steps before were another run's
+    rate = made / facts.seconds if facts.seconds else 0.0
     loss = facts.losses[-1][1] if facts.losses else None
     return [
         ("Steps committed", f"{facts.steps:,.0f}", f"of {facts.max_steps:,.0f}" if facts.max_steps else ""),

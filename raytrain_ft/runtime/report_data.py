@@ -80,6 +80,7 @@ class Facts:
 
     Attributes:
         outcome: "finished", "failed", or "open" when the log has no end.
+        begun: the step that it went on from; None if the log does not say.
         progress: (seconds, steps committed), the returns to an earlier step included.
         losses: (steps committed, loss), the last word on each step.
         worlds: (seconds, workers).
@@ -92,6 +93,7 @@ class Facts:
     error: str = ""
     seconds: float = 0.0
     steps: float = 0
+    begun: float | None = None
     max_steps: float | None = None
     progress: list[Point] = field(default_factory=list)
     losses: list[Point] = field(default_factory=list)
@@ -171,6 +173,7 @@ def _error(record: Record) -> str:
 def _resumed(facts: Facts, record: Record, at: float) -> None:
     if (step := number(record, "step")) is not None:
         facts.progress.append((at, step))
+        facts.begun = step if facts.begun is None else facts.begun
     if (workers := number(record, "world_size")) is not None:
         facts.worlds.append((at, workers))
 

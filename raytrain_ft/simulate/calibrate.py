@@ -1,5 +1,5 @@
 """The job, its costs, its strategy and its failures, from the event log of a finished run: what the simulator needs to tell how
-long that run, or another of the same job, takes.
+long that run, or another of the same job, takes. A run that was resumed is one of fewer steps.
 
 Costs are means over the run. What a log does not tell apart is put together: the state's size and the bandwidth are in
 `fill_s`, what logging adds to a step is in `step_s`, and where everybody went back, the rendezvous is told from loading only if
@@ -82,11 +82,11 @@ def calibrate(records: Records) -> Calibration:
         raise ConfigError("this run has too few steps to be calibrated on: use one with at least 3 between two losses")
     details = started["details"]
     recoveries = [record for record in _of(records, "Recovery") if record["lost"]]
-    step_s = _step_s(stretches)
+    step_s, begun = _step_s(stretches), _begun(records)
     stages = details.get("stages", 1)
     job = Job(
         name=details["name"],
-        steps=details["max_steps"],
+        steps=details["max_steps"] - begun,
         step_s=step_s,
         workers=_of(records, "Resumed")[0]["world_size"] * stages,
         stages=stages,
@@ -96,6 +96,11 @@ def calibrate(records: Records) -> Calibration:
         costs=_costs(records, stretches, recoveries, step_s),
     )
     return Calibration(job, _strategy(records, recoveries), _failures(records, recoveries, stretches, job), finished["at"])
+
+
+def _begun(records: Records) -> int:
+    """The step that the run went on from: those before were another run's."""
+    return _of(records, "Resumed")[0]["step"]
 
 
 # ---------------------------------------------------------------- stretches of training
@@ -218,7 +223,7 @@ def _interval(records: Records) -> int | None:
     ]
     if pairs:
         return Counter(b - a for a, b in pairs).most_common(1)[0][0]
-    return math.gcd(*(r["step"] for r in saved)) or None
+    return math.gcd(*(r["step"] - _begun(records) for r in saved)) or None
 
 
 def _failures(records: Records, recoveries: Records, stretches: Sequence[_Stretch], job: Job) -> Listed:
@@ -227,7 +232,7 @@ def _failures(records: Records, recoveries: Records, stretches: Sequence[_Stretc
     for recovery, stretch in _struck(recoveries, stretches):
         into, _ = _unaccounted(stretch, recovery, job.step_s)
         lost = [_worker(records, member, recovery, ranks, job) for member in recovery["lost"]]
-        step = _reached(recovery, stretch) + into
+        step = max(0.0, _reached(recovery, stretch) - _begun(records) + into)
         found.append(Failure(step=min(step, job.steps - 0.01), workers=tuple(dict.fromkeys(lost))))
     return Listed(tuple(sorted(found, key=lambda failure: failure.step or 0.0)))
 

@@ -29,6 +29,8 @@ survivors go back. `torchft`: the interrupted step is dropped, survivors go on a
 `checkpoint`: raytrain_ft's, pipelined, and survivors stay up. `replication`, `logging`: SWIFT's, as raytrain_ft carries them
 out. `lossy`, `rollback`: Nicolae et al.'s. `skip`: the interrupted step is dropped."""
 
+ONLY_GIVEN = frozenset({"global_checkpoint", "elastic_horovod"})
+"""Kinds that save as often as they are told: nothing chooses for them."""
 RESTARTING = frozenset({"global_checkpoint", "checkfreq"})
 """Kinds after whose losses all workers restart."""
 GOING_BACK = frozenset({"global_checkpoint", "checkfreq", "checkpoint", "elastic_horovod"})
@@ -64,7 +66,7 @@ class Strategy:
             raise ConfigError(f"Strategy(kind={self.kind!r}): use one of {', '.join(get_args(Kind))}")
         if self.every is not None:
             checks.whole(self, "every")
-        elif self.kind in ("global_checkpoint", "elastic_horovod"):
+        elif self.kind in ONLY_GIVEN:
             raise ConfigError(f'Strategy(kind="{self.kind}", every=None): say every how many steps the state is saved')
         check_budget(self.budget)
         checks.seconds(self, "slowdown")

@@ -145,12 +145,17 @@ def test_what_a_running_cluster_is_spared(cluster: LocalCluster, tmp_path: Path)
         ("unplug", "who: {rank: 0}", "not ours to cut"),
         ("bring_back", "about", "autoscaler"),
         ("kill_node", "who: {rank: 0}\n    lasts: 1s", "autoscaler"),
+        ("kill_node", "who: {rank: 0}", "does not ask who else is there"),
     ):
-        event = f"events:\n  - action: {action}\n    when: {{seconds: 1}}\n    {more}\n".replace("    about\n", "")
+        when = "step: 1" if "ask" in why else "seconds: 1"
+        event = f"events:\n  - action: {action}\n    when: {{{when}}}\n    {more}\n".replace("    about\n", "")
         with pytest.raises(ScenarioError, match=why) as refused:
             ground.refuse(scenario(tmp_path, JOB + event))
         assert "scenario.yaml, line " in str(refused.value)
-    ground.refuse(scenario(tmp_path, JOB + STRIKES.replace("    lasts: 0.5s\n", "")))
+    fit = STRIKES.replace(
+        "    who: {rank: 0}\n    when: {step: 95}\n    lasts: 0.5s\n", "    who: {node: 0}\n    when: {step: 95}\n"
+    )
+    ground.refuse(scenario(tmp_path, JOB + fit))
 
 
 def test_on_a_running_cluster_hands_on_the_nodes_strike(cluster: LocalCluster, tmp_path: Path) -> None:

@@ -413,7 +413,8 @@ class Cluster:
         actions.append(lambda: self._post(unavailable))
         if self.workers:  # one worker's turn: a notice for each would crowd out everything else
             member, seconds = self.chance.choice(list(self.workers)), self.chance.choice([0.0, 30.0])
-            notice = m.Noticed(member=member, deadline_s=seconds, source="aws spot", reason="terminate")
+            source = self.chance.choice(["aws spot", "request"])
+            notice = m.Noticed(member=member, deadline_s=seconds, source=source, reason="terminate")
             actions.append(lambda: self._post(notice))
         if self.timers:
             actions.append(lambda: self._fire(self.chance.randrange(len(self.timers))))

@@ -99,6 +99,28 @@ def test_real_runs_are_predicted_from_their_own_costs(strategy: str, losses: int
     assert found["measured_s"] == next(record["at"] for record in records if record["event"] == "RunFinished")
 
 
+@pytest.mark.parametrize("strategy", ["replication", "checkpoint", "logging"])
+def test_a_resumed_run_is_one_of_fewer_steps(strategy: str) -> None:
+    """The same run, had it gone on from a checkpoint of step 1000."""
+    records = read_records(RUNS / strategy / "events.jsonl")
+    later = read_records(RUNS / strategy / "events.jsonl")
+    for record in later:
+        record |= {name: record[name] + 1000 for name in ("step", "first_step", "stop_step") if record.get(name) is not None}
+    later[0]["details"]["max_steps"] += 1000
+    assert calibrate(later) == calibrate(records)
+
+
+@pytest.mark.parametrize("more", [["--seeds", "1"], ["--sweep", "interval"], ["--best-interval"], ["--plots", "plots"]])
+def test_whatever_else_is_asked_of_a_real_run_is_done(more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, ["simulate", "--from-run", str(RUNS / "checkpoint"), "--json", "out.json", *more])
+    assert result.exit_code == 0, result.output
+    found = json.loads(Path("out.json").read_text())
+    assert [strategy["strategy"] for strategy in found["strategies"]] == ["checkpoint"]
+    assert len(found["sweeps"]) == ("--sweep" in more)
+    assert Path("plots", "losses.png").exists() == ("--plots" in more)
+
+
 def test_a_real_run_is_asked_what_it_would_have_cost_otherwise(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     otherwise = ["--strategy", "global_checkpoint", "--every", "20", "--mtbf", "0.01", "--seeds", "3", "--json", str(out)]

@@ -63,6 +63,17 @@ def test_strategies_intervals_and_failures_can_be_given_instead(file: Path, tmp_
     assert horovod["interval"] != 50
 
 
+def test_a_kind_is_simulated_as_the_file_has_it_and_lent_an_interval_only_if_it_needs_one(file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    file.write_text(FILE.replace("kind: replication", "kind: replication, every: 40"))
+    kinds = ("replication", "torchft", "checkfreq", "elastic_horovod")
+    result = invoke(file, "--seeds", 1, *(word for kind in kinds for word in ("--strategy", kind)), "--json", out)
+    assert result.exit_code == 0, result.output
+    found = {strategy["strategy"]: strategy["interval"] for strategy in json.loads(out.read_text())["strategies"]}
+    assert found.pop("checkfreq") not in (None, 40, 100)  # by Algorithm 1
+    assert found == {"replication": 40, "torchft": None, "elastic_horovod": 100}
+
+
 def test_json_is_yaml_too(file: Path, tmp_path: Path) -> None:
     path = tmp_path / "job.json"
     path.write_text(json.dumps({"job": {"steps": 10, "step_s": 1.0, "workers": 2}, "failures": {"kind": "list"}}))

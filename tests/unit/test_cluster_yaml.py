@@ -177,6 +177,15 @@ def test_the_pair_for_kubernetes_fits_together() -> None:
         assert group["template"]["spec"]["nodeSelector"]["karpenter.sh/capacity-type"] == "spot"
 
 
+def test_no_node_on_kubernetes_gets_two_worker_pods() -> None:
+    cluster = kubernetes()["RayCluster"]
+    for group in cluster["spec"]["workerGroupSpecs"]:
+        (rule,) = group["template"]["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert rule["topologyKey"] == "kubernetes.io/hostname"
+        labels = {"ray.io/cluster": cluster["metadata"]["name"], "ray.io/group": group["groupName"]}
+        assert rule["labelSelector"] == {"matchLabels": labels}, "those that KubeRay gives to the pods of this group"
+
+
 def test_every_pod_on_kubernetes_has_the_same_image_and_the_shared_directory() -> None:
     objects = kubernetes()
     spec = objects["RayCluster"]["spec"]

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from raytrain_ft.chaos.hand import Hand
 from raytrain_ft.cli_drill import drill_command
+from raytrain_ft.drill import _predicted
 from raytrain_ft.drill.measure import Clock, guilty
 from raytrain_ft.drill.numbers import Spread
 from raytrain_ft.drill.played import Struck
@@ -176,6 +177,35 @@ def test_a_trace_in_the_simulator(tmp_path: Path) -> None:
 def test_what_the_simulator_does_not_know_is_refused(event: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(ScenarioError, match=why):
         rehearse(scenario(tmp_path, f"{SIMULATED}  - {event}\n"))
+
+
+def test_a_simulated_run_that_fails_makes_no_goodput_and_no_prediction(tmp_path: Path) -> None:
+    """The only node of its kind is lost at step 50 of 1000, and there is no other."""
+    head = SIMULATED.replace("spares: 1\nnodes: 8", "spares: 0\nnodes: 4\nstrategy: lossy\nreplacement_timeout: 60")
+    events = "  - {action: kill_node, who: {rank: 1}, when: {step: 50}}\npass_if: {goodput: 90%}\n"
+    asked = scenario(tmp_path, head.replace("checkpoint_every: 50", "checkpoint_every: null") + events)
+    found = rehearse(asked)
+    assert found.failure
+    assert found.goodput == pytest.approx(25 / (25 + 60), rel=0.1)
+    assert [check.kept for check in found.checks if check.name == "goodput"] == [False]
+    numbers, why_not = _predicted(asked, tmp_path, job_of(asked, None))
+    assert (numbers, why_not) == ({}, f"the simulated run fails: {found.failure}")
+
+
+def test_workers_that_share_a_node_are_lost_together(tmp_path: Path) -> None:
+    head = SIMULATED.replace("workers: 4\nspares: 1\nnodes: 8", "workers: [2, 4]\nspares: 0\nnodes: 2\nreplacement_timeout: 20")
+    events = "  - {action: kill_node, who: {ranks: [1, 3]}, when: {step: 500}}\n"
+    asked = scenario(tmp_path, head + events)
+    job = job_of(asked, None)
+    assert (job.nodes, job.per_node, job.spare_nodes) == (2, 2, 0)
+    (outcome,) = predict(asked, job).outcomes
+    assert outcome.finished, outcome.reason
+    assert outcome.seconds > 500 * 0.5 + 500 * 1.0  # with half of the workers from then on
+    uneven = scenario(tmp_path, SIMULATED.replace("nodes: 8", "nodes: 3") + events)
+    with pytest.raises(ScenarioError, match=r"nodes.*as many workers are on each node"):
+        job_of(uneven, None)
+    kills = "  - {action: kill, who: {rank: 1}, when: {step: 500}}\n"
+    assert job_of(scenario(tmp_path, SIMULATED.replace("nodes: 8", "nodes: 3") + kills), None).nodes is None
 
 
 def test_without_costs_there_is_no_simulation(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from ray.exceptions import RayError
 
 import raytrain_ft as ft
 from raytrain_ft.cli import main
@@ -52,6 +53,27 @@ def test_attach_to_a_run_that_was_ended(tmp_path: Path) -> None:
 
 def test_a_run_without_an_end_is_no_outcome(tmp_path: Path) -> None:
     assert recorded(records(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    "command", ["list", "attach digits", "stop digits", "suspend digits 0", "resume digits 0", "leave digits 0"]
+)
+def test_the_address_of_a_job_server_is_none_of_a_cluster(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Submitting needs it (docs/submit.md), and a shell keeps it. The exit code is not that of a run that failed."""
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+    said = CliRunner().invoke(main, command.split())
+    assert said.exit_code == 2, said.output
+    assert "ConfigError: RAY_ADDRESS=http://127.0.0.1:8265: there is no Ray cluster to be reached" in said.output
+
+
+def test_a_cluster_that_refuses_is_no_run_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**about: object) -> None:
+        raise RayError("no token")
+
+    monkeypatch.setattr("raytrain_ft.follow.ray.init", refuse)
+    said = CliRunner().invoke(main, ["attach", "digits"])
+    assert said.exit_code == 2, said.output
+    assert "no token" in said.output
 
 
 def test_a_name_that_could_be_none(tmp_path: Path) -> None:

@@ -485,6 +485,43 @@ def test_who_had_notice_and_is_lost_before_it_could_leave_was_preempted() -> Non
     assert story.lost("w2").run.state == State.ERRORED  # that one is a failure
 
 
+def wished(at: float = 0.0, deadline_s: float = 120.0, source: str = "request") -> m.Noticed:
+    return m.Noticed(at=at, member="w1", deadline_s=deadline_s, source=source, reason="a person asked for it")
+
+
+def test_a_request_that_nothing_came_of_lapses_and_makes_no_later_loss_fatal() -> None:
+    """The cluster is just full and the number of workers fixed: w1 cannot be replaced, and keeps its place."""
+    story = running(4, slots=4, min_workers=4)
+    story.tell(wished(), m.CapacityChanged(slots=3))
+    story.lost("w4")  # no node has room for it
+    story.tell(m.TimerFired(at=118.0, timer="leave", incarnation=1))
+    assert story.said == [m.SetTimer("leave", 2.0, 1)]
+    story.tell(m.TimerFired(at=120.0, timer="leave", incarnation=1))
+    assert story.tell(m.CapacityChanged(at=121.0, slots=4)) == [], "w1 has the place that is there again"
+    assert not story.run.leaving
+    story.lost("w2").fenced("w0", "w1", "w3")
+    assert of(story.said, m.StartWorker) == [m.StartWorker("w5")]
+
+
+def test_a_request_for_now_is_met_at_once_if_there_is_a_spare() -> None:
+    story = running(min_workers=3, spares=1).started("w3")
+    assert of(story.tell(wished(deadline_s=0.0)), m.StopAtBoundary) == [m.StopAtBoundary(("w0", "w1", "w2"))]
+
+
+def test_a_request_does_not_make_what_a_cloud_says_lapse() -> None:
+    story = running(min_workers=3)
+    story.tell(wished(source="aws spot"), wished(deadline_s=30.0))
+    story.tell(m.TimerFired(at=30.0, timer="leave", incarnation=1))
+    assert story.run.leaving["w1"].deadline == 30.0
+
+
+def test_the_loss_of_a_working_member_makes_starts_worth_trying_again() -> None:
+    story = running(min_workers=3, max_start_failures=1, spares=1).lost("w3")
+    assert of(story.said, m.StartWorker) == [], "there is no room for a spare"
+    story.lost("w2").fenced("w0", "w1")
+    assert of(story.said, m.StartWorker) == [m.StartWorker("w4"), m.StartWorker("w5")]
+
+
 def test_recoveries_that_commit_no_step_come_to_an_end() -> None:
     story = running(max_fruitless_recoveries=2, spares=1).to(State.RESUME)
     suspected: dict[str, Any] = {"reason": "a collective failed", "noticed_by": "w0"}

@@ -28,7 +28,7 @@ from raytrain_ft.runtime.notices.aws import Aws
 from raytrain_ft.runtime.notices.azure import Azure
 from raytrain_ft.runtime.notices.gcp import Gcp
 from raytrain_ft.runtime.notices.metadata import ENDPOINT_VARIABLE, MOST_BYTES, Metadata
-from raytrain_ft.runtime.notices.notice import DRAIN, SIGTERM, Notice, NoticeSpec, Source
+from raytrain_ft.runtime.notices.notice import DRAIN, REQUEST, SIGTERM, Notice, NoticeSpec, Source
 from raytrain_ft.runtime.preemption import CLOUDS, Preemption
 
 
@@ -464,6 +464,28 @@ def test_a_worker_has_one_notice_of_each_source_and_only_if_it_is_more_urgent() 
         assert isinstance(known, m.Noticed)
         later.recall(known, {"w0": "n0", "w1": "n1"}[known.member])
     assert later.condemned() == {"n0"}  # the process of w1 was to end, its node was not
+
+
+def test_a_person_may_ask_again_as_long_as_it_is_sooner() -> None:
+    told: list[m.Event] = []
+    clock = [0.0]
+    board = NoticeBoard(told.append, lambda: clock[0])
+    for at, seconds in ((0, 120), (1, 119.5), (2, 60), (3, 59.5), (70, 120)):  # the last after what was asked before lapsed
+        clock[0] = at
+        board.noticed("w0", "n0", Notice(seconds, REQUEST, "a person asked for it"))
+    assert [e.deadline_s for e in told if isinstance(e, m.Noticed)] == [120, 60, 120]
+    board.noticed("w1", "n1", Notice(30.0, "aws spot", "terminate"))
+    board.noticed("w1", "n1", Notice(29.5, REQUEST, "a person asked for it"))
+    assert isinstance(told[-1], m.Noticed)
+    assert told[-1].deadline_s == 29.5
+
+
+def test_a_node_that_a_cloud_takes_away_is_avoided_whatever_else_is_said() -> None:
+    board = NoticeBoard(lambda event: None, lambda: 0.0)
+    board.noticed("w0", "n0", Notice(30.0, "aws spot", "terminate"))
+    board.noticed("w0", "n0", Notice(0.0, REQUEST, "a person asked for it"))
+    board.noticed("w1", "n0", Notice(0.0, SIGTERM, "another worker there"))
+    assert board.condemned() == {"n0"}
 
 
 def test_settings_are_checked() -> None:

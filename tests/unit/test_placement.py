@@ -21,6 +21,12 @@ def test_what_others_use_is_not_to_be_had() -> None:
     assert room(node("a", 4, 4, alive=False), ONE, taken=2) == 0
 
 
+def test_shares_of_a_processor_fill_it() -> None:
+    """1.0 // 0.2 is 4."""
+    for size, share, times in ((1, 0.2, 5), (1, 0.1, 10), (3, 0.3, 10), (4, 0.8, 5), (1, 0.3, 3)):
+        assert room(node("a", size, size), {"CPU": share}, taken=0) == times
+
+
 def test_the_emptiest_node_with_room_is_chosen() -> None:
     nodes = [node("a", 2, 1), node("b", 2, 2), node("c", 1, 0)]
     assert choose(nodes, ONE, Counter(a=1), set()) == "b"

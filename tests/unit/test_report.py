@@ -135,6 +135,17 @@ def run_of_everything() -> list[dict[str, Any]]:
     ]
 
 
+def test_the_rate_of_a_resumed_run_is_of_its_own_steps() -> None:
+    resumed = [
+        {"event": "Resumed", "at": 1.0, "incarnation": 1, "step": 90_000, "world_size": 3},
+        *(step(2.0, 90_050), {"event": "Resumed", "at": 3.0, "incarnation": 2, "step": 90_040, "world_size": 3}),
+        *(step(9.0, 90_100, incarnation=2), {"event": "RunFinished", "at": 10.0}),
+    ]
+    words = " ".join(checked(resumed).text)
+    assert " 10.0 steps/s overall" in words
+    assert "90,100" in words
+
+
 def test_a_run_is_told() -> None:
     page = checked(run_of_everything())
     words = " ".join(page.text)

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Protocol
 
-SIGTERM, REQUEST, DRAIN = "sigterm", "request", "ray drain"
-"""Sources that are no clouds: a signal to the worker, a call to the supervisor, Ray."""
+from raytrain_ft.policy.leaving import REQUEST
+
+SIGTERM, DRAIN = "sigterm", "ray drain"
+"""Sources that are no clouds, as is a call to the supervisor (`REQUEST`): a signal to the worker, Ray."""
 NODE_STAYS = frozenset({SIGTERM, REQUEST})
 """Sources that speak of a process, and not of its node."""
 

@@ -1,0 +1,236 @@
+"""Strikes without a cluster: what a running one is spared, and that nothing stays frozen or half done."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import raytrain_ft.drill as drill_module
+from raytrain_ft.chaos.faults import FailAt
+from raytrain_ft.drill import engine, grounds
+from raytrain_ft.drill.faults import Planted
+from raytrain_ft.drill.grounds import Running
+from raytrain_ft.drill.played import Played
+from raytrain_ft.drill.schedule import Schedule
+from raytrain_ft.drill.watch import Watch
+from raytrain_ft.errors import AbortedError, ConfigError, ScenarioError
+from raytrain_ft.result import Result
+from raytrain_ft.runtime import bystanders
+from raytrain_ft.scenario import Event, Scenario, When, Who
+
+MEMBERS = {"world": ["w0", "w1"], "pids": {"w0": 10, "w1": 11}, "nodes": {"w0": "n0", "w1": "n1"}, "holders": ["w0", "w1"]}
+ACCOUNT = {"state": "RUNNING", "step": 3, "seconds": 1.0, "pid": 5, "node": "head"} | MEMBERS
+RESULT = Result({}, "", [], "", 1.0, None)
+
+
+def scenario(*events: Event) -> Scenario:
+    return Scenario(name="strikes", workers=2, steps=100, batch=8, events=events)
+
+
+# ---------------------------------------------------------------- what a running cluster is spared
+
+
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Jobs that others have on a cluster on which nothing is done, but written down after them."""
+    found: list[str] = []
+    monkeypatch.setattr(grounds.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.1:6379"))
+    monkeypatch.setattr(grounds, "head_nodes", list)
+    monkeypatch.setattr(grounds, "other_actors", list)
+    monkeypatch.setattr(grounds, "other_jobs", lambda: [job for job in found if job != "drained"])
+    monkeypatch.setattr(grounds, "drain_node", lambda *told: found.append("drained"))
+    return found
+
+
+def test_ray_is_told_to_drain_no_node_while_somebody_else_is_there(others: list[str]) -> None:
+    ground = Running("10.0.0.1:6379")
+    ground.drain("n0", 5.0)
+    others.append("02000000")
+    with pytest.raises(ConfigError, match="n0 was spared: job 02000000"):
+        ground.drain("n0", 5.0)
+    assert others == ["drained", "02000000"]
+
+
+def test_a_worker_does_not_take_a_node_of_a_running_cluster_down(others: list[str]) -> None:
+    ground = Running("10.0.0.1:6379")
+    with pytest.raises(ScenarioError, match="does not ask who else is there"):
+        ground.refuse(scenario(Event(action="kill_node", who=Who(rank=0), when=When(step=9))))
+    ground.refuse(scenario(Event(action="kill_node", who=Who(node=0), when=When(step=9))))
+    ground.refuse(scenario(Event(action="kill", who=Who(rank=0), when=When(step=9))))
+
+
+def test_it_is_asked_again_who_is_there_before_the_run_that_is_struck(
+    others: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    played: list[str] = []
+
+    class Runs:
+        def __init__(self, *about: object, **more: object) -> None: ...
+
+        def play(self, name: str, *struck: object) -> Played:
+            played.append(name)
+            others.append("02000000")
+            return Played(path=tmp_path, result=RESULT)
+
+    monkeypatch.setattr(drill_module, "Runs", Runs)
+    asked = scenario(Event(action="kill_node", who=Who(node=0), when=When(seconds=1)))
+    with pytest.raises(ScenarioError, match="job 02000000 is alive"):
+        drill_module.drill(asked, Running("10.0.0.1:6379"), storage_path=tmp_path, quiet=True)
+    assert len(played) == 1
+
+
+def test_actors_that_outlived_their_job_are_somebody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose driver is gone, for example; not our own, nor Ray's, nor what is on the head node, which stays."""
+
+    def job(namespace: str, *, dead: bool) -> Any:
+        return SimpleNamespace(is_dead=dead, config=SimpleNamespace(ray_namespace=namespace))
+
+    def actor(name: str, job: str, node: str, state: str = "ALIVE") -> dict[str, Any]:
+        return {"Name": name, "ActorClassName": "A", "JobID": job, "State": state, "Address": {"NodeID": node}}
+
+    jobs = {"01": job("own", dead=False), "02": job("gone", dead=True), "03": job("_ray_internal_dashboard", dead=False)}
+    actors = [
+        *(
+            actor("worker", "02", "n1"),
+            actor("", "02", "n1"),
+            actor("supervisor", "02", "head"),
+            actor("late", "02", "n1", "DEAD"),
+        ),
+        *(actor("ours", "01", "n1"), actor("rays", "03", "n1"), actor("coming", "02", "", "RESTARTING")),
+    ]
+    monkeypatch.setattr(bystanders, "_jobs", lambda: jobs)
+    monkeypatch.setattr(bystanders, "_actors", lambda: actors)
+    monkeypatch.setattr(bystanders, "head_nodes", lambda: [{"NodeID": "head"}])
+    monkeypatch.setattr(bystanders.ray, "get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: "01"))
+    assert bystanders.other_jobs() == []
+    assert bystanders.other_actors() == ["worker", "A", "coming"]
+
+
+# ---------------------------------------------------------------- the engine
+
+
+class Ground:
+    """Writes down what it is told. Nodes are spared once somebody has come."""
+
+    name = "nowhere"
+
+    def __init__(self) -> None:
+        self.done: list[tuple[Any, ...]] = []
+        self.clock = time.monotonic
+
+    def refuse(self, scenario: Scenario) -> None: ...
+
+    def prepare(self, nodes: list[str]) -> None: ...
+
+    def hand(self, node: str, what: str, pid: int, *more: float) -> bool:
+        self.done.append((what, node, pid))
+        return True
+
+    def kill_node(self, node: str) -> bool:
+        raise ConfigError(f"node {node} was spared: somebody came")
+
+    def unplug(self, node: str) -> None: ...
+
+    def plug(self, node: str) -> None: ...
+
+    def drain(self, node: str, seconds: float) -> None:
+        self.done.append(("drain", node))
+
+    def add_node(self) -> None: ...
+
+    def struck_at(self, marker: list[str]) -> float:
+        return float(marker[0])
+
+
+class Seen(Watch):
+    """The run stands as `ACCOUNT` says, all the time."""
+
+    def __init__(self, name: str, clock: Callable[[], float]) -> None:
+        super().__init__(name, clock)
+        self.account = dict(ACCOUNT)
+
+    def look(self, seconds: float) -> bool:
+        time.sleep(0.01)
+        return True
+
+    def abort(self, reason: str) -> None: ...
+
+
+def play(path: Path, asked: Scenario, *planted: Planted, monkeypatch: pytest.MonkeyPatch) -> tuple[Played, Ground]:
+    """A run of 0.3 s that is struck as the scenario says."""
+    monkeypatch.setattr(engine, "Watch", Seen)
+    ground, trainer = Ground(), SimpleNamespace(fit=lambda: time.sleep(0.3) or RESULT)
+    return engine.Rehearsal(ground, trainer, path, Schedule(asked), planted).play(), ground  # pyright: ignore[reportArgumentType]
+
+
+def test_a_drained_node_that_must_be_spared_is_noted_and_the_drill_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = scenario(
+        Event(action="freeze", who=Who(node=0), when=When(seconds=0.01), lasts=60),
+        Event(action="drain", who=Who(node=1), when=When(seconds=0.02), notice=0.05),
+    )
+    played, ground = play(tmp_path, asked, monkeypatch=monkeypatch)
+    assert played.missed == [1]
+    assert [strike.note for strike in played.struck if strike.event == 1] == [
+        "",
+        "drain was not carried out: node n1 was spared: somebody came",
+    ]
+    assert ground.done == [("freeze", "n0", 10), ("drain", "n1"), ("thaw", "n0", 10)]
+
+
+def test_a_supervisor_that_froze_at_a_point_is_thawed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = FailAt(role="supervisor", phase="RUNNING", action="sigstop")
+    planted = Planted(0, Event(action="freeze", who=Who(role="supervisor"), lasts=0.05), fault)
+    (tmp_path / "faults").mkdir()
+    (tmp_path / "faults" / fault.name).write_text("1.0 5 1.0")
+    played, ground = play(tmp_path, scenario(), planted, monkeypatch=monkeypatch)
+    assert played.struck[0].members == ("supervisor",)
+    assert ground.done == [("thaw", "head", 5)]
+
+
+def test_who_was_frozen_is_thawed_before_an_interrupted_run_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+
+    class Interrupted(Seen):
+        def look(self, seconds: float) -> bool:
+            if ground.done:
+                raise KeyboardInterrupt
+            return super().look(seconds)
+
+        def abort(self, reason: str) -> None:
+            assert ground.done[-1] == ("thaw", "n0", 10)
+            ended.set()
+
+    def fit() -> Result:
+        ended.wait(10)
+        raise AbortedError("the drill was interrupted")
+
+    monkeypatch.setattr(engine, "Watch", Interrupted)
+    ground, asked = Ground(), scenario(Event(action="freeze", who=Who(node=0), when=When(seconds=0.01), lasts=60))
+    trainer: Any = SimpleNamespace(fit=fit)
+    with pytest.raises(KeyboardInterrupt):
+        engine.Rehearsal(ground, trainer, tmp_path, Schedule(asked)).play()
+    assert ended.is_set()
+
+
+def test_the_account_of_a_run_that_has_ended_says_nothing_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its seconds stand still."""
+    watch, state = Watch("run", lambda: 100.0), "FINISHED"
+    monkeypatch.setattr("raytrain_ft.drill.watch.ray.get_actor", lambda *name, **more: SimpleNamespace(status=status))
+    monkeypatch.setattr("raytrain_ft.drill.watch.ray.wait", lambda calls, timeout: (calls, []))
+    monkeypatch.setattr("raytrain_ft.drill.watch.ray.get", lambda call: {**ACCOUNT, "state": state})
+    status = SimpleNamespace(remote=object)
+    assert watch.look(0.0)
+    assert (watch.offsets, watch.account and watch.account["state"]) == ({}, "FINISHED")
+    state = "RUNNING"
+    assert watch.look(0.0)
+    assert watch.offsets == {5: 99.0}

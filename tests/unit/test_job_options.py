@@ -1,0 +1,116 @@
+"""The options of the jobs: what they come to, and that the commands in their own words work on a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import shlex
+import sys
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+JOBS = Path(__file__).parents[2] / "jobs"
+SHARED = re.compile("every node sees|shared by all nodes")
+"""How a job's help says that an option's default does not do on a cluster."""
+
+
+class Asked(Exception):
+    """A job came to what is tested of it."""
+
+
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(JOBS))
+    return importlib.import_module(name)
+
+
+def run(module: ModuleType, command: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `Trainer` is given when the job is started with these options."""
+    given: dict[str, Any] = {}
+
+    def trainer(*task: object, **options: Any) -> None:
+        given.update(options)
+        raise Asked
+
+    monkeypatch.setattr(module.ft, "Trainer", trainer)
+    monkeypatch.setattr(module, "write_digits", lambda folder: None, raising=False)
+    monkeypatch.setattr(sys, "argv", [module.__name__, *shlex.split(command)])
+    with pytest.raises(Asked):
+        module.main()
+    return given
+
+
+@pytest.mark.parametrize("name", ["train_digits", "train_images", "train_lm", "train_vit"])
+def test_a_job_waits_for_nodes_as_long_as_it_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recovery = run(load(name, monkeypatch), "--node-minutes 15", monkeypatch)["recovery_config"]
+    assert (recovery.schedule_timeout, recovery.replacement_timeout) == (timedelta(minutes=30), timedelta(minutes=15))
+
+
+def test_the_batch_of_a_pipeline_is_of_whole_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load("train_vit", monkeypatch)
+    assert run(module, "--stages 3 --num-workers 6", monkeypatch)["global_batch_size"] == 132
+    assert run(module, "--stages 2 --num-workers 8 --micro-batches 100", monkeypatch)["global_batch_size"] == 400
+
+
+@pytest.mark.parametrize("command", ["--stages 3 --num-workers 2", "--stages 3 --num-workers 4", "--stages 0"])
+def test_workers_that_are_no_whole_replicas_are_refused(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = load("train_vit", monkeypatch)
+    monkeypatch.setattr(sys, "argv", ["train_vit", *command.split()])
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    assert ended.value.code == 2
+    assert "stages need a multiple of" in capsys.readouterr().err
+
+
+def test_ray_train_keeps_its_own_files_where_every_node_sees_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, given = load("checkfreq_ray_train", monkeypatch), {}
+
+    def trainer(*loop: object, **options: Any) -> None:
+        given.update(options)
+        raise Asked
+
+    monkeypatch.setattr("ray.train.torch.TorchTrainer", trainer)
+    monkeypatch.setattr("ray.init", lambda **options: None)
+    monkeypatch.setattr(sys, "argv", ["checkfreq_ray_train", "--path", str(tmp_path / "run")])
+    with pytest.raises(Asked):
+        module.main()
+    assert given["train_loop_config"]["path"] == str(tmp_path / "run")
+    assert Path(given["run_config"].storage_path).parent == tmp_path
+
+
+def commands() -> list[tuple[str, str]]:
+    """(job, options) of every `ray job submit` in the jobs' own words and in the documentation."""
+    texts = [*JOBS.glob("*.py"), *(JOBS.parent / "docs").glob("*.md"), JOBS.parent / "README.md"]
+    pattern = re.compile(r"ray job submit [^\n]*-- +python jobs/(\w+)\.py([^\n`#]*)")
+    lines = [text.read_text().replace("\\\n", " ") for text in texts]
+    return sorted({(found[1], " ".join(found[2].split())) for text in lines for found in pattern.finditer(text)})
+
+
+def test_commands_are_found() -> None:
+    assert {job for job, _ in commands()} >= {"train_digits", "train_images", "train_lm", "train_vit", "checkfreq_ray_train"}
+
+
+@pytest.mark.parametrize(("job", "options"), commands())
+def test_a_command_for_a_cluster_names_every_path_that_all_nodes_must_see(
+    job: str, options: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsers: list[argparse.ArgumentParser] = []
+
+    def parse_args(parser: argparse.ArgumentParser) -> None:
+        parsers.append(parser)
+        raise Asked
+
+    module = load(job, monkeypatch)
+    with monkeypatch.context() as patched:
+        patched.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+        with pytest.raises(Asked):
+            module.main()
+    given: Any = parsers[0].parse_args(shlex.split(options))
+    shared = [action for action in parsers[0]._actions if SHARED.search(action.help or "")]
+    assert [action.dest for action in shared if getattr(given, action.dest) == action.default] == []
