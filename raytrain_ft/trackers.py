@@ -42,17 +42,19 @@ class TensorBoard(Callback):
     """
 
     def on_start(self, run: RunInfo) -> Seen | None:
-        from tensorboardX import FileWriter  # comes with ray[train]
+        # Comes with ray[train]. Its FileWriter has a thread and a queue that `flush` does not wait for: this one writes at once.
+        from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]  (made by protobuf)
 
         directory = run.directory / "tensorboard"
         files = sorted(directory.glob("events.out.tfevents.*"))
         continues = run.resumed or any(run.run_id in file.name for file in files)  # which a driver before this one wrote
         seen = _written(files, run.run_id) if continues else Seen(0)
+        directory.mkdir(exist_ok=True)
         # A name of its own: tensorboardX overwrites the file of another writer of the same second.
-        self._writer = FileWriter(str(directory), filename_suffix=f".{len(files):04d}.{run.run_id}")
+        self._writer = EventsWriter(str(directory / "events"), f".{len(files):04d}.{run.run_id}")
         if files and not continues:
-            self._writer.add_event(Event(step=0, session_log=SessionLog(status=SessionLog.START)))
+            self._writer.write_event(Event(step=0, session_log=SessionLog(status=SessionLog.START)))
         return seen
 
     def on_steps(self, steps: Steps) -> None:
@@ -69,10 +71,12 @@ class TensorBoard(Callback):
 
     def _write(self, scalars: dict[str, float], step: int, more: Sequence[Any] = ()) -> None:
         """One event, so that it is there as a whole or not at all."""
+        from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]  (made by protobuf)
         from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]  (made by protobuf)
 
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-        self._writer.add_summary(Summary(value=[*values, *more]), step)
+        summary = Summary(value=[*values, *more])
+        self._writer.write_event(Event(wall_time=time.time(), step=step, summary=summary))
         self._writer.flush()
 
 
