@@ -42,7 +42,7 @@ class TensorBoard(Callback):
     """
 
     def on_start(self, run: RunInfo) -> Seen | None:
-        # Comes with ray[train]. Its FileWriter has a thread and a queue that `flush` does not wait for: this one writes at once.
+        # Comes with ray[train]. Its FileWriter has a queue that `flush` does not wait for; this one writes at once.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]  (made by protobuf)
 
@@ -50,7 +50,7 @@ class TensorBoard(Callback):
         files = sorted(directory.glob("events.out.tfevents.*"))
         continues = run.resumed or any(run.run_id in file.name for file in files)  # which a driver before this one wrote
         seen = _written(files, run.run_id) if continues else Seen(0)
-        directory.mkdir(exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         # A name of its own: tensorboardX overwrites the file of another writer of the same second.
         self._writer = EventsWriter(str(directory / "events"), f".{len(files):04d}.{run.run_id}")
         if files and not continues:
