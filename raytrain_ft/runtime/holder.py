@@ -130,7 +130,7 @@ class HolderPersister:
 
 
 def load(spec: RunSpec, name: Name) -> Content:
-    """A snapshot, as a checkpoint's content.
+    """A snapshot, as a checkpoint's content. It may take as long as an exchange of a recovery, which grows with the model.
 
     Raises:
         StorageError: it is gone.
@@ -140,7 +140,7 @@ def load(spec: RunSpec, name: Name) -> Content:
         if found is None:
             raise StorageError(f"the holder has no snapshot {name} any more")
         head, parts = found
-        arrays = ray.get([reference for _, reference in parts], timeout=ANSWER_SECONDS)
+        arrays = ray.get([reference for _, reference in parts], timeout=spec.rules.phase_timeout)
     except RayError as error:
         raise StorageError(f"the holder of snapshots: {error}") from error
     pieces: dict[str, list[tuple[Piece, memoryview]]] = {}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,7 +21,7 @@ from store import own, same_bits, save, state, step_of, tensors_of, two_checkpoi
 from torch import Tensor
 
 import raytrain_ft
-from raytrain_ft.errors import ConfigError, StorageError
+from raytrain_ft.errors import ConfigError, NoCheckpointError, StorageError
 from raytrain_ft.storage import checkpoint, manifest, shard
 from raytrain_ft.storage.filesystem import LocalStorage, open_storage
 from raytrain_ft.storage.manifest import Name
@@ -339,6 +340,39 @@ def test_retention_keeps_the_newest_and_those_marked(tmp_path: Path) -> None:
         save(storage.uri, step, state(step), kept=step in (2, 4))
     assert steps(storage) == [7, 6, 4, 2]
     assert sorted(entry.name for entry in tmp_path.iterdir() if entry.is_dir()) == [f"step-{i:09d}-e1-i1" for i in (2, 4, 6, 7)]
+
+
+def test_retention_keeps_what_it_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it was to be kept for good is not known then, and a storage that gives no answer once is no reason to delete."""
+    storage = LocalStorage(tmp_path)
+    own(storage)
+    for step in (10, 20, 30):
+        save(storage.uri, step, state(step), kept=True)
+    view = LocalStorage.view
+
+    def hiccup(storage: LocalStorage, name: str) -> pa.Buffer:
+        if name == "step-000000010-e1-i1/manifest.json":
+            raise StorageError("the request timed out")
+        return view(storage, name)
+
+    monkeypatch.setattr(LocalStorage, "view", hiccup)
+    save(storage.uri, 40, state(40))
+    assert steps(storage) == [40, 30, 20, 10]
+
+
+def test_checkpoints_that_cannot_be_read_do_not_look_like_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = two_checkpoints(tmp_path)
+    passed: list[str] = []
+    view = LocalStorage.view
+
+    def hiccup(storage: LocalStorage, name: str) -> pa.Buffer:
+        raise StorageError(f"{name}: the request timed out")
+
+    monkeypatch.setattr(LocalStorage, "view", hiccup)
+    with pytest.raises(NoCheckpointError, match=r"step-000000020.*timed out.*step-000000010"):
+        list(checkpoint.select(storage, passed.append))
+    monkeypatch.setattr(LocalStorage, "view", view)
+    assert len(passed) == len(list(checkpoint.select(storage, pytest.fail))) == 2
 
 
 def test_retention_counts_what_was_written_last(tmp_path: Path) -> None:
