@@ -7,11 +7,14 @@ import json
 import math
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.fs as pafs
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,8 +25,8 @@ from torch import Tensor
 
 import raytrain_ft
 from raytrain_ft.errors import ConfigError, NoCheckpointError, StorageError
-from raytrain_ft.storage import checkpoint, manifest, shard
-from raytrain_ft.storage.filesystem import LocalStorage, open_storage
+from raytrain_ft.storage import checkpoint, filesystem, manifest, shard
+from raytrain_ft.storage.filesystem import LocalStorage, RemoteStorage, open_storage
 from raytrain_ft.storage.manifest import Name
 from raytrain_ft.storage.shard import Piece
 from raytrain_ft.storage.tree import flatten, unflatten
@@ -474,3 +477,56 @@ def test_manifests_that_are_encoded_are_decoded() -> None:
 def test_a_place_of_an_unknown_kind_is_refused() -> None:
     with pytest.raises(ConfigError, match="gopher"):
         open_storage("gopher://host/runs")
+
+
+# ---------------------------------------------------------------- file systems of pyarrow
+
+
+def remote(root: Path) -> RemoteStorage:
+    """A file system that is no object store, and shows what is written at once."""
+    return RemoteStorage(f"hdfs://name/{root}", pafs.LocalFileSystem(), str(root))
+
+
+def test_a_file_is_replaced_whole_also_where_it_is_shown_at_once(tmp_path: Path) -> None:
+    storage = remote(tmp_path)
+    storage.put("a", [memoryview(b"before")])
+
+    def parts() -> Iterator[memoryview]:
+        yield memoryview(b"af")
+        assert storage.view("a").to_pybytes() == b"before"
+        raise StorageError("the world is over")
+
+    with pytest.raises(StorageError, match="the world is over"):
+        storage.put("a", parts())
+    assert storage.view("a").to_pybytes() == b"before"
+    storage.put("a", [memoryview(b"after")])
+    assert storage.view("a").to_pybytes() == b"after"
+    assert storage.names() == ["a"]
+
+
+def test_no_more_of_an_upload_is_held_in_memory_than_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filesystem, "UNSENT_BYTES", 1000)
+    held: list[int] = [0]
+    most = 0
+
+    class Stream:
+        def __enter__(self) -> Stream:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def write(self, part: memoryview) -> None:
+            nonlocal most
+            held[0] += part.nbytes
+            most = max(most, held[0])
+
+        def flush(self) -> None:
+            held[0] = 0
+
+    files: Any = SimpleNamespace(
+        type_name="s3",
+        open_output_stream=lambda path: Stream(),
+        get_file_info=lambda path: SimpleNamespace(type=pafs.FileType.NotFound),
+    )
+    RemoteStorage("s3://bucket/run", files, "bucket/run").put("a", [memoryview(bytes(300))] * 100)
+    assert most <= 1300
