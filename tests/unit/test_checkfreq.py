@@ -207,6 +207,66 @@ def test_keep_epochs(tmp_path: Path) -> None:
     assert [(one["step"], one["kept"]) for one in manifests] == [(5, True), (10, True), (15, True), (17, False)]
 
 
+class Validated(Setup):
+    """Validates after each epoch with a loader that is followed too, and steps its scheduler then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.val = checkfreq.Loader(TensorDataset(torch.randn(16, 8)), global_batch_size=4, shuffle=False)
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        return super().objects | {"val": self.val}
+
+    def epochs(self, count: int, killed_in: int | None = None) -> None:
+        for epoch in self.loader.epochs(count):
+            for inputs, labels in self.loader:
+                self.optimizer.zero_grad()
+                F.cross_entropy(self.model(inputs), labels).backward()
+                self.optimizer.step()
+            for number, _ in enumerate(self.val):
+                if epoch == killed_in and number == 2:
+                    raise KeyboardInterrupt
+            self.scheduler.step()
+
+
+def kept(directory: Path) -> list[tuple[int, bool]]:
+    manifests = [json.loads(path.read_text()) for path in sorted((directory / "checkpoints").glob("step-*/manifest.json"))]
+    return [(one["step"], one["kept"]) for one in manifests]
+
+
+def test_the_end_of_a_validation_is_no_end_of_an_epoch(tmp_path: Path) -> None:
+    setup = Validated()
+    with checkfreq.open(tmp_path, every=1000, keep_epochs=True, keep=1, **setup.objects):
+        setup.epochs(3)
+    assert kept(tmp_path) == [(5, True), (10, True), (15, True)], "also that of the last epoch of a launch"
+    setup = Validated()
+    with checkfreq.open(tmp_path, every=1000, keep_epochs=True, keep=1, **setup.objects):
+        setup.epochs(4)
+    assert kept(tmp_path) == [(5, True), (10, True), (15, True), (20, True)]
+
+
+def test_a_job_that_is_killed_in_its_validation_steps_its_scheduler_all_the_same(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    undisturbed = Validated()
+    with checkfreq.open(tmp_path / "a", every=1, **undisturbed.objects):
+        undisturbed.epochs(3)
+
+    def interrupted() -> None:
+        torch.manual_seed(0)
+        setup = Validated()
+        with checkfreq.open(tmp_path / "b", every=1, **setup.objects):
+            setup.epochs(3, killed_in=1)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    resumed = Validated()
+    with checkfreq.open(tmp_path / "b", every=1, **resumed.objects):
+        resumed.epochs(3)
+    assert resumed.scheduler.last_epoch == 3
+    assert resumed.state() == undisturbed.state()
+
+
 def test_interval_is_chosen_by_itself_and_remembered(tmp_path: Path) -> None:
     def train(until: int) -> None:
         setup = Setup()
