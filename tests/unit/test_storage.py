@@ -244,10 +244,16 @@ def test_other_containers() -> None:
         "counter": Counter("hello"),
         "sets": [{3, 1, "x"}, frozenset({(1, 2)})],
         "size": torch.Size([2, 3]),
+        "defaults": [defaultdict(list, {"a": [1]}), defaultdict(None, {"a": 1})],
         "dtype": torch.bfloat16,
         "NaN": struct.unpack(">d", bytes.fromhex("fff8000000000123"))[0],
     }
     assert alike(unflatten(json.loads(json.dumps(flatten(tree)[0])), lambda path: torch.empty(0)), tree)
+
+
+def test_a_defaultdict_comes_back_with_what_it_makes() -> None:
+    found = unflatten(json.loads(json.dumps(flatten(defaultdict(int, {3: 4}))[0])), lambda path: torch.empty(0))
+    assert (found, found[5]) == ({3: 4, 5: 0}, 0)
 
 
 def nested(depth: int) -> list[Any]:
@@ -263,6 +269,7 @@ def nested(depth: int) -> list[Any]:
         ({"a": np.array(["x"])}, "a"),
         ({"a": np.arange(3, dtype=">i4")}, "a"),
         ({"x": {object(): 1}}, r"x/\(key\)"),
+        ({"a": [defaultdict(lambda: 0)]}, "a/0"),
         ({"scheduler": torch.optim.lr_scheduler.LambdaLR}, "scheduler"),
         (nested(150), "0/0"),
     ],
@@ -293,6 +300,7 @@ def test_what_cannot_be_stored_is_refused_with_its_path(value: Any, path: str) -
         {"a": 1, "b": 2},
         {"deque": [1]},
         {"Size": ["a"]},
+        {"defaultdict of eval": []},
     ],
 )
 def test_what_is_no_skeleton_is_a_typed_error(node: Any) -> None:
