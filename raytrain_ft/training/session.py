@@ -8,18 +8,19 @@ speak again, and only there do the ranks meet (a broadcast of two numbers over g
 
 from __future__ import annotations
 
+import json
 import math
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from raytrain_ft.errors import FTError, NoCheckpointError
+from raytrain_ft.errors import ConfigError, FTError, NoCheckpointError
 from raytrain_ft.policy.sampling import Position
 from raytrain_ft.policy.tuner import Tuner
 from raytrain_ft.storage import checkpoint, lock
@@ -87,6 +88,7 @@ class Session:
         """
         self._closing.callback(self._ranks.leave)
         self._closing.callback(self._journal.close)
+        self._compare_ranks()
         right = _by_first(self._ranks, self._acquire)
         self._resume(resume, override, right["epoch"])
         target = Target(
@@ -104,6 +106,19 @@ class Session:
         self._follow()
         self._checkpointer.begin(self._ranks.rank, self._ranks.count, 1, self.step)
         self._next_decision = self._ranks.first_says(self._earliest())
+
+    def _compare_ranks(self) -> None:
+        """Each rank stores a part of what all were given alike: parts of different states do not fit together.
+
+        Raises:
+            ConfigError: on every rank, naming what differs on one of them.
+        """
+        data = {name: {"class": "Loader", **asdict(loader.sampling)} for name, loader in self._loaders.items()}
+        here = json.loads(json.dumps(states.describe(self._objects) | data))
+        first = self._ranks.first_says(here)
+        found = states.unlike(first, here)
+        error = ConfigError(f"checkfreq.open was given other objects here than on rank 0: {', '.join(found)}")
+        self._ranks.agree(error if found else None)
 
     def _acquire(self) -> dict[str, Any]:
         right = lock.acquire(self.storage, uuid.uuid4().hex)
