@@ -114,12 +114,22 @@ class Run:
         return self._session.step
 
     def batches(self, loader: Loader, *, until_step: int) -> Iterator[Any]:
-        """Batches of one epoch after the other, until `step` has come that far."""
+        """Batches of one epoch after the other, until `step` has come that far.
+
+        Raises:
+            ConfigError: no update was seen in a whole epoch, which would go on for ever.
+        """
         while self.step < until_step:
+            before, whole = self.step, loader.position.consumed == 0
             for batch in loader:
                 yield batch
                 if self.step >= until_step:
                     return
+            if whole and self.step == before:
+                raise ConfigError(
+                    "Run.batches(until_step=...): a whole epoch went by and no update was seen: pass the optimizer to "
+                    "checkfreq.open, or put updates into `with run.update():`"
+                )
 
     @contextmanager
     def update(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ from raytrain_ft.errors import ConfigError, StorageError
 from raytrain_ft.storage import checkpoint
 from raytrain_ft.storage.checkpoint import Content, Found
 from raytrain_ft.storage.filesystem import Storage, open_storage, within
+from raytrain_ft.storage.manifest import FILE as MANIFEST
 from raytrain_ft.storage.manifest import Manifest, Name
 from raytrain_ft.storage.tree import flatten
 from raytrain_ft.training import objects
@@ -89,6 +90,9 @@ def verify(place: str) -> None:
             console.print(f"{found.name}  incomplete: it broke off, or is under way", markup=False)
             continue
         error = _damage(storage, found)
+        if error is not None and storage.size(f"{found.name}/{MANIFEST}") is None:
+            console.print(f"{found.name}  gone: it was deleted meanwhile", markup=False)
+            continue
         damaged += error is not None
         console.print(f"{found.name}  {'ok' if error is None else f'DAMAGED: {_printable(error)}'}", markup=False)
     sys.exit(1 if damaged else 0)
@@ -221,6 +225,10 @@ def _save_safetensors(state: dict[str, Any], manifest: Manifest, path: Path, opt
         inner = state[name]
         plain = _is_of_tensors(inner)
         tensors |= {f"{name}/{key}": value for key, value in inner.items()} if plain else flatten(inner, name)[1]
+    seen: set[int] = set()
+    for name, value in tensors.items():  # the format has no two names for one tensor, and a strict reader wants both
+        tensors[name] = value.clone() if value.data_ptr() in seen else value
+        seen.add(value.data_ptr())
     try:
         save_file(tensors, path, {"format": "pt", "step": str(manifest.step), "checkpoint": str(manifest.name)})
     except (SafetensorError, ValueError, RuntimeError) as error:

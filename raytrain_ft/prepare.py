@@ -243,7 +243,7 @@ def _checkpoints(
 
     Raises:
         ConfigError: their place is of no known kind, or cannot be reached; NoCheckpointError: there is none, and one is
-            required.
+            required; or there are some, and none can be read.
     """
     how = _policy(run)
     if how.every is None:
@@ -251,6 +251,8 @@ def _checkpoints(
     uri = within(how.storage_path or str(directory.parent), directory.name, "checkpoints")
     try:
         stored = [manifest.step for manifest in select(open_storage(uri), warnings.warn)] if how.resume != "never" else []
+    except NoCheckpointError as error:
+        raise NoCheckpointError(f'{error}. To begin anew: CheckpointConfig(resume="never")') from error
     except StorageError as error:
         raise ConfigError(f"CheckpointConfig(storage_path={how.storage_path!r}) cannot be read: {error}") from error
     if how.resume == "require" and not stored:

@@ -65,9 +65,10 @@ def load_model(task: Any, result: Result | str) -> torch.nn.Module:
     place = str(result.final_state if isinstance(result, Result) else result)
     tensors, values = _final(Path(place)) if place.endswith(".arrow") else _stored(place)
     model = _whole(task, values)
-    wanted = model.state_dict().keys()  # a checkpoint also has the buffers that a state dict leaves out
-    try:
-        model.load_state_dict({name: tensor for name, tensor in tensors.items() if name in wanted})
+    wanted = model.state_dict(keep_vars=True)
+    stored = {id(wanted[name]): tensor for name, tensor in tensors.items() if name in wanted}  # tied weights, by one name
+    try:  # a checkpoint also has the buffers that a state dict leaves out
+        model.load_state_dict({name: stored[id(own)] for name, own in wanted.items() if id(own) in stored})
     except RuntimeError as error:
         raise MismatchError(f"{place} is not of this task's model: {error}") from error
     return model

@@ -120,7 +120,7 @@ def _begin(run: RunState, *, waited: bool = False) -> list[m.Command]:
     hoped_for = rules.whole(min(rules.max_workers, run.roster.slots or 0)) if run.roster.any_starting() and not waited else 0
     if len(spares) >= max(hoped_for, rules.min_workers):
         run.incarnation += 1
-        run.begin_from_stored()
+        run.begin_from_stored()  # nobody has tried to load any yet
         return phases.join(run, tuple(spares[: rules.whole(min(rules.max_workers, len(spares)))]))
     if not waited:
         return []

@@ -113,7 +113,9 @@ def _words(stages: frozenset[int]) -> str:
 def _go_on(run: RunState) -> list[m.Command]:
     """From what the survivors hold; before anybody trained, from what the run began from."""
     if not run.survivors:
-        run.begin_from_stored()
+        ended = run.begin_from_stored()
+        if ended:
+            return ended
         run.recoveries[-1].step = run.step
     else:
         try:
@@ -208,7 +210,7 @@ def _go_back(run: RunState, why: str) -> list[m.Command]:
 
 def on_checkpoints_found(run: RunState, event: m.CheckpointsFound) -> list[m.Command]:
     """What anybody holds is given up, and everybody loads the newest. If there is none, survivors go on as they are; without
-    any, the run begins anew, which is exact as well."""
+    any, the run begins anew, which is exact as well. If there are some and none can be loaded, it ends."""
     recovery, run.seeking = run.recoveries[-1], False
     if run.survivors and not run.going_back and not run.replaying and not event.stored:
         recovery.reason = ""
@@ -220,7 +222,9 @@ def on_checkpoints_found(run: RunState, event: m.CheckpointsFound) -> list[m.Com
         run.void.add(member)
     committed, run.survivors, run.stored = max(run.step, event.reached), {}, list(event.stored)
     run.plan, run.replaying = None, frozenset()
-    run.begin_from_stored()
+    ended = run.begin_from_stored()
+    if ended:
+        return ended
     run.counts_from = run.incarnation
     strategy = Strategy.SNAPSHOT if run.rules.strategy == "snapshot" else Strategy.CHECKPOINT
     recovery.go_back(run.step, committed, run.load.name if run.load is not None else "the beginning", strategy)
@@ -229,7 +233,7 @@ def on_checkpoints_found(run: RunState, event: m.CheckpointsFound) -> list[m.Com
 
 def on_rejected(run: RunState, event: m.CheckpointRejected) -> list[m.Command]:
     """The next one is the checkpoint before; whoever could load this one may be a survivor, which is as good."""
-    run.rejected.add(event.name)
+    run.rejected[event.name] = event.reason
     return suspect(run, event.at, f"checkpoint {event.name} cannot be loaded: {event.reason}", event.member)
 
 

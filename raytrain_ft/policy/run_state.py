@@ -13,6 +13,9 @@ from raytrain_ft.policy.states import ENDED, TRAINING, State
 from raytrain_ft.policy.strategy import Recoveries, Recovery
 from raytrain_ft.policy.topology import members_of
 
+MOST_REASONS = 4
+"""Checkpoints that could not be loaded of which an error says why: the newest, since there may be one of every epoch."""
+
 
 @dataclass(slots=True)
 class RunState:
@@ -35,7 +38,7 @@ class RunState:
         load: the checkpoint that everybody loads if nobody holds state; None: the run begins anew.
         seeking: whether nobody holds state, and it is being looked what there is to load.
         void: who holds what everybody has gone back from, for it has not joined the world that began from the checkpoint.
-        rejected: checkpoints that could not be loaded.
+        rejected: checkpoints that could not be loaded, and why.
         going_back: whether what the survivors hold is to be given up for a checkpoint.
         rolled_back: steps whose loss was not finite, and that were therefore tried again from a checkpoint.
         leaving: members whose node will be taken away, and when.
@@ -71,7 +74,7 @@ class RunState:
     seeking: bool = False
     going_back: bool = False
     void: set[str] = field(default_factory=set)
-    rejected: set[str] = field(default_factory=set)
+    rejected: dict[str, str] = field(default_factory=dict)
     rolled_back: set[int] = field(default_factory=set)
     leaving: dict[str, Leave] = field(default_factory=dict)
     givers: dict[int, str] = field(default_factory=dict)
@@ -112,10 +115,20 @@ class RunState:
             return [member for member in self.world if member in self.members]
         return [member for member in self.survivors if member in self.members]
 
-    def begin_from_stored(self) -> None:
-        """The next world begins from the newest checkpoint that nobody has rejected; without one, from the beginning."""
+    def begin_from_stored(self) -> list[m.Command]:
+        """The next world begins from the newest checkpoint that nobody has rejected; if none was ever stored, from the
+        beginning. If some are and all were rejected, the run ends: perhaps it is the storage that fails, and what a new
+        beginning stores would in time take the place of checkpoints that are whole."""
         self.load = next((stored for stored in self.stored if stored.name not in self.rejected), None)
+        if self.stored and self.load is None:
+            reasons = "; ".join(f"{one.name}: {self.rejected[one.name]}" for one in self.stored[:MOST_REASONS])
+            return self.fail(
+                "NoCheckpointError",
+                f"none of the {len(self.stored)} checkpoints can be loaded ({reasons}). If the storage failed, run it again "
+                'under the same name; if they are damaged, begin anew with CheckpointConfig(resume="never")',
+            )
         self.step = self.load.step if self.load is not None else 0
+        return []
 
     def savers(self) -> tuple[str, ...]:
         """Who writes the final state: of each stage, the lowest rank that is left."""

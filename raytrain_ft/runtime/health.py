@@ -47,6 +47,11 @@ IDENTITY = ("incarnation", "step", "source")
 NOTES: dict[str, type[Note]] = {cls.__name__: cls for cls in get_args(Note)}
 WAITING = "wait"
 """The place where a worker waits for others: who is elsewhere holds them up."""
+STORING = "checkpoint"
+"""The place where a worker waits for storage. The `Checkpointer` gives up by itself, after minutes if checkpoints take minutes,
+and training then goes on without the checkpoint: no step's time says how long that may be."""
+STORING_S = 3600.0
+"""Who is there for so long hangs nevertheless."""
 
 
 class Health:
@@ -283,7 +288,8 @@ class Health:
                 continue
             silent = time.monotonic() - self._heard.get(member, time.monotonic())
             age = beat.since + silent
-            if age <= limit or beat.incarnation != self.incarnation or silent > self._spec.heartbeat_timeout:
+            longest = max(limit, STORING_S) if beat.where == STORING else limit
+            if age <= longest or beat.incarnation != self.incarnation or silent > self._spec.heartbeat_timeout:
                 continue  # a silent worker may have moved on since: silence is judged elsewhere
             if beat.where == WAITING:
                 waiting.append(member)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,6 +104,7 @@ class HolderPersister:
     def __init__(self, memory: SharedMemory, spec: RunSpec) -> None:
         self._memory = memory
         self._spec = spec
+        self._pending: tuple[Name, Future[Outcome]] | None = None
 
     def start(self) -> None:
         """There is nothing to start."""
@@ -110,6 +112,7 @@ class HolderPersister:
     def submit(self, job: Job) -> Future[Outcome]:
         """Begins to bring it there. The future never fails: an outcome with an error says what went wrong."""
         future: Future[Outcome] = Future()
+        self._pending = job.name, future
         threading.Thread(target=self._bring, args=(job, future), name="holder", daemon=True).start()
         return future
 
@@ -118,19 +121,29 @@ class HolderPersister:
         data = np.frombuffer(self._memory.view[: sum(piece[4] for piece in job.pieces)], dtype=np.uint8)
         try:
             size: Any = ray.get(holder_of(self._spec).put.remote(job, data), timeout=job.timeout_s)
-            future.set_result(Outcome(None, time.monotonic() - began, int(size)))
+            outcome = Outcome(None, time.monotonic() - began, int(size))
         except (RayError, StorageError, TimeoutError) as error:
-            future.set_result(Outcome(f"the holder of snapshots: {error}", time.monotonic() - began, 0))
+            outcome = Outcome(f"the holder of snapshots: {error}", time.monotonic() - began, 0)
+        _settle(future, outcome)
 
     def cancel(self, name: Name) -> None:
-        """The holder forgets what is not complete with the next snapshot."""
+        """The parts of others will not come: an answer of the holder is not waited for, and counts for nothing. It forgets what
+        is not complete with the next snapshot."""
+        if self._pending is not None and self._pending[0] == name:
+            _settle(self._pending[1], Outcome(f"{name}: the world that was writing it is over", 0.0, 0))
 
     def close(self, timeout_s: float) -> None:
         """There is nothing to end."""
 
 
+def _settle(future: Future[Outcome], outcome: Outcome) -> None:
+    """The first outcome counts."""
+    with suppress(InvalidStateError):
+        future.set_result(outcome)
+
+
 def load(spec: RunSpec, name: Name) -> Content:
-    """A snapshot, as a checkpoint's content.
+    """A snapshot, as a checkpoint's content. It may take as long as an exchange of a recovery, which grows with the model.
 
     Raises:
         StorageError: it is gone.
@@ -140,7 +153,7 @@ def load(spec: RunSpec, name: Name) -> Content:
         if found is None:
             raise StorageError(f"the holder has no snapshot {name} any more")
         head, parts = found
-        arrays = ray.get([reference for _, reference in parts], timeout=ANSWER_SECONDS)
+        arrays = ray.get([reference for _, reference in parts], timeout=spec.rules.phase_timeout)
     except RayError as error:
         raise StorageError(f"the holder of snapshots: {error}") from error
     pieces: dict[str, list[tuple[Piece, memoryview]]] = {}

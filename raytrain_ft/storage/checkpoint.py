@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from raytrain_ft.errors import StorageError
+from raytrain_ft.errors import NoCheckpointError, StorageError
 from raytrain_ft.storage import manifest as manifests
 from raytrain_ft.storage import shard as shards
 from raytrain_ft.storage.filesystem import PARTIAL, Storage
@@ -30,6 +30,8 @@ from raytrain_ft.storage.manifest import Manifest, Name, ShardEntry, shard_file
 from raytrain_ft.storage.shard import Piece
 
 POLL_S = 0.01
+MOST_REASONS = 4
+"""Checkpoints that cannot be read of which an error says why: the newest."""
 
 
 # ---------------------------------------------------------------- writing
@@ -127,14 +129,25 @@ def read_manifest(storage: Storage, name: Name) -> Manifest:
 
 
 def select(storage: Storage, warn: Callable[[str], None]) -> Iterator[Manifest]:
-    """Manifests of complete checkpoints, newest first. `warn` is told of each one that is passed over because it is damaged."""
+    """Manifests of complete checkpoints, newest first. `warn` is told of each one that is passed over because it is damaged.
+
+    Raises:
+        NoCheckpointError: there are some, and no manifest can be read: to whoever reads this, that must not look like none.
+    """
+    passed, readable = [], False
     for candidate in found(storage):
         if not candidate.complete:
             continue
         try:
-            yield read_manifest(storage, candidate.name)
+            manifest = read_manifest(storage, candidate.name)
         except StorageError as error:
-            warn(f"checkpoint {candidate.name} is passed over: {error}")
+            passed.append(f"checkpoint {candidate.name} is passed over: {error}")
+            warn(passed[-1])
+        else:
+            readable = True
+            yield manifest
+    if passed and not readable:
+        raise NoCheckpointError(f"{storage.uri}: no checkpoint can be read; " + "; ".join(passed[:MOST_REASONS]))
 
 
 # ---------------------------------------------------------------- reading
@@ -272,7 +285,7 @@ def _is_kept(storage: Storage, name: Name) -> bool:
     try:
         return read_manifest(storage, name).kept
     except StorageError:
-        return False  # damaged, and newer ones are not
+        return True  # nobody knows: perhaps it is only the storage that gave no answer, and what is deleted is gone
 
 
 def sweep(storage: Storage) -> None:

@@ -1,7 +1,8 @@
 """A directory of files, anywhere that `pyarrow.fs` reaches. A file appears under its name whole and durable, or not at all.
 
 On a file system of the machine a file is written under another name, fsynced, renamed, and the directory is fsynced. An object
-store shows an object only when its upload is complete, so there the upload is all. Names are checked against an allow-list and
+store shows an object only when its upload is complete, so there the upload is all; elsewhere (hdfs), a file is written under
+another name and moved. Names are checked against an allow-list and
 never leave the directory, and symbolic links are not followed: the directory may hold what others have put there.
 """
 
@@ -27,6 +28,11 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 PARTIAL = re.compile(r"\.[A-Za-z0-9._-]+\.partial")
 S3_LIMITS = {"connect_timeout": 5.0, "request_timeout": 20.0, "retry_strategy": pafs.AwsStandardS3RetryStrategy(max_attempts=3)}
 """An endpoint that does not answer is an error after about a minute at most, not after many."""
+OBJECT_STORES = ("s3", "gcs", "abfs")
+"""Of the kinds that pyarrow knows, those that show a file only when it is whole."""
+UNSENT_BYTES = 64 * 2**20
+"""Parts of an upload are sent in the background, several at once, but no more than this: pyarrow itself has no bound, and would
+hold all of a shard in memory where the network is slower than the disk."""
 
 
 class Storage(Protocol):
@@ -210,16 +216,34 @@ class RemoteStorage:
         try:
             if self._filesystem.type_name != "s3":  # which has no directories
                 self._filesystem.create_dir(path.rpartition("/")[0], recursive=True)
-            try:
-                with self._filesystem.open_output_stream(path) as stream:
-                    for part in parts:
-                        stream.write(part)
-            except BaseException:
-                with suppress(OSError):
-                    self._filesystem.delete_file(path)  # what was written of it was shown when the stream was closed
-                raise
+            if self._filesystem.type_name in OBJECT_STORES:
+                replaces = self._filesystem.get_file_info(path).type == pafs.FileType.File
+                self._write(path, parts, keep=replaces)  # a file of this name is shown until the upload is complete
+            else:
+                directory, _, last = path.rpartition("/")
+                partial = f"{directory}/.{last}.{secrets.token_hex(8)}.partial"
+                self._write(partial, parts)
+                self._filesystem.move(partial, path)
         except OSError as error:
             raise StorageError(f"{path} could not be written: {error}") from error
+
+    def _write(self, path: str, parts: Iterable[memoryview], *, keep: bool = False) -> None:
+        """`keep`: what is there after an error stays; otherwise it is what was written of it, shown when the stream was
+        closed, and it is removed."""
+        unsent = 0
+        try:
+            with self._filesystem.open_output_stream(path) as stream:
+                for part in parts:
+                    stream.write(part)
+                    unsent += part.nbytes
+                    if unsent >= UNSENT_BYTES:
+                        stream.flush()
+                        unsent = 0
+        except BaseException:
+            if not keep:
+                with suppress(OSError):
+                    self._filesystem.delete_file(path)
+            raise
 
     def view(self, name: str) -> pa.Buffer:
         path = f"{self._path}/{checked(name)}"

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import psutil
 
@@ -28,12 +29,15 @@ CLOCK_S = 2.0
 """Two readings of when a process began may differ by so much, since the clock may be set between them."""
 LONGEST = 65_536
 LATEST_EPOCH = 10**9 - 1
-KINDS = {"owner": str, "epoch": int, "host": str, "pid": int, "started": (int, float), "renewed": int}
+KINDS = {"owner": str, "epoch": int, "host": str, "pid": int, "started": (int, float), "renewed": int, "machine": str}
+OPTIONAL = {"machine"}
+"""Absent from files of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The content of the file. `renewed` grows with every renewal; -1: the owner has left."""
+    """The content of the file. `renewed` grows with every renewal; -1: the owner has left. `machine` says which processes
+    `pid` is one of: see `_machine`; empty if that is not known."""
 
     owner: str
     epoch: int
@@ -41,6 +45,7 @@ class Owner:
     pid: int
     started: float
     renewed: int = 0
+    machine: str = ""
 
 
 def read_owner(storage: Storage) -> Owner | None:
@@ -56,10 +61,10 @@ def read_owner(storage: Storage) -> Owner | None:
         fields = json.loads(content)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(fields, dict) or fields.keys() != KINDS.keys():
+    if not isinstance(fields, dict) or fields.keys() | OPTIONAL != KINDS.keys():
         return None
     owner = Owner(**fields)
-    sound = all(isinstance(fields[name], kind) for name, kind in KINDS.items()) and 0 <= owner.epoch <= LATEST_EPOCH
+    sound = all(isinstance(getattr(owner, name), kind) for name, kind in KINDS.items()) and 0 <= owner.epoch <= LATEST_EPOCH
     return owner if sound else None
 
 
@@ -74,10 +79,15 @@ class WriterLock:
         self._thread.start()
 
     def _renew(self) -> None:
+        seen = time.monotonic()
         while not self._released.wait(RENEW_S):
             try:
-                if not holds(self._storage, self.owner.owner, self.owner.epoch):
+                found = read_owner(self._storage)
+                mine = found is not None and (found.owner, found.epoch) == (self.owner.owner, self.owner.epoch)
+                lost = found is None and time.monotonic() - seen < LEASE_S  # so nobody can have succeeded this owner
+                if not mine and not lost:
                     return  # somebody else has it: the next commit will say so
+                seen = time.monotonic()
                 self.owner = replace(self.owner, renewed=self.owner.renewed + 1)
                 _write(self._storage, self.owner)
             except StorageError:
@@ -109,7 +119,7 @@ def acquire(storage: Storage, owner: str) -> WriterLock:
     epoch = found.epoch if found is not None and found.owner == owner else latest + 1
     if epoch > LATEST_EPOCH:
         raise StorageError(f"{storage.uri}: a file or a checkpoint says that {latest} owners wrote here before; remove it")
-    mine = Owner(owner, epoch, socket.gethostname(), os.getpid(), psutil.Process().create_time())
+    mine = Owner(owner, epoch, socket.gethostname(), os.getpid(), psutil.Process().create_time(), machine=_machine())
     _write(storage, mine)
     if not holds(storage, owner, epoch):
         raise LockedError(f"{storage.uri}: another run took the right to write at the same moment; try again")
@@ -126,12 +136,22 @@ def _has_left(owner: Owner) -> bool:
     """Whether it is known to be gone: it said so, or its process on this machine is another one or none."""
     if owner.renewed < 0:
         return True
-    if owner.host != socket.gethostname():
+    if owner.host != socket.gethostname() or (owner.machine and owner.machine != _machine()):
         return False
     try:
         return abs(psutil.Process(owner.pid).create_time() - owner.started) > CLOCK_S
     except (psutil.Error, ValueError, OverflowError):
         return True
+
+
+def _machine() -> str:
+    """This boot of this machine, and this namespace of its processes: containers may share their host's name, and each counts
+    its processes by itself. Empty where that cannot be told."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
 
 
 def _await_end(storage: Storage, found: Owner) -> None:

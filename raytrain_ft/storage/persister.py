@@ -231,6 +231,7 @@ class Persister:
             return
         assert self._process.stdin is not None
         try:
+            self._send(json.dumps({"end": True}))  # processes that were forked here may hold the pipe open
             self._process.stdin.close()
             self._process.wait(timeout_s)
         except (subprocess.TimeoutExpired, OSError):
@@ -263,7 +264,7 @@ class Persister:
 
 
 def main() -> None:
-    """Body of the process: jobs from standard input until it ends."""
+    """Body of the process: jobs from standard input until it ends, or says that there are no more."""
     os.nice(NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver: a job is brought to its end
     answers = os.fdopen(os.dup(1), "w")
@@ -295,6 +296,8 @@ def main() -> None:
 def _read(stream: IO[str], jobs: queue.SimpleQueue[Job | None], cancelled: set[str]) -> None:
     for line in stream:
         message = json.loads(line)
+        if "end" in message:
+            break
         if "cancel" in message:
             cancelled.add(message["cancel"])
         else:

@@ -10,6 +10,7 @@ import base64
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -60,8 +61,11 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> A
             return {"dtype": str(value)}
         case bytes():
             return {"bytes": base64.b64encode(value).decode()}
-        case _ if type(value) in _MAPPINGS:
+        case _ if type(value) in _MAPPINGS and getattr(value, "default_factory", None) is None:
             return {_MAPPINGS[type(value)]: pairs(value.items())}
+        case defaultdict() if type(value) is defaultdict and value.default_factory in _FACTORIES.values():
+            (factory,) = (name for name, one in _FACTORIES.items() if one is value.default_factory)
+            return {f"defaultdict of {factory}": pairs(value.items())}
         case deque():
             return {"deque": [value.maxlen, [inner(item, number) for number, item in enumerate(value)]]}
         case _ if type(value) in _SEQUENCES:
@@ -74,6 +78,8 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> A
 
 
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter", defaultdict: "defaultdict"}
+_FACTORIES: dict[str, type] = {one.__name__: one for one in (int, float, str, list, dict, set)}
+"""What a defaultdict may make: anything else would come back without it."""
 _SEQUENCES: dict[type, str] = {
     list: "list",
     tuple: "tuple",
@@ -86,6 +92,7 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
     "OrderedDict": OrderedDict,
     "Counter": lambda pairs: Counter(dict(pairs)),
     "defaultdict": lambda pairs: defaultdict(None, pairs),
+    **{f"defaultdict of {name}": partial(defaultdict, factory) for name, factory in _FACTORIES.items()},
     "list": list,
     "tuple": tuple,
     "Size": torch.Size,
@@ -125,7 +132,7 @@ def _unflatten(node: Any, tensor: Callable[[str], Tensor]) -> Any:
             return base64.b64decode(value)
         case "deque":
             return deque((_unflatten(item, tensor) for item in value[1]), value[0])
-        case _ if kind in _MAPPINGS.values():
+        case _ if kind in _MAPPINGS.values() or kind.startswith("defaultdict of "):
             return _MAKE[kind]([(_key(_unflatten(key, tensor)), _unflatten(item, tensor)) for key, item in value])
         case _ if kind in _SEQUENCES.values():
             return _MAKE[kind]([_unflatten(item, tensor) for item in value])

@@ -11,6 +11,7 @@ Knows nothing of Ray: the trainer uses it, and so does `raytrain_ft.checkfreq` i
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +31,8 @@ from raytrain_ft.training.snapshot import ALIGNMENT, Copy, free_on_device, share
 PROFILE_FILE = "profile.json"
 POLL_S = 0.05
 PATIENCE_S = 10.0
-"""How long training waits at least for the checkpoint before to be durable: three times the longest so far if that is more."""
+"""How long training waits at least for the checkpoint before to be durable: three times the longest so far if that is more.
+For the last checkpoint it waits as long as for the shards of others, if that is more: there is no training to hold up."""
 
 Capture = Callable[[], tuple[Sequence[tuple[str, Tensor]], dict[str, Any]]]
 """Gives the tensors of the state, by name in an order that is the same on every worker, and everything else as JSON."""
@@ -68,7 +70,9 @@ class Target:
         uri: of the directory of checkpoints; owner, epoch: see `storage.lock`.
         keep: how many stay.
         profile_key: what the measurements depend on; those of another key are not used.
-        timeout_s: how long to wait for the shards of others, and for a checkpoint that is under way.
+        timeout_s: how long to wait for the shards of others, and for the last checkpoint.
+        most_patience_s: how long training waits at most for a checkpoint that is under way; where others wait for this worker
+            meanwhile, less than what they allow it.
     """
 
     uri: str
@@ -77,6 +81,7 @@ class Target:
     keep: int = 1
     profile_key: str = ""
     timeout_s: float = 120.0
+    most_patience_s: float = math.inf
 
 
 class Checkpointer:
@@ -214,7 +219,7 @@ class Checkpointer:
         """
         began = time.monotonic()
         try:
-            self.await_durable(check, 0.0 if self._hangs else self._patience())
+            self.await_durable(check, min(self._patience(PATIENCE_S), self._target.most_patience_s))
         except StorageError as error:
             self._hangs = True
             self._tell("CheckpointFailed", {"incarnation": self._incarnation, "step": step, "reason": str(error)})
@@ -254,18 +259,21 @@ class Checkpointer:
         self._copy = Copy(slices, self._memory, self._copied, mode if free > sum(piece[4] for piece in pieces) else "cpu")
         self._copy.start()
 
-    def finish(self, step: int, check: Callable[[], None]) -> None:
+    def finish(self, step: int, check: Callable[[], None], *, kept: bool = False) -> None:
         """A checkpoint of the last state, unless there is one, and waits until it is durable. That it cannot be is told, not
         raised: what was trained is not lost with it.
 
         Args:
             check: called while waiting; may raise to leave the wait.
+            kept: retention leaves it alone.
         """
+        patience = max(PATIENCE_S, self._target.timeout_s)
         try:
+            self.await_durable(check, self._patience(patience))
             job = self._job
             if job is None or (job.step, job.incarnation) != (step, self._incarnation):  # all ranks must answer this alike
-                self.take(step, check)
-            self.await_durable(check, 0.0 if self._hangs else self._patience())
+                self.take(step, check, kept=kept)
+            self.await_durable(check, self._patience(patience))
         except StorageError as error:
             self._tell("CheckpointFailed", {"incarnation": self._incarnation, "step": step, "reason": str(error)})
 
@@ -287,8 +295,8 @@ class Checkpointer:
             _wait(self._outcome, POLL_S)
             check()
 
-    def _patience(self) -> float:
-        return max(PATIENCE_S, 3 * self._longest_s)
+    def _patience(self, least: float) -> float:
+        return 0.0 if self._hangs else max(least, 3 * self._longest_s)
 
     # ---------------------------------------------------------------- the two phases
 
@@ -352,8 +360,8 @@ class Checkpointer:
             if storage.size(PROFILE_FILE) is None:
                 return
             stored = json.loads(storage.view(PROFILE_FILE).to_pybytes())
-            if stored.get("key") == self._target.profile_key:
-                tuner.begin_from(stored)
+            if stored.get("key") == self._target.profile_key and tuner.begin_from(stored) and tuner.profile is not None:
+                self._longest_s = tuner.profile.persist
         except (StorageError, ValueError, AttributeError):
             return
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raytrain_ft.errors import MismatchError
 from raytrain_ft.policy.sampling import Position, samples_in
@@ -54,13 +54,21 @@ def capture(
         "records": records,
     }
     if pipeline is None:
-        return tensors, values | own
+        aliases = _aliases(state.model)
+        return tensors, values | own | ({"aliases": aliases} if aliases else {})
     # every stage's names bear its number, and so do its values, which are not the same on all workers
     tensors.append((OWN_VALUES, torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)))
     return [(f"{_prefix(state)}{name}", tensor) for name, tensor in tensors], values | {
         "stages": pipeline.stages,
         "cuts": pipeline.cuts,
     }
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Other names that a state dict has for a tensor: tied weights are stored once."""
+    stored = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    names = {name: stored.get(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
+    return {alias: name for alias, name in names.items() if alias != name}
 
 
 OWN_VALUES = "values"

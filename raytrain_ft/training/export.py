@@ -52,4 +52,6 @@ def state_of(content: Content) -> dict[str, Any]:
                 continue
             rest = name_in_one_piece(rest, int(stage["number"]), cuts)
         state.setdefault({"buffer": "model"}.get(group, group), {})[rest] = restore.make(content, path)
+    for alias, name in content.manifest.values.get("aliases", {}).items():
+        state["model"][alias] = state["model"][name]
     return state

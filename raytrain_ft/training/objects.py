@@ -139,6 +139,12 @@ def _describe(value: Any) -> dict[str, Any]:
     return about
 
 
+def unlike(first: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """What one rank described otherwise than the first."""
+    missing = [f"{name} (is missing on one of them)" for name in sorted(first.keys() ^ here.keys())]
+    return missing + [f"{name} (differs)" for name in sorted(first.keys() & here.keys()) if first[name] != here[name]]
+
+
 def differences(name: str, stored: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """Every way in which the description of an object here is not the stored one."""
     found: list[str] = []

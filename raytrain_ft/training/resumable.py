@@ -65,6 +65,11 @@ class Loader:
                     f"checkfreq.Loader({name}=...): the loader makes the order itself; use global_batch_size, shuffle, seed, "
                     "drop_last"
                 )
+        if not options.get("in_order", True):
+            raise ConfigError(
+                "checkfreq.Loader(in_order=False): batches would come in another order than they are counted in, and a "
+                "resumed run would repeat some and leave out others"
+            )
         self.dataset = dataset
         self.sampling = Sampling(dataset_size(dataset), global_batch_size, seed, shuffle, drop_last)
         self.position = Position()

@@ -1,23 +1,26 @@
 """What stands behind `raytrain_ft.checkfreq`: one process's part in a run whose loop belongs to the user.
 
-A step begins when a batch is asked for and ends when the next one is: then it is *committed*, with all that the loop did
-after the update. Rank 0 decides how often to checkpoint. The others learn it without a collective per step: with every
-checkpoint rank 0 also says at which step it will speak again, and only there do the ranks meet (a broadcast of two numbers
-over gloo).
+A step begins when a batch is asked for and ends when the next one is, of a loader that it read from: then it is *committed*,
+with all that the loop did after the update, such as a validation with a loader of its own. Rank 0 decides how often to
+checkpoint. The others learn it without a collective per step: with every checkpoint rank 0 also says at which step it will
+speak again, and only there do the ranks meet (a broadcast of two numbers over gloo).
 """
 
 from __future__ import annotations
 
+import json
+import math
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from raytrain_ft.errors import FTError, NoCheckpointError
+from raytrain_ft.errors import ConfigError, FTError, NoCheckpointError
 from raytrain_ft.policy.sampling import Position
 from raytrain_ft.policy.tuner import Tuner
 from raytrain_ft.storage import checkpoint, lock
@@ -70,7 +73,7 @@ class Session:
         self._began_at = 0
         self._parts: states.Parts | None = None
         self._committed: dict[str, Position] = {}
-        self._uncommitted: dict[str, Position] | None = None  # where the data stand after an update of the present step
+        self._uncommitted: set[str] | None = None  # the loaders that the present step read from, if there was an update in it
         self._next_decision = 0
         self._since: float | None = None  # when the clock was last read; None while it stands still
         self._seconds = self._update_s = self._update_began = 0.0
@@ -85,6 +88,7 @@ class Session:
         """
         self._closing.callback(self._ranks.leave)
         self._closing.callback(self._journal.close)
+        self._compare_ranks()
         right = _by_first(self._ranks, self._acquire)
         self._resume(resume, override, right["epoch"])
         target = Target(
@@ -94,12 +98,27 @@ class Session:
             keep=self._plan.keep,
             profile_key=self._profile_key(),
             timeout_s=self._plan.timeout_s,
+            most_patience_s=self._plan.timeout_s / 2 if self._ranks.count > 1 else math.inf,  # others wait for what rank 0 says
         )
         self._checkpointer = Checkpointer(target, self._capture, self._tuner, self._journal.tell, self._own)
         self._closing.callback(self._checkpointer.close, self._plan.timeout_s)
+        self._committed = self._positions()
         self._follow()
         self._checkpointer.begin(self._ranks.rank, self._ranks.count, 1, self.step)
         self._next_decision = self._ranks.first_says(self._earliest())
+
+    def _compare_ranks(self) -> None:
+        """Each rank stores a part of what all were given alike: parts of different states do not fit together.
+
+        Raises:
+            ConfigError: on every rank, naming what differs on one of them.
+        """
+        data = {name: {"class": "Loader", **asdict(loader.sampling)} for name, loader in self._loaders.items()}
+        here = json.loads(json.dumps(states.describe(self._objects) | data))
+        first = self._ranks.first_says(here)
+        found = states.unlike(first, here)
+        error = ConfigError(f"checkfreq.open was given other objects here than on rank 0: {', '.join(found)}")
+        self._ranks.agree(error if found else None)
 
     def _acquire(self) -> dict[str, Any]:
         right = lock.acquire(self.storage, uuid.uuid4().hex)
@@ -148,8 +167,8 @@ class Session:
 
     def _follow(self) -> None:
         """Has the loaders and the optimizers tell of what happens."""
-        for loader in self._loaders.values():
-            loader.observe(self.commit, self.pause)
+        for name, loader in self._loaders.items():
+            loader.observe(partial(self._asked, name), self.pause)
             self._closing.callback(loader.observe)
         for value in self._objects.values():
             if isinstance(value, torch.optim.Optimizer):
@@ -172,7 +191,16 @@ class Session:
         self._update_began = now  # an optimizer's step inside `update` is not counted twice
         if self._uncommitted is None:
             self.step += 1
-        self._uncommitted = {name: loader.position for name, loader in self._loaders.items()}
+        positions = self._positions()
+        self._uncommitted = {name for name in positions if positions[name] != self._committed[name]}
+
+    def _positions(self) -> dict[str, Position]:
+        return {name: loader.position for name, loader in self._loaders.items()}
+
+    def _asked(self, name: str) -> None:
+        """A batch of this loader is asked for. If the last step read from others only, it goes on: this is its validation."""
+        if not self._uncommitted or name in self._uncommitted:
+            self.commit()
 
     def commit(self) -> None:
         """A batch is asked for: what was done since the last one is a step, if there was an update in it."""
@@ -184,7 +212,7 @@ class Session:
             resuming.set_generators(self._resumed, self._ranks.rank)  # something may have drawn since `begin`
             self._resumed = None
         if self._uncommitted is not None:
-            ended = self._commit_step() and self._plan.keep_epochs
+            ended = self._commit_step()
             if ended or self.step >= self._next_decision:
                 self._decide(ended)
 
@@ -200,13 +228,15 @@ class Session:
             self._since += seconds
 
     def _commit_step(self) -> bool:
-        """Returns whether an epoch ended with this step."""
+        """Returns whether an epoch ended with this step whose end is to be kept."""
         assert self._uncommitted is not None
-        self._committed, self._uncommitted = self._uncommitted, None
+        before, self._committed = self._committed, self._positions()
+        ended = any(self._committed[name].epoch != before[name].epoch for name in self._uncommitted)
+        self._uncommitted = None
         self._checkpointer.updated(self._update_s)
         self._checkpointer.stepped(self.step, self._seconds)
         self._seconds = self._update_s = 0.0
-        return any(position.consumed == 0 for position in self._committed.values())
+        return ended and self._plan.keep_epochs
 
     def _decide(self, ended: bool) -> None:
         """The ranks meet: is a checkpoint due, and at which step will rank 0 speak again?"""
@@ -235,11 +265,12 @@ class Session:
 
     def finish(self) -> None:
         """The loop has come to its end: its last state becomes a checkpoint, which is waited for."""
+        ended = False
         if self._uncommitted is not None:
             self.pause()
-            self._commit_step()
+            ended = self._commit_step()
         if self.step > self._began_at:
-            self._checkpointer.finish(self.step, _go_on)
+            self._checkpointer.finish(self.step, _go_on, kept=ended)
         elif any(loader.position != Position() for loader in self._loaders.values()) and not self.step:
             self._journal.tell("NothingToStore", {"reason": "batches were read and no update was seen: pass the optimizer"})
         self._journal.tell("Finished", {"step": self.step})

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import random
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,7 +27,9 @@ import raytrain_ft.checkfreq as checkfreq
 from raytrain_ft.errors import ConfigError, LockedError, MismatchError, NoCheckpointError, StorageError
 from raytrain_ft.policy.sampling import Position, Sampling, next_batch, order, share
 from raytrain_ft.storage.tree import flatten
+from raytrain_ft.training import objects as states
 from raytrain_ft.training.objects import generator_states
+from raytrain_ft.training.session import Session
 
 SAMPLES, BATCH = 40, 8
 
@@ -205,6 +210,66 @@ def test_keep_epochs(tmp_path: Path) -> None:
     trained(tmp_path, 17, keep=1, keep_epochs=True, every=4)
     manifests = [json.loads(path.read_text()) for path in sorted((tmp_path / "checkpoints").glob("step-*/manifest.json"))]
     assert [(one["step"], one["kept"]) for one in manifests] == [(5, True), (10, True), (15, True), (17, False)]
+
+
+class Validated(Setup):
+    """Validates after each epoch with a loader that is followed too, and steps its scheduler then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.val = checkfreq.Loader(TensorDataset(torch.randn(16, 8)), global_batch_size=4, shuffle=False)
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        return super().objects | {"val": self.val}
+
+    def epochs(self, count: int, killed_in: int | None = None) -> None:
+        for epoch in self.loader.epochs(count):
+            for inputs, labels in self.loader:
+                self.optimizer.zero_grad()
+                F.cross_entropy(self.model(inputs), labels).backward()
+                self.optimizer.step()
+            for number, _ in enumerate(self.val):
+                if epoch == killed_in and number == 2:
+                    raise KeyboardInterrupt
+            self.scheduler.step()
+
+
+def kept(directory: Path) -> list[tuple[int, bool]]:
+    manifests = [json.loads(path.read_text()) for path in sorted((directory / "checkpoints").glob("step-*/manifest.json"))]
+    return [(one["step"], one["kept"]) for one in manifests]
+
+
+def test_the_end_of_a_validation_is_no_end_of_an_epoch(tmp_path: Path) -> None:
+    setup = Validated()
+    with checkfreq.open(tmp_path, every=1000, keep_epochs=True, keep=1, **setup.objects):
+        setup.epochs(3)
+    assert kept(tmp_path) == [(5, True), (10, True), (15, True)], "also that of the last epoch of a launch"
+    setup = Validated()
+    with checkfreq.open(tmp_path, every=1000, keep_epochs=True, keep=1, **setup.objects):
+        setup.epochs(4)
+    assert kept(tmp_path) == [(5, True), (10, True), (15, True), (20, True)]
+
+
+def test_a_job_that_is_killed_in_its_validation_steps_its_scheduler_all_the_same(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    undisturbed = Validated()
+    with checkfreq.open(tmp_path / "a", every=1, **undisturbed.objects):
+        undisturbed.epochs(3)
+
+    def interrupted() -> None:
+        torch.manual_seed(0)
+        setup = Validated()
+        with checkfreq.open(tmp_path / "b", every=1, **setup.objects):
+            setup.epochs(3, killed_in=1)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    resumed = Validated()
+    with checkfreq.open(tmp_path / "b", every=1, **resumed.objects):
+        resumed.epochs(3)
+    assert resumed.scheduler.last_epoch == 3
+    assert resumed.state() == undisturbed.state()
 
 
 def test_interval_is_chosen_by_itself_and_remembered(tmp_path: Path) -> None:
@@ -495,6 +560,39 @@ def test_resume_to_the_exact_next_sample_of_a_million_takes_a_millisecond() -> N
 def test_options_that_would_change_the_order_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         checkfreq.Loader(TensorDataset(torch.arange(8)), global_batch_size=2, **options)
+
+
+def test_batches_that_arrive_in_another_order_are_refused() -> None:
+    with pytest.raises(ConfigError, match="in_order"):
+        checkfreq.Loader(TensorDataset(torch.arange(8)), global_batch_size=2, num_workers=2, in_order=False)
+
+
+def test_an_epoch_without_an_update_is_an_error_where_updates_are_counted(tmp_path: Path) -> None:
+    loader = checkfreq.Loader(TensorDataset(torch.arange(8)), global_batch_size=2)
+    run = checkfreq.open(tmp_path, model=nn.Linear(2, 2), loader=loader)
+    with pytest.raises(ConfigError, match="no update was seen"):
+        list(itertools.islice(run.batches(loader, until_step=10), 20))
+    run.close()
+
+
+def test_ranks_that_pass_other_objects_are_told(tmp_path: Path) -> None:
+    """Each stores a part of the whole, and the parts of different states are none."""
+
+    def agree(error: Exception | None) -> None:
+        if error is not None:
+            raise error
+
+    model = nn.Linear(2, 2)
+    of_first = states.describe({"model": model, "average": nn.Linear(3, 3)})
+    ranks: Any = SimpleNamespace(first_says=lambda value: of_first, agree=agree)
+    for objects, message in (
+        ({"model": model, "average": nn.Linear(3, 3)}, None),
+        ({"model": model}, "average .is missing"),
+        ({"model": model, "average": nn.Linear(3, 4)}, "average .differs"),
+    ):
+        session = Session(ranks, cast(Any, None), cast(Any, None), objects, {}, cast(Any, None))
+        with pytest.raises(ConfigError, match=message) if message else nullcontext():
+            session._compare_ranks()
 
 
 def test_an_epoch_in_which_nothing_is_read_is_an_error() -> None:

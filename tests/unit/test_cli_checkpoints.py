@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors import safe_open
 from safetensors.torch import load_file
+from store import own, save
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import raytrain_ft.checkfreq as checkfreq
 from raytrain_ft.cli import main
+from raytrain_ft.result import load_model
 from raytrain_ft.storage import checkpoint
 from raytrain_ft.storage.filesystem import LocalStorage
 from raytrain_ft.storage.manifest import Manifest, Name
 from raytrain_ft.storage.shard import Piece
+from raytrain_ft.training import durable
+from raytrain_ft.training.state import TrainingState
 
 
 def call(*arguments: str | Path) -> Result:
@@ -79,6 +84,55 @@ def test_list_verifies(run_directory: Path) -> None:
     lines = [line for line in call("list", run_directory, "--verify").output.splitlines() if "step-" in line]
     assert "ok" in lines[0]
     assert "damaged" in lines[1]
+
+
+def test_what_retention_deletes_meanwhile_is_not_damaged(run_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = checkpoint.read
+
+    def late(storage: LocalStorage, manifest: Manifest) -> checkpoint.Content:
+        if manifest.step == 2:
+            checkpoint.retain(storage, Name(3, 1, 1), 1)
+        return read(storage, manifest)
+
+    monkeypatch.setattr(checkpoint, "read", late)
+    result = call("verify", run_directory)
+    assert result.exit_code == 0
+    assert "step-000000002-e1-i1  gone" in result.output
+
+
+class Tied(nn.Module):
+    """One matrix by two names, as in most language models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = nn.Embedding(5, 3)
+        self.outputs = nn.Linear(3, 5, bias=False)
+        self.outputs.weight = self.inputs.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.outputs(self.inputs(ids))
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+def test_tied_weights_are_loaded_and_exported_by_all_of_their_names(tmp_path: Path, kind: str) -> None:
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stored = TrainingState(model, optimizer, None, bucket_bytes=1000, first_bucket_bytes=1000)
+    tensors, values = durable.capture(stored, {}, [])
+    storage = LocalStorage(tmp_path / "run" / "checkpoints")
+    own(storage)
+    save(storage.uri, 10, dict(tensors), values=values)
+    task = SimpleNamespace(model=lambda stage: Tied())
+    found = load_model(task, f"{storage.uri}/step-000000010-e1-i1")
+    assert isinstance(found, Tied)
+    assert found.outputs.weight is found.inputs.weight
+    assert torch.equal(found.inputs.weight, model.inputs.weight)
+    file = tmp_path / "model"
+    assert call("export", tmp_path / "run", file, "--format", kind).exit_code == 0
+    state = load_file(file) if kind == "safetensors" else torch.load(file, weights_only=True)["model"]
+    other = Tied()
+    other.load_state_dict(state)
+    assert torch.equal(other.inputs.weight, model.inputs.weight)
 
 
 def test_verify_names_the_file(run_directory: Path) -> None:

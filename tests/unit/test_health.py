@@ -157,3 +157,7 @@ def test_who_is_not_waiting_holds_the_others_up() -> None:
     (lost,) = standstill({}, {"w0": "wait", "w1": "forward", "w2": "wait"})
     assert isinstance(lost, m.WorkerLost)
     assert (lost.member, lost.noticed_by) == ("w1", "step time")
+
+
+def test_who_waits_for_storage_does_not_hang() -> None:
+    assert standstill({}, {"w0": "checkpoint", "w1": "wait", "w2": "wait"}) == []

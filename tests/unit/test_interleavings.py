@@ -23,6 +23,7 @@ REASONS = {
     "AbortedError",
     "ConfigError",
     "NoSurvivorError",
+    "NoCheckpointError",
     "NonFiniteLossError",
     "RecoveryError",
     "RetryBudgetError",

@@ -11,14 +11,16 @@ import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pyarrow.fs as pafs
 import pytest
 from store import OWNER, newest, own, save, state, step_of, two_checkpoints
 
 from raytrain_ft.errors import LockedError, StorageError
 from raytrain_ft.storage import checkpoint, lock
-from raytrain_ft.storage.filesystem import LocalStorage
+from raytrain_ft.storage.filesystem import LocalStorage, RemoteStorage
 from raytrain_ft.storage.lock import Owner, acquire, holds, read_owner
 
 
@@ -80,6 +82,25 @@ def test_an_owner_elsewhere_that_falls_silent_is_succeeded_after_the_lease(tmp_p
     held.release()
 
 
+def test_an_owner_of_another_container_of_this_host_is_elsewhere(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    held = acquire(storage, "first")
+    assert held.owner.machine
+    held.release()
+    own(storage, replace(held.owner, pid=2**22 - 1, machine=f"{held.owner.machine}, another"))
+    began = time.monotonic()
+    acquire(storage, "second").release()
+    assert time.monotonic() - began > 0.7, "it may live: here, its process cannot be seen"
+
+
+def test_a_lock_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    fields = asdict(OWNER)
+    del fields["machine"]
+    storage.put(lock.FILE, [memoryview(json.dumps(fields).encode())])
+    assert read_owner(storage) == OWNER
+
+
 def test_an_owner_elsewhere_that_renews_is_not_succeeded(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     far = replace(OWNER, owner="far", host="elsewhere")
@@ -119,6 +140,68 @@ def test_a_renewal_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest
     found = read_owner(storage)
     assert found is not None
     assert found.renewed > 0
+    held.release()
+
+
+def test_a_lock_that_is_gone_is_written_again(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    held = acquire(storage, "run")
+    storage.delete(lock.FILE)
+    time.sleep(0.4)
+    assert holds(storage, "run", held.owner.epoch)
+    held.release()
+
+
+def test_a_lock_that_was_out_of_sight_for_the_lease_is_not_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile there may have been another owner, whose file is the one that is gone."""
+    storage = LocalStorage(tmp_path)
+    held = acquire(storage, "run")
+
+    def size(name: str) -> int | None:
+        raise StorageError("the network is down")
+
+    with monkeypatch.context() as away:
+        away.setattr(storage, "size", size)
+        time.sleep(1.2)
+        LocalStorage(tmp_path).delete(lock.FILE)
+    time.sleep(0.4)
+    assert read_owner(storage) is None
+    held.release()
+
+
+class ObjectStore:
+    """Shows a file when it is whole, as object stores do; and refuses some uploads."""
+
+    type_name = "s3"
+
+    def __init__(self) -> None:
+        self._files = pafs.LocalFileSystem()
+        self.refuses = 0
+
+    def open_output_stream(self, path: str) -> Any:
+        if self.refuses:
+            self.refuses -= 1
+            raise OSError("AWS Error SLOW_DOWN: Please reduce your request rate")
+        return self._files.open_output_stream(path)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._files, name)
+
+
+def test_a_renewal_that_an_object_store_refuses_leaves_the_lock_as_it_was(tmp_path: Path) -> None:
+    store = ObjectStore()
+    storage = RemoteStorage("s3://bucket/run", store, str(tmp_path))
+    held = acquire(storage, "run")
+    store.refuses = 1
+    with pytest.raises(StorageError, match="SLOW_DOWN"):
+        storage.put(lock.FILE, [memoryview(b"{}")])
+    assert holds(storage, "run", held.owner.epoch)
+    store.refuses = 1
+    time.sleep(0.5)
+    assert holds(storage, "run", held.owner.epoch)
+    assert held._thread.is_alive()
     held.release()
 
 

@@ -353,6 +353,30 @@ def test_a_checkpoint_that_cannot_be_loaded_is_not_tried_again() -> None:
     assert of(story.said, m.Reconcile) == [m.Reconcile(("w2", "w3"), story.run.incarnation, None, "at 20")]
 
 
+def rejected(story: Story, member: str, step: int, reason: str) -> Story:
+    story.tell(m.CheckpointRejected(member=member, incarnation=story.run.incarnation, name=f"at {step}", reason=reason))
+    return story
+
+
+def test_a_run_does_not_begin_anew_because_its_checkpoints_cannot_be_loaded() -> None:
+    story = found(running(2, checkpoints=True).lost("w0").lost("w1").started("w2", "w3"), 40, 20)
+    rejected(story, "w2", 40, "503 SlowDown").fenced("w2", "w3", empty=["w2", "w3"])
+    rejected(found(story, 40, 20), "w3", 20, "expired token").fenced("w2", "w3", empty=["w2", "w3"])
+    found(story, 40, 20)
+    assert story.run.failure is not None
+    assert story.run.failure[0] == "NoCheckpointError"
+    assert all(words in story.run.failure[1] for words in ("at 40: 503 SlowDown", "at 20: expired token"))
+
+
+def test_a_run_that_resumes_does_not_begin_anew_because_its_checkpoints_cannot_be_loaded() -> None:
+    story = Story(2)
+    story.run = RunState(Rules(min_workers=2, max_workers=2, max_steps=100, checkpoints=True, spares=0))
+    story.tell(m.RunStarted(run_id="r", incarnation=7, stored=stored(30)), m.CapacityChanged(slots=2))
+    rejected(story.started("w0", "w1"), "w0", 30, "503 SlowDown").fenced("w0", "w1", empty=["w0", "w1"])
+    assert story.run.failure is not None
+    assert story.run.failure[0] == "NoCheckpointError"
+
+
 def test_who_could_load_what_another_could_not_is_a_survivor() -> None:
     story = found(running(2, checkpoints=True).lost("w0").lost("w1").started("w2", "w3"), 40, 20)
     story.tell(m.CheckpointRejected(member="w2", incarnation=story.run.incarnation, name="at 40", reason="its hash differs"))

@@ -68,6 +68,26 @@ def test_a_process_that_dies_settles_its_job_also_if_another_is_started_at_once(
         right.release()
 
 
+def test_it_ends_though_a_process_that_was_forked_here_lives_on() -> None:
+    """Which has inherited the pipe that jobs are sent through, as loader workers do: the end of the file never comes."""
+    memory = SharedMemory()
+    persister = Persister(memory)
+    persister.start()
+    process = persister._process
+    assert process is not None
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        persister.close(20)
+        assert process.returncode == 0, "it was not killed"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        memory.close()
+
+
 def test_who_is_closed_gives_its_memory_back() -> None:
     before = set(Path("/proc/self/fd").iterdir())
     memory = SharedMemory()

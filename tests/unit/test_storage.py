@@ -7,10 +7,14 @@ import json
 import math
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.fs as pafs
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,9 +24,9 @@ from store import own, same_bits, save, state, step_of, tensors_of, two_checkpoi
 from torch import Tensor
 
 import raytrain_ft
-from raytrain_ft.errors import ConfigError, StorageError
-from raytrain_ft.storage import checkpoint, manifest, shard
-from raytrain_ft.storage.filesystem import LocalStorage, open_storage
+from raytrain_ft.errors import ConfigError, NoCheckpointError, StorageError
+from raytrain_ft.storage import checkpoint, filesystem, manifest, shard
+from raytrain_ft.storage.filesystem import LocalStorage, RemoteStorage, open_storage
 from raytrain_ft.storage.manifest import Name
 from raytrain_ft.storage.shard import Piece
 from raytrain_ft.storage.tree import flatten, unflatten
@@ -240,10 +244,16 @@ def test_other_containers() -> None:
         "counter": Counter("hello"),
         "sets": [{3, 1, "x"}, frozenset({(1, 2)})],
         "size": torch.Size([2, 3]),
+        "defaults": [defaultdict(list, {"a": [1]}), defaultdict(None, {"a": 1})],
         "dtype": torch.bfloat16,
         "NaN": struct.unpack(">d", bytes.fromhex("fff8000000000123"))[0],
     }
     assert alike(unflatten(json.loads(json.dumps(flatten(tree)[0])), lambda path: torch.empty(0)), tree)
+
+
+def test_a_defaultdict_comes_back_with_what_it_makes() -> None:
+    found = unflatten(json.loads(json.dumps(flatten(defaultdict(int, {3: 4}))[0])), lambda path: torch.empty(0))
+    assert (found, found[5]) == ({3: 4, 5: 0}, 0)
 
 
 def nested(depth: int) -> list[Any]:
@@ -259,6 +269,7 @@ def nested(depth: int) -> list[Any]:
         ({"a": np.array(["x"])}, "a"),
         ({"a": np.arange(3, dtype=">i4")}, "a"),
         ({"x": {object(): 1}}, r"x/\(key\)"),
+        ({"a": [defaultdict(lambda: 0)]}, "a/0"),
         ({"scheduler": torch.optim.lr_scheduler.LambdaLR}, "scheduler"),
         (nested(150), "0/0"),
     ],
@@ -289,6 +300,7 @@ def test_what_cannot_be_stored_is_refused_with_its_path(value: Any, path: str) -
         {"a": 1, "b": 2},
         {"deque": [1]},
         {"Size": ["a"]},
+        {"defaultdict of eval": []},
     ],
 )
 def test_what_is_no_skeleton_is_a_typed_error(node: Any) -> None:
@@ -339,6 +351,39 @@ def test_retention_keeps_the_newest_and_those_marked(tmp_path: Path) -> None:
         save(storage.uri, step, state(step), kept=step in (2, 4))
     assert steps(storage) == [7, 6, 4, 2]
     assert sorted(entry.name for entry in tmp_path.iterdir() if entry.is_dir()) == [f"step-{i:09d}-e1-i1" for i in (2, 4, 6, 7)]
+
+
+def test_retention_keeps_what_it_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it was to be kept for good is not known then, and a storage that gives no answer once is no reason to delete."""
+    storage = LocalStorage(tmp_path)
+    own(storage)
+    for step in (10, 20, 30):
+        save(storage.uri, step, state(step), kept=True)
+    view = LocalStorage.view
+
+    def hiccup(storage: LocalStorage, name: str) -> pa.Buffer:
+        if name == "step-000000010-e1-i1/manifest.json":
+            raise StorageError("the request timed out")
+        return view(storage, name)
+
+    monkeypatch.setattr(LocalStorage, "view", hiccup)
+    save(storage.uri, 40, state(40))
+    assert steps(storage) == [40, 30, 20, 10]
+
+
+def test_checkpoints_that_cannot_be_read_do_not_look_like_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = two_checkpoints(tmp_path)
+    passed: list[str] = []
+    view = LocalStorage.view
+
+    def hiccup(storage: LocalStorage, name: str) -> pa.Buffer:
+        raise StorageError(f"{name}: the request timed out")
+
+    monkeypatch.setattr(LocalStorage, "view", hiccup)
+    with pytest.raises(NoCheckpointError, match=r"step-000000020.*timed out.*step-000000010"):
+        list(checkpoint.select(storage, passed.append))
+    monkeypatch.setattr(LocalStorage, "view", view)
+    assert len(passed) == len(list(checkpoint.select(storage, pytest.fail))) == 2
 
 
 def test_retention_counts_what_was_written_last(tmp_path: Path) -> None:
@@ -440,3 +485,56 @@ def test_manifests_that_are_encoded_are_decoded() -> None:
 def test_a_place_of_an_unknown_kind_is_refused() -> None:
     with pytest.raises(ConfigError, match="gopher"):
         open_storage("gopher://host/runs")
+
+
+# ---------------------------------------------------------------- file systems of pyarrow
+
+
+def remote(root: Path) -> RemoteStorage:
+    """A file system that is no object store, and shows what is written at once."""
+    return RemoteStorage(f"hdfs://name/{root}", pafs.LocalFileSystem(), str(root))
+
+
+def test_a_file_is_replaced_whole_also_where_it_is_shown_at_once(tmp_path: Path) -> None:
+    storage = remote(tmp_path)
+    storage.put("a", [memoryview(b"before")])
+
+    def parts() -> Iterator[memoryview]:
+        yield memoryview(b"af")
+        assert storage.view("a").to_pybytes() == b"before"
+        raise StorageError("the world is over")
+
+    with pytest.raises(StorageError, match="the world is over"):
+        storage.put("a", parts())
+    assert storage.view("a").to_pybytes() == b"before"
+    storage.put("a", [memoryview(b"after")])
+    assert storage.view("a").to_pybytes() == b"after"
+    assert storage.names() == ["a"]
+
+
+def test_no_more_of_an_upload_is_held_in_memory_than_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filesystem, "UNSENT_BYTES", 1000)
+    held: list[int] = [0]
+    most = 0
+
+    class Stream:
+        def __enter__(self) -> Stream:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def write(self, part: memoryview) -> None:
+            nonlocal most
+            held[0] += part.nbytes
+            most = max(most, held[0])
+
+        def flush(self) -> None:
+            held[0] = 0
+
+    files: Any = SimpleNamespace(
+        type_name="s3",
+        open_output_stream=lambda path: Stream(),
+        get_file_info=lambda path: SimpleNamespace(type=pafs.FileType.NotFound),
+    )
+    RemoteStorage("s3://bucket/run", files, "bucket/run").put("a", [memoryview(bytes(300))] * 100)
+    assert most <= 1300

@@ -1,0 +1,107 @@
+"""How long training waits for storage that is slow, or hangs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raytrain_ft.policy.tuner import Tuner
+from raytrain_ft.storage.manifest import Name
+from raytrain_ft.storage.persister import Job, Outcome
+from raytrain_ft.training import checkpointer
+from raytrain_ft.training.checkpointer import Checkpointer, Target
+
+
+class Slow:
+    """A persister that takes its time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def start(self) -> None: ...
+
+    def submit(self, job: Job) -> Future[Outcome]:
+        future: Future[Outcome] = Future()
+        timer = threading.Timer(self.seconds, lambda: future.set_result(Outcome(None, self.seconds, 1)))
+        timer.daemon = True
+        timer.start()
+        return future
+
+    def cancel(self, name: Name) -> None: ...
+
+    def close(self, timeout_s: float) -> None: ...
+
+
+Make = Callable[..., Checkpointer]
+
+
+@pytest.fixture
+def told() -> list[tuple[str, int]]:
+    """What was told of: the event, and the step that it is about."""
+    return []
+
+
+@pytest.fixture
+def make(told: list[tuple[str, int]]) -> Iterator[Make]:
+    made: list[Checkpointer] = []
+
+    def begun(seconds: float, **target: Any) -> Checkpointer:
+        found = Checkpointer(
+            Target(uri="/nowhere", owner="run", epoch=1, **target),
+            lambda: ([("w", torch.zeros(8))], {}),
+            lambda: Tuner(budget=0.035, window=4, fixed=5),
+            lambda event, fields: told.append((event, fields["step"])),
+            persister=lambda memory: Slow(seconds),
+        )
+        found.begin(0, 1, 1, 0)
+        made.append(found)
+        return found
+
+    yield begun
+    for one in made:
+        one.close(0.0)
+
+
+def go_on() -> None: ...
+
+
+def test_the_last_checkpoint_of_a_fresh_launch_is_waited_for(
+    make: Make, told: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows yet how long one takes, and nothing is held up."""
+    monkeypatch.setattr(checkpointer, "PATIENCE_S", 0.1)
+    one = make(0.5, timeout_s=5.0)
+    one.take(5, go_on)
+    one.finish(9, go_on)
+    assert told == [("CheckpointCommitted", 5), ("CheckpointCommitted", 9)]
+
+
+def test_where_others_wait_for_this_worker_its_patience_is_shorter_than_theirs(make: Make, told: list[tuple[str, int]]) -> None:
+    one = make(1.0, timeout_s=0.4, most_patience_s=0.2)
+    one.take(5, go_on)
+    began = time.monotonic()
+    one.take(10, go_on)
+    assert time.monotonic() - began < 0.8
+    assert told == [("CheckpointFailed", 10)]
+
+
+def test_what_an_earlier_launch_measured_is_known(tmp_path: Path) -> None:
+    content = '{"key": "same", "k": 7, "profile": {"iteration": 1.0, "update": 0.1, "copy": 0.1, "persist": 40.0}}'
+    (tmp_path / checkpointer.PROFILE_FILE).write_text(content)
+    one = Checkpointer(
+        Target(uri=str(tmp_path), owner="run", epoch=1, profile_key="same"),
+        lambda: ([], {}),
+        lambda: Tuner(budget=0.035, window=4),
+        lambda event, fields: None,
+        persister=lambda memory: Slow(0.0),
+    )
+    one.begin(0, 1, 1, 0)
+    assert one._patience(10.0) == 120.0
+    one.close(0.0)

@@ -1,0 +1,58 @@
+"""Snapshots in memory, without a cluster."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from raytrain_ft.runtime import holder
+from raytrain_ft.storage.manifest import Name
+from raytrain_ft.storage.persister import Job, SharedMemory
+
+
+def test_a_snapshot_may_take_as_long_as_an_exchange_of_a_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
+    piece = ["w", "torch.uint8", [4], 0, 4]
+    asked: list[float] = []
+
+    def get(what: Any, timeout: float) -> Any:
+        asked.append(timeout)
+        return [np.zeros(4, np.uint8)] if isinstance(what, list) else what
+
+    answer = {"values": {}, "size": 4}, [([piece], "reference")]
+    actor = SimpleNamespace(get=SimpleNamespace(remote=lambda name: answer))
+    monkeypatch.setattr(holder, "holder_of", lambda spec: actor)
+    monkeypatch.setattr(holder, "ray", SimpleNamespace(get=get))
+    spec: Any = SimpleNamespace(rules=SimpleNamespace(phase_timeout=900.0))
+    assert list(holder.load(spec, Name(5, 0, 1)).pieces) == ["w"]
+    assert asked[-1] == 900.0
+
+
+def test_a_snapshot_whose_world_is_over_holds_up_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker 0 is answered when all parts are there, and that of a worker that was lost never comes."""
+    late = threading.Event()
+
+    def get(what: Any, timeout: float) -> int:
+        late.wait(timeout)
+        return 4
+
+    monkeypatch.setattr(holder, "holder_of", lambda spec: SimpleNamespace(put=SimpleNamespace(remote=lambda job, data: None)))
+    monkeypatch.setattr(holder, "ray", SimpleNamespace(get=get))
+    memory = SharedMemory()
+    memory.reserve(4)
+    persister = holder.HolderPersister(memory, cast(Any, None))
+    about = {"uri": "memory", "owner": "run", "epoch": 0, "incarnation": 1, "pieces": [("w", "torch.uint8", (4,), 0, 4)]}
+    job = Job(step=5, number=0, count=2, timeout_s=20.0, **about)
+    waiting = persister.submit(job)
+    persister.cancel(Name(4, 0, 1))
+    assert not waiting.done(), "that was another"
+    persister.cancel(job.name)
+    assert waiting.result(timeout=5).error == f"{job.name}: the world that was writing it is over"
+    late.set()
+    again = persister.submit(replace(job, step=10))
+    assert again.result(timeout=5).error is None
+    assert waiting.result().error is not None, "a late answer counts for nothing"
