@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
 from raytrain_ft.errors import StorageError
 from raytrain_ft.policy import messages as m
@@ -97,16 +97,18 @@ class Library:
         if self._in_memory:
             return self._held()
         storage = open_storage(self._spec.checkpoints.uri)
-        mine = self._spec.checkpoints.resume != "never"
-        found = [one for one in checkpoint.select(storage, warnings.warn) if mine or one.epoch == self.epoch]
+        epoch = self.epoch if self._spec.checkpoints.resume == "never" else None
+        found = list(checkpoint.select(storage, warnings.warn, epoch))
         self.records = {str(one.name): one.values.get("records", []) for one in found}
         return tuple(m.Stored(str(one.name), one.step) for one in found)
 
     def _held(self) -> tuple[m.Stored, ...]:
         try:
             found = ray.get(holder_of(self._spec).found.remote(), timeout=ANSWER_SECONDS)
-        except (RayError, StorageError):
+        except (ActorDiedError, StorageError):
             return ()  # it is gone, and with it the snapshots
+        except RayError as error:
+            raise StorageError(f"the holder of snapshots does not answer: {error}") from error
         self.records = {name: records for name, _, records in found}
         return tuple(m.Stored(name, step) for name, step, _ in found)
 

@@ -128,15 +128,19 @@ def read_manifest(storage: Storage, name: Name) -> Manifest:
     return manifest
 
 
-def select(storage: Storage, warn: Callable[[str], None]) -> Iterator[Manifest]:
-    """Manifests of complete checkpoints, newest first. `warn` is told of each one that is passed over because it is damaged.
+def select(storage: Storage, warn: Callable[[str], None], epoch: int | None = None) -> Iterator[Manifest]:
+    """Manifests of complete checkpoints, newest first.
+
+    Args:
+        warn: is told of each one that is passed over because it is damaged.
+        epoch: look at those alone that were written with this right.
 
     Raises:
         NoCheckpointError: there are some, and no manifest can be read: to whoever reads this, that must not look like none.
     """
     passed, readable = [], False
     for candidate in found(storage):
-        if not candidate.complete:
+        if not candidate.complete or epoch not in (None, candidate.name.epoch):
             continue
         try:
             manifest = read_manifest(storage, candidate.name)

@@ -159,7 +159,7 @@ class Replica:
         """The run's last checkpoint, which is waited for."""
         if self.checkpointer is not None:
             self.at("checkpoint")
-            self.checkpointer.finish(self.state.step, check)
+            self.checkpointer.finish(self.state.step, check, kept=self._keep_epochs and self.state.position.consumed == 0)
 
     def begin(self, micro_batches: list[MicroBatch], links: Links, began: float) -> None:
         """Starts an attempt: from here on the buffers may change, so they are saved."""
