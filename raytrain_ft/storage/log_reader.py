@@ -18,6 +18,8 @@ from raytrain_ft.storage.log_scan import UNREADABLE, LogFile, Place, load, scan
 POLL_S = 0.002
 AHEAD_BYTES = 256 * 2**20
 """How much is read ahead before somebody asks for it."""
+AHEAD_S = 5.0
+"""How long what is being read ahead is waited for; then whoever needs it reads it."""
 
 
 class LogReader:
@@ -222,7 +224,7 @@ class _Ahead:
         """What was read of this key, if it was of this place; waits if it is being read just now."""
         with self._changed:
             self._wanted.pop(key, None)
-            self._changed.wait_for(lambda: self._reading != key)
+            self._changed.wait_for(lambda: self._reading != key, AHEAD_S)
             held, tensors = self._held.pop(key, (None, None))
             if held is not None:
                 self._bytes -= held.head.size
@@ -234,7 +236,7 @@ class _Ahead:
             self._closed = True
             self._wanted.clear()
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(AHEAD_S)  # storage may hang: the thread is left behind then
         self._held.clear()
 
     def _run(self) -> None:

@@ -40,8 +40,10 @@ class _StandIn(ModuleType):
     def graph_break(self, msg: str = "") -> None:
         """Where compiled code would end."""
 
-    def disable(self, fn: Callable[..., Any], recursive: bool = True, *, wrapping: bool = True) -> Callable[..., Any]:
-        """The function as it is."""
+    def disable(self, fn: Callable[..., Any] | None = None, *arguments: Any, **more: Any) -> Any:
+        """As torch asks it for its own functions, the function as it is; whoever else asks is answered by the real one."""
+        if fn is None or more != {"wrapping": False}:
+            return self.__getattr__("disable")(fn, *arguments, **more)
         self._passed.append(fn)
         return fn
 

@@ -36,6 +36,12 @@ torch.compile(step, backend="eager")()
 assert torch.optim.Optimizer.zero_grad.__wrapped__.__dynamo_disable is not torch.optim.Optimizer.zero_grad.__wrapped__
 print(compiler_is_loaded())
 """
+DISABLE = """
+print(compiler_is_loaded())
+for disable in (torch.compiler.disable, torch.compiler.disable(reason="why"), torch._dynamo.disable()):
+    assert disable(lambda x: x + 1)(1) == 2
+print(compiler_is_loaded())
+"""
 IMPORTS = """
 print(callable(torch._dynamo.trace_rules.lookup))
 import torch._dynamo.config
@@ -59,7 +65,7 @@ def test_training_loads_no_compiler_and_has_the_same_bits(optimizer: str) -> Non
     assert len(late.stderr) > 100
 
 
-@pytest.mark.parametrize(("then", "said"), [(COMPILE, "True"), (IMPORTS, "True False True")])
+@pytest.mark.parametrize(("then", "said"), [(COMPILE, "True"), (DISABLE, "False True"), (IMPORTS, "True False True")])
 def test_whoever_needs_the_compiler_gets_it(then: str, said: str) -> None:
     assert " ".join(run(then).stdout.split()) == said
 
