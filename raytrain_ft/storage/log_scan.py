@@ -28,6 +28,7 @@ from raytrain_ft.storage.log_format import (
     bytes_of,
     decode_head,
 )
+from raytrain_ft.storage.log_pattern import MOST_PATTERNS, Pattern, pattern_of
 
 UNREADABLE = (pa.ArrowException, OSError, ValueError, TypeError, OverflowError, EOFError, MemoryError, RuntimeError)
 """What damaged bytes may raise, by way of pyarrow or torch."""
@@ -136,27 +137,38 @@ def _records(file: LogFile, source: _Heads) -> Iterator[Place]:
             file.preamble = os.pread(source.descriptor, source.position, 0)
             file.compressed = metadata.get(b"compression") != b""
             file.position = source.position
+        patterns: list[Pattern] = []
         while True:
             start = file.position
             try:
-                batch = reader.read_next_batch()
+                head = source.skip_alike(patterns)
+                batch = reader.read_next_batch() if head is None else None
             except StopIteration:
                 _end(file, source)
                 return
             file.position, number = source.position, file.records
             file.records += 1
             try:
-                head = decode_head(batch)
-                if head.incarnation != file.incarnation:
-                    raise ValueError(f"it is of incarnation {head.incarnation}")
-                if not file.may_hold(head.key.step):
-                    raise ValueError(f"it is of step {head.key.step}")
-                if not file.compressed and _padded(head.size) > file.position - start:
-                    raise ValueError(f"it promises {head.size} bytes and has {file.position - start}")
+                if batch is not None:
+                    head = decode_head(batch)
+                assert head is not None
+                _check(head, file, file.position - start)
             except UNREADABLE as error:  # the next one begins where it should: a pity only for this one
                 file.damaged.append(f"damaged at record {number} ({error})")
                 continue
+            if batch is not None and not file.compressed and len(patterns) < MOST_PATTERNS:
+                patterns += source.pattern(start, batch, head)
             yield Place(file.incarnation, file.sequence, number, start, file.position, head, file)
+
+
+def _check(head: Head, file: LogFile, length: int) -> None:
+    """Raises ValueError: the record is not of this file, or too short."""
+    if head.incarnation != file.incarnation:
+        raise ValueError(f"it is of incarnation {head.incarnation}")
+    if not file.may_hold(head.key.step):
+        raise ValueError(f"it is of step {head.key.step}")
+    if not file.compressed and _padded(head.size) > length:
+        raise ValueError(f"it promises {head.size} bytes and has {length}")
 
 
 def _end(file: LogFile, source: _Heads) -> None:
@@ -239,6 +251,7 @@ class _Heads:
         self._preamble = preamble
         self._size = size
         self._whole = whole
+        self._body: bytes | mmap.mmap = b""
 
     def read(self, count: int) -> bytes | mmap.mmap:
         if self._preamble:
@@ -254,7 +267,26 @@ class _Heads:
         else:
             part = os.pread(self.descriptor, count, self.position)
         self.position += count
+        self._body = part  # if it is the last that is read of a record
         return part
+
+    def skip_alike(self, patterns: list[Pattern]) -> Head | None:
+        """Goes on behind the next record, if it looks like one before; its head."""
+        if not patterns or self._preamble:
+            return None
+        raw = os.pread(self.descriptor, max(pattern.size for pattern in patterns), self.position)
+        for pattern in patterns:
+            if pattern.length <= self._size - self.position and (head := pattern.read(raw)) is not None:
+                self.position += pattern.length
+                return head
+        return None
+
+    def pattern(self, start: int, batch: pa.RecordBatch, head: Head) -> list[Pattern]:
+        """That of the record that began at `start` and was read last, if it has one."""
+        length = self.position - start
+        raw = os.pread(self.descriptor, min(length - _padded(head.size), 2 * HEAD_BYTES), start)
+        found = pattern_of(raw, batch, pa.py_buffer(self._body).address, length - len(self._body), head, length)
+        return [] if found is None else [found]
 
     def close(self) -> None:
         """The descriptor is the caller's."""

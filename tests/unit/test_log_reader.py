@@ -21,7 +21,7 @@ from store import complete_steps, same_bits
 from torch import Tensor
 
 from raytrain_ft.errors import LogGapError, StorageError
-from raytrain_ft.storage import log_format, log_reader
+from raytrain_ft.storage import log_format, log_reader, log_scan
 from raytrain_ft.storage.log_format import DTYPES, Head
 from raytrain_ft.storage.log_reader import LogReader
 from raytrain_ft.storage.tensor_log import Key, TensorLog
@@ -134,6 +134,47 @@ def test_every_bit_that_flips_is_noticed(tmp_path: Path, compression: Any) -> No
                 gaps.append(str(error))
     assert all(path.name in gap for gap in gaps)
     assert len(gaps) > len(whole) // 4
+
+
+@pytest.mark.parametrize("compression", [None, "lz4"])
+def test_heads_are_the_same_without_pyarrow(tmp_path: Path, compression: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records of several layouts in turns: those that look like one before are read in another way, and found alike."""
+    log = TensorLog(tmp_path, "w0", compression=compression)
+    for step in range(3):
+        for number in range(6):
+            shape = (number % 2 + 1, 4)
+            log.append(key(step, number), 1, [torch.randn(shape)])
+            log.append(Key(step, number, "gradient", 0, 2), 1, [torch.randn(shape), torch.ones(2, dtype=torch.int16)])
+        log.append(Key(step, -1, "agreed", -1, -1), 1, [torch.zeros(3, dtype=torch.float64)])
+    assert log.flush(10)
+    log.close()
+    decoded: list[Any] = []
+    decode = log_scan.decode_head
+    monkeypatch.setattr(log_scan, "decode_head", lambda batch: decoded.append(batch) or decode(batch))
+    quickly, count = seen(tmp_path), len(decoded)
+    assert count == (39 if compression else 5)
+    monkeypatch.setattr(log_scan, "MOST_PATTERNS", 0)
+    slowly = seen(tmp_path)
+    assert len(decoded) == count + 39
+    assert quickly._places == slowly._places
+    assert [place.head for places in quickly._places.values() for place in places] == [
+        place.head for places in slowly._places.values() for place in places
+    ]
+
+
+def test_a_head_that_is_damaged_is_noticed_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every byte of the last record's head, one at a time, gives what pyarrow gives."""
+    path = log_of(tmp_path, {key(n): [torch.full((3,), float(n))] for n in range(3)})
+    whole = path.read_bytes()
+    place = seen(tmp_path)._places[key(2)][0]
+    for at in range(place.start, place.end - 16):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x81]) + whole[at + 1 :])
+        quickly = seen(tmp_path)
+        with monkeypatch.context() as without:
+            without.setattr(log_scan, "MOST_PATTERNS", 0)
+            slowly = seen(tmp_path)
+        assert quickly._places == slowly._places, at
+        assert [f.trouble() for f in quickly._files.values()] == [f.trouble() for f in slowly._files.values()], at
 
 
 def test_damaged_tensors_are_named(tmp_path: Path) -> None:

@@ -276,6 +276,20 @@ def test_flush_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     log.close()
 
 
+def test_who_waits_is_not_kept_waiting_by_a_nap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For `flush`, for room, and for the end: the nap would last for ever."""
+    monkeypatch.setattr(tensor_log, "NAP_S", 1e6)
+    log = TensorLog(tmp_path, "w0", memory_bytes=1000)
+    fill(log, range(1))
+    assert log.flush(10)
+    fill(log, range(1, 3), elements=200)  # waits for room
+    assert log.flush(10)
+    fill(log, range(3, 4))
+    log.close()
+    reader = seen(tmp_path)
+    assert all(reader.has(key(step, number)) for step in range(4) for number in range(2))
+
+
 def test_what_was_flushed_is_in_a_file_that_is_closed(tmp_path: Path) -> None:
     """Only then does NFS show it to other nodes."""
     log = TensorLog(tmp_path, "w0")
