@@ -7,14 +7,19 @@ down when it may (the published code only goes up, and never looks again). Pure:
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import mul
 from statistics import mean, stdev
 from typing import Any, Literal
 
-from raytrain_ft.policy.frequency import Interval, Profile, choose
+from raytrain_ft.policy.frequency import Interval, Profile, Seen, choose
 
-SMOOTHING = 0.3
-"""Weight of the newest observation."""
+SMOOTHING = 0.05
+"""Weight of the newest checkpoint. Single ones say little: on real disks their times have a long tail."""
+REMEMBERED = 60
+"""Checkpoints: older ones would have a weight of less than a twentieth of the newest."""
 FEWEST_FREE = 4
 """Steps without a checkpoint under way that say what a step takes by itself."""
 JUDGED_STEPS = 30
@@ -77,6 +82,7 @@ class Tuner:
     k: int = 0
     mode: Literal["cpu", "gpu"] = "gpu"
     profile: Profile | None = None
+    _latest: deque[Costs] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _free: list[float] = field(default_factory=list)
     _updates: list[float] = field(default_factory=list)
     _all: list[float] = field(default_factory=list)
@@ -85,7 +91,7 @@ class Tuner:
     _overhead: float | None = None
     _deviation: float = 0.0
     _under_way: bool = False
-    _lower: list[int] = field(default_factory=list)
+    _raised: bool = False
 
     def stepped(self, seconds: float, update_s: float, *, busy: bool) -> None:
         """Takes in a step, but for the first one of a world. `busy`: a checkpoint is under way at its end."""
@@ -120,6 +126,7 @@ class Tuner:
     def persisted(self, costs: Costs) -> None:
         """The latest checkpoint is durable."""
         self._costs.append(costs)
+        self._latest.append(costs)
 
     def began(self, step: int) -> Decision | None:
         """A checkpoint is taken after this step. What the intervals before it tell, once they have enough steps."""
@@ -137,7 +144,7 @@ class Tuner:
         """The first decision, as soon as the first checkpoint is durable."""
         if self.k or self.fixed is not None or not self._costs or self.profile is None:
             return None
-        self._take(self._costs[-1])
+        self._take()
         interval = choose(self.profile, self.budget, failure_s=self.failure_s)
         self.k, self.mode = interval.k, interval.mode
         return Decision(
@@ -160,17 +167,20 @@ class Tuner:
     def _judge(self, step: int) -> Decision | None:
         """Compares what the steps since the last time took with what they take without checkpoints."""
         doubt = self._take_free()
+        self._take()
         assert self.profile is not None
-        for costs in self._costs:
-            self._take(costs)
         count, base = len(self._costs), self.profile.iteration * len(self._all)
         extra = sum(self._all) - base
         overhead = (extra - self._waited) / count  # may be negative: steps vary, and only the mean of many tells
-        self._overhead = overhead if self._overhead is None else _smooth(self._overhead, overhead)
+        if self._overhead is None:
+            self._overhead = overhead
+        self._overhead += (1 - (1 - SMOOTHING) ** count) * (overhead - self._overhead)
         if self.fixed is not None or not self.k:
             return None
-        seen = max(0.0, self._overhead, mean(costs.stall for costs in self._costs))
-        interval = choose(self.profile, self.budget, overhead=seen, failure_s=self.failure_s)
+        seen = max(0.0, self._overhead, _mean([costs.stall for costs in self._latest]))
+        weights = _weights(len(self._latest))
+        latest = [Seen(costs.copy + costs.persist, weight) for costs, weight in zip(self._latest, weights, strict=True)]
+        interval = choose(self.profile, self.budget, overhead=seen, failure_s=self.failure_s, latest=latest)
         observed = extra / base
         k, moved = self._moved(interval, over=observed - doubt / base > self.budget)
         if k == self.k:
@@ -193,28 +203,23 @@ class Tuner:
         self._deviation = stdev(free)
         return self._deviation * math.sqrt(n + n * n / len(free))
 
-    def _take(self, costs: Costs) -> None:
+    def _take(self) -> None:
+        """The times of a checkpoint, from the latest ones."""
         assert self.profile is not None
-        known = self.profile.persist > 0
-        copy = _smooth(self.profile.copy, costs.copy) if known else costs.copy
-        persist = _smooth(self.profile.persist, costs.persist) if known else costs.persist
+        copy, persist = (_mean(times) for times in zip(*((c.copy, c.persist) for c in self._latest), strict=True))
         self.profile = replace(self.profile, copy=copy, persist=persist)
-        if costs.device_copy is not None:  # it fitted: by how much does not matter
-            self.profile = replace(self.profile, device_copy=costs.device_copy, free=self.profile.size + 1)
+        device_copy = self._latest[-1].device_copy
+        if device_copy is not None:  # it fitted: by how much does not matter
+            self.profile = replace(self.profile, device_copy=device_copy, free=self.profile.size + 1)
 
     def _moved(self, interval: Interval, *, over: bool) -> tuple[int, str]:
-        """Up at once when the budget is exceeded or persisting takes longer; down only when it was to be twice in a row, and
-        then no further than both times."""
+        """Up at once when the budget is exceeded or persisting takes longer; down not right after it went up."""
+        just_raised, self._raised = self._raised, False
         if interval.k > self.k and (over or interval.k > self.k * (1 + TOLERANCE)):
-            self._lower = []
+            self._raised = True
             return interval.k, "raised"
-        if interval.k < self.k * (1 - TOLERANCE) and not over:
-            self._lower.append(interval.k)
-            if len(self._lower) >= 2:
-                k, self._lower = max(self._lower), []
-                return k, "lowered"
-            return self.k, ""
-        self._lower = []
+        if interval.k < self.k * (1 - TOLERANCE) and not over and not just_raised:
+            return interval.k, "lowered"
         return self.k, ""
 
     # ---------------------------------------------------------------- between runs
@@ -239,5 +244,11 @@ class Tuner:
         return True
 
 
-def _smooth(old: float, new: float) -> float:
-    return old + SMOOTHING * (new - old)
+def _weights(count: int) -> list[float]:
+    """Of so many checkpoints, the oldest first."""
+    return [(1 - SMOOTHING) ** age for age in reversed(range(count))]
+
+
+def _mean(values: Sequence[float]) -> float:
+    weights = _weights(len(values))
+    return sum(map(mul, weights, values)) / sum(weights)
