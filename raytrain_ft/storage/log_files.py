@@ -61,7 +61,7 @@ class LogFiles:
         self._member = member
         self._quota_bytes = quota_bytes
         self._compression: Compression | None = compression
-        self._current: _OpenFile | None = None
+        self._current: dict[int, _OpenFile] = {}  # by receiver
         self._all: list[_OpenFile] = []
         self._sequence = 0
 
@@ -72,10 +72,11 @@ class LogFiles:
             OSError: the disk, or the quota; the caller must `delete` the log.
             ValueError: a tensor that cannot be logged, or was changed.
         """
-        if self._current is None or not self._current.takes(record):
-            self.end()
-            self._current = self._begin(record.incarnation, record.key.step)
-        file = self._current
+        receiver = record.key.receiver
+        file = self._current.get(receiver)
+        if file is None or not file.takes(record):
+            self._end(receiver)
+            file = self._current[receiver] = self._begin(record.incarnation, record.key.step, receiver)
         assert file.encoder is not None
         parts = file.encoder.encode(record.key, record.incarnation, record.tensors)
         if tuple(map(version_of, record.tensors)) != record.versions:  # after its checksum was made; later a reader sees it
@@ -88,12 +89,13 @@ class LogFiles:
         self.size += size
         file.first, file.last = min(file.first, record.key.step), max(file.last, record.key.step)
 
-    def _begin(self, incarnation: int, step: int) -> _OpenFile:
+    def _begin(self, incarnation: int, step: int, receiver: int) -> _OpenFile:
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         encoder = Encoder(self._member, self._compression)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         while True:
-            path = self.directory / f"{self._member}-{incarnation}-{self._sequence}-{step}.arrow"
+            whom = "all" if receiver < 0 else receiver
+            path = self.directory / f"{self._member}-{incarnation}-{self._sequence}-{step}-{whom}.arrow"
             self._sequence += 1
             with suppress(FileExistsError):  # of an earlier life of this member
                 file = _OpenFile(path, os.open(path, flags, 0o600), incarnation, encoder)
@@ -101,32 +103,38 @@ class LogFiles:
                 return file
 
     def end(self) -> None:
-        """Closes the current file; the next record begins a new one."""
-        if self._current is None:
+        """Closes the files that are open; the next record begins a new one."""
+        for receiver in list(self._current):
+            self._end(receiver)
+
+    def _end(self, receiver: int) -> None:
+        file = self._current.get(receiver)
+        if file is None:
             return
         with suppress(OSError):  # the mark only tells that nothing was broken off
-            if self._current.size and os.write(self._current.descriptor, END) == len(END):
-                self._current.size += len(END)
+            if file.size and os.write(file.descriptor, END) == len(END):
+                file.size += len(END)
                 self.size += len(END)
-        self._close()
+        self._close(receiver)
 
     def delete(self) -> None:
         """Deletes all files. One that cannot be deleted is tried again by `trim`."""
-        self._close()
+        for receiver in list(self._current):
+            self._close(receiver)
         self._remove(self._all)
 
-    def _close(self) -> None:
-        file, self._current = self._current, None
-        if file is not None:
-            file.encoder = None
-            with suppress(OSError):
-                os.close(file.descriptor)
+    def _close(self, receiver: int) -> None:
+        file = self._current.pop(receiver)
+        file.encoder = None
+        with suppress(OSError):
+            os.close(file.descriptor)
 
     def trim(self, step: int) -> None:
         """Deletes the files that hold nothing of `step` or later. One that cannot be deleted is tried again next time."""
-        if self._current is not None and self._current.last < step:
-            self.end()
-        self._remove(file for file in self._all if file.last < step and file is not self._current)
+        for receiver, file in list(self._current.items()):
+            if file.last < step:
+                self._end(receiver)
+        self._remove(file for file in self._all if file.last < step and file.encoder is None)
 
     def _remove(self, files: Iterable[_OpenFile]) -> None:
         for file in list(files):

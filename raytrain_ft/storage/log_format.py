@@ -24,9 +24,10 @@ from raytrain_ft.storage.parts import Parts
 
 FORMAT = "raytrain_ft-log-1"
 NAME = re.compile(
-    r"(?P<member>[A-Za-z0-9][A-Za-z0-9._-]{0,63})-(?P<incarnation>[0-9]{1,18})-(?P<sequence>[0-9]{1,18})-(?P<step>[0-9]{1,18})\.arrow"
+    r"(?P<member>[A-Za-z0-9][A-Za-z0-9._-]{0,63})-(?P<incarnation>[0-9]{1,18})-(?P<sequence>[0-9]{1,18})"
+    r"-(?P<step>[0-9]{1,18})-(?P<receiver>[0-9]{1,18}|all)\.arrow"
 )
-"""The step is that of the first record."""
+"""The step is that of the first record. The receiver is that of all: who replays a stage looks at what was sent to it alone."""
 FILE_STEPS = 4
 """A file holds records of so many consecutive steps at most: they are deleted together, and found without looking elsewhere."""
 HEAD_BYTES = 16 * 2**10

@@ -25,6 +25,7 @@ from raytrain_ft.storage.log_format import (
     HEAD_BYTES,
     SCHEMA,
     Head,
+    Key,
     bytes_of,
     decode_head,
 )
@@ -40,6 +41,7 @@ class LogFile:
 
     Attributes:
         step: Of its first record, by its name: no record's is as far from that as `FILE_STEPS`.
+        receiver: Of all its records; -1 if they are for all.
         position: All before it was looked at.
         records: How many were found, damaged ones too.
         preamble: What precedes the first record; empty while it is not known.
@@ -51,6 +53,7 @@ class LogFile:
     incarnation: int
     sequence: int
     step: int
+    receiver: int
     position: int = 0
     records: int = 0
     size: int = -1
@@ -60,9 +63,9 @@ class LogFile:
     broken: str = ""
     damaged: list[str] = field(default_factory=list)
 
-    def may_hold(self, step: int) -> bool:
-        """Whether records of this step may be in it."""
-        return abs(step - self.step) < FILE_STEPS
+    def may_hold(self, key: Key) -> bool:
+        """Whether records of this step for this receiver may be in it."""
+        return abs(key.step - self.step) < FILE_STEPS and key.receiver == self.receiver
 
     def trouble(self) -> list[str]:
         """What is wrong with it, in words."""
@@ -165,8 +168,8 @@ def _check(head: Head, file: LogFile, length: int) -> None:
     """Raises ValueError: the record is not of this file, or too short."""
     if head.incarnation != file.incarnation:
         raise ValueError(f"it is of incarnation {head.incarnation}")
-    if not file.may_hold(head.key.step):
-        raise ValueError(f"it is of step {head.key.step}")
+    if not file.may_hold(head.key):
+        raise ValueError(f"it is of step {head.key.step} for {head.key.receiver}")
     if not file.compressed and _padded(head.size) > length:
         raise ValueError(f"it promises {head.size} bytes and has {length}")
 

@@ -91,7 +91,7 @@ class TensorLog:
         synchronous: bool = False,
         tell: Callable[[str, dict[str, Any]], None] = lambda kind, about: None,
     ) -> None:
-        if not NAME.fullmatch(f"{member}-0-0-0.arrow"):
+        if not NAME.fullmatch(f"{member}-0-0-0-0.arrow"):
             raise StorageError(f"{member!r} cannot name a log: letters, digits, '.', '_' and '-' only, 64 at most")
         self._member = member
         self._memory_bytes = memory_bytes

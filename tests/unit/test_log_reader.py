@@ -93,7 +93,7 @@ def test_every_kind_of_tensor(tmp_path: Path) -> None:
 def test_a_file_broken_off_at_every_byte(tmp_path: Path) -> None:
     whole = log_of(tmp_path / "whole", {key(n): [torch.full((3,), float(n)), torch.ones(2)] for n in range(3)}).read_bytes()
     last = seen(tmp_path / "whole")._places[key(2)][0]
-    torn = tmp_path / "torn" / "w0-1-0-0.arrow"
+    torn = tmp_path / "torn" / "w0-1-0-0-1.arrow"
     torn.parent.mkdir()
     growing = LogReader(torn.parent)  # one that sees the file grow byte by byte
     for length in range(len(whole) + 1):
@@ -183,7 +183,7 @@ def test_damaged_tensors_are_named(tmp_path: Path) -> None:
     content[content.index(torch.ones(1000).numpy().tobytes()) + 2000] ^= 1
     path.write_bytes(content)
     reader = seen(tmp_path)
-    with pytest.raises(LogGapError, match=r"step=1.*damaged in w0-1-0-0.arrow, record 1 .*checksum of its tensors"):
+    with pytest.raises(LogGapError, match=r"step=1.*damaged in w0-1-0-0-1.arrow, record 1 .*checksum of its tensors"):
         reader.read(key(1))
     assert reader.read(key(2))[0].tolist() == [2] * 1000
 
@@ -199,11 +199,11 @@ def test_the_highest_incarnation_counts(tmp_path: Path) -> None:
     log_of(tmp_path, {key(0): [torch.tensor(100)]}, "w10", 10)  # logged again
     reader.refresh()
     assert reader.read(key(0))[0].item() == 100
-    path = tmp_path / "w10-10-1-0.arrow"
+    path = tmp_path / "w10-10-1-0-1.arrow"
     path.write_bytes(path.read_bytes().replace(b"\x64\0\0\0\0\0\0\0", b"\x65\0\0\0\0\0\0\0"))
     assert reader.read(key(0))[0].item() == 10, "the same incarnation, written before"
-    (tmp_path / "w10-10-0-0.arrow").write_bytes(b"")
-    with pytest.raises(LogGapError, match=r"w10-10-1-0.arrow.*w10-10-0-0.arrow"):  # not that of an older one
+    (tmp_path / "w10-10-0-0-1.arrow").write_bytes(b"")
+    with pytest.raises(LogGapError, match=r"w10-10-1-0-1.arrow.*w10-10-0-0-1.arrow"):  # not that of an older one
         reader.read(key(0))
 
 
@@ -238,8 +238,11 @@ def test_a_directory_that_cannot_be_listed_for_a_while(tmp_path: Path, monkeypat
 def test_only_the_files_of_a_step_are_looked_into(tmp_path: Path) -> None:
     log_of(tmp_path, {key(step): [torch.tensor(step)] for step in range(40)})
     log_of(tmp_path, {key(step): [torch.tensor(100 + step)] for step in range(17, 20)}, "w1", 2)  # again, after a recovery
+    log_of(tmp_path, {Key(step, 0, "activation", 0, 2): [torch.tensor(step)] for step in range(40)}, "w2", 2)
+    log_of(tmp_path, {Key(step, -1, "agreed", -1, -1): [torch.tensor(step)] for step in range(40)}, "w2", 2)
     reader = LogReader(tmp_path)
     assert reader.has(key(17))
+    assert {file.receiver for file in reader._files.values() if file.records} == {1}, "what others received is left alone"
     assert {file.step for file in reader._files.values() if file.records} == {16, 17, 20}
     assert reader.read(key(17))[0].item() == 117
     assert reader.has(key(19))
@@ -247,6 +250,7 @@ def test_only_the_files_of_a_step_are_looked_into(tmp_path: Path) -> None:
     assert reader.read(key(19))[0].item() == 119
     assert not reader.has(key(40))
     assert max(file.step for file in reader._files.values() if file.records) == 20, "one from 36 on ends with 39"
+    assert reader.has(Key(30, -1, "agreed", -1, -1))
 
 
 def test_complete_steps(tmp_path: Path) -> None:
@@ -272,7 +276,7 @@ def test_what_was_trimmed_is_gone(tmp_path: Path) -> None:
     assert reader.has(key(0))
     log.trim(1)
     assert log.flush(10)
-    with pytest.raises(LogGapError, match=r"damaged in w0-1-0-0.arrow.*No such file"):
+    with pytest.raises(LogGapError, match=r"damaged in w0-1-0-0-1.arrow.*No such file"):
         reader.read(key(0))
     reader.refresh()
     assert not reader.has(key(0))
@@ -295,7 +299,7 @@ def test_prefetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deadline = time.monotonic() + 5
     while len(ahead._held) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
-    path.with_name("w0-1-0-0.arrow").write_bytes(b"")
+    path.with_name("w0-1-0-0-1.arrow").write_bytes(b"")
     assert reader.read(keys[1])[0].tolist() == [1] * 500, "it was read before"
     log_of(tmp_path, {keys[0]: [torch.tensor(7)]}, "w1", 2)
     reader.refresh()
@@ -410,8 +414,8 @@ def forged(path: Path, promise: tuple[tuple[str, ...], tuple[tuple[int, ...], ..
 def test_shapes_that_are_wrong(tmp_path: Path, promise: Any, compression: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     real = TensorLog.__init__
     monkeypatch.setattr(TensorLog, "__init__", lambda self, *args, **more: real(self, *args, **more, compression=compression))
-    forged(tmp_path / "w0-1-0-0.arrow", promise, monkeypatch)
-    with pytest.raises(LogGapError, match=r"w0-1-0-0\.arrow"):
+    forged(tmp_path / "w0-1-0-0-1.arrow", promise, monkeypatch)
+    with pytest.raises(LogGapError, match=r"w0-1-0-0-1\.arrow"):
         seen(tmp_path).read(key(0))
 
 
@@ -419,24 +423,34 @@ def test_files_that_are_not_ours(tmp_path: Path) -> None:
     good = log_of(tmp_path / "log", {key(n): [torch.ones(10)] for n in range(2)}).read_bytes()
     directory = tmp_path / "log"
     (tmp_path / "elsewhere.arrow").write_bytes(good)
-    (directory / "link-1-0-0.arrow").symlink_to(tmp_path / "elsewhere.arrow")
-    os.mkfifo(directory / "fifo-1-0-0.arrow")
-    (directory / "directory-1-0-0.arrow").mkdir()
-    names = ("w0", "w0-1-0", ".w1-1-0-0", "w1-1-0-0.arrow.partial", "w1-x-0-0", "w1-1-٣-0", "w1--1-0", "w1-1-0-x")
+    (directory / "link-1-0-0-1.arrow").symlink_to(tmp_path / "elsewhere.arrow")
+    os.mkfifo(directory / "fifo-1-0-0-1.arrow")
+    (directory / "directory-1-0-0-1.arrow").mkdir()
+    names = (
+        "w0",
+        "w0-1-0-0",
+        ".w1-1-0-0-1",
+        "w1-1-0-0-1.arrow.partial",
+        "w1-x-0-0-1",
+        "w1-1-٣-0-1",
+        "w1--1-0-1",
+        "w1-1-0-x-1",
+        "w1-1-0-0-y",
+    )
     for name in (f"{name}.arrow" for name in names):
         (directory / name).write_bytes(good)
     schema = pa.schema([("step", pa.int64())])
-    with pa.ipc.new_stream(directory / "schema-1-0-0.arrow", schema) as writer:
+    with pa.ipc.new_stream(directory / "schema-1-0-0-1.arrow", schema) as writer:
         writer.write_batch(pa.record_batch([[1]], schema=schema))
-    (directory / "pickle-1-0-0.arrow").write_bytes(pickle.dumps(Bomb()))
-    (directory / "zeros-1-0-0.arrow").write_bytes(bytes(1000))
-    (directory / "incarnation-7-0-0.arrow").write_bytes(good)
-    (directory / "step-1-0-5.arrow").write_bytes(good)
-    (directory / "length-1-0-0.arrow").write_bytes(b"\xff\xff\xff\xff\xff\xff\xff\x7f" + bytes(100))
-    (directory / "sparse-1-0-0.arrow").write_bytes(b"\xff\xff\xff\xff\xff\xff\xff\x7f" + bytes(100))
-    os.truncate(directory / "sparse-1-0-0.arrow", 2**42)
-    (directory / "after-1-0-0.arrow").write_bytes(good + b"more")
-    (directory / "old-1-0-0.arrow").write_bytes(good[: len(good) - 8] + bytes(64))
+    (directory / "pickle-1-0-0-1.arrow").write_bytes(pickle.dumps(Bomb()))
+    (directory / "zeros-1-0-0-1.arrow").write_bytes(bytes(1000))
+    (directory / "incarnation-7-0-0-1.arrow").write_bytes(good)
+    (directory / "step-1-0-5-1.arrow").write_bytes(good)
+    (directory / "length-1-0-0-1.arrow").write_bytes(b"\xff\xff\xff\xff\xff\xff\xff\x7f" + bytes(100))
+    (directory / "sparse-1-0-0-1.arrow").write_bytes(b"\xff\xff\xff\xff\xff\xff\xff\x7f" + bytes(100))
+    os.truncate(directory / "sparse-1-0-0-1.arrow", 2**42)
+    (directory / "after-1-0-0-1.arrow").write_bytes(good + b"more")
+    (directory / "old-1-0-0-1.arrow").write_bytes(good[: len(good) - 8] + bytes(64))
     began = time.monotonic()
     reader = seen(directory)
     assert time.monotonic() - began < 2

@@ -65,7 +65,7 @@ def test_any_arrow_reader_reads_a_closed_file(tmp_path: Path) -> None:
     fill(log, range(2))
     log.close()
     (path,) = (tmp_path / "made" / "here").iterdir()
-    assert path.name == "w0-1-0-0.arrow"
+    assert path.name == "w0-1-0-0-1.arrow"
     table = pa.ipc.open_stream(path.read_bytes()).read_all()
     assert table.column("step").to_pylist() == [0, 0, 1, 1]
     assert table.column("data")[3].as_py() == bytes(torch.ones(100).numpy())
@@ -94,15 +94,21 @@ def test_synchronous_writes_before_it_returns(tmp_path: Path) -> None:
 
 
 def test_files_begin_anew_and_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "w0-1-0-0.arrow").write_bytes(b"of an earlier life")
+    (tmp_path / "w0-1-0-0-1.arrow").write_bytes(b"of an earlier life")
     monkeypatch.setattr(log_files, "FILE_BYTES", 20_000)
     log = TensorLog(tmp_path, "w0")
     fill(log, range(8))  # by their steps
     fill(log, range(8, 9), incarnation=2)
     fill(log, range(9, 10), elements=6000, incarnation=2)  # by their size
     log.close()
-    assert (tmp_path / "w0-1-0-0.arrow").read_bytes() == b"of an earlier life"
-    assert names(tmp_path) == ["w0-1-0-0.arrow", "w0-1-1-0.arrow", "w0-1-2-4.arrow", "w0-2-3-8.arrow", "w0-2-4-9.arrow"]
+    assert (tmp_path / "w0-1-0-0-1.arrow").read_bytes() == b"of an earlier life"
+    assert names(tmp_path) == [
+        "w0-1-0-0-1.arrow",
+        "w0-1-1-0-1.arrow",
+        "w0-1-2-4-1.arrow",
+        "w0-2-3-8-1.arrow",
+        "w0-2-4-9-1.arrow",
+    ]
     reader = seen(tmp_path)
     assert complete_steps(reader, 0, 1, "activation", 2) == set(range(10))
 
@@ -297,11 +303,11 @@ def test_what_was_flushed_is_in_a_file_that_is_closed(tmp_path: Path) -> None:
     assert log.flush(10)
     opened = [entry.readlink() for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
     assert not [path for path in opened if path.is_relative_to(tmp_path)]
-    assert (tmp_path / "w0-1-0-0.arrow").read_bytes().endswith(END)
+    assert (tmp_path / "w0-1-0-0-1.arrow").read_bytes().endswith(END)
     assert log.flush(10)
     fill(log, range(1, 2))
     log.close()
-    assert names(tmp_path) == ["w0-1-0-0.arrow", "w0-1-1-1.arrow"]
+    assert names(tmp_path) == ["w0-1-0-0-1.arrow", "w0-1-1-1-1.arrow"]
 
 
 class Marked(torch.autograd.Function):
