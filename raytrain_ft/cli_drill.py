@@ -15,6 +15,7 @@ from raytrain_ft.drill.grounds import Running
 from raytrain_ft.drill.predict import known_job, rehearse
 from raytrain_ft.drill.report import show
 from raytrain_ft.errors import ConfigError, FTError
+from raytrain_ft.runtime.placement import knock
 from raytrain_ft.scenario import Scenario
 
 FAILED, REFUSED = 1, 2
@@ -77,6 +78,7 @@ def _drill(
         return rehearse(scenario, known)
     if place == "local":
         return drill(scenario, storage_path=storage, quiet=quiet, known=known)
+    knock(address)
     try:
         ray.init(address=address or "auto", log_to_driver=False)
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:

@@ -33,6 +33,7 @@ from raytrain_ft.progress import Display
 from raytrain_ft.result import Result, recovery_of
 from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.runtime.leftovers import kill_named, named
+from raytrain_ft.runtime.placement import knock
 from raytrain_ft.runtime.spec import NAMESPACE, supervisor_name, worker_name
 
 POLL_S = 0.2
@@ -249,6 +250,7 @@ def _has_records(run: Path) -> bool:
 
 def _connect() -> None:
     if not ray.is_initialized():
+        knock()
         try:
             ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
         except ConnectionError as error:

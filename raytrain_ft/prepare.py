@@ -38,6 +38,7 @@ from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.sampling import Sampling, steps_per_epoch
 from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.runtime.notices.notice import NoticeSpec
+from raytrain_ft.runtime.placement import knock
 from raytrain_ft.runtime.preemption import CLOUDS
 from raytrain_ft.runtime.spec import CheckpointSpec, LogSpec, RunSpec
 from raytrain_ft.selective import choose_log
@@ -86,6 +87,7 @@ def prepare(
         rules = replace(rules, replay_workers=1)
     sealed = _sealed(task)
     if not ray.is_initialized():
+        knock()
         ray.init(log_to_driver=False)
     return RunSpec(
         run_id=uuid.uuid4().hex[:12],

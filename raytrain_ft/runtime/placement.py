@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -10,7 +12,10 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raytrain_ft.errors import ConfigError
+
 CONNECT_SECONDS = 0.5
+KNOCK_S = 5.0
 ON_HEAD = {"node:__internal_head__": 0.001}
 """Resources to ask for to be placed on the head node, where Ray's own state is. For an actor that asks for nothing a soft
 affinity is not heeded: Ray places it on a random node."""
@@ -52,6 +57,29 @@ def apart(nodes: list[dict[str, Any]], wanted: dict[str, float]) -> str | None:
     """A node where workers have least to do with it: one that has no room for any, or else for the fewest."""
     alive = [node for node in nodes if node["Alive"]]
     return min(alive, key=lambda n: (_times(n["Resources"], wanted), n["NodeID"]))["NodeID"] if alive else None
+
+
+def knock(address: str | None = None) -> None:
+    """Whether anybody answers where Ray is about to connect to: Ray tries for more than a minute, and says little.
+
+    Args:
+        address: of a cluster's head, by default that of ``RAY_ADDRESS``. What is not of the form "host:port" is left to Ray.
+
+    Raises:
+        ConfigError: nobody answers there.
+    """
+    named = "RAY_ADDRESS=" if address is None else ""
+    address = os.environ.get("RAY_ADDRESS", "") if address is None else address
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"{named}{address}: no Ray cluster answers there ({error}). Is it up, and does a firewall let you through? On one "
+            "of its nodes no address is needed."
+        ) from error
 
 
 async def connect(node: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from raytrain_ft.errors import AbortedError, ConfigError
 from raytrain_ft.follow import recorded
 from raytrain_ft.policy import messages as m
 from raytrain_ft.runtime.event_log import EventLog
+from raytrain_ft.runtime.placement import knock
 
 
 def records(directory: Path, **end: object) -> Path:
@@ -64,6 +67,26 @@ def test_the_address_of_a_job_server_is_none_of_a_cluster(command: str, monkeypa
     said = CliRunner().invoke(main, command.split())
     assert said.exit_code == 2, said.output
     assert "ConfigError: RAY_ADDRESS=http://127.0.0.1:8265: there is no Ray cluster to be reached" in said.output
+
+
+@pytest.mark.parametrize("command", ["list", "attach digits"])
+def test_a_cluster_that_does_not_answer_is_said_so_at_once(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        began = time.monotonic()
+        said = CliRunner().invoke(main, command.split())
+    assert said.exit_code == 2, said.output
+    assert f"ConfigError: RAY_ADDRESS={address}: no Ray cluster answers there" in said.output
+    assert time.monotonic() - began < 10
+
+
+def test_what_ray_alone_can_understand_is_left_to_it() -> None:
+    for address in ("", "auto", "local", "ray://127.0.0.1:10001", "http://127.0.0.1:8265"):
+        knock(address)
+    with pytest.raises(ConfigError, match=r"^127\.0\.0\.1:99999: no Ray cluster answers there"):
+        knock("127.0.0.1:99999")
 
 
 def test_a_cluster_that_refuses_is_no_run_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
