@@ -62,7 +62,8 @@ class TaskError(TrainingFailedError):
 
 
 class NonFiniteLossError(TrainingFailedError):
-    """The loss of a step is NaN or infinite and the policy is to raise."""
+    """The loss of a step, or the norm of its gradients where they are clipped by it, is NaN or infinite, and the policy is to
+    raise."""
 
 
 class AbortedError(TrainingFailedError):

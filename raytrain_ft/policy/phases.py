@@ -188,7 +188,7 @@ def _why_go_back(run: RunState) -> str:
     if not run.survivors:
         return f"nobody holds the state of step {run.step} any more"
     if run.going_back:
-        return "the loss was not finite"
+        return "the loss or a gradient was not finite"
     if run.rules.strategy in ("checkpoint", "snapshot") and run.recoveries[-1].lost and run.stored:
         return f'strategy="{run.rules.strategy}"'
     return ""

@@ -242,17 +242,15 @@ class Replica:
         behind = [bucket for bucket in self.state.buckets if bucket.version == self.state.step]
         for bucket in behind:
             bucket.accept()
-        if self._must_skip():
+        self._make_up(behind)
+        norm = self._gradient_norm(behind)
+        if self._must_skip(norm):
             self._mark(behind)
             return
         self._await_copy()
-        self._make_up(behind)
-        if self.settings.max_grad_norm is not None:
+        if self.settings.max_grad_norm is not None and norm is not None:
             params = [p for bucket in behind for p in bucket.params]
-            if self._norm is None:
-                torch.nn.utils.clip_grad_norm_(params, self.settings.max_grad_norm, error_if_nonfinite=False)
-            else:
-                torch.nn.utils.clip_grads_with_norm_(params, self.settings.max_grad_norm, self._norm)
+            torch.nn.utils.clip_grads_with_norm_(params, self.settings.max_grad_norm, norm)
         for bucket in behind:
             bucket.dirty = True
         self.at("update")
@@ -272,6 +270,12 @@ class Replica:
                 bucket.scale(batch / (batch - lost))
                 if bucket.tail_size:
                     tail.scale(bucket.tail, batch / (batch - lost))
+
+    def _gradient_norm(self, buckets: list[Bucket]) -> Tensor | None:
+        """The norm of the whole model's gradients, if they are to be clipped by it."""
+        if self.settings.max_grad_norm is None or self._norm is not None:  # in a pipeline it was agreed upon
+            return self._norm
+        return torch.nn.utils.get_total_norm([p.grad for bucket in buckets for p in bucket.params if p.grad is not None])
 
     def _await_copy(self) -> None:
         """A snapshot that is under way reads what an update would change."""
@@ -334,7 +338,7 @@ class Replica:
     def _lost(self, attempt: Attempt) -> tuple[tuple[Range, ...], str]:
         """The samples that the step's update went without, and why."""
         if self._skip:
-            return ((attempt.batch.start, attempt.batch.stop),), "the loss was not finite"
+            return ((attempt.batch.start, attempt.batch.stop),), "the loss or a gradient was not finite"
         if self.lost is not None and self.lost[0] == attempt.step and self.lost[1]:
             return self.lost[1], "their gradients went down with a worker"
         if any(self._said):
@@ -354,15 +358,21 @@ class Replica:
         elif scheduler is not None:
             scheduler.step()
 
-    def _must_skip(self) -> bool:
-        """Whether this step's update is left out. Every rank sees the same reduced loss, so all decide alike."""
+    def _must_skip(self, norm: Tensor | None) -> bool:
+        """Whether this step's update is left out. Every rank sees the same reduced loss and gradients, so all decide alike.
+
+        Args:
+            norm: of the gradients, where it is needed anyway: to look for it would cost a pass over all of them.
+        """
         loss = self.state.tail.loss(self.state.buckets[-1].tail)
-        if math.isfinite(loss):
+        finite = math.isfinite(loss)
+        if finite and (norm is None or math.isfinite(norm)):
             return False
         if self.settings.on_non_finite != "skip":
+            what = "loss" if not finite else "norm of the gradients"
             raise NonFiniteLossError(
-                f"the loss of step {self.state.step} is {loss}. Nothing was updated. Look at the learning rate and at this "
-                'batch, or leave such steps out with Trainer(on_non_finite="skip").'
+                f"the {what} of step {self.state.step} is {norm if finite else loss}. Nothing was updated. Look at the "
+                'learning rate and at this batch, or leave such steps out with Trainer(on_non_finite="skip").'
             )
         self._skip = True
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import raytrain_ft as ft
-from raytrain_ft.errors import TaskError
+from raytrain_ft.errors import NonFiniteLossError, TaskError
 from raytrain_ft.policy.sampling import Position, Sampling
 from raytrain_ft.training.build import build_replica
 from raytrain_ft.training.fence import Fence
@@ -172,6 +173,45 @@ def test_a_step_that_is_skipped_leaves_no_statistics_behind() -> None:
     assert all(torch.equal(value, kept[name]) for name, value in replica.state.model.state_dict().items())
     assert replica.train_step(links).lost == ()
     assert all(value.isfinite().all() for name, value in replica.state.model.state_dict().items() if name != "mask")
+    replica.loader.stop()
+
+
+class Root(nn.Module):
+    """The gradient of a square root is infinite at zero, and its value is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.abs() @ self.weight.abs()).sqrt()
+
+
+class Zeros(Task):
+    """The second batch has a sample of nothing."""
+
+    def dataset(self) -> TensorDataset:
+        inputs, targets = super().dataset().tensors
+        inputs[5] = 0.0
+        return TensorDataset(inputs, targets + 1)
+
+
+def test_an_infinite_gradient_is_noticed_where_its_norm_is_needed() -> None:
+    replica, links = replica_of(Zeros(Root), on_non_finite="skip", max_grad_norm=1.0)
+    replica.train_step(links)
+    model: Any = replica.state.model
+    kept = model.weight.detach().clone()
+    skipped = replica.train_step(links)
+    assert math.isfinite(skipped.loss)
+    assert skipped.lost == ((4, 8),)
+    assert torch.equal(model.weight, kept)
+    assert replica.train_step(links).lost == ()
+    assert model.weight.isfinite().all()
+    replica.loader.stop()
+    replica, links = replica_of(Zeros(Root), max_grad_norm=1.0)
+    replica.train_step(links)
+    with pytest.raises(NonFiniteLossError, match=r"the norm of the gradients of step 1 is nan.*Nothing was updated"):
+        replica.train_step(links)
     replica.loader.stop()
 
 
