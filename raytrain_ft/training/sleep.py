@@ -59,5 +59,6 @@ class Sleep:
         """The step is committed: who sleeps in the next one. If all want to, nobody does. Returns whether that is news."""
         before, asleep = self.asleep, frozenset(rank for rank, word in enumerate(said) if word & ASLEEP)
         self.asleep = asleep if len(asleep) < len(said) else frozenset()
-        self.silent_from = None
+        if self.silent_from is not None:
+            self.silent_from, self.at_once = None, False  # it has done so, once
         return self.asleep != before

@@ -35,6 +35,8 @@ from raytrain_ft.training.undo import Undo
 
 AGREED = HEADER + 1
 """Numbers that the stages of a pipeline agree upon: the head of the tail, and the square of the gradients' norm."""
+NOT_FINITE = "the loss or a gradient was not finite"
+NOTHING_LEFT = "all workers that had samples of it were told to sleep at once"
 
 
 class Replica:
@@ -77,7 +79,7 @@ class Replica:
         self._keep_epochs = keep_epochs
         self._probe = probe
         self._last_commit: float | None = None
-        self._skip = False
+        self._skip = ""  # why the update of the step under way is left out
         self.lost: tuple[int, tuple[Range, ...]] | None = None
         self._said: list[int] = []  # of their sleep, by all replicas; nothing is known if the state came from another
         self._samples = 0
@@ -106,7 +108,7 @@ class Replica:
                 settings.pipeline,
                 [p for bucket in state.buckets for p in bucket.params],
                 forward=self._forward,
-                first_inputs=lambda number: task.inputs(self._on_device(self.micro_batches[number].data)),
+                first_inputs=self._inputs,
                 loss=self._weighted_loss,
                 before_last=self.reducer.arm,
                 probe=self._at_bucket,
@@ -164,7 +166,7 @@ class Replica:
     def begin(self, micro_batches: list[MicroBatch], links: Links, began: float) -> None:
         """Starts an attempt: from here on the buffers may change, so they are saved."""
         first = micro_batches[0]
-        self.micro_batches, self._said, self._skip = micro_batches, [], False
+        self.micro_batches, self._said, self._skip = micro_batches, [], ""
         if self.lost is not None and self.lost[0] == self.state.step:
             self.lost = None  # of an attempt that came to nothing: this one has all of its samples again
         self.reducer.group = links.group
@@ -176,7 +178,8 @@ class Replica:
         weights = self.state.tail.sleep.weights(links.replicas)
         world = (links.replica, links.replicas, links.fence.incarnation)
         self.attempt = Attempt(self.state.step, first.batch, first.after, ids, *world, began, weights)
-        self.leads = links.replica == 0
+        # Who sleeps runs no forward pass, and could not say what that changes.
+        self.leads = links.replica == min(set(range(links.replicas)) - self.state.tail.sleep.asleep, default=0)
 
     def forward_backward(self) -> None:
         """All micro-batches, one after the other."""
@@ -186,14 +189,24 @@ class Replica:
             if micro_batch.data is None:
                 continue  # fewer samples than micro-batches at the end of an epoch: it contributes nothing
             self._at_bucket("forward", number)
-            output = self._forward(number, [self.task.inputs(self._on_device(micro_batch.data))])
+            output = self._forward(number, [self._inputs(number)])
             self._weighted_loss(number, output).backward()
 
+    def _inputs(self, number: int) -> Any:
+        """What the model, or its first stage, reads of a micro-batch; the task may draw, too."""
+        self._seed(number)
+        return self.task.inputs(self._on_device(self.micro_batches[number].data))
+
     def _forward(self, number: int, arguments: Sequence[Any]) -> Any:
-        assert self.attempt is not None
-        seed_all(step_seed(self.settings.seed, self.state.step, self.attempt.replica, number, self.stage))
+        if self.stage > 0:
+            self._seed(number)
         with self._autocast():
             return self.state.model(*arguments)
+
+    def _seed(self, number: int) -> None:
+        """From here on, whatever the micro-batch draws is a function of its place."""
+        assert self.attempt is not None
+        seed_all(step_seed(self.settings.seed, self.state.step, self.attempt.replica, number, self.stage))
 
     def _weighted_loss(self, number: int, output: Any) -> Tensor:
         """The loss of a micro-batch, weighted by its samples, so that gradients only need to be summed over replicas."""
@@ -239,15 +252,16 @@ class Replica:
     @torch.no_grad()
     def update(self) -> None:
         """Updates all buckets that are not yet at the next version, at once (`update="barrier"`)."""
+        self._await_copy()  # the last wait, which a fence may end: what comes now changes gradients in place
         behind = [bucket for bucket in self.state.buckets if bucket.version == self.state.step]
         for bucket in behind:
             bucket.accept()
-        self._make_up(behind)
+        if not self._make_up(behind):
+            self._skip = NOTHING_LEFT
         norm = self._gradient_norm(behind)
-        if self._must_skip(norm):
+        if self._skip or self._must_skip(norm):
             self._mark(behind)
             return
-        self._await_copy()
         if self.settings.max_grad_norm is not None and norm is not None:
             params = [p for bucket in behind for p in bucket.params]
             torch.nn.utils.clip_grads_with_norm_(params, self.settings.max_grad_norm, norm)
@@ -260,16 +274,19 @@ class Replica:
             self.checkpointer.updated(time.monotonic() - began)
         self._mark(behind)
 
-    def _make_up(self, buckets: list[Bucket]) -> None:
-        """The mean is over the samples that are there."""
+    def _make_up(self, buckets: list[Bucket]) -> bool:
+        """The mean is over the samples that are there; whether there are any in each bucket."""
         tail, batch = self.state.tail, len(self.attempt.batch) if self.attempt is not None else 0
         missing = tail.missing(self.state.buckets[-1].tail)
+        if batch and max(missing) >= batch:
+            return False
         for bucket in buckets:
             lost = missing[bucket.index]
             if lost:
                 bucket.scale(batch / (batch - lost))
                 if bucket.tail_size:
                     tail.scale(bucket.tail, batch / (batch - lost))
+        return True
 
     def _gradient_norm(self, buckets: list[Bucket]) -> Tensor | None:
         """The norm of the whole model's gradients, if they are to be clipped by it."""
@@ -338,7 +355,7 @@ class Replica:
     def _lost(self, attempt: Attempt) -> tuple[tuple[Range, ...], str]:
         """The samples that the step's update went without, and why."""
         if self._skip:
-            return ((attempt.batch.start, attempt.batch.stop),), "the loss or a gradient was not finite"
+            return ((attempt.batch.start, attempt.batch.stop),), self._skip
         if self.lost is not None and self.lost[0] == attempt.step and self.lost[1]:
             return self.lost[1], "their gradients went down with a worker"
         if any(self._said):
@@ -349,7 +366,7 @@ class Replica:
 
     def returns_lost(self) -> bool:
         """Whether what the step lost is read again. What made the loss infinite would do so again."""
-        return self.settings.returns_lost and not self._skip
+        return self.settings.returns_lost and self._skip != NOT_FINITE
 
     def advance_schedule(self) -> None:
         scheduler = self.state.scheduler
@@ -374,7 +391,7 @@ class Replica:
                 f"the {what} of step {self.state.step} is {norm if finite else loss}. Nothing was updated. Look at the "
                 'learning rate and at this batch, or leave such steps out with Trainer(on_non_finite="skip").'
             )
-        self._skip = True
+        self._skip = NOT_FINITE
         return True
 
     def _fill_tail(self, tail: Tensor) -> None:

@@ -1,0 +1,259 @@
+"""Two real replicas in one process, of which one or both are told to sleep, or that are interrupted meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import raytrain_ft as ft
+from raytrain_ft.errors import FencedError
+from raytrain_ft.policy.sampling import Position, Sampling
+from raytrain_ft.training import step as steps
+from raytrain_ft.training.build import build_replica
+from raytrain_ft.training.fence import Fence
+from raytrain_ft.training.links import Links
+from raytrain_ft.training.settings import StepSettings
+from raytrain_ft.training.step import Commit, Replica
+
+SAMPLING = Sampling(32, 4, seed=0, shuffle=False)
+
+
+class Task(ft.TrainTask):
+    """A BatchNorm whose mean is over all batches so far, so that its count matters, and inputs that are drawn."""
+
+    def model(self, stage: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8, momentum=None), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+    def dataset(self) -> TensorDataset:
+        generator = torch.Generator().manual_seed(0)
+        return TensorDataset(torch.randn(32, 3, generator=generator), torch.randn(32, 1, generator=generator))
+
+    def inputs(self, batch: Any) -> Any:
+        return batch[0] + torch.randn_like(batch[0])
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(output, batch[1])
+
+
+class Sum:
+    """A reduction under way: complete once both have come."""
+
+    def __init__(self) -> None:
+        self.parts: list[Tensor] = []
+        self.done = threading.Event()
+
+    def add(self, part: Tensor) -> None:
+        self.parts.append(part)
+        if len(self.parts) == 2:
+            total = self.parts[0] + self.parts[1]
+            for each in self.parts:
+                each.copy_(total)
+            self.done.set()
+
+    def wait(self) -> bool:
+        assert self.done.wait(10)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.done.is_set()
+
+    succeeded = is_completed
+
+
+class Pair:
+    """Two replicas that train together, each on a thread."""
+
+    def __init__(self, **settings: Any) -> None:
+        self._lock, self._sums, self._begun = threading.Lock(), dict[int, Sum](), [0, 0]
+        self.replicas: list[Replica] = []
+        self.links: list[Links] = []
+        for rank in range(2):
+            made = StepSettings(bucket_bytes=1, first_bucket_bytes=1, seats=2, **settings)
+            self.replicas.append(build_replica(Task(), SAMPLING, made, use_gpu=False, undo_mode="exact", probe=None))
+            fence = Fence(1)
+            self.links.append(Links(fence, rank, 2, Side(self, rank, fence)))  # pyright: ignore[reportArgumentType]
+            self.replicas[rank].loader.start(Position(), rank, 2)
+
+    def start(self, rank: int, tensor: Tensor) -> Sum:
+        with self._lock:
+            work = self._sums.setdefault(self._begun[rank], Sum())
+            self._begun[rank] += 1
+            work.add(tensor)
+            return work
+
+    def train(self, count: int) -> list[Commit]:
+        """So many steps; what rank 0 committed."""
+        with ThreadPoolExecutor(2) as pool:
+            both = [pool.submit(self._train, rank, count) for rank in range(2)]
+            found = [each.result(30) for each in both]
+        return found[0]
+
+    def _train(self, rank: int, count: int) -> list[Commit]:
+        replica, found = self.replicas[rank], []
+        for _ in range(count):
+            found.append(replica.train_step(self.links[rank]))
+            if replica.reads_changed:
+                replica.loader.start(replica.state.position, rank, 2, weights=replica.state.tail.sleep.weights(2))
+        return found
+
+    def ask(self, rank: int, asleep: bool, *, at_once: bool = False) -> None:
+        sleep = self.replicas[rank].state.tail.sleep
+        sleep.at_once, sleep.wanted = at_once, asleep
+
+    @property
+    def equal(self) -> bool:
+        return self.replicas[0].state.digests() == self.replicas[1].state.digests()
+
+
+class Side:
+    """The group as one of the two sees it."""
+
+    def __init__(self, pair: Pair, rank: int, fence: Fence) -> None:
+        self._pair, self._rank, self.fence = pair, rank, fence
+
+    def start(self, name: str, tensors: list[Tensor]) -> Sum:
+        assert name == "allreduce"
+        self.fence.check()
+        return self._pair.start(self._rank, tensors[0])
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return 2
+
+
+@pytest.fixture(autouse=True)
+def one_generator_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two replicas in one process share the global generators; each step's draws are made one replica after the other."""
+    lock = threading.Lock()
+    forward = Replica.forward_backward
+
+    def alone(self: Replica) -> None:
+        with lock:
+            forward(self)
+
+    monkeypatch.setattr(Replica, "forward_backward", alone)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    for replica in made.replicas:
+        replica.loader.stop()
+
+
+def count_of(replica: Replica) -> int:
+    model: Any = replica.state.model
+    return int(model[1].num_batches_tracked)
+
+
+@pytest.mark.parametrize("sleeper", [0, 1])
+def test_who_is_awake_counts(pair: Pair, sleeper: int) -> None:
+    """Counters go on, whoever sleeps, rank 0 too."""
+    pair.train(2)
+    pair.ask(sleeper, True)
+    pair.train(4)
+    assert pair.replicas[0].state.tail.sleep.asleep == {sleeper}
+    assert [count_of(replica) for replica in pair.replicas] == [6, 6]
+    pair.ask(sleeper, False)
+    pair.train(2)
+    assert [count_of(replica) for replica in pair.replicas] == [8, 8]
+    assert pair.equal
+
+
+@pytest.mark.parametrize("first", ["both at once", "one after the other"])
+def test_nobody_is_left(pair: Pair, first: str) -> None:
+    """The step has no gradients: it is left out, and then all take part, as they would if all had been told to sleep."""
+    pair.train(2)
+    if first == "one after the other":
+        pair.ask(0, True)
+        pair.train(2)
+        pair.ask(1, True, at_once=True)
+    else:
+        for rank in range(2):
+            pair.ask(rank, True, at_once=True)
+    before = [p.detach().clone() for p in pair.replicas[0].state.model.parameters()]
+    (commit,) = pair.train(1)
+    assert commit.lost == ((commit.attempt.batch.start, commit.attempt.batch.stop),)
+    assert commit.why == steps.NOTHING_LEFT
+    assert all(torch.equal(p, old) for p, old in zip(pair.replicas[0].state.model.parameters(), before, strict=True))
+    assert [after.lost for after in pair.train(3)] == [()] * 3
+    assert not pair.replicas[0].state.tail.sleep.asleep
+    assert pair.equal
+
+
+def test_what_is_lost_is_made_up_for_once() -> None:
+    """Also when the update was interrupted just before it began."""
+    digests = []
+    for interrupted in (False, True):
+        pair = Pair()
+        pair.train(2)
+        for replica in pair.replicas:
+            replica.checkpointer = Copying()  # pyright: ignore[reportAttributeAccessIssue]
+        pair.ask(1, True, at_once=True)
+        if interrupted:
+            with ThreadPoolExecutor(2) as pool:
+                other = pool.submit(pair._train, 1, 1)
+                with pytest.raises(FencedError):
+                    until_update(pair, pool)
+                other.result(30)
+            pair.replicas[0].update()  # what a recovery does with what is reduced
+            pair.replicas[0].commit()
+        else:
+            pair.train(1)
+        assert pair.equal
+        digests.append(pair.replicas[0].state.digests())
+        for replica in pair.replicas:
+            replica.loader.stop()
+    assert digests[0] == digests[1]
+
+
+def until_update(pair: Pair, pool: ThreadPoolExecutor) -> None:
+    """Rank 0 comes as far as to the wait for its snapshot, and no further."""
+    replica = pair.replicas[0]
+    wait = replica._await_copy
+
+    def fenced() -> None:
+        replica._await_copy = wait  # type: ignore[method-assign]
+        raise FencedError("the incarnation is over")
+
+    replica._await_copy = fenced  # type: ignore[method-assign]
+    pool.submit(pair._train, 0, 1).result(30)
+
+
+class Copying:
+    """In the place of a checkpointer: nothing is due."""
+
+    def await_copy(self, check: Callable[[], None]) -> None:
+        check()
+
+    def updated(self, seconds: float) -> None: ...
+    def stepped(self, step: int, seconds: float) -> None: ...
+    def wants(self, step: int) -> bool:
+        return False
+
+
+def test_inputs_that_are_drawn_are_a_function_of_the_step() -> None:
+    digests = []
+    for disturbed in (False, True):
+        pair = Pair()
+        pair.train(2)
+        if disturbed:
+            torch.rand(7)  # as whatever happened since the last step
+        pair.train(2)
+        digests.append(pair.replicas[0].state.digests())
+        for replica in pair.replicas:
+            replica.loader.stop()
+    assert digests[0] == digests[1]
