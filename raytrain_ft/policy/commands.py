@@ -132,9 +132,10 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Watch this worker again, after the supervisor's own restart."""
+    """Watch this worker again, after the supervisor's own restart. `node`: where it is, if it had become ready."""
 
     member: str
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -316,7 +316,7 @@ def _lose_silent(run: RunState, at: float, members: list[str], cause: str) -> li
 def _on_supervisor_restarted(run: RunState, event: m.SupervisorRestarted) -> list[m.Command]:
     """Answers, timers, and commands that were not yet carried out went down with the old process: asks again."""
     again: list[m.Command] = [m.Kill(member) for member in run.roster.gone]
-    again += [m.Watch(member) for member in run.members]
+    again += [m.Watch(member, run.roster.nodes.get(member, "")) for member in run.members]
     again += stopping.deadline(run)
     match run.state:
         case State.SCHEDULING:

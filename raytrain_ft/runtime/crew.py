@@ -12,7 +12,15 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    ObjectLostError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from raytrain_ft.errors import ConfigError, FencedError, LogGapError, MismatchError, ReplayDivergedError, StorageError
 from raytrain_ft.policy import messages as m
@@ -29,6 +37,8 @@ START_SECONDS = 120.0
 KILL_SECONDS = 30.0
 ROOM_SECONDS = 10.0
 ROOM_POLL_SECONDS = 0.1
+BROKEN_SECONDS = 0.05
+"""Until a call is tried again whose connection broke. If the worker died, Ray knows by then."""
 
 
 class Crew:
@@ -44,6 +54,8 @@ class Crew:
         self._placed: dict[str, str | None] = {}
         self._introductions: dict[str, Introduction] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._bringing: dict[str, asyncio.Task[None]] = {}
+        self._watched: set[str] = set()
         self._killing: set[asyncio.Task[None]] = set()
 
     def taken(self) -> Counter[str]:
@@ -70,9 +82,9 @@ class Crew:
         """Begins to carry a command out; the results come as events."""
         match command:
             case m.StartWorker(member):
-                self._spawn(self._bring(member, self._start(member)))
-            case m.Watch(member):
-                self._spawn(self._bring(member, self._attach(member)))
+                self._bringing[member] = self._spawn(self._bring(member, self._start(member)))
+            case m.Watch(member, node):
+                self._bringing[member] = self._spawn(self._bring(member, self._attach(member, node)))
             case m.Fence(members, incarnation):
                 self._health.alert(members)
                 for member in members:
@@ -102,6 +114,8 @@ class Crew:
                 for stage, member in enumerate(members):
                     self._spawn(self._save(member, stage, len(members)))
             case m.Kill(member):
+                if member in self._bringing:
+                    self._bringing.pop(member).cancel()  # else one that is struck off would be started, and keep its place
                 self._spawn(self._kill(member), self._killing)
             case m.SetTimer(timer, seconds, incarnation):
                 self._spawn(self._timer(timer, seconds, incarnation))
@@ -109,11 +123,12 @@ class Crew:
                 for task in self._tasks:
                     task.cancel()
 
-    def _spawn(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]] | None = None) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]] | None = None) -> asyncio.Task[None]:
         tasks = self._tasks if tasks is None else tasks
         task = asyncio.get_running_loop().create_task(work)
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+        return task
 
     def ask(self, member: str, method: str, *args: Any) -> None:
         """Asks a worker for something that the machine has no part in."""
@@ -132,6 +147,7 @@ class Crew:
             await work
         except Exception as error:
             self._lost(member, f"it could not be started: {error!r}", "supervisor")
+        self._bringing.pop(member, None)
 
     async def _start(self, member: str) -> None:
         node = await self._choose_node(member)
@@ -183,12 +199,14 @@ class Crew:
         except (RayError, RuntimeError):
             return []
 
-    async def _attach(self, member: str) -> None:
+    async def _attach(self, member: str, node: str) -> None:
         try:
             self.handle(member)
         except (ValueError, RayError):
             self._lost(member, "it died while the supervisor was away", "ray")
             return
+        if node:  # who has frozen meanwhile never answers
+            self._look_after(member, node)
         await self._introduce(member)
 
     async def _introduce(self, member: str) -> None:
@@ -196,17 +214,29 @@ class Crew:
         if known is None:
             return
         self._introductions[member] = known
-        self._placed[member] = known.node
-        self._health.expect(member)
-        self._spawn(self._watch(member))
+        if member not in self._watched:
+            self._look_after(member, known.node)
         if self._health.is_starting(member):
             self._tell(m.WorkerStarted(at=self._now(), member=member, node=known.node, pid=known.pid))
 
+    def _look_after(self, member: str, node: str) -> None:
+        self._placed[member] = node
+        self._watched.add(member)
+        self._health.expect(member)
+        self._spawn(self._watch(member))
+
     async def _watch(self, member: str) -> None:
-        """Ray tells of a killed process within about 10 ms by failing the call that is under way."""
-        while True:
+        """Ray tells of a killed process within about 10 ms by failing the call that is under way.
+
+        A connection that broke is no death: heartbeats come over another one, and tell if they do not come any more.
+        """
+        while member in self._watched:
             try:
                 await self.handle(member).watch.remote(WATCH_SECONDS)
+            except ActorUnavailableError:
+                await asyncio.sleep(BROKEN_SECONDS)
+            except ValueError:
+                return  # it was struck off, and is gone
             except RayError as error:
                 self._lost(member, _cause(error), "ray", preempted=bool(getattr(error, "preempted", False)))
                 return
@@ -318,6 +348,7 @@ class Crew:
         """Ray kills a process that does not answer, a frozen one too, after some seconds."""
         self._health.forget(member)
         self._placed.pop(member, None)
+        self._watched.discard(member)
         try:
             handle = self.handle(member)
         except ValueError:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, get_args
 
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.roster import MemberState
@@ -246,7 +246,9 @@ class Health:
                 self._heard[member] = time.monotonic()
         except ActorDiedError:
             pass  # Ray knows already, and the call that watches this worker tells it with its cause
-        except (RayError, ValueError, TimeoutError):
+        except (RayError, ValueError, TimeoutError) as error:
+            if isinstance(error, ActorUnavailableError):
+                await asyncio.sleep(patience)  # a connection broke, at once: a beat comes over another one
             if self._heard.get(member, math.inf) <= asked and not await self._is_cut_off():
                 node = self._crew.node_of(member)
                 if node is not None and not self._others_heard_on(node, member):

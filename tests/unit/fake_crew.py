@@ -143,7 +143,7 @@ class Cluster:
             case m.StartWorker(member):
                 self.workers[member] = Worker(member)
                 self._call(member, "start", self._become_ready)
-            case m.Watch(member):
+            case m.Watch(member, _):
                 self._call(member, "watch", self._become_ready)
             case m.Fence(members, incarnation):
                 for member in members:

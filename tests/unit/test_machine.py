@@ -608,7 +608,8 @@ def test_a_supervisor_that_comes_back_reads_the_log_and_asks_again() -> None:
     run = replay(story.run.rules, story.events)
     assert run == story.run
     commands = handle(run, m.SupervisorRestarted())
-    assert of(commands, m.Kill, m.Watch) == [m.Kill("w2"), *(m.Watch(member) for member in ("w0", "w1", "w3"))]
+    watched = [m.Watch(member, run.roster.nodes[member]) for member in ("w0", "w1", "w3")]
+    assert of(commands, m.Kill, m.Watch) == [m.Kill("w2"), *watched]
     assert of(commands, m.Fence) == [m.Fence(("w0", "w1"), 3)], "an incarnation is never fenced twice: workers refuse"
 
 

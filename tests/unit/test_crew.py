@@ -1,0 +1,141 @@
+"""The workers as the supervisor handles them, with actors of the test's own: what no timing of real ones surely brings."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+from raytrain_ft.policy import messages as m
+from raytrain_ft.runtime import crew as crews
+from raytrain_ft.runtime.crew import Crew
+
+
+class Method:
+    """One method of an actor."""
+
+    def __init__(self, answer: Callable[[], Any]) -> None:
+        self.answer = answer
+
+    def remote(self, *args: Any) -> Any:
+        return self.answer()
+
+
+class Health:
+    """Notes who is to be heard of."""
+
+    def __init__(self) -> None:
+        self.expected: list[str] = []
+        self.nodes = SimpleNamespace(avoided=set(), avoid=lambda *_: None, count=lambda *_: None)
+
+    def expect(self, member: str) -> None:
+        self.expected.append(member)
+
+    def forget(self, member: str) -> None: ...
+    def is_starting(self, member: str) -> bool:
+        return False
+
+    def silence(self, member: str) -> float | None:
+        return None
+
+
+@pytest.fixture
+def told() -> list[m.Event]:
+    return []
+
+
+@pytest.fixture
+def crew(told: list[m.Event]) -> Crew:
+    spec: Any = SimpleNamespace(options={"num_cpus": 1}, member_name=lambda member: member)
+    return Crew(spec, told.append, lambda: 0.0, Health())  # pyright: ignore[reportArgumentType]
+
+
+async def until(true: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if true():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come to that within 5 s")
+
+
+def test_who_is_struck_off_while_a_node_is_chosen_is_not_started(
+    crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its place would be taken for ever, and no spare could be started there."""
+    started: list[str] = []
+    answered = asyncio.Event()
+
+    async def answers(node: Any) -> bool:
+        await answered.wait()
+        return True
+
+    def gone(member: str) -> Any:
+        raise ValueError(f"no actor {member}")
+
+    def remote(actor: Any) -> Any:
+        started.append("started")
+        raise AssertionError("nobody is to be started")
+
+    node = {"NodeID": "n1", "Alive": True, "Resources": {"CPU": 1.0}, "Available": {"CPU": 1.0}}
+    monkeypatch.setattr(crews.placement, "nodes", lambda: [node])
+    monkeypatch.setattr(crews.placement, "answers", answers)
+    monkeypatch.setattr(crews.ray, "remote", remote)
+    monkeypatch.setattr(crew, "handle", gone)
+
+    async def play() -> None:
+        crew.carry_out(m.StartWorker("w5"))
+        await until(lambda: crew.taken() == Counter({"n1": 1}))
+        crew.carry_out(m.Kill("w5"))
+        answered.set()
+        await crew.settled()
+        await asyncio.sleep(0.05)
+
+    asyncio.run(play())
+    assert crew.taken() == Counter()
+    assert started == told == []
+
+
+def test_a_connection_that_breaks_is_no_death(crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[float] = []
+
+    async def broken() -> None:
+        calls.append(0.0)
+        raise ActorUnavailableError("RpcError: Socket closed", None) if len(calls) < 4 else ActorDiedError()
+
+    monkeypatch.setattr(crew, "handle", lambda member: SimpleNamespace(watch=Method(broken)))
+
+    async def play() -> None:
+        crew._look_after("w0", "n1")
+        await until(lambda: len(calls) == 3)
+        assert told == []
+        await until(lambda: bool(told))
+
+    asyncio.run(play())
+    assert [type(event) for event in told] == [m.WorkerLost]
+    assert len(calls) == 4
+
+
+def test_who_was_ready_is_watched_at_once_after_a_restart(
+    crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that has frozen meanwhile, and never answers `setup`."""
+    never = asyncio.Event()
+    future: Any = SimpleNamespace(future=lambda: asyncio.run_coroutine_threadsafe(never.wait(), asyncio.get_running_loop()))
+    actor = SimpleNamespace(watch=Method(never.wait), setup=Method(lambda: future))
+    monkeypatch.setattr(crew, "handle", lambda member: actor)
+
+    async def play() -> None:
+        crew.carry_out(m.Watch("w0", "n1"))
+        crew.carry_out(m.Watch("w1"))  # was starting: nothing is known of it
+        await asyncio.sleep(0.05)
+
+    asyncio.run(play())
+    assert crew.taken() == Counter({"n1": 1})
+    health: Any = crew._health
+    assert health.expected == ["w0"]
+    assert told == []
