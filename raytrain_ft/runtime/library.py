@@ -59,7 +59,7 @@ class Library:
         storage = open_storage(self._spec.checkpoints.uri)
         self._lock = lock.acquire(storage, self._spec.run_id)
         self.epoch = self._lock.owner.epoch
-        checkpoint.sweep(storage)
+        checkpoint.sweep(storage, self.epoch, new=self._lock.new)
         return () if self._spec.checkpoints.resume == "never" else self._stored()
 
     @property
