@@ -3,8 +3,8 @@
 It owns the run. Its own process outlives the driver's, and ends with the run: when the run is over, or when nobody has followed
 it for too long.
 
-Every event is written to the run's log before it is acted upon. When this process is lost, Ray starts it again (its workers
-live on, they are not its children), it reads the log, and the machine goes on from there.
+Every event is written to the run's log before it is acted upon (`event_log` says when not). When this process is lost, Ray
+starts it again (its workers live on, they are not its children), it reads the log, and the machine goes on from there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from raytrain_ft.policy.strategy import Recovery
 from raytrain_ft.runtime import health, metrics, placement, report, timeline
 from raytrain_ft.runtime.crew import Crew
 from raytrain_ft.runtime.demand import Demand
-from raytrain_ft.runtime.event_log import EventLog, read_events, read_records
+from raytrain_ft.runtime.event_log import PATIENCE_S, EventLog, read_events, read_records
 from raytrain_ft.runtime.leftovers import kill_named
 from raytrain_ft.runtime.library import Library
 from raytrain_ft.runtime.notices.notice import REQUEST, Notice
@@ -43,6 +43,7 @@ from raytrain_ft.runtime.store_server import StoreServer
 from raytrain_ft.storage.filesystem import within
 
 FOLLOWED_CHECK_S = 0.5
+LOG_RETRY_S = 1.0
 LINGER_S = 5.0
 """How long this process stays to tell the outcome to who follows the run; after that the records tell it."""
 
@@ -55,7 +56,7 @@ class Supervisor:
         self._events: asyncio.Queue[m.Event] = asyncio.Queue()
         self._chaos = Injector(spec.faults, spec.directory / "faults", "supervisor")
         past = _past(spec)
-        self._log = EventLog(spec.directory / "events.jsonl")
+        self._log = EventLog(spec.directory / "events.jsonl", self.now)
         self._start = time.monotonic() - (past[-1].at if past else 0.0)
         self._machine, measures = RunState(spec.rules), Measures()
         for event in past:
@@ -169,6 +170,8 @@ class Supervisor:
             shutil.rmtree(self._spec.logs, ignore_errors=True)  # nobody is left to recover
         if not self._was_over:
             self._note_end()
+        while self._log.flush() is not None and self.now() < self._ended_at + PATIENCE_S:
+            await asyncio.sleep(LOG_RETRY_S)
         return self.account()
 
     async def _open_library(self) -> tuple[m.Stored, ...]:
@@ -192,6 +195,7 @@ class Supervisor:
     async def _publish(self) -> None:
         while True:
             self._metrics.publish(self.now(), self._machine)
+            self._log.flush()  # what could not be written need not wait for another event
             await asyncio.sleep(metrics.PUBLISH_INTERVAL_S)
 
     async def _watch_driver(self) -> None:
