@@ -75,6 +75,7 @@ class Supervisor:
         notes = [record["event"] for record in read_records(self._log.path)]
         self._was_over = any(name in ENDS for name in notes)
         self._told_of = notes.count("Recovery")
+        self._over: list[dict[str, Any]] = []  # the recoveries that are, as plain data
         self._followed_at = time.monotonic()
         self._life = asyncio.get_running_loop().create_task(self._live())
         self._leaving = asyncio.get_running_loop().create_task(self._leave())
@@ -241,13 +242,23 @@ class Supervisor:
             "world": list(machine.world),
             "holders": machine.holders(),
             "stored": [stored.name for stored in machine.stored],
-            "recoveries": [asdict(recovery) for recovery in machine.recoveries],
+            "recoveries": self._recoveries(),
             "failure": machine.failure,
             "result": machine.result,
             "seconds": self.now() if self._ended_at is None else self._ended_at,
             "pid": os.getpid(),
             "node": ray.get_runtime_context().get_node_id(),
         }
+
+    def _recoveries(self) -> list[dict[str, Any]]:
+        """All, as plain data. What is over changes no more; it may be thousands, and this is asked for many times a second."""
+        recoveries, over = self._machine.recoveries, self._finished()
+        self._over += [asdict(recovery) for recovery in recoveries[len(self._over) : over]]
+        return self._over + [asdict(recovery) for recovery in recoveries[over:]]
+
+    def _finished(self) -> int:
+        """How many recoveries are over: all but perhaps the last."""
+        return len(self._machine.recoveries) - (self._machine.history.open is not None)
 
     # ---------------------------------------------------------------- for the workers
 
@@ -287,7 +298,8 @@ class Supervisor:
             self._log.note("State", at=self.now(), state=str(self._machine.state), incarnation=self._machine.incarnation)
             self._chaos.probe(str(self._machine.state), step=self._machine.step)
         self._health.follow(self._machine)
-        self._note_recoveries([recovery for recovery in self._machine.recoveries if recovery.resumed is not None])
+        if self._finished() > self._told_of:
+            self._note_recoveries(self._machine.recoveries[: self._finished()])
         self._metrics.take(event, self._machine)
         for command in commands:
             if isinstance(command, m.Run):

@@ -1,0 +1,38 @@
+"""Parts of the supervisor, without a cluster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raytrain_ft.policy.roster import Rules
+from raytrain_ft.policy.run_state import RunState
+from raytrain_ft.runtime import supervisor
+from raytrain_ft.runtime.supervisor import Supervisor
+
+
+def bare(**parts: Any) -> Any:
+    """A supervisor that has these parts and does nothing by itself."""
+    made = Supervisor.__new__(Supervisor)
+    for name, part in parts.items():
+        setattr(made, f"_{name}", part)
+    return made
+
+
+def end(machine: RunState, at: float) -> None:
+    machine.recoveries[-1].attempts = 1
+    machine.history.close(at)
+
+
+def test_a_recovery_that_is_over_is_made_plain_data_once(monkeypatch: Any) -> None:
+    machine = RunState(Rules(min_workers=1, max_workers=2, max_steps=10))
+    one = bare(machine=machine, over=[])
+    made: list[Any] = []
+    asdict = supervisor.asdict
+    monkeypatch.setattr(supervisor, "asdict", lambda recovery: (made.append(recovery), asdict(recovery))[1])
+    for number in range(100):
+        recovery = machine.history.begin(number, f"loss {number}", "ray", 2)
+        assert one._recoveries()[-1]["resumed"] is None
+        recovery.lost.append("w0")
+        end(machine, number + 0.5)
+        assert one._recoveries() == one._recoveries() == [asdict(known) for known in machine.recoveries]
+    assert len(made) == 200, "once while it goes on, and once when it is over"
