@@ -140,7 +140,7 @@ class Supervisor:
             stored = await self._open_library()
         except FTError as error:
             failure = type(error).__name__, str(error)
-            if self._restarted:  # else there is no run to tell of
+            if self._restarted and not self._was_over:  # else there is no run to tell of, or its end was told
                 self._log.note("RunFailed", at=self.now(), state=str(State.ERRORED), error=failure)
             return self.account() | {"failure": failure}
         self._crew.epoch = self._library.epoch
@@ -176,7 +176,10 @@ class Supervisor:
         return self.account()
 
     async def _open_library(self) -> tuple[m.Stored, ...]:
-        """After this process's own restart the storage may be away: the workers train on, for as long as their leases last."""
+        """After this process's own restart the storage may be away: the workers train on, for as long as their leases last. A
+        run that has ended writes nothing more, and that it cannot must not be noted as its end."""
+        if self._machine.state in ENDED:
+            return ()
         deadline = time.monotonic() + (self._spec.lease if self._restarted else 0.0)
         while True:
             try:

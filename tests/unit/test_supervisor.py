@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from raytrain_ft.errors import StorageError
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.run_state import RunState
+from raytrain_ft.policy.states import ENDED, State
 from raytrain_ft.runtime import supervisor
 from raytrain_ft.runtime.supervisor import Supervisor
 
@@ -36,3 +42,29 @@ def test_a_recovery_that_is_over_is_made_plain_data_once(monkeypatch: Any) -> No
         end(machine, number + 0.5)
         assert one._recoveries() == one._recoveries() == [asdict(known) for known in machine.recoveries]
     assert len(made) == 200, "once while it goes on, and once when it is over"
+
+
+class Away:
+    """A library whose storage is away."""
+
+    epoch = 0
+
+    async def open(self) -> None:
+        raise StorageError("it is away")
+
+
+@pytest.mark.parametrize("state", sorted(ENDED))
+def test_a_run_that_has_ended_needs_no_storage(state: State) -> None:
+    one = bare(machine=SimpleNamespace(state=state), library=Away(), restarted=True, spec=SimpleNamespace(lease=0.0))
+    assert asyncio.run(one._open_library()) == ()
+
+
+@pytest.mark.parametrize("was_over", [True, False])
+def test_a_run_fails_once(was_over: bool) -> None:
+    notes: list[str] = []
+    log = SimpleNamespace(note=lambda name, **fields: notes.append(name))
+    about = {"machine": SimpleNamespace(state=State.RUNNING), "spec": SimpleNamespace(lease=0.0), "log": log, "start": 0.0}
+    one = bare(**about, library=Away(), restarted=True, was_over=was_over)
+    one.account = dict
+    assert asyncio.run(one._live()) == {"failure": ("StorageError", "it is away")}
+    assert notes == ([] if was_over else ["RunFailed"])
