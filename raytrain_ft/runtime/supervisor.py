@@ -219,8 +219,10 @@ class Supervisor:
         await asyncio.wait([self._life])
         if time.monotonic() - self._followed_at < self._spec.driver_timeout:
             await asyncio.sleep(LINGER_S)
-        await asyncio.to_thread(kill_named, self._spec.member_name(""))
-        ray.kill(ray.get_runtime_context().current_actor)
+        try:
+            await asyncio.to_thread(kill_named, self._spec.member_name(""))
+        finally:  # workers end by themselves without it; one that stayed would keep the run's name taken
+            ray.kill(ray.get_runtime_context().current_actor)
 
     def account(self) -> dict[str, Any]:
         """State, progress and recoveries as plain data."""

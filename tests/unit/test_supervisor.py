@@ -68,3 +68,22 @@ def test_a_run_fails_once(was_over: bool) -> None:
     one.account = dict
     assert asyncio.run(one._live()) == {"failure": ("StorageError", "it is away")}
     assert notes == ([] if was_over else ["RunFailed"])
+
+
+def test_a_supervisor_ends_also_if_it_cannot_end_its_workers(monkeypatch: Any) -> None:
+    killed: list[str] = []
+
+    def refuse(prefix: str) -> None:
+        raise RuntimeError(f"Ray does not answer about {prefix}")
+
+    async def leave() -> None:
+        spec = SimpleNamespace(driver_timeout=0.0, member_name=lambda name: f"run:{name}")
+        one = bare(life=asyncio.create_task(asyncio.sleep(0)), followed_at=0.0, spec=spec)
+        with pytest.raises(RuntimeError, match="does not answer about run:"):
+            await one._leave()
+
+    monkeypatch.setattr(supervisor, "kill_named", refuse)
+    monkeypatch.setattr(supervisor.ray, "kill", killed.append)
+    monkeypatch.setattr(supervisor.ray, "get_runtime_context", lambda: SimpleNamespace(current_actor="itself"))
+    asyncio.run(leave())
+    assert killed == ["itself"]
