@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,8 @@ from raytrain_ft.errors import StorageError
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, State
-from raytrain_ft.runtime import supervisor
+from raytrain_ft.runtime import library, supervisor
+from raytrain_ft.runtime.library import Library
 from raytrain_ft.runtime.supervisor import Supervisor
 
 
@@ -87,3 +89,17 @@ def test_a_supervisor_ends_also_if_it_cannot_end_its_workers(monkeypatch: Any) -
     monkeypatch.setattr(supervisor.ray, "get_runtime_context", lambda: SimpleNamespace(current_actor="itself"))
     asyncio.run(leave())
     assert killed == ["itself"]
+
+
+def test_the_end_of_a_run_does_not_wait_for_a_storage_that_hangs(monkeypatch: Any) -> None:
+    async def close() -> None:
+        shelf = Library(SimpleNamespace())  # pyright: ignore
+        hangs = threading.Event()
+        monkeypatch.setattr(shelf, "_lock", SimpleNamespace(release=lambda: hangs.wait(30)))
+        try:
+            await asyncio.wait_for(shelf.close(), 5)
+        finally:
+            hangs.set()
+
+    monkeypatch.setattr(library, "CLOSE_SECONDS", 0.1)
+    asyncio.run(close())
