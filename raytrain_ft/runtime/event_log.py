@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,14 @@ def encode(event: Event) -> str:
 
 def decode(line: str) -> Event | None:
     """The event of a line, or None for a line that is for people only."""
+    return _named(line)[1]
+
+
+def _named(line: str) -> tuple[str, Event | None]:
     fields = json.loads(line)
-    cls = _CLASSES.get(fields.pop("event"))
-    return None if cls is None else _ADAPTERS[cls].validate_python(fields)
+    name = fields.pop("event")
+    cls = _CLASSES.get(name)
+    return name, None if cls is None else _ADAPTERS[cls].validate_python(fields)
 
 
 class EventLog:
@@ -132,18 +137,28 @@ def read_events(path: Path) -> list[Event]:
     Raises:
         StorageError: another line is damaged.
     """
+    return read_past(path)[0]
+
+
+def read_past(path: Path) -> tuple[list[Event], Counter[str]]:
+    """As `read_events`; and how many notes of each name there are."""
     events: list[Event] = []
-    lines = _lines(path)
-    for number, line in enumerate(lines, 1):
-        try:
-            event = decode(line)
-        except (json.JSONDecodeError, ValidationError, KeyError) as error:
-            if number == len(lines):
+    notes: Counter[str] = Counter()
+    with path.open() as log:
+        for number, line in enumerate(log, 1):
+            if not line.endswith("\n"):
                 break
-            raise StorageError(f"{path}, line {number} is damaged: {error}") from error
-        if event is not None:
-            events.append(event)
-    return events
+            try:
+                name, event = _named(line)
+            except (json.JSONDecodeError, ValidationError, KeyError) as error:
+                if not next(log, "").endswith("\n"):  # it is the last that was written whole
+                    break
+                raise StorageError(f"{path}, line {number} is damaged: {error}") from error
+            if event is not None:
+                events.append(event)
+            else:
+                notes[name] += 1
+    return events, notes
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ import os
 import shutil
 import time
 import traceback
+from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -34,7 +35,7 @@ from raytrain_ft.policy.strategy import Recovery
 from raytrain_ft.runtime import health, metrics, placement, report, timeline
 from raytrain_ft.runtime.crew import Crew
 from raytrain_ft.runtime.demand import Demand
-from raytrain_ft.runtime.event_log import PATIENCE_S, EventLog, read_events, read_records
+from raytrain_ft.runtime.event_log import PATIENCE_S, EventLog, read_past
 from raytrain_ft.runtime.leftovers import kill_named
 from raytrain_ft.runtime.library import Library
 from raytrain_ft.runtime.notices.notice import REQUEST, Notice
@@ -55,7 +56,7 @@ class Supervisor:
         self._spec = spec
         self._events: asyncio.Queue[m.Event] = asyncio.Queue()
         self._chaos = Injector(spec.faults, spec.directory / "faults", "supervisor")
-        past = _past(spec)
+        past, notes = _past(spec)
         self._log = EventLog(spec.directory / "events.jsonl", self.now)
         self._start = time.monotonic() - (past[-1].at if past else 0.0)
         self._machine, measures = RunState(spec.rules), Measures()
@@ -72,9 +73,8 @@ class Supervisor:
         self._restarted = bool(past)
         self._ended_at: float | None = None
         self._lost_at: dict[str, int] = {}  # who is lost and has logged something, and the step at which that was seen
-        notes = [record["event"] for record in read_records(self._log.path)]
-        self._was_over = any(name in ENDS for name in notes)
-        self._told_of = notes.count("Recovery")
+        self._was_over = any(name in notes for name in ENDS)
+        self._told_of = notes["Recovery"]
         self._over: list[dict[str, Any]] = []  # the recoveries that are, as plain data
         self._followed_at = time.monotonic()
         self._life = asyncio.get_running_loop().create_task(self._live())
@@ -357,8 +357,8 @@ class Supervisor:
             self._log.note("ReportFailed", at=self.now(), reason=f"{type(error).__name__}: {error}")
 
 
-def _past(spec: RunSpec) -> list[m.Event]:
-    """The events of this run so far: none, unless this process was lost and has come back.
+def _past(spec: RunSpec) -> tuple[list[m.Event], Counter[str]]:
+    """The events of this run so far, and how many notes of each name: none, unless this process was lost and has come back.
 
     What an earlier run of this name left is put aside. There is no other that still runs, for this actor has the name.
     """
@@ -367,13 +367,13 @@ def _past(spec: RunSpec) -> list[m.Event]:
         with path.open() as log:
             first = log.readline()
         if first.strip() and json.loads(first).get("run_id") == spec.run_id:
-            return read_events(path)
+            return read_past(path)
         number = len(list(spec.directory.glob("events-*.jsonl"))) + 1
         path.rename(spec.directory / f"events-{number:03d}.jsonl") if first else path.unlink()
     for marker in (spec.directory / "faults").glob("*"):
         marker.unlink()
     (spec.directory / "nonce").write_text(spec.nonce)
-    return []
+    return [], Counter()
 
 
 def _details(spec: RunSpec) -> dict[str, Any]:

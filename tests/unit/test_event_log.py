@@ -12,7 +12,7 @@ import pytest
 from raytrain_ft.errors import StorageError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.runtime import event_log
-from raytrain_ft.runtime.event_log import EventLog, read_events, read_records
+from raytrain_ft.runtime.event_log import EventLog, read_events, read_past, read_records
 
 EVENT = m.CapacityChanged(at=1.0, slots=3)
 
@@ -31,6 +31,24 @@ def test_a_line_that_a_crash_cut_short_damages_no_later_one(tmp_path: Path, cut:
     log.note("State", at=2.0)
     log.close()
     assert [record["event"] for record in read_records(path)] == ["CapacityChanged"] * 3 + ["State"]
+
+
+def test_notes_are_counted_and_only_the_last_line_may_be_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    log.append(EVENT)
+    for name in ("State", "Recovery", "State"):
+        log.note(name, at=2.0)
+    log.close()
+    whole = path.read_text()
+    for rest in ("", "{damaged\n", '{"event": "State"', "{damaged\n{"):
+        path.write_text(whole + rest)
+        assert read_past(path) == ([EVENT], {"State": 2, "Recovery": 1})
+    path.write_text(whole + "{damaged\n" + whole)
+    with pytest.raises(StorageError, match="line 5 is damaged"):
+        read_past(path)
+    path.write_text("")
+    assert read_past(path) == ([], {})
 
 
 def test_a_write_that_takes_only_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
