@@ -2,12 +2,19 @@
 
 The machine's state is a fold of this log, so a supervisor that was lost comes back from it, and a person can read what
 happened. The first field of a line is the event's class.
+
+While the file cannot be written (a full disk, a server that is away), lines wait in memory for up to `PATIENCE_S`, and the run
+goes on. Only then is an event acted upon before it is written: if the supervisor is lost as well, so is what waits, and the
+next one comes back to an earlier state than the one that its workers are in.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +31,10 @@ _CLASSES: dict[str, type[Event]] = {
 }
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {cls: TypeAdapter(cls) for cls in _CLASSES.values()}
 
+PATIENCE_S = 60.0
+MOST_WAITING = 10_000
+"""Lines."""
+
 
 def encode(event: Event) -> str:
     """One line, without the newline."""
@@ -33,36 +44,85 @@ def encode(event: Event) -> str:
 
 def decode(line: str) -> Event | None:
     """The event of a line, or None for a line that is for people only."""
+    return _named(line)[1]
+
+
+def _named(line: str) -> tuple[str, Event | None]:
     fields = json.loads(line)
-    cls = _CLASSES.get(fields.pop("event"))
-    return None if cls is None else _ADAPTERS[cls].validate_python(fields)
+    name = fields.pop("event")
+    cls = _CLASSES.get(name)
+    return name, None if cls is None else _ADAPTERS[cls].validate_python(fields)
 
 
 class EventLog:
-    """Appends to one file. Each line reaches the kernel before `append` returns, so it survives this process."""
+    """Appends to one file. Each line reaches the kernel before `append` returns, so it survives this process; if that fails,
+    it waits for the next `append`, `note` or `flush`.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        now: the clock of the log's times.
+    """
+
+    def __init__(self, path: Path, now: Callable[[], float] = time.monotonic) -> None:
         self.path = path
+        self._now = now
+        self._waiting: deque[bytes] = deque()  # of the first, what is not written yet
+        self._late_since: float | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.ftruncate(self._file, path.read_bytes().rfind(b"\n") + 1)  # a line that a crash cut short would damage the next one
 
     def append(self, event: Event) -> None:
-        """Writes an event."""
+        """Writes an event.
+
+        Raises:
+            StorageError: for too long, nothing could be written.
+        """
         self._write(encode(event))
 
     def note(self, name: str, **fields: Any) -> None:
-        """Writes a line that is for people and tools, not for the machine."""
-        self._write(json.dumps({"event": name, **fields}, separators=(",", ":")))
+        """Writes a line that is for people and tools, not for the machine.
+
+        Raises:
+            StorageError: for too long, nothing could be written.
+        """
+        self._write(_note(name, **fields))
 
     def _write(self, line: str) -> None:
-        left = (line + "\n").encode()
-        while left:
-            left = left[os.write(self._file, left) :]
+        self._waiting.append((line + "\n").encode())
+        error = self.flush()
+        late = 0.0 if self._late_since is None else self._now() - self._late_since
+        if error is not None and (late > PATIENCE_S or len(self._waiting) > MOST_WAITING):
+            raise StorageError(
+                f"{self.path} could not be written for {late:.0f} s, {len(self._waiting)} lines wait: "
+                f"{error.strerror or error}. Look at the space, the quota and the mount of its file system, then run the job "
+                "again: it goes on from the newest checkpoint"
+            ) from error
+
+    def flush(self) -> OSError | None:
+        """Writes what waits; returns what stands in the way, if something does. The next try goes on where this one ended, also
+        in the middle of a line."""
+        try:
+            while self._waiting:
+                written = os.write(self._file, self._waiting[0])
+                self._waiting[0] = self._waiting[0][written:]
+                if not self._waiting[0]:
+                    self._waiting.popleft()
+                if not self._waiting and self._late_since is not None:
+                    late, self._late_since = self._now() - self._late_since, None
+                    self._waiting.append((_note("LogDelayed", at=self._now(), seconds=round(late, 3)) + "\n").encode())
+        except OSError as error:
+            self._late_since = self._now() if self._late_since is None else self._late_since
+            return error
+        return None
 
     def close(self) -> None:
         """Ends the log."""
+        self.flush()
         os.close(self._file)
+
+
+def _note(name: str, **fields: Any) -> str:
+    return json.dumps({"event": name, **fields}, separators=(",", ":"))
 
 
 def _lines(path: Path) -> list[str]:
@@ -77,18 +137,28 @@ def read_events(path: Path) -> list[Event]:
     Raises:
         StorageError: another line is damaged.
     """
+    return read_past(path)[0]
+
+
+def read_past(path: Path) -> tuple[list[Event], Counter[str]]:
+    """As `read_events`; and how many notes of each name there are."""
     events: list[Event] = []
-    lines = _lines(path)
-    for number, line in enumerate(lines, 1):
-        try:
-            event = decode(line)
-        except (json.JSONDecodeError, ValidationError, KeyError) as error:
-            if number == len(lines):
+    notes: Counter[str] = Counter()
+    with path.open() as log:
+        for number, line in enumerate(log, 1):
+            if not line.endswith("\n"):
                 break
-            raise StorageError(f"{path}, line {number} is damaged: {error}") from error
-        if event is not None:
-            events.append(event)
-    return events
+            try:
+                name, event = _named(line)
+            except (json.JSONDecodeError, ValidationError, KeyError) as error:
+                if not next(log, "").endswith("\n"):  # it is the last that was written whole
+                    break
+                raise StorageError(f"{path}, line {number} is damaged: {error}") from error
+            if event is not None:
+                events.append(event)
+            else:
+                notes[name] += 1
+    return events, notes
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

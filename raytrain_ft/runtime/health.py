@@ -193,13 +193,11 @@ class Health:
     # ---------------------------------------------------------------- silence
 
     async def watch_cluster(self, crew: Any) -> None:
-        """Looks at everything that changes by itself, for ever."""
+        """Looks at everything that changes by itself, for ever. If one part fails, all do, and whoever waits sees it."""
         self._crew = crew
-        nodes = asyncio.create_task(self.nodes.watch(crew, lambda: list(self._members)))
-        try:
-            await self._watch_workers()
-        finally:
-            nodes.cancel()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.nodes.watch(crew, lambda: list(self._members)))
+            group.create_task(self._watch_workers())
 
     async def _watch_workers(self) -> None:
         before = looked = time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -19,6 +20,7 @@ from raytrain_ft.storage import checkpoint, lock
 from raytrain_ft.storage.filesystem import open_storage
 
 FIND_SECONDS = 60.0
+CLOSE_SECONDS = 60.0
 
 
 class Library:
@@ -59,7 +61,7 @@ class Library:
         storage = open_storage(self._spec.checkpoints.uri)
         self._lock = lock.acquire(storage, self._spec.run_id)
         self.epoch = self._lock.owner.epoch
-        checkpoint.sweep(storage)
+        checkpoint.sweep(storage, self.epoch, new=self._lock.new)
         return () if self._spec.checkpoints.resume == "never" else self._stored()
 
     @property
@@ -113,6 +115,7 @@ class Library:
         return tuple(m.Stored(name, step) for name, step, _ in found)
 
     async def close(self) -> None:
-        """Gives up the right to write."""
+        """Gives up the right to write. The end of a run does not wait for long: it also runs out by itself."""
         if self._lock is not None:
-            await asyncio.to_thread(self._lock.release)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.to_thread(self._lock.release), CLOSE_SECONDS)

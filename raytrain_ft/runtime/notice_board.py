@@ -31,17 +31,18 @@ class NoticeBoard:
         self._shun(node, event.source, until - self._now())
 
     def noticed(self, member: str, node: str | None, notice: Notice) -> None:
-        """This worker will be taken away. Told once for each source, and only if it is the most urgent one so far.
+        """This worker will be taken away. Told only if it is more urgent than all that was told of this worker so far.
 
-        A person is not repeating what they said: what they ask for is told whenever it is sooner, or was asked in vain before.
+        The same source may be told of again: a worker fixes its deadline once, but what `now` says lags behind after a restart,
+        by the time that the supervisor was away. A person is not repeating what they said: what they ask for is told whenever
+        it is sooner, or was asked in vain before.
         """
         self._shun(node, notice.source, notice.deadline_s)
         known, now = self._until.setdefault(member, {}), self._now()
         if known.get(REQUEST, math.inf) <= now:
             del known[REQUEST]
         until, asked = now + notice.deadline_s, notice.source == REQUEST
-        sooner = until < min(known.values(), default=math.inf) - (0.0 if asked else SOONER_S)
-        if not sooner or (notice.source in known and not asked):
+        if until >= min(known.values(), default=math.inf) - (0.0 if asked else SOONER_S):
             return
         known[notice.source] = until
         left = round(notice.deadline_s, 3)

@@ -3,8 +3,8 @@
 It owns the run. Its own process outlives the driver's, and ends with the run: when the run is over, or when nobody has followed
 it for too long.
 
-Every event is written to the run's log before it is acted upon. When this process is lost, Ray starts it again (its workers
-live on, they are not its children), it reads the log, and the machine goes on from there.
+Every event is written to the run's log before it is acted upon (`event_log` says when not). When this process is lost, Ray
+starts it again (its workers live on, they are not its children), it reads the log, and the machine goes on from there.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import shutil
 import time
 import traceback
+from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -34,7 +35,7 @@ from raytrain_ft.policy.strategy import Recovery
 from raytrain_ft.runtime import health, metrics, placement, report, timeline
 from raytrain_ft.runtime.crew import Crew
 from raytrain_ft.runtime.demand import Demand
-from raytrain_ft.runtime.event_log import EventLog, read_events, read_records
+from raytrain_ft.runtime.event_log import PATIENCE_S, EventLog, read_past
 from raytrain_ft.runtime.leftovers import kill_named
 from raytrain_ft.runtime.library import Library
 from raytrain_ft.runtime.notices.notice import REQUEST, Notice
@@ -43,6 +44,7 @@ from raytrain_ft.runtime.store_server import StoreServer
 from raytrain_ft.storage.filesystem import within
 
 FOLLOWED_CHECK_S = 0.5
+LOG_RETRY_S = 1.0
 LINGER_S = 5.0
 """How long this process stays to tell the outcome to who follows the run; after that the records tell it."""
 
@@ -54,8 +56,8 @@ class Supervisor:
         self._spec = spec
         self._events: asyncio.Queue[m.Event] = asyncio.Queue()
         self._chaos = Injector(spec.faults, spec.directory / "faults", "supervisor")
-        past = _past(spec)
-        self._log = EventLog(spec.directory / "events.jsonl")
+        past, notes = _past(spec)
+        self._log = EventLog(spec.directory / "events.jsonl", self.now)
         self._start = time.monotonic() - (past[-1].at if past else 0.0)
         self._machine, measures = RunState(spec.rules), Measures()
         for event in past:
@@ -71,9 +73,9 @@ class Supervisor:
         self._restarted = bool(past)
         self._ended_at: float | None = None
         self._lost_at: dict[str, int] = {}  # who is lost and has logged something, and the step at which that was seen
-        notes = [record["event"] for record in read_records(self._log.path)]
-        self._was_over = any(name in ENDS for name in notes)
-        self._told_of = notes.count("Recovery")
+        self._was_over = any(name in notes for name in ENDS)
+        self._told_of = notes["Recovery"]
+        self._over: list[dict[str, Any]] = []  # the recoveries that are, as plain data
         self._followed_at = time.monotonic()
         self._life = asyncio.get_running_loop().create_task(self._live())
         self._leaving = asyncio.get_running_loop().create_task(self._leave())
@@ -138,7 +140,7 @@ class Supervisor:
             stored = await self._open_library()
         except FTError as error:
             failure = type(error).__name__, str(error)
-            if self._restarted:  # else there is no run to tell of
+            if self._restarted and not self._was_over:  # else there is no run to tell of, or its end was told
                 self._log.note("RunFailed", at=self.now(), state=str(State.ERRORED), error=failure)
             return self.account() | {"failure": failure}
         self._crew.epoch = self._library.epoch
@@ -169,10 +171,15 @@ class Supervisor:
             shutil.rmtree(self._spec.logs, ignore_errors=True)  # nobody is left to recover
         if not self._was_over:
             self._note_end()
+        while self._log.flush() is not None and self.now() < self._ended_at + PATIENCE_S:
+            await asyncio.sleep(LOG_RETRY_S)
         return self.account()
 
     async def _open_library(self) -> tuple[m.Stored, ...]:
-        """After this process's own restart the storage may be away: the workers train on, for as long as their leases last."""
+        """After this process's own restart the storage may be away: the workers train on, for as long as their leases last. A
+        run that has ended writes nothing more, and that it cannot must not be noted as its end."""
+        if self._machine.state in ENDED:
+            return ()
         deadline = time.monotonic() + (self._spec.lease if self._restarted else 0.0)
         while True:
             try:
@@ -192,6 +199,7 @@ class Supervisor:
     async def _publish(self) -> None:
         while True:
             self._metrics.publish(self.now(), self._machine)
+            self._log.flush()  # what could not be written need not wait for another event
             await asyncio.sleep(metrics.PUBLISH_INTERVAL_S)
 
     async def _watch_driver(self) -> None:
@@ -211,8 +219,10 @@ class Supervisor:
         await asyncio.wait([self._life])
         if time.monotonic() - self._followed_at < self._spec.driver_timeout:
             await asyncio.sleep(LINGER_S)
-        await asyncio.to_thread(kill_named, self._spec.member_name(""))
-        ray.kill(ray.get_runtime_context().current_actor)
+        try:
+            await asyncio.to_thread(kill_named, self._spec.member_name(""))
+        finally:  # workers end by themselves without it; one that stayed would keep the run's name taken
+            ray.kill(ray.get_runtime_context().current_actor)
 
     def account(self) -> dict[str, Any]:
         """State, progress and recoveries as plain data."""
@@ -237,13 +247,23 @@ class Supervisor:
             "world": list(machine.world),
             "holders": machine.holders(),
             "stored": [stored.name for stored in machine.stored],
-            "recoveries": [asdict(recovery) for recovery in machine.recoveries],
+            "recoveries": self._recoveries(),
             "failure": machine.failure,
             "result": machine.result,
             "seconds": self.now() if self._ended_at is None else self._ended_at,
             "pid": os.getpid(),
             "node": ray.get_runtime_context().get_node_id(),
         }
+
+    def _recoveries(self) -> list[dict[str, Any]]:
+        """All, as plain data. What is over changes no more; it may be thousands, and this is asked for many times a second."""
+        recoveries, over = self._machine.recoveries, self._finished()
+        self._over += [asdict(recovery) for recovery in recoveries[len(self._over) : over]]
+        return self._over + [asdict(recovery) for recovery in recoveries[over:]]
+
+    def _finished(self) -> int:
+        """How many recoveries are over: all but perhaps the last."""
+        return len(self._machine.recoveries) - (self._machine.history.open is not None)
 
     # ---------------------------------------------------------------- for the workers
 
@@ -283,7 +303,8 @@ class Supervisor:
             self._log.note("State", at=self.now(), state=str(self._machine.state), incarnation=self._machine.incarnation)
             self._chaos.probe(str(self._machine.state), step=self._machine.step)
         self._health.follow(self._machine)
-        self._note_recoveries([recovery for recovery in self._machine.recoveries if recovery.resumed is not None])
+        if self._finished() > self._told_of:
+            self._note_recoveries(self._machine.recoveries[: self._finished()])
         self._metrics.take(event, self._machine)
         for command in commands:
             if isinstance(command, m.Run):
@@ -336,8 +357,8 @@ class Supervisor:
             self._log.note("ReportFailed", at=self.now(), reason=f"{type(error).__name__}: {error}")
 
 
-def _past(spec: RunSpec) -> list[m.Event]:
-    """The events of this run so far: none, unless this process was lost and has come back.
+def _past(spec: RunSpec) -> tuple[list[m.Event], Counter[str]]:
+    """The events of this run so far, and how many notes of each name: none, unless this process was lost and has come back.
 
     What an earlier run of this name left is put aside. There is no other that still runs, for this actor has the name.
     """
@@ -346,13 +367,13 @@ def _past(spec: RunSpec) -> list[m.Event]:
         with path.open() as log:
             first = log.readline()
         if first.strip() and json.loads(first).get("run_id") == spec.run_id:
-            return read_events(path)
+            return read_past(path)
         number = len(list(spec.directory.glob("events-*.jsonl"))) + 1
         path.rename(spec.directory / f"events-{number:03d}.jsonl") if first else path.unlink()
     for marker in (spec.directory / "faults").glob("*"):
         marker.unlink()
     (spec.directory / "nonce").write_text(spec.nonce)
-    return []
+    return [], Counter()
 
 
 def _details(spec: RunSpec) -> dict[str, Any]:

@@ -292,9 +292,16 @@ def _is_kept(storage: Storage, name: Name) -> bool:
         return True  # nobody knows: perhaps it is only the storage that gave no answer, and what is deleted is gone
 
 
-def sweep(storage: Storage) -> None:
-    """Removes what a writer that was killed left half written."""
-    for directory in ["", *(str(candidate.name) for candidate in found(storage) if not candidate.complete)]:
+def sweep(storage: Storage, epoch: int, *, new: bool) -> None:
+    """Removes what earlier writers that were killed left half written.
+
+    Args:
+        epoch: of the present right to write. What is written with it is let be: its workers outlive a supervisor's restart, and
+            may be writing now.
+        new: whether nobody can have written with it before. Files beside the checkpoints do not say whose they are.
+    """
+    broken = [str(one.name) for one in found(storage) if not one.complete and one.name.epoch < epoch]
+    for directory in ["", *broken] if new else broken:
         for name in storage.names(directory):
             if PARTIAL.fullmatch(name):
                 storage.delete(f"{directory}/{name}" if directory else name)

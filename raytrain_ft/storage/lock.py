@@ -69,11 +69,16 @@ def read_owner(storage: Storage) -> Owner | None:
 
 
 class WriterLock:
-    """The right to write. Renewed by a thread until `release`; ends with its process at the latest."""
+    """The right to write. Renewed by a thread until `release`; ends with its process at the latest.
 
-    def __init__(self, storage: Storage, owner: Owner) -> None:
+    Attributes:
+        new: whether its epoch is. If not, this owner has had it before, and others may be writing in its name.
+    """
+
+    def __init__(self, storage: Storage, owner: Owner, *, new: bool) -> None:
         self._storage = storage
         self.owner = owner
+        self.new = new
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="writer-lock", daemon=True)
         self._thread.start()
@@ -116,14 +121,15 @@ def acquire(storage: Storage, owner: str) -> WriterLock:
     if found is not None and found.owner != owner and not _has_left(found):
         _await_end(storage, found)
     latest = max([found.epoch if found else 0, *(candidate.name.epoch for candidate in checkpoint.found(storage))])
-    epoch = found.epoch if found is not None and found.owner == owner else latest + 1
+    known = found.epoch if found is not None and found.owner == owner else None
+    epoch = latest + 1 if known is None else known
     if epoch > LATEST_EPOCH:
         raise StorageError(f"{storage.uri}: a file or a checkpoint says that {latest} owners wrote here before; remove it")
     mine = Owner(owner, epoch, socket.gethostname(), os.getpid(), psutil.Process().create_time(), machine=_machine())
     _write(storage, mine)
     if not holds(storage, owner, epoch):
         raise LockedError(f"{storage.uri}: another run took the right to write at the same moment; try again")
-    return WriterLock(storage, mine)
+    return WriterLock(storage, mine, new=known is None)
 
 
 def holds(storage: Storage, owner: str, epoch: int) -> bool:

@@ -123,7 +123,7 @@ class Session:
     def _acquire(self) -> dict[str, Any]:
         right = lock.acquire(self.storage, uuid.uuid4().hex)
         self._closing.callback(right.release)
-        checkpoint.sweep(self.storage)
+        checkpoint.sweep(self.storage, right.owner.epoch, new=right.new)
         return {"owner": right.owner.owner, "epoch": right.owner.epoch}
 
     def _resume(self, resume: str, override: Collection[str], epoch: int) -> None:

@@ -73,9 +73,9 @@ def newest(storage: Storage, warnings: list[str] | None = None) -> int | None:
 
 
 def check_recovery(root: Path) -> None:
-    """Training goes on: the next world sweeps, commits, and leaves nothing of what broke off."""
+    """Training goes on: the next owner sweeps, a world commits, and leaves nothing of what broke off."""
     storage = open_storage(str(root))
-    checkpoint.sweep(storage)
+    checkpoint.sweep(storage, OWNER.epoch + 1, new=True)
     commit(root, 40, incarnation=2)
     assert newest(storage) == 40
     assert all(found.complete for found in checkpoint.found(storage))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from raytrain_ft.errors import StorageError
 from raytrain_ft.policy import messages as m
-from raytrain_ft.runtime.event_log import EventLog, read_events, read_records
+from raytrain_ft.runtime import event_log
+from raytrain_ft.runtime.event_log import EventLog, read_events, read_past, read_records
 
 EVENT = m.CapacityChanged(at=1.0, slots=3)
 
@@ -30,6 +33,24 @@ def test_a_line_that_a_crash_cut_short_damages_no_later_one(tmp_path: Path, cut:
     assert [record["event"] for record in read_records(path)] == ["CapacityChanged"] * 3 + ["State"]
 
 
+def test_notes_are_counted_and_only_the_last_line_may_be_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    log.append(EVENT)
+    for name in ("State", "Recovery", "State"):
+        log.note(name, at=2.0)
+    log.close()
+    whole = path.read_text()
+    for rest in ("", "{damaged\n", '{"event": "State"', "{damaged\n{"):
+        path.write_text(whole + rest)
+        assert read_past(path) == ([EVENT], {"State": 2, "Recovery": 1})
+    path.write_text(whole + "{damaged\n" + whole)
+    with pytest.raises(StorageError, match="line 5 is damaged"):
+        read_past(path)
+    path.write_text("")
+    assert read_past(path) == ([], {})
+
+
 def test_a_write_that_takes_only_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write: Any = os.write
     monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:7]))
@@ -37,4 +58,68 @@ def test_a_write_that_takes_only_a_part(tmp_path: Path, monkeypatch: pytest.Monk
     log.append(EVENT)
     log.append(EVENT)
     assert read_events(log.path) == [EVENT, EVENT]
+    log.close()
+
+
+class Disk:
+    """Takes so many bytes and is full then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+        self.free = free
+        self._write: Any = os.write
+        monkeypatch.setattr(os, "write", self.write)
+
+    def write(self, file: int, data: bytes) -> int:
+        if not self.free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = self._write(file, data[: self.free])
+        self.free -= written
+        return written
+
+
+@pytest.mark.parametrize("free", [0, 5, 60])
+def test_what_a_full_disk_did_not_take_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    clock = iter(range(1000))
+    log = EventLog(tmp_path / "events.jsonl", lambda: float(next(clock)))
+    with monkeypatch.context() as patch:
+        disk = Disk(patch, free)
+        log.append(EVENT)
+        log.append(EVENT)
+        log.note("State", at=2.0)
+        assert log.flush() is not None
+        disk.free = 13  # and full again, in the middle of a line
+        log.append(EVENT)
+    assert log.flush() is None
+    log.append(EVENT)
+    log.close()
+    events = ["CapacityChanged", "CapacityChanged", "State", "CapacityChanged", "LogDelayed", "CapacityChanged"]
+    records = read_records(log.path)
+    assert [record["event"] for record in records] == events, "each once, whole and in order"
+    assert records[4]["seconds"] > 0
+    assert read_events(log.path) == [EVENT] * 4
+
+
+def test_a_log_that_cannot_be_written_for_long_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = [0.0]
+    log = EventLog(tmp_path / "events.jsonl", lambda: times[0])
+    with monkeypatch.context() as patch:
+        Disk(patch, 5)
+        log.append(EVENT)
+        times[0] = event_log.PATIENCE_S
+        log.append(EVENT)
+        times[0] += 1
+        with pytest.raises(StorageError, match=rf"{log.path} could not be written for 61 s, 3 lines wait: No space left"):
+            log.append(EVENT)
+    log.close()
+    assert read_events(log.path) == [EVENT] * 3
+
+
+def test_not_everything_waits_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "MOST_WAITING", 3)
+    log = EventLog(tmp_path / "events.jsonl")
+    Disk(monkeypatch, 0)
+    for _ in range(3):
+        log.append(EVENT)
+    with pytest.raises(StorageError, match="4 lines wait"):
+        log.append(EVENT)
     log.close()

@@ -8,6 +8,8 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.states import State
@@ -161,3 +163,22 @@ def test_who_is_not_waiting_holds_the_others_up() -> None:
 
 def test_who_waits_for_storage_does_not_hang() -> None:
     assert standstill({}, {"w0": "checkpoint", "w1": "wait", "w2": "wait"}) == []
+
+
+@pytest.mark.parametrize("part", ["nodes", "workers"])
+def test_a_watcher_that_fails_is_seen(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*args: Any) -> None:
+        raise KeyError("what Ray tells of its nodes has changed")
+
+    async def last(*args: Any) -> None:
+        await asyncio.sleep(60)
+
+    async def run() -> None:
+        health = Health(SPEC, lambda _: None, time.monotonic)
+        monkeypatch.setattr(health.nodes, "watch", fail if part == "nodes" else last)
+        monkeypatch.setattr(health, "_watch_workers", fail if part == "workers" else last)
+        with pytest.raises(ExceptionGroup) as seen:
+            await asyncio.wait_for(health.watch_cluster(Mute()), 5)
+        assert seen.group_contains(KeyError, match="nodes has changed")
+
+    asyncio.run(run())

@@ -466,6 +466,15 @@ def test_a_worker_has_one_notice_of_each_source_and_only_if_it_is_more_urgent() 
     assert later.condemned() == {"n0"}  # the process of w1 was to end, its node was not
 
 
+def test_a_deadline_does_not_slip_by_the_time_that_the_supervisor_was_away() -> None:
+    told: list[m.Event] = []
+    board = NoticeBoard(told.append, lambda: 10.0)  # the run's clock goes on where it stopped
+    board.recall(m.Noticed(at=10.0, member="w0", deadline_s=100.0, source="aws spot", reason="terminate"), "n0")
+    for _ in range(3):
+        board.noticed("w0", "n0", Notice(70.0, "aws spot", "terminate"))  # 30 s were lost, and the worker knows
+    assert [e.deadline_s for e in told if isinstance(e, m.Noticed)] == [70.0]
+
+
 def test_a_person_may_ask_again_as_long_as_it_is_sooner() -> None:
     told: list[m.Event] = []
     clock = [0.0]

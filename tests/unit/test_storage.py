@@ -25,7 +25,7 @@ from torch import Tensor
 
 import raytrain_ft
 from raytrain_ft.errors import ConfigError, NoCheckpointError, StorageError
-from raytrain_ft.storage import checkpoint, filesystem, manifest, shard
+from raytrain_ft.storage import checkpoint, filesystem, lock, manifest, shard
 from raytrain_ft.storage.filesystem import LocalStorage, RemoteStorage, open_storage
 from raytrain_ft.storage.manifest import Name
 from raytrain_ft.storage.shard import Piece
@@ -421,9 +421,28 @@ def test_what_broke_off_is_swept(tmp_path: Path) -> None:
         path.write_bytes(b"x")
     mine = tmp_path / "notes.partial"
     mine.write_bytes(b"x")
-    checkpoint.sweep(storage)
+    checkpoint.sweep(storage, 2, new=True)
     assert [path.exists() for path in [*left, mine]] == [False, False, True]
     assert step_of(newest(storage)) == 20
+
+
+def test_what_is_being_written_outlives_a_supervisors_restart(tmp_path: Path) -> None:
+    held = lock.acquire(LocalStorage(tmp_path), "run")
+    storage = LocalStorage(tmp_path)
+    name = Name(10, held.owner.epoch, 1)
+
+    def interrupted() -> Iterator[memoryview]:
+        yield memoryview(b"a")
+        again = lock.acquire(storage, "run")  # as the next supervisor of this run does
+        assert again.owner.epoch == held.owner.epoch
+        checkpoint.sweep(storage, again.owner.epoch, new=again.new)
+        yield memoryview(b"b")
+        again.release()
+
+    for file in (f"{name}/shard-00000-of-00001.arrow", "profile.json"):
+        storage.put(file, interrupted())
+        assert storage.view(file).to_pybytes() == b"ab"
+    held.release()
 
 
 # ---------------------------------------------------------------- reading executes nothing

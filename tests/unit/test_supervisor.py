@@ -1,0 +1,105 @@
+"""Parts of the supervisor, without a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raytrain_ft.errors import StorageError
+from raytrain_ft.policy.roster import Rules
+from raytrain_ft.policy.run_state import RunState
+from raytrain_ft.policy.states import ENDED, State
+from raytrain_ft.runtime import library, supervisor
+from raytrain_ft.runtime.library import Library
+from raytrain_ft.runtime.supervisor import Supervisor
+
+
+def bare(**parts: Any) -> Any:
+    """A supervisor that has these parts and does nothing by itself."""
+    made = Supervisor.__new__(Supervisor)
+    for name, part in parts.items():
+        setattr(made, f"_{name}", part)
+    return made
+
+
+def end(machine: RunState, at: float) -> None:
+    machine.recoveries[-1].attempts = 1
+    machine.history.close(at)
+
+
+def test_a_recovery_that_is_over_is_made_plain_data_once(monkeypatch: Any) -> None:
+    machine = RunState(Rules(min_workers=1, max_workers=2, max_steps=10))
+    one = bare(machine=machine, over=[])
+    made: list[Any] = []
+    asdict = supervisor.asdict
+    monkeypatch.setattr(supervisor, "asdict", lambda recovery: (made.append(recovery), asdict(recovery))[1])
+    for number in range(100):
+        recovery = machine.history.begin(number, f"loss {number}", "ray", 2)
+        assert one._recoveries()[-1]["resumed"] is None
+        recovery.lost.append("w0")
+        end(machine, number + 0.5)
+        assert one._recoveries() == one._recoveries() == [asdict(known) for known in machine.recoveries]
+    assert len(made) == 200, "once while it goes on, and once when it is over"
+
+
+class Away:
+    """A library whose storage is away."""
+
+    epoch = 0
+
+    async def open(self) -> None:
+        raise StorageError("it is away")
+
+
+@pytest.mark.parametrize("state", sorted(ENDED))
+def test_a_run_that_has_ended_needs_no_storage(state: State) -> None:
+    one = bare(machine=SimpleNamespace(state=state), library=Away(), restarted=True, spec=SimpleNamespace(lease=0.0))
+    assert asyncio.run(one._open_library()) == ()
+
+
+@pytest.mark.parametrize("was_over", [True, False])
+def test_a_run_fails_once(was_over: bool) -> None:
+    notes: list[str] = []
+    log = SimpleNamespace(note=lambda name, **fields: notes.append(name))
+    about = {"machine": SimpleNamespace(state=State.RUNNING), "spec": SimpleNamespace(lease=0.0), "log": log, "start": 0.0}
+    one = bare(**about, library=Away(), restarted=True, was_over=was_over)
+    one.account = dict
+    assert asyncio.run(one._live()) == {"failure": ("StorageError", "it is away")}
+    assert notes == ([] if was_over else ["RunFailed"])
+
+
+def test_a_supervisor_ends_also_if_it_cannot_end_its_workers(monkeypatch: Any) -> None:
+    killed: list[str] = []
+
+    def refuse(prefix: str) -> None:
+        raise RuntimeError(f"Ray does not answer about {prefix}")
+
+    async def leave() -> None:
+        spec = SimpleNamespace(driver_timeout=0.0, member_name=lambda name: f"run:{name}")
+        one = bare(life=asyncio.create_task(asyncio.sleep(0)), followed_at=0.0, spec=spec)
+        with pytest.raises(RuntimeError, match="does not answer about run:"):
+            await one._leave()
+
+    monkeypatch.setattr(supervisor, "kill_named", refuse)
+    monkeypatch.setattr(supervisor.ray, "kill", killed.append)
+    monkeypatch.setattr(supervisor.ray, "get_runtime_context", lambda: SimpleNamespace(current_actor="itself"))
+    asyncio.run(leave())
+    assert killed == ["itself"]
+
+
+def test_the_end_of_a_run_does_not_wait_for_a_storage_that_hangs(monkeypatch: Any) -> None:
+    async def close() -> None:
+        shelf = Library(SimpleNamespace())  # pyright: ignore
+        hangs = threading.Event()
+        monkeypatch.setattr(shelf, "_lock", SimpleNamespace(release=lambda: hangs.wait(30)))
+        try:
+            await asyncio.wait_for(shelf.close(), 5)
+        finally:
+            hangs.set()
+
+    monkeypatch.setattr(library, "CLOSE_SECONDS", 0.1)
+    asyncio.run(close())
