@@ -501,6 +501,29 @@ def test_draws_of_a_dataset_depend_on_the_sample_and_disturb_nobody(workers: int
     assert [row[0] for row in rows(again)] != [row[0] for row in whole], "the next epoch has another order"
 
 
+def mixed(samples: list[tuple[Any, ...]]) -> list[Tensor]:
+    """Collates, and draws from every global generator, as MixUp does."""
+    draws = float(torch.rand(())), float(np.random.rand()), random.random()
+    return [torch.tensor([float(sample[0]) for sample in samples]), *(torch.full((len(samples),), one) for one in draws)]
+
+
+@pytest.mark.parametrize("dataset", [Drawing(), TensorDataset(torch.arange(float(SAMPLES)))])
+def test_draws_of_a_collation_in_a_loader_worker_depend_on_the_batch(dataset: Any) -> None:
+    def make(workers: int) -> checkfreq.Loader:
+        return checkfreq.Loader(dataset, global_batch_size=BATCH, seed=4, num_workers=workers, collate_fn=mixed)
+
+    before = repr(generator_states())
+    whole = rows(make(1))
+    assert repr(generator_states()) == before
+    resumed = make(2)
+    resumed.load_state_dict({"epoch": 0, "consumed": 16})
+    assert rows(resumed) == whole[16:]
+    assert [len({row[column] for row in whole}) for column in (1, 2, 3)] == [SAMPLES // BATCH] * 3
+    again = make(1)
+    again.load_state_dict({"epoch": 1, "consumed": 0})
+    assert not {row[1] for row in rows(again)} & {row[1] for row in whole}, "each epoch draws anew"
+
+
 def test_example_of_the_papers_figure_5() -> None:
     """Order 1 5 8 2 6 4 7 3, cut after 4: what is left is 6 4 7 3. The seed is one that gives this order."""
 
