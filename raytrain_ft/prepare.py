@@ -46,6 +46,7 @@ from raytrain_ft.settings import TrainSettings, workers
 from raytrain_ft.storage.checkpoint import select
 from raytrain_ft.storage.filesystem import open_storage, within
 from raytrain_ft.task import TrainTask
+from raytrain_ft.training.data import dataset_size
 from raytrain_ft.training.settings import PipelineSettings, StepSettings
 
 PHASE_S = 60.0
@@ -330,10 +331,8 @@ def _worker_options(scaling: ScalingConfig, run: RunConfig) -> dict[str, Any]:
 
 
 def _size(dataset: Any) -> int:
+    """Refuses here, at once, what every worker would refuse."""
     try:
-        size = len(dataset)
-    except TypeError as error:
-        raise ConfigError(f"dataset() returned a {type(dataset).__name__} without a length; use a map-style dataset") from error
-    if size == 0:
-        raise ConfigError("dataset() is empty: there is nothing to train on")
-    return size
+        return dataset_size(dataset)
+    except ConfigError as error:
+        raise ConfigError(f"TrainTask.dataset(): {error}") from error

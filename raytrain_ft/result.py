@@ -60,15 +60,20 @@ def load_model(task: Any, result: Result | str) -> torch.nn.Module:
             checkpoint, such as `Result.checkpoint`.
 
     Raises:
-        StorageError: a file is missing or damaged. MismatchError: it is of another model.
+        StorageError: a file is missing or damaged. MismatchError: it is of another model, be it only smaller or
+            larger; what is missing, or is too many, is named.
     """
     place = str(result.final_state if isinstance(result, Result) else result)
     tensors, values = _final(Path(place)) if place.endswith(".arrow") else _stored(place)
     model = _whole(task, values)
     wanted = model.state_dict(keep_vars=True)
     stored = {id(wanted[name]): tensor for name, tensor in tensors.items() if name in wanted}  # tied weights, by one name
-    try:  # a checkpoint also has the buffers that a state dict leaves out
-        model.load_state_dict({name: stored[id(own)] for name, own in wanted.items() if id(own) in stored})
+    # A checkpoint also has what the model's state dict leaves out, such as buffers that are not persistent. What the model
+    # does not have at all is handed to it too, so that torch names it along with what is missing.
+    known = {*wanted, *dict(model.named_parameters(remove_duplicate=False)), *dict(model.named_buffers(remove_duplicate=False))}
+    surplus = {name: tensor for name, tensor in tensors.items() if name not in known}
+    try:
+        model.load_state_dict({name: stored[id(own)] for name, own in wanted.items() if id(own) in stored} | surplus)
     except RuntimeError as error:
         raise MismatchError(f"{place} is not of this task's model: {error}") from error
     return model

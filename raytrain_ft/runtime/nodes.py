@@ -55,8 +55,8 @@ class Nodes:
                 if sees_drains:
                     self._board.drained(await asyncio.to_thread(draining), members(), crew)
                 nodes = await asyncio.to_thread(placement.nodes)
-            except (RayError, RuntimeError):
-                pass  # Ray's own state does not answer: what was known of the nodes holds
+            except Exception:  # both calls are private to Ray, whose own state may not answer: what was known holds
+                pass
             else:
                 self.links.follow(nodes, crew.taken())
                 self.count(nodes, crew)

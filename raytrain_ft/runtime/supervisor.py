@@ -350,11 +350,12 @@ class Supervisor:
             self._log.note("RunFinished", at=self.now(), steps=machine.step, **machine.result)
         elif machine.failure:
             self._log.note("RunFailed", at=self.now(), state=str(machine.state), error=machine.failure)
-        timeline.write(self._spec.directory)
         try:
+            timeline.write(self._spec.directory)
             report.write(self._spec.directory)
-        except Exception as error:  # a picture that cannot be drawn must not fail a run
-            self._log.note("ReportFailed", at=self.now(), reason=f"{type(error).__name__}: {error}")
+        except Exception as error:  # what cannot be drawn or written must not fail a run
+            with suppress(OSError):  # the disk may be full
+                self._log.note("ReportFailed", at=self.now(), reason=f"{type(error).__name__}: {error}")
 
 
 def _past(spec: RunSpec) -> tuple[list[m.Event], Counter[str]]:

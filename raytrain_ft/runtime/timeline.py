@@ -17,7 +17,7 @@ def build(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     trace: list[dict[str, Any]] = [_name(1, 0, "supervisor"), _name(1, 1, "recoveries")]
     rows: dict[str, int] = {}
     states = [r for r in records if r["event"] == "State"]
-    for state, after in zip(states, [*states[1:], None], strict=True):
+    for state, after in itertools.zip_longest(states, states[1:]):
         end = after["at"] if after else records[-1].get("at", state["at"])
         trace.append(_span(state["state"], 0, state["at"], end, {"incarnation": state["incarnation"]}))
     for record in records:

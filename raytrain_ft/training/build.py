@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.sampling import Sampling
@@ -128,10 +129,11 @@ class _Unread:
 
 
 def check_model(model: torch.nn.Module) -> None:
-    """Refuses parameters that cannot be trained here.
+    """Refuses parameters that cannot be trained here, and state that would be lost.
 
     Raises:
-        ConfigError: nothing requires a gradient, or a trained parameter is half precision or complex.
+        ConfigError: nothing requires a gradient, a trained parameter is half precision or complex, or the state dict holds more
+            than parameters and buffers.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trained:
@@ -141,6 +143,14 @@ def check_model(model: torch.nn.Module) -> None:
             raise ConfigError(
                 f"parameter {name} is {p.dtype}: keep parameters in fp32 and use Trainer(precision='bf16'), which computes "
                 "in bf16 and updates in fp32"
+            )
+    for name, value in model.state_dict(keep_vars=True).items():
+        # What get_extra_state() returns, a tensor too, is neither in a checkpoint nor sent to a replacement.
+        if not isinstance(value, Tensor) or name.rpartition(".")[2] == "_extra_state":
+            raise ConfigError(
+                f"{type(model).__name__}.state_dict() holds {name}, a {type(value).__name__}: only parameters and buffers are "
+                "stored, and given to a worker that replaces another. Keep such state in a buffer (register_buffer), or, if it "
+                "never changes, in the task"
             )
 
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from raytrain_ft.errors import ConfigError, TaskError
 from raytrain_ft.policy.sampling import (
@@ -215,15 +215,22 @@ class Loader:
 def dataset_size(dataset: Any) -> int:
     """Number of samples. Raises ConfigError for a dataset that is empty or cannot be read by index."""
     readable = any(hasattr(dataset, name) for name in ("__getitem__", "__getitems__", "load_batch"))
-    if not readable or not hasattr(dataset, "__len__"):
-        raise ConfigError(
-            f"{type(dataset).__name__} is not map-style: it needs __len__ and __getitem__(index). A stream cannot be "
-            "resumed or shared out exactly; write it to Arrow or Parquet files and use raytrain_ft's ArrowDataset."
-        )
-    size = len(dataset)
+    if not readable or isinstance(dataset, IterableDataset):  # torch's class inherits a __getitem__, which only raises
+        raise _not_map_style(dataset)
+    try:
+        size = len(dataset)
+    except TypeError as error:  # without __len__, or a wrapper of what has none
+        raise _not_map_style(dataset) from error
     if size == 0:
         raise ConfigError(f"{type(dataset).__name__} is empty: check its path and filters.")
     return size
+
+
+def _not_map_style(dataset: Any) -> ConfigError:
+    return ConfigError(
+        f"{type(dataset).__name__} is not map-style: it needs __len__ and __getitem__(index). A stream cannot be "
+        "resumed or shared out exactly; write it to Arrow or Parquet files and use raytrain_ft's ArrowDataset."
+    )
 
 
 def fetch(dataset: Any, ids: list[int], between: Callable[[], None] = lambda: None) -> list[Any]:

@@ -1,8 +1,8 @@
 """Random streams as functions of where a computation stands, never of what was drawn before it.
 
 A step that is redone, replayed from logs or moved to another worker draws the same numbers, because every generator is
-seeded anew from (seed, epoch, sample) or (seed, step, rank, micro-batch, stage). Nothing has to be saved. CheckFreq
-(3.2, 4.3.1) asks this of augmentation; replay (SWIFT, section 5) needs it of dropout too.
+seeded anew from (seed, epoch, sample), (seed, epoch, batch) or (seed, step, rank, micro-batch, stage). Nothing has to be
+saved. CheckFreq (3.2, 4.3.1) asks this of augmentation; replay (SWIFT, section 5) needs it of dropout too.
 """
 
 from __future__ import annotations
@@ -14,13 +14,19 @@ import torch
 
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
 _GAMMA = 0x9E37_79B9_7F4A_7C15
-_SAMPLE_DOMAIN = 0x73616D706C65  # "sample", "step": the two families of seeds never meet
+_SAMPLE_DOMAIN = 0x73616D706C65  # "sample", "step", "batch": the families of seeds never meet
 _STEP_DOMAIN = 0x73746570
+_BATCH_DOMAIN = 0x6261746368
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
     """Seed for all that is random about sample `index` in `epoch`; 64 bits, whoever loads it."""
     return _mixed(_SAMPLE_DOMAIN, seed, epoch, index)
+
+
+def batch_seed(seed: int, epoch: int, first: int) -> int:
+    """Seed for all that is random in collating the batch that begins with sample `first` in `epoch`; 64 bits."""
+    return _mixed(_BATCH_DOMAIN, seed, epoch, first)
 
 
 def step_seed(seed: int, step: int, rank: int, micro_batch: int, stage: int = 0) -> int:

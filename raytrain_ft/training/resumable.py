@@ -3,6 +3,7 @@
 CheckFreq's resumable iterator (section 4.3.1, Fig. 5), for any number of processes: the state is (epoch, samples consumed by
 all ranks together). Nothing that was read ahead is saved. What a dataset draws at random, from torch, numpy or `random`, is a
 function of (seed, epoch, sample), so it is the same whoever loads the sample, and the training's own draws are not disturbed.
+Collation in a loader worker draws what is a function of (seed, epoch, batch): a worker's own stream would begin anew on resume.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.sampling import Position, Sampling, next_batch, sample_ids, share, steps_per_epoch
 from raytrain_ft.training.data import dataset_size, fetch
-from raytrain_ft.training.random import sample_seed
+from raytrain_ft.training.random import batch_seed, sample_seed
 from raytrain_ft.training.ranks import current
 
 _OURS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last", "generator")
@@ -76,8 +77,12 @@ class Loader:
         self.share = 1.0
         self._before: Callable[[], None] = _nothing
         self._after: Callable[[], None] = _nothing
-        rows = dataset if type(dataset) is TensorDataset else _Seeded(dataset, seed)
-        self._torch: DataLoader[Any] = DataLoader(rows, batch_sampler=_Shares(self), generator=torch.Generator(), **options)
+        # Rows of tensors draw nothing; a collate_fn in a worker may, and has to be seeded too.
+        collates_elsewhere = options.get("collate_fn") is not None and options.get("num_workers", 0) > 0
+        seeded = type(dataset) is not TensorDataset or collates_elsewhere
+        rows = _Seeded(dataset, seed) if seeded else dataset
+        shares = _Shares(self, seeded)
+        self._torch: DataLoader[Any] = DataLoader(rows, batch_sampler=shares, generator=torch.Generator(), **options)
 
     def __len__(self) -> int:
         """Batches in an epoch."""
@@ -153,19 +158,22 @@ def position_of(state: Mapping[str, Any]) -> Position:
 
 
 class _Shares:
-    """The batch sampler: this rank's sample ids, batch after batch, from the loader's position to the end of the epoch."""
+    """The batch sampler: this rank's sample ids, batch after batch, from the loader's position to the end of the epoch.
 
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
+    Args:
+        seeded: each comes with its epoch, as `_Seeded` takes them.
+    """
+
+    def __init__(self, loader: Loader, seeded: bool) -> None:
+        self._loader, self._seeded = loader, seeded
 
     def __iter__(self) -> Iterator[list[Any]]:
         sampling, position = self._loader.sampling, self._loader.position
-        plain = type(self._loader.dataset) is TensorDataset
         epoch = position.epoch
         while position.epoch == epoch:
             batch, position = next_batch(sampling, position)
             ids = sample_ids(sampling, epoch, share(batch, *current())).tolist()
-            yield ids if plain else [(epoch, index) for index in ids]
+            yield [(epoch, index) for index in ids] if self._seeded else ids
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -181,6 +189,11 @@ class _Seeded(Dataset[Any]):
         return len(self.dataset)
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
+        if get_worker_info() is not None:  # nobody else draws here, but collate_fn, next
+            samples = [self._one(epoch, index) for epoch, index in keys]
+            for epoch, first in keys[:1]:
+                _seed(batch_seed(self.seed, epoch, first))
+            return samples
         states = torch.get_rng_state(), np.random.get_state(), random.getstate()
         try:
             return [self._one(epoch, index) for epoch, index in keys]
@@ -190,11 +203,15 @@ class _Seeded(Dataset[Any]):
             random.setstate(states[2])
 
     def _one(self, epoch: int, index: int) -> Any:
-        value = sample_seed(self.seed, epoch, index)
-        torch.default_generator.manual_seed(value)
-        np.random.seed(value & 0xFFFF_FFFF)
-        random.seed(value)
+        _seed(sample_seed(self.seed, epoch, index))
         return fetch(self.dataset, [index])[0]
+
+
+def _seed(value: int) -> None:
+    """Seeds the generators of the CPU. Those of GPUs, which `seed_all` includes, are the training's own."""
+    torch.default_generator.manual_seed(value)
+    np.random.seed(value & 0xFFFF_FFFF)
+    random.seed(value)
 
 
 def _nothing() -> None:

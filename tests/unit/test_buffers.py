@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import raytrain_ft as ft
-from raytrain_ft.errors import NonFiniteLossError, TaskError
+from raytrain_ft.errors import ConfigError, NonFiniteLossError, TaskError
 from raytrain_ft.policy.sampling import Position, Sampling
-from raytrain_ft.training.build import build_replica
+from raytrain_ft.training.build import build_replica, check_model
 from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.links import Links
 from raytrain_ft.training.settings import StepSettings
@@ -241,3 +241,25 @@ def test_a_gradient_that_comes_twice_is_refused_and_not_lost() -> None:
 
 def test_the_tail_is_as_long_as_its_buffers() -> None:
     assert Tail(Buffered()).size == HEADER + 2 + 2 * 5 + 4 + 1 + 1 + 3 + 1 + 3 + 3 + 1
+
+
+class Extra(nn.Module):
+    """Has state that is neither parameter nor buffer."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.layer, self.state = nn.Linear(3, 2), state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("state", [{"calls": 3}, None, torch.ones(2)])
+def test_state_that_would_be_lost_is_refused_before_the_training(state: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Extra(state))
+    with pytest.raises(ConfigError, match=rf"holds 1\._extra_state, a {type(state).__name__}: .*register_buffer"):
+        check_model(model)
+    check_model(Buffered())

@@ -7,10 +7,11 @@ import random
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -20,12 +21,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
+from raytrain_ft import prepare
 from raytrain_ft.errors import ConfigError, FencedError, StorageError, TaskError
 from raytrain_ft.policy.sampling import Position, Sampling, next_batch, sample_ids, share
+from raytrain_ft.settings import TrainSettings
 from raytrain_ft.training.arrow_dataset import ArrowDataset
-from raytrain_ft.training.data import Loader, MicroBatch
+from raytrain_ft.training.data import Loader, MicroBatch, dataset_size
 from raytrain_ft.training.determinism import check_deterministic
 from raytrain_ft.training.random import sample_seed, seed_all, step_seed
 
@@ -298,6 +301,38 @@ def test_unusable_datasets_and_arguments_are_refused() -> None:
     for wrong in ((Position(), 2, 2, 1), (Position(), 0, 1, 0), (Position(0, 5), 0, 1, 1)):
         with pytest.raises(ConfigError):
             loader.start(*wrong)
+
+
+class Counted(IterableDataset[int]):
+    """A stream that knows its length. torch's class inherits a __getitem__, which only raises."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+class Wrapped:
+    """Has the length of what it wraps, which has none."""
+
+    def __len__(self) -> int:
+        return len(cast(Any, iter(())))
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize("stream", [Counted(), Wrapped()])
+def test_a_stream_with_a_length_is_refused_by_the_driver_too(stream: Any) -> None:
+    name = type(stream).__name__
+    with pytest.raises(ConfigError, match=f"^{name} is not map-style"):
+        dataset_size(stream)
+    task: Any = SimpleNamespace(dataset=lambda: stream)
+    with pytest.raises(ConfigError, match=rf"^TrainTask\.dataset\(\): {name} is not map-style"):
+        prepare._sampling(task, TrainSettings(max_steps=1, global_batch_size=4), None)
+    with pytest.raises(ConfigError, match=r"^TrainTask\.dataset\(\): Squares is empty"):
+        prepare._size(Squares(0))
 
 
 class Rows(Dataset):

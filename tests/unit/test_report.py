@@ -7,6 +7,7 @@ import re
 import time
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from raytrain_ft.cli import main
-from raytrain_ft.runtime import report
+from raytrain_ft.policy.states import State
+from raytrain_ft.runtime import report, timeline
+from raytrain_ft.runtime.event_log import EventLog, read_records
 from raytrain_ft.runtime.report_data import LARGEST, gather, thin
+from raytrain_ft.runtime.supervisor import Supervisor
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;$\\frac{1}{0}$ \ud800 \x00 -->]]></style></svg>"
 VOID = {"meta", "img", "br", "path", "use", "rect", "link"}
@@ -264,3 +268,41 @@ def test_the_command(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "no events.jsonl" in CliRunner().invoke(main, ["report", str(empty)]).output
+
+
+FAILED = [{"event": "RunStarted", "at": 0.0}, {"event": "RunFailed", "at": 1.0, "state": "ERRORED", "error": ["a", "b"]}]
+
+
+@pytest.mark.parametrize("records", [[], FAILED])
+def test_a_timeline_of_a_run_without_states(tmp_path: Path, records: list[Any]) -> None:
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    result = CliRunner().invoke(main, ["timeline", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    names = [one["name"] for one in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]]
+    assert names == ["thread_name", "thread_name"]
+
+
+def test_each_state_lasts_until_the_next_one_and_the_last_to_the_end() -> None:
+    states = [{"event": "State", "at": at, "state": f"s{at:g}", "incarnation": 1} for at in (1.0, 3.0)]
+    spans = [one for one in timeline.build([*states, {"event": "RunFinished", "at": 7.0}]) if one["ph"] == "X"]
+    assert [(one["name"], one["ts"], one["dur"]) for one in spans] == [("s1", 1e6, 2e6), ("s3", 3e6, 4e6)]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_disk_without_room_for_the_timeline_fails_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
+    """Whether or not there is room left for the line that says so."""
+
+    def no_room(*_: Any, **__: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    end: Any = object.__new__(Supervisor)
+    end._spec, end._start, end._told_of = SimpleNamespace(directory=tmp_path), time.monotonic(), 0
+    end._log = EventLog(tmp_path / "events.jsonl")
+    end._machine = SimpleNamespace(recoveries=[], state=State.ERRORED, failure=None)
+    monkeypatch.setattr(timeline, "write", no_room)
+    if full:
+        monkeypatch.setattr(end._log, "note", no_room)
+    end._note_end()
+    noted = read_records(tmp_path / "events.jsonl")
+    assert [record["reason"] for record in noted] == ([] if full else ["OSError: [Errno 28] No space left on device"])
+    end._log.close()

@@ -19,6 +19,7 @@ from raytrain_ft.result import load_model
 from raytrain_ft.runtime import recovery
 from raytrain_ft.runtime.trainee import Trainee
 from raytrain_ft.storage import checkpoint, shard
+from raytrain_ft.storage.arrow import write_tensors
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.filesystem import LocalStorage
 from raytrain_ft.training import durable
@@ -245,8 +246,44 @@ def test_a_model_with_the_weights_of_a_checkpoint(storage: LocalStorage) -> None
     larger = SimpleNamespace(model=lambda stage: nn.Sequential(*old.model, nn.Linear(1, 1)))
     with pytest.raises(MismatchError, match=r"3\.weight"):
         load_model(larger, str(place))
+    smaller = SimpleNamespace(model=lambda stage: nn.Sequential(*list(old.model.children())[:-1]))
+    with pytest.raises(MismatchError, match=r'Unexpected key.*"2\.weight"'):
+        load_model(smaller, str(place))
     with pytest.raises(StorageError, match="is no checkpoint"):
         load_model(task, str(storage.root))
+
+
+def test_a_final_state_of_a_larger_model_is_refused(tmp_path: Path) -> None:
+    """Also that of a pipeline: the names are those of the whole model."""
+    layers = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    smaller, same = (SimpleNamespace(model=lambda stage, n=n: nn.Sequential(*layers[:n])) for n in (2, 3))
+    whole, first, second = (tmp_path / name for name in ("final.arrow", "final-stage-0.arrow", "final-stage-1.arrow"))
+    write_tensors(whole, nn.Sequential(*layers).state_dict(), {"step": 1})
+    write_tensors(first, nn.Sequential(*layers[:1]).state_dict(), {"step": 1, "stages": 2, "cuts": [1]})
+    write_tensors(second, nn.Sequential(*layers[1:]).state_dict(), {"step": 1, "stages": 2, "cuts": [1]})
+    for file in (whole, first):
+        load_model(same, str(file))
+        with pytest.raises(MismatchError, match=r'Unexpected key.*"2\.weight", "2\.bias"'):
+            load_model(smaller, str(file))
+
+
+def test_what_a_state_dict_leaves_out_is_no_surplus(storage: LocalStorage) -> None:
+    """Buffers that are not persistent, also those that a model has by two names."""
+
+    def make(stage: int = 0) -> Any:
+        model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model[1].weight = model[0].weight
+        for layer in model:
+            layer.register_buffer("scratch", torch.ones(2) if layer is model[0] else model[0].scratch, persistent=False)
+        return model
+
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    store(storage, TrainingState(model, optimizer, None, bucket_bytes=1000, first_bucket_bytes=1000))
+    (place,) = storage.root.glob("step-*")
+    found: Any = load_model(SimpleNamespace(model=make), str(place))
+    assert found[1].weight is found[0].weight
+    assert torch.equal(found[0].weight, model[0].weight)
 
 
 def test_who_begins_anew_after_a_load_that_failed_is_built_anew(monkeypatch: pytest.MonkeyPatch) -> None:
