@@ -74,9 +74,6 @@ class Session:
         self._parts: states.Parts | None = None
         self._committed: dict[str, Position] = {}
         self._uncommitted: set[str] | None = None  # the loaders that the present step read from, if there was an update in it
-        self._epochs: dict[str, int] = {}  # the epoch of each loader from which on a change of it is an end to be kept
-        self._entered: dict[str, int] = {}  # loaders whose loop is under way, and the updates made before it
-        self._untrained: set[str] = set()  # loaders whose last loop was left without an update in it
         self._next_decision = 0
         self._since: float | None = None  # when the clock was last read; None while it stands still
         self._seconds = self._update_s = self._update_began = 0.0
@@ -106,7 +103,6 @@ class Session:
         self._checkpointer = Checkpointer(target, self._capture, self._tuner, self._journal.tell, self._own)
         self._closing.callback(self._checkpointer.close, self._plan.timeout_s)
         self._committed = self._positions()
-        self._epochs = {name: position.epoch for name, position in self._committed.items()}
         self._follow()
         self._checkpointer.begin(self._ranks.rank, self._ranks.count, 1, self.step)
         self._next_decision = self._ranks.first_says(self._earliest())
@@ -172,7 +168,7 @@ class Session:
     def _follow(self) -> None:
         """Has the loaders and the optimizers tell of what happens."""
         for name, loader in self._loaders.items():
-            loader.observe(partial(self._asked, name), partial(self._left, name))
+            loader.observe(partial(self._asked, name), self.pause)
             self._closing.callback(loader.observe)
         for value in self._objects.values():
             if isinstance(value, torch.optim.Optimizer):
@@ -205,16 +201,6 @@ class Session:
         """A batch of this loader is asked for. If the last step read from others only, it goes on: this is its validation."""
         if not self._uncommitted or name in self._uncommitted:
             self.commit()
-        self._entered.setdefault(name, self.step)
-        self._untrained.discard(name)
-        if self._uncommitted is None:  # what another loop read before this step was a validation, and its end is none of ours
-            self._epochs |= {other: self._loaders[other].position.epoch for other in self._untrained}
-
-    def _left(self, name: str) -> None:
-        """The loop over this loader is left."""
-        self.pause()
-        if self._entered.pop(name, None) == self.step:
-            self._untrained.add(name)
 
     def commit(self) -> None:
         """A batch is asked for: what was done since the last one is a step, if there was an update in it."""
@@ -244,9 +230,8 @@ class Session:
     def _commit_step(self) -> bool:
         """Returns whether an epoch ended with this step whose end is to be kept."""
         assert self._uncommitted is not None
-        self._committed = self._positions()
-        ended = any(self._committed[name].epoch != self._epochs[name] for name in self._uncommitted)
-        self._epochs = {name: position.epoch for name, position in self._committed.items()}
+        before, self._committed = self._committed, self._positions()
+        ended = any(self._committed[name].epoch != before[name].epoch for name in self._uncommitted)
         self._uncommitted = None
         self._checkpointer.updated(self._update_s)
         self._checkpointer.stepped(self.step, self._seconds)

@@ -251,42 +251,6 @@ def test_the_end_of_a_validation_is_no_end_of_an_epoch(tmp_path: Path) -> None:
     assert kept(tmp_path) == [(5, True), (10, True), (15, True), (20, True)]
 
 
-def test_a_validation_before_the_first_step_makes_it_no_end_of_an_epoch(tmp_path: Path) -> None:
-    for epochs in (1, 2):  # the second time in a job that is resumed
-        setup = Validated()
-        with checkfreq.open(tmp_path, every=1000, keep_epochs=True, keep=1, **setup.objects):
-            for _ in setup.val:
-                pass
-            setup.epochs(epochs)
-    assert kept(tmp_path) == [(5, True), (10, True)]
-
-
-def test_the_end_of_the_first_of_two_loaders_that_are_read_together_is_an_end_of_an_epoch(tmp_path: Path) -> None:
-    setup = Validated()
-    other = itertools.chain.from_iterable(itertools.repeat(setup.val))
-    with checkfreq.open(tmp_path, every=1000, keep_epochs=True, keep=1, **setup.objects):
-        for (inputs, labels), _ in zip(setup.loader, other, strict=False):
-            setup.step(inputs, labels)
-    assert (5, True) in kept(tmp_path)
-
-
-def test_gradients_that_are_accumulated_across_a_validation_end_their_epoch_all_the_same(tmp_path: Path) -> None:
-    """Five batches an epoch and an update of every second one: the third update has read the end of the first epoch."""
-    setup = Validated()
-    number = 0
-    with checkfreq.open(tmp_path, every=1000, keep_epochs=True, keep=1, **setup.objects):
-        for _ in setup.loader.epochs(2):
-            for inputs, labels in setup.loader:
-                F.cross_entropy(setup.model(inputs), labels).backward()
-                number += 1
-                if number % 2 == 0:
-                    setup.optimizer.step()
-                    setup.optimizer.zero_grad()
-            for _ in setup.val:
-                pass
-    assert kept(tmp_path) == [(3, True), (5, True)]
-
-
 def test_a_job_that_is_killed_in_its_validation_steps_its_scheduler_all_the_same(tmp_path: Path) -> None:
     torch.manual_seed(0)
     undisturbed = Validated()
