@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ray.exceptions import RayError
-
 from raytrain_ft.policy import messages as m
 from raytrain_ft.runtime import placement
 from raytrain_ft.runtime.node_links import NodeLinks

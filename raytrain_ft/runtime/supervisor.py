@@ -136,6 +136,8 @@ class Supervisor:
 
     async def _live(self) -> dict[str, Any]:
         """The run, or what is left of it after a restart; returns the account of its end."""
+        if self._restarted:  # before anything that workers tell meanwhile: to be acted upon, it needs workers that are watched
+            self.tell(m.SupervisorRestarted(at=self.now()))
         try:
             stored = await self._open_library()
         except FTError as error:
@@ -144,9 +146,7 @@ class Supervisor:
                 self._log.note("RunFailed", at=self.now(), state=str(State.ERRORED), error=failure)
             return self.account() | {"failure": failure}
         self._crew.epoch = self._library.epoch
-        if self._restarted:
-            self.tell(m.SupervisorRestarted(at=self.now()))
-        else:
+        if not self._restarted:
             shutil.rmtree(self._spec.logs, ignore_errors=True)  # of a run of this name that could not clean up: never replayed
             started = {"incarnation": self._spec.incarnation, "stored": stored, "details": _details(self._spec)}
             self.tell(m.RunStarted(at=0.0, run_id=self._spec.run_id, **started))
