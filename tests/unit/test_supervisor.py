@@ -66,7 +66,7 @@ def test_a_run_fails_once(was_over: bool) -> None:
     notes: list[str] = []
     log = SimpleNamespace(note=lambda name, **fields: notes.append(name))
     about = {"machine": SimpleNamespace(state=State.RUNNING), "spec": SimpleNamespace(lease=0.0), "log": log, "start": 0.0}
-    one = bare(**about, library=Away(), restarted=True, was_over=was_over)
+    one = bare(**about, library=Away(), restarted=True, was_over=was_over, events=asyncio.Queue())
     one.account = dict
     assert asyncio.run(one._live()) == {"failure": ("StorageError", "it is away")}
     assert notes == ([] if was_over else ["RunFailed"])
