@@ -23,6 +23,10 @@ RECORD_INTERVAL_S = 1.0
 """Committed steps are merged into one record per this time; the first of an incarnation goes out at once."""
 RECORDS_PER_S = 16
 """No more than so many reach the supervisor from all workers together: of many, each merges more steps into a record."""
+LONGEST_INTERVAL_S = 10.0
+SHARE_OF_AGE = 1 / 3600
+"""Of the time since training last began, up to `LONGEST_INTERVAL_S`: a supervisor that was lost reads all records to come back,
+and a run of weeks must not be too long to be read."""
 
 
 class Heartbeat:
@@ -43,6 +47,7 @@ class Heartbeat:
         self._closed: list[dict[str, Any]] = []
         self._notes: list[tuple[str, dict[str, Any]]] = []
         self._last_record = 0.0
+        self._began = time.monotonic()
         self._thread = threading.Thread(target=self._beat_until_the_end, name="heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -66,7 +71,7 @@ class Heartbeat:
             self._close_record()  # what a recovery completed belongs to the incarnation before
             self._status, self._detail, self._kind = "running", "", ""
             self._incarnation, self._rank = incarnation, rank
-            self._last_record = 0.0
+            self._last_record, self._began = 0.0, time.monotonic()
             self.at("run", self._step)
 
     def is_running(self, incarnation: int) -> bool:
@@ -86,7 +91,8 @@ class Heartbeat:
             if self._open and _shared_out(self._open[-1]) != _shared_out(commit):
                 self._close_record()
             self._open.append(commit)
-            if time.monotonic() - self._last_record < record_interval(commit.attempt.replicas):
+            now = time.monotonic()
+            if now - self._last_record < record_interval(commit.attempt.replicas, now - self._began):
                 return
             self._close_record()
         self._wake.set()
@@ -159,9 +165,9 @@ class Heartbeat:
             )
 
 
-def record_interval(replicas: int) -> float:
-    """Seconds between two records of one worker."""
-    return max(RECORD_INTERVAL_S, replicas / RECORDS_PER_S)
+def record_interval(replicas: int, age_s: float = 0.0) -> float:
+    """Seconds between two records of one worker, so long after training last began."""
+    return max(RECORD_INTERVAL_S, replicas / RECORDS_PER_S, min(age_s * SHARE_OF_AGE, LONGEST_INTERVAL_S))
 
 
 def _shared_out(commit: Commit) -> tuple[Any, ...]:
