@@ -55,9 +55,9 @@ class Interval:
         k: steps from one checkpoint to the next.
         mode: where the snapshot is taken to first: "cpu" or "gpu" memory.
         overhead: what training sees of one checkpoint, seconds [T_o].
-        k_persist, k_overhead, k_failures: the least k for which persisting is done in time, or so nearly always that waiting
-            for it stays within the budget; for which the overhead does; beyond which more frequent checkpoints would cost
-            more than the work that they save.
+        k_persist, k_overhead, k_failures: the least k for which persisting is done in time, as a rule; for which the overhead,
+            and waiting for the checkpoints that take longer, stay within the budget; beyond which more frequent checkpoints
+            would cost more than the work that they save.
     """
 
     k: int
@@ -113,7 +113,7 @@ def choose(
     k_persist = _whole((profile.copy + profile.persist - seen) / profile.iteration)
     k_overhead = _whole(seen / (budget * profile.iteration))
     if latest:
-        k_persist = _least_waiting(max(1, k_persist, k_overhead), seen, latest, budget, profile.iteration) or k_persist
+        k_overhead = _least_waiting(max(1, k_persist, k_overhead), seen, latest, budget, profile.iteration) or k_overhead
     k_failures = 0 if failure_s is None else _whole(math.sqrt(2 * seen * failure_s) / profile.iteration)
     k = max(1, k_persist, k_overhead, k_failures)
     mode = "gpu" if fits else "cpu"
