@@ -354,8 +354,7 @@ class Supervisor:
             timeline.write(self._spec.directory)
             report.write(self._spec.directory)
         except Exception as error:  # what cannot be drawn or written must not fail a run
-            with suppress(OSError):  # the disk may be full
-                self._log.note("ReportFailed", at=self.now(), reason=f"{type(error).__name__}: {error}")
+            self._log.note("ReportFailed", at=self.now(), reason=f"{type(error).__name__}: {error}")
 
 
 def _past(spec: RunSpec) -> tuple[list[m.Event], Counter[str]]:

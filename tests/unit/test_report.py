@@ -290,7 +290,7 @@ def test_each_state_lasts_until_the_next_one_and_the_last_to_the_end() -> None:
 
 @pytest.mark.parametrize("full", [False, True])
 def test_a_disk_without_room_for_the_timeline_fails_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
-    """Whether or not there is room left for the line that says so."""
+    """Whether or not there is room left for the line that says so, which else waits until there is."""
 
     def no_room(*_: Any, **__: Any) -> Any:
         raise OSError(28, "No space left on device")
@@ -300,9 +300,10 @@ def test_a_disk_without_room_for_the_timeline_fails_no_run(tmp_path: Path, monke
     end._log = EventLog(tmp_path / "events.jsonl")
     end._machine = SimpleNamespace(recoveries=[], state=State.ERRORED, failure=None)
     monkeypatch.setattr(timeline, "write", no_room)
-    if full:
-        monkeypatch.setattr(end._log, "note", no_room)
-    end._note_end()
-    noted = read_records(tmp_path / "events.jsonl")
-    assert [record["reason"] for record in noted] == ([] if full else ["OSError: [Errno 28] No space left on device"])
-    end._log.close()
+    with monkeypatch.context() as disk:
+        if full:
+            disk.setattr("raytrain_ft.runtime.event_log.os.write", no_room)
+        end._note_end()
+    end._log.close()  # there is room again: the line has waited
+    noted = [record for record in read_records(tmp_path / "events.jsonl") if record["event"] == "ReportFailed"]
+    assert [record["reason"] for record in noted] == ["OSError: [Errno 28] No space left on device"]
