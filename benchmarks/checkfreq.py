@@ -36,7 +36,7 @@ BUDGET = 0.035
 JUDGEMENTS = 12
 STRETCH_STEPS = 160
 BOUND = Preset("copy as long as ten steps", 0.012, 0.002, 256)  # T_c > T_i - T_w: the budget decides on k
-FREE = Preset("copy hidden in a step", 0.060, 0.004, 64)  # the copy is hidden: persisting decides on k
+FREE = Preset("copy hidden in a step", 0.030, 0.002, 32)  # the copy is hidden: persisting decides on k
 PRESETS = [Preset("64 MB, 60 ms", 0.060, 0.005, 64), Preset("192 MB, 120 ms", 0.120, 0.008, 192)]
 GOALS = {
     "overhead_error_points_quiet": Goal("<=", 0.5),
@@ -49,14 +49,15 @@ GOALS = {
 }
 
 
-def overhead(run: Loop, stretches: int, intervals: int, how: How = "pipelined") -> list[float]:
-    """Share of the time that checkpoints cost, stretch by stretch of whole intervals, each between two without checkpoints."""
+def overhead(run: Loop, stretches: int, intervals: int, how: How = "pipelined", least: int = STRETCH_STEPS) -> list[float]:
+    """Share of the time that checkpoints cost, stretch by stretch of whole intervals and at least so many steps, each between
+    two without checkpoints."""
     shares = []
     before = run.run(40, "none")
     for _ in range(stretches):
         run.settle()
         k = max(1, run.tuner.fixed or run.tuner.k)
-        with_them = run.run(k * max(intervals, -(-STRETCH_STEPS // k)), how)
+        with_them = run.run(k * max(intervals, -(-least // k)), how)
         run.settle()
         after = run.run(40, "none")
         base = statistics.mean(before + after)
@@ -65,11 +66,11 @@ def overhead(run: Loop, stretches: int, intervals: int, how: How = "pipelined") 
     return shares
 
 
-def learn(run: Loop) -> int:
-    """Runs until the interval is known and was looked at again a dozen times; returns it."""
+def learn(run: Loop, judgements: int = JUDGEMENTS) -> int:
+    """Runs until the interval is known and was looked at again so many times; returns it."""
     while not run.tuner.k:
         run.run(10)
-    for _ in range(JUDGEMENTS):
+    for _ in range(judgements):
         run.run(max(run.tuner.k, JUDGED_STEPS))
     return run.tuner.k
 
@@ -110,7 +111,7 @@ def contended(run: Loop, seconds: float) -> list[float]:
 
 def measure_contended(report: Report, options: Options) -> None:
     """Table 5: a second job begins to write midway. A fixed k, and one that adapts."""
-    preset, seconds = FREE, 20.0 if options.quick else 60.0
+    preset, seconds = FREE, 15.0 if options.quick else 60.0
     with loop(preset, budget=BUDGET) as run:
         before = learn(run)
         base = statistics.mean(run.run(60, "none"))
@@ -145,14 +146,15 @@ def measure_contended(report: Report, options: Options) -> None:
 def measure_schemes(report: Report, options: Options) -> None:
     """Figure 7 and Table 3: the same k, synchronously, with persist in the background, with both. Figure 4: 12 steps, k=3."""
     hows: tuple[How, ...] = ("sync", "persist only", "pipelined")
+    stretches, least, judgements = (1, 80, 4) if options.quick else (5, STRETCH_STEPS, JUDGEMENTS)
     for preset in PRESETS[: 1 if options.quick else None]:
         with loop(preset, budget=BUDGET) as run:
-            k = learn(run)
+            k = learn(run, judgements)
         costs = []
         for how in hows:
             with loop(preset, fixed=k) as run:
                 run.run(k)
-                costs.append(f"{how} {statistics.median(overhead(run, 2 if options.quick else 5, 4, how)):.1%}")
+                costs.append(f"{how} {statistics.median(overhead(run, stretches, 4, how, least)):.1%}")
         report.note(f"Figure 7, {preset.name}, k={k}: {', '.join(costs)}")
     timeline = []
     for how in hows:
@@ -288,7 +290,7 @@ def measure_crashes(report: Report, options: Options) -> None:
     del options
     tests = Path(__file__).parents[1] / "tests" / "unit"
     which = [str(tests / name) for name in ("test_crash_consistency.py", "test_unsynced_data.py")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *which]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--numprocesses", "2", *which]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     counts: dict[str, Any] = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error)", done.stdout)}
     if "passed" not in counts:

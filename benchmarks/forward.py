@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import raytrain_ft as ft
 from benchmarks.drains import committed_at
-from benchmarks.harness import REPORT_ONLY, Goal, Options, Report, main
+from benchmarks.harness import REPORT_ONLY, Goal, Options, Report, main, paired_ratio
 from benchmarks.models import Work
 from benchmarks.ours import Run, Task, training
 from benchmarks.recovery import CommitJournal, breakdown, p95_of, wait_for
@@ -50,6 +50,8 @@ GOALS = {
     "rollback_pause_p95_steps": Goal("<=", 2.0),
     "suspend_latency_steps": Goal("<=", 1.0),
     "resume_latency_steps": Goal("<=", 1.0),
+    "suspend_latency_p95_steps": REPORT_ONLY,
+    "resume_latency_p95_steps": REPORT_ONLY,
     "dormant_throughput_ratio_vs_smaller_group": REPORT_ONLY,
 }
 
@@ -237,33 +239,61 @@ def ask(run: Run, journals: str, asleep: bool, at_once: bool) -> float:
     return committed_at(journals)[dormancies(run)[-1]["step"] - 1] - asked
 
 
-def measure_sleep(report: Report, rounds: int, seed: int) -> None:
-    """Requests at random phases, and the pace of the others meanwhile; then the pace of a group of one less."""
-    chance = random.Random(seed)
-    suspended: dict[bool, list[float]] = {False: [], True: []}
-    resumed, dormant, awake, smaller = [], [], [], []
+@dataclass(slots=True)
+class Naps:
+    """What a replica that sleeps and wakes again and again was seen to do. Latencies in seconds; paces in steps per second.
+
+    Attributes:
+        suspended: until it slept, of requests at a step's end (False) and at once (True). resumed: until it woke.
+        awake, dormant: the pace of all, and of the others while it sleeps. smaller: of a group without it.
+    """
+
+    suspended: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
+    resumed: list[float] = field(default_factory=list)
+    awake: list[float] = field(default_factory=list)
+    dormant: list[list[float]] = field(default_factory=list)
+    smaller: list[list[float]] = field(default_factory=list)
+
+
+def take_naps(naps: Naps, directory: str, number: int, rounds: int, chance: random.Random) -> None:
+    """One run with requests at random phases, and then one of a group of one less."""
+    dormant = []
+    with calm(directory, f"sleep-{number}", WORKERS, 1_000_000) as (run, journals):
+        step_s = 1 / steps_per_s(journals, 10)
+        for request in range(rounds):
+            time.sleep(chance.uniform(2.0, 3.0) * step_s)
+            at_once = request % 4 == 3
+            naps.suspended[at_once].append(ask(run, journals, True, at_once))
+            dormant.append(steps_per_s(journals, 10))
+            time.sleep(chance.uniform(0.0, 1.0) / dormant[-1])
+            naps.resumed.append(ask(run, journals, False, False))
+            naps.awake.append(steps_per_s(journals, 5))
+    naps.dormant.append(dormant)
+    with calm(directory, f"smaller-{number}", WORKERS - 1, 1_000_000) as (run, journals):
+        naps.smaller.append([steps_per_s(journals, 10) for _ in range(rounds)])
+
+
+def measure_sleep(report: Report, turns: int, rounds: int, seed: int) -> None:
+    """So many turns of a group with a sleeper and of a smaller one: the machine's pace changes from minute to minute."""
+    naps, chance = Naps(), random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="raytrain_ft-") as directory, LocalCluster(WORKERS):
-        with calm(directory, "sleep", WORKERS, 1_000_000) as (run, journals):
-            step_s = 1 / steps_per_s(journals, 10)
-            for number in range(2 * rounds):
-                time.sleep(chance.uniform(2.0, 3.0) * step_s)
-                at_once = number % 2 == 1
-                suspended[at_once].append(ask(run, journals, True, at_once))
-                dormant.append(steps_per_s(journals, 10))
-                resumed.append(ask(run, journals, False, False))
-                awake.append(steps_per_s(journals, 5))
-        with calm(directory, "smaller", WORKERS - 1, 1_000_000) as (run, journals):
-            smaller = [steps_per_s(journals, 10) for _ in range(2 * rounds)]
-    step_s = 1 / statistics.median(awake)
-    report.add("suspend_latency_steps", [seconds / step_s for seconds in suspended[False]], statistic=p95_of)
-    report.add("resume_latency_steps", [seconds * statistics.median(dormant) for seconds in resumed], statistic=p95_of)
-    ratio = [pace / statistics.median(smaller) for pace in dormant]
-    report.add("dormant_throughput_ratio_vs_smaller_group", ratio)
-    at_once = statistics.median(suspended[True])
+        for number in range(turns):
+            take_naps(naps, directory, number, rounds, chance)
+    step_s = 1 / statistics.median(naps.awake)
+    dormant, smaller = (list(itertools.chain.from_iterable(paces)) for paces in (naps.dormant, naps.smaller))
+    latencies = {
+        "suspend_latency": [seconds / step_s for seconds in naps.suspended[False]],
+        "resume_latency": [seconds * statistics.median(dormant) for seconds in naps.resumed],
+    }
+    for name, steps in latencies.items():
+        report.add(f"{name}_steps", steps)
+        report.add(f"{name}_p95_steps", steps, statistic=p95_of)
+    report.add("dormant_throughput_ratio_vs_smaller_group", paired_ratio(naps.dormant, naps.smaller))
+    at_rest, at_once = (statistics.median(naps.suspended[way]) for way in (False, True))
     report.note(
         f"sleep: a step takes {step_s:.3f} s with {WORKERS} awake, {1 / statistics.median(dormant):.3f} s with one asleep, "
-        f"{1 / statistics.median(smaller):.3f} s in a group of {WORKERS - 1}; falls asleep in median "
-        f"{statistics.median(suspended[False]):.3f} s ({at_once:.3f} s if at once), wakes in {statistics.median(resumed):.3f} s"
+        f"{1 / statistics.median(smaller):.3f} s in a group of {WORKERS - 1}; falls asleep in median {at_rest:.3f} s "
+        f"({at_once:.3f} s if at once), wakes in {statistics.median(naps.resumed):.3f} s"
     )
 
 
@@ -271,7 +301,7 @@ def run(options: Options) -> Report:
     """All of it."""
     report = Report("forward", GOALS)
     kills = 2 if options.quick else 32
-    measure_sleep(report, 2 if options.quick else 20, options.seed)
+    measure_sleep(report, *((1, 4) if options.quick else (6, 8)), options.seed)
     add_kills(report, "lossy", kills, options.seed)
     add_kills(report, "rollback", kills, options.seed + 1)
     return report

@@ -21,8 +21,9 @@ import numpy as np
 
 import raytrain_ft as ft
 from benchmarks import stages
-from benchmarks.harness import Estimate, Goal, Options, Report, estimate, main, noise_floor, paired_ratio
-from benchmarks.stages import STAGES, Bench, Shape, Staged
+from benchmarks.harness import REPORT_ONLY, Estimate, Goal, Options, Report, estimate, main, noise_floor, paired_ratio
+from benchmarks.peers.ray_pipeline import measure_pipeline_restart
+from benchmarks.stages import PACE, STAGES, Bench, Shape, Staged
 from raytrain_ft.chaos.cluster import LocalCluster
 from raytrain_ft.chaos.faults import when
 from raytrain_ft.training.team import Team
@@ -36,11 +37,14 @@ GOALS = {
     "parallel_recovery_efficiency_d4": Goal(">=", 0.8),
     "recovery_reduction_vs_global_checkpoint": Goal(">=", 0.6),
     "recovery_reduction_vs_global_checkpoint_parallel": Goal(">=", 0.8),
+    "recovery_reduction_vs_ray_train_restart": REPORT_ONLY,
+    "recovery_reduction_vs_ray_train_restart_parallel": REPORT_ONLY,
     "bit_equal_share": Goal(">=", 1.0),
 }
-PACE = {"forward_s": 0.005, "backward_s": 0.010}
 LOST = 1
 """The stage that is replayed."""
+REPLAYS = {"": "logging", "_parallel": "logging, four workers"}
+"""What is set beside going back: suffixes of metrics, and ways to recover. Both end with the same bits."""
 
 
 def paced(micro_batches: int) -> Shape:
@@ -216,14 +220,18 @@ def recover(shape: Shape, checkpoint: int, steps: int, kill: int | None, **recov
         return seconds, result.digest, "; ".join(r.reason for r in result.recoveries)
 
 
-def report_recoveries(report: Report, shape: Shape, checkpoint: int, kill: int, repeats: int) -> None:
-    """The paper's protocol: one checkpoint, and a stage killed 50 steps later (SWIFT, section 7)."""
+def report_recoveries(
+    report: Report, shape: Shape, checkpoint: int, kill: int, repeats: int, *, fast: bool
+) -> dict[str, list[float]]:
+    """The paper's protocol: one checkpoint, and a stage killed 50 steps later (SWIFT, section 7). `fast`: with the paper's
+    sums, too, whose order differs from that of training. Returns the seconds of each way."""
     ways: dict[str, dict[str, Any]] = {
         "global checkpoint": {"strategy": "checkpoint"},
         "logging": {},
-        "logging, four workers": {"replay_workers": STAGES, "replay_sums": "fast"},
-        "logging, four workers, exact": {"replay_workers": STAGES, "replay_sums": "exact"},
+        "logging, four workers": {"replay_workers": STAGES, "replay_sums": "exact"},
     }
+    if fast:
+        ways["logging, four workers, fast"] = {"replay_workers": STAGES, "replay_sums": "fast"}
     times: dict[str, list[float]] = {name: [] for name in ways}
     equal: list[bool] = []
     with LocalCluster(num_nodes=STAGES + 1):
@@ -236,19 +244,31 @@ def report_recoveries(report: Report, shape: Shape, checkpoint: int, kill: int, 
                 if how.get("replay_sums") != "fast":
                     equal.append(digest == calm)
                 report.note(f"{name}: back after {seconds:.2f} s ({reason})")
-    for key, name in (
-        ("recovery_reduction_vs_global_checkpoint", "logging"),
-        ("recovery_reduction_vs_global_checkpoint_parallel", "logging, four workers"),
-    ):
+    for suffix, name in REPLAYS.items():
         pairs = zip(times[name], times["global checkpoint"], strict=True)
-        report.add(key, [1 - ours / theirs for ours, theirs in pairs])
+        report.add(f"recovery_reduction_vs_global_checkpoint{suffix}", [1 - ours / theirs for ours, theirs in pairs])
     report.add("bit_equal_share", Estimate(float(np.mean(equal)), float(np.mean(equal)), float(np.mean(equal)), len(equal)))
+    return times
+
+
+def report_peer(report: Report, shape: Shape, checkpoint: int, kill: int, times: dict[str, list[float]]) -> None:
+    """The same protocol for Ray Train, which starts everybody again. `times`: ours."""
+    try:
+        theirs = measure_pipeline_restart(shape, checkpoint, kill, repeats=len(times["logging"]))
+    except RuntimeError as error:
+        for suffix in REPLAYS:
+            report.absent(f"recovery_reduction_vs_ray_train_restart{suffix}", why=str(error))
+        return
+    report.note(f"Ray Train restart: back after {', '.join(f'{seconds:.2f}' for seconds in theirs)} s")
+    for suffix, name in REPLAYS.items():
+        reductions = [1 - a / b for a, b in zip(times[name], theirs, strict=True)]
+        report.add(f"recovery_reduction_vs_ray_train_restart{suffix}", reductions)
 
 
 def run(options: Options) -> Report:
     """All of it."""
     report = Report("pipeline", metrics_from=GOALS)
-    blocks, steps = (4, 6) if options.quick else (10, 12)
+    blocks, steps = (4, 5) if options.quick else (10, 12)
     report_steps(report, "logged_step_ratio_paced", paced(8), blocks, steps)
     report_steps(report, "logged_step_ratio_real", Shape(8), blocks, steps)
     for micro_batches in () if options.quick else (4, 16):
@@ -259,8 +279,13 @@ def run(options: Options) -> Report:
     if not options.quick:
         report_replays(report, paced(16), replayed, repeats, judge=False)
         report_replays(report, Shape(8), replayed, repeats, judge=False)
-    checkpoint, kill = (40, 75) if options.quick else (100, 149)
-    report_recoveries(report, paced(4), checkpoint, kill, 1 if options.quick else 5)
+    checkpoint, kill = (40, 75) if options.quick else (100, 149)  # there is no second checkpoint before the kill
+    times = report_recoveries(report, paced(4), checkpoint, kill, 1 if options.quick else 5, fast=not options.quick)
+    if options.quick:
+        for suffix in REPLAYS:
+            report.absent(f"recovery_reduction_vs_ray_train_restart{suffix}", why="--quick leaves this out")
+    else:
+        report_peer(report, paced(4), checkpoint, kill, times)
     return report
 
 

@@ -37,6 +37,8 @@ from raytrain_ft.training.step import Replica
 from raytrain_ft.training.team import Team
 
 STAGES = 4
+PACE = {"forward_s": 0.005, "backward_s": 0.010}
+"""Of a paced pipeline's stage over a micro-batch."""
 TIMEOUT = timedelta(seconds=60)
 
 
@@ -173,7 +175,7 @@ class Bench:
 
     def barrier(self) -> None:
         """All have come to here."""
-        self.world.start("allreduce", [torch.zeros(1)]).wait()
+        self.world.all_reduce(torch.zeros(1)).wait()
 
     def start(self, replica: Replica) -> None:
         """The replica's loader begins where it stands."""

@@ -51,7 +51,7 @@ class Plan:
     torchft: tuple[int, int] = (41, 6)
 
 
-QUICK = Plan(two=(25, 5), four=(25, 4), update=(11, 5), paced=None, torchft=(9, 5))
+QUICK = Plan(two=(17, 5), four=(13, 4), update=(7, 5), paced=None, torchft=(7, 5))
 
 
 def as_ddp_does(work: Work) -> Work:

@@ -67,10 +67,15 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.norm_2(x)))
 
 
-def transformer(*, causal: bool, tokens: int) -> nn.Sequential:
-    """Tokens [n, t] -> logits [n, t, 256]. One layer after the other, so that it can be cut into stages anywhere."""
-    blocks = (Block(causal) for _ in range(LAYERS))
-    return nn.Sequential(Embed(tokens), *blocks, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False))
+def transformer(*, causal: bool, tokens: int, tied: bool = False) -> nn.Sequential:
+    """Tokens [n, t] -> logits [n, t, 256]. One layer after the other, so that it can be cut into stages anywhere.
+
+    `tied`: the last layer has the weights of the first. If they are in two stages, these train them as one.
+    """
+    embed, head = Embed(tokens), nn.Linear(WIDTH, 256, bias=False)
+    if tied:
+        head.weight = embed.token.weight
+    return nn.Sequential(embed, *(Block(causal) for _ in range(LAYERS)), nn.LayerNorm(WIDTH), head)
 
 
 # ---------------------------------------------------------------- the data
@@ -94,11 +99,12 @@ def library(part: str, megabytes: float = 4.0) -> TensorDataset:
 class PythonLM(ft.TrainTask):
     """GPT: which byte comes next?"""
 
-    def __init__(self, max_steps: int) -> None:
+    def __init__(self, max_steps: int, tied: bool = False) -> None:
         self.max_steps = max_steps
+        self.tied_weights = tied
 
     def model(self, stage: int) -> nn.Module:
-        return transformer(causal=True, tokens=256)
+        return transformer(causal=True, tokens=256, tied=self.tied_weights)
 
     def optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
         matrices = [p for p in params if p.dim() >= 2]
@@ -160,8 +166,13 @@ def main() -> None:
     parser.add_argument("--cpus-per-worker", type=int, default=1, help="CPUs of each; a node's whole number keeps them apart")
     parser.add_argument("--max-steps", "--steps", type=int, default=150, help="updates of 32 windows each")
     parser.add_argument("--masked", action="store_true", help="guess hidden bytes (BERT) instead of the next one (GPT)")
+    parser.add_argument("--tied", action="store_true", help="one matrix of weights for embedding and output (GPT only)")
     parser.add_argument("--stages", type=int, default=1, help="cut the model into so many stages, each on its own worker")
     parser.add_argument("--micro-batches", type=int, default=8, help="of each pipeline's share of the 32 windows")
+    parser.add_argument("--chunks", type=int, default=1, help="parts of the model per stage: each goes round as often")
+    parser.add_argument(
+        "--schedule", choices=["1f1b", "gpipe", "zero_bubble"], default="1f1b", help="the order of micro-batches"
+    )
     parser.add_argument("--lose-stage", type=int, help="rehearse: a local cluster; kill this stage half way")
     parser.add_argument("--storage-path", default=None, help="where runs are kept: a path that every node sees")
     parser.add_argument("--node-minutes", type=float, default=1.0, help="how long the cluster may take to start a node")
@@ -170,14 +181,17 @@ def main() -> None:
     if args.lose_stage is not None and not 0 <= args.lose_stage < args.stages:
         parser.error(f"--lose-stage {args.lose_stage}: stages are numbered from 0 to {args.stages - 1}")
 
-    task = MaskedPythonLM(args.max_steps) if args.masked else PythonLM(args.max_steps)
+    if args.masked and args.tied:
+        parser.error("--tied: a masked model reads one token more than it writes, so its two ends are no one matrix")
+
+    task = MaskedPythonLM(args.max_steps) if args.masked else PythonLM(args.max_steps, tied=args.tied)
     patience = timedelta(minutes=args.node_minutes)
-    kind = "masked-lm" if args.masked else "lm"
+    kind = "masked-lm" if args.masked else "tied-lm" if args.tied else "lm"
     name = args.name or (kind if args.stages == 1 else f"{kind}-{args.stages}-stages")
     workers = args.num_workers or (2 if args.stages == 1 else args.stages)
     cluster, faults, resume = nullcontext(), [], "auto"
     if args.lose_stage is not None:
-        cluster = LocalCluster(num_nodes=workers + 1)  # a node for each worker, and one for a spare
+        cluster = LocalCluster(workers + 1, cpus_per_node=args.cpus_per_worker)  # a node for each worker, and one for a spare
         faults = [ft.FailAt(rank=args.lose_stage, step=args.max_steps // 2, phase="forward")]
         resume = "never"  # a rehearsal begins anew each time
 
@@ -190,7 +204,11 @@ def main() -> None:
         drop_last=args.stages > 1,  # all micro-batches of a pipeline are of one size
         scaling_config=ft.ScalingConfig(num_workers=workers, resources_per_worker={"CPU": args.cpus_per_worker}),
         parallelism_config=ft.ParallelismConfig(
-            pipeline_parallel_degree=args.stages, num_pp_microbatches=args.micro_batches, split="auto"
+            pipeline_parallel_degree=args.stages,
+            num_pp_microbatches=args.micro_batches,
+            num_pp_chunks=args.chunks,
+            schedule=args.schedule,
+            split="auto",
         ),
         recovery_config=ft.RecoveryConfig(schedule_timeout=2 * patience, replacement_timeout=patience),
         run_config=ft.RunConfig(

@@ -12,6 +12,7 @@ same, to the last digit: which part of an image is seen depends on (seed, epoch,
 from __future__ import annotations
 
 import argparse
+import math
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -72,10 +73,18 @@ class DigitViT(ft.TrainTask):
         return nn.Sequential(Patches(), *(block() for _ in range(LAYERS)), Head())
 
     def optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.05)
+        return torch.optim.AdamW(params, lr=3e-3, weight_decay=0.05)
 
-    def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.OneCycleLR:
-        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=self.max_steps + 1)
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+        """Up in the first third of the run, then down along a cosine. A function, so that a longer run may go on from this one:
+        OneCycleLR keeps its length in its state, and refuses any step beyond."""
+        warm_up = max(1, self.max_steps // 3)
+
+        def factor(step: int) -> float:
+            progress = min(1.0, (step - warm_up) / max(1, self.max_steps - warm_up))
+            return (step + 1) / warm_up if step < warm_up else 0.5 + 0.5 * math.cos(math.pi * progress)
+
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
     def dataset(self) -> ft.DaliImages:
         return ft.DaliImages(Path(self.images) / "train", size=SIZE, augment=AUGMENT)
@@ -111,7 +120,7 @@ def main() -> None:
     pieces = workers // args.stages * micro_batches
     cluster, faults, resume = nullcontext(), [], "auto"
     if args.lose_stage is not None:
-        cluster = LocalCluster(num_nodes=workers + 1)  # a node for each worker, and one for a spare
+        cluster = LocalCluster(workers + 1, cpus_per_node=args.cpus_per_worker)  # a node for each worker, and one for a spare
         faults = [ft.FailAt(rank=args.lose_stage, step=args.max_steps // 2, phase="forward")]
         resume = "never"  # a rehearsal begins anew each time
 

@@ -29,6 +29,9 @@ MICRO_BATCHES = 4
 """Of a step, in a pipeline."""
 SHARES = {"worker": 0.85, "supervisor": 0.1, "node": 0.05}
 """How often each kind of victim is drawn."""
+FRUITLESS = 100
+"""Recoveries in a row without a step, after which a run gives up. It is struck about as often as it can recover: ten in a row,
+where runs give up by default, are chance here, and a hundred are a recovery that comes to nothing."""
 
 
 def scenario_of(mtbf: float, steps: int, workers: int, stages: int) -> Scenario:
@@ -46,6 +49,7 @@ def scenario_of(mtbf: float, steps: int, workers: int, stages: int) -> Scenario:
         spares=2,
         steps=steps,
         batch=48,
+        max_fruitless_recoveries=FRUITLESS,
         bucket_bytes=32_768,
         first_bucket_bytes=8_192,
         events=(

@@ -34,6 +34,7 @@ from raytrain_ft.training.journal import Journal
 from raytrain_ft.training.ranks import Ranks, current
 from raytrain_ft.training.resumable import Loader
 from raytrain_ft.training.session import Plan, Session
+from raytrain_ft.training.snapshot import check_plain
 
 __all__ = ["Loader", "Run", "open"]
 
@@ -79,7 +80,9 @@ def open(
     loaders = {name: value for name, value in objects.items() if isinstance(value, Loader)}
     others = {name: value for name, value in objects.items() if name not in loaders}
     states.check_objects(others)
-    states.take_apart(others)  # what cannot be stored is told now, not at the first checkpoint
+    parts = states.take_apart(others)  # what cannot be stored is told now, not at the first checkpoint
+    for name, tensor in (parts.shared | parts.own).items():
+        check_plain(name, tensor)
     storage = open_storage(_inside(str(path)))
     for loader in loaders.values():
         loader.check_world(current()[1])

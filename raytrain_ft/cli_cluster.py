@@ -81,6 +81,14 @@ def _misshapen(config: dict[str, Any]) -> Iterator[str]:
     for name, kind in config["available_node_types"].items():
         if not isinstance(kind, dict) or not isinstance(kind.get("node_config", {}), dict):
             yield f"available_node_types.{name}: a mapping with a mapping `node_config` is needed, this is {kind!r}"
+            continue
+        for option in ("InstanceMarketOptions", "MetadataOptions"):
+            value = kind.get("node_config", {}).get(option)
+            if not isinstance(value, dict | None):
+                yield f"available_node_types.{name}.node_config.{option}: a mapping is needed, this is {value!r}"
+    for name, shape in {"file_mounts": dict, "head_start_ray_commands": list, "worker_start_ray_commands": list}.items():
+        if not isinstance(config.get(name), shape | None):
+            yield f"{name}: a {'mapping' if shape is dict else 'list'} is needed, this is {config[name]!r}"
 
 
 def _unknown(config: dict[str, Any]) -> Iterator[str]:

@@ -18,6 +18,7 @@ from raytrain_ft.task import TrainTask
 from raytrain_ft.training.profile import measure_pipeline
 from raytrain_ft.training.settings import PipelineSettings, StepSettings
 from raytrain_ft.training.split import measure_cuts
+from raytrain_ft.training.ties import find_ties
 
 console = Console(highlight=False, soft_wrap=True)
 SAMPLES = 4
@@ -61,7 +62,6 @@ def plan_command(
     jobs/train_lm.py:'PythonLM(100)'. The stages are built and timed here, one after the other; nothing is trained, and no
     cluster is needed.
     """
-    how = ParallelismConfig(pipeline_parallel_degree=stages, num_pp_microbatches=micro_batches)
     wish = Wish(
         interval=checkpoint_every,
         bandwidth=bandwidth * 1e9,
@@ -71,6 +71,7 @@ def plan_command(
         parallel=parallel_recovery,
     )
     try:
+        how = ParallelismConfig(pipeline_parallel_degree=stages, num_pp_microbatches=micro_batches)
         measured = _measure(load_task(job), stages, replicas, how.micro_batches, batch_size, split)
         show(plan(measured, wish))
     except FTError as error:
@@ -89,7 +90,8 @@ def _measure(task: TrainTask, stages: int, replicas: int, micro_batches: int, ba
         )
     samples = batch_size // per_step
     cuts = measure_cuts(task, stages, samples) if split == "auto" else None
-    step = StepSettings(pipeline=PipelineSettings(stages=stages, micro_batches=micro_batches, cuts=cuts))
+    ties = find_ties(task, stages, cuts)
+    step = StepSettings(pipeline=PipelineSettings(stages=stages, micro_batches=micro_batches, cuts=cuts, ties=ties))
     return measure_pipeline(task, step, samples, replicas, threads=1)
 
 

@@ -29,7 +29,7 @@ POINTS = 15
 """Of a sweep."""
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 RUN = click.Path(exists=True, file_okay=False, path_type=Path)
-OUT = click.Path(path_type=Path)
+OUT = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command("simulate")
@@ -43,7 +43,7 @@ OUT = click.Path(path_type=Path)
 @click.option("--seeds", type=click.IntRange(min=1), show_default=str(SEEDS), help="Runs of each strategy.")
 @click.option("--sweep", "sweeps", multiple=True, type=click.Choice(["interval", "mtbf"]), help="Vary this; repeatable.")
 @click.option("--best-interval", "best", is_flag=True, help="Save as often as takes the least time.")
-@click.option("--plots", type=OUT, help="A directory: writes plots there.")
+@click.option("--plots", type=click.Path(file_okay=False, path_type=Path), help="A directory: writes plots there.")
 @click.option("--json", "json_path", type=OUT, help="A file: writes everything there.")
 def simulate_command(
     file: Path | None,
@@ -167,6 +167,7 @@ def _study(
 
 def _write(path: Path | None, text: str) -> None:
     if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
 
 

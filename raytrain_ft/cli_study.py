@@ -52,4 +52,5 @@ def study_command(scenario: Path | None, is_quick: bool, plots: Path | None, jso
         views.plot(results, plots)
         console.print(f"plots are in {plots}", markup=False)
     if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(views.as_json(results) + "\n")

@@ -95,35 +95,42 @@ class ParallelismConfig:
     Attributes:
         pipeline_parallel_degree: stages of the model; 1 is no pipeline. Divides `num_workers`.
         num_pp_microbatches: into how many micro-batches each replica cuts its share of a step; by default twice the stages.
-        schedule: "1f1b" or "gpipe", as in torch.distributed.pipelining.
-        split: "task" asks `TrainTask.model(stage)` for every stage; "auto" cuts the `torch.nn.Sequential` that `model(0)`
-            returns into stages of about equal cost, which is counted; a tuple says which layer begins each further stage.
+        schedule: "1f1b", "gpipe" or "zero_bubble", as in torch.distributed.pipelining.
+        num_pp_chunks: how many parts of the model each stage has, so that it takes part in every round of as many through the
+            pipeline (interleaved schedules).
+        split: "task" asks `TrainTask.model(stage)` for every part; "auto" cuts the `torch.nn.Sequential` that `model(0)`
+            returns into parts of about equal cost, which is counted; a tuple says which layer begins each further part.
     """
 
     pipeline_parallel_degree: int = 1
     num_pp_microbatches: int | None = None
     schedule: Schedule = "1f1b"
+    num_pp_chunks: int = 1
     split: Literal["task", "auto"] | tuple[int, ...] = "task"
 
     def __post_init__(self) -> None:
         check_types(self, ParallelismConfig)
-        for name in ("pipeline_parallel_degree", "num_pp_microbatches"):
+        for name in ("pipeline_parallel_degree", "num_pp_microbatches", "num_pp_chunks"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"ParallelismConfig({name}={value!r}): use a whole number of at least 1")
         if self.schedule not in SCHEDULES:
             raise ConfigError(f"ParallelismConfig(schedule={self.schedule!r}): use one of {', '.join(SCHEDULES)}")
-        stages, cuts = self.pipeline_parallel_degree, self.split
+        stages, chunks, cuts = self.pipeline_parallel_degree, self.num_pp_chunks, self.split
+        if chunks > 1 and stages == 1:
+            raise ConfigError(f"ParallelismConfig(num_pp_chunks={chunks}): chunks are of stages: set pipeline_parallel_degree")
         if isinstance(cuts, tuple):
-            if len(cuts) != stages - 1 or list(cuts) != sorted(set(cuts)) or any(cut < 1 for cut in cuts):
+            if len(cuts) != stages * chunks - 1 or list(cuts) != sorted(set(cuts)) or any(cut < 1 for cut in cuts):
                 raise ConfigError(
-                    f"ParallelismConfig(split={cuts!r}): {stages} stages need {stages - 1} rising numbers of layers, from 1 on"
+                    f"ParallelismConfig(split={cuts!r}): {stages} stages{f' of {chunks} chunks' if chunks > 1 else ''} need "
+                    f"{stages * chunks - 1} rising numbers of layers, from 1 on"
                 )
         elif cuts not in ("task", "auto"):
             raise ConfigError(f'ParallelismConfig(split={cuts!r}): use "task", "auto" or a tuple of layers')
 
-        if self.micro_batches > MOST_MICRO_BATCHES:
-            raise ConfigError(f"ParallelismConfig(num_pp_microbatches={self.micro_batches}): use {MOST_MICRO_BATCHES} at most")
+        if self.micro_batches * chunks > MOST_MICRO_BATCHES:
+            most = MOST_MICRO_BATCHES // chunks
+            raise ConfigError(f"ParallelismConfig(num_pp_microbatches={self.micro_batches}): use {most} at most")
 
     @property
     def micro_batches(self) -> int:
@@ -274,6 +281,8 @@ class RecoveryConfig:
                 f'RecoveryConfig(strategy="{self.strategy}") keeps no log: leave out budget_bytes and recovery_target of its '
                 "LogConfig"
             )
+        if self.strategy == "logging" and not self.log.enabled:
+            raise ConfigError('RecoveryConfig(strategy="logging", log=LogConfig(enabled=False)): one of them is to be left out')
         for name in ("max_fruitless_recoveries", "replay_workers"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"RecoveryConfig({name}={getattr(self, name)}): use 1 or more")

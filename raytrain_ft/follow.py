@@ -30,11 +30,12 @@ from raytrain_ft.config import check_name
 from raytrain_ft.errors import ConfigError, FTError, TrainingFailedError
 from raytrain_ft.policy.history import ENDS
 from raytrain_ft.progress import Display
-from raytrain_ft.result import Result, recovery_of
+from raytrain_ft.result import Result, first_of, recovery_of
 from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.runtime.leftovers import kill_named, named
 from raytrain_ft.runtime.placement import knock
 from raytrain_ft.runtime.spec import NAMESPACE, supervisor_name, worker_name
+from raytrain_ft.storage.filesystem import within
 
 POLL_S = 0.2
 RENEW_S = 1.0
@@ -52,14 +53,16 @@ Account = dict[str, Any]
 # ---------------------------------------------------------------- for whoever has the supervisor's handle
 
 
-def watch(supervisor: Any) -> Iterator[Account]:
+def watch(supervisor: Any, known: Account | None = None) -> Iterator[Account]:
     """How the run stands, again and again; the last account is that of its end.
+
+    Args:
+        known: how it stood a moment ago.
 
     Raises:
         ConfigError: the cluster's nodes cannot import the task; TrainingFailedError: the supervisor is gone.
     """
     ended = supervisor.run.remote()
-    known: Account | None = None
     unreachable: float | None = None
     while True:
         done, _ = ray.wait([ended], timeout=POLL_S)
@@ -152,8 +155,9 @@ def result_of(account: Account) -> Result:
         raise kind(f"{message}\nThe run's records: {account['directory']}")
     recoveries = [recovery_of(fields) for fields in account["recoveries"]]
     metrics = {"loss": account["loss"], "step": account["step"]}
-    digest = account["result"].get("digest", "")
-    return Result(metrics, account["directory"], recoveries, digest, account["seconds"], account["checkpoint"])
+    digest, saved = (account["result"].get(name, "") for name in ("digest", "path"))
+    final = first_of(saved) if saved else ""  # an earlier run of this name may have left another
+    return Result(metrics, account["directory"], recoveries, digest, account["seconds"], account["checkpoint"], final)
 
 
 # ---------------------------------------------------------------- for everybody else
@@ -174,7 +178,8 @@ def attach(run: str | Path, *, quiet: bool = False) -> Result:
     if supervisor is None:
         return result_of(account)
     with Display(account["name"], account["max_steps"], quiet=quiet) as display:
-        for account in watch(supervisor):
+        for latest in watch(supervisor, account):
+            account = latest
             display.show(account)
         display.show_end(account)
     clean_up(account["run_id"], supervisor)
@@ -272,7 +277,9 @@ def recorded(directory: Path) -> Account | None:
         return None
     end, details = ends[-1], records[0]["details"]
     committed = [record for record in records if record["event"] == "StepsCommitted"]
-    stored = [record["name"] for record in records if record["event"] == "CheckpointCommitted"]
+    begun_from = [stored["name"] for stored in reversed(records[0].get("stored", ()))]
+    names = begun_from + [record["name"] for record in records if record["event"] == "CheckpointCommitted"]
+    uri = details.get("checkpoints")
     return {
         "run_id": records[0]["run_id"],
         "name": details["name"],
@@ -284,9 +291,9 @@ def recorded(directory: Path) -> Account | None:
         "loss": committed[-1]["loss"] if committed else None,
         "recoveries": [record for record in records if record["event"] == "Recovery"],
         "failure": end.get("error"),
-        "result": {"digest": end.get("digest", "")},
+        "result": {name: end.get(name, "") for name in ("digest", "path")},
         "seconds": end["at"],
-        "checkpoint": stored[-1] if stored else None,
+        "checkpoint": within(uri, names[-1]) if uri and names else None,
     }
 
 

@@ -8,13 +8,14 @@ from typing import Any, Literal
 import torch
 
 from raytrain_ft.config import ParallelismConfig, RecoveryConfig
-from raytrain_ft.errors import UndoRefusedError
+from raytrain_ft.errors import ConfigError, UndoRefusedError
 from raytrain_ft.settings import TrainSettings
 from raytrain_ft.task import TrainTask
 from raytrain_ft.training.build import check_model, check_undo
-from raytrain_ft.training.pipeline import build_stage
+from raytrain_ft.training.pipeline import build_stage, chunks_of
 from raytrain_ft.training.settings import PipelineSettings
 from raytrain_ft.training.split import check_cuts, measure_cuts
+from raytrain_ft.training.ties import check_alike, find_ties, ways
 
 Update = Literal["barrier", "wait_free"]
 
@@ -25,7 +26,7 @@ def pipeline_of(task: TrainTask, parallelism: ParallelismConfig, settings: Train
     Raises:
         ConfigError: it cannot be cut as asked.
     """
-    stages, split = parallelism.pipeline_parallel_degree, parallelism.split
+    stages, chunks, split = parallelism.pipeline_parallel_degree, parallelism.num_pp_chunks, parallelism.split
     if stages == 1:
         return None
     cuts = None
@@ -33,21 +34,53 @@ def pipeline_of(task: TrainTask, parallelism: ParallelismConfig, settings: Train
         cuts = (
             split
             if isinstance(split, tuple)
-            else measure_cuts(task, stages, settings.global_batch_size // parallelism.micro_batches)
+            else measure_cuts(task, stages * chunks, settings.global_batch_size // parallelism.micro_batches)
         )
         check_cuts(task, cuts)
-    return PipelineSettings(stages=stages, micro_batches=parallelism.micro_batches, schedule=parallelism.schedule, cuts=cuts)
+    return PipelineSettings(
+        stages=stages,
+        micro_batches=parallelism.micro_batches,
+        schedule=parallelism.schedule,
+        cuts=cuts,
+        ties=find_ties(task, stages, cuts, chunks),
+        chunks=chunks,
+    )
 
 
 def check_stages(task: TrainTask, pipeline: PipelineSettings) -> Any:
-    """Builds every stage and its optimizer once, so that what cannot work fails early; returns what measured times are of."""
-    key: list[Any] = [pipeline.stages, pipeline.micro_batches, pipeline.schedule]
+    """Builds every stage and its optimizer once, so that what cannot work fails early; returns what measured times are of.
+
+    Raises:
+        ConfigError: see `check_chunks` and `check_alike`.
+    """
+    key: list[Any] = [pipeline.stages, pipeline.micro_batches, pipeline.schedule, pipeline.chunks]
+    found = []
     for stage in range(pipeline.stages):
         model = build_stage(task, stage, pipeline)
-        check_model(model)
+        check_chunks(model, stage)
         optimizer = task.optimizer([p for p in model.parameters() if p.requires_grad])
         key += [type(optimizer).__name__, *([name, str(p.dtype), list(p.shape)] for name, p in model.named_parameters())]
+        found.append(ways(pipeline, stage, model, optimizer))
+    check_alike(pipeline, found)
     return key
+
+
+def check_chunks(model: torch.nn.Module, stage: int) -> None:
+    """Refuses a stage one of whose chunks cannot be trained, or that has a parameter in two of them.
+
+    Raises:
+        ConfigError: see `check_model`.
+    """
+    owner: dict[int, int] = {}
+    for number, chunk in enumerate(chunks_of(model)):
+        check_model(chunk)
+        for name, p in chunk.named_parameters():
+            if p.requires_grad and owner.setdefault(id(p), number) != number:
+                raise ConfigError(
+                    f"chunks {owner[id(p)]} and {number} of stage {stage} share the parameter {name}: chunks of one stage "
+                    "cannot. Choose another ParallelismConfig(num_pp_chunks=...) or split, so that it is in several stages, or "
+                    "in one chunk"
+                )
 
 
 def has_statistics(task: TrainTask, pipeline: PipelineSettings) -> bool:

@@ -48,6 +48,7 @@ from raytrain_ft.storage.filesystem import open_storage, within
 from raytrain_ft.task import TrainTask
 from raytrain_ft.training.data import dataset_size
 from raytrain_ft.training.settings import PipelineSettings, StepSettings
+from raytrain_ft.training.split_check import check_split
 
 PHASE_S = 60.0
 PARAMETERS_PER_S = 100e6 / 60
@@ -71,14 +72,19 @@ def prepare(
             "ScalingConfig(use_gpu=True): training over NCCL has never been run on real GPUs. Rehearse it before you trust it.",
             stacklevel=3,
         )
+    settings.check_checkpoints(_policy(run), recovery)
     pipeline = pipeline_of(task, parallelism, settings)
     update, model_key = choose_update(task, recovery) if pipeline is None else ("barrier", check_stages(task, pipeline))
     directory = make_directory(str(run.storage_path), check_name(str(run.name)))
     sampling = _sampling(task, settings, pipeline)
     step = _step(settings, scaling, recovery, update, pipeline)
+    if pipeline is not None and pipeline.schedule == "zero_bubble":
+        check_split(task, step, settings.global_batch_size // (step.seats * pipeline.micro_batches))
     log_choice = choose_log(task, step, settings, scaling, recovery, _policy(run).every)
     rules = _rules(settings, scaling, run, recovery, update, step.stages, log_choice)
     rules = replace(rules, phase_timeout=_phase_timeout(recovery, model_key))
+    if pipeline is not None:  # with sums in another order, copies of what stages share would differ from then on
+        rules = replace(rules, joined=pipeline.joined, exact_sums=rules.exact_sums or bool(pipeline.ties))
     if pipeline is not None and rules.replay_workers > 1 and has_statistics(task, pipeline):
         warnings.warn(
             f"RecoveryConfig(replay_workers={rules.replay_workers}): a stage has BatchNorm statistics, which depend on the "
@@ -102,7 +108,7 @@ def prepare(
         options=_worker_options(scaling, run),
         use_gpu=scaling.use_gpu is True,
         undo=recovery.undo,
-        checkpoints=_checkpoints(run, scaling, directory, sampling, model_key, settings.max_steps),
+        checkpoints=_checkpoints(run, scaling, recovery, directory, sampling, model_key, settings.max_steps),
         log=_log(recovery) if rules.logging else None,
         log_choice=log_choice,
         incarnation=last_incarnation(directory),
@@ -240,7 +246,13 @@ def _policy(run: RunConfig) -> CheckpointConfig:
 
 
 def _checkpoints(
-    run: RunConfig, scaling: ScalingConfig, directory: Path, sampling: Sampling, model_key: Any, max_steps: int
+    run: RunConfig,
+    scaling: ScalingConfig,
+    recovery: RecoveryConfig,
+    directory: Path,
+    sampling: Sampling,
+    model_key: Any,
+    max_steps: int,
 ) -> CheckpointSpec | None:
     """How checkpoints are written.
 
@@ -258,9 +270,15 @@ def _checkpoints(
         raise NoCheckpointError(f'{error}. To begin anew: CheckpointConfig(resume="never")') from error
     except StorageError as error:
         raise ConfigError(f"CheckpointConfig(storage_path={how.storage_path!r}) cannot be read: {error}") from error
+    if stored and recovery.strategy == "snapshot":
+        warnings.warn(
+            f'RecoveryConfig(strategy="snapshot") reads no checkpoints from storage: the run begins at step 0, and not from '
+            f"those in {uri}",
+            stacklevel=4,
+        )
     if how.resume == "require" and not stored:
         raise NoCheckpointError(f'CheckpointConfig(resume="require"): there is no valid checkpoint in {uri}')
-    if stored and stored[0] > max_steps:
+    if stored and stored[0] > max_steps and recovery.strategy != "snapshot":
         raise ConfigError(
             f"Trainer(max_steps={max_steps}): the newest checkpoint in {uri} is of step {stored[0]}. Ask for more, choose "
             'another RunConfig(name=...), or begin anew with CheckpointConfig(resume="never")'
@@ -313,15 +331,22 @@ def make_directory(storage_path: str, name: str) -> Path:
 
 
 def _worker_options(scaling: ScalingConfig, run: RunConfig) -> dict[str, Any]:
-    """Ray's options for each worker actor."""
+    """Ray's options for each worker actor.
+
+    Raises:
+        ConfigError: an amount is no number.
+    """
     asked: Any = scaling.resources_per_worker
     resources: dict[str, float] = dict(asked or {"CPU": 1})
+    for name, amount in resources.items():
+        if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 <= amount < math.inf:
+            raise ConfigError(
+                f"ScalingConfig(resources_per_worker={{{name!r}: {amount!r}}}): use a number, of memory the number of bytes"
+            )
     options: dict[str, Any] = {"num_cpus": resources.pop("CPU", 0)}
     gpus = resources.pop("GPU", 1 if scaling.use_gpu is True else 0)
-    if gpus:
-        options["num_gpus"] = gpus
-    if resources:
-        options["resources"] = resources
+    memory = resources.pop("memory", 0)
+    options |= {name: amount for name, amount in (("num_gpus", gpus), ("memory", memory), ("resources", resources)) if amount}
     wanted: Any = run.worker_runtime_env
     runtime_env: dict[str, Any] = dict(wanted or {})
     threads = str(max(1, int(options["num_cpus"])))

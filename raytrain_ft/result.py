@@ -27,6 +27,7 @@ class Result:
         digest: hash of the final training state, bucket by bucket: two runs are bit-identical if and only if it is equal.
         seconds: how long the run took.
         checkpoint: where the newest checkpoint is: the storage of the run's checkpoints, and its name there.
+        final_state: the file with the model's final state; of a pipeline, that of its first stage; the others lie beside it.
         error: None; a run that fails raises.
     """
 
@@ -36,13 +37,14 @@ class Result:
     digest: str = ""
     seconds: float = 0.0
     checkpoint: str | None = None
+    final_state: str = ""
     error: Exception | None = None
 
-    @property
-    def final_state(self) -> str:
-        """The file with the model's final state; of a pipeline, that of its first stage, and the others lie beside it."""
-        one = Path(self.path) / "final.arrow"
-        return str(one if one.exists() else one.with_name("final-stage-0.arrow"))
+
+def first_of(saved: str) -> str:
+    """The file of a final state that tells of all of them, from any one of them."""
+    path = Path(saved)
+    return str(path.with_name("final-stage-0.arrow") if path.name.startswith("final-stage-") else path)
 
 
 def recovery_of(fields: dict[str, Any]) -> Recovery:
@@ -87,7 +89,7 @@ def _final(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     whole: dict[str, torch.Tensor] = {}
     for stage in range(values["stages"]):
         part = read_tensors(path.with_name(f"final-stage-{stage}.arrow"))[0]
-        whole |= {name_in_one_piece(name, stage, values["cuts"]): tensor for name, tensor in part.items()}
+        whole |= {name_in_one_piece(name, stage, values): tensor for name, tensor in part.items()}
     return whole, values
 
 
@@ -102,4 +104,5 @@ def _whole(task: Any, values: dict[str, Any]) -> torch.nn.Module:
     if "stages" not in values:
         return task.model(0)
     cut = values["cuts"] is not None
-    return torch.nn.Sequential(*(sequential(task.model(0)) if cut else map(task.model, range(values["stages"]))))
+    parts = range(values["stages"] * values.get("chunks", 1))
+    return torch.nn.Sequential(*(sequential(task.model(0)) if cut else map(task.model, parts)))

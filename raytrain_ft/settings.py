@@ -9,7 +9,7 @@ from typing import Literal, Required, TypedDict
 from ray.train import ScalingConfig
 
 from raytrain_ft.chaos.faults import FailAt
-from raytrain_ft.config import ParallelismConfig, RecoveryConfig
+from raytrain_ft.config import CheckpointConfig, ParallelismConfig, RecoveryConfig
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.fields import check_types
 from raytrain_ft.policy.forward import STRATEGIES as FORWARD
@@ -63,6 +63,8 @@ class TrainSettings:
             self._check_pipeline(scaling, recovery, parallelism)
         elif recovery.log.selective:
             raise ConfigError("LogConfig(budget_bytes=..., recovery_target=...): only a pipeline logs anything; leave them out")
+        elif recovery.strategy == "logging":
+            raise ConfigError('RecoveryConfig(strategy="logging"): only a pipeline logs anything; use "auto"')
         _, most = workers(scaling)
         needed = most // parallelism.pipeline_parallel_degree * self.gradient_accumulation_steps
         if self.global_batch_size < needed:
@@ -79,6 +81,36 @@ class TrainSettings:
             raise ConfigError(
                 'RecoveryConfig(update="wait_free") updates buckets before all gradients are known, so it excludes '
                 'max_grad_norm and on_non_finite="skip"; use update="barrier"'
+            )
+        if self.on_non_finite == "roll_back" and recovery.strategy == "replication":
+            raise ConfigError(
+                'Trainer(on_non_finite="roll_back") goes back to a checkpoint, and RecoveryConfig(strategy="replication") '
+                'never does: use strategy="auto"'
+            )
+        if any(fault.action == "silence" for fault in self.faults) and (
+            recovery.update == "wait_free" or parallelism.pipeline_parallel_degree > 1
+        ):
+            raise ConfigError(
+                'FailAt(action="silence") has a rank contribute zeros to buckets that nobody has updated yet, and no stage is '
+                'without its neighbours: it goes with update="barrier" and without a pipeline'
+            )
+
+    def check_checkpoints(self, policy: CheckpointConfig, recovery: RecoveryConfig) -> None:
+        """Raises `ConfigError` for wishes that need checkpoints which will not be there."""
+        wishes = {
+            f'RecoveryConfig(strategy="{recovery.strategy}")': recovery.strategy in ("checkpoint", "snapshot"),
+            'Trainer(on_non_finite="roll_back")': self.on_non_finite == "roll_back",
+        }
+        for wish, present in wishes.items():
+            if present and policy.every is None:
+                raise ConfigError(
+                    f'{wish} goes back to checkpoints, and CheckpointConfig(every=None) takes none: use every="auto"'
+                )
+        if recovery.strategy == "snapshot" and (policy.resume == "require" or policy.keep_epochs):
+            asked = 'resume="require"' if policy.resume == "require" else "keep_epochs=True"
+            raise ConfigError(
+                f'CheckpointConfig({asked}): RecoveryConfig(strategy="snapshot") keeps copies in memory alone, which are gone '
+                "when the run ends; use another strategy"
             )
 
     def _check_pipeline(self, scaling: ScalingConfig, recovery: RecoveryConfig, parallelism: ParallelismConfig) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.follow import ANSWER_S, Account, find
@@ -70,6 +70,8 @@ def _get(answer: Any) -> None:
         ray.get(answer, timeout=ANSWER_S)
     except RayTaskError as error:
         raise (error.cause if isinstance(error.cause, ConfigError) else error) from None
+    except RayError as error:
+        raise ConfigError(f"the supervisor did not answer, so the request may not have come: ask again ({error})") from error
 
 
 __all__ = ["leave", "resume", "suspend"]

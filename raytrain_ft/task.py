@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,12 @@ class TrainTask:
         if isinstance(batch, Mapping):
             return batch["input"] if "input" in batch else next(iter(batch.values()))
         return batch[0] if isinstance(batch, list | tuple) else batch
+
+    def tied(self) -> Sequence[Sequence[str]]:
+        """In a pipeline whose stages `model(stage)` gives: the parameters that several of them share, such as an embedding that
+        is the output layer as well. Each is a list of names, one for each stage that has it: ``[("0.token.weight",
+        "3.head.weight")]``; the number is what `model` was asked for. What a cut tears apart is found by itself."""
+        return ()
 
     # def augment(self, sample, generator): a random change of one sample, drawn from `generator` alone. Optional: that it
     # is absent here is how the loader knows that there is nothing to do.

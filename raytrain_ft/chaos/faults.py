@@ -27,9 +27,11 @@ Phase = Literal[
     "forward",
     "backward_pass",
     "send",
+    "weight_pass",
     "backward",
     "reduce",
     "reduced",
+    "tied",
     "update",
     "updated",
     "commit",
@@ -57,7 +59,9 @@ class FailAt:
     Attributes:
         step: the step in which it happens; for the phases of a recovery, the step that the recovery interrupts or any (None).
         phase: `data` (before the batch is read), `forward` (of micro-batch k); in a pipeline `receive` (before it waits for
-            micro-batch k), `backward_pass` (of micro-batch k), `send` (of what comes out of either); `backward` (before bucket
+            micro-batch k), `backward_pass` (of micro-batch k), `send` (of what comes out of either), `weight_pass` (of
+            micro-batch k, if the schedule puts it off), `tied` (before it waits for others' gradients of what they share);
+            `backward` (before bucket
             k is reduced), `reduce` (inside the all-reduce of bucket k), `reduced` (between reduce and update), `update` (inside
             the update), `updated`, `commit` (between update and commit), `checkpoint` (one is about to begin), `fence`,
             `reconcile`, `transfer_source`, `transfer_receiver`, `join` (the new group), `replay` (before

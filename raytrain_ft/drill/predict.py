@@ -26,7 +26,16 @@ from raytrain_ft.simulate import Costs, Failure, Job, Outcome, SpotTrace, Strate
 from raytrain_ft.simulate.calibrate import calibrate
 
 SEEDS = 10
-PHASE_AT = {"data": 0.0, "receive": 0.1, "forward": 0.2, "backward_pass": 0.5, "send": 0.6, "update": 0.96, "updated": 0.98}
+PHASE_AT = {
+    "data": 0.0,
+    "receive": 0.1,
+    "forward": 0.2,
+    "backward_pass": 0.5,
+    "send": 0.6,
+    "tied": 0.95,
+    "update": 0.96,
+    "updated": 0.98,
+}
 """About where in a step its phases are; the pass backward takes twice as long as the one forward."""
 BACKWARD_AT, BACKWARD = 0.33, 0.6
 """About where back-propagation begins, and its share of a step."""
@@ -124,6 +133,7 @@ def job_of(scenario: Scenario, known: Job | None) -> Job:
         micro_batches=scenario.count_micro_batches,
         batch=scenario.batch,
         replacement_timeout=scenario.replacement_timeout,
+        max_fruitless_recoveries=scenario.max_fruitless_recoveries,
         costs=costs,
     )
 

@@ -111,6 +111,9 @@ def _fill_in(claims: dict[int, dict[GlobalBatch, str]], commit: Commit, story: S
     """The steps that only a checkpoint tells of."""
     if commit.incarnation not in story.begins:
         return  # of a run whose records are not here
+    if commit.stop_step > story.limit(commit.incarnation):
+        story.violations.append(f"{commit}, as a checkpoint has it: its run has {story.limit(commit.incarnation)} steps")
+        return
     batches, problem = _drawn(commit, sampling)
     if problem is not None:
         story.violations.append(f"{commit}, as a checkpoint has it: {problem}")
@@ -126,8 +129,9 @@ def _out_of_place(commit: Commit, story: Story) -> str | None:
     if commit.incarnation not in story.begins:
         return "no record says where this incarnation was resumed"
     begin = story.begins[commit.incarnation]
-    if commit.first_step < begin or commit.stop_step > story.max_steps:
-        return f"its incarnation goes on from step {begin}, and the run has {story.max_steps} steps"
+    limit = story.limit(commit.incarnation)
+    if commit.first_step < begin or commit.stop_step > limit:
+        return f"its incarnation goes on from step {begin}, and the run has {limit} steps"
     world_size = story.worlds.setdefault(commit.incarnation, commit.world_size)
     if commit.world_size != world_size:
         return f"a world of {commit.world_size}; others say {world_size}"

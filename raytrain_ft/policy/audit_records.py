@@ -49,9 +49,9 @@ class Loss:
 
 @dataclass(slots=True)
 class Story:
-    """The records, parsed. `begins`, `worlds`: where each incarnation resumed, and of how many; `weights`: how it shared out
-    each step; `stored`: what a checkpoint says of steps that nobody may have lived to tell of; `stages`: of a pipeline, which
-    draw as one rank."""
+    """The records, parsed. `begins`, `worlds`, `limits`: where each incarnation resumed, of how many, and how many steps its
+    run was to have; `weights`: how it shared out each step; `stored`: what a checkpoint says of steps that nobody may have
+    lived to tell of; `stages`: of a pipeline, which draw as one rank."""
 
     sampling: Sampling | None = None
     max_steps: int = 0
@@ -59,6 +59,7 @@ class Story:
     finished_at: int | None = None
     begins: dict[int, int] = field(default_factory=dict)
     worlds: dict[int, int] = field(default_factory=dict)
+    limits: dict[int, int] = field(default_factory=dict)
     weights: dict[tuple[int, int], tuple[float, ...] | None] = field(default_factory=dict)
     commits: list[Commit] = field(default_factory=list)
     stored: list[Commit] = field(default_factory=list)
@@ -75,7 +76,11 @@ class Story:
     def owned(self, incarnation: int) -> range:
         """The steps for which the word of `incarnation` stands."""
         taken_over = [step for younger, step in self.begins.items() if younger > incarnation]
-        return range(self.begins[incarnation], min([self.max_steps, *taken_over]))
+        return range(self.begins[incarnation], min([self.limit(incarnation), *taken_over]))
+
+    def limit(self, incarnation: int) -> int:
+        """How many steps the run of `incarnation` was to have: a later one of the same name may have fewer."""
+        return self.limits.get(incarnation, self.max_steps)
 
 
 def read_story(records: Iterable[dict[str, Any]]) -> Story:
@@ -94,6 +99,8 @@ def read_story(records: Iterable[dict[str, Any]]) -> Story:
         if not isinstance(event, str):
             story.violations.append(f"record {number} has no event: {str(record)[:100]}")
         elif event in readers:
+            if event == "RunStarted" and record.get("stored") == []:
+                story = Story()  # it began anew: what an earlier run of its name did is no part of it
             try:
                 readers[event](story, record)
             except (KeyError, TypeError, ValueError) as error:  # ConfigError is a ValueError
@@ -130,6 +137,7 @@ def _read_resumed(story: Story, record: dict[str, Any]) -> None:
     if incarnation <= newest:
         raise ValueError(f"incarnation {incarnation} was resumed after incarnation {newest}")
     story.begins[incarnation], story.worlds[incarnation] = step, world_size
+    story.limits[incarnation] = story.max_steps
     story.finished_at = None
 
 

@@ -270,6 +270,10 @@ def _on_saved(run: RunState, event: m.Saved) -> list[m.Command]:
 
 
 def _on_task_failed(run: RunState, event: m.TaskFailed) -> list[m.Command]:
+    if run.world and run.members.get(event.member) == MemberState.STARTING:
+        # The same could be built elsewhere, and those who train need not end for a node that lacks something.
+        cause = f"it could not be set up: {event.message}"
+        return _lose(run, [event.member], m.WorkerLost(at=event.at, member=event.member, cause=cause, noticed_by="supervisor"))
     if event.kind == "non_finite" and run.rules.roll_back and event.step not in run.rolled_back and run.state in TRAINING:
         run.rolled_back.add(event.step)
         run.going_back = True

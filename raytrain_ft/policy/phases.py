@@ -99,10 +99,11 @@ def _take_stock_of_stages(run: RunState) -> list[m.Command]:
 
 
 def _give_up(run: RunState, members: list[str]) -> None:
-    """What these hold is no use: they are spares."""
+    """What these hold is no use: they are spares. They hold it until they join another world, and may be asked before."""
     for member in members:
         del run.survivors[member]
         run.members[member] = MemberState.SPARE
+        run.void.add(member)
 
 
 def _words(stages: frozenset[int]) -> str:
@@ -307,7 +308,7 @@ def _replay(run: RunState) -> m.Replay:
     assert source is not None
     # a team that was too slow is not tried again: it begins at the checkpoint each time, and one alone goes on where it stood
     helpers = rules.replay_workers - 1 if len(run.joining) == rules.stages and recovery.attempts == 1 else 0
-    teams = replay_teams(run.joining, run.replaying, rules.stages, helpers)
+    teams = replay_teams(run.joining, run.replaying, rules.stages, helpers, rules.joined)
     most = max(len(team) for team in teams)
     recovery.replay(_words(run.replaying), source.step, source.name or "the beginning", most, exact=rules.exact_sums)
     stages = tuple(sorted(run.replaying))

@@ -9,7 +9,8 @@ Worker number r is taken to be on node r modulo their number: workers are starte
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from raytrain_ft.errors import ConfigError
@@ -33,6 +34,7 @@ class Measured:
         compute: seconds that each stage computes per step. crossing: bytes per step over each boundary, both directions.
         state: bytes of each stage's weights, buffers and optimizer.
         micro_batches: of a step. replicas: of the pipeline; each logs what its own stages send.
+        tied: (stage, another, bytes per step, both directions) for all that share parameters: gradients of these.
     """
 
     compute: tuple[float, ...]
@@ -40,6 +42,7 @@ class Measured:
     state: tuple[int, ...]
     micro_batches: int
     replicas: int = 1
+    tied: tuple[tuple[int, int, float], ...] = ()
 
     @property
     def stages(self) -> int:
@@ -149,9 +152,10 @@ def choose_groups(measured: Measured, wish: Wish) -> Groups:
         return _expand(grouping.cheapest(profile, wish.target_seconds), together)
     if wish.budget_bytes is None or len(together) == 1:
         return together
-    groups = _expand(grouping.optimal(profile, wish.budget_bytes / measured.replicas), together)
+    groups = _within(measured, wish, together, grouping.optimal)
     if len(groups) == 1:
-        least = min(profile.crossing) * wish.interval * measured.replicas
+        apart = [_split(measured.stages, group[-1]) for group in together[:-1]]
+        least = min(log_per_step(measured, two) for two in apart) * wish.interval
         raise ConfigError(
             f"a budget of {in_bytes(wish.budget_bytes)} of log between two checkpoints holds no boundary at all: the smallest "
             f"takes {in_bytes(least)} in {wish.interval} steps. Use at least that ({math.ceil(least)} bytes), checkpoint more "
@@ -160,9 +164,29 @@ def choose_groups(measured: Measured, wish: Wish) -> Groups:
     return groups
 
 
+def _within(measured: Measured, wish: Wish, together: Groups, search: Callable[[Profile, float], Groups]) -> Groups:
+    """What a search finds within the budget. It knows nothing of what stages share: if that is too much beside what it found,
+    it gets a budget without it."""
+    budget = wish.budget_bytes or 0.0
+    shared = measured.replicas * wish.interval * sum(size for _, _, size in measured.tied)
+    profile, groups = _profile(measured, wish, together, parallel=wish.parallel), together
+    for spare in (0.0, shared):
+        groups = _expand(search(profile, max(0.0, budget - spare) / measured.replicas), together)
+        if log_per_step(measured, groups) * wish.interval <= budget:
+            break
+    return groups
+
+
+def _split(stages: int, boundary: int) -> Groups:
+    return tuple(range(boundary + 1)), tuple(range(boundary + 1, stages))
+
+
 def log_per_step(measured: Measured, groups: Groups) -> float:
     """Bytes per step that cross between groups, all replicas together."""
-    return measured.replicas * sum(measured.crossing[group[-1]] for group in groups[:-1])
+    crossing = sum(measured.crossing[group[-1]] for group in groups[:-1])
+    group_of = {stage: number for number, group in enumerate(groups) for stage in group}
+    tied = sum(size for one, other, size in measured.tied if group_of[one] != group_of[other])
+    return measured.replicas * (crossing + tied)
 
 
 # ---------------------------------------------------------------- what `raytrain-ft plan` asks
@@ -178,9 +202,8 @@ def plan(measured: Measured, wish: Wish) -> Plan:
     every = _domains(measured, wish)
     groups = choose_groups(measured, wish)
     log = log_per_step(measured, groups)
-    budget = log * wish.interval if wish.budget_bytes is None else wish.budget_bytes
-    profile = _profile(measured, wish, every, parallel=wish.parallel)
-    greedy = _expand(grouping.greedy(profile, budget / measured.replicas), every)
+    same = wish if wish.budget_bytes is not None else replace(wish, budget_bytes=log * wish.interval, target_seconds=None)
+    greedy = _within(measured, same, every, grouping.greedy)
     worth = _worth(measured, wish, every, groups)
     replicated = [_apart(measured, wish, stage) for stage in range(measured.stages)]
     otherwise = "logging" if worth.worth else "checkpoint"

@@ -18,6 +18,7 @@ class Rules:
         stages: of the pipeline; a world is of whole replicas, so its size is a multiple of this.
         logging: whether what crosses between stages is logged. groups: of stages, if only what crosses between these is logged;
             () logs every boundary between nodes.
+        joined: stages that wait for each other though they are no neighbours.
         replay_workers: how many replay one lost stage, if there are so many.
         exact_sums: whether these add gradients in the order in which one alone would.
         quorum: of a batch's samples, the share that a lossy recovery needs to be left.
@@ -29,6 +30,7 @@ class Rules:
     stages: int = 1
     logging: bool = False
     groups: tuple[tuple[int, ...], ...] = ()
+    joined: tuple[tuple[int, ...], ...] = ()
     replay_workers: int = 1
     exact_sums: bool = True
     spares: int = 1

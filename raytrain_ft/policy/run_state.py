@@ -37,7 +37,8 @@ class RunState:
         stored: checkpoints to go back to, newest first.
         load: the checkpoint that everybody loads if nobody holds state; None: the run begins anew.
         seeking: whether nobody holds state, and it is being looked what there is to load.
-        void: who holds what everybody has gone back from, for it has not joined the world that began from the checkpoint.
+        void: who holds what is no use any more, for it has not joined another world since: everybody has gone back from it, or
+            there was no seat for its holder.
         rejected: checkpoints that could not be loaded, and why.
         going_back: whether what the survivors hold is to be given up for a checkpoint.
         rolled_back: steps whose loss was not finite, and that were therefore tried again from a checkpoint.
@@ -168,7 +169,8 @@ class RunState:
 
     def abort(self) -> list[m.Command]:
         """The run ends because somebody asked for it."""
-        newest = f"; its newest checkpoint is {self.stored[0].name}" if self.stored else ""
+        stays = self.stored and self.rules.leaves_checkpoint  # snapshots in memory go with the run
+        newest = f"; its newest checkpoint is {self.stored[0].name}" if stays else ""
         self.failure = ("AbortedError", f"{self.abort_reason}{newest}")
         return self.end(State.ABORTED)
 

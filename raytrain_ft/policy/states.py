@@ -82,7 +82,9 @@ TRANSITIONS: dict[type[m.Event], dict[State, set[State]]] = {
     m.Checkpointed: {S.STOPPING: {S.STOPPING, S.ABORTED}},
     m.Completed: {state: {state, S.SHUTTING_DOWN, S.ERRORED} for state in TRAINING} | _stay({S.SHUTTING_DOWN}),
     m.Saved: {S.SHUTTING_DOWN: {S.SHUTTING_DOWN, S.FINISHED}},
-    m.TaskFailed: {state: {S.ERRORED} for state in LIVE} | {state: {S.FENCE, S.ERRORED} for state in TRAINING},
+    m.TaskFailed: {S.SCHEDULING: {S.ERRORED}}
+    | {state: {state, S.ERRORED} for state in LIVE - {S.SCHEDULING}}
+    | {state: {state, S.FENCE, S.ERRORED} for state in TRAINING},
     m.TimerFired: _stay(TRAINING)
     | {
         S.RUNNING: {S.RUNNING, S.RESIZING},

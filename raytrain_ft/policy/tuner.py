@@ -152,12 +152,13 @@ class Tuner:
         )
 
     def disturbed(self, step: int, *, resized: bool) -> None:
-        """Training goes on at this step after a recovery: the interval tells nothing. In a world of another size steps take
-        another time, too, which is measured before the next decision."""
+        """Training goes on at this step after a recovery: the interval tells nothing. In a world of another size steps and
+        checkpoints take another time, too, which is measured before the next decision."""
         self.last = min(self.last, step)
         self._begin_window()
         if resized:
             self._overhead = None
+            self._latest.clear()
 
     # ---------------------------------------------------------------- what the intervals tell
 

@@ -64,7 +64,7 @@ class Connections:
         self._stage_group: FencedGroup | Solo | None = None
         if self._stages > 1:
             self._stage_group = self._join_stage()
-            self._board = Switchboard(world, self._stage_group, self._stages, logged, log)
+            self._board = self._switchboard(None)
 
     def _join_stage(self) -> FencedGroup | Solo:
         rank, fence = self._world.rank(), self._world.fence
@@ -74,6 +74,13 @@ class Connections:
         store = RayStore(self._supervisor, fence, self._timeout, f"stage-{stage_of(rank, self._stages)}/")
         number = replica_of(rank, self._stages)
         return process_group.build(store, number, replicas, fence, host=self._host, timeout=self._timeout, default=False)
+
+    def _switchboard(self, stage: int | None) -> Switchboard:
+        pipeline = self._spec.step.pipeline
+        assert self._stage_group is not None
+        assert pipeline is not None
+        about = (self._world, self._stage_group, self._stages, self._logged, self._log, stage)
+        return Switchboard(*about, pipeline.sharing, looped=pipeline.chunks > 1)
 
     def live(self) -> Links:
         """For training."""
@@ -92,12 +99,10 @@ class Connections:
             stage: the one that this worker replays, as `number` of a team of `size`.
             since: the incarnation from which on records count.
         """
-        assert self._stage_group is not None
         reader = LogReader(self._spec.logs, since)
         try:
             team = self._join_team(stage, size, number) if size > 1 else None
-            board = Switchboard(self._world, self._stage_group, self._stages, self._logged, self._log, stage)
-            yield self._keep(board.replay(reader, stages, team))
+            yield self._keep(self._switchboard(stage).replay(reader, stages, team))
         finally:
             reader.close()
 
@@ -105,7 +110,9 @@ class Connections:
         fence = self._world.fence
         store = RayStore(self._supervisor, fence, self._timeout, f"team-{stage}/")
         self._team = process_group.build(store, number, size, fence, host=self._host, timeout=self._timeout, default=False)
-        return Team(self._team, self._spec.step.micro_batches, exact=self._spec.rules.exact_sums)
+        pipeline = self._spec.step.pipeline
+        assert pipeline is not None
+        return Team(self._team, pipeline.micro_batches, exact=self._spec.rules.exact_sums, chunks=pipeline.chunks)
 
     def note_agreed(self, step: int, numbers: Sequence[float]) -> None:
         """Logs what all agreed upon in a step that was completed by a recovery."""

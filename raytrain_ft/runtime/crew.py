@@ -27,7 +27,7 @@ from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.topology import stage_of
 from raytrain_ft.runtime import placement
 from raytrain_ft.runtime.health import Health
-from raytrain_ft.runtime.nodes import FORGIVE_DEAD_S
+from raytrain_ft.runtime.nodes import FORGIVE_DEAD_S, FORGIVE_SILENT_S
 from raytrain_ft.runtime.spec import NAMESPACE, Introduction, RunSpec
 from raytrain_ft.runtime.worker import Worker
 from raytrain_ft.training.fence import PeerLostError
@@ -280,6 +280,8 @@ class Crew:
             about = {"incarnation": incarnation, "name": load, "reason": str(cause)[:1000]}
             self._tell(m.CheckpointRejected(at=self._now(), member=member, **about))
             return
+        if self._health.is_starting(member) and (node := self.node_of(member)) is not None:
+            self._health.nodes.avoid(node, FORGIVE_SILENT_S)  # it may lack what others have: the next one is started elsewhere
         kind = "mismatch" if isinstance(cause, MismatchError) else "config" if isinstance(cause, ConfigError) else "task"
         message = str(error) if kind == "task" else str(cause)
         self._tell(m.TaskFailed(at=self._now(), member=member, rank=-1, step=self._health.step, kind=kind, message=message))

@@ -21,6 +21,7 @@ from ray.util.placement_group import (
 INTERVAL_S = 1.0
 COUNTED_WITHIN_S = 3.0
 """How long it may take until room that came is counted. It must not be asked for again meanwhile: it would be taken again."""
+CLOSE_S = 10.0
 
 
 class Demand:
@@ -56,8 +57,8 @@ class Demand:
 
     async def close(self) -> None:
         """Asks for nothing any more. What cannot be taken back goes with the supervisor."""
-        with contextlib.suppress(RayError):
-            await self._in_thread(self.adjust, 0)
+        with contextlib.suppress(RayError, TimeoutError):
+            await asyncio.wait_for(self._in_thread(self.adjust, 0), CLOSE_S)
         self._thread.shutdown(wait=False)
 
     def adjust(self, missing: int) -> None:

@@ -104,42 +104,70 @@ class HolderPersister:
     def __init__(self, memory: SharedMemory, spec: RunSpec) -> None:
         self._memory = memory
         self._spec = spec
-        self._pending: tuple[Name, Future[Outcome]] | None = None
+        self._pending: _Pending | None = None
 
     def start(self) -> None:
         """There is nothing to start."""
 
     def submit(self, job: Job) -> Future[Outcome]:
         """Begins to bring it there. The future never fails: an outcome with an error says what went wrong."""
-        future: Future[Outcome] = Future()
-        self._pending = job.name, future
-        threading.Thread(target=self._bring, args=(job, future), name="holder", daemon=True).start()
-        return future
+        pending = self._pending = _Pending(job.name)
+        threading.Thread(target=self._bring, args=(job, pending), name="holder", daemon=True).start()
+        return pending.future
 
-    def _bring(self, job: Job, future: Future[Outcome]) -> None:
+    def _bring(self, job: Job, pending: _Pending) -> None:
         began = time.monotonic()
         data = np.frombuffer(self._memory.view[: sum(piece[4] for piece in job.pieces)], dtype=np.uint8)
         try:
-            size: Any = ray.get(holder_of(self._spec).put.remote(job, data), timeout=job.timeout_s)
+            answer = holder_of(self._spec).put.remote(job, data)
+            pending.taken()
+            size: Any = ray.get(answer, timeout=job.timeout_s)
             outcome = Outcome(None, time.monotonic() - began, int(size))
         except (RayError, StorageError, TimeoutError) as error:
             outcome = Outcome(f"the holder of snapshots: {error}", time.monotonic() - began, 0)
-        _settle(future, outcome)
+        pending.settle(outcome)
 
     def cancel(self, name: Name) -> None:
         """The parts of others will not come: an answer of the holder is not waited for, and counts for nothing. It forgets what
         is not complete with the next snapshot."""
-        if self._pending is not None and self._pending[0] == name:
-            _settle(self._pending[1], Outcome(f"{name}: the world that was writing it is over", 0.0, 0))
+        if self._pending is not None and self._pending.name == name:
+            self._pending.cancel()
 
     def close(self, timeout_s: float) -> None:
         """There is nothing to end."""
 
 
-def _settle(future: Future[Outcome], outcome: Outcome) -> None:
-    """The first outcome counts."""
-    with suppress(InvalidStateError):
-        future.set_result(outcome)
+class _Pending:
+    """A part on its way. Whoever is told of its outcome may write to the memory that it comes from: so nobody is, also if it is
+    cancelled, before Ray has taken its bytes."""
+
+    def __init__(self, name: Name) -> None:
+        self.name = name
+        self.future: Future[Outcome] = Future()
+        self._lock = threading.Lock()
+        self._taken = self._cancelled = False
+
+    def taken(self) -> None:
+        """Ray has the bytes."""
+        with self._lock:
+            self._taken = True
+            if self._cancelled:
+                self._give_up()
+
+    def cancel(self) -> None:
+        """It is not wanted any more."""
+        with self._lock:
+            self._cancelled = True
+            if self._taken:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        self.settle(Outcome(f"{self.name}: the world that was writing it is over", 0.0, 0))
+
+    def settle(self, outcome: Outcome) -> None:
+        """The first outcome counts."""
+        with suppress(InvalidStateError):
+            self.future.set_result(outcome)
 
 
 def load(spec: RunSpec, name: Name) -> Content:

@@ -90,4 +90,4 @@ async def _ended(reader: asyncio.StreamReader) -> None:
         while await reader.read(4096):
             pass
     except OSError:
-        pass
+        pass  # a connection that broke has ended, too

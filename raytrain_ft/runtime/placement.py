@@ -24,7 +24,7 @@ affinity is not heeded: Ray places it on a random node."""
 def demand(options: dict[str, Any]) -> dict[str, float]:
     """The resources that one worker takes, in Ray's words."""
     resources = {"CPU": float(options.get("num_cpus") or 0), "GPU": float(options.get("num_gpus") or 0)}
-    resources.update(options.get("resources") or {})
+    resources |= {"memory": float(options.get("memory") or 0)} | (options.get("resources") or {})
     return {name: amount for name, amount in resources.items() if amount > 0}
 
 

@@ -29,7 +29,7 @@ from raytrain_ft.training import durable, mending
 from raytrain_ft.training.attempt import Commit
 from raytrain_ft.training.build import Checkpointing
 from raytrain_ft.training.checkpointer import Target
-from raytrain_ft.training.fence import PeerLostError
+from raytrain_ft.training.fence import Fence, PeerLostError
 from raytrain_ft.training.process_group import FencedGroup
 from raytrain_ft.training.state import Extras, TrainingState
 from raytrain_ft.training.step import Replica
@@ -140,7 +140,7 @@ def lend(replica: Replica, plan: Plan, transfer: Transfer) -> None:
     those sat whom it replaces and sums keep their order."""
     for index in plan.mean:
         flat = torch.zeros_like(replica.state.buckets[index].flat)
-        transfer.group.start("allreduce", [flat]).wait()
+        transfer.group.all_reduce(flat).wait()
 
 
 def _update(replica: Replica, base: int) -> None:
@@ -221,10 +221,11 @@ def checkpointing(spec: RunSpec, epoch: int, heartbeat: Heartbeat) -> Checkpoint
     )
 
 
-def load(replica: Replica, spec: RunSpec, name: str) -> None:
+def load(replica: Replica, spec: RunSpec, name: str, fence: Fence) -> None:
     """Takes over a checkpoint's state.
 
     Raises:
+        FencedError: it broke off.
         StorageError: it is damaged; unless the state is still `filled`, the replica is of no use until it is loaded, filled or
             built anew. MismatchError: it does not belong to this run.
     """
@@ -237,9 +238,9 @@ def load(replica: Replica, spec: RunSpec, name: str) -> None:
     else:
         storage = open_storage(spec.checkpoints.uri)
         manifest = checkpoint.read_manifest(storage, parsed)
-        content = checkpoint.map_shards(storage, manifest, durable.holds(manifest, replica.state.stage))
+        content = checkpoint.map_shards(storage, manifest, durable.holds(manifest, replica.state.stage), fence.check)
     if replica.attempt is not None:
         mending.discard(replica)
     if replica.undo is not None:
         replica.undo.forget()
-    durable.restore(replica.state, content, asdict(spec.sampling), spec.checkpoints.override)
+    durable.restore(replica.state, content, asdict(spec.sampling), spec.checkpoints.override, spec.step.pipeline)

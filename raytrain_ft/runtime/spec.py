@@ -101,6 +101,11 @@ class RunSpec:
         return ray.cloudpickle.loads(self.task)
 
     @property
+    def stored_in(self) -> str:
+        """The directory or URI of the run's checkpoints; empty if it keeps none in storage."""
+        return self.checkpoints.uri if self.checkpoints is not None and self.rules.strategy != "snapshot" else ""
+
+    @property
     def logs(self) -> Path:
         """Where the logs of all workers are."""
         return self.directory / "logs"

@@ -32,7 +32,7 @@ from raytrain_ft.policy.measures import Measures
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, State
 from raytrain_ft.policy.strategy import Recovery
-from raytrain_ft.runtime import health, metrics, placement, report, timeline
+from raytrain_ft.runtime import clock, health, metrics, placement, report, timeline
 from raytrain_ft.runtime.crew import Crew
 from raytrain_ft.runtime.demand import Demand
 from raytrain_ft.runtime.event_log import PATIENCE_S, EventLog, read_past
@@ -41,7 +41,7 @@ from raytrain_ft.runtime.library import Library
 from raytrain_ft.runtime.notices.notice import REQUEST, Notice
 from raytrain_ft.runtime.spec import Beat, RunSpec
 from raytrain_ft.runtime.store_server import StoreServer
-from raytrain_ft.storage.filesystem import within
+from raytrain_ft.storage.filesystem import within, without_credentials
 
 FOLLOWED_CHECK_S = 0.5
 LOG_RETRY_S = 1.0
@@ -58,7 +58,9 @@ class Supervisor:
         self._chaos = Injector(spec.faults, spec.directory / "faults", "supervisor")
         past, notes = _past(spec)
         self._log = EventLog(spec.directory / "events.jsonl", self.now)
-        self._start = time.monotonic() - (past[-1].at if past else 0.0)
+        first = past[0] if past else None
+        recorded = first.details.get("clock") if isinstance(first, m.RunStarted) else None
+        self._start = clock.began(recorded, past[-1].at, spec.lease) if past else time.monotonic()
         self._machine, measures = RunState(spec.rules), Measures()
         for event in past:
             handle(self._machine, event)
@@ -148,7 +150,8 @@ class Supervisor:
         self._crew.epoch = self._library.epoch
         if not self._restarted:
             shutil.rmtree(self._spec.logs, ignore_errors=True)  # of a run of this name that could not clean up: never replayed
-            started = {"incarnation": self._spec.incarnation, "stored": stored, "details": _details(self._spec)}
+            details = _details(self._spec) | {"clock": clock.origin(self._start)}
+            started = {"incarnation": self._spec.incarnation, "stored": stored, "details": details}
             self.tell(m.RunStarted(at=0.0, run_id=self._spec.run_id, **started))
         demand = Demand(f"demand:{self._spec.run_id}:", placement.demand(self._spec.options))
         asking = demand.keep(self._machine.lacking)
@@ -161,16 +164,17 @@ class Supervisor:
                 self._step(await self._events.get())
                 self._events.task_done()
             await self._crew.settled()
-        finally:
             self._ended_at = self.now()
+            if not self._was_over:
+                self._note_end()  # before what may take its time: who follows the run does not wait for it for ever
+        finally:
+            self._ended_at = self._ended_at or self.now()
             for watcher in watchers:
                 watcher.cancel()
             self._metrics.publish(self._ended_at, self._machine)
             await demand.close()
             await self._library.close()
             shutil.rmtree(self._spec.logs, ignore_errors=True)  # nobody is left to recover
-        if not self._was_over:
-            self._note_end()
         while self._log.flush() is not None and self.now() < self._ended_at + PATIENCE_S:
             await asyncio.sleep(LOG_RETRY_S)
         return self.account()
@@ -220,14 +224,13 @@ class Supervisor:
         if time.monotonic() - self._followed_at < self._spec.driver_timeout:
             await asyncio.sleep(LINGER_S)
         try:
-            await asyncio.to_thread(kill_named, self._spec.member_name(""))
+            await asyncio.wait_for(asyncio.to_thread(kill_named, self._spec.member_name("")), LINGER_S)
         finally:  # workers end by themselves without it; one that stayed would keep the run's name taken
             ray.kill(ray.get_runtime_context().current_actor)
 
     def account(self) -> dict[str, Any]:
         """State, progress and recoveries as plain data."""
         machine, spec = self._machine, self._spec
-        uri = spec.checkpoints.uri if spec.checkpoints is not None else ""
         return {
             "name": spec.name,
             "run_id": spec.run_id,
@@ -235,7 +238,7 @@ class Supervisor:
             "max_steps": spec.rules.max_steps,
             "stop_timeout": spec.rules.stop_timeout,
             "unfollowed_s": time.monotonic() - self._followed_at,
-            "checkpoint": within(uri, machine.stored[0].name) if uri and machine.stored else None,
+            "checkpoint": within(spec.stored_in, machine.stored[0].name) if spec.stored_in and machine.stored else None,
             "state": str(machine.state),
             "step": machine.step,
             "loss": self._health.loss,
@@ -364,21 +367,31 @@ def _past(spec: RunSpec) -> tuple[list[m.Event], Counter[str]]:
     """
     path = spec.directory / "events.jsonl"
     if path.exists():
-        with path.open() as log:
+        with path.open(errors="replace") as log:
             first = log.readline()
-        if first.strip() and json.loads(first).get("run_id") == spec.run_id:
+        if _run_of(first) == spec.run_id:
             return read_past(path)
-        number = len(list(spec.directory.glob("events-*.jsonl"))) + 1
-        path.rename(spec.directory / f"events-{number:03d}.jsonl") if first else path.unlink()
+        kept = [int(number) for log in spec.directory.glob("events-*.jsonl") if (number := log.stem[7:]).isdecimal()]
+        path.rename(spec.directory / f"events-{max(kept, default=0) + 1:03d}.jsonl") if first else path.unlink()
     for marker in (spec.directory / "faults").glob("*"):
         marker.unlink()
     (spec.directory / "nonce").write_text(spec.nonce)
     return [], Counter()
 
 
+def _run_of(line: str) -> Any:
+    """The run that a log's first line tells of; None if it is not there, or was cut short."""
+    try:
+        return json.loads(line)["run_id"]
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
 def _details(spec: RunSpec) -> dict[str, Any]:
     sampling, rules = spec.sampling, spec.rules
-    about = {"log": spec.log_choice.as_record()} if spec.log_choice is not None else {}
+    about: dict[str, Any] = {"log": spec.log_choice.as_record()} if spec.log_choice is not None else {}
+    if spec.stored_in:
+        about["checkpoints"] = without_credentials(spec.stored_in)
     return {
         **about,
         "name": spec.name,

@@ -200,7 +200,7 @@ class Trainee:
         self._take_stage(stage_of(self.rank, self._spec.rules.stages))
         self.replica.state.filled &= self._member in holders
         if plan is None:
-            self._begin_from(load)
+            self._begin_from(load, fence)
             return self.replica.state.digests(), 0, 0
         state = self.replica.state
         transfer = recovery.Transfer(self._group, world, self._member, state.device, self._probe_recovery)
@@ -227,12 +227,12 @@ class Trainee:
         self.replica = self._build_replica(stage)
         self._used, self._replayed = False, ""
 
-    def _begin_from(self, load: str) -> None:
+    def _begin_from(self, load: str, fence: Fence) -> None:
         """From a checkpoint, or from the beginning: there everybody has built the same model from the same seed."""
         self._replayed = ""
         if load:
             self._used = True  # also by a load that fails half way
-            recovery.load(self.replica, self._spec, load)
+            recovery.load(self.replica, self._spec, load, fence)
         elif self._used:
             self._rebuild(self.replica.stage)
         self.replica.state.filled = self._used = True
@@ -277,7 +277,7 @@ class Trainee:
         source = load or "the beginning"
         alone = len(team) == 1 and len(stages) == 1 and len(self._world) == self._spec.rules.stages
         if not alone or self._replayed != source or self.replica.state.step > until:
-            self._begin_from(load)
+            self._begin_from(load, fence)
             self._replayed = source
         self.replica.state.filled = False
         self._first_step = False
@@ -296,7 +296,7 @@ class Trainee:
         stage = stage_of(self._world.index(team[0]), self._spec.rules.stages)
         helper = self._build_replica(stage, writes=False)
         if load:
-            recovery.load(helper, self._spec, load)
+            recovery.load(helper, self._spec, load, fence)
         try:
             with self._connections.replay(stages, stage, len(team), team.index(self._member), since) as links:
                 replay.replay(helper, links, until, self._spec.step.micro_batches)
@@ -316,6 +316,6 @@ class Trainee:
         values: dict[str, Any] = {"step": state.step, "digests": list(state.digests())}
         pipeline = self._spec.step.pipeline
         if pipeline is not None:
-            values |= {"stage": self.replica.stage, "stages": pipeline.stages, "cuts": pipeline.cuts}
+            values |= {"stage": self.replica.stage, **pipeline.spread}
         write_tensors(path, state.model.state_dict(), values)
         return path

@@ -71,6 +71,7 @@ def trainer_parts(scenario: Scenario) -> tuple[TrainSettings, ScalingConfig, Rec
         num_spares=scenario.spares,
         hang_timeout=timedelta(seconds=scenario.hang_timeout),
         replacement_timeout=timedelta(seconds=scenario.replacement_timeout),
+        max_fruitless_recoveries=scenario.max_fruitless_recoveries,
         **choices,
     )
     parallelism = ParallelismConfig(

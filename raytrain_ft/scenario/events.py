@@ -33,7 +33,7 @@ def _share(value: Any) -> Any:
         try:
             return float(value.strip()[:-1]) / 100
         except ValueError:
-            pass
+            pass  # it is no number: refused below
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise PydanticCustomError("share", "give a share such as 25% or 0.25")
     return value

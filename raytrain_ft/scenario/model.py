@@ -64,7 +64,8 @@ class Scenario(Model):
         workers: a number, or (least, most). stages: of a pipeline. nodes: of the laptop cluster; by default one for each worker
             and spare. micro_batches: of a step and replica.
         steps, batch, seed, bucket_bytes, first_bucket_bytes: as in `Trainer`.
-        strategy, update, replacement, spares, hang_timeout, replacement_timeout: as in `RecoveryConfig`.
+        strategy, update, replacement, spares, hang_timeout, replacement_timeout, max_fruitless_recoveries: as in
+            `RecoveryConfig`.
         checkpoint_every: as `CheckpointConfig.every`.
         events: what happens. pass_if: what the run must keep. assumed: what things cost, for the simulator.
     """
@@ -87,6 +88,7 @@ class Scenario(Model):
     spares: Index = 1
     hang_timeout: Seconds = 60.0
     replacement_timeout: Seconds = 60.0
+    max_fruitless_recoveries: Whole = 10
     checkpoint_every: Whole | Literal["auto"] | None = "auto"
     events: tuple[Event, ...] = ()
     pass_if: Thresholds = Thresholds()

@@ -10,7 +10,7 @@ WORKER_PHASES: tuple[str, ...] = get_args(Phase)
 STATES = SUPERVISOR_PHASES
 BUCKET_PHASES = ("backward", "reduce", "reduced", "update", "updated")
 """Phases that have a bucket."""
-MICRO_BATCH_PHASES = ("forward", "receive", "backward_pass", "send")
+MICRO_BATCH_PHASES = ("forward", "receive", "backward_pass", "send", "weight_pass")
 """Phases that have a micro-batch."""
-STEP_PHASES = ("data", "commit", "checkpoint", *BUCKET_PHASES, *MICRO_BATCH_PHASES)
+STEP_PHASES = ("data", "tied", "commit", "checkpoint", *BUCKET_PHASES, *MICRO_BATCH_PHASES)
 """Phases of a step: a step must be given, or the first one of the run would be meant."""

@@ -85,6 +85,7 @@ def rules_of(job: Job, strategy: Strategy) -> Rules:
         checkpoints=saves,
         schedule_timeout=3 * costs.begin_s + 120,
         replacement_timeout=job.replacement_timeout,
+        max_fruitless_recoveries=job.max_fruitless_recoveries,
         fence_timeout=3 * costs.fence_s + 10,
         phase_timeout=3 * (slowest + job.step_s + costs.end_s) + 60,
     )

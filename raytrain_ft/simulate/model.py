@@ -80,6 +80,7 @@ class Job:
         micro_batches: of a step in a pipeline.
         batch: samples of a step; what is lost is counted in these.
         replacement_timeout: for how long to wait for a replacement, seconds.
+        max_fruitless_recoveries: recoveries in a row without a committed step before the run gives up.
         node_hour: price of a node for an hour, in any currency.
     """
 
@@ -95,11 +96,12 @@ class Job:
     micro_batches: int = 1
     batch: int = 1
     replacement_timeout: float = 86_400.0
+    max_fruitless_recoveries: int = 10
     node_hour: float = 1.0
     costs: Costs = field(default_factory=Costs)
 
     def __post_init__(self) -> None:
-        checks.whole(self, "steps", "workers", "stages", "micro_batches", "batch")
+        checks.whole(self, "steps", "workers", "stages", "micro_batches", "batch", "max_fruitless_recoveries")
         checks.whole(self, "spares", least=0)
         checks.seconds(self, "step_s", "replacement_timeout", positive=True)
         checks.seconds(self, "node_hour")

@@ -157,6 +157,10 @@ def select(storage: Storage, warn: Callable[[str], None], epoch: int | None = No
 # ---------------------------------------------------------------- reading
 
 
+def nothing() -> None:
+    """Nobody wants to leave."""
+
+
 class Mapped(NamedTuple):
     """A shard's file, and the hashes of its blocks."""
 
@@ -171,15 +175,21 @@ class Content:
     Attributes:
         pieces: by tensor, its pieces in order, each with its bytes.
         files: what they lie in; none if they lie in memory.
+        check: called again and again while they are read; may raise to leave that.
         verified: whether all of `files` is as it was written. Before that nothing here may be believed.
     """
 
     def __init__(
-        self, manifest: Manifest, pieces: dict[str, list[tuple[Piece, memoryview]]], files: Sequence[Mapped] = ()
+        self,
+        manifest: Manifest,
+        pieces: dict[str, list[tuple[Piece, memoryview]]],
+        files: Sequence[Mapped] = (),
+        check: Callable[[], None] = nothing,
     ) -> None:
         self.manifest = manifest
         self.pieces = pieces
         self.files = files
+        self.check = check
         self.verified = not files
 
     def verify(self, hashed: Callable[[int, int], None] | None = None) -> None:
@@ -191,8 +201,14 @@ class Content:
         Raises:
             StorageError: naming the file, and where in it the first damaged block begins.
         """
+
+        def seen(start: int, stop: int) -> None:
+            self.check()
+            if hashed is not None:
+                hashed(start, stop)
+
         for file, buffer, blocks in self.files:
-            bad = shards.verify(buffer, blocks, hashed)
+            bad = shards.verify(buffer, blocks, seen)
             if bad is not None:
                 raise StorageError(f"{file} is damaged at or after byte {bad * shards.BLOCK_BYTES}: its hash differs")
         self.verified = True
@@ -209,19 +225,27 @@ def read(storage: Storage, manifest: Manifest) -> Content:
     return content
 
 
-def map_shards(storage: Storage, manifest: Manifest, wanted: Callable[[int], bool] = lambda number: True) -> Content:
+def map_shards(
+    storage: Storage,
+    manifest: Manifest,
+    wanted: Callable[[int], bool] = lambda number: True,
+    check: Callable[[], None] = nothing,
+) -> Content:
     """Maps the shards of a checkpoint, for `restore.fill` to verify while it copies them.
 
     Args:
         wanted: whether to look at a shard, by its number. Each tensor must be in these shards, or in the others.
+        check: see `Content`.
 
     Raises:
         StorageError: naming the file, if it was cut short or what it says of its tensors cannot be read.
     """
     count = len(manifest.shards)
-    numbers = [number for number in range(count) if wanted(number)]
-    files = [_mapped(storage, f"{manifest.name}/{shard_file(i, count)}", manifest.shards[i]) for i in numbers]
-    content = Content(manifest, {}, files)
+    files: list[Mapped] = []
+    for number in filter(wanted, range(count)):
+        check()
+        files.append(_mapped(storage, f"{manifest.name}/{shard_file(number, count)}", manifest.shards[number]))
+    content = Content(manifest, {}, files, check)
     try:
         _find_pieces(content)
     except StorageError:

@@ -89,6 +89,11 @@ def within(place: str, *names: str) -> str:
     return "/".join([directory.rstrip("/"), *names]) + mark + query
 
 
+def without_credentials(place: str) -> str:
+    """The same path or URI without the user and password that a URI may hold: for records."""
+    return re.sub(r"://[^/?]*@", "://", place, count=1)
+
+
 def parent(place: str) -> tuple[str, str]:
     """The directory that a path or URI is in, and its last name: what `within` puts together."""
     path, mark, query = place.partition("?") if "://" in place else (place, "", "")

@@ -24,8 +24,11 @@ from raytrain_ft.storage.log_format import NAME, Compression, Key
 
 __all__ = ["Key", "LogStats", "TensorLog"]
 
-STALL_LIMIT_S = 60.0
-"""If the disk takes no record for so long while training waits for it, the log gives up."""
+STALL_LIMIT_S = 20.0
+"""If the disk takes no record for so long while training waits for it, the log gives up: long before anybody takes the wait for
+a hang, which is after a minute by default."""
+CHECK_S = 0.1
+"""How often a caller that waits looks whether it is to leave."""
 CLOSE_LIMIT_S = 60.0
 NAP_S = 0.002
 """The thread waits so long before it begins: who appended goes on to its next pass, which does without the interpreter, and
@@ -117,8 +120,9 @@ class TensorLog:
 
     # ------------------------------------------------------------ for the caller
 
-    def append(self, key: Key, incarnation: int, tensors: Sequence[Tensor]) -> None:
-        """Hands a record over; never raises because of the disk.
+    def append(self, key: Key, incarnation: int, tensors: Sequence[Tensor], check: Callable[[], None] = lambda: None) -> None:
+        """Hands a record over; never raises because of the disk. If that has to be waited for, `check` is called meanwhile, and
+        may raise to leave the wait: then there is no such record.
 
         The tensors must not be changed until a `flush`: they are not copied. Where PyTorch notices that one was, the log fails
         rather than hold something false. Tensors of a device are copied to the CPU here, which waits for the device.
@@ -129,7 +133,7 @@ class TensorLog:
         with self._work:
             if self._closed or (self._failed and not self._trims):
                 return
-            reason = self._wait_for_room(size)
+            reason = self._wait_for_room(size, check)
             if not self._closed and (not self._failed or self._trims):  # else that happened while this waited
                 self._put(record)
         if reason:
@@ -198,7 +202,7 @@ class TensorLog:
         self._waiting += item.size
         self._work.notify()
 
-    def _wait_for_room(self, size: int) -> str:
+    def _wait_for_room(self, size: int, check: Callable[[], None]) -> str:
         """Returns why the log fails just now, if the disk does not take anything. A record that is larger than all the room
         goes in alone."""
 
@@ -208,12 +212,16 @@ class TensorLog:
         if self._thread is None or is_room():
             return ""
         self._stalls += 1
-        began = time.monotonic()
+        began = moved = time.monotonic()
+        done = self._done
         try:
             with self._hurried():
                 while not is_room() and not self._closed:
-                    done = self._done
-                    if not self._room.wait(STALL_LIMIT_S) and done == self._done:
+                    self._room.wait(min(CHECK_S, STALL_LIMIT_S))
+                    check()
+                    if done != self._done:
+                        done, moved = self._done, time.monotonic()
+                    elif not is_room() and time.monotonic() - moved >= STALL_LIMIT_S:
                         self._trims = 0  # nothing that waits will be carried out in time: the record at hand must not go in
                         reason = "" if self._failed else f"nothing could be written for {STALL_LIMIT_S:.0f} s"
                         self._failed = self._failed or reason

@@ -8,7 +8,7 @@ uncompressed IPC. Knows nothing of order or of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -110,10 +110,15 @@ def _resolve(path: str) -> list[tuple[pafs.FileSystem, str]]:
         if info.type == pafs.FileType.Directory:
             inside = filesystem.get_file_info(pafs.FileSelector(path, recursive=True))
             files = [i.path for i in inside if i.type == pafs.FileType.File and i.base_name.endswith(_SUFFIXES)]
-            return [(filesystem, file) for file in files if not Path(file).name.startswith((".", "_"))]
+            return [(filesystem, file) for file in files if not _is_hidden(file, info.path)]
     except (OSError, pa.ArrowException) as error:
         raise ConfigError(f"{path} cannot be opened: {error}") from error
     raise ConfigError(f"{path} does not exist on {filesystem.type_name}. Every node must be able to read it.")
+
+
+def _is_hidden(file: str, directory: str) -> bool:
+    """Whether the file, or a directory on the way to it, is meant for others: logs of tables, trash, unfinished files."""
+    return any(part.startswith((".", "_")) for part in PurePosixPath(file).relative_to(directory).parts)
 
 
 def _read(filesystem: pafs.FileSystem, path: str, columns: Sequence[str] | None) -> pa.Table:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from raytrain_ft.errors import FencedError, TaskError
+from raytrain_ft.training.exchange import Exchange
 from raytrain_ft.training.fence import PeerLostError
 from raytrain_ft.training.process_group import FencedGroup, FencedWork
 from raytrain_ft.training.solo import Finished, Solo
@@ -42,7 +43,7 @@ class Bucket:
         self.version = 0
         self.gradient: int | None = None
         self.dirty = False
-        self.work: FencedWork | Finished | None = None
+        self.work: FencedWork | Exchange | Finished | None = None
         self.allocate()
 
     def allocate(self) -> None:
@@ -189,9 +190,9 @@ class Reducer:
             for p in bucket.params:
                 p.grad = None
 
-    def arm(self) -> None:
-        """The next backward pass is the last of this step: its gradients are final."""
-        self._armed = True
+    def arm(self, final: bool) -> None:
+        """Whether the gradients that the next backward pass leaves are final in this step."""
+        self._armed = final
 
     def _grad_ready(self, p: Tensor) -> None:
         if not self._armed:
@@ -227,16 +228,18 @@ class Reducer:
         if self._is_silent(bucket.index):
             bucket.flat.zero_()
             bucket.gradient = None
+            for p in bucket.params:
+                p.grad = None  # else `accept` would take it that everybody used what this rank alone used
         else:
             bucket.collect()
         if bucket.tail_size:
             self._fill_tail(bucket.tail)
         assert self.group is not None
-        bucket.work = self.group.start("allreduce", [bucket.flat])
+        bucket.work = self.group.all_reduce(bucket.flat)
         self._launched += 1
         self._probe("reduce", bucket.index)
 
-    def _next(self) -> FencedWork | Finished:
+    def _next(self) -> FencedWork | Exchange | Finished:
         work = self.buckets[self._accepted].work
         assert work is not None
         return work
@@ -276,7 +279,7 @@ class Reducer:
         if bucket.tail_size:
             self._fill_tail(bucket.tail)
         flat = bucket.flat.clone()
-        group.start("allreduce", [flat]).wait()
+        group.all_reduce(flat).wait()
         bucket.flat.copy_(flat)
         bucket.scale(factor)
         bucket.gradient = self._step

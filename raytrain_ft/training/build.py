@@ -22,8 +22,10 @@ from raytrain_ft.training.durable import capture
 from raytrain_ft.training.pipeline import build_stage
 from raytrain_ft.training.random import seed_all, step_seed
 from raytrain_ft.training.settings import StepSettings
+from raytrain_ft.training.snapshot import check_plain
 from raytrain_ft.training.state import TrainingState
 from raytrain_ft.training.step import Replica
+from raytrain_ft.training.ties import begin_alike
 from raytrain_ft.training.undo import refusals
 
 
@@ -99,9 +101,17 @@ def build_replica(
 def build_model(task: Any, stage: int, settings: StepSettings) -> torch.nn.Module:
     """The model, or a stage of it, with its first weights: those of a stage that the task gives are drawn from a stream of
     their own, those of a model that is split are the weights that it has in one piece."""
-    own_stream = settings.pipeline is not None and settings.pipeline.cuts is None and stage > 0
-    seed_all(step_seed(settings.seed, 0, 0, 0, stage) if own_stream else settings.seed)
-    return build_stage(task, stage, settings.pipeline)
+    pipeline = settings.pipeline
+    given = pipeline is not None and pipeline.cuts is None  # by the task
+
+    def build(stage: int) -> torch.nn.Module:
+        seed_all(step_seed(settings.seed, 0, 0, 0, stage) if given and stage > 0 else settings.seed)
+        return build_stage(task, stage, pipeline)
+
+    model = build(stage)
+    if pipeline is not None and given:
+        begin_alike(model, stage, pipeline, build)
+    return model
 
 
 def _loader(task: Any, sampling: Sampling, *, reads: bool) -> Loader:
@@ -152,6 +162,7 @@ def check_model(model: torch.nn.Module) -> None:
                 "stored, and given to a worker that replaces another. Keep such state in a buffer (register_buffer), or, if it "
                 "never changes, in the task"
             )
+        check_plain(name, value)
 
 
 def check_undo(optimizer: torch.optim.Optimizer, mode: str) -> list[str]:

@@ -30,6 +30,8 @@ from raytrain_ft.training.snapshot import ALIGNMENT, Copy, free_on_device, share
 
 PROFILE_FILE = "profile.json"
 POLL_S = 0.05
+PROFILE_S = 5.0
+"""How long the measurements of an earlier run are waited for."""
 PATIENCE_S = 10.0
 """How long training waits at least for the checkpoint before to be durable: three times the longest so far if that is more.
 For the last checkpoint it waits as long as for the shards of others, if that is more: there is no training to hold up."""
@@ -357,16 +359,23 @@ class Checkpointer:
         return {PROFILE_FILE: json.dumps({"key": self._target.profile_key, **self._tuner.to_json()})}
 
     def _recall_profile(self, tuner: Tuner) -> None:
-        """An earlier run of the same kind has measured already. What cannot be read is measured again."""
+        """An earlier run of the same kind has measured already. What cannot be read, or not soon, is measured again."""
+        found: Future[Any] = Future()
+        threading.Thread(target=lambda: found.set_result(self._stored_profile()), name="profile", daemon=True).start()
+        try:
+            stored = found.result(PROFILE_S)  # training does not hang with the storage
+        except TimeoutError:
+            return
+        known = isinstance(stored, dict) and stored.get("key") == self._target.profile_key
+        if known and tuner.begin_from(stored) and tuner.profile is not None:
+            self._longest_s = tuner.profile.persist
+
+    def _stored_profile(self) -> Any:
         try:
             storage = open_storage(self._target.uri)
-            if storage.size(PROFILE_FILE) is None:
-                return
-            stored = json.loads(storage.view(PROFILE_FILE).to_pybytes())
-            if stored.get("key") == self._target.profile_key and tuner.begin_from(stored) and tuner.profile is not None:
-                self._longest_s = tuner.profile.persist
-        except (StorageError, ValueError, AttributeError):
-            return
+            return None if storage.size(PROFILE_FILE) is None else json.loads(storage.view(PROFILE_FILE).to_pybytes())
+        except (StorageError, ValueError, RecursionError):
+            return None
 
 
 def _wait(future: Future[Outcome], seconds: float) -> None:

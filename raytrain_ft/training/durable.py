@@ -45,6 +45,7 @@ def capture(
     settings, more = flatten({"groups": groups, "scheduler": scheduler})
     tensors += [(path, value.detach().clone()) for path, value in more.items()]
     own = {"optimizer": type(state.optimizer).__name__, "numbers": numbers, "settings": settings}
+    aliases = {"aliases": found} if (found := _aliases(state.model)) else {}
     values = {
         "step": state.step,
         "position": [state.position.epoch, state.position.consumed],
@@ -53,15 +54,12 @@ def capture(
         "loss": state.loss.hex(),
         "records": records,
     }
+    own |= aliases
     if pipeline is None:
-        aliases = _aliases(state.model)
-        return tensors, values | own | ({"aliases": aliases} if aliases else {})
+        return tensors, values | own
     # every stage's names bear its number, and so do its values, which are not the same on all workers
     tensors.append((OWN_VALUES, torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)))
-    return [(f"{_prefix(state)}{name}", tensor) for name, tensor in tensors], values | {
-        "stages": pipeline.stages,
-        "cuts": pipeline.cuts,
-    }
+    return [(f"{_prefix(state)}{name}", tensor) for name, tensor in tensors], values | pipeline.spread
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
@@ -85,6 +83,11 @@ def holds(manifest: Manifest, stage: int | None) -> Callable[[int], bool]:
     return lambda number: stage is None or number % stages == stage
 
 
+def own_values(content: Content, path: str) -> dict[str, Any]:
+    """What a stage alone knows, from its piece of a checkpoint that was verified."""
+    return json.loads(b"".join(bytes(data) for _, data in content.pieces[path]))
+
+
 def _of_stage(state: TrainingState, content: Content) -> tuple[Content, dict[str, Any]]:
     """What a checkpoint holds of this stage, by the stage's own names; and its values.
 
@@ -103,8 +106,11 @@ def _of_stage(state: TrainingState, content: Content) -> tuple[Content, dict[str
             content.manifest, [f"{there} stages of a pipeline in the checkpoint, and not number {state.stage} of this run"]
         )
     content.verify()
-    own = json.loads(b"".join(bytes(data) for _, data in pieces.pop(OWN_VALUES)))
-    return Content(content.manifest, pieces, content.files), values | own
+    own = own_values(content, f"{prefix}{OWN_VALUES}")
+    del pieces[OWN_VALUES]
+    part = Content(content.manifest, pieces, content.files, content.check)
+    part.verified = True
+    return part, values | own
 
 
 def _weights(state: TrainingState) -> list[tuple[str, Tensor]]:
@@ -116,13 +122,20 @@ def _buffers(state: TrainingState) -> list[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def restore(state: TrainingState, content: Content, data: dict[str, Any], override: Sequence[str] = ()) -> None:
+def restore(
+    state: TrainingState,
+    content: Content,
+    data: dict[str, Any],
+    override: Sequence[str] = (),
+    pipeline: PipelineSettings | None = None,
+) -> None:
     """Takes over the state of a checkpoint.
 
     Args:
         data: what the position of the data refers to in this run.
         override: "optimizer" keeps this run's optimizer and schedule as they are if the checkpoint's are of another kind;
             "dataset" goes on with other data, from its beginning if the position does not exist there.
+        pipeline: of which `state` is a stage.
 
     Raises:
         MismatchError: it is of another model, optimizer or dataset; every difference is listed, and nothing was changed.
@@ -133,7 +146,7 @@ def restore(state: TrainingState, content: Content, data: dict[str, Any], overri
     own = dict([*_weights(state), *_buffers(state)])
     theirs = {name: parts for name, parts in content.pieces.items() if name.startswith(("model/", "buffer/"))}
     other_optimizer, other_data = _other_optimizer(state, values), _other_data(values, data)
-    lines = differences(described(own), Content(content.manifest, theirs))
+    lines = [*_otherwise_spread(values, pipeline), *differences(described(own), Content(content.manifest, theirs))]
     lines += other_optimizer if "optimizer" not in override else []
     lines += other_data if "dataset" not in override else []
     if lines:
@@ -171,6 +184,18 @@ def _other_optimizer(state: TrainingState, values: dict[str, Any]) -> list[str]:
     lines = [f"optimizer {values['optimizer']} in the checkpoint, {name} here"] if values["optimizer"] != name else []
     stored = unflatten(values["settings"], lambda path: torch.empty(0))["groups"]
     return lines + ([f"{len(stored)} parameter groups in the checkpoint, {groups} here"] if len(stored) != groups else [])
+
+
+def _otherwise_spread(values: dict[str, Any], pipeline: PipelineSettings | None) -> list[str]:
+    """Stages that are cut otherwise, or share something else, may have the same names."""
+    if pipeline is None:
+        return []
+    there = {"chunks": 1, "ties": []} | values
+    return [
+        f"{name} of the pipeline: {there.get(name)} in the checkpoint, {here} here"
+        for name, here in pipeline.spread.items()
+        if there.get(name) != here
+    ]
 
 
 def _other_data(values: dict[str, Any], data: dict[str, Any]) -> list[str]:

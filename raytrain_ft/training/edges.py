@@ -26,7 +26,7 @@ from raytrain_ft.errors import FencedError, LogGapError, ReplayDivergedError, Ta
 from raytrain_ft.policy.schedule import MOST_MICRO_BATCHES
 from raytrain_ft.storage.log_reader import LogReader
 from raytrain_ft.storage.tensor_log import Key, TensorLog
-from raytrain_ft.training.fence import WAIT_DEADLINE, PeerLostError
+from raytrain_ft.training.fence import WAIT_DEADLINE, Fence, PeerLostError
 from raytrain_ft.training.process_group import FencedGroup, in_short
 
 DTYPES = tuple(sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str))
@@ -34,6 +34,10 @@ HEADER = 64
 """Integers of a description: count, then for each tensor dtype, dimensions, shape."""
 HEADER_TAG, FIRST_TAG = 8, 16
 """Tags of gloo messages; lower ones belong to the transfers of a recovery."""
+CHANNELS = ("activation", "gradient", "tied")
+"""Of edges from one stage to another, each of which numbers its messages by itself."""
+WHOLE_STEP = -1
+"""In place of a micro-batch: what belongs to a step as a whole."""
 TAGGED_STEPS = 2**16
 """A tag says which micro-batch of which step it is, so that two who are at different steps can never take one for another."""
 POSTED = 2
@@ -45,7 +49,7 @@ RECORD_DEADLINE_S = 5.0
 
 
 class Inbound(Protocol):
-    """Where the activations, or the gradients, of a step come from."""
+    """Where the activations of a step come from, or the gradients, or a neighbour's part in the gradients of what is shared."""
 
     def begin(self, step: int, micro_batches: Sequence[int]) -> None:
         """A step begins in which these micro-batches come, in this order."""
@@ -57,7 +61,7 @@ class Inbound(Protocol):
 
 
 class Outbound(Protocol):
-    """Where the activations, or the gradients, of a step go."""
+    """Where these go."""
 
     def begin(self, step: int) -> None:
         """A step begins; everything of the last but one has arrived."""
@@ -71,9 +75,10 @@ class Outbound(Protocol):
 # ---------------------------------------------------------------- live
 
 
-def tag(step: int, micro_batch: int) -> int:
+def tag(step: int, micro_batch: int, channel: int) -> int:
     """The tag of a message."""
-    return FIRST_TAG + step % TAGGED_STEPS * MOST_MICRO_BATCHES + micro_batch
+    message = step % TAGGED_STEPS * (MOST_MICRO_BATCHES + 1) + micro_batch - WHOLE_STEP
+    return FIRST_TAG + message * len(CHANNELS) + channel
 
 
 def describe(tensors: Sequence[Tensor]) -> list[int]:
@@ -111,18 +116,22 @@ class LiveInbound:
     """Receives from a neighbour, ahead of need, on a thread that is left behind when the incarnation ends: no gloo wait can be
     woken."""
 
-    def __init__(self, group: FencedGroup, peer: int) -> None:
+    def __init__(self, group: FencedGroup, peer: int, kind: str) -> None:
         self._group = group
         self._peer = peer
+        self._channel = CHANNELS.index(kind)
         self._wanted: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
         self._arrivals: dict[int, _Arrival] = {}
         self._layout: list[int] | None = None
+        self._broken: Exception | None = None
         threading.Thread(target=self._receive, name=f"from-{peer}", daemon=True).start()
 
     def begin(self, step: int, micro_batches: Sequence[int]) -> None:
-        self._arrivals = {number: _Arrival(tag(step, number), threading.Event()) for number in micro_batches}
+        self._arrivals = {number: _Arrival(tag(step, number, self._channel), threading.Event()) for number in micro_batches}
         for arrival in self._arrivals.values():
             self._wanted.put(arrival)
+        if self._broken is not None:
+            self._give_up([], self._broken)
 
     def take(self, micro_batch: int) -> list[Tensor]:
         arrival = self._arrivals.pop(micro_batch)
@@ -139,17 +148,26 @@ class LiveInbound:
                 try:
                     self._post(arrival)
                 except (RuntimeError, FencedError, IndexError, ValueError) as error:
-                    arrival.error = error
-                    arrival.done.set()
+                    self._give_up([*posted, arrival], error)
                     return
                 posted.append(arrival)
             if len(posted) == POSTED or (posted and self._wanted.empty()):
                 self._await(posted.pop(0))
 
+    def _give_up(self, arrivals: list[_Arrival], error: Exception) -> None:
+        """Nothing more comes, neither these nor what is wanted now or later."""
+        self._broken = error
+        with suppress(queue.Empty):
+            while True:
+                arrivals.append(self._wanted.get_nowait())
+        for arrival in arrivals:
+            arrival.error = error
+            arrival.done.set()
+
     def _post(self, arrival: _Arrival) -> None:
         if self._layout is None:
             header = torch.empty(HEADER, dtype=torch.int64)
-            self._group.post_receive(header, self._peer, HEADER_TAG).wait(WAIT_DEADLINE)
+            self._group.post_receive(header, self._peer, HEADER_TAG + self._channel).wait(WAIT_DEADLINE)
             self._layout = header.tolist()
         arrival.tensors = allocate(self._layout)
         arrival.works = [self._group.post_receive(tensor, self._peer, arrival.tag) for tensor in arrival.tensors]
@@ -167,9 +185,10 @@ class LiveInbound:
 class LiveOutbound:
     """Sends to a neighbour."""
 
-    def __init__(self, group: FencedGroup, peer: int) -> None:
+    def __init__(self, group: FencedGroup, peer: int, kind: str) -> None:
         self._group = group
         self._peer = peer
+        self._channel = CHANNELS.index(kind)
         self._layout: list[int] | None = None
         self._step = 0
         self._under_way: list[tuple[Tensor, Any]] = []
@@ -183,14 +202,14 @@ class LiveOutbound:
         layout = describe(tensors)
         if self._layout is None:
             self._layout = layout
-            self._send(torch.tensor(layout, dtype=torch.int64), HEADER_TAG)
+            self._send(torch.tensor(layout, dtype=torch.int64), HEADER_TAG + self._channel)
         elif layout != self._layout:
             raise TaskError(
                 f"micro-batch {micro_batch}: the tensors between two stages changed their shapes or dtypes within a run "
                 f"(now {[(str(t.dtype), tuple(t.shape)) for t in tensors]}). Give every micro-batch the same shape."
             )
         for tensor in tensors:
-            self._send(tensor.contiguous(), tag(self._step, micro_batch))
+            self._send(tensor.contiguous(), tag(self._step, micro_batch, self._channel))
 
     def _send(self, tensor: Tensor, number: int) -> None:
         self._under_way.append((tensor, self._group.post_send(tensor, self._peer, number)))
@@ -227,8 +246,8 @@ class Tap:
 
     Args:
         log: None if the edge is not logged.
-        past: in a replay, what was logged before, by the worker that was lost: a step's first micro-batch must be that again,
-            as far as it is there.
+        past: in a replay, what was logged before, by the worker that was lost: a step's first micro-batch, and what belongs to
+            the whole step, must be that again, as far as it is there.
     """
 
     def __init__(
@@ -236,14 +255,14 @@ class Tap:
         live: Outbound | None,
         log: TensorLog | None,
         key: Callable[[int, int], Key],
-        incarnation: int,
+        fence: Fence,
         past: LogReader | None = None,
     ) -> None:
         self._live = live
         self._log = log
         self._past = past
         self._key = key
-        self._incarnation = incarnation
+        self._fence = fence
         self._step = 0
 
     def begin(self, step: int) -> None:
@@ -256,10 +275,10 @@ class Tap:
         key = self._key(self._step, micro_batch)
         if self._live is not None:
             self._live.give(micro_batch, tensors)
-        if self._past is not None and micro_batch == 0 and self._past.has(key):
+        if self._past is not None and micro_batch in (0, WHOLE_STEP) and self._past.has(key):
             self._compare(self._past, key, tensors)
         if self._log is not None:
-            self._log.append(key, self._incarnation, tensors)
+            self._log.append(key, self._fence.incarnation, tensors, self._fence.check)
 
     def _compare(self, past: LogReader, key: Key, tensors: Sequence[Tensor]) -> None:
         try:
@@ -267,7 +286,8 @@ class Tap:
         except LogGapError:
             return  # damaged: nobody needs it but for this
         if len(before) != len(tensors) or not all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True)):
+            where = "gradients" if key.micro_batch == WHOLE_STEP else "of micro-batch 0"
             raise ReplayDivergedError(
-                f"stage {key.sender}, step {key.step}: the {key.kind} of micro-batch 0 is another than before. Is something in "
-                "the model random that is not drawn from torch, random or numpy, or are its kernels not deterministic?"
+                f"stage {key.sender}, step {key.step}: the {key.kind} {where} is another than before. Is something in the "
+                "model random that is not drawn from torch, random or numpy, or are its kernels not deterministic?"
             )

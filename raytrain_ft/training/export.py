@@ -10,7 +10,7 @@ from raytrain_ft.storage import checkpoint
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.filesystem import open_storage, parent
 from raytrain_ft.storage.manifest import Name
-from raytrain_ft.training import objects, restore
+from raytrain_ft.training import durable, objects, restore
 from raytrain_ft.training.pipeline import name_in_one_piece
 
 _STAGE = re.compile(r"stage-(?P<number>[0-9]{1,4})/(?P<path>.+)")
@@ -43,15 +43,19 @@ def state_of(content: Content) -> dict[str, Any]:
         skeletons = objects.stored_skeletons(content, 0)
         return {name: objects.put_together(content, skeleton, 0) for name, skeleton in skeletons.items()}
     state: dict[str, Any] = {}
-    cuts = content.manifest.values.get("cuts")
+    aliases = dict(content.manifest.values.get("aliases", {}))
     for path in content.pieces:  # the trainer's: model/NAME, buffer/NAME, optimizer/NAME/KEY; of a pipeline, stage-N/...
         stage = _STAGE.fullmatch(path)
         group, _, rest = (path if stage is None else stage["path"]).partition("/")
         if stage is not None:
+            number, spread = int(stage["number"]), content.manifest.values
             if group not in _OF_LAYERS:
+                own = durable.own_values(content, path) if stage["path"] == durable.OWN_VALUES else {}
+                for alias, name in own.get("aliases", {}).items():
+                    aliases[name_in_one_piece(alias, number, spread)] = name_in_one_piece(name, number, spread)
                 continue
-            rest = name_in_one_piece(rest, int(stage["number"]), cuts)
+            rest = name_in_one_piece(rest, number, spread)
         state.setdefault({"buffer": "model"}.get(group, group), {})[rest] = restore.make(content, path)
-    for alias, name in content.manifest.values.get("aliases", {}).items():
+    for alias, name in aliases.items():
         state["model"][alias] = state["model"][name]
     return state

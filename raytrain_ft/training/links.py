@@ -8,7 +8,7 @@ could not finish: undo is never needed (SWIFT, section 6, has stages undo instea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from raytrain_ft.storage.log_reader import LogReader
 from raytrain_ft.storage.tensor_log import Key, TensorLog
 from raytrain_ft.training.edges import (
     RECORD_DEADLINE_S,
+    WHOLE_STEP,
     Inbound,
     LiveInbound,
     LiveOutbound,
@@ -31,13 +32,26 @@ from raytrain_ft.training.process_group import FencedGroup
 from raytrain_ft.training.solo import Solo
 from raytrain_ft.training.team import Team
 
-WHOLE_STEP = -1
-"""In place of a micro-batch, a sender and a receiver, in the key of what belongs to a whole step."""
+EVERYBODY = -1
+"""In place of a sender and a receiver."""
 
 
 def agreed_key(step: int) -> Key:
     """What all agreed upon at the end of a step. Everybody logs it, for everybody has the same."""
-    return Key(step, WHOLE_STEP, "agreed", WHOLE_STEP, WHOLE_STEP)
+    return Key(step, WHOLE_STEP, "agreed", EVERYBODY, EVERYBODY)
+
+
+@dataclass(frozen=True, slots=True)
+class TiedEdge:
+    """Between two stages that share parameters: once a step, the gradients of these go both ways.
+
+    Attributes:
+        stage: the other one.
+    """
+
+    stage: int
+    outbound: Outbound
+    inbound: Inbound
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +63,7 @@ class Links:
         group: of the replicas of this stage; sums their gradients.
         activations, gradients: where a stage's inputs come from, in the forward and in the backward pass.
         outputs, input_gradients: where its outputs go.
+        ties: to each stage that shares parameters with this one.
         agree: sums a few numbers over all stages; None without a pipeline.
         team: who replays this stage together with this worker; None if it is alone.
     """
@@ -61,6 +76,7 @@ class Links:
     gradients: Inbound | None = None
     outputs: Outbound | None = None
     input_gradients: Outbound | None = None
+    ties: tuple[TiedEdge, ...] = ()
     agree: Callable[[int, Tensor], Tensor] | None = None
     team: Team | None = None
 
@@ -79,6 +95,8 @@ class Switchboard:
         logged: the boundaries that are logged, each named by the stage before it.
         log: this worker's log; None logs nothing.
         stage: the stage to connect, if that is not the worker's own: it helps another one.
+        sharing: the stages that share parameters, for each that is shared.
+        looped: the last stage feeds the first.
     """
 
     def __init__(
@@ -89,18 +107,22 @@ class Switchboard:
         logged: frozenset[int],
         log: TensorLog | None,
         stage: int | None = None,
+        sharing: Sequence[Sequence[int]] = (),
+        *,
+        looped: bool = False,
     ) -> None:
         self._world, self._stage_group = world, stage_group
         self._stages, self._logged, self._log = stages, logged, log
         self._stage = stage_of(world.rank(), stages) if stage is None else stage
         self._replica = replica_of(world.rank(), stages)
         self._replicas = world.size() // stages
+        self._tied = sorted({other for stages in sharing if self._stage in stages for other in stages} - {self._stage})
+        self._looped = looped
         self._past: LogReader | None = None
 
     def live(self) -> Links:
         """For training: every edge leads to a neighbour."""
-        stage = self._stage
-        return self._connect(self._live_inbound(stage - 1), self._live_inbound(stage + 1), None, self._agree)
+        return self._connect(self._live_inbound, None, self._agree)
 
     def replay(self, reader: LogReader, together: frozenset[int], team: Team | None = None) -> Links:
         """For a replay: edges to stages that are replayed `together` are live, all others come from the log.
@@ -109,38 +131,40 @@ class Switchboard:
             team: who replays the same stage; all of its members log what they compute of it.
         """
 
-        def inbound(neighbour: int, kind: Any) -> Inbound | None:
+        def inbound(neighbour: int, kind: Any) -> Inbound:
             if neighbour in together:
-                return self._live_inbound(neighbour)
+                return self._live_inbound(neighbour, kind)
             key = lambda step, number: Key(step, number, kind, neighbour, self._stage, self._replica)  # noqa: E731
-            return LoggedInbound(reader, key, self._world.fence.check) if 0 <= neighbour < self._stages else None
+            return LoggedInbound(reader, key, self._world.fence.check)
 
         def recall(step: int, numbers: Tensor) -> Tensor:
             del numbers
             return reader.await_record(agreed_key(step), RECORD_DEADLINE_S, self._world.fence.check)[0]
 
-        before, after = inbound(self._stage - 1, "activation"), inbound(self._stage + 1, "gradient")
         self._past = None if team is not None and not team.exact else reader  # sums in another order may be other bits
-        return self._connect(before, after, together, recall, team)
+        return self._connect(inbound, together, recall, team)
 
     def _connect(
         self,
-        before: Inbound | None,
-        after: Inbound | None,
+        inbound: Callable[[int, Any], Inbound],
         together: frozenset[int] | None,
         agree: Any,
         team: Team | None = None,
     ) -> Links:
-        stage = self._stage
+        is_fed, feeds = self._looped or self._stage > 0, self._looped or self._stage < self._stages - 1
+        before, after = (self._stage - 1) % self._stages, (self._stage + 1) % self._stages
         return Links(
             self._world.fence,
             self._replica,
             self._replicas,
             self._stage_group if team is None else team.sums,
-            activations=before,
-            gradients=after,
-            outputs=self._outbound(stage + 1, "activation", together),
-            input_gradients=self._outbound(stage - 1, "gradient", together),
+            activations=inbound(before, "activation") if is_fed else None,
+            gradients=inbound(after, "gradient") if feeds else None,
+            outputs=self._outbound(after, "activation", together) if feeds else None,
+            input_gradients=self._outbound(before, "gradient", together) if is_fed else None,
+            ties=tuple(
+                TiedEdge(other, self._outbound(other, "tied", together), inbound(other, "tied")) for other in self._tied
+            ),
             agree=agree,
             team=team,
         )
@@ -148,19 +172,20 @@ class Switchboard:
     def _rank(self, stage: int) -> int:
         return self._replica * self._stages + stage
 
-    def _live_inbound(self, neighbour: int) -> LiveInbound | None:
-        return LiveInbound(self._world, self._rank(neighbour)) if 0 <= neighbour < self._stages else None
+    def _live_inbound(self, neighbour: int, kind: Any) -> LiveInbound:
+        return LiveInbound(self._world, self._rank(neighbour), kind)
 
-    def _outbound(self, neighbour: int, kind: Any, together: frozenset[int] | None) -> Outbound | None:
-        if not 0 <= neighbour < self._stages:
-            return None
-        live = LiveOutbound(self._world, self._rank(neighbour)) if together is None or neighbour in together else None
-        log = self._log if min(self._stage, neighbour) in self._logged else None
+    def _outbound(self, neighbour: int, kind: Any, together: frozenset[int] | None) -> Outbound:
+        is_live = together is None or neighbour in together
+        live = LiveOutbound(self._world, self._rank(neighbour), kind) if is_live else None
+        crossed = range(min(self._stage, neighbour), max(self._stage, neighbour))
+        log = self._log if not self._logged.isdisjoint(crossed) else None  # else both are lost together
         key = lambda step, number: Key(step, number, kind, self._stage, neighbour, self._replica)  # noqa: E731
-        return Tap(live, log, key, self._world.fence.incarnation, self._past)
+        return Tap(live, log, key, self._world.fence, self._past)
 
     def _agree(self, step: int, numbers: Tensor) -> Tensor:
-        self._world.start("allreduce", [numbers]).wait()
+        self._world.all_reduce(numbers).wait()
         if self._log is not None:
-            self._log.append(agreed_key(step), self._world.fence.incarnation, [numbers])
+            fence = self._world.fence
+            self._log.append(agreed_key(step), fence.incarnation, [numbers], fence.check)
         return numbers

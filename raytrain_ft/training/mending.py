@@ -77,7 +77,8 @@ def skip(replica: Replica, batch: GlobalBatch, after: Position) -> Commit | None
     replica.advance_schedule()
     replica.state.step += 1
     whole = [(batch.start, batch.stop)]
-    replica.state.position = replica.loader.position_after(batch, whole) if replica.returns_lost() else after
+    returned = replica.settings.returns_lost  # as those that began it have it: they have not seen its loss either
+    replica.state.position = replica.loader.position_after(batch, whole) if returned else after
     return None
 
 

@@ -6,8 +6,9 @@ with, and one loop for both is what makes a replay the same to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,21 +16,47 @@ from torch import Tensor, nn
 
 from raytrain_ft.errors import TaskError
 from raytrain_ft.policy.schedule import Action, order
+from raytrain_ft.training import split_backward
+from raytrain_ft.training.edges import WHOLE_STEP
 from raytrain_ft.training.links import Links
 from raytrain_ft.training.settings import PipelineSettings
+from raytrain_ft.training.team import Team
+
+BACKWARD = ("backward", "backward_input")
+"""The passes that wait for gradients."""
 
 
 def build_stage(task: Any, stage: int, settings: PipelineSettings | None) -> nn.Module:
-    """The model of one stage; all of it without a pipeline.
+    """The model of one stage, of several chunks a list of them; all of it without a pipeline.
 
     Raises:
         ConfigError, TaskError: see `slice_layers`.
     """
-    if settings is None or settings.cuts is None:
+    if settings is None:
         return task.model(stage)
-    layers = list(sequential(task.model(0)))
-    bounds = [0, *settings.cuts, len(layers)]
-    return _Part(*layers[bounds[stage] : bounds[stage + 1]])
+    if settings.cuts is None:
+        return _stage([task.model(part) for part in range(stage, settings.chunks * settings.stages, settings.stages)])
+    return cut(sequential(task.model(0)), settings.cuts, settings.stages)[stage]
+
+
+def cut(model: nn.Sequential, cuts: Sequence[int], stages: int) -> list[nn.Module]:
+    """Its stages. What they share of its parameters stays one in this process."""
+    layers = list(model)
+    parts = [_Part(*layers[start:stop]) for start, stop in pairwise([0, *cuts, len(layers)])]
+    return [_stage(parts[stage::stages]) for stage in range(stages)]
+
+
+class _Chunks(nn.ModuleList):
+    """The parts of the model that one stage has."""
+
+
+def _stage(chunks: Sequence[nn.Module]) -> nn.Module:
+    return chunks[0] if len(chunks) == 1 else _Chunks(chunks)
+
+
+def chunks_of(model: nn.Module) -> Sequence[nn.Module]:
+    """The parts of the model that a stage has; of a stage with one, or of a model in one piece, itself."""
+    return list(model) if isinstance(model, _Chunks) else [model]
 
 
 class _Part(nn.Sequential):
@@ -39,12 +66,20 @@ class _Part(nn.Sequential):
         return super().forward(inputs[0] if len(inputs) == 1 else inputs)
 
 
-def name_in_one_piece(name: str, stage: int, cuts: Sequence[int] | None) -> str:
-    """What a tensor of a stage is called in the whole model: the Sequential that was cut, or else one of all stages."""
-    if cuts is None:
-        return f"{stage}.{name}"
+def name_in_one_piece(name: str, stage: int, spread: Mapping[str, Any]) -> str:
+    """What a tensor of a stage is called in the whole model: the Sequential that was cut, or else one of all parts.
+
+    Args:
+        spread: see `PipelineSettings.spread`.
+    """
+    part = stage
+    if spread.get("chunks", 1) > 1:
+        chunk, _, name = name.partition(".")
+        part += int(chunk) * spread["stages"]
+    if spread["cuts"] is None:
+        return f"{part}.{name}"
     layer, _, rest = name.partition(".")
-    return f"{int(layer) + [0, *cuts][stage]}.{rest}"
+    return f"{int(layer) + [0, *spread['cuts']][part]}.{rest}"
 
 
 def sequential(model: nn.Module) -> nn.Sequential:
@@ -67,37 +102,37 @@ class _Saved:
 
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
+    weights: Any = None  # what is left of a backward pass in two parts
 
 
 class Stage:
     """Runs the micro-batches of a step through one stage.
 
     Args:
-        params: what is trained here.
-        forward: runs the model on these inputs, as micro-batch number so and so.
-        loss: the weighted loss of an output of the last stage; given that of a micro-batch.
-        first_inputs: what the first stage reads of a micro-batch.
-        before_last: called before the last backward pass: the gradients that it leaves are final.
-        probe: told of the place and the micro-batch.
+        params: what is trained here, by chunk.
+        forward: runs the model on these inputs, as pass number so and so (`policy.schedule.Action`).
+        loss: the weighted loss of an output of the last part; given that of a micro-batch.
+        first_inputs: what the first part reads of a micro-batch.
+        arm: told before a backward pass whether the gradients that it leaves are final.
+        probe: told of the place and the pass.
     """
 
     def __init__(
         self,
         stage: int,
         settings: PipelineSettings,
-        params: Sequence[nn.Parameter],
+        params: Sequence[Sequence[nn.Parameter]],
         *,
         forward: Callable[[int, Sequence[Any]], Any],
         first_inputs: Callable[[int], Any],
         loss: Callable[[int, Any], Tensor],
-        before_last: Callable[[], None],
+        arm: Callable[[bool], None],
         probe: Callable[[str, int | None], None],
     ) -> None:
         self._stage = stage
-        self._is_first, self._is_last = stage == 0, stage == settings.stages - 1
         self._settings, self._params = settings, params
         self._forward_of, self._first_inputs, self._loss = forward, first_inputs, loss
-        self._before_last = before_last
+        self._arm = arm
         self._probe = probe
         self._saved: dict[int, _Saved] = {}
 
@@ -107,35 +142,67 @@ class Stage:
         Raises:
             FencedError, PeerLostError: it broke off. LogGapError: a replay lacks a record.
         """
-        numbers = tuple(range(self._settings.micro_batches)) if links.team is None else links.team.numbers
-        actions = order(self._settings.schedule, self._stage, self._settings.stages, len(numbers))
+        actions = self._actions(links.team)
         self._saved = {}
-        for inbound in (links.activations, links.gradients):
-            if inbound is not None:
-                inbound.begin(step, numbers)
+        if links.activations is not None:
+            wanted = [a.number for a in actions if a.kind == "forward" and not self._is_first(a.number)]
+            links.activations.begin(step, wanted)
+        if links.gradients is not None:
+            wanted = [a.number for a in actions if a.kind in BACKWARD and not self._is_last(a.number)]
+            links.gradients.begin(step, wanted)
         for outbound in (links.outputs, links.input_gradients):
             if outbound is not None:
                 outbound.begin(step)
+        for tie in links.ties:
+            tie.inbound.begin(step, (WHOLE_STEP,))
+            tie.outbound.begin(step)
+        final = {self._chunk(action.number): action for action in actions if action.kind == "backward"}  # the last one counts
         for action in actions:
-            self._act(action, numbers, links)
+            links.fence.check()
+            self._act(action, links, final=action is final.get(self._chunk(action.number)))
         if links.team is not None:
             links.team.add_up(self._params)
 
-    def _act(self, action: Action, numbers: Sequence[int], links: Links) -> None:
-        links.fence.check()
-        number = numbers[action.micro_batch]
-        if action.kind == "forward":
-            self._forward(number, links)
-            return
-        if action.micro_batch == len(numbers) - 1 and (links.team is None or not links.team.exact):
-            self._before_last()
-        self._backward(number, links)
-        if links.team is not None:
-            links.team.collect(number, self._params)
+    def _actions(self, team: Team | None) -> list[Action]:
+        """What is done in a step; who replays with others takes some of the micro-batches."""
+        how = self._settings
+        numbers = range(how.micro_batches) if team is None else team.numbers
+        found = []
+        for action in order(how.schedule, self._stage, how.stages, len(numbers), how.chunks):
+            chunk, place = divmod(action.number, len(numbers))
+            found.append(Action(action.kind, chunk * how.micro_batches + numbers[place]))
+        return found
+
+    def _chunk(self, number: int) -> int:
+        return number // self._settings.micro_batches
+
+    def _is_first(self, number: int) -> bool:
+        return self._stage == 0 and self._chunk(number) == 0
+
+    def _is_last(self, number: int) -> bool:
+        return self._stage == self._settings.stages - 1 and self._chunk(number) == self._settings.chunks - 1
+
+    def _act(self, action: Action, links: Links, *, final: bool) -> None:
+        number, team = action.number, links.team
+        match action.kind:
+            case "forward":
+                self._forward(number, links)
+                return
+            case "backward_input":
+                self._backward_input(number, links)
+                return
+            case "backward_weight":
+                self._probe("weight_pass", number)
+                split_backward.of_weights(self._saved.pop(number).weights, self._params[self._chunk(number)])
+            case "backward":
+                self._arm(final and (team is None or not team.exact))
+                self._backward(number, links)
+        if team is not None:
+            team.collect(number, self._params[self._chunk(number)])
 
     def _forward(self, number: int, links: Links) -> None:
         saved = self._saved[number] = _Saved()
-        if self._is_first:
+        if self._is_first(number):
             arguments: Sequence[Any] = [self._first_inputs(number)]
         else:
             assert links.activations is not None
@@ -144,32 +211,52 @@ class Stage:
             arguments = [tensor.requires_grad_(tensor.is_floating_point()) for tensor in saved.inputs]
         self._probe("forward", number)
         output = self._forward_of(number, arguments)
-        if self._is_last:
-            saved.outputs = [self._loss(number, output)]
+        if self._is_last(number):
+            saved.outputs = [self._loss(number % self._settings.micro_batches, output)]
             return
         saved.outputs = passed_on(output, self._stage)
+        if self._settings.schedule == "zero_bubble":
+            saved.outputs = split_backward.separable(saved.outputs)
         assert links.outputs is not None
         self._probe("send", number)
-        links.outputs.give(number, [tensor.detach() for tensor in saved.outputs])
+        is_end = self._stage == self._settings.stages - 1  # what goes from here to the first stage is for its next chunk
+        there = number + self._settings.micro_batches if is_end else number
+        links.outputs.give(there, [tensor.detach() for tensor in saved.outputs])
 
     def _backward(self, number: int, links: Links) -> None:
         saved = self._saved.pop(number)
-        if self._is_last:
+        outputs, gradients = self._outputs(number, saved, links)
+        torch.autograd.backward(outputs, gradients)
+        self._pass_back(number, saved, links)
+
+    def _backward_input(self, number: int, links: Links) -> None:
+        """Of a stage that is not the first. The gradients of the weights are for later."""
+        saved = self._saved[number]
+        outputs, gradients = self._outputs(number, saved, links)
+        floating = [tensor for tensor in saved.inputs if tensor.is_floating_point()]
+        saved.weights = split_backward.of_inputs(outputs, gradients, floating, self._params[self._chunk(number)])
+        self._pass_back(number, saved, links)
+
+    def _outputs(self, number: int, saved: _Saved, links: Links) -> tuple[list[Tensor], list[Tensor] | None]:
+        """Where a backward pass begins, and with which gradients; None is that of a loss."""
+        if self._is_last(number):
             self._probe("backward_pass", number)
-            saved.outputs[0].backward()
-        else:
-            assert links.gradients is not None
-            self._await(number)
-            gradients = links.gradients.take(number)
-            floating = [tensor for tensor in saved.outputs if tensor.is_floating_point()]
-            pairs = [(out, grad) for out, grad in zip(floating, gradients, strict=True) if out.requires_grad]
-            self._probe("backward_pass", number)
-            torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
-        if self._is_first:
+            return saved.outputs, None
+        assert links.gradients is not None
+        self._await(number)
+        gradients = links.gradients.take(number)
+        floating = [tensor for tensor in saved.outputs if tensor.is_floating_point()]
+        pairs = [(out, grad) for out, grad in zip(floating, gradients, strict=True) if out.requires_grad]
+        self._probe("backward_pass", number)
+        return [out for out, _ in pairs], [grad for _, grad in pairs]
+
+    def _pass_back(self, number: int, saved: _Saved, links: Links) -> None:
+        if self._is_first(number):
             return
         assert links.input_gradients is not None
         self._probe("send", number)
-        links.input_gradients.give(number, [_gradient(tensor) for tensor in saved.inputs if tensor.is_floating_point()])
+        there = number - self._settings.micro_batches if self._stage == 0 else number
+        links.input_gradients.give(there, [_gradient(tensor) for tensor in saved.inputs if tensor.is_floating_point()])
 
     def _await(self, number: int) -> None:
         self._probe("receive", number)

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store
 
 from raytrain_ft.errors import FencedError
+from raytrain_ft.training.exchange import Exchange, exchange, is_small
 from raytrain_ft.training.fence import WAIT_DEADLINE, Fence, PeerLostError
 
 BACKEND = "fenced"
@@ -164,6 +165,21 @@ class FencedGroup(dist.ProcessGroup):
         self._works = [other for other in self._works if not other.is_completed()]
         self._works.append(FencedWork(work, self.fence, on_device=self._on_device))
         return self._works[-1]
+
+    def all_reduce(self, tensor: Tensor) -> FencedWork | Exchange:
+        """Starts to sum a contiguous tensor over all ranks, in place, to the same bits everywhere. Raises as `start` does."""
+        if self._on_device or not is_small(tensor, self._size):
+            return self.start("allreduce", [tensor])
+        return Exchange(self.start, tensor, self._size)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """The tensors of all ranks, by rank: [ranks, elements]. Waits; raises as `start` and its work do."""
+        parts = torch.empty((self._size, tensor.numel()), dtype=tensor.dtype, device=tensor.device)
+        if self._on_device or not is_small(tensor, self._size):
+            self.start("_allgather_base", parts.view(-1), tensor.reshape(-1)).wait()
+        else:
+            exchange(self.start, tensor, parts).wait()
+        return parts
 
     def leave(self) -> None:
         """Nobody begins to wait in it from now on."""

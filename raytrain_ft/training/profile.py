@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from raytrain_ft.errors import FTError, TaskError
 from raytrain_ft.policy.planning import Measured
 from raytrain_ft.training.build import build_model
-from raytrain_ft.training.pipeline import passed_on
+from raytrain_ft.training.pipeline import chunks_of, passed_on
 from raytrain_ft.training.settings import StepSettings
 from raytrain_ft.training.split import sample
 
@@ -34,12 +35,12 @@ COPIES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class StageCosts:
-    """One stage, for one micro-batch.
+class Costs:
+    """One part of the model, for one micro-batch.
 
     Attributes:
         seconds: of a forward and a backward pass, the mean; 0 if it was not timed.
-        crossing: bytes that go to the next stage, and come back as gradients; 0 of the last stage.
+        crossing: bytes that go to the next part, and come back as gradients; 0 of the last part.
         state: bytes of weights, buffers and an optimizer like Adam.
     """
 
@@ -51,22 +52,27 @@ class StageCosts:
 def measure_pipeline(
     task: Any, step: StepSettings, samples: int, replicas: int = 1, *, rounds: int = ROUNDS, threads: int = 0
 ) -> Measured:
-    """What the stages cost per step, from micro-batches of so many samples; see `measure_stages`."""
+    """What the stages cost per step, from micro-batches of so many samples; see `measure_parts`."""
     assert step.pipeline is not None
-    costs, micro_batches = measure_stages(task, step, samples, rounds=rounds, threads=threads), step.pipeline.micro_batches
+    how = step.pipeline
+    costs = measure_parts(task, step, samples, rounds=rounds, threads=threads)
+    stages = [costs[stage :: how.stages] for stage in range(how.stages)]
+    tied = [(*pair, 2.0 * tie.size) for tie in how.ties for pair in combinations(sorted(tie.names), 2)]
+    if how.chunks > 1:  # from the last stage to the first one, for its next chunk
+        tied.append((0, how.stages - 1, float(how.micro_batches * sum(one.crossing for one in stages[-1]))))
     return Measured(
-        compute=tuple(micro_batches * one.seconds for one in costs),
-        crossing=tuple(float(micro_batches * one.crossing) for one in costs[:-1]),
-        state=tuple(one.state for one in costs),
-        micro_batches=micro_batches,
+        compute=tuple(how.micro_batches * sum(one.seconds for one in chunks) for chunks in stages),
+        crossing=tuple(float(how.micro_batches * sum(one.crossing for one in chunks)) for chunks in stages[:-1]),
+        state=tuple(sum(one.state for one in chunks) for chunks in stages),
+        micro_batches=how.micro_batches,
         replicas=replicas,
+        tied=tuple(tied),
     )
 
 
-def measure_stages(
-    task: Any, step: StepSettings, samples: int, *, rounds: int = ROUNDS, threads: int = 0
-) -> tuple[StageCosts, ...]:
-    """Measures every stage with a micro-batch of so many samples. Nothing of the task or of the random streams is changed.
+def measure_parts(task: Any, step: StepSettings, samples: int, *, rounds: int = ROUNDS, threads: int = 0) -> tuple[Costs, ...]:
+    """Measures every part of the model with a micro-batch of so many samples: every stage, if each has one. Nothing of the task
+    or of the random streams is changed.
 
     Args:
         rounds: how many micro-batches are timed; with 0, one goes forward only, and nothing is timed.
@@ -76,51 +82,53 @@ def measure_stages(
         TaskError: the task fails on such a micro-batch.
     """
     assert step.pipeline is not None
-    stage = 0
+    part, count = 0, step.pipeline.stages * step.pipeline.chunks
     try:
-        with _as_before(threads):
+        with as_before(threads):
             batch = sample(task, samples)
             arguments: list[Any] = [task.inputs(batch)]
             found = []
-            for stage in range(step.pipeline.stages):
-                is_last = stage == step.pipeline.stages - 1
-                model = build_model(task, stage, step)
-                measure = _Measurement(model, stage, arguments, (lambda out: task.loss(out, batch)) if is_last else None, step)
+            for part in range(count):
+                chunk, stage = divmod(part, step.pipeline.stages)
+                model = chunks_of(build_model(task, stage, step))[chunk]
+                loss = (lambda out: task.loss(out, batch)) if part == count - 1 else None
+                measure = _Measurement(model, part, arguments, loss, step)
                 costs, arguments = measure.costs(rounds)
                 found.append(costs)
         return tuple(found)
     except FTError:
         raise
     except Exception as error:  # the task's own code may raise anything
+        name = "stage" if step.pipeline.chunks == 1 else "part"
         raise TaskError(
-            f"stage {stage} fails on a micro-batch of {samples} samples, which was to be measured before the run: "
+            f"{name} {part} fails on a micro-batch of {samples} samples, which was to be measured before the run: "
             f"{type(error).__name__}: {error}"
         ) from error
 
 
 @dataclass(frozen=True, slots=True)
 class _Measurement:
-    """One stage and its inputs.
+    """One part of the model and its inputs.
 
     Attributes:
-        loss: of the last stage; None of the others.
+        loss: of the last part; None of the others.
     """
 
     model: nn.Module
-    stage: int
+    part: int
     arguments: Sequence[Any]
     loss: Callable[[Any], Tensor] | None
     step: StepSettings
 
-    def costs(self, rounds: int) -> tuple[StageCosts, list[Tensor]]:
-        """What the stage costs, and what it passes on."""
+    def costs(self, rounds: int) -> tuple[Costs, list[Tensor]]:
+        """What the part costs, and what it passes on."""
         with torch.set_grad_enabled(rounds > 0):
             outputs = self._forward(with_loss=rounds > 0)
         if rounds:
             _backward(outputs)
         crossing = 0 if self.loss else _size(outputs) + _size(one for one in outputs if one.is_floating_point())
         state = COPIES * _size(self.model.parameters()) + _size(self.model.buffers())
-        return StageCosts(self._seconds(rounds), crossing, state), [one.detach() for one in outputs]
+        return Costs(self._seconds(rounds), crossing, state), [one.detach() for one in outputs]
 
     def _seconds(self, rounds: int) -> float:
         began = time.perf_counter()
@@ -133,12 +141,12 @@ class _Measurement:
 
     def _forward(self, *, with_loss: bool) -> list[Tensor]:
         arguments = self.arguments
-        if self.stage:
+        if self.part:
             arguments = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in arguments]
         with torch.autocast("cpu", torch.bfloat16) if self.step.precision == "bf16" else nullcontext():
             output = self.model(*arguments)
             if self.loss is None:
-                return passed_on(output, self.stage)
+                return passed_on(output, self.part)
             return [self.loss(output)] if with_loss else []
 
 
@@ -152,8 +160,12 @@ def _size(tensors: Iterable[Tensor]) -> int:
 
 
 @contextmanager
-def _as_before(threads: int) -> Iterator[None]:
-    """Leaves random streams and threads as they were."""
+def as_before(threads: int = 0) -> Iterator[None]:
+    """Leaves random streams and threads as they were.
+
+    Args:
+        threads: of torch meanwhile; 0 leaves them, too.
+    """
     before, python, legacy = torch.get_num_threads(), random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:

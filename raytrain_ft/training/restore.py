@@ -46,10 +46,11 @@ def fill(tensors: Mapping[str, Tensor], content: Content) -> None:
             raise _misfit(content, f"{name} is not there, or not with {size} bytes")
     plain = {name: tensor for name, tensor in tensors.items() if is_plain(tensor)}
     copies = [copy for name, tensor in plain.items() for copy in _copies(tensor, content.pieces[name])]
-    if content.files:
+    if not content.verified:
         content.verify(_Walk(copies).copy)
     else:
         for source, target, size in copies:
+            content.check()
             move(target, source, size)
     for name in tensors.keys() - plain.keys():
         _put(tensors[name], content.pieces[name])

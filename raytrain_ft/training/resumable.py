@@ -71,6 +71,11 @@ class Loader:
                 "checkfreq.Loader(in_order=False): batches would come in another order than they are counted in, and a "
                 "resumed run would repeat some and leave out others"
             )
+        if hasattr(dataset, "load_batch") and not any(hasattr(dataset, name) for name in ("__getitem__", "__getitems__")):
+            raise ConfigError(
+                f"checkfreq.Loader({type(dataset).__name__}): it reads samples one by one, by index, and this gives whole "
+                "batches alone; use raytrain_ft's Trainer with it, or a dataset with __getitem__(index)"
+            )
         self.dataset = dataset
         self.sampling = Sampling(dataset_size(dataset), global_batch_size, seed, shuffle, drop_last)
         self.position = Position()

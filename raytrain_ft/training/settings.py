@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from raytrain_ft.policy.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A parameter that several stages share.
+
+    Attributes:
+        names: what it is called in each of them, by stage.
+        size: its bytes.
+    """
+
+    names: dict[int, str]
+    size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,13 +28,35 @@ class PipelineSettings:
     Attributes:
         stages: how many.
         micro_batches: of a step and replica.
-        cuts: where a sequential model is cut: the first layer of every stage but the first; None if the task gives the stages.
+        cuts: where a sequential model is cut: the first layer of every part but the first; None if the task gives the parts.
+        ties: what stages share.
+        chunks: how many parts of the model a stage has: number s, s + stages, ...
     """
 
     stages: int
     micro_batches: int
     schedule: Schedule = "1f1b"
     cuts: tuple[int, ...] | None = None
+    ties: tuple[Tie, ...] = ()
+    chunks: int = 1
+
+    @property
+    def spread(self) -> dict[str, Any]:
+        """What the names of the whole model depend on, and which of them are one: for files."""
+        ties = [sorted([stage, name] for stage, name in tie.names.items()) for tie in self.ties]
+        cuts = None if self.cuts is None else list(self.cuts)
+        return {"stages": self.stages, "chunks": self.chunks, "cuts": cuts, "ties": sorted(ties)}
+
+    @property
+    def sharing(self) -> tuple[tuple[int, ...], ...]:
+        """The stages that share something, for each that is shared."""
+        return tuple(tuple(sorted(tie.names)) for tie in self.ties)
+
+    @property
+    def joined(self) -> tuple[tuple[int, ...], ...]:
+        """Stages that wait for each other though they are no neighbours: they share something, or the first is fed by the
+        last."""
+        return self.sharing + (((0, self.stages - 1),) if self.chunks > 1 else ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,7 @@ def share(tensors: Sequence[tuple[str, Tensor]], number: int, count: int) -> lis
     found: list[Slice] = []
     offset = 0
     for name, tensor in tensors:
-        _check(name, tensor)
+        check_plain(name, tensor)
         size = tensor.numel() * tensor.element_size()
         start, stop = max(first, offset) - offset, min(last, offset + size) - offset
         # a tensor without bytes belongs to whoever has the place where it would be; at the very end, to the last worker
@@ -66,7 +66,8 @@ def _cut(total: int, number: int, count: int) -> int:
     return total if number == count else total * number // count // ALIGNMENT * ALIGNMENT
 
 
-def _check(name: str, tensor: Tensor) -> None:
+def check_plain(name: str, tensor: Tensor) -> None:
+    """Raises ConfigError for a tensor that has no bytes in a row."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise ConfigError(f"{name} is a {tensor.layout} tensor on {tensor.device}: only plain (strided) tensors can be stored")
 

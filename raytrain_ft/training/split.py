@@ -63,7 +63,9 @@ def measure_cuts(task: Any, stages: int, micro_batch_size: int) -> tuple[int, ..
     layers = list(sequential(task.model(0)))
     trained = [any(p.requires_grad for p in layer.parameters()) for layer in layers]
     if sum(trained) < stages:
-        raise ConfigError(f"ParallelismConfig(pipeline_parallel_degree={stages}): the model has {sum(trained)} layers to train")
+        raise ConfigError(
+            f"ParallelismConfig: {stages} parts of a model were asked for that has {sum(trained)} layers to train"
+        )
     value: Any = task.inputs(sample(task, max(1, micro_batch_size)))
     costs: list[float] = []
     for layer in layers:

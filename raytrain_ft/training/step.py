@@ -26,11 +26,12 @@ from raytrain_ft.training.buckets import Bucket, Probe, Reducer, only
 from raytrain_ft.training.checkpointer import Checkpointer
 from raytrain_ft.training.data import Loader, MicroBatch
 from raytrain_ft.training.links import Links
-from raytrain_ft.training.pipeline import Stage
+from raytrain_ft.training.pipeline import Stage, chunks_of
 from raytrain_ft.training.random import seed_all, step_seed
 from raytrain_ft.training.settings import StepSettings
 from raytrain_ft.training.state import TrainingState
 from raytrain_ft.training.tail import HEADER
+from raytrain_ft.training.ties import Shared
 from raytrain_ft.training.undo import Undo
 
 AGREED = HEADER + 1
@@ -101,16 +102,17 @@ class Replica:
         )
         self.micro_batches: list[MicroBatch] = []
         self._norm: Tensor | None = None
-        self._pipeline = None
+        self._pipeline, self._shared = None, None
         if settings.pipeline is not None:
+            self._shared = Shared(stage, settings.pipeline, state)
             self._pipeline = Stage(
                 stage,
                 settings.pipeline,
-                [p for bucket in state.buckets for p in bucket.params],
+                [[p for p in chunk.parameters() if p.requires_grad] for chunk in chunks_of(state.model)],
                 forward=self._forward,
                 first_inputs=self._inputs,
                 loss=self._weighted_loss,
-                before_last=self.reducer.arm,
+                arm=self.reducer.arm,
                 probe=self._at_bucket,
             )
 
@@ -134,8 +136,9 @@ class Replica:
         else:
             self.forward_backward()
         self.reducer.finish(idle=links.replica in self.state.tail.sleep.asleep)
-        if links.agree is not None:
-            self._agree(links.agree)
+        if links.agree is not None and self._shared is not None:
+            self._shared.add_up(self.state.step, links.ties, self.at)
+            self._agree(links.agree, self._shared)
         if self.settings.update == "barrier":
             self.update()
         elif not math.isfinite(self.state.loss):
@@ -185,7 +188,7 @@ class Replica:
         """All micro-batches, one after the other."""
         for number, micro_batch in enumerate(self.micro_batches):
             if number == len(self.micro_batches) - 1:
-                self.reducer.arm()
+                self.reducer.arm(True)
             if micro_batch.data is None:
                 continue  # fewer samples than micro-batches at the end of an epoch: it contributes nothing
             self._at_bucket("forward", number)
@@ -198,10 +201,11 @@ class Replica:
         return self.task.inputs(self._on_device(self.micro_batches[number].data))
 
     def _forward(self, number: int, arguments: Sequence[Any]) -> Any:
-        if self.stage > 0:
+        chunk = number // self.settings.micro_batches if self._pipeline is not None else 0
+        if self.stage > 0 or chunk > 0:
             self._seed(number)
         with self._autocast():
-            return self.state.model(*arguments)
+            return chunks_of(self.state.model)[chunk](*arguments)
 
     def _seed(self, number: int) -> None:
         """From here on, whatever the micro-batch draws is a function of its place."""
@@ -219,7 +223,7 @@ class Replica:
         return weighted
 
     @torch.no_grad()
-    def _agree(self, agree: Callable[[int, Tensor], Tensor]) -> None:
+    def _agree(self, agree: Callable[[int, Tensor], Tensor], shared: Shared) -> None:
         """The end of a pipeline's backward pass: what was summed over each stage's replicas is now summed over the stages. Who
         has the answer knows that nobody lacks a gradient any more."""
         assert self.attempt is not None
@@ -227,8 +231,7 @@ class Replica:
         if self.attempt.replica == 0:  # each stage speaks once
             numbers[:HEADER] = self.state.buckets[-1].tail[:HEADER].double()
             if self.settings.max_grad_norm is not None:
-                views = [view for bucket in self.state.buckets for view in bucket.views]
-                numbers[HEADER] = torch.nn.utils.get_total_norm(views).double() ** 2
+                numbers[HEADER] = torch.nn.utils.get_total_norm(shared.counted()).double() ** 2
         self.at("wait")
         self.take_agreed(agree(self.state.step, numbers).tolist())
 

@@ -8,9 +8,9 @@ order in which a stage by itself would have: the same bits, for more bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -25,6 +25,7 @@ class Team:
     Args:
         group: of the team.
         micro_batches: of a step; worker number n of a team of d takes n, n + d, ...
+        chunks: of the stage.
         exact: add gradients in the order of the micro-batches.
 
     Attributes:
@@ -33,9 +34,9 @@ class Team:
         sums: the group that sums gradients while the backward pass goes on; with `exact`, nobody does.
     """
 
-    def __init__(self, group: FencedGroup, micro_batches: int, *, exact: bool) -> None:
+    def __init__(self, group: FencedGroup, micro_batches: int, *, exact: bool, chunks: int = 1) -> None:
         self._group = group
-        self._count = micro_batches
+        self._count, self._chunks = micro_batches, chunks
         self.exact = exact
         self.numbers = tuple(range(group.rank(), micro_batches, group.size()))
         self.leads = group.rank() == 0
@@ -47,27 +48,31 @@ class Team:
         return self._group.fence
 
     def collect(self, number: int, params: Sequence[Parameter]) -> None:
-        """Puts the gradient of a micro-batch aside, so that the next one begins from nothing."""
+        """Puts the gradient of a pass aside, so that the next one begins from nothing.
+
+        Args:
+            params: of its chunk.
+        """
         if self.exact:
             self._collected[number] = _pack([p.grad for p in params], params)
             for p in params:
                 p.grad = None
 
     @torch.no_grad()
-    def add_up(self, params: Sequence[Parameter]) -> None:
-        """Gives every parameter the sum of its gradients over all micro-batches, in their order."""
+    def add_up(self, chunks: Sequence[Sequence[Parameter]]) -> None:
+        """Gives every parameter, by chunk, the sum of its gradients over all micro-batches, in their order."""
         if not self.exact:
             return
-        size = sum(p.numel() * p.element_size() for p in params) + len(params)
-        for number in range(self._count):
-            mine = self._collected.pop(number, None)
-            packed = torch.empty(size, dtype=torch.uint8) if mine is None else mine
-            options = dist.BroadcastOptions()
-            options.rootRank, options.rootTensor = number % self._group.size(), 0
-            self._group.start("broadcast", [packed], options).wait()
-            for p, gradient in zip(params, _unpack(packed, params), strict=True):
-                if gradient is not None:
-                    p.grad = gradient if p.grad is None else p.grad.add_(gradient)
+        ranks = self._group.size()
+        for chunk, first in product(range(self._chunks), range(0, self._count, ranks)):  # of all ranks, the next one of each
+            params = chunks[chunk]
+            mine = self._collected.pop(chunk * self._count + first + self._group.rank(), None)
+            if mine is None:  # there are not as many left as ranks
+                mine = _pack([None for _ in params], params)
+            for packed in self._group.all_gather(mine):
+                for p, gradient in zip(params, _unpack(packed, params), strict=True):
+                    if gradient is not None:
+                        p.grad = gradient if p.grad is None else p.grad.add_(gradient)
 
 
 def _pack(gradients: Sequence[Tensor | None], params: Sequence[Parameter]) -> Tensor:

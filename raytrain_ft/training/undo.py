@@ -248,7 +248,8 @@ class Undo:
                 for r, entry in zip(cohort.records, cohort.entries, strict=True):
                     entry["mu_product"].fill_(r.scalar)
             if cohort.first:
-                initial = cohort.update.hyper["initial_accumulator_value"] if type(self._optimizer) is Adagrad else 0.0
+                # torch fills every sum with the constructor's value, whatever a group says
+                initial = self._optimizer.defaults["initial_accumulator_value"] if type(self._optimizer) is Adagrad else 0.0
                 for entry in kept:
                     for name in cohort.names:
                         entry[name].fill_(initial)

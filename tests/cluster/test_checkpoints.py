@@ -106,7 +106,7 @@ def test_the_whole_cluster_of_workers_and_the_supervisor_die(undisturbed, tmp_pa
     assert promise_kept(result) == []
 
 
-@pytest.mark.parametrize("update", ["barrier", "wait_free"])
+@pytest.mark.parametrize("update", ["barrier", pytest.param("wait_free", marks=pytest.mark.long)])
 def test_a_worker_dies_while_a_checkpoint_is_written(undisturbed, tmp_path: Path, update: str) -> None:
     """The steps after a checkpoint began: it is under way then. What the others go on from is not the checkpoint."""
     faults = [ft.FailAt(rank=0, step=10, phase="forward"), ft.FailAt(rank=2, step=15, phase="data")]

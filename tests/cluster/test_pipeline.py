@@ -19,6 +19,7 @@ import raytrain_ft as ft
 from raytrain_ft.cli import main
 from raytrain_ft.policy.strategy import Guarantee, Strategy
 from raytrain_ft.runtime.event_log import read_records
+from raytrain_ft.storage.arrow import read_tensors
 
 STEPS = 20
 STAGES = 3
@@ -37,8 +38,13 @@ def pipeline(path: Path, name: str, *, stages: int = STAGES, workers: Any = STAG
     """A run of the toy task in stages."""
     micro_batches = arguments.pop("micro_batches", MICRO_BATCHES)
     schedule, split = arguments.pop("schedule", "1f1b"), arguments.pop("split", "auto")
+    chunks = arguments.pop("num_pp_chunks", 1)
     how = ft.ParallelismConfig(
-        pipeline_parallel_degree=stages, num_pp_microbatches=micro_batches, schedule=schedule, split=split
+        pipeline_parallel_degree=stages,
+        num_pp_microbatches=micro_batches,
+        num_pp_chunks=chunks,
+        schedule=schedule,
+        split=split,
     )
     # more processes than cores: a false alarm would be survived, but these tests count recoveries
     settings = {"steps": STEPS, "drop_last": True, "heartbeat_timeout": timedelta(seconds=3), **arguments}
@@ -94,6 +100,7 @@ def test_a_stage_with_a_replica_is_filled_from_it(in_one_piece: ft.Result, tmp_p
     assert promise_kept(result) == []
 
 
+@pytest.mark.long
 def test_a_stage_whose_replicas_are_all_lost_replays_in_step(cluster: Any, tmp_path: Path) -> None:
     """They reduce their gradients together, so when one is lost in the midst of it both begin anew."""
     how = {"stages": 2, "workers": 4, "micro_batches": 2, "num_spares": 2}
@@ -134,6 +141,128 @@ def test_stages_die_one_after_the_other(undisturbed_pipeline: ft.Result, tmp_pat
     assert len(list((Path(result.path) / "faults").iterdir())) == len(ONE_BY_ONE), "every fault has struck"
     assert {(r.strategy, r.guarantee) for r in result.recoveries} == {(Strategy.LOGGING, Guarantee.EXACT)}
     assert all(r.redone == 0 for r in result.recoveries), "survivors kept what they had"
+
+
+@pytest.mark.long
+def test_a_backward_pass_in_two_parts(in_one_piece: ft.Result, tmp_path: Path) -> None:
+    """Stages die between the two, in the second, and in a replay."""
+    how = {"task": Alike(), "schedule": "zero_bubble", "max_grad_norm": 0.5}
+    calm = pipeline(tmp_path, "calm", **how)
+    assert is_that_of(in_one_piece, calm)
+    faults = [fault(2, 4, "weight_pass", 0), fault(1, 9, "backward_pass", 2), fault(1, 14, "weight_pass", 3)]
+    result = pipeline(tmp_path, "run", **how, faults=[*faults, fault(1, 12, "replay")])
+    assert result.digest == calm.digest
+    assert promise_kept(result) == []
+    assert len(list((Path(result.path) / "faults").iterdir())) == 4, "every fault has struck"
+    assert {(r.strategy, r.guarantee) for r in result.recoveries} == {(Strategy.LOGGING, Guarantee.EXACT)}
+
+
+class Deep(Alike):
+    """Many layers with something to train."""
+
+    def __init__(self, hidden: int = 2) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    def model(self, stage: int) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(16, 32), *(Hidden() for _ in range(self.hidden)), torch.nn.Linear(32, 4))
+
+
+class Hidden(torch.nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Tanh(), torch.nn.Linear(32, 32))
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble", pytest.param("1f1b", marks=pytest.mark.long)])
+def test_stages_of_several_chunks(cluster: Any, tmp_path: Path, schedule: str) -> None:
+    """Two stages, each of which feeds the other in both passes; one replays with a helper, and then both by themselves."""
+    whole = train(tmp_path, "whole", task=Deep(), workers=1, steps=STEPS, drop_last=True, max_grad_norm=0.5)
+    how = {"task": Deep(), "split": (1, 2, 3), "schedule": schedule, "stages": 2, "workers": 2, "max_grad_norm": 0.5}
+    how |= {"num_spares": 2, "num_pp_chunks": 2, "replay_workers": 2}
+    calm = pipeline(tmp_path, "calm", **how)
+    for a, b in zip(weights(Deep(), whole), weights(Deep(), calm), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    faults = [fault(1, 5, "forward", 6), fault(0, 9, "backward_pass", 5), fault(1, 13, "send", 1), fault(1, 12, "replay")]
+    result = pipeline(tmp_path, "run", **how, faults=faults)
+    assert result.digest == calm.digest
+    assert promise_kept(result) == []
+    assert len(list((Path(result.path) / "faults").iterdir())) == len(faults), "every fault has struck"
+    assert {(r.strategy, r.guarantee) for r in result.recoveries} == {(Strategy.LOGGING, Guarantee.EXACT)}
+    exported = tmp_path / "model.safetensors"
+    CliRunner().invoke(main, ["checkpoints", "export", result.path, str(exported)], catch_exceptions=False)
+    assert load_file(exported).keys() == Deep().model(0).state_dict().keys()
+
+
+@pytest.mark.long
+def test_first_and_last_of_several_chunks_die_together(cluster: Any, tmp_path: Path) -> None:
+    """They are no neighbours, but the last feeds the first."""
+    how = {"task": Deep(hidden=4), "split": (1, 2, 3, 4, 5), "num_pp_chunks": 2, "num_spares": 2, "schedule": "gpipe"}
+    calm = pipeline(tmp_path, "calm", **how)
+    result = pipeline(tmp_path, "run", **how, faults=[fault(0, 9, "data"), fault(2, 9, "data")])
+    assert result.digest == calm.digest
+    assert promise_kept(result) == []
+    assert {(r.strategy, r.guarantee) for r in result.recoveries} == {(Strategy.LOGGING, Guarantee.EXACT)}
+
+
+class Tied(Alike):
+    """The first layer's weights are the last one's, too."""
+
+    def model(self, stage: int) -> torch.nn.Module:
+        first, last = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+        last.weight = first.weight
+        return torch.nn.Sequential(first, torch.nn.Tanh(), torch.nn.Linear(16, 16), torch.nn.Tanh(), last)
+
+
+class TiedStages(Tied):
+    """The same, in two stages that the task gives."""
+
+    def model(self, stage: int) -> torch.nn.Module:
+        layers = list(super().model(0))
+        return torch.nn.Sequential(*(layers[:3] if stage == 0 else layers[3:]))
+
+    def tied(self) -> list[tuple[str, str]]:
+        return [("0.0.weight", "1.1.weight")]
+
+
+def copies(result: ft.Result, names: dict[int, str]) -> list[torch.Tensor]:
+    """Of a shared parameter, by what it is called in each stage."""
+    return [read_tensors(Path(result.path) / f"final-stage-{stage}.arrow")[0][name] for stage, name in names.items()]
+
+
+SHARING = [
+    *(fault(0, 3, "tied"), fault(2, 6, "tied"), fault(1, 8, "forward", 1)),
+    *(fault(0, 11, "data"), fault(2, 11, "data")),  # who share something replay it together
+    *(fault(2, 15, "update"), fault(2, 14, "replay")),
+]
+
+
+def test_stages_that_share_weights_train_them_as_one(cluster: Any, tmp_path: Path) -> None:
+    whole = train(tmp_path, "whole", task=Tied(), workers=1, steps=STEPS, drop_last=True, max_grad_norm=0.5)
+    how = {"task": Tied(), "split": (2, 4), "max_grad_norm": 0.5, "num_spares": 2}
+    calm = pipeline(tmp_path, "calm", **how)
+    for a, b in zip(weights(Tied(), whole), weights(Tied(), calm), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    first, last = copies(calm, {0: "0.weight", 2: "0.weight"})
+    assert torch.equal(first, last)
+    result = pipeline(tmp_path, "run", **how, faults=SHARING)
+    assert result.digest == calm.digest
+    assert promise_kept(result) == []
+    assert len(list((Path(result.path) / "faults").iterdir())) == len(SHARING), "every fault has struck"
+    assert {(r.strategy, r.guarantee) for r in result.recoveries} == {(Strategy.LOGGING, Guarantee.EXACT)}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workers", [2, 4])
+def test_neighbours_that_share_weights(cluster: Any, tmp_path: Path, workers: int) -> None:
+    """By themselves with a helper, and with replicas all of which are lost."""
+    how = {"task": TiedStages(), "split": "task", "stages": 2, "workers": workers, "micro_batches": 2, "num_spares": 2}
+    how |= {"replay_workers": 2} if workers == 2 else {}
+    calm = pipeline(tmp_path, "calm", **how)
+    assert torch.equal(*copies(calm, {0: "0.weight", 1: "1.weight"}))
+    result = pipeline(tmp_path, "run", **how, faults=[fault(rank, 9, "data") for rank in range(1, workers, 2)])
+    assert result.digest == calm.digest
+    assert promise_kept(result) == []
+    assert {(r.strategy, r.guarantee) for r in result.recoveries} == {(Strategy.LOGGING, Guarantee.EXACT)}
 
 
 TOGETHER = {

@@ -201,6 +201,11 @@ class Cluster:
             node = f"n{self.chance.randrange(6)}"
             self._post(m.WorkerStarted(member=worker.member, node=node, pid=1))
 
+    def _fail_to_set_up(self, worker: Worker) -> None:
+        """Its node lacks something; it will never be ready."""
+        worker.dead = True
+        self._post(m.TaskFailed(member=worker.member, rank=-1, step=0, kind="config", message="no such directory"))
+
     def _leave(self, worker: Worker, incarnation: int) -> None:
         if incarnation > worker.incarnation:  # else the call is refused, and the supervisor hears nothing
             worker.incarnation, worker.status = incarnation, "idle"
@@ -425,6 +430,8 @@ class Cluster:
             actions.append(lambda w=worker: self._die(w, noticed=self.chance.random() < 0.5))
             actions.append(lambda w=worker: setattr(w, "frozen", not w.frozen))
             actions.append(lambda w=worker: self._report_loss(w.member, "silent for 2.0 s"))
+            if self.run.world and not worker.ready and not worker.dead:
+                actions.append(lambda w=worker: self._fail_to_set_up(w))
             if worker.status == "running":
                 if self.rules.roll_back:
                     nan = m.TaskFailed(

@@ -448,6 +448,37 @@ def test_a_log_without_evidence_proves_nothing(records: list) -> None:
     refused(records, "nothing is proven")
 
 
+def test_a_run_that_began_anew_is_not_its_predecessor() -> None:
+    """Of the same name, with another batch and fewer steps: what lies before its beginning is no part of it."""
+    again = Run(Sampling(20, 5, seed=6), max_steps=4)
+    again.records[0]["stored"] = []
+    again.incarnation = 7
+    again.resume(0, 2)
+    again.live(4)
+    result = audit([*honest().records, *again.finish()])
+    assert result.violations == ()
+    assert (result.steps, result.samples_used) == (4, 20)
+    del again.records[0]["stored"]
+    refused([*honest().records, *again.records], "the run went on with")
+
+
+def test_a_run_that_goes_on_may_have_fewer_steps() -> None:
+    """Its predecessor had come further when it was lost; its last checkpoint was of step 6."""
+    run = honest()
+    run.records = [record for record in run.records if record["event"] != "RunFinished"]
+    run.records.append({**run.records[0], "max_steps": 8, "stored": [{"name": "step-6", "step": 6}]})
+    run.resume(6, 2)
+    run.live(2)
+    result = audit(run.finish())
+    assert (result.violations, result.steps) == ((), 8)
+
+
+def test_a_checkpoint_that_tells_of_endless_steps_is_refused_at_once() -> None:
+    run = honest()
+    damaged = {**commits(run)[0], "event": "StepsStored", "stop_step": 2**62}
+    refused([*run.records, damaged], "as a checkpoint has it: its run has 10 steps")
+
+
 @quick
 @given(st.data())
 def test_every_record_that_is_the_only_witness_is_missed(data: st.DataObject) -> None:

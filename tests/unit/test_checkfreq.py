@@ -438,6 +438,21 @@ def test_what_cannot_be_stored_is_told_at_once(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"odd/inner/thing is a builtins\.object"):
         checkfreq.open(tmp_path, odd=Odd(), **Setup().objects)
+    sparse = torch.nn.Module()
+    sparse.register_buffer("edges", torch.eye(3).to_sparse())
+    with pytest.raises(ConfigError, match=r"graph/edges is a torch\.sparse_coo tensor"):
+        checkfreq.open(tmp_path, graph=sparse, **Setup().objects)
+
+
+def test_a_dataset_that_gives_batches_alone_is_refused() -> None:
+    class Batches:
+        def __len__(self) -> int:
+            return 8
+
+        def load_batch(self, ids: Any, epoch: int, seed: int) -> Any: ...
+
+    with pytest.raises(ConfigError, match=r"checkfreq\.Loader\(Batches\): it reads samples one by one"):
+        checkfreq.Loader(Batches(), global_batch_size=2)
 
 
 SCHEDULERS = {

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from raytrain_ft.errors import StorageError
 from raytrain_ft.policy.tuner import Tuner
+from raytrain_ft.storage.filesystem import Storage
 from raytrain_ft.storage.manifest import Name
 from raytrain_ft.storage.persister import Job, Outcome
 from raytrain_ft.training import checkpointer
@@ -104,4 +106,27 @@ def test_what_an_earlier_launch_measured_is_known(tmp_path: Path) -> None:
     )
     one.begin(0, 1, 1, 0)
     assert one._patience(10.0) == 120.0
+    one.close(0.0)
+
+
+def test_training_does_not_begin_late_for_a_storage_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = threading.Event()
+
+    def out_of_reach(uri: str) -> Storage:
+        hangs.wait(30)
+        raise StorageError(f"{uri} is out of reach")
+
+    monkeypatch.setattr(checkpointer, "open_storage", out_of_reach)
+    monkeypatch.setattr(checkpointer, "PROFILE_S", 0.1)
+    one = Checkpointer(
+        Target(uri="/nowhere", owner="run", epoch=1),
+        lambda: ([], {}),
+        lambda: Tuner(budget=0.035, window=4),
+        lambda event, fields: None,
+        persister=lambda memory: Slow(0.0),
+    )
+    began = time.monotonic()
+    one.begin(0, 1, 1, 0)
+    assert time.monotonic() - began < 5
+    hangs.set()
     one.close(0.0)

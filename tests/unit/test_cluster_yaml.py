@@ -124,6 +124,17 @@ MISTAKES = {
         "available_node_types: 3\nkinds:",
         "available_node_types: a mapping is needed",
     ),
+    "market": (
+        "InstanceType: m6i.large\n",
+        "InstanceType: m6i.large\n      InstanceMarketOptions: spot\n",
+        "node_config.InstanceMarketOptions: a mapping is needed, this is 'spot'",
+    ),
+    "mounts": ("\nfile_mounts:", "\nfile_mounts: []\nmounts:", "file_mounts: a mapping is needed, this is []"),
+    "start": (
+        "\nhead_start_ray_commands:",
+        "\nhead_start_ray_commands: ray start\nothers:",
+        "head_start_ray_commands: a list is needed, this is 'ray start'",
+    ),
     "not YAML": ("cluster_name: raytrain-ft", "cluster_name: [raytrain-ft", "not YAML: while parsing a flow sequence"),
 }
 

@@ -7,9 +7,11 @@ from datetime import timedelta
 from typing import Any, get_type_hints
 
 import pytest
+import ray
 
 import raytrain_ft as ft
 from raytrain_ft.errors import ConfigError
+from raytrain_ft.prepare import _worker_options
 from raytrain_ft.settings import Keywords, TrainSettings
 
 
@@ -23,6 +25,13 @@ class Task(ft.TrainTask):
     def dataset(self) -> Any: ...
 
     def loss(self, output: Any, batch: Any) -> Any: ...
+
+
+SILENT = ft.FailAt(phase="backward", action="silence")
+IN_STAGES: dict[str, Any] = {
+    "scaling_config": ft.ScalingConfig(num_workers=2),
+    "parallelism_config": ft.ParallelismConfig(pipeline_parallel_degree=2),
+}
 
 
 def trainer(**arguments: Any) -> ft.Trainer:
@@ -57,11 +66,58 @@ def trainer(**arguments: Any) -> ft.Trainer:
         (lambda: trainer(max_steps=1e3), "use int"),
         (lambda: trainer(seed="a"), "use int"),
         (lambda: trainer(recovery_config=ft.RecoveryConfig(replacement="shrink")), r"num_workers=\(min, max\)"),
+        (lambda: trainer(recovery_config=ft.RecoveryConfig(strategy="logging")), "only a pipeline logs"),
+        (lambda: ft.RecoveryConfig(strategy="logging", log=ft.LogConfig(enabled=False)), "one of them is to be left out"),
+        (
+            lambda: trainer(on_non_finite="roll_back", recovery_config=ft.RecoveryConfig(strategy="replication")),
+            "goes back to a checkpoint",
+        ),
+        (lambda: trainer(faults=[SILENT], recovery_config=ft.RecoveryConfig(update="wait_free")), 'goes with update="barrier"'),
+        (lambda: trainer(faults=[SILENT], **IN_STAGES), "without a pipeline"),
     ],
 )
 def test_a_value_that_cannot_be_used(make: Callable[[], object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make()
+
+
+@pytest.mark.parametrize(
+    ("settings", "recovery", "policy", "words"),
+    [
+        ({}, {"strategy": "checkpoint"}, {"every": None}, r'strategy="checkpoint"\) goes back to checkpoints'),
+        ({}, {"strategy": "snapshot"}, {"every": None}, r'strategy="snapshot"\) goes back to checkpoints'),
+        ({"on_non_finite": "roll_back"}, {}, {"every": None}, r'on_non_finite="roll_back"\) goes back to checkpoints'),
+        ({}, {"strategy": "snapshot"}, {"resume": "require"}, "keeps copies in memory alone"),
+        ({}, {"strategy": "snapshot"}, {"keep_epochs": True}, "keeps copies in memory alone"),
+    ],
+)
+def test_checkpoints_that_will_not_be_there(
+    settings: dict[str, Any], recovery: dict[str, Any], policy: dict[str, Any], words: str, tmp_path: Any
+) -> None:
+    """Before the task is looked at, and before there is a cluster."""
+    checkpoints = ft.CheckpointConfig(**policy)
+    run = ft.RunConfig(name="run", storage_path=str(tmp_path), checkpoint_config=checkpoints)
+    with pytest.raises(ConfigError, match=words):
+        trainer(recovery_config=ft.RecoveryConfig(**recovery), run_config=run, **settings).fit()
+    assert not ray.is_initialized()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("amount", ["4", -1, True, float("nan"), float("inf")])
+def test_amounts_of_resources_are_numbers(amount: Any) -> None:
+    scaling = ft.ScalingConfig(num_workers=1, resources_per_worker={"CPU": 1, "memory": amount})
+    with pytest.raises(ConfigError, match=r"resources_per_worker=\{'memory': .*a number"):
+        _worker_options(scaling, ft.RunConfig())
+
+
+def test_memory_is_asked_for_as_ray_wants_it() -> None:
+    scaling = ft.ScalingConfig(num_workers=1, resources_per_worker={"CPU": 2, "memory": 4e9, "disk": 1})
+    options = _worker_options(scaling, ft.RunConfig())
+    assert {name: options[name] for name in ("num_cpus", "memory", "resources")} == {
+        "num_cpus": 2,
+        "memory": 4e9,
+        "resources": {"disk": 1},
+    }
 
 
 def test_editors_know_every_keyword() -> None:

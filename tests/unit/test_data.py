@@ -532,6 +532,9 @@ def test_arrow_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     for paths, error, word in cases:
         with pytest.raises(error, match=word):
             ArrowDataset(paths)
+    hidden = [write(tmp_path / "good" / part / "b.arrow", table(0, 8)) for part in (".Trash-1000", "_temporary")]
+    assert all(path.exists() for path in hidden)
+    assert len(ArrowDataset(tmp_path / "good")) == 8, "what lies in hidden directories is meant for others"
     for suffix in (".arrow", ".parquet"):
         path = write(tmp_path / f"columns{suffix}", table(0, 8))
         with pytest.raises(ConfigError, match=r"no column \['nope'\]"):

@@ -21,7 +21,7 @@ from raytrain_ft.drill.numbers import Spread
 from raytrain_ft.drill.played import Struck
 from raytrain_ft.drill.predict import job_of, predict, rehearse
 from raytrain_ft.errors import ScenarioError
-from raytrain_ft.scenario import Scenario
+from raytrain_ft.scenario import Scenario, trainer_parts
 
 SIMULATED = """
 name: simulated
@@ -190,6 +190,16 @@ def test_a_simulated_run_that_fails_makes_no_goodput_and_no_prediction(tmp_path:
     assert [check.kept for check in found.checks if check.name == "goodput"] == [False]
     numbers, why_not = _predicted(asked, tmp_path, job_of(asked, None))
     assert (numbers, why_not) == ({}, f"the simulated run fails: {found.failure}")
+
+
+@pytest.mark.parametrize("most", [3, 7])
+def test_a_run_that_is_struck_faster_than_it_recovers_gives_up_when_the_scenario_says(most: int, tmp_path: Path) -> None:
+    """In the simulator and in a real run: the same field of the same file."""
+    head = SIMULATED.replace("batch: 32", f"batch: 32\nmax_fruitless_recoveries: {most}").replace("step_s: 0.5", "step_s: 500")
+    asked = scenario(tmp_path, f"{head}  - {{action: kill, who: {{count: 1}}, when: {{mtbf: 10s}}}}\n")
+    _, _, recovery, _ = trainer_parts(asked)
+    assert recovery.max_fruitless_recoveries == most
+    assert f"{most} recoveries in a row" in rehearse(asked).failure
 
 
 def test_workers_that_share_a_node_are_lost_together(tmp_path: Path) -> None:

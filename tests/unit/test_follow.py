@@ -22,7 +22,7 @@ from raytrain_ft.runtime.placement import knock
 def records(directory: Path, **end: object) -> Path:
     """A run of 30 steps that has come to step 20; without an end, if none is given."""
     log = EventLog(directory / "events.jsonl")
-    log.append(m.RunStarted(run_id="r", details={"name": "digits", "max_steps": 30}))
+    log.append(m.RunStarted(run_id="r", details={"name": "digits", "max_steps": 30, "checkpoints": "s3://runs?region=x"}))
     where = {"rank": 0, "world_size": 1, "incarnation": 1, "epoch": 0, "start": 0, "ids_digest": ""}
     log.append(m.StepsCommitted(at=1.0, member="w0", first_step=0, stop_step=20, loss=0.25, **where))
     times = {"snapshot_s": 0.0, "stall_s": 0.0, "persist_s": 0.0}
@@ -37,6 +37,13 @@ def test_attach_to_a_run_that_has_finished(tmp_path: Path) -> None:
     run = records(tmp_path, event="RunFinished", steps=30, digest="abc", path="final.arrow")
     result = ft.attach(run)
     assert (result.digest, result.metrics, result.path) == ("abc", {"loss": 0.25, "step": 30}, str(tmp_path))
+    assert result.checkpoint == "s3://runs/step-20?region=x"
+    assert result.final_state == "final.arrow"
+    staged = tmp_path / "stages"
+    staged.mkdir()
+    records(staged, event="RunFinished", steps=30, digest="abc", path=str(staged / "final-stage-2.arrow"))
+    (staged / "final.arrow").write_text("of an earlier run without stages")
+    assert ft.attach(staged).final_state == str(staged / "final-stage-0.arrow")
     said = CliRunner().invoke(main, ["attach", str(run)])
     assert said.exit_code == 0
     assert "finished: step 30, loss 0.2500, 0 recoveries, digest abc" in said.output

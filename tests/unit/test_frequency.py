@@ -277,6 +277,17 @@ def test_never_lowered_right_after_a_raise(loads: list[tuple[float, float]], bud
         assert after > before
 
 
+def test_what_checkpoints_cost_a_world_of_another_size_is_forgotten() -> None:
+    """Four workers write a quarter each of what one wrote alone."""
+    machine = Machine(Tuner(budget=0.035, window=4), persist=30.0)
+    machine.run(2000)
+    assert machine.tuner.k == pytest.approx(31, abs=2)
+    machine.persist = 7.5
+    machine.tuner.disturbed(machine.step, resized=True)
+    machine.run(150)
+    assert machine.tuner.k <= 10
+
+
 def test_a_fixed_interval_is_taken_as_it_is() -> None:
     simulated = Machine(Tuner(budget=0.05, window=5, fixed=7))
     simulated.run(50)

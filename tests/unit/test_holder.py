@@ -56,3 +56,30 @@ def test_a_snapshot_whose_world_is_over_holds_up_no_later_one(monkeypatch: pytes
     again = persister.submit(replace(job, step=10))
     assert again.result(timeout=5).error is None
     assert waiting.result().error is not None, "a late answer counts for nothing"
+
+
+def test_a_cancelled_snapshot_is_not_over_before_its_bytes_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is told that it is over copies the next snapshot into the same memory."""
+    begun, taken = threading.Event(), threading.Event()
+    brought: list[bytes] = []
+
+    def remote(job: Job, data: np.ndarray) -> None:
+        begun.set()
+        assert taken.wait(10)
+        brought.append(data.tobytes())
+
+    monkeypatch.setattr(holder, "holder_of", lambda spec: SimpleNamespace(put=SimpleNamespace(remote=remote)))
+    monkeypatch.setattr(holder, "ray", SimpleNamespace(get=lambda what, timeout: 4))
+    memory = SharedMemory()
+    memory.reserve(4)[:] = b"ten!"
+    persister = holder.HolderPersister(memory, cast(Any, None))
+    about = {"uri": "memory", "owner": "run", "epoch": 0, "incarnation": 1, "pieces": [("w", "torch.uint8", (4,), 0, 4)]}
+    job = Job(step=10, number=0, count=1, timeout_s=20.0, **about)
+    waiting = persister.submit(job)
+    assert begun.wait(10)
+    persister.cancel(job.name)
+    assert not waiting.done()
+    taken.set()
+    assert waiting.result(timeout=5).error == f"{job.name}: the world that was writing it is over"
+    memory.reserve(4)[:] = b"next"
+    assert brought == [b"ten!"]

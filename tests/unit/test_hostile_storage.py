@@ -22,7 +22,7 @@ from store import newest, save, state, step_of, two_checkpoints
 from raytrain_ft.errors import StorageError
 from raytrain_ft.storage import checkpoint, manifest, shard
 from raytrain_ft.storage.checkpoint import Content
-from raytrain_ft.storage.filesystem import LocalStorage
+from raytrain_ft.storage.filesystem import LocalStorage, without_credentials
 from raytrain_ft.storage.manifest import Manifest, Name, ShardEntry
 from raytrain_ft.training.restore import fill, make
 
@@ -128,6 +128,15 @@ HARMS: dict[str, Harm] = {
         directory.parent / "step-000000010-e1-i1" / SHARD, directory / SHARD
     ),
 }
+
+
+def test_records_hold_no_credentials_of_a_uri() -> None:
+    for place, told in {
+        "s3://key:secret@bucket/runs?region=x": "s3://bucket/runs?region=x",
+        "s3://bucket/a@b": "s3://bucket/a@b",
+        "/data/a@b": "/data/a@b",
+    }.items():
+        assert without_credentials(place) == told
 
 
 @pytest.mark.parametrize("harm", HARMS)

@@ -171,6 +171,26 @@ def test_a_lock_that_was_out_of_sight_for_the_lease_is_not_written_again(
     held.release()
 
 
+class Upload:
+    """Is shown when it is complete, in place of what was there."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        self._partial = self._path.with_name(f".{self._path.name}.partial")
+        self._file = self._partial.open("wb")
+
+    def write(self, part: memoryview) -> None:
+        self._file.write(part)
+
+    def __enter__(self) -> Upload:
+        return self
+
+    def __exit__(self, kind: object, *about: object) -> None:
+        self._file.close()
+        if kind is None:
+            self._partial.replace(self._path)
+
+
 class ObjectStore:
     """Shows a file when it is whole, as object stores do; and refuses some uploads."""
 
@@ -184,7 +204,7 @@ class ObjectStore:
         if self.refuses:
             self.refuses -= 1
             raise OSError("AWS Error SLOW_DOWN: Please reduce your request rate")
-        return self._files.open_output_stream(path)
+        return Upload(path)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._files, name)

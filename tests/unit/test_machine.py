@@ -164,6 +164,22 @@ def test_an_exception_of_a_worker_that_was_given_up_for_lost_is_ignored() -> Non
     assert story.run.state == State.FENCE
 
 
+def test_a_worker_that_cannot_be_set_up_ends_no_run_that_trains() -> None:
+    """A node that came later lacks something: another worker is started, and those who train go on."""
+    story = running(2, spares=1)
+    broken = {"rank": -1, "step": 0, "kind": "config", "message": "node n9 does not see the run's directory"}
+    story.tell(m.TaskFailed(member="w2", **broken))
+    assert (story.run.state, story.run.failure) == (State.RUNNING, None)
+    assert of(story.said, m.Kill, m.StartWorker) == [m.Kill("w2"), m.StartWorker("w3")]
+    for number in range(3, 20):
+        story.tell(m.TaskFailed(member=f"w{number}", **broken)) if f"w{number}" in story.run.members else None
+    assert story.run.state == State.RUNNING
+    assert len(story.run.members) == 2, "nobody tries for ever"
+    before = Story(2)
+    before.tell(m.TaskFailed(member="w1", **broken))
+    assert before.run.failure is not None, "before there is a world, it is for a person to look at"
+
+
 def test_abort_is_possible_from_the_first_moment() -> None:
     run = RunState(Rules(min_workers=1, max_workers=1, max_steps=1))
     assert handle(run, m.AbortRequested(reason="Ctrl-C")) == [m.End()]

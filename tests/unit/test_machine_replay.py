@@ -14,6 +14,7 @@ from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import State
 
 STAGES = 3
+AT = {"node": "n9", "pid": 1}
 ABOUT = {"bytes": 1, "snapshot_s": 0.0, "stall_s": 0.0, "persist_s": 0.0}
 
 
@@ -91,3 +92,58 @@ def test_a_team_that_is_too_slow_is_not_tried_again() -> None:
     told.tell(m.TimerFired, timer="fill", incarnation=told.run.incarnation)
     told.fence()
     assert [len(team) for team in told.replay().teams] == [1]
+
+
+def test_who_lost_its_seat_is_no_survivor_until_it_has_joined_again() -> None:
+    """Two replicas of two stages become one; when they grow again, the recovery is interrupted before the fourth has joined."""
+    run = RunState(Rules(min_workers=2, max_workers=4, max_steps=1000, stages=2, spares=0, wait_for_replacement=False))
+    told = Told.__new__(Told)
+    told.run, told.at = run, 0.0
+
+    def commit(first: int, stop: int) -> None:
+        for rank, member in enumerate(run.world):
+            about = {
+                "rank": rank // 2,
+                "world_size": len(run.world) // 2,
+                "epoch": 0,
+                "start": 0,
+                "ids_digest": "",
+                "loss": 0.0,
+            }
+            where = {"member": member, "incarnation": run.incarnation, "first_step": first, "stop_step": stop}
+            told.tell(m.StepsCommitted, longest_s=0.1, **about, **where)
+
+    def fence(steps: dict[str, tuple[int, int]]) -> None:
+        """(step, stage) of each; whoever else is asked holds nothing."""
+        for member in run.roster.taking_part():
+            step, stage = steps.get(member, (0, 0))
+            marks = Marks(member, step, (step,), (None,), stage) if member in steps else None
+            told.tell(m.Fenced, member=member, incarnation=run.incarnation, marks=marks)
+
+    told.tell(m.RunStarted, run_id="r")
+    told.tell(m.CapacityChanged, slots=4)
+    for number in range(4):
+        told.tell(m.WorkerStarted, member=f"w{number}", node=f"n{number}", pid=1)
+    told.answer(m.Reconciled, run.joining, digests=("d",))
+    commit(0, 10)
+    told.tell(m.CapacityChanged, slots=3)
+    told.tell(m.WorkerLost, member="w1", cause="killed")
+    fence({"w0": (10, 0), "w2": (10, 0), "w3": (10, 1)})
+    told.answer(m.Reconciled, run.joining, digests=("d",))
+    assert len(run.world) == 2
+    (left,) = {"w0", "w2"} - set(run.world)
+    assert run.members[left] == MemberState.SPARE
+    commit(10, 50)
+
+    told.tell(m.CapacityChanged, slots=4)
+    told.tell(m.WorkerStarted, member=next(name for name, state in run.members.items() if state == MemberState.STARTING), **AT)
+    told.answer(m.Stopped, run.world, step=50)
+    fence({member: (50, stage) for stage, member in enumerate(run.world)})
+    assert (run.state, len(run.joining)) == (State.REPLACE, 4)
+    assert left in run.joining
+    told.tell(m.Suspected, incarnation=run.incarnation, reason="a collective failed", noticed_by="w3")
+    fence({left: (10, 0)} | {member: (50, stage) for stage, member in enumerate(run.world)})
+    assert run.failure is None
+    assert left not in run.survivors, "what it holds is 40 steps old"
+    told.answer(m.Reconciled, run.joining, digests=("d",))
+    assert not run.void

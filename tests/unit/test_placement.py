@@ -41,3 +41,4 @@ def test_capacity_counts_ours_and_what_is_free() -> None:
 
 def test_demand_in_rays_words() -> None:
     assert demand({"num_cpus": 2, "num_gpus": 0, "resources": {"tpu": 1}}) == {"CPU": 2.0, "tpu": 1}
+    assert demand({"num_cpus": 1, "memory": 4e9}) == {"CPU": 1.0, "memory": 4e9}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -14,8 +15,10 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from raytrain_ft.errors import FencedError
 from raytrain_ft.training import process_group
-from raytrain_ft.training.fence import Fence
+from raytrain_ft.training.exchange import MOST_BYTES, Exchange
+from raytrain_ft.training.fence import Fence, PeerLostError
 from raytrain_ft.training.process_group import FencedGroup
 
 TIMEOUT = timedelta(seconds=20)
@@ -110,3 +113,70 @@ def test_what_was_posted_and_never_comes_is_given_up_in_the_end(monkeypatch: pyt
 def wait_for(work: Any) -> None:
     with suppress(RuntimeError):
         work.wait(process_group.WAIT_DEADLINE)
+
+
+@pytest.mark.parametrize("size", [5, MOST_BYTES // 8, MOST_BYTES // 8 + 1])
+def test_every_rank_has_the_same_sum(size: int) -> None:
+    """Small tensors are exchanged, and added in the order of ranks; of larger ones a ring makes the sum."""
+    world = groups(1, 3)
+    parts = [torch.randn(size) * 10.0**rank for rank in range(3)]
+    sums = [part.clone() for part in parts]
+    works = [group.all_reduce(own) for group, own in zip(world, sums, strict=True)]
+    is_exchanged = size <= MOST_BYTES // 8
+    assert all(isinstance(work, Exchange) == is_exchanged for work in works)
+    for work in works:
+        assert work.wait()
+        assert work.is_completed()
+        assert work.succeeded()
+    assert torch.equal(sums[0], sums[1])
+    assert torch.equal(sums[0], sums[2])
+    in_order = parts[0] + parts[1] + parts[2]
+    torch.testing.assert_close(sums[0], in_order)
+    assert not is_exchanged or torch.equal(sums[0], in_order)
+    for group in world:
+        process_group.abandon(group)
+
+
+@pytest.mark.parametrize("size", [7, MOST_BYTES])
+def test_every_rank_has_what_all_have(size: int) -> None:
+    world = groups(1, 3)
+    parts = [torch.full((size,), rank, dtype=torch.uint8) for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda group, own: group.all_gather(own), world, parts))
+    assert all(torch.equal(each, torch.stack(parts)) for each in found)
+    for group in world:
+        process_group.abandon(group)
+
+
+def test_without_a_peer_there_is_no_sum_and_what_was_there_stays() -> None:
+    mine, second, third = groups(1, 3)
+    own = torch.arange(4.0)
+    work = mine.all_reduce(own)
+    second.all_reduce(torch.ones(4))
+    process_group.abandon(third)  # it never takes part
+    until(work.is_completed)
+    assert not work.succeeded()
+    with pytest.raises(PeerLostError):
+        work.wait()
+    assert own.tolist() == [0, 1, 2, 3]
+    work = second.all_reduce(own)
+    mine.fence.trip()
+    second.fence.trip()
+    with pytest.raises(FencedError):
+        work.wait()
+    assert own.tolist() == [0, 1, 2, 3]
+    for group in (mine, second):
+        process_group.abandon(group)
+
+
+def test_a_sum_that_is_there_counts_after_the_fence_and_is_made_once() -> None:
+    world = groups(1)
+    sums = [torch.full((3,), 2.0), torch.full((3,), 3.0)]
+    works = [group.all_reduce(own) for group, own in zip(world, sums, strict=True)]
+    until(lambda: all(work.is_completed() for work in works))
+    for group in world:
+        group.fence.trip()
+    assert all(work.succeeded() and work.succeeded() for work in works)
+    assert [own.tolist() for own in sums] == [[5.0] * 3] * 2
+    for group in world:
+        process_group.abandon(group)

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import raytrain_ft as ft
 from raytrain_ft.errors import TaskError
 from raytrain_ft.training import profile
-from raytrain_ft.training.profile import measure_pipeline, measure_stages
+from raytrain_ft.training.profile import measure_parts, measure_pipeline
 from raytrain_ft.training.settings import PipelineSettings, StepSettings
 
 
@@ -68,7 +68,7 @@ def settings(stages: int = 3, cuts: tuple[int, ...] | None = (1, 3), **more) -> 
 
 @pytest.mark.parametrize("rounds", [0, 3])
 def test_sizes_are_what_crosses_and_what_a_checkpoint_holds(rounds: int) -> None:
-    first, middle, last = measure_stages(Layers(), settings(), 4, rounds=rounds)
+    first, middle, last = measure_parts(Layers(), settings(), 4, rounds=rounds)
     assert [one.crossing for one in (first, middle, last)] == [2 * 4 * 64 * 4, 2 * 4 * 8 * 4, 0], "there and back"
     weights = [16 * 64 + 64, 64 * 8 + 8 + 8 + 8, 8 * 4 + 4]
     statistics = [0, 8 + 8, 0]
@@ -79,12 +79,12 @@ def test_sizes_are_what_crosses_and_what_a_checkpoint_holds(rounds: int) -> None
 
 
 def test_half_precision_halves_what_crosses() -> None:
-    (first, *_) = measure_stages(Layers(), settings(precision="bf16"), 4, rounds=0)
+    (first, *_) = measure_parts(Layers(), settings(precision="bf16"), 4, rounds=0)
     assert first.crossing == 2 * 4 * 64 * 2
 
 
 def test_integers_cross_in_one_direction_only() -> None:
-    (first, _) = measure_stages(Pairs(), settings(2, None), 4, rounds=1)
+    (first, _) = measure_parts(Pairs(), settings(2, None), 4, rounds=1)
     assert first.crossing == 2 * 4 * 4 * 4 + 4 * 8 + 2 * 4 * 16 * 4
 
 
@@ -100,14 +100,14 @@ def test_random_streams_and_threads_stay_as_they_were() -> None:
     random.seed(1)
     np.random.seed(1)
     before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist(), torch.get_num_threads())
-    measure_stages(Layers(), settings(), 4, rounds=1, threads=1)
+    measure_parts(Layers(), settings(), 4, rounds=1, threads=1)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_num_threads()) == before[1:]
 
 
 def test_patience_ends_with_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "PATIENCE_S", 0.0)
-    assert all(one.seconds > 0 for one in measure_stages(Layers(), settings(), 4, rounds=10**9))
+    assert all(one.seconds > 0 for one in measure_parts(Layers(), settings(), 4, rounds=10**9))
 
 
 class Bad(Layers):
@@ -117,5 +117,5 @@ class Bad(Layers):
 
 def test_a_task_that_fails_is_told_with_its_stage() -> None:
     with pytest.raises(TaskError, match=r"stage 2 fails on a micro-batch of 4 samples.*KeyError: 'labels'"):
-        measure_stages(Bad(), settings(), 4, rounds=1)
-    assert len(measure_stages(Bad(), settings(), 4, rounds=0)) == 3, "sizes need no loss"
+        measure_parts(Bad(), settings(), 4, rounds=1)
+    assert len(measure_parts(Bad(), settings(), 4, rounds=0)) == 3, "sizes need no loss"

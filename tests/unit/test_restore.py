@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import torch
 from store import own, same_bits, save
 from torch import Tensor, nn
 
-from raytrain_ft.errors import MismatchError, StorageError
+from raytrain_ft.errors import FencedError, MismatchError, StorageError
 from raytrain_ft.policy.sampling import Position
 from raytrain_ft.result import load_model
 from raytrain_ft.runtime import recovery
@@ -23,7 +24,10 @@ from raytrain_ft.storage.arrow import write_tensors
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.filesystem import LocalStorage
 from raytrain_ft.training import durable
+from raytrain_ft.training.export import state_of
+from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.restore import fill, make
+from raytrain_ft.training.settings import PipelineSettings, Tie
 from raytrain_ft.training.state import TrainingState, at_home
 
 SIZES = (70_000, 0, 1, 12_000, 3, 8192, 33_333, 5)
@@ -182,6 +186,50 @@ def test_what_stages_agreed_upon_before_does_not_outlive_a_restore(storage: Loca
     assert here.agreed is None
 
 
+HERE = PipelineSettings(stages=2, micro_batches=2, cuts=(1, 2, 3), chunks=2, ties=(Tie({1: "b", 0: "a"}, 8),))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"chunks": 1}, r"chunks of the pipeline: 2 in the checkpoint, 1 here"),
+        ({"cuts": None}, r"cuts of the pipeline: \[1, 2, 3\] in the checkpoint, None here"),
+        ({"ties": ()}, r"ties of the pipeline: \[\[\[0, 'a'\], \[1, 'b'\]\]\] in the checkpoint, \[\] here"),
+        ({}, ""),
+    ],
+)
+def test_stages_that_are_cut_otherwise_are_told_apart(storage: LocalStorage, changed: dict[str, Any], message: str) -> None:
+    """Though all of their tensors have the same names and shapes."""
+    old, here = trained(3), trained(1)
+    old.stage = here.stage = 0
+    tensors, values = durable.capture(old, DATA, [], HERE)
+    save(storage.uri, old.step, dict(tensors), 2, values=values)
+    if not message:
+        durable.restore(here, mapped(storage), DATA, pipeline=HERE)
+        assert all_of(here) == all_of(old)
+        return
+    before = all_of(here)
+    with pytest.raises(MismatchError, match=message):
+        durable.restore(here, mapped(storage), DATA, pipeline=replace(HERE, **changed))
+    assert all_of(here) == before
+
+
+def test_an_export_has_all_names_of_what_a_stage_has_twice(storage: LocalStorage) -> None:
+    old = trained(3)
+    twice = old.model[0]
+    assert isinstance(old.model, nn.Sequential)
+    old.model.append(twice)
+    old.stage = 1
+    pipeline = replace(HERE, cuts=(4,), chunks=1, ties=())
+    tensors, values = durable.capture(old, DATA, [], pipeline)
+    save(storage.uri, old.step, dict(tensors), 2, values=values)
+    content = mapped(storage)
+    content.verify()
+    found = state_of(content)["model"]
+    assert same_bits(found["4.weight"], found["7.weight"])
+    assert found.keys() == {f"{4 + int(name.partition('.')[0])}.{name.partition('.')[2]}" for name in old.model.state_dict()}
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_optimizers_state_is_where_torch_keeps_it(fused: bool) -> None:
     p = torch.empty(3, device="meta")
@@ -207,6 +255,26 @@ def test_a_state_whose_restore_failed_counts_for_nothing_until_another_succeeds(
     durable.restore(here, mapped(storage, 1), DATA)
     assert all_of(here) == all_of(before)
     assert here.filled
+
+
+def test_a_fence_leaves_a_load_in_its_midst(storage: LocalStorage) -> None:
+    """A checkpoint may take minutes to read, and a worker that does not leave its step in time is given up."""
+    old, here = trained(3), trained(1)
+    store(storage, old)
+    manifest = next(checkpoint.select(storage, pytest.fail))
+    fence, seen = Fence(1), []
+
+    def check() -> None:
+        seen.append(len(seen))
+        if len(seen) == 4:  # the two files are mapped by now, and some blocks are hashed
+            fence.trip()
+        fence.check()
+
+    with pytest.raises(FencedError):
+        durable.restore(here, checkpoint.map_shards(storage, manifest, check=check), DATA)
+    assert not here.filled, "what it holds is no use to anybody"
+    durable.restore(here, mapped(storage), DATA)
+    assert all_of(here) == all_of(old)
 
 
 def test_a_damaged_name_is_damage_and_no_other_model(storage: LocalStorage) -> None:
@@ -302,9 +370,9 @@ def test_who_begins_anew_after_a_load_that_failed_is_built_anew(monkeypatch: pyt
     monkeypatch.setattr(recovery, "load", load)
     monkeypatch.setattr(trainee, "_build_replica", replica)
     with pytest.raises(StorageError):
-        trainee._begin_from("step-000000001-e1-i1")
+        trainee._begin_from("step-000000001-e1-i1", Fence(1))
     assert not first.state.filled
-    trainee._begin_from("")
+    trainee._begin_from("", Fence(1))
     assert trainee.replica is not first
     assert trainee.replica.state.filled
     assert closed == [True]

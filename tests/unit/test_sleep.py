@@ -45,6 +45,32 @@ class Task(ft.TrainTask):
         return nn.functional.mse_loss(output, batch[1])
 
 
+class Gated(nn.Module):
+    """Has a part that only some samples need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.often, self.seldom = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.often(x) + (self.seldom(x) if float(x.max()) > 100 else 0.0)
+
+
+class Seldom(Task):
+    """The second half of the first batch needs that part, which is rank 1's share, and no other does."""
+
+    def model(self, stage: int) -> nn.Module:
+        return Gated()
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, weight_decay=0.5)
+
+    def dataset(self) -> TensorDataset:
+        inputs, targets = super().dataset().tensors
+        inputs[2:4] += 1000.0
+        return TensorDataset(inputs, targets)
+
+
 class Sum:
     """A reduction under way: complete once both have come."""
 
@@ -73,13 +99,13 @@ class Sum:
 class Pair:
     """Two replicas that train together, each on a thread."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, task: type[ft.TrainTask] = Task, **settings: Any) -> None:
         self._lock, self._sums, self._begun = threading.Lock(), dict[int, Sum](), [0, 0]
         self.replicas: list[Replica] = []
         self.links: list[Links] = []
         for rank in range(2):
             made = StepSettings(bucket_bytes=1, first_bucket_bytes=1, seats=2, **settings)
-            self.replicas.append(build_replica(Task(), SAMPLING, made, use_gpu=False, undo_mode="exact", probe=None))
+            self.replicas.append(build_replica(task(), SAMPLING, made, use_gpu=False, undo_mode="exact", probe=None))
             fence = Fence(1)
             self.links.append(Links(fence, rank, 2, Side(self, rank, fence)))  # pyright: ignore[reportArgumentType]
             self.replicas[rank].loader.start(Position(), rank, 2)
@@ -121,10 +147,9 @@ class Side:
     def __init__(self, pair: Pair, rank: int, fence: Fence) -> None:
         self._pair, self._rank, self.fence = pair, rank, fence
 
-    def start(self, name: str, tensors: list[Tensor]) -> Sum:
-        assert name == "allreduce"
+    def all_reduce(self, tensor: Tensor) -> Sum:
         self.fence.check()
-        return self._pair.start(self._rank, tensors[0])
+        return self._pair.start(self._rank, tensor)
 
     def rank(self) -> int:
         return self._rank
@@ -171,6 +196,22 @@ def test_who_is_awake_counts(pair: Pair, sleeper: int) -> None:
     pair.train(2)
     assert [count_of(replica) for replica in pair.replicas] == [8, 8]
     assert pair.equal
+
+
+def test_what_only_a_silent_replica_used_was_used_by_nobody() -> None:
+    """An update with a gradient of zero is another than none: it decays weights."""
+    pair = Pair(Seldom)
+    try:
+        pair.ask(1, True, at_once=True)
+        (commit,) = pair.train(1)
+        assert commit.lost
+        assert pair.equal
+        pair.ask(1, False)
+        pair.train(3)
+        assert pair.equal
+    finally:
+        for replica in pair.replicas:
+            replica.loader.stop()
 
 
 @pytest.mark.parametrize("first", ["both at once", "one after the other"])

@@ -103,3 +103,25 @@ def test_the_end_of_a_run_does_not_wait_for_a_storage_that_hangs(monkeypatch: An
 
     monkeypatch.setattr(library, "CLOSE_SECONDS", 0.1)
     asyncio.run(close())
+
+
+def test_records_of_earlier_runs_are_put_aside_under_a_name_of_their_own(tmp_path: Any) -> None:
+    """Also if somebody has deleted some of them: the next number is above all that are there."""
+    for number in (2, 3):
+        (tmp_path / f"events-{number:03d}.jsonl").write_text(f"{number}\n")
+    (tmp_path / "events.jsonl").write_text('{"event":"RunStarted","run_id":"before"}\n')
+    spec: Any = SimpleNamespace(directory=tmp_path, run_id="now", nonce="n")
+    assert supervisor._past(spec) == ([], {})
+    assert sorted(path.name for path in tmp_path.glob("events*")) == [f"events-00{number}.jsonl" for number in (2, 3, 4)]
+    assert (tmp_path / "events-003.jsonl").read_text() == "3\n"
+    assert "before" in (tmp_path / "events-004.jsonl").read_text()
+
+
+@pytest.mark.parametrize("cut", ['{"event":"RunStarted","run_i', "\0\0\0\0\n", "[]\n", '"word"\n'])
+def test_a_log_whose_first_line_was_cut_is_put_aside(cut: str, tmp_path: Any) -> None:
+    """A full disk, or a crash of the machine: the next run of this name begins all the same."""
+    (tmp_path / "events.jsonl").write_text(cut)
+    spec: Any = SimpleNamespace(directory=tmp_path, run_id="now", nonce="n")
+    assert supervisor._past(spec) == ([], {})
+    assert (tmp_path / "events-001.jsonl").read_text() == cut
+    assert not (tmp_path / "events.jsonl").exists()

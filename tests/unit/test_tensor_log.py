@@ -18,11 +18,12 @@ from disks import small_file_system
 from store import complete_steps, same_bits
 from torch import Tensor
 
-from raytrain_ft.errors import LogGapError, StorageError
+from raytrain_ft.errors import FencedError, LogGapError, StorageError
 from raytrain_ft.storage import log_files, tensor_log
 from raytrain_ft.storage.log_format import END
 from raytrain_ft.storage.log_reader import LogReader
 from raytrain_ft.storage.tensor_log import Key, TensorLog
+from raytrain_ft.training.fence import Fence
 
 
 def key(step: int, micro_batch: int = 0) -> Key:
@@ -266,6 +267,26 @@ def test_a_disk_that_takes_nothing_does_not_hold_training_up(tmp_path: Path, mon
     found = complete_steps(seen(tmp_path), 0, 1, "activation", 2)
     assert {60, 61} <= found
     assert not set(range(2, 50)) & found
+    log.close()
+
+
+def test_a_fence_leaves_the_wait_for_a_disk_that_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who does not leave a step in time is given up; and that the disk is stuck is not its fault."""
+    go, fence = threading.Event(), Fence(1)
+    real = log_files.write_all
+    monkeypatch.setattr(log_files, "write_all", lambda *args: (go.wait(20), real(*args)))
+    log = TensorLog(tmp_path, "w0", memory_bytes=1000)
+    log.append(key(0), 1, [torch.zeros(250)], fence.check)
+    threading.Timer(0.2, fence.trip).start()
+    began = time.monotonic()
+    with pytest.raises(FencedError):
+        log.append(key(0, 1), 1, [torch.ones(250)], fence.check)
+    assert time.monotonic() - began < 2
+    go.set()
+    log.append(key(1), 2, [torch.zeros(250)])
+    assert log.flush(10)
+    found = seen(tmp_path)
+    assert [found.has(one) for one in (key(0), key(0, 1), key(1))] == [True, False, True]
     log.close()
 
 

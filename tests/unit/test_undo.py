@@ -563,6 +563,19 @@ def test_everything_that_is_supported_is_not_refused(case: str) -> None:
     assert refusals(kind(parameters(), weight_decay=0.1, **kwargs)) == []  # type: ignore[call-arg]
 
 
+def test_adagrads_sums_begin_with_what_torch_put_there() -> None:
+    """It fills them all with the constructor's value, whatever a group says."""
+    p, q = Parameter(torch.ones(8)), Parameter(torch.ones(8))
+    groups = [{"params": [p], "initial_accumulator_value": 0.5}, {"params": [q]}]
+    adagrad = Adagrad(groups, lr=0.1, initial_accumulator_value=0.25)
+    undo = Undo(adagrad)
+    saved = snapshot(adagrad, [p, q])
+    step(adagrad, [p, q], [torch.full((8,), 2.0)] * 2)
+    undo.undo()
+    assert_at(adagrad, [p, q], saved, (1e-6, 0.0))
+    assert [float(adagrad.state[each]["sum"][0]) for each in (p, q)] == [0.25, 0.25]
+
+
 def test_what_only_the_step_shows_is_refused_before_anything_changes() -> None:
     """Weight decay scaled by the data to exactly 1; sparse gradients; settings changed since."""
     p = Parameter(torch.ones(8))
