@@ -185,12 +185,14 @@ class Crew:
                 if self._now() > deadline:
                     return None
                 await asyncio.sleep(ROOM_POLL_SECONDS)
-            elif await placement.answers(next(n for n in nodes if n["NodeID"] == chosen)):
+                continue
+            reaction = await placement.reaction(next(n for n in nodes if n["NodeID"] == chosen))
+            if reaction == "answer":
                 return chosen
-            else:
-                self._placed[member] = None
-                self._health.nodes.avoid(chosen, FORGIVE_DEAD_S)
-                self._health.nodes.count(nodes, self)
+            self._placed[member] = None
+            # A packet may get lost, but no cut cable refuses anything.
+            self._health.nodes.avoid(chosen, FORGIVE_DEAD_S if reaction == "refusal" else FORGIVE_SILENT_S)
+            self._health.nodes.count(nodes, self)
 
     async def _nodes(self) -> list[dict[str, Any]]:
         """None of them while Ray's own state does not answer."""

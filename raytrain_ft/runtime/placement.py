@@ -7,7 +7,9 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Literal
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -16,6 +18,7 @@ from raytrain_ft.errors import ConfigError
 
 CONNECT_SECONDS = 0.5
 KNOCK_S = 5.0
+_KNOCKING = ThreadPoolExecutor(max_workers=16, thread_name_prefix="knocking")
 ON_HEAD = {"node:__internal_head__": 0.001}
 """Resources to ask for to be placed on the head node, where Ray's own state is. For an actor that asks for nothing a soft
 affinity is not heeded: Ray places it on a random node."""
@@ -88,30 +91,30 @@ async def connect(node: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.S
     Raises:
         ConnectionRefusedError: it was killed; OSError, TimeoutError: the node cannot be reached, or is frozen or unplugged.
     """
-    connection = asyncio.open_connection(node["NodeManagerAddress"], node["NodeManagerPort"])
-    return await asyncio.wait_for(connection, CONNECT_SECONDS)
+    address = (node["NodeManagerAddress"], node["NodeManagerPort"])
+    # In a thread, where the kernel keeps the time: if this process is held up for longer than that, what came meanwhile counts,
+    # and a node that answered is not taken for a dead one.
+    connect = partial(socket.create_connection, address, timeout=CONNECT_SECONDS)
+    knocking = await asyncio.get_running_loop().run_in_executor(_KNOCKING, connect)
+    knocking.setblocking(False)
+    return await asyncio.open_connection(sock=knocking)
 
 
-async def answers(node: dict[str, Any]) -> bool:
-    """Whether a node's raylet takes connections."""
-    try:
-        _, writer = await connect(node)
-    except (OSError, TimeoutError):
-        return False
-    writer.close()
-    return True
-
-
-async def is_silent(node: dict[str, Any]) -> bool:
-    """Whether not even a refusal comes from where a node is, as if there were no cable."""
+async def reaction(node: dict[str, Any]) -> Literal["answer", "refusal", "silence"]:
+    """What comes from a node's raylet if one knocks: a refusal if it was killed, nothing if there is no cable."""
     try:
         _, writer = await connect(node)
     except ConnectionRefusedError:
-        return False
+        return "refusal"
     except (OSError, TimeoutError):
-        return True
+        return "silence"
     writer.close()
-    return False
+    return "answer"
+
+
+async def is_silent(node: dict[str, Any]) -> bool:
+    """Whether not even a refusal comes from where a node is."""
+    return await reaction(node) == "silence"
 
 
 def pinned_to(node: str) -> NodeAffinitySchedulingStrategy:

@@ -70,9 +70,9 @@ def test_who_is_struck_off_while_a_node_is_chosen_is_not_started(
     started: list[str] = []
     answered = asyncio.Event()
 
-    async def answers(node: Any) -> bool:
+    async def reaction(node: Any) -> str:
         await answered.wait()
-        return True
+        return "answer"
 
     def gone(member: str) -> Any:
         raise ValueError(f"no actor {member}")
@@ -83,7 +83,7 @@ def test_who_is_struck_off_while_a_node_is_chosen_is_not_started(
 
     node = {"NodeID": "n1", "Alive": True, "Resources": {"CPU": 1.0}, "Available": {"CPU": 1.0}}
     monkeypatch.setattr(crews.placement, "nodes", lambda: [node])
-    monkeypatch.setattr(crews.placement, "answers", answers)
+    monkeypatch.setattr(crews.placement, "reaction", reaction)
     monkeypatch.setattr(crews.ray, "remote", remote)
     monkeypatch.setattr(crew, "handle", gone)
 

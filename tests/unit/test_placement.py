@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import time
 from collections import Counter
 
-from raytrain_ft.runtime.placement import capacity, choose, demand, room
+from raytrain_ft.runtime.placement import CONNECT_SECONDS, capacity, choose, demand, is_silent, reaction, room
 
 
 def node(name: str, cpus: float, free: float, alive: bool = True) -> dict:
@@ -42,3 +45,28 @@ def test_capacity_counts_ours_and_what_is_free() -> None:
 def test_demand_in_rays_words() -> None:
     assert demand({"num_cpus": 2, "num_gpus": 0, "resources": {"tpu": 1}}) == {"CPU": 2.0, "tpu": 1}
     assert demand({"num_cpus": 1, "memory": 4e9}) == {"CPU": 1.0, "memory": 4e9}
+
+
+def test_a_node_that_answered_while_this_process_was_held_up_is_not_silent() -> None:
+    """It would be avoided, and a run would begin with a worker less than there is room for."""
+
+    async def knock_and_stand_still(port: int) -> str:
+        knocking = asyncio.create_task(reaction({"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}))
+        await asyncio.sleep(0)
+        time.sleep(CONNECT_SECONDS + 0.3)
+        return await knocking
+
+    with socket.create_server(("127.0.0.1", 0)) as raylet:
+        port = raylet.getsockname()[1]
+        assert asyncio.run(knock_and_stand_still(port)) == "answer"
+    assert asyncio.run(knock_and_stand_still(port)) == "refusal"
+
+
+def test_a_node_without_a_cable_is_silent() -> None:
+    with socket.socket() as full:  # its queue takes one, and nobody takes them from it: more get no answer
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        with socket.create_connection(full.getsockname()):
+            node = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": full.getsockname()[1]}
+            assert asyncio.run(reaction(node)) == "silence"
+            assert asyncio.run(is_silent(node))
