@@ -10,15 +10,12 @@ starts it again (its workers live on, they are not its children), it reads the l
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
 import shutil
 import time
 import traceback
-from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -26,22 +23,21 @@ import ray
 from raytrain_ft.chaos.faults import Injector
 from raytrain_ft.errors import ConfigError, FTError, IllegalEventError, LockedError, StorageError
 from raytrain_ft.policy import messages as m
-from raytrain_ft.policy.history import ENDS
 from raytrain_ft.policy.machine import handle
 from raytrain_ft.policy.measures import Measures
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, State
-from raytrain_ft.policy.strategy import Recovery
-from raytrain_ft.runtime import clock, health, metrics, placement, report, timeline
+from raytrain_ft.runtime import clock, health, metrics, placement
 from raytrain_ft.runtime.crew import Crew
 from raytrain_ft.runtime.demand import Demand
-from raytrain_ft.runtime.event_log import PATIENCE_S, EventLog, read_past
+from raytrain_ft.runtime.event_log import PATIENCE_S, EventLog
 from raytrain_ft.runtime.leftovers import kill_named
 from raytrain_ft.runtime.library import Library
+from raytrain_ft.runtime.notes import Notes, details_of, past_of
 from raytrain_ft.runtime.notices.notice import REQUEST, Notice
 from raytrain_ft.runtime.spec import Beat, RunSpec
 from raytrain_ft.runtime.store_server import StoreServer
-from raytrain_ft.storage.filesystem import within, without_credentials
+from raytrain_ft.storage.filesystem import within
 
 FOLLOWED_CHECK_S = 0.5
 LOG_RETRY_S = 1.0
@@ -56,7 +52,7 @@ class Supervisor:
         self._spec = spec
         self._events: asyncio.Queue[m.Event] = asyncio.Queue()
         self._chaos = Injector(spec.faults, spec.directory / "faults", "supervisor")
-        past, notes = _past(spec)
+        past, written = past_of(spec)
         self._log = EventLog(spec.directory / "events.jsonl", self.now)
         first = past[0] if past else None
         recorded = first.details.get("clock") if isinstance(first, m.RunStarted) else None
@@ -65,6 +61,7 @@ class Supervisor:
         for event in past:
             handle(self._machine, event)
             measures.take(event, self._machine)
+        self._notes = Notes(spec, self._log, self._machine, self.now, written)
         self._metrics = metrics.Publisher(spec.name, measures)
         self._health = health.Health(spec, self.tell, self.now)
         self._health.recall(past)
@@ -75,9 +72,6 @@ class Supervisor:
         self._restarted = bool(past)
         self._ended_at: float | None = None
         self._lost_at: dict[str, int] = {}  # who is lost and has logged something, and the step at which that was seen
-        self._was_over = any(name in notes for name in ENDS)
-        self._told_of = notes["Recovery"]
-        self._over: list[dict[str, Any]] = []  # the recoveries that are, as plain data
         self._followed_at = time.monotonic()
         self._life = asyncio.get_running_loop().create_task(self._live())
         self._leaving = asyncio.get_running_loop().create_task(self._leave())
@@ -144,13 +138,13 @@ class Supervisor:
             stored = await self._open_library()
         except FTError as error:
             failure = type(error).__name__, str(error)
-            if self._restarted and not self._was_over:  # else there is no run to tell of, or its end was told
-                self._log.note("RunFailed", at=self.now(), state=str(State.ERRORED), error=failure)
+            if self._restarted and not self._notes.was_over:  # else there is no run to tell of, or its end was told
+                self._notes.failed(failure)
             return self.account() | {"failure": failure}
         self._crew.epoch = self._library.epoch
         if not self._restarted:
             shutil.rmtree(self._spec.logs, ignore_errors=True)  # of a run of this name that could not clean up: never replayed
-            details = _details(self._spec) | {"clock": clock.origin(self._start)}
+            details = details_of(self._spec) | {"clock": clock.origin(self._start)}
             started = {"incarnation": self._spec.incarnation, "stored": stored, "details": details}
             self.tell(m.RunStarted(at=0.0, run_id=self._spec.run_id, **started))
         demand = Demand(f"demand:{self._spec.run_id}:", placement.demand(self._spec.options))
@@ -165,8 +159,8 @@ class Supervisor:
                 self._events.task_done()
             await self._crew.settled()
             self._ended_at = self.now()
-            if not self._was_over:
-                self._note_end()  # before what may take its time: who follows the run does not wait for it for ever
+            if not self._notes.was_over:
+                self._notes.end()  # before what may take its time: who follows the run does not wait for it for ever
         finally:
             self._ended_at = self._ended_at or self.now()
             for watcher in watchers:
@@ -250,23 +244,13 @@ class Supervisor:
             "world": list(machine.world),
             "holders": machine.holders(),
             "stored": [stored.name for stored in machine.stored],
-            "recoveries": self._recoveries(),
+            "recoveries": self._notes.recoveries(),
             "failure": machine.failure,
             "result": machine.result,
             "seconds": self.now() if self._ended_at is None else self._ended_at,
             "pid": os.getpid(),
             "node": ray.get_runtime_context().get_node_id(),
         }
-
-    def _recoveries(self) -> list[dict[str, Any]]:
-        """All, as plain data. What is over changes no more; it may be thousands, and this is asked for many times a second."""
-        recoveries, over = self._machine.recoveries, self._finished()
-        self._over += [asdict(recovery) for recovery in recoveries[len(self._over) : over]]
-        return self._over + [asdict(recovery) for recovery in recoveries[over:]]
-
-    def _finished(self) -> int:
-        """How many recoveries are over: all but perhaps the last."""
-        return len(self._machine.recoveries) - (self._machine.history.open is not None)
 
     # ---------------------------------------------------------------- for the workers
 
@@ -303,15 +287,14 @@ class Supervisor:
             self._machine.state = State.ERRORED
             commands = [*(m.Kill(member) for member in self._machine.members), m.End()]
         if self._machine.state != before:
-            self._log.note("State", at=self.now(), state=str(self._machine.state), incarnation=self._machine.incarnation)
+            self._notes.state()
             self._chaos.probe(str(self._machine.state), step=self._machine.step)
         self._health.follow(self._machine)
-        if self._finished() > self._told_of:
-            self._note_recoveries(self._machine.recoveries[: self._finished()])
+        self._notes.finished_recoveries()
         self._metrics.take(event, self._machine)
         for command in commands:
             if isinstance(command, m.Run):
-                self._note_resumed(command)
+                self._notes.resumed(command)
             elif isinstance(command, m.Reconcile):
                 self._note_stored(command.load)
             elif isinstance(command, m.Trim):
@@ -331,77 +314,5 @@ class Supervisor:
     def _note_stored(self, name: str) -> None:
         """What a checkpoint says of the steps before it, if that has not been noted: its worker may have died untold."""
         for record in self._library.records.pop(name, []):
-            self._log.note("StepsStored", at=self.now(), member=name, **record)
+            self._notes.stored(name, record)
             self._health.samples_lost(record)
-
-    def _note_resumed(self, command: m.Run) -> None:
-        recoveries = self._machine.recoveries
-        step = recoveries[-1].step if recoveries and recoveries[-1].resumed is None else self._machine.step
-        replicas = len(command.world) // self._spec.rules.stages
-        self._log.note("Resumed", at=self.now(), incarnation=command.incarnation, step=step, world_size=replicas)
-
-    def _note_recoveries(self, finished: list[Recovery]) -> None:
-        """Those that are over, in order; at the run's end also one that is not."""
-        for recovery in finished[self._told_of :]:
-            self._log.note("Recovery", **asdict(recovery))
-            self._told_of += 1
-
-    def _note_end(self) -> None:
-        machine = self._machine
-        self._note_recoveries(machine.recoveries)
-        if machine.state == State.FINISHED:
-            self._log.note("RunFinished", at=self.now(), steps=machine.step, **machine.result)
-        elif machine.failure:
-            self._log.note("RunFailed", at=self.now(), state=str(machine.state), error=machine.failure)
-        try:
-            timeline.write(self._spec.directory)
-            report.write(self._spec.directory)
-        except Exception as error:  # what cannot be drawn or written must not fail a run
-            self._log.note("ReportFailed", at=self.now(), reason=f"{type(error).__name__}: {error}")
-
-
-def _past(spec: RunSpec) -> tuple[list[m.Event], Counter[str]]:
-    """The events of this run so far, and how many notes of each name: none, unless this process was lost and has come back.
-
-    What an earlier run of this name left is put aside. There is no other that still runs, for this actor has the name.
-    """
-    path = spec.directory / "events.jsonl"
-    if path.exists():
-        with path.open(errors="replace") as log:
-            first = log.readline()
-        if _run_of(first) == spec.run_id:
-            return read_past(path)
-        kept = [int(number) for log in spec.directory.glob("events-*.jsonl") if (number := log.stem[7:]).isdecimal()]
-        path.rename(spec.directory / f"events-{max(kept, default=0) + 1:03d}.jsonl") if first else path.unlink()
-    for marker in (spec.directory / "faults").glob("*"):
-        marker.unlink()
-    (spec.directory / "nonce").write_text(spec.nonce)
-    return [], Counter()
-
-
-def _run_of(line: str) -> Any:
-    """The run that a log's first line tells of; None if it is not there, or was cut short."""
-    try:
-        return json.loads(line)["run_id"]
-    except (ValueError, TypeError, KeyError):
-        return None
-
-
-def _details(spec: RunSpec) -> dict[str, Any]:
-    sampling, rules = spec.sampling, spec.rules
-    about: dict[str, Any] = {"log": spec.log_choice.as_record()} if spec.log_choice is not None else {}
-    if spec.stored_in:
-        about["checkpoints"] = without_credentials(spec.stored_in)
-    return {
-        **about,
-        "name": spec.name,
-        "dataset_size": sampling.dataset_size,
-        "global_batch_size": sampling.global_batch_size,
-        "seed": sampling.seed,
-        "shuffle": sampling.shuffle,
-        "drop_last": sampling.drop_last,
-        "max_steps": rules.max_steps,
-        "num_workers": [rules.min_workers, rules.max_workers],
-        "update": spec.step.update,
-        "stages": rules.stages,
-    }

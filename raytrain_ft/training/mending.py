@@ -22,7 +22,7 @@ def share(replica: Replica) -> Share | None:
     """This replica's part in the step under way; None between steps."""
     if replica.attempt is None:
         return None
-    batch, pieces = replica.attempt.batch, [one.positions for one in replica.micro_batches]
+    batch, pieces = replica.attempt.batch, [one.positions for one in replica.passes.micro_batches]
     mine = (pieces[0].start, pieces[-1].stop)
     whole = replica.reducer.complete and replica.state.tail.sleep.silent_from is None
     return Share(replica.attempt.step, (batch.start, batch.stop), mine, whole)

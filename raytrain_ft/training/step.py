@@ -12,12 +12,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from raytrain_ft.errors import LogGapError, NonFiniteLossError
 from raytrain_ft.policy.sampling import Range
@@ -26,8 +24,8 @@ from raytrain_ft.training.buckets import Bucket, Probe, Reducer, only
 from raytrain_ft.training.checkpointer import Checkpointer
 from raytrain_ft.training.data import Loader, MicroBatch
 from raytrain_ft.training.links import Links
+from raytrain_ft.training.passes import Passes
 from raytrain_ft.training.pipeline import Stage, chunks_of
-from raytrain_ft.training.random import seed_all, step_seed
 from raytrain_ft.training.settings import StepSettings
 from raytrain_ft.training.state import TrainingState
 from raytrain_ft.training.tail import HEADER
@@ -51,7 +49,7 @@ class Replica:
         checkpoint_agreed: all ranks agreed, in the last step, that a checkpoint is due at this boundary.
         checkpointer: None writes none.
         lost: the latest step that went on without some samples, and their positions.
-        micro_batches: of the step under way.
+        passes: what is computed of each micro-batch of the step under way.
         leads: of those who reduce the step under way, this one speaks for what is the same everywhere.
     """
 
@@ -67,9 +65,9 @@ class Replica:
         keep_epochs: bool = False,
         stage: int = 0,
     ) -> None:
-        self.task = task
         self.stage = stage
         self.state = state
+        self.passes = Passes(task, state, settings, stage)
         self.loader = loader
         self.settings = settings
         self.attempt: Attempt | None = None
@@ -100,7 +98,6 @@ class Replica:
             # Wait-free, a bucket is used before it is known who is missing in it: who is to sleep finishes the step.
             is_silent=(lambda _: False) if wait_free else state.tail.sleep.is_silent,
         )
-        self.micro_batches: list[MicroBatch] = []
         self._norm: Tensor | None = None
         self._pipeline, self._shared = None, None
         if settings.pipeline is not None:
@@ -109,9 +106,9 @@ class Replica:
                 stage,
                 settings.pipeline,
                 [[p for p in chunk.parameters() if p.requires_grad] for chunk in chunks_of(state.model)],
-                forward=self._forward,
-                first_inputs=self._inputs,
-                loss=self._weighted_loss,
+                forward=self.passes.forward,
+                first_inputs=self.passes.inputs,
+                loss=self.passes.weighted_loss,
                 arm=self.reducer.arm,
                 probe=self._at_bucket,
             )
@@ -169,7 +166,7 @@ class Replica:
     def begin(self, micro_batches: list[MicroBatch], links: Links, began: float) -> None:
         """Starts an attempt: from here on the buffers may change, so they are saved."""
         first = micro_batches[0]
-        self.micro_batches, self._said, self._skip = micro_batches, [], ""
+        self._said, self._skip = [], ""
         if self.lost is not None and self.lost[0] == self.state.step:
             self.lost = None  # of an attempt that came to nothing: this one has all of its samples again
         self.reducer.group = links.group
@@ -181,46 +178,21 @@ class Replica:
         weights = self.state.tail.sleep.weights(links.replicas)
         world = (links.replica, links.replicas, links.fence.incarnation)
         self.attempt = Attempt(self.state.step, first.batch, first.after, ids, *world, began, weights)
+        self.passes.begin(self.attempt, micro_batches)
         # Who sleeps runs no forward pass, and could not say what that changes.
         self.leads = links.replica == min(set(range(links.replicas)) - self.state.tail.sleep.asleep, default=0)
 
     def forward_backward(self) -> None:
         """All micro-batches, one after the other."""
-        for number, micro_batch in enumerate(self.micro_batches):
-            if number == len(self.micro_batches) - 1:
+        passes = self.passes
+        for number, micro_batch in enumerate(passes.micro_batches):
+            if number == len(passes.micro_batches) - 1:
                 self.reducer.arm(True)
             if micro_batch.data is None:
                 continue  # fewer samples than micro-batches at the end of an epoch: it contributes nothing
             self._at_bucket("forward", number)
-            output = self._forward(number, [self._inputs(number)])
-            self._weighted_loss(number, output).backward()
-
-    def _inputs(self, number: int) -> Any:
-        """What the model, or its first stage, reads of a micro-batch; the task may draw, too."""
-        self._seed(number)
-        return self.task.inputs(self._on_device(self.micro_batches[number].data))
-
-    def _forward(self, number: int, arguments: Sequence[Any]) -> Any:
-        chunk = number // self.settings.micro_batches if self._pipeline is not None else 0
-        if self.stage > 0 or chunk > 0:
-            self._seed(number)
-        with self._autocast():
-            return chunks_of(self.state.model)[chunk](*arguments)
-
-    def _seed(self, number: int) -> None:
-        """From here on, whatever the micro-batch draws is a function of its place."""
-        assert self.attempt is not None
-        seed_all(step_seed(self.settings.seed, self.state.step, self.attempt.replica, number, self.stage))
-
-    def _weighted_loss(self, number: int, output: Any) -> Tensor:
-        """The loss of a micro-batch, weighted by its samples, so that gradients only need to be summed over replicas."""
-        assert self.attempt is not None
-        micro_batch, batch = self.micro_batches[number], self.attempt.batch
-        with self._autocast():
-            loss = self.task.loss(output, self._on_device(micro_batch.data))
-        weighted = loss * (len(micro_batch.ids) / (batch.stop - batch.start))
-        self.state.tail.losses.append(weighted.detach())
-        return weighted
+            output = passes.forward(number, [passes.inputs(number)])
+            passes.weighted_loss(number, output).backward()
 
     @torch.no_grad()
     def _agree(self, agree: Callable[[int, Tensor], Tensor], shared: Shared) -> None:
@@ -240,17 +212,6 @@ class Replica:
         self.state.buckets[-1].tail[:HEADER] = torch.tensor(numbers[:HEADER], dtype=torch.float64)
         self._norm = torch.tensor(numbers[HEADER], dtype=torch.float64).sqrt().float()
         self.state.agreed = (self.state.step, tuple(numbers))
-
-    def _on_device(self, data: Any) -> Any:
-        device = self.state.buckets[0].flat.device
-        if device.type == "cpu":
-            return data
-        return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, data)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.settings.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(self.state.buckets[0].flat.device.type, dtype=torch.bfloat16)
 
     @torch.no_grad()
     def update(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +20,8 @@ from raytrain_ft.cli import main
 from raytrain_ft.policy.states import State
 from raytrain_ft.runtime import report, timeline
 from raytrain_ft.runtime.event_log import EventLog, read_records
+from raytrain_ft.runtime.notes import Notes
 from raytrain_ft.runtime.report_data import LARGEST, gather, thin
-from raytrain_ft.runtime.supervisor import Supervisor
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;$\\frac{1}{0}$ \ud800 \x00 -->]]></style></svg>"
 VOID = {"meta", "img", "br", "path", "use", "rect", "link"}
@@ -295,15 +296,14 @@ def test_a_disk_without_room_for_the_timeline_fails_no_run(tmp_path: Path, monke
     def no_room(*_: Any, **__: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    end: Any = object.__new__(Supervisor)
-    end._spec, end._start, end._told_of = SimpleNamespace(directory=tmp_path), time.monotonic(), 0
-    end._log = EventLog(tmp_path / "events.jsonl")
-    end._machine = SimpleNamespace(recoveries=[], state=State.ERRORED, failure=None)
+    spec: Any = SimpleNamespace(directory=tmp_path)
+    machine: Any = SimpleNamespace(recoveries=[], state=State.ERRORED, failure=None)
+    log = EventLog(tmp_path / "events.jsonl")
     monkeypatch.setattr(timeline, "write", no_room)
     with monkeypatch.context() as disk:
         if full:
             disk.setattr("raytrain_ft.runtime.event_log.os.write", no_room)
-        end._note_end()
-    end._log.close()  # there is room again: the line has waited
+        Notes(spec, log, machine, lambda: 0.0, Counter()).end()
+    log.close()  # there is room again: the line has waited
     noted = [record for record in read_records(tmp_path / "events.jsonl") if record["event"] == "ReportFailed"]
     assert [record["reason"] for record in noted] == ["OSError: [Errno 28] No space left on device"]

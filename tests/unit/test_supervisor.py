@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from raytrain_ft.errors import StorageError
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, State
-from raytrain_ft.runtime import library, supervisor
+from raytrain_ft.runtime import library, notes, supervisor
 from raytrain_ft.runtime.library import Library
 from raytrain_ft.runtime.supervisor import Supervisor
 
@@ -33,16 +34,17 @@ def end(machine: RunState, at: float) -> None:
 
 def test_a_recovery_that_is_over_is_made_plain_data_once(monkeypatch: Any) -> None:
     machine = RunState(Rules(min_workers=1, max_workers=2, max_steps=10))
-    one = bare(machine=machine, over=[])
+    spec: Any = SimpleNamespace()
+    one = notes.Notes(spec, log=spec, machine=machine, now=lambda: 0.0, written=Counter())
     made: list[Any] = []
-    asdict = supervisor.asdict
-    monkeypatch.setattr(supervisor, "asdict", lambda recovery: (made.append(recovery), asdict(recovery))[1])
+    asdict = notes.asdict
+    monkeypatch.setattr(notes, "asdict", lambda recovery: (made.append(recovery), asdict(recovery))[1])
     for number in range(100):
         recovery = machine.history.begin(number, f"loss {number}", "ray", 2)
-        assert one._recoveries()[-1]["resumed"] is None
+        assert one.recoveries()[-1]["resumed"] is None
         recovery.lost.append("w0")
         end(machine, number + 0.5)
-        assert one._recoveries() == one._recoveries() == [asdict(known) for known in machine.recoveries]
+        assert one.recoveries() == one.recoveries() == [asdict(known) for known in machine.recoveries]
     assert len(made) == 200, "once while it goes on, and once when it is over"
 
 
@@ -63,13 +65,16 @@ def test_a_run_that_has_ended_needs_no_storage(state: State) -> None:
 
 @pytest.mark.parametrize("was_over", [True, False])
 def test_a_run_fails_once(was_over: bool) -> None:
-    notes: list[str] = []
-    log = SimpleNamespace(note=lambda name, **fields: notes.append(name))
-    about = {"machine": SimpleNamespace(state=State.RUNNING), "spec": SimpleNamespace(lease=0.0), "log": log, "start": 0.0}
-    one = bare(**about, library=Away(), restarted=True, was_over=was_over, events=asyncio.Queue())
+    noted: list[str] = []
+    log: Any = SimpleNamespace(note=lambda name, **fields: noted.append(name))
+    machine: Any = SimpleNamespace(state=State.RUNNING)
+    spec: Any = SimpleNamespace(lease=0.0)
+    written = Counter({"RunFinished": 1} if was_over else {})
+    about = {"machine": machine, "spec": spec, "notes": notes.Notes(spec, log, machine, lambda: 0.0, written), "start": 0.0}
+    one = bare(**about, library=Away(), restarted=True, events=asyncio.Queue())
     one.account = dict
     assert asyncio.run(one._live()) == {"failure": ("StorageError", "it is away")}
-    assert notes == ([] if was_over else ["RunFailed"])
+    assert noted == ([] if was_over else ["RunFailed"])
 
 
 def test_a_supervisor_ends_also_if_it_cannot_end_its_workers(monkeypatch: Any) -> None:
@@ -111,7 +116,7 @@ def test_records_of_earlier_runs_are_put_aside_under_a_name_of_their_own(tmp_pat
         (tmp_path / f"events-{number:03d}.jsonl").write_text(f"{number}\n")
     (tmp_path / "events.jsonl").write_text('{"event":"RunStarted","run_id":"before"}\n')
     spec: Any = SimpleNamespace(directory=tmp_path, run_id="now", nonce="n")
-    assert supervisor._past(spec) == ([], {})
+    assert notes.past_of(spec) == ([], {})
     assert sorted(path.name for path in tmp_path.glob("events*")) == [f"events-00{number}.jsonl" for number in (2, 3, 4)]
     assert (tmp_path / "events-003.jsonl").read_text() == "3\n"
     assert "before" in (tmp_path / "events-004.jsonl").read_text()
@@ -122,6 +127,6 @@ def test_a_log_whose_first_line_was_cut_is_put_aside(cut: str, tmp_path: Any) ->
     """A full disk, or a crash of the machine: the next run of this name begins all the same."""
     (tmp_path / "events.jsonl").write_text(cut)
     spec: Any = SimpleNamespace(directory=tmp_path, run_id="now", nonce="n")
-    assert supervisor._past(spec) == ([], {})
+    assert notes.past_of(spec) == ([], {})
     assert (tmp_path / "events-001.jsonl").read_text() == cut
     assert not (tmp_path / "events.jsonl").exists()

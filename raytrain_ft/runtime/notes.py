@@ -1,0 +1,144 @@
+"""What a run's log says besides its events, for people and for the audit; and what of an earlier life of the run it holds.
+
+Events are what decisions follow from. Notes follow from decisions: states, recoveries with their times, the end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.history import ENDS
+from raytrain_ft.policy.run_state import RunState
+from raytrain_ft.policy.states import State
+from raytrain_ft.runtime import report, timeline
+from raytrain_ft.runtime.event_log import EventLog, read_past
+from raytrain_ft.runtime.spec import RunSpec
+from raytrain_ft.storage.filesystem import without_credentials
+
+
+class Notes:
+    """Of one run.
+
+    Args:
+        now: seconds since the run began.
+        written: how many notes of each name the log has already.
+
+    Attributes:
+        was_over: the run's end has been noted.
+    """
+
+    def __init__(
+        self, spec: RunSpec, log: EventLog, machine: RunState, now: Callable[[], float], written: Counter[str]
+    ) -> None:
+        self._spec = spec
+        self._log = log
+        self._machine = machine
+        self._now = now
+        self.was_over = any(name in written for name in ENDS)
+        self._told_of = written["Recovery"]
+        self._over: list[dict[str, Any]] = []  # the recoveries that are, as plain data
+
+    def recoveries(self) -> list[dict[str, Any]]:
+        """All, as plain data. What is over changes no more; it may be thousands, and this is asked for many times a second."""
+        recoveries, over = self._machine.recoveries, self._finished()
+        self._over += [asdict(recovery) for recovery in recoveries[len(self._over) : over]]
+        return self._over + [asdict(recovery) for recovery in recoveries[over:]]
+
+    def _finished(self) -> int:
+        """How many recoveries are over: all but perhaps the last."""
+        return len(self._machine.recoveries) - (self._machine.history.open is not None)
+
+    def state(self) -> None:
+        """The machine is in another one."""
+        self._log.note("State", at=self._now(), state=str(self._machine.state), incarnation=self._machine.incarnation)
+
+    def resumed(self, command: m.Run) -> None:
+        """Training goes on."""
+        recoveries = self._machine.recoveries
+        step = recoveries[-1].step if recoveries and recoveries[-1].resumed is None else self._machine.step
+        replicas = len(command.world) // self._spec.rules.stages
+        self._log.note("Resumed", at=self._now(), incarnation=command.incarnation, step=step, world_size=replicas)
+
+    def stored(self, name: str, record: dict[str, Any]) -> None:
+        """What checkpoint `name` says of steps before it."""
+        self._log.note("StepsStored", at=self._now(), member=name, **record)
+
+    def finished_recoveries(self) -> None:
+        """Those that are over and have not been noted yet, in order."""
+        self._tell(self._finished())
+
+    def _tell(self, count: int) -> None:
+        for recovery in self._machine.recoveries[self._told_of : count]:
+            self._log.note("Recovery", **asdict(recovery))
+            self._told_of += 1
+
+    def failed(self, error: tuple[str, str]) -> None:
+        """The run cannot go on where it was."""
+        self._log.note("RunFailed", at=self._now(), state=str(State.ERRORED), error=error)
+
+    def end(self) -> None:
+        """The run's, with what can be drawn of it."""
+        machine = self._machine
+        self._tell(len(machine.recoveries))  # also one that did not come to its end
+        if machine.state == State.FINISHED:
+            self._log.note("RunFinished", at=self._now(), steps=machine.step, **machine.result)
+        elif machine.failure:
+            self._log.note("RunFailed", at=self._now(), state=str(machine.state), error=machine.failure)
+        try:
+            timeline.write(self._spec.directory)
+            report.write(self._spec.directory)
+        except Exception as error:  # what cannot be drawn or written must not fail a run
+            self._log.note("ReportFailed", at=self._now(), reason=f"{type(error).__name__}: {error}")
+
+
+def past_of(spec: RunSpec) -> tuple[list[m.Event], Counter[str]]:
+    """The events of this run so far, and how many notes of each name: none, unless its supervisor was lost and has come back.
+
+    What an earlier run of this name left is put aside. There is no other that still runs, for the supervisor has the name.
+    """
+    path = spec.directory / "events.jsonl"
+    if path.exists():
+        with path.open(errors="replace") as log:
+            first = log.readline()
+        if _run_of(first) == spec.run_id:
+            return read_past(path)
+        kept = [int(number) for log in spec.directory.glob("events-*.jsonl") if (number := log.stem[7:]).isdecimal()]
+        path.rename(spec.directory / f"events-{max(kept, default=0) + 1:03d}.jsonl") if first else path.unlink()
+    for marker in (spec.directory / "faults").glob("*"):
+        marker.unlink()
+    (spec.directory / "nonce").write_text(spec.nonce)
+    return [], Counter()
+
+
+def _run_of(line: str) -> Any:
+    """The run that a log's first line tells of; None if it is not there, or was cut short."""
+    try:
+        return json.loads(line)["run_id"]
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def details_of(spec: RunSpec) -> dict[str, Any]:
+    """What the log's first line says of a run, for who reads it without the program that made it."""
+    sampling, rules = spec.sampling, spec.rules
+    about: dict[str, Any] = {"log": spec.log_choice.as_record()} if spec.log_choice is not None else {}
+    if spec.stored_in:
+        about["checkpoints"] = without_credentials(spec.stored_in)
+    return {
+        **about,
+        "name": spec.name,
+        "dataset_size": sampling.dataset_size,
+        "global_batch_size": sampling.global_batch_size,
+        "seed": sampling.seed,
+        "shuffle": sampling.shuffle,
+        "drop_last": sampling.drop_last,
+        "max_steps": rules.max_steps,
+        "num_workers": [rules.min_workers, rules.max_workers],
+        "update": spec.step.update,
+        "stages": rules.stages,
+    }

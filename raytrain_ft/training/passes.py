@@ -1,0 +1,80 @@
+"""What a replica, or one stage of it, computes of a micro-batch: what it reads, the forward pass, and the loss.
+
+Whatever is drawn meanwhile (dropout, augmentation) is a function of the micro-batch's place alone, so that who does it again
+gets the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from raytrain_ft.training.attempt import Attempt
+from raytrain_ft.training.data import MicroBatch
+from raytrain_ft.training.pipeline import chunks_of
+from raytrain_ft.training.random import seed_all, step_seed
+from raytrain_ft.training.settings import StepSettings
+from raytrain_ft.training.state import TrainingState
+
+
+class Passes:
+    """The parts of a step that are the task's.
+
+    Attributes:
+        micro_batches: of the step under way.
+    """
+
+    def __init__(self, task: Any, state: TrainingState, settings: StepSettings, stage: int) -> None:
+        self._task = task
+        self._state = state
+        self._settings = settings
+        self._stage = stage
+        self._attempt: Attempt | None = None
+        self.micro_batches: list[MicroBatch] = []
+
+    def begin(self, attempt: Attempt, micro_batches: list[MicroBatch]) -> None:
+        """These are computed next."""
+        self._attempt, self.micro_batches = attempt, micro_batches
+
+    def inputs(self, number: int) -> Any:
+        """What the model, or its first stage, reads of a micro-batch; the task may draw, too."""
+        self._seed(number)
+        return self._task.inputs(self._on_device(self.micro_batches[number].data))
+
+    def forward(self, number: int, arguments: Sequence[Any]) -> Any:
+        """The output of pass `number`: of a micro-batch, or in a pipeline of one of the stage's chunks over a micro-batch."""
+        chunk = number // self._settings.micro_batches if self._settings.pipeline is not None else 0
+        if self._stage > 0 or chunk > 0:  # else `inputs` began the same stream
+            self._seed(number)
+        with self._autocast():
+            return chunks_of(self._state.model)[chunk](*arguments)
+
+    def weighted_loss(self, number: int, output: Any) -> Tensor:
+        """The loss of a micro-batch, weighted by its samples, so that gradients only need to be summed over replicas."""
+        assert self._attempt is not None
+        micro_batch, batch = self.micro_batches[number], self._attempt.batch
+        with self._autocast():
+            loss = self._task.loss(output, self._on_device(micro_batch.data))
+        weighted = loss * (len(micro_batch.ids) / (batch.stop - batch.start))
+        self._state.tail.losses.append(weighted.detach())
+        return weighted
+
+    def _seed(self, number: int) -> None:
+        assert self._attempt is not None
+        seed_all(step_seed(self._settings.seed, self._attempt.step, self._attempt.replica, number, self._stage))
+
+    def _on_device(self, data: Any) -> Any:
+        device = self._state.buckets[0].flat.device
+        if device.type == "cpu":
+            return data
+        return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, data)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self._settings.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self._state.buckets[0].flat.device.type, dtype=torch.bfloat16)
