@@ -188,6 +188,11 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost) -> list[m.Comm
     return kills + go_on(run, event.at)
 
 
+def _on_cause_found(run: RunState, event: m.CauseFound) -> list[m.Command]:
+    run.history.explain(event.lost, event.cause)
+    return []
+
+
 def _on_suspected(run: RunState, event: m.Suspected) -> list[m.Command]:
     if run.state in (State.FENCE, State.SHUTTING_DOWN) or (run.state == State.REPLACE and not run.joining):
         return []  # nobody computes anything
@@ -345,6 +350,7 @@ _HANDLERS: dict[type[m.Event], Callable[[RunState, Any], list[m.Command]]] = {
     m.CapacityChanged: _on_capacity_changed,
     m.WorkerStarted: _on_worker_started,
     m.WorkerLost: _on_worker_lost,
+    m.CauseFound: _on_cause_found,
     m.Noticed: leaving.noticed,
     m.Suspected: _on_suspected,
     m.Fenced: phases.on_fenced,

@@ -102,7 +102,7 @@ _CAUSES = {
     "process": "process",
     "it died": "process",
 }
-_WATCHERS = ("ray", "raylet", "heartbeat", "peers", "step time", "deadline", "hash", "supervisor")
+_WATCHERS = ("ray", "lifeline", "raylet", "heartbeat", "peers", "step time", "deadline", "hash", "supervisor")
 
 
 def cause_of(event: m.Event) -> str:

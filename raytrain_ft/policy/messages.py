@@ -99,6 +99,14 @@ class WorkerLost(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CauseFound(Event):
+    """Why `lost` died, who was known to be dead before."""
+
+    lost: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Noticed(Event):
     """A worker's node, or its process, will be taken away in `deadline_s` seconds. Each source tells this once of a worker,
     but a person may ask again, for sooner.
@@ -407,6 +415,7 @@ class SupervisorRestarted(Event):
 __all__ = [
     "AbortRequested",
     "CapacityChanged",
+    "CauseFound",
     "Checkpoint",
     "CheckpointCommitted",
     "CheckpointFailed",

@@ -58,6 +58,7 @@ TRANSITIONS: dict[type[m.Event], dict[State, set[State]]] = {
         S.RESUME: {S.RESUME, S.FENCE, S.REPLACE, S.ERRORED},
         S.SHUTTING_DOWN: {S.SHUTTING_DOWN, S.ERRORED},
     },
+    m.CauseFound: _stay(LIVE),
     m.Noticed: _stay(LIVE) | {S.RUNNING: {S.RUNNING, S.RESIZING}},
     m.Suspected: _stay({S.FENCE, S.SHUTTING_DOWN})
     | {state: {S.FENCE, S.ERRORED} for state in TRAINING | {S.REBUILD}}

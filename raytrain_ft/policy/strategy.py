@@ -154,6 +154,12 @@ class Recoveries:
             recovery.cause += f"; then {cause}"
         return recovery
 
+    def explain(self, lost: str, cause: str) -> None:
+        """Why this member died has become known."""
+        recovery = next((one for one in reversed(self.all) if lost in one.lost), None)
+        if recovery is not None and cause not in recovery.cause:
+            recovery.cause += f"; {lost}: {cause}"
+
     def close(self, at: float) -> None:
         """A step was committed, or the run completed."""
         recovery = self.open

@@ -25,7 +25,7 @@ from ray.exceptions import (
 from raytrain_ft.errors import ConfigError, FencedError, LogGapError, MismatchError, ReplayDivergedError, StorageError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.topology import stage_of
-from raytrain_ft.runtime import placement
+from raytrain_ft.runtime import lifeline, placement
 from raytrain_ft.runtime.health import Health
 from raytrain_ft.runtime.nodes import FORGIVE_DEAD_S, FORGIVE_SILENT_S
 from raytrain_ft.runtime.spec import NAMESPACE, Introduction, RunSpec
@@ -37,6 +37,9 @@ START_SECONDS = 120.0
 KILL_SECONDS = 30.0
 ROOM_SECONDS = 10.0
 ROOM_POLL_SECONDS = 0.1
+CAUSE_SECONDS = 2.0
+"""How long Ray is given to tell why a process died."""
+DIED = "the process died (SIGKILL, a crash or an exit)"
 BROKEN_SECONDS = 0.05
 """Until a call is tried again whose connection broke. If the worker died, Ray knows by then."""
 
@@ -55,7 +58,8 @@ class Crew:
         self._introductions: dict[str, Introduction] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._bringing: dict[str, asyncio.Task[None]] = {}
-        self._watched: set[str] = set()
+        self._watching: dict[str, asyncio.Task[None]] = {}
+        self._lines: dict[str, asyncio.Task[None]] = {}
         self._killing: set[asyncio.Task[None]] = set()
 
     def taken(self) -> Counter[str]:
@@ -216,23 +220,30 @@ class Crew:
         if known is None:
             return
         self._introductions[member] = known
-        if member not in self._watched:
+        if member not in self._watching:
             self._look_after(member, known.node)
+        if known.lifeline:
+            self._lines[member] = self._spawn(self._hold(member, known))
         if self._health.is_starting(member):
             self._tell(m.WorkerStarted(at=self._now(), member=member, node=known.node, pid=known.pid))
 
     def _look_after(self, member: str, node: str) -> None:
         self._placed[member] = node
-        self._watched.add(member)
         self._health.expect(member)
-        self._spawn(self._watch(member))
+        self._watching[member] = self._spawn(self._watch(member))
+
+    async def _hold(self, member: str, known: Introduction) -> None:
+        """The end of a process is seen here before Ray knows of it, but not its cause."""
+        await lifeline.hold(known.host, known.lifeline)
+        if member in self._watching:
+            self._lost(member, DIED, "lifeline")
 
     async def _watch(self, member: str) -> None:
-        """Ray tells of a killed process within about 10 ms by failing the call that is under way.
+        """Ray tells of a process that has come to its end within about 10 ms by failing the call that is under way.
 
         A connection that broke is no death: heartbeats come over another one, and tell if they do not come any more.
         """
-        while member in self._watched:
+        while member in self._watching:
             try:
                 await self.handle(member).watch.remote(WATCH_SECONDS)
             except ActorUnavailableError:
@@ -240,8 +251,16 @@ class Crew:
             except ValueError:
                 return  # it was struck off, and is gone
             except RayError as error:
-                self._lost(member, _cause(error), "ray", preempted=bool(getattr(error, "preempted", False)))
+                cause = _cause(error)
+                if not self._line_ended(member):
+                    self._lost(member, cause, "ray", preempted=bool(getattr(error, "preempted", False)))
+                elif cause != DIED:
+                    self._tell(m.CauseFound(at=self._now(), lost=member, cause=cause))
                 return
+
+    def _line_ended(self, member: str) -> bool:
+        line = self._lines.get(member)
+        return line is not None and line.done() and not line.cancelled()
 
     def _lost(self, member: str, cause: str, noticed_by: str, preempted: bool = False) -> None:
         about = {"cause": cause, "noticed_by": noticed_by, "preempted": preempted, "silent_s": self._health.silence(member)}
@@ -352,7 +371,11 @@ class Crew:
         """Ray kills a process that does not answer, a frozen one too, after some seconds."""
         self._health.forget(member)
         self._placed.pop(member, None)
-        self._watched.discard(member)
+        watching = self._watching.pop(member, None)
+        if watching is not None and self._line_ended(member):
+            await asyncio.wait({watching}, timeout=CAUSE_SECONDS)  # killed meanwhile, that would be all that Ray knows
+        if (line := self._lines.pop(member, None)) is not None:
+            line.cancel()
         try:
             handle = self.handle(member)
         except ValueError:
@@ -376,7 +399,7 @@ def _cause(error: BaseException) -> str:
             ("OOM", "the process was killed, perhaps for memory"),
             ("node died", "the node died"),
             ("Failed to look up actor", "its process is gone"),
-            ("connection error code 2", "the process died (SIGKILL, a crash or an exit)"),
+            ("connection error code 2", DIED),
             ("INTENDED_USER_EXIT", "the process exited"),
             ("The actor died unexpectedly", "the process died"),
             ("exit code", "the process exited"),

@@ -1,7 +1,7 @@
 """A connection to every node that hosts a worker of ours: nothing tells sooner that a node has died.
 
 When a raylet dies, the kernel of its machine closes its connections at once. Ray waits for more: it tells of a killed raylet
-after 1 to 14 s (Ray 2.60). Nothing is sent over these connections, and nothing is read from them but their end.
+after 1 to 14 s (Ray 2.60).
 """
 
 from __future__ import annotations
@@ -13,20 +13,14 @@ from typing import Any
 
 import ray
 
-from raytrain_ft.runtime import placement
-
-RETRY_S = 1.0
-FIRST_RETRY_S = 0.02
-"""After a connection that ended soon; doubled each time. A process that is being killed may yet take the next connection, for a
-moment: its sockets are closed one by one."""
+from raytrain_ft.runtime import lifeline, placement
 
 
 class NodeLinks:
     """Connections to raylets.
 
     Args:
-        died: is told of a node whose raylet closed the connection and refuses another one. A raylet that lives may close a
-            connection that says nothing, but it takes the next one; and no cut cable refuses anything.
+        died: is told of a node whose raylet closed the connection and refuses another one.
     """
 
     def __init__(self, died: Callable[[str], None]) -> None:
@@ -63,31 +57,5 @@ class NodeLinks:
         return bool(others) and all(await asyncio.gather(*(placement.is_silent(node) for node in others)))
 
     async def _hold(self, node: dict[str, Any]) -> None:
-        known, pause = False, FIRST_RETRY_S
-        while True:
-            try:
-                reader, writer = await placement.connect(node)
-            except ConnectionRefusedError:
-                if known:
-                    self._died(node["NodeID"])
-                    return
-                await asyncio.sleep(RETRY_S)
-            except (OSError, TimeoutError):
-                await asyncio.sleep(RETRY_S)  # silent: that is for heartbeats to judge
-            else:
-                known, began = True, time.monotonic()
-                await _ended(reader)
-                writer.close()
-                if time.monotonic() - began >= RETRY_S:
-                    pause = FIRST_RETRY_S
-                else:
-                    await asyncio.sleep(pause)
-                    pause = min(2 * pause, RETRY_S)
-
-
-async def _ended(reader: asyncio.StreamReader) -> None:
-    try:
-        while await reader.read(4096):
-            pass
-    except OSError:
-        pass  # a connection that broke has ended, too
+        await lifeline.hold(node["NodeManagerAddress"], node["NodeManagerPort"])
+        self._died(node["NodeID"])

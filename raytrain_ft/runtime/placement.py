@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 from collections import Counter
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, Literal
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_ft.errors import ConfigError
+from raytrain_ft.runtime import lifeline
 
-CONNECT_SECONDS = 0.5
 KNOCK_S = 5.0
-_KNOCKING = ThreadPoolExecutor(max_workers=16, thread_name_prefix="knocking")
 ON_HEAD = {"node:__internal_head__": 0.001}
 """Resources to ask for to be placed on the head node, where Ray's own state is. For an actor that asks for nothing a soft
 affinity is not heeded: Ray places it on a random node."""
@@ -85,25 +81,10 @@ def knock(address: str | None = None) -> None:
         ) from error
 
 
-async def connect(node: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection to a node's raylet.
-
-    Raises:
-        ConnectionRefusedError: it was killed; OSError, TimeoutError: the node cannot be reached, or is frozen or unplugged.
-    """
-    address = (node["NodeManagerAddress"], node["NodeManagerPort"])
-    # In a thread, where the kernel keeps the time: if this process is held up for longer than that, what came meanwhile counts,
-    # and a node that answered is not taken for a dead one.
-    connect = partial(socket.create_connection, address, timeout=CONNECT_SECONDS)
-    knocking = await asyncio.get_running_loop().run_in_executor(_KNOCKING, connect)
-    knocking.setblocking(False)
-    return await asyncio.open_connection(sock=knocking)
-
-
 async def reaction(node: dict[str, Any]) -> Literal["answer", "refusal", "silence"]:
     """What comes from a node's raylet if one knocks: a refusal if it was killed, nothing if there is no cable."""
     try:
-        _, writer = await connect(node)
+        _, writer = await lifeline.connect(node["NodeManagerAddress"], node["NodeManagerPort"])
     except ConnectionRefusedError:
         return "refusal"
     except (OSError, TimeoutError):

@@ -159,10 +159,15 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """What a worker says of itself when it is ready."""
+    """What a worker says of itself when it is ready.
+
+    Attributes:
+        lifeline: the port on `host` of a connection that ends when its process dies; 0 if it offers none.
+    """
 
     node: str
     pid: int
     host: str
+    lifeline: int
     num_parameters: int
     num_buckets: int

@@ -16,7 +16,7 @@ import ray
 
 from raytrain_ft.errors import ConfigError, FencedError
 from raytrain_ft.policy.reconcile import Copy, Marks, Plan
-from raytrain_ft.runtime import placement
+from raytrain_ft.runtime import lifeline, placement
 from raytrain_ft.runtime.heartbeat import Heartbeat
 from raytrain_ft.runtime.preemption import Preemption
 from raytrain_ft.runtime.spec import Introduction, RunSpec
@@ -72,6 +72,7 @@ class Worker:
             ray.get_runtime_context().get_node_id(),
             os.getpid(),
             self._host,
+            lifeline.offer(self._host),
             sum(p.numel() for bucket in buckets for p in bucket.params),
             len(buckets),
         )

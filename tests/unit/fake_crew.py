@@ -415,7 +415,8 @@ class Cluster:
             about = {"member": member, "incarnation": self.run.incarnation, "step": stored.step, "name": stored.name}
             actions.append(lambda: self._post(m.CheckpointCommitted(**about, **times)))
         unavailable = m.NoticesUnavailable(member=None, source="aws", reason="the metadata service does not answer")
-        actions.append(lambda: self._post(unavailable))
+        found = m.CauseFound(lost=self.chance.choice(self.run.roster.gone or ["w0"]), cause="killed for memory")
+        actions += [lambda: self._post(unavailable), lambda: self._post(found)]
         if self.workers:  # one worker's turn: a notice for each would crowd out everything else
             member, seconds = self.chance.choice(list(self.workers)), self.chance.choice([0.0, 30.0])
             source = self.chance.choice(["aws spot", "request"])

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError
 
 from raytrain_ft.policy import messages as m
 from raytrain_ft.runtime import crew as crews
 from raytrain_ft.runtime.crew import Crew
+from raytrain_ft.runtime.spec import Introduction
 
 
 class Method:
@@ -139,3 +141,47 @@ def test_who_was_ready_is_watched_at_once_after_a_restart(
     health: Any = crew._health
     assert health.expected == ["w0"]
     assert told == []
+
+
+def test_the_end_of_a_process_is_told_at_once_and_its_cause_when_ray_knows_it(
+    crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, known, killed = asyncio.Event(), asyncio.Event(), []
+
+    async def watch() -> None:
+        await known.wait()
+        raise OutOfMemoryError("Task was killed due to the node running low on memory")
+
+    async def hold(host: str, port: int) -> None:
+        await ended.wait()
+
+    async def call(member: str, method: str, **_: Any) -> Introduction:
+        assert method == "setup"
+        return Introduction("n1", 7, "127.0.0.1", 4000, 10, 1)
+
+    gone: Future[None] = Future()
+    gone.set_exception(ActorDiedError())
+    handle = SimpleNamespace(watch=Method(watch), ping=Method(lambda: SimpleNamespace(future=lambda: gone)))
+    monkeypatch.setattr(crew, "handle", lambda member: handle)
+    monkeypatch.setattr(crew, "_call", call)
+    monkeypatch.setattr(crews.lifeline, "hold", hold)
+    monkeypatch.setattr(crews.ray, "kill", lambda handle: killed.append(known.is_set()))
+
+    async def play() -> None:
+        await crew._introduce("w0")
+        await asyncio.sleep(0)
+        ended.set()
+        await until(lambda: bool(told))
+        assert [(type(event), event.member, event.noticed_by) for event in told] == [(m.WorkerLost, "w0", "lifeline")]  # pyright: ignore
+        crew.carry_out(m.Kill("w0"))
+        await asyncio.sleep(0.05)
+        assert killed == [], "Ray would know of nothing but this kill"
+        known.set()
+        await until(lambda: len(told) == 2)
+        await crew.settled()
+
+    asyncio.run(play())
+    assert isinstance(told[1], m.CauseFound)
+    assert told[1].lost == "w0"
+    assert "memory" in told[1].cause
+    assert killed == [True]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from raytrain_ft.runtime import node_links
+from raytrain_ft.runtime import lifeline
 from raytrain_ft.runtime.node_links import NodeLinks
 
 
@@ -87,7 +87,7 @@ def test_a_raylet_whose_sockets_close_one_by_one() -> None:
 
 
 def test_a_raylet_that_only_hangs_up_has_not_died(monkeypatch) -> None:
-    monkeypatch.setattr(node_links, "RETRY_S", 0.01)
+    monkeypatch.setattr(lifeline, "RETRY_S", 0.01)
 
     async def body(raylet: Raylet, links: NodeLinks, node: dict[str, Any], died: list[str]) -> None:
         for _ in range(3):
@@ -108,7 +108,7 @@ def test_a_node_without_workers_of_ours_is_not_watched() -> None:
 
 def test_where_connections_were_never_taken_a_refusal_says_nothing(monkeypatch) -> None:
     """A firewall that refuses them, for example."""
-    monkeypatch.setattr(node_links, "RETRY_S", 0.01)
+    monkeypatch.setattr(lifeline, "RETRY_S", 0.01)
     died: list[str] = []
 
     async def run() -> None:

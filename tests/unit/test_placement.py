@@ -7,7 +7,8 @@ import socket
 import time
 from collections import Counter
 
-from raytrain_ft.runtime.placement import CONNECT_SECONDS, capacity, choose, demand, is_silent, reaction, room
+from raytrain_ft.runtime.lifeline import CONNECT_SECONDS
+from raytrain_ft.runtime.placement import capacity, choose, demand, is_silent, reaction, room
 
 
 def node(name: str, cpus: float, free: float, alive: bool = True) -> dict:
