@@ -1,8 +1,8 @@
 """Noticing: late heartbeats, silence, hangs, standstill, what heartbeats tell -> events. `nodes` looks at the nodes.
 
 Suspicion is cheap (a late beat, a slow step) and is confirmed before it counts: a silent worker is asked directly, with a short
-deadline. Ray by itself tells of a killed process in 10 ms, but of a killed node in seconds, and of a frozen or unplugged node
-only after a minute.
+deadline. Ray by itself tells of a process 10 ms after the kernel has ended it, but of a killed node in seconds, and of a frozen
+or unplugged node only after a minute. `lifeline` and `node_links` tell of killed processes and nodes at once.
 """
 
 from __future__ import annotations

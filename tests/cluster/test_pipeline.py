@@ -173,7 +173,8 @@ class Hidden(torch.nn.Sequential):
         super().__init__(torch.nn.Tanh(), torch.nn.Linear(32, 32))
 
 
-@pytest.mark.parametrize("schedule", ["zero_bubble", pytest.param("1f1b", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["zero_bubble", "1f1b"])
 def test_stages_of_several_chunks(cluster: Any, tmp_path: Path, schedule: str) -> None:
     """Two stages, each of which feeds the other in both passes; one replays with a helper, and then both by themselves."""
     whole = train(tmp_path, "whole", task=Deep(), workers=1, steps=STEPS, drop_last=True, max_grad_norm=0.5)
@@ -236,6 +237,7 @@ SHARING = [
 ]
 
 
+@pytest.mark.long
 def test_stages_that_share_weights_train_them_as_one(cluster: Any, tmp_path: Path) -> None:
     whole = train(tmp_path, "whole", task=Tied(), workers=1, steps=STEPS, drop_last=True, max_grad_norm=0.5)
     how = {"task": Tied(), "split": (2, 4), "max_grad_norm": 0.5, "num_spares": 2}
@@ -319,7 +321,7 @@ def test_a_run_goes_on_where_it_ended(undisturbed_pipeline: ft.Result, tmp_path:
     assert all(torch.equal(stored[name], trained[name]) for name in trained)
 
 
-@pytest.mark.parametrize("sums", ["exact", "fast"])
+@pytest.mark.parametrize("sums", ["exact", pytest.param("fast", marks=pytest.mark.long)])
 def test_survivors_help_with_the_replay_and_come_back_to_their_own_state(
     in_one_piece: ft.Result, calm_stages: ft.Result, tmp_path: Path, sums: Any
 ) -> None:
