@@ -81,7 +81,7 @@ def offer(host: str) -> int:
     """Takes connections on this address for as long as this process lives, to be held by who must know of its death.
 
     Returns:
-        The port, or 0 where the kernel does not allow what it takes (containers may lack the right to `unshare`).
+        The port, or 0 where the kernel lacks what it takes, or does not allow it (containers may lack the right to `unshare`).
     """
     port: Future[int] = Future()
     threading.Thread(target=_listen, args=(host, port), name="lifeline", daemon=True).start()
@@ -98,7 +98,7 @@ def _listen(host: str, port: Future[int]) -> None:
     # goes the table of files that no other thread shares.
     try:
         _leave_shared_files()
-        with socket.create_server((host, 0)) as low:
+        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as low:
             # The kernel closes a dying thread's files from the highest number down. The listener must go first: whoever sees a
             # connection end calls again at once, to be refused.
             listener = socket.socket(fileno=fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, ABOVE_ALL_CALLERS))
@@ -117,8 +117,9 @@ def _listen(host: str, port: Future[int]) -> None:
 def _leave_shared_files() -> None:
     """From here on this thread has a table of files of its own, without those that other threads have opened: what they close
     would stay open in it."""
-    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_FILES) != 0:
-        raise OSError(ctypes.get_errno(), "unshare(CLONE_FILES)")
+    unshare = getattr(ctypes.CDLL(None, use_errno=True), "unshare", None)
+    if unshare is None or unshare(CLONE_FILES) != 0:
+        raise OSError(ctypes.get_errno(), "unshare(CLONE_FILES)")  # another system than Linux, or it is forbidden
     for entry in Path("/proc/thread-self/fd").iterdir():
         if int(entry.name) > 2:
             with contextlib.suppress(OSError):  # the one that listed them

@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -97,9 +98,10 @@ def test_strangers_push_out_who_holds_the_line_and_it_is_held_again() -> None:
     assert asyncio.run(flood())
 
 
-def test_where_the_kernel_does_not_allow_it_there_is_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("libc", [SimpleNamespace(unshare=lambda flags: -1), SimpleNamespace()], ids=["forbidden", "absent"])
+def test_where_the_kernel_does_not_allow_it_there_is_no_line(libc: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = threading.active_count()
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(unshare=lambda flags: -1))
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: libc)
     assert lifeline.offer("127.0.0.1") == 0
     time.sleep(0.05)
     assert threading.active_count() <= before
