@@ -258,6 +258,10 @@ class Crew:
                     self._tell(m.CauseFound(at=self._now(), lost=member, cause=cause))
                 return
 
+    def ended_on(self, node: str) -> list[str]:
+        """Workers there whose processes were seen to end a moment ago."""
+        return [member for member in self._lines if self._line_ended(member) and self.node_of(member) == node]
+
     def _line_ended(self, member: str) -> bool:
         line = self._lines.get(member)
         return line is not None and line.done() and not line.cancelled()

@@ -50,6 +50,7 @@ WAITING = "wait"
 STORING = "checkpoint"
 """The place where a worker waits for storage. The `Checkpointer` gives up by itself, after minutes if checkpoints take minutes,
 and training then goes on without the checkpoint: no step's time says how long that may be."""
+NODE_DIED = "its node died (the raylet closed its connection and refuses another)"
 STORING_S = 3600.0
 """Who is there for so long hangs nevertheless."""
 
@@ -326,8 +327,9 @@ class Health:
         """A node's raylet is gone, and its workers with it or in a moment."""
         self.nodes.avoid(node, FORGIVE_DEAD_S)
         for member in [member for member in self._members if self._crew.node_of(member) == node]:
-            cause = "its node died (the raylet closed its connection and refuses another)"
-            about = {"cause": cause, "noticed_by": "raylet", "silent_s": self.silence(member)}
+            about = {"cause": NODE_DIED, "noticed_by": "raylet", "silent_s": self.silence(member)}
             self.forget(member)
             self._tell(m.WorkerLost(at=self._now(), member=member, **about))
+        for member in self._crew.ended_on(node):
+            self._tell(m.CauseFound(at=self._now(), lost=member, cause=NODE_DIED))
         self.nodes.count(self.nodes.links.nodes, self._crew)

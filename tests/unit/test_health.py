@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.states import State
-from raytrain_ft.runtime.health import Health
+from raytrain_ft.runtime.health import NODE_DIED, Health
 from raytrain_ft.runtime.spec import Beat
 
 SPEC: Any = SimpleNamespace(heartbeat_timeout=0.2, probe_timeout=0.1, hang_timeout=0.3, lease=5.0, options={"num_cpus": 1})
@@ -182,3 +183,17 @@ def test_a_watcher_that_fails_is_seen(part: str, monkeypatch: pytest.MonkeyPatch
         assert seen.group_contains(KeyError, match="nodes has changed")
 
     asyncio.run(run())
+
+
+def test_a_node_that_dies_explains_workers_whose_end_was_seen_before() -> None:
+    """On a machine that is switched off, processes end in any order."""
+    events: list[m.Event] = []
+    health = Health(SPEC, events.append, time.monotonic)
+    health._members = {"w1": MemberState.ACTIVE, "w2": MemberState.ACTIVE}
+    gone = ["w0"]
+    where = {"w0": "n1", "w1": "n1", "w2": "n2"}
+    about = {"taken": Counter, "node_of": where.get}
+    health._crew = SimpleNamespace(ended_on=lambda node: [member for member in gone if where[member] == node], **about)
+    health._died("n1")
+    assert [event.member for event in events if isinstance(event, m.WorkerLost)] == ["w1"]
+    assert [(event.lost, event.cause) for event in events if isinstance(event, m.CauseFound)] == [("w0", NODE_DIED)]
