@@ -45,6 +45,8 @@ Phase = Literal[
     "first_step",
 ]
 
+TOGETHER_S = 20.0
+"""How long one that is to fail together with others waits for them."""
 SUPERVISOR_PHASES = tuple(str(state) for state in State)
 
 
@@ -73,6 +75,9 @@ class FailAt:
             user code; or "silence", a loss that is only simulated: from this bucket on the rank contributes zeros to the step,
             as if it had died there and `strategy="lossy"` went on without it (Nicolae et al., III-C; phase `backward`).
         nth: fail at the nth time that this point is reached in this process (1 is the first).
+        together: so many ranks have a failure at this point, and each waits there until all of them have come: else the first
+            one's loss is noticed, and the others are fenced before they get there. None must need another to go on to get
+            there.
     """
 
     phase: str
@@ -83,6 +88,7 @@ class FailAt:
     action: Action = "sigkill"
     role: Literal["worker", "supervisor"] = "worker"
     nth: int = 1
+    together: int = 1
 
     def __post_init__(self) -> None:
         if self.action not in get_args(Action):
@@ -90,6 +96,8 @@ class FailAt:
         check_types(self, FailAt)
         if self.nth < 1:
             raise ConfigError(f"FailAt(nth={self.nth}): the first time that a point is reached is 1")
+        if self.together < 1:
+            raise ConfigError(f"FailAt(together={self.together}): one rank that fails is 1")
         known = get_args(Phase) if self.role == "worker" else SUPERVISOR_PHASES
         if self.phase not in known:
             raise ConfigError(f"FailAt(phase={self.phase!r}): a {self.role} has the phases {', '.join(known)}")
@@ -99,7 +107,15 @@ class FailAt:
     @property
     def name(self) -> str:
         """A name that is safe as the name of a file."""
-        return f"{self.role}-{self.rank}-{self.step}-{self.phase}-{self.bucket}-{self.micro_batch}-{self.action}-{self.nth}"
+        return self._named(self.rank)
+
+    @property
+    def names_of_all(self) -> str:
+        """The pattern of the names of this failure and of those of other ranks at the same point."""
+        return self._named("*")
+
+    def _named(self, rank: int | str | None) -> str:
+        return f"{self.role}-{rank}-{self.step}-{self.phase}-{self.bucket}-{self.micro_batch}-{self.action}-{self.nth}"
 
 
 class Injector:
@@ -127,10 +143,16 @@ class Injector:
                 continue
             self._counts[fault.name] = self._counts.get(fault.name, 0) + 1
             if self._counts[fault.name] == fault.nth and self._claim(fault):
+                self._await_others(fault)
                 if fault.action == "silence" and self._silence is not None and part is not None:
                     self._silence(part)
                 else:
                     strike(fault.action, fault.name)
+
+    def _await_others(self, fault: FailAt) -> None:
+        deadline = time.monotonic() + TOGETHER_S
+        while len(list(self._directory.glob(fault.names_of_all))) < fault.together and time.monotonic() < deadline:
+            time.sleep(0.001)
 
     def _claim(self, fault: FailAt) -> bool:
         self._directory.mkdir(parents=True, exist_ok=True)

@@ -79,7 +79,9 @@ PHASES = [(12, "data", None), (22, "backward", 1)], [(12, "update", None), (20, 
 @pytest.mark.parametrize("phases", PHASES, ids=["data-backward", "update-checkpoint"])
 def test_every_replica_dies_at_once_twice(undisturbed, tmp_path: Path, phases: list[tuple[int, str, int | None]]) -> None:
     faults = [
-        ft.FailAt(rank=rank, step=step, phase=phase, bucket=bucket) for step, phase, bucket in phases for rank in EVERYBODY
+        ft.FailAt(rank=rank, step=step, phase=phase, bucket=bucket, together=len(EVERYBODY))
+        for step, phase, bucket in phases
+        for rank in EVERYBODY
     ]
     result = train(tmp_path, "run", faults=faults, checkpoints=OFTEN)
     assert result.digest == undisturbed().digest
@@ -92,14 +94,14 @@ def test_every_replica_dies_at_once_twice(undisturbed, tmp_path: Path, phases: l
 
 
 def test_every_replica_dies_before_the_first_checkpoint(undisturbed, tmp_path: Path) -> None:
-    faults = [ft.FailAt(rank=rank, step=3, phase="forward") for rank in EVERYBODY]
+    faults = [ft.FailAt(rank=rank, step=3, phase="forward", together=len(EVERYBODY)) for rank in EVERYBODY]
     result = train(tmp_path, "run", faults=faults, checkpoints=OFTEN)
     assert result.digest == undisturbed().digest
     assert result.recoveries[0].step == 0
 
 
 def test_the_whole_cluster_of_workers_and_the_supervisor_die(undisturbed, tmp_path: Path) -> None:
-    faults = [ft.FailAt(rank=rank, step=17, phase="reduced") for rank in EVERYBODY]
+    faults = [ft.FailAt(rank=rank, step=17, phase="reduced", together=len(EVERYBODY)) for rank in EVERYBODY]
     faults.append(ft.FailAt(role="supervisor", phase="REPLACE", nth=2))
     result = train(tmp_path, "run", faults=faults, checkpoints=OFTEN)
     assert result.digest == undisturbed().digest
@@ -127,7 +129,7 @@ def test_strategy_checkpoint_has_everybody_go_back(undisturbed, tmp_path: Path) 
 
 @pytest.mark.parametrize("lost", [[1], [0, 1, 2]], ids=["one dies", "all die"])
 def test_strategy_snapshot_goes_back_to_what_another_node_holds_in_memory(undisturbed, tmp_path: Path, lost: list[int]) -> None:
-    faults = [ft.FailAt(rank=rank, step=23, phase="forward") for rank in lost]
+    faults = [ft.FailAt(rank=rank, step=23, phase="forward", together=len(lost)) for rank in lost]
     result = train(tmp_path, "run", faults=faults, checkpoints=OFTEN, strategy="snapshot", task=Toy(0.02))
     assert result.digest == undisturbed(task=Toy(0.02)).digest
     assert promise_kept(result) == []

@@ -285,7 +285,7 @@ def test_several_losses_at_once(undisturbed_pipeline: ft.Result, tmp_path: Path)
 
 
 def test_all_stages_die_and_everybody_goes_back_to_the_checkpoint(undisturbed_pipeline: ft.Result, tmp_path: Path) -> None:
-    faults = [fault(rank, 12, "data") for rank in range(STAGES)]
+    faults = [fault(rank, 12, "data", together=STAGES) for rank in range(STAGES)]
     result = pipeline(tmp_path, "run", faults=faults, checkpoints=ft.CheckpointConfig(every=5))
     assert result.digest == undisturbed_pipeline.digest
     assert [r.strategy for r in result.recoveries] == [Strategy.CHECKPOINT]
