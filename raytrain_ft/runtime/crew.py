@@ -264,7 +264,8 @@ class Crew:
 
     def _line_ended(self, member: str) -> bool:
         line = self._lines.get(member)
-        return line is not None and line.done() and not line.cancelled()
+        # One that failed tells nothing: then it is for Ray to say that the worker is lost.
+        return line is not None and line.done() and not line.cancelled() and line.exception() is None
 
     def _lost(self, member: str, cause: str, noticed_by: str, preempted: bool = False) -> None:
         about = {"cause": cause, "noticed_by": noticed_by, "preempted": preempted, "silent_s": self._health.silence(member)}

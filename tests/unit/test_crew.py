@@ -185,3 +185,31 @@ def test_the_end_of_a_process_is_told_at_once_and_its_cause_when_ray_knows_it(
     assert told[1].lost == "w0"
     assert "memory" in told[1].cause
     assert killed == [True]
+
+
+def test_a_lifeline_that_fails_leaves_it_to_ray(crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of ours there must not hide a loss."""
+    failed = asyncio.Event()
+
+    async def watch() -> None:
+        await failed.wait()
+        await asyncio.sleep(0.05)
+        raise ActorDiedError
+
+    async def hold(host: str, port: int) -> None:
+        failed.set()
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+    async def call(member: str, method: str, **_: Any) -> Introduction:
+        return Introduction("n1", 7, "127.0.0.1", 4000, 10, 1)
+
+    monkeypatch.setattr(crew, "handle", lambda member: SimpleNamespace(watch=Method(watch)))
+    monkeypatch.setattr(crew, "_call", call)
+    monkeypatch.setattr(crews.lifeline, "hold", hold)
+
+    async def play() -> None:
+        await crew._introduce("w0")
+        await until(lambda: bool(told))
+
+    asyncio.run(play())
+    assert [(type(event), event.noticed_by) for event in told] == [(m.WorkerLost, "ray")]  # pyright: ignore
