@@ -33,8 +33,9 @@ POLL_S = 0.05
 PROFILE_S = 5.0
 """How long the measurements of an earlier run are waited for."""
 PATIENCE_S = 10.0
-"""How long training waits at least for the checkpoint before to be durable: three times the longest so far if that is more.
-For the last checkpoint it waits as long as for the shards of others, if that is more: there is no training to hold up."""
+"""How long training waits at least for the checkpoint before to be durable: three times the longest so far if that is more, and
+not at all while storage hangs. At the end of a run a checkpoint is given as long as the shards of others, if that is more, also
+where it was too slow for training: there is none to hold up."""
 
 Capture = Callable[[], tuple[Sequence[tuple[str, Tensor]], dict[str, Any]]]
 """Gives the tensors of the state, by name in an order that is the same on every worker, and everything else as JSON."""
@@ -113,6 +114,7 @@ class Checkpointer:
         self._outcome: Future[Outcome] | None = None
         self._preparing: threading.Thread | None = None
         self._hangs = False
+        self._began_at = -math.inf
         self._longest_s = 0.0
         self._waited_s = 0.0
         self._stall_s = 0.0
@@ -221,7 +223,7 @@ class Checkpointer:
         """
         began = time.monotonic()
         try:
-            self.await_durable(check, min(self._patience(PATIENCE_S), self._target.most_patience_s))
+            self.await_durable(check, 0.0 if self._hangs else min(self._patience(PATIENCE_S), self._target.most_patience_s))
         except StorageError as error:
             self._hangs = True
             self._tell("CheckpointFailed", {"incarnation": self._incarnation, "step": step, "reason": str(error)})
@@ -254,7 +256,7 @@ class Checkpointer:
             size=total_size(tensors),
             timeout_s=self._target.timeout_s,
         )
-        self._waited_s, self._stall_s = waited, 0.0
+        self._began_at, self._waited_s, self._stall_s = time.monotonic(), waited, 0.0
         self._outcome = Future()
         free = free_on_device(tensors)
         mode = self._tuner.mode if self._tuner is not None else "gpu"
@@ -269,13 +271,13 @@ class Checkpointer:
             check: called while waiting; may raise to leave the wait.
             kept: retention leaves it alone.
         """
-        patience = max(PATIENCE_S, self._target.timeout_s)
+        patience = self._patience(max(PATIENCE_S, self._target.timeout_s))
         try:
-            self.await_durable(check, self._patience(patience))
+            self.await_durable(check, self._began_at + patience - time.monotonic())
             job = self._job
             if job is None or (job.step, job.incarnation) != (step, self._incarnation):  # all ranks must answer this alike
                 self.take(step, check, kept=kept)
-            self.await_durable(check, self._patience(patience))
+            self.await_durable(check, patience)
         except StorageError as error:
             self._tell("CheckpointFailed", {"incarnation": self._incarnation, "step": step, "reason": str(error)})
 
@@ -298,7 +300,7 @@ class Checkpointer:
             check()
 
     def _patience(self, least: float) -> float:
-        return 0.0 if self._hangs else max(least, 3 * self._longest_s)
+        return max(least, 3 * self._longest_s)
 
     # ---------------------------------------------------------------- the two phases
 

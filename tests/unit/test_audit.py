@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from raytrain_ft.policy.audit import Audit, audit
 from raytrain_ft.policy.sampling import Position, Sampling, after_loss, digest_of_ids, next_batch, sample_ids, share
 
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=60)
 Record = dict[str, Any]
 
 

@@ -75,7 +75,7 @@ def contiguous(spans: list[tuple[int, int]]) -> bool:
     return all(first < stop for first, stop in spans) and all(a[1] == b[0] for a, b in itertools.pairwise(spans))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(rules=all_rules(), seed=st.integers(0, 2**32))
 def test_whatever_happens_every_step_and_recovery_comes_once_and_in_order(
     rules: Rules, seed: int, tmp_path_factory: pytest.TempPathFactory

@@ -27,11 +27,18 @@ import raytrain_ft.checkfreq as checkfreq
 from raytrain_ft.errors import ConfigError, LockedError, MismatchError, NoCheckpointError, StorageError
 from raytrain_ft.policy.sampling import Position, Sampling, next_batch, order, share
 from raytrain_ft.storage.tree import flatten
+from raytrain_ft.training import checkpointer
 from raytrain_ft.training import objects as states
 from raytrain_ft.training.objects import generator_states
 from raytrain_ft.training.session import Session
 
 SAMPLES, BATCH = 40, 8
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside tests that want every core a checkpoint may take longer than training would wait for it."""
+    monkeypatch.setattr(checkpointer, "PATIENCE_S", 120.0)
 
 
 class Setup:
@@ -560,7 +567,7 @@ def _some(loader: checkfreq.Loader, count: int) -> Iterator[Any]:
             return
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_all_cuts_and_worlds_read_each_sample_once(data: st.DataObject) -> None:
     size, batch = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 12))
@@ -579,19 +586,22 @@ def test_all_cuts_and_worlds_read_each_sample_once(data: st.DataObject) -> None:
     assert sorted(seen[:size]) == sorted(seen[size:]) == list(range(size))
 
 
-def test_resume_to_the_exact_next_sample_of_a_million_takes_a_millisecond() -> None:
+def seconds_to_resume(size: int, consumed: int, seed: int) -> float:
     """Everything is counted: the position, the order of the samples from there, DataLoader's iterator, the collated batch."""
-    dataset = TensorDataset(torch.arange(1_000_000))
-    took = []
-    for seed in range(20):
-        loader = checkfreq.Loader(dataset, global_batch_size=64, seed=seed)
-        began = time.perf_counter()
-        loader.load_state_dict({"epoch": 3, "consumed": 64 * 7_777})
-        (first,) = next(iter(loader))
-        took.append(time.perf_counter() - began)
-        assert first.tolist() == order(loader.sampling, 3)[64 * 7_777 : 64 * 7_778].tolist()
-    print(f"iterator_resume_ms={statistics.median(took) * 1e3:.3f}")
-    assert statistics.median(took) <= 2e-3, "the goal is 1 ms; other work on this machine is allowed for"
+    loader = checkfreq.Loader(TensorDataset(torch.arange(size)), global_batch_size=64, seed=seed)
+    began = time.perf_counter()
+    loader.load_state_dict({"epoch": 3, "consumed": consumed})
+    (first,) = next(iter(loader))
+    seconds = time.perf_counter() - began
+    assert first.tolist() == order(loader.sampling, 3)[consumed : consumed + 64].tolist()
+    return seconds
+
+
+def test_resume_to_the_exact_next_sample_of_a_million_takes_no_longer_than_of_a_few() -> None:
+    """How long it takes is `benchmarks.checkfreq`'s to say; here both are measured in turn, whatever else this machine does."""
+    took = [(seconds_to_resume(1_000_000, 64 * 7_777, seed), seconds_to_resume(1_000, 64 * 7, seed)) for seed in range(20)]
+    million, few = (statistics.median(times) for times in zip(*took, strict=True))
+    assert million <= 3 * few, "a position is found by counting, not by going through what came before it"
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 4}, {"sampler": None}, {"generator": torch.Generator()}])

@@ -80,7 +80,7 @@ def sampling(size: int = 20) -> Sampling:
 # ---------------------------------------------------------------- the same bits
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_the_same_bits_in_any_world_from_any_cut(dataset: Any, expected: Any, data: st.DataObject) -> None:
     position = Position(data.draw(st.integers(0, 1)), data.draw(st.integers(0, 20)))
@@ -103,7 +103,7 @@ def test_the_same_bits_in_any_world_from_any_cut(dataset: Any, expected: Any, da
     assert seen == order(sampling(), batch.epoch)[batch.start : batch.stop].tolist()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.tuples(st.integers(0, 19), st.integers(1, 3), st.integers(0, 3)), min_size=1, max_size=4))
 def test_steps_that_are_abandoned_leave_no_trace(dataset: Any, expected: Any, starts: list[tuple[int, int, int]]) -> None:
     loader = Loader(dataset, sampling(), prefetch=1)
@@ -238,7 +238,7 @@ def test_colours(tmp_path: Path) -> None:
     assert (spread.diff(dim=1).sign() == torch.tensor([-1, 1])).all()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, 2**64 - 1), st.integers(1, 3000), st.integers(1, 3000), st.floats(0.01, 1), st.floats(0.05, 20))
 def test_views_are_inside_the_image(seed: int, height: int, width: int, small: float, ratio: float) -> None:
     augmentation = ImageAugmentation((small, 1.0), (ratio, ratio * 1.5), 0.5, 0.4, 0.3, 0.2)

@@ -43,7 +43,6 @@ def test_worked_example_of_the_paper() -> None:
 times = st.floats(0, 1000, allow_nan=False)
 
 
-@settings(deadline=None)
 @given(st.floats(0.001, 100), times, times, times, st.floats(0.001, 0.999), st.one_of(st.none(), st.floats(1, 1e6)))
 def test_what_is_promised_holds(
     iteration: float, update: float, copy: float, persist: float, budget: float, failure_s: float | None
@@ -206,7 +205,6 @@ def test_contention_raises_k_and_its_end_lowers_it() -> None:
     assert overhead(simulated, 20 * simulated.tuner.k) <= 0.055
 
 
-@settings(deadline=None)
 @given(
     st.floats(0.001, 100),
     st.floats(0, 10),
@@ -261,7 +259,7 @@ def test_waiting_for_the_slowest_checkpoints_stays_within_the_budget(seed: int) 
     assert play(seed, 1, 20, copy=0.1, persist=0.3) <= 4.0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.floats(0.0, 4.0), st.floats(0.0, 20.0)), min_size=2, max_size=6), st.floats(0.02, 0.3))
 def test_never_lowered_right_after_a_raise(loads: list[tuple[float, float]], budget: float) -> None:
     simulated = machine(budget)

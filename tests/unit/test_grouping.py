@@ -79,7 +79,7 @@ def check_against_brute_force(profile: Profile, share: float) -> None:
     assert costs[small][1] <= min(size for time, size in costs.values() if time <= target) * (1 + 1e-11)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(profiles(), st.floats(0, 1.1))
 def test_optimal_equals_brute_force(profile: Profile, share: float) -> None:
     check_against_brute_force(profile, share)
@@ -91,7 +91,7 @@ def test_optimal_equals_brute_force_on_real_numbers(seed: int, parallel: bool) -
     check_against_brute_force(drawn(seed, 2 + seed % 9, parallel), share=(seed % 10) / 10)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(profiles())
 def test_the_formulas_are_the_papers(profile: Profile) -> None:
     for groups in every_grouping(len(profile.compute)):
@@ -100,7 +100,7 @@ def test_the_formulas_are_the_papers(profile: Profile) -> None:
         assert log_bytes(profile, groups) == pytest.approx(size, rel=1e-9)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(profiles(), st.data())
 def test_a_merge_costs_time_and_saves_bytes(profile: Profile, data: st.DataObject) -> None:
     """Both forms of the paper's change of R, and that it is never negative."""

@@ -99,7 +99,7 @@ def live_through(rules: Rules, seed: int) -> Cluster:
     return cluster
 
 
-@settings(max_examples=1500, deadline=None, derandomize=True)
+@settings(max_examples=1500, derandomize=True)
 @given(rules=all_rules(), seed=st.integers(0, 2**32))
 def test_whatever_happens_the_run_comes_to_an_end_and_says_why(rules: Rules, seed: int) -> None:
     run = live_through(rules, seed).run

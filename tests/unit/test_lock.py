@@ -42,7 +42,8 @@ def test_a_second_owner_is_refused_and_told_who_the_first_is(tmp_path: Path) -> 
     second.release()
 
 
-def test_a_dead_process_is_succeeded_at_once(tmp_path: Path) -> None:
+def test_a_dead_process_is_succeeded_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "LEASE_S", 20.0)
     storage = LocalStorage(tmp_path)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     own(storage, Owner("first", 4, socket.gethostname(), child.pid, psutil.Process(child.pid).create_time()))
@@ -50,7 +51,7 @@ def test_a_dead_process_is_succeeded_at_once(tmp_path: Path) -> None:
     child.wait()
     began = time.monotonic()
     held = acquire(storage, "second")
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < lock.LEASE_S, "its lease is not waited for"
     assert held.owner.epoch == 5
     held.release()
 
@@ -77,7 +78,7 @@ def test_an_owner_elsewhere_that_falls_silent_is_succeeded_after_the_lease(tmp_p
     own(storage, replace(OWNER, owner="far", epoch=2, host="elsewhere"))
     began = time.monotonic()
     held = acquire(storage, "near")
-    assert lock.LEASE_S <= time.monotonic() - began < lock.LEASE_S + 1
+    assert lock.LEASE_S <= time.monotonic() - began < lock.LEASE_S + 5
     assert held.owner.epoch == 3
     held.release()
 

@@ -336,7 +336,7 @@ def test_awaiting_ends(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(LogGapError, match="looked into 0 files"):
         reader.await_record(key(0), 0.2, lambda: None)
-    assert 0.2 <= time.monotonic() - began < 1
+    assert 0.2 <= time.monotonic() - began < 10
 
     def fenced() -> None:
         raise StorageError("fenced")

@@ -166,7 +166,7 @@ def first_step(rules: Rules, events: Iterable[m.Event]) -> int:
     return 0
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 @given(rules=all_rules(), seed=st.integers(0, 2**32))
 def test_whatever_happens_the_sums_are_right(rules: Rules, seed: int) -> None:
     cluster = live_through(rules, seed)

@@ -254,7 +254,7 @@ def _subsets(world: World) -> Iterator[World]:
 # ---------------------------------------------------------------- larger worlds, longer stories
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(seed=st.integers(0, 2**32), ranks=st.integers(2, 6), buckets=st.integers(1, 7), wait_free=st.booleans())
 def test_a_long_run_with_many_losses_applies_every_step_once(seed: int, ranks: int, buckets: int, wait_free: bool) -> None:
     """Train, lose some, recover (perhaps after being interrupted), fill replacements, train on: again and again."""

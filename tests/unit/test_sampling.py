@@ -26,7 +26,7 @@ from raytrain_ft.policy.sampling import (
     steps_per_epoch,
 )
 
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=60)
 
 
 @st.composite

@@ -261,7 +261,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
 # ---------------------------------------------------------------- promises
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(seed=st.integers(0, 2**32))
 def test_every_promise_is_kept_in_troubled_runs(seed: int) -> None:
     assert troubled_run(seed).violations == ()

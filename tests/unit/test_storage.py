@@ -132,7 +132,7 @@ def test_a_tensor_without_plain_bytes_is_refused_by_name(tensor: Tensor) -> None
 # ---------------------------------------------------------------- shares
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes=st.lists(st.integers(0, 20_000), max_size=12), count=st.integers(1, 9), data=st.data())
 def test_the_shares_are_the_whole_state_once(sizes: list[int], count: int, data: st.DataObject) -> None:
     tensors = [(f"t{i}", torch.randint(0, 256, (size,), dtype=torch.uint8)) for i, size in enumerate(sizes)]
@@ -217,7 +217,7 @@ def alike(a: Any, b: Any) -> bool:
     return a == b
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(tree=TREES)
 def test_a_state_dict_comes_back_as_it_was(tree: Any) -> None:
     skeleton, tensors = flatten(tree)
@@ -311,7 +311,7 @@ def test_what_is_no_skeleton_is_a_typed_error(node: Any) -> None:
 # ---------------------------------------------------------------- names, manifests, retention
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(parts=st.tuples(st.integers(0, 10**18 - 1), st.integers(0, 10**9 - 1), st.integers(0, 10**9 - 1)))
 def test_names_are_read_as_they_are_written_and_ordered_by_age(parts: tuple[int, int, int]) -> None:
     name = Name(*parts)

@@ -11,7 +11,7 @@ from raytrain_ft.policy.roster import MemberState, Roster, Rules
 from raytrain_ft.policy.strategy import Guarantee, Recoveries
 from raytrain_ft.policy.world import differing, rebuild, seats, shall_wait
 
-quick = settings(max_examples=200, deadline=None, derandomize=True)
+quick = settings(max_examples=200, derandomize=True)
 names = st.lists(st.sampled_from([f"w{i}" for i in range(12)]), unique=True, max_size=12)
 
 

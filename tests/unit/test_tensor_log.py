@@ -291,13 +291,15 @@ def test_a_fence_leaves_the_wait_for_a_disk_that_takes_nothing(tmp_path: Path, m
 
 
 def test_flush_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow(monkeypatch, 0.3)
+    go, real = threading.Event(), log_files.write_all
+    monkeypatch.setattr(log_files, "write_all", lambda *args: (go.wait(20), real(*args)))
     log = TensorLog(tmp_path, "w0")
     assert log.flush(0)
     fill(log, range(1))
     began = time.monotonic()
     assert not log.flush(0.1)
-    assert time.monotonic() - began < 0.3
+    assert time.monotonic() - began < 10
+    go.set()
     assert log.flush(10)
     assert seen(tmp_path).has(key(0, 1))
     log.close()
@@ -377,19 +379,3 @@ def test_compression(tmp_path: Path, compression: Any) -> None:
     assert reader.read(key(2)) == ()
     assert all(map(same_bits, reader.read(key(3)), tensors[1:2]))
     assert (log.stats.file_bytes < log.stats.payload_bytes) == (compression is not None)
-
-
-def test_what_it_costs(tmp_path: Path) -> None:
-    log = TensorLog(tmp_path, "w0")
-    tensor, times = torch.rand(2**18), []
-    began = time.perf_counter()
-    for number in range(200):
-        at = time.perf_counter()
-        log.append(key(number // 50, number), 1, [tensor])
-        times.append(time.perf_counter() - at)
-    assert log.flush(60)
-    rate = 200 * 2**20 / (time.perf_counter() - began) / 1e6
-    times.sort()
-    print(f"\nappend of 1 MiB: median {times[100] * 1e6:.0f} us, 99% {times[198] * 1e6:.0f} us; {rate:.0f} MB/s are written")
-    assert times[100] < 2e-3
-    log.close()

@@ -203,7 +203,7 @@ def test_an_average_without_memory_is_lost_but_never_missed(betas: tuple[float, 
     assert_at(optimizer, params, after, (5e-7, 1e-6))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_undo_of_some_parameters_touches_no_others(data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 99)))
