@@ -19,7 +19,8 @@ class Toy(ft.TrainTask):
     def __init__(
         self, step_seconds: float = 0.0, optimizer: str = "AdamW", norm: bool = True, backward_seconds: float = 0.0
     ) -> None:
-        """`backward_seconds`: how long the backward pass rests before the gradients of the first layer, its last."""
+        """`backward_seconds`: how long the backward pass rests before the gradients of each layer but the last one, which come
+        first."""
         self.step_seconds = step_seconds
         self.backward_seconds = backward_seconds
         self.optimizer_name = optimizer
@@ -31,7 +32,8 @@ class Toy(ft.TrainTask):
             *(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)),
         )
         if self.backward_seconds:
-            model[0].register_full_backward_pre_hook(lambda *_: time.sleep(self.backward_seconds))
+            for layer in (model[4], model[0]):
+                layer.register_full_backward_pre_hook(lambda *_: time.sleep(self.backward_seconds))
         return model
 
     def optimizer(self, params):
