@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import raytrain_ft as ft
 from benchmarks.drains import committed_at
-from benchmarks.harness import REPORT_ONLY, Goal, Options, Report, main, paired_ratio
+from benchmarks.harness import REPORT_ONLY, Goal, Options, Report, main, noise_floor, paired_ratio
 from benchmarks.models import Work
 from benchmarks.ours import Run, Task, training
 from benchmarks.recovery import CommitJournal, breakdown, p95_of, wait_for
@@ -245,19 +245,20 @@ class Naps:
 
     Attributes:
         suspended: until it slept, of requests at a step's end (False) and at once (True). resumed: until it woke.
-        awake, dormant: the pace of all, and of the others while it sleeps. smaller: of a group without it.
+        awake, dormant: the pace of all, and of the others while it sleeps. smaller: of a group without it, before and after.
     """
 
     suspended: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
     resumed: list[float] = field(default_factory=list)
     awake: list[float] = field(default_factory=list)
     dormant: list[list[float]] = field(default_factory=list)
-    smaller: list[list[float]] = field(default_factory=list)
+    smaller: tuple[list[list[float]], list[list[float]]] = field(default_factory=lambda: ([], []))
 
 
 def take_naps(naps: Naps, directory: str, number: int, rounds: int, chance: random.Random) -> None:
-    """One run with requests at random phases, and then one of a group of one less."""
+    """One run with requests at random phases, between two of a group of one less."""
     dormant = []
+    naps.smaller[0].append(pace_of_smaller(directory, f"before-{number}", rounds))
     with calm(directory, f"sleep-{number}", WORKERS, 1_000_000) as (run, journals):
         step_s = 1 / steps_per_s(journals, 10)
         for request in range(rounds):
@@ -269,18 +270,25 @@ def take_naps(naps: Naps, directory: str, number: int, rounds: int, chance: rand
             naps.resumed.append(ask(run, journals, False, False))
             naps.awake.append(steps_per_s(journals, 5))
     naps.dormant.append(dormant)
-    with calm(directory, f"smaller-{number}", WORKERS - 1, 1_000_000) as (run, journals):
-        naps.smaller.append([steps_per_s(journals, 10) for _ in range(rounds)])
+    naps.smaller[1].append(pace_of_smaller(directory, f"after-{number}", rounds))
+
+
+def pace_of_smaller(directory: str, name: str, rounds: int) -> list[float]:
+    """Steps per second of a group of one less, measured so many times."""
+    with calm(directory, name, WORKERS - 1, 1_000_000) as (_, journals):
+        return [steps_per_s(journals, 10) for _ in range(rounds)]
 
 
 def measure_sleep(report: Report, turns: int, rounds: int, seed: int) -> None:
-    """So many turns of a group with a sleeper and of a smaller one: the machine's pace changes from minute to minute."""
+    """So many turns of a smaller group, of one with a sleeper, and of the smaller one again (which says how far a pace differs
+    from itself): the machine's pace changes from minute to minute."""
     naps, chance = Naps(), random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="raytrain_ft-") as directory, LocalCluster(WORKERS):
         for number in range(turns):
             take_naps(naps, directory, number, rounds, chance)
     step_s = 1 / statistics.median(naps.awake)
-    dormant, smaller = (list(itertools.chain.from_iterable(paces)) for paces in (naps.dormant, naps.smaller))
+    beside = [before + after for before, after in zip(*naps.smaller, strict=True)]
+    dormant, smaller = (list(itertools.chain.from_iterable(paces)) for paces in (naps.dormant, beside))
     latencies = {
         "suspend_latency": [seconds / step_s for seconds in naps.suspended[False]],
         "resume_latency": [seconds * statistics.median(dormant) for seconds in naps.resumed],
@@ -288,7 +296,10 @@ def measure_sleep(report: Report, turns: int, rounds: int, seed: int) -> None:
     for name, steps in latencies.items():
         report.add(f"{name}_steps", steps)
         report.add(f"{name}_p95_steps", steps, statistic=p95_of)
-    report.add("dormant_throughput_ratio_vs_smaller_group", paired_ratio(naps.dormant, naps.smaller))
+    report.add("dormant_throughput_ratio_vs_smaller_group", paired_ratio(naps.dormant, beside))
+    report.noise_floor = noise_floor(*naps.smaller)
+    again = paired_ratio(*naps.smaller)
+    report.note(f"pace of the smaller group, before / after: {again.value:.4f} [{again.low:.4f}, {again.high:.4f}]")
     at_rest, at_once = (statistics.median(naps.suspended[way]) for way in (False, True))
     report.note(
         f"sleep: a step takes {step_s:.3f} s with {WORKERS} awake, {1 / statistics.median(dormant):.3f} s with one asleep, "

@@ -41,6 +41,22 @@ class Fence:
         if self._tripped:
             raise FencedError(f"incarnation {self.incarnation} is over on this worker")
 
+    def rest(self, seconds: float) -> None:
+        """Does nothing for so long.
+
+        Raises:
+            FencedError: this incarnation ended first.
+        """
+        over = threading.Event()
+        with self._lock:
+            if not self._tripped:
+                self._waiters.add(over)
+        self.check()
+        over.wait(seconds)
+        with self._lock:
+            self._waiters.discard(over)
+        self.check()
+
     def wait(self, done: threading.Event, deadline: timedelta = WAIT_DEADLINE) -> None:
         """Waits for `done`, but no longer than the fence or the deadline.
 

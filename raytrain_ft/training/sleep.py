@@ -55,10 +55,15 @@ class Sleep:
         pieces = [share(batch, rank, len(said), weights) for rank, word in enumerate(said) if word & SILENT]
         return tuple((piece.start, piece.stop) for piece in pieces if len(piece))
 
+    @staticmethod
+    def next(said: Sequence[int]) -> frozenset[int]:
+        """Who sleeps in the next step. If all want to, nobody does."""
+        asleep = frozenset(rank for rank, word in enumerate(said) if word & ASLEEP)
+        return asleep if len(asleep) < len(said) else frozenset()
+
     def settle(self, said: Sequence[int]) -> bool:
-        """The step is committed: who sleeps in the next one. If all want to, nobody does. Returns whether that is news."""
-        before, asleep = self.asleep, frozenset(rank for rank, word in enumerate(said) if word & ASLEEP)
-        self.asleep = asleep if len(asleep) < len(said) else frozenset()
+        """The step is committed. Returns whether others sleep from here on."""
+        before, self.asleep = self.asleep, self.next(said)
         if self.silent_from is not None:
             self.silent_from, self.at_once = None, False  # it has done so, once
         return self.asleep != before

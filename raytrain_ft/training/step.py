@@ -34,6 +34,8 @@ from raytrain_ft.training.undo import Undo
 
 AGREED = HEADER + 1
 """Numbers that the stages of a pipeline agree upon: the head of the tail, and the square of the gradients' norm."""
+REST = 0.1
+"""How much of a step a sleeper lets pass before its update: two cores for four workers cost the others 1 % of their pace."""
 NOT_FINITE = "the loss or a gradient was not finite"
 NOTHING_LEFT = "all workers that had samples of it were told to sleep at once"
 
@@ -137,6 +139,7 @@ class Replica:
             self._shared.add_up(self.state.step, links.ties, self.at)
             self._agree(links.agree, self._shared)
         if self.settings.update == "barrier":
+            self._let_others_go_first(links, began)
             self.update()
         elif not math.isfinite(self.state.loss):
             raise NonFiniteLossError(
@@ -162,6 +165,12 @@ class Replica:
         if self.checkpointer is not None:
             self.at("checkpoint")
             self.checkpointer.finish(self.state.step, check, kept=self._keep_epochs and self.state.position.consumed == 0)
+
+    def _let_others_go_first(self, links: Links, began: float) -> None:
+        """Who sleeps, and sleeps on, has the whole next step for its update; where cores are shared, others need them now."""
+        sleep = self.state.tail.sleep
+        if links.replica in sleep.asleep & sleep.next(self.state.tail.said(self.state.buckets[-1].tail, links.replicas)):
+            links.fence.rest(REST * (time.monotonic() - began))
 
     def begin(self, micro_batches: list[MicroBatch], links: Links, began: float) -> None:
         """Starts an attempt: from here on the buffers may change, so they are saved."""

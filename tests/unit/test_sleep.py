@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -298,3 +300,29 @@ def test_inputs_that_are_drawn_are_a_function_of_the_step() -> None:
         for replica in pair.replicas:
             replica.loader.stop()
     assert digests[0] == digests[1]
+
+
+def test_a_sleeper_rests_before_its_update_unless_it_wakes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    rested: list[tuple[int, int]] = []
+    for replica, links in zip(pair.replicas, pair.links, strict=True):
+        rest = partial(lambda rank, replica, _: rested.append((rank, replica.state.step)), links.replica, replica)
+        monkeypatch.setattr(links.fence, "rest", rest)
+    pair.train(1)
+    pair.ask(1, True)
+    pair.train(3)  # in the first one it takes part
+    pair.ask(1, False)
+    pair.train(2)  # in the first one it sleeps, and the others would wait for it in the second
+    assert rested == [(1, 2), (1, 3)]
+    assert pair.equal
+
+
+def test_a_rest_ends_with_the_incarnation() -> None:
+    fence = Fence(3)
+    fence.rest(0.01)
+    threading.Timer(0.05, fence.trip).start()
+    began = time.monotonic()
+    with pytest.raises(FencedError):
+        fence.rest(60)
+    assert time.monotonic() - began < 30
+    with pytest.raises(FencedError):
+        fence.rest(60)
