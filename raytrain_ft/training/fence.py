@@ -47,15 +47,7 @@ class Fence:
         Raises:
             FencedError: this incarnation ended first.
         """
-        over = threading.Event()
-        with self._lock:
-            if not self._tripped:
-                self._waiters.add(over)
-        self.check()
-        over.wait(seconds)
-        with self._lock:
-            self._waiters.discard(over)
-        self.check()
+        self._came(threading.Event(), seconds)
 
     def wait(self, done: threading.Event, deadline: timedelta = WAIT_DEADLINE) -> None:
         """Waits for `done`, but no longer than the fence or the deadline.
@@ -64,15 +56,18 @@ class Fence:
             FencedError: this incarnation ended first.
             PeerLostError: the deadline passed.
         """
-        if not done.is_set():
-            with self._lock:
-                if not self._tripped:
-                    self._waiters.add(done)
-            self.check()
-            came = done.wait(deadline.total_seconds())
-            with self._lock:
-                self._waiters.discard(done)
-            self.check()
-            if not came:
-                raise PeerLostError(f"no answer from the peers within {deadline}")
+        if not done.is_set() and not self._came(done, deadline.total_seconds()):
+            raise PeerLostError(f"no answer from the peers within {deadline}")
         self.check()
+
+    def _came(self, event: threading.Event, seconds: float) -> bool:
+        """Whether the event came in time. Raises `FencedError` if the fence, which sets it too, did."""
+        with self._lock:
+            if not self._tripped:
+                self._waiters.add(event)
+        self.check()
+        came = event.wait(seconds)
+        with self._lock:
+            self._waiters.discard(event)
+        self.check()
+        return came

@@ -168,8 +168,10 @@ class Replica:
 
     def _let_others_go_first(self, links: Links, began: float) -> None:
         """Who sleeps, and sleeps on, has the whole next step for its update; where cores are shared, others need them now."""
-        sleep = self.state.tail.sleep
-        if links.replica in sleep.asleep & sleep.next(self.state.tail.said(self.state.buckets[-1].tail, links.replicas)):
+        tail = self.state.tail
+        if links.replica not in tail.sleep.asleep:
+            return  # without a look at what was reduced, which would wait for a GPU
+        if links.replica in tail.sleep.next(tail.said(self.state.buckets[-1].tail, links.replicas)):
             links.fence.rest(REST * (time.monotonic() - began))
 
     def begin(self, micro_batches: list[MicroBatch], links: Links, began: float) -> None:
