@@ -18,6 +18,7 @@ from benchmarks import control_plane, drains
 from benchmarks.harness import REPORT_ONLY, Goal, Options, Report, main
 from benchmarks.ours import Paced, Task
 from benchmarks.peers.share import ShareOf, restart_share, torchft_share
+from benchmarks.recovery import p95_of
 from raytrain_ft.drill.grounds import Laptop, laptop
 from raytrain_ft.drill.measure import Clock, committed, training_seconds, violations
 from raytrain_ft.drill.played import Played
@@ -37,6 +38,7 @@ GOALS = {
     "committed_share_mtbf_15": Goal(">=", 0.85),
     "samples_lost": Goal("<=", 0.0),
     "drain_deadlines_missed": Goal("<=", 0.0),
+    "drain_pause_p95_steps": drains.GOALS["drain_pause_p95_steps"],
     "control_plane_ms_per_step_64": Goal("<=", 1.0),
     "failure_handled_s_64": Goal("<=", 2.0),
     **{f"{peer}_committed_share_mtbf_{mtbf}": REPORT_ONLY for peer in ("ray_train", "torchft") for mtbf in MTBFS},
@@ -138,6 +140,7 @@ def measure_drains(report: Report, count: int, seed: int) -> None:
     found, redone, broken = drains.measure_drains(count, seed)
     missed = sum(drain.left_s > drains.DEADLINE_S for drain in found)
     report.add("drain_deadlines_missed", float(missed), n=len(found))
+    report.add("drain_pause_p95_steps", [drain.pause_steps for drain in found], statistic=p95_of)
     slowest = max(drain.left_s for drain in found)
     report.note(
         f"{len(found)} drains: the slowest gone after {slowest:.1f} s; {redone} steps redone; audit: {broken or 'sound'}"
