@@ -11,7 +11,7 @@ undefined. Marks are plain numbers, `version` and `gradient`, which `policy.reco
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -168,6 +168,7 @@ class Reducer:
         self._probe = probe
         self._armed = False
         self._step = 0
+        self._idle: Collection[int] = ()
         self._missing: list[int] = []
         self._ready: set[int] = set()
         self._launched = 0
@@ -177,9 +178,9 @@ class Reducer:
             for p in bucket.params:
                 p.register_post_accumulate_grad_hook(_weakly(self))
 
-    def begin(self, step: int) -> None:
-        """Starts an attempt at `step`: no gradients yet."""
-        self._step = step
+    def begin(self, step: int, idle: Collection[int] = ()) -> None:
+        """Starts an attempt at `step`: no gradients yet. Ranks that are `idle` have none in this step, and say so in the tail."""
+        self._step, self._idle = step, idle
         self._armed = self.complete = False
         self._interrupted = None
         self._missing = [len(bucket.params) for bucket in self.buckets]
@@ -235,7 +236,7 @@ class Reducer:
         if bucket.tail_size:
             self._fill_tail(bucket.tail)
         assert self.group is not None
-        bucket.work = self.group.all_reduce(bucket.flat)
+        bucket.work = self.group.all_reduce(bucket.flat, self._idle, bucket.tail_size)
         self._launched += 1
         self._probe("reduce", bucket.index)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +18,14 @@ def is_small(tensor: Tensor, ranks: int) -> bool:
     return ranks > 1 and (ranks - 1) * tensor.nbytes <= MOST_BYTES
 
 
-def exchange(start: Callable[..., Any], tensor: Tensor, parts: Tensor) -> Any:
+def exchange(start: Callable[..., Any], tensor: Tensor, parts: Tensor, sizes: Sequence[int]) -> Any:
     """Starts to send this rank's tensor to all, and to receive theirs.
 
     Args:
-        start: of the group. parts: [ranks, elements], by rank.
+        start: of the group. parts: for what comes, by rank, one after the other. sizes: by rank, how many elements it sends.
     """
-    own = tensor.reshape(1, -1).repeat(len(parts), 1)
-    return start("alltoall_base", parts, own, [], [], dist.AllToAllOptions())
+    own = tensor.reshape(1, -1).expand(len(sizes), -1).flatten()
+    return start("alltoall_base", parts, own, list(sizes), [tensor.numel()] * len(sizes), dist.AllToAllOptions())
 
 
 class Exchange:
@@ -34,13 +34,18 @@ class Exchange:
     Until it is waited for, the tensor holds this rank's own values, and nobody else writes to it.
 
     Args:
-        start: of the group.
+        start: of the group. rank: this one.
+        silent: ranks of whose tensors all but the last `said` elements are zeros: those alone are sent.
     """
 
-    def __init__(self, start: Callable[..., Any], tensor: Tensor, ranks: int) -> None:
-        self._tensor = tensor
-        self._parts: Tensor | None = torch.empty((ranks, tensor.numel()), dtype=tensor.dtype)
-        self._work = exchange(start, tensor, self._parts)
+    def __init__(
+        self, start: Callable[..., Any], tensor: Tensor, rank: int, ranks: int, silent: Collection[int] = (), said: int = 0
+    ) -> None:
+        self._tensor = tensor.view(-1)
+        size = tensor.numel()
+        self._sizes = [said if other in silent else size for other in range(ranks)]
+        self._parts: Tensor | None = torch.empty(sum(self._sizes), dtype=tensor.dtype)
+        self._work = exchange(start, self._tensor[size - self._sizes[rank] :], self._parts, self._sizes)
 
     def wait(self) -> bool:
         """Waits for the sum.
@@ -66,8 +71,8 @@ class Exchange:
     def _add(self) -> None:
         if self._parts is None:
             return
-        parts, self._parts = self._parts, None
-        first, *others = parts.unbind()
-        total = self._tensor.view(-1).copy_(first)
+        parts, self._parts = self._parts.split(self._sizes), None
+        first, *others = sorted(parts, key=len, reverse=True)  # who says all before who says little, else by rank
+        total = self._tensor.copy_(first)
         for part in others:
-            total.add_(part)
+            total[len(total) - len(part) :].add_(part)

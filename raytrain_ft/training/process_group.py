@@ -15,7 +15,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any
 
@@ -166,11 +166,15 @@ class FencedGroup(dist.ProcessGroup):
         self._works.append(FencedWork(work, self.fence, on_device=self._on_device))
         return self._works[-1]
 
-    def all_reduce(self, tensor: Tensor) -> FencedWork | Exchange:
-        """Starts to sum a contiguous tensor over all ranks, in place, to the same bits everywhere. Raises as `start` does."""
+    def all_reduce(self, tensor: Tensor, silent: Collection[int] = (), said: int = 0) -> FencedWork | Exchange:
+        """Starts to sum a contiguous tensor over all ranks, in place, to the same bits everywhere. Raises as `start` does.
+
+        Args:
+            silent: ranks of whose tensors all but the last `said` elements are zeros, which need not travel.
+        """
         if self._on_device or not is_small(tensor, self._size):
             return self.start("allreduce", [tensor])
-        return Exchange(self.start, tensor, self._size)
+        return Exchange(self.start, tensor, self._rank, self._size, silent, said)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks, by rank: [ranks, elements]. Waits; raises as `start` and its work do."""
@@ -178,7 +182,7 @@ class FencedGroup(dist.ProcessGroup):
         if self._on_device or not is_small(tensor, self._size):
             self.start("_allgather_base", parts.view(-1), tensor.reshape(-1)).wait()
         else:
-            exchange(self.start, tensor, parts).wait()
+            exchange(self.start, tensor, parts.view(-1), [tensor.numel()] * self._size).wait()
         return parts
 
     def leave(self) -> None:

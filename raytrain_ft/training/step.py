@@ -181,7 +181,7 @@ class Replica:
         if self.lost is not None and self.lost[0] == self.state.step:
             self.lost = None  # of an attempt that came to nothing: this one has all of its samples again
         self.reducer.group = links.group
-        self.reducer.begin(self.state.step)
+        self.reducer.begin(self.state.step, self.state.tail.sleep.asleep)
         self.state.tail.begin()
         ids = tuple(micro_batch.ids for micro_batch in micro_batches)
         leads = links.team is None or links.team.leads  # of a team, one speaks for all of what none of them changes

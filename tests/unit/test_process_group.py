@@ -137,6 +137,24 @@ def test_every_rank_has_the_same_sum(size: int) -> None:
         process_group.abandon(group)
 
 
+@pytest.mark.parametrize("silent", [{0}, {1}, {0, 2}])
+@pytest.mark.parametrize("said", [0, 3])
+def test_zeros_need_not_travel(silent: set[int], said: int) -> None:
+    """The sum is the same; what a silent rank has before the elements that it says is not sent, or the sum would show it."""
+    world = groups(1, 3)
+    parts = [torch.randn(50) * 10.0**rank for rank in range(3)]
+    want = torch.zeros(50)
+    for rank in sorted(range(3), key=lambda rank: rank in silent):
+        here = slice(50 - said if rank in silent else 0, 50)
+        want[here] += parts[rank][here]
+    works = [group.all_reduce(own, silent, said) for group, own in zip(world, parts, strict=True)]
+    for work, own in zip(works, parts, strict=True):
+        work.wait()
+        assert torch.equal(own, want)
+    for group in world:
+        process_group.abandon(group)
+
+
 @pytest.mark.parametrize("size", [7, MOST_BYTES])
 def test_every_rank_has_what_all_have(size: int) -> None:
     world = groups(1, 3)
