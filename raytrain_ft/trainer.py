@@ -35,6 +35,9 @@ from raytrain_ft.runtime.placement import ON_HEAD
 from raytrain_ft.runtime.spec import NAMESPACE, RunSpec
 from raytrain_ft.runtime.supervisor import Supervisor
 from raytrain_ft.settings import Keywords, TrainSettings
+from raytrain_ft.storage import lock
+from raytrain_ft.storage.filesystem import LocalStorage
+from raytrain_ft.storage.lock import WriterLock
 from raytrain_ft.task import TrainTask, check_task
 
 SUPERVISOR: dict[str, Any] = {
@@ -118,11 +121,16 @@ class Trainer:
             ConfigError: something about the run cannot work; TrainingFailedError: a run that began could not be finished.
         """
         spec = prepare(self._task, self._settings, self._scaling, self._run, self._recovery, self._parallelism)
-        supervisor = _start(spec)
+        right = _take_directory(spec)
+        try:
+            supervisor = _start(spec)
+        except BaseException:
+            right.release()
+            raise
         with ExitStack() as last, _exit_at_sigterm(), Display(spec.name, spec.rules.max_steps, quiet=self._quiet) as display:
             try:
                 with kept_going(supervisor):
-                    account = self._follow(spec, supervisor, display, last)
+                    account = self._follow(spec, supervisor, display, last, right)
             except FTError:
                 raise
             except BaseException as error:
@@ -136,11 +144,14 @@ class Trainer:
                 clean_up(spec.run_id, supervisor)
         return result_of(account)
 
-    def _follow(self, spec: RunSpec, supervisor: Any, display: Display, last: ExitStack) -> dict[str, Any]:
+    def _follow(self, spec: RunSpec, supervisor: Any, display: Display, last: ExitStack, right: WriterLock) -> dict[str, Any]:
         """Shows the run's progress until it has ended; returns the last account. What is to be done when all has been cleaned
-        up goes to `last`."""
+        up goes to `last`; the right to write the run's records to the supervisor, once that is there."""
         accounts = watch(supervisor)
-        account = next(accounts)
+        try:
+            account = next(accounts)
+        finally:
+            right.hand_over()
         _check_directory(spec)
         display.show(account)
         # Not before: until now there may have been the records of an earlier run.
@@ -178,19 +189,27 @@ def _check_keywords(settings: Mapping[str, Any]) -> None:
         raise ConfigError(f"Trainer needs {' and '.join(missing)}")
 
 
+def _take_directory(spec: RunSpec) -> WriterLock:
+    """The right to write the run's records, for the supervisor that is to be started: another cluster may see them too.
+
+    Raises:
+        RunActiveError: a run of this name is alive on this cluster; LockedError: elsewhere.
+    """
+    deadline = time.monotonic() + LEAVE_S
+    while (other := _account_of(spec.supervisor_name)) is not None:
+        if other.get("state") not in ENDED or time.monotonic() > deadline:
+            raise RunActiveError(_active(spec.name, other))
+        time.sleep(POLL_S)
+    return lock.acquire(LocalStorage(spec.directory), spec.run_id)
+
+
 def _start(spec: RunSpec) -> Any:
     """Starts the supervisor. Its name is taken as long as the run lives, which keeps a second one out."""
     options = {"name": spec.supervisor_name, "namespace": NAMESPACE, **SUPERVISOR}
-    deadline = time.monotonic() + LEAVE_S
-    while True:
-        try:
-            return ray.remote(Supervisor).options(**options).remote(spec)
-        except ValueError as error:
-            other = _account_of(spec.supervisor_name)
-            leaves = other is None or other.get("state") in ENDED
-            if not leaves or time.monotonic() > deadline:
-                raise RunActiveError(_active(spec.name, other)) from error
-            time.sleep(POLL_S)
+    try:
+        return ray.remote(Supervisor).options(**options).remote(spec)
+    except ValueError as error:
+        raise RunActiveError(_active(spec.name, _account_of(spec.supervisor_name))) from error
 
 
 def _account_of(supervisor: str) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from raytrain_ft.errors import LockedError, StorageError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.history import ENDS
 from raytrain_ft.policy.run_state import RunState
@@ -18,7 +19,8 @@ from raytrain_ft.policy.states import State
 from raytrain_ft.runtime import report, timeline
 from raytrain_ft.runtime.event_log import EventLog, read_past
 from raytrain_ft.runtime.spec import RunSpec
-from raytrain_ft.storage.filesystem import without_credentials
+from raytrain_ft.storage import lock
+from raytrain_ft.storage.filesystem import LocalStorage, without_credentials
 
 
 class Notes:
@@ -96,10 +98,25 @@ class Notes:
             self._log.note("ReportFailed", at=self._now(), reason=f"{type(error).__name__}: {error}")
 
 
+def take_over(spec: RunSpec) -> lock.WriterLock | None:
+    """The right to write the run's records, which its driver took before it started the supervisor: a run of the same name on
+    another cluster may see the same directory. None if it cannot be written now, which a run outlives for a while.
+
+    Raises:
+        LockedError: another run has taken it, when nobody renewed it.
+    """
+    try:
+        return lock.acquire(LocalStorage(spec.directory), spec.run_id)
+    except LockedError:
+        raise
+    except StorageError:
+        return None
+
+
 def past_of(spec: RunSpec) -> tuple[list[m.Event], Counter[str]]:
     """The events of this run so far, and how many notes of each name: none, unless its supervisor was lost and has come back.
 
-    What an earlier run of this name left is put aside. There is no other that still runs, for the supervisor has the name.
+    What an earlier run of this name left is put aside. There is no other that still runs: see `take_over`.
     """
     path = spec.directory / "events.jsonl"
     if path.exists():

@@ -33,7 +33,7 @@ from raytrain_ft.runtime.demand import Demand
 from raytrain_ft.runtime.event_log import PATIENCE_S, EventLog
 from raytrain_ft.runtime.leftovers import kill_named
 from raytrain_ft.runtime.library import Library
-from raytrain_ft.runtime.notes import Notes, details_of, past_of
+from raytrain_ft.runtime.notes import Notes, details_of, past_of, take_over
 from raytrain_ft.runtime.notices.notice import REQUEST, Notice
 from raytrain_ft.runtime.spec import Beat, RunSpec
 from raytrain_ft.runtime.store_server import StoreServer
@@ -52,6 +52,7 @@ class Supervisor:
         self._spec = spec
         self._events: asyncio.Queue[m.Event] = asyncio.Queue()
         self._chaos = Injector(spec.faults, spec.directory / "faults", "supervisor")
+        self._right = take_over(spec)
         past, written = past_of(spec)
         self._log = EventLog(spec.directory / "events.jsonl", self.now)
         first = past[0] if past else None
@@ -140,6 +141,7 @@ class Supervisor:
             failure = type(error).__name__, str(error)
             if self._restarted and not self._notes.was_over:  # else there is no run to tell of, or its end was told
                 self._notes.failed(failure)
+            await self._release()
             return self.account() | {"failure": failure}
         self._crew.epoch = self._library.epoch
         if not self._restarted:
@@ -171,7 +173,14 @@ class Supervisor:
             shutil.rmtree(self._spec.logs, ignore_errors=True)  # nobody is left to recover
         while self._log.flush() is not None and self.now() < self._ended_at + PATIENCE_S:
             await asyncio.sleep(LOG_RETRY_S)
+        await self._release()
         return self.account()
+
+    async def _release(self) -> None:
+        """The next run of this name need not wait; without this it would see that this process is gone, or silent."""
+        if self._right is not None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.to_thread(self._right.release), LINGER_S)
 
     async def _open_library(self) -> tuple[m.Stored, ...]:
         """After this process's own restart the storage may be away: the workers train on, for as long as their leases last. A

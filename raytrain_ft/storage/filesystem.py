@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +31,8 @@ S3_LIMITS = {"connect_timeout": 5.0, "request_timeout": 20.0, "retry_strategy": 
 """An endpoint that does not answer is an error after about a minute at most, not after many."""
 OBJECT_STORES = ("s3", "gcs", "abfs")
 """Of the kinds that pyarrow knows, those that show a file only when it is whole."""
+SETTLE_S = 1.0
+"""Between the moment when one writer finds no file and the end of its own write no more than this passes, as a rule."""
 UNSENT_BYTES = 64 * 2**20
 """Parts of an upload are sent in the background, several at once, but no more than this: pyarrow itself has no bound, and would
 hold all of a shard in memory where the network is slower than the disk."""
@@ -42,6 +45,10 @@ class Storage(Protocol):
 
     def put(self, name: str, parts: Iterable[memoryview]) -> None:
         """Writes a file that is there whole and durable when this returns, replacing one of this name."""
+        ...
+
+    def claim(self, name: str) -> bool:
+        """Makes a file; False if there is one, or somebody else makes it at the same moment."""
         ...
 
     def view(self, name: str) -> pa.Buffer:
@@ -137,6 +144,17 @@ class LocalStorage:
                 partial.unlink()
             raise StorageError(f"{path} could not be written: {error.strerror or error}{advice(error)}") from error
 
+    def claim(self, name: str) -> bool:
+        path = self._path(name)
+        try:
+            self._make(path.parent)
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise StorageError(f"{path} could not be written: {error.strerror or error}{advice(error)}") from error
+        return True
+
     def _path(self, name: str) -> Path:
         path = self.root / checked(name)
         if path.parent != self.root and path.parent.is_symlink():
@@ -231,6 +249,15 @@ class RemoteStorage:
                 self._filesystem.move(partial, path)
         except OSError as error:
             raise StorageError(f"{path} could not be written: {error}") from error
+
+    def claim(self, name: str) -> bool:
+        """pyarrow has no way to write an object only where there is none: of those who see none, the last to write has it."""
+        if self.size(name) is not None:
+            return False
+        token = secrets.token_bytes(16)
+        self.put(name, [memoryview(token)])
+        time.sleep(SETTLE_S)
+        return self.view(name).to_pybytes() == token
 
     def _write(self, path: str, parts: Iterable[memoryview], *, keep: bool = False) -> None:
         """`keep`: what is there after an error stays; otherwise it is what was written of it, shown when the stream was

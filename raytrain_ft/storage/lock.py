@@ -1,14 +1,16 @@
 """Who may write here: one run at a time, shown by a small file that its owner renews.
 
-Every owner has an *epoch*, one more than the owner before. It is part of the names of its checkpoints, and is looked at again
-before every commit, so whoever was taken for dead and is not cannot commit any more. Time is measured by the reader's own
-monotonic clock: a file that does not change for `LEASE_S` has no living owner.
+Every owner has an *epoch*, one more than the owner before, which it claims by making a file: nobody else gets the same one. It
+is part of the names of its checkpoints, and is looked at again before every commit, so whoever was taken for dead and is not
+cannot commit any more. Time is measured by the reader's own monotonic clock: a file that does not change for `LEASE_S` has no
+living owner.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -22,6 +24,8 @@ from raytrain_ft.storage import checkpoint
 from raytrain_ft.storage.filesystem import Storage
 
 FILE = "writer.json"
+CLAIM = re.compile(r"epoch-([0-9]{1,9})")
+"""The empty file by which an owner claims its epoch; those of the owners before are removed."""
 LEASE_S = 10.0
 RENEW_S = 2.5
 POLL_S = 0.2
@@ -90,7 +94,8 @@ class WriterLock:
                 found = read_owner(self._storage)
                 mine = found is not None and (found.owner, found.epoch) == (self.owner.owner, self.owner.epoch)
                 lost = found is None and time.monotonic() - seen < LEASE_S  # so nobody can have succeeded this owner
-                if not mine and not lost:
+                late = found is not None and found.epoch < self.owner.epoch  # the one before was held up in the middle of this
+                if not (mine or lost or late):
                     return  # somebody else has it: the next commit will say so
                 seen = time.monotonic()
                 self.owner = replace(self.owner, renewed=self.owner.renewed + 1)
@@ -98,10 +103,14 @@ class WriterLock:
             except StorageError:
                 continue  # the storage may come back; if it does not, others take over after the lease
 
-    def release(self) -> None:
-        """Gives it up; the next one need not wait."""
+    def hand_over(self) -> None:
+        """Leaves it to another process of the same owner, which has taken it over."""
         self._released.set()
         self._thread.join(timeout=LEASE_S)
+
+    def release(self) -> None:
+        """Gives it up; the next one need not wait."""
+        self.hand_over()
         try:
             if holds(self._storage, self.owner.owner, self.owner.epoch):
                 _write(self._storage, replace(self.owner, renewed=-1))
@@ -119,17 +128,39 @@ def acquire(storage: Storage, owner: str) -> WriterLock:
     """
     found = read_owner(storage)
     if found is not None and found.owner != owner and not _has_left(found):
-        _await_end(storage, found)
-    latest = max([found.epoch if found else 0, *(candidate.name.epoch for candidate in checkpoint.found(storage))])
+        found = _await_end(storage, found)
     known = found.epoch if found is not None and found.owner == owner else None
-    epoch = latest + 1 if known is None else known
-    if epoch > LATEST_EPOCH:
-        raise StorageError(f"{storage.uri}: a file or a checkpoint says that {latest} owners wrote here before; remove it")
+    epoch = _claim(storage, found) if known is None else known
     mine = Owner(owner, epoch, socket.gethostname(), os.getpid(), psutil.Process().create_time(), machine=_machine())
     _write(storage, mine)
     if not holds(storage, owner, epoch):
-        raise LockedError(f"{storage.uri}: another run took the right to write at the same moment; try again")
+        raise _taken(storage)
     return WriterLock(storage, mine, new=known is None)
+
+
+def _claim(storage: Storage, found: Owner | None) -> int:
+    """An epoch after all that there were, which nobody else has or gets."""
+    latest = max([found.epoch if found else 0, *(candidate.name.epoch for candidate in checkpoint.found(storage))])
+    epoch = latest + 1
+    while epoch <= LATEST_EPOCH and not storage.claim(_claim_of(epoch)):
+        _await_end(storage, found)  # another has claimed it and is about to say so, or was killed before it could
+        epoch += 1
+    if epoch > LATEST_EPOCH:
+        raise StorageError(f"{storage.uri}: a file or a checkpoint says that {latest} owners wrote here before; remove it")
+    if read_owner(storage) != found:  # while this process was held up
+        raise _taken(storage)
+    for name in storage.names():
+        if (claim := CLAIM.fullmatch(name)) and int(claim[1]) < epoch:
+            storage.delete(name)
+    return epoch
+
+
+def _claim_of(epoch: int) -> str:
+    return f"epoch-{epoch}"
+
+
+def _taken(storage: Storage) -> LockedError:
+    return LockedError(f"{storage.uri}: another run took the right to write at the same moment; try again")
 
 
 def holds(storage: Storage, owner: str, epoch: int) -> bool:
@@ -160,17 +191,26 @@ def _machine() -> str:
         return ""
 
 
-def _await_end(storage: Storage, found: Owner) -> None:
+def _await_end(storage: Storage, found: Owner | None) -> Owner | None:
+    """Waits until nobody can be writing any more; returns what the file says then.
+
+    Raises:
+        LockedError: somebody renews it.
+    """
     deadline = time.monotonic() + LEASE_S
     while time.monotonic() < deadline:
         now = read_owner(storage)
         if now != found:
+            if now is not None and now.renewed < 0:
+                return now
             owner = now or found
+            assert owner is not None
             raise LockedError(
                 f"{storage.uri} is being written by run {owner.owner} (process {owner.pid} on {owner.host}): wait for its end, "
                 "or choose another name or storage_path"
             )
         time.sleep(POLL_S)
+    return found
 
 
 def _write(storage: Storage, owner: Owner) -> None:

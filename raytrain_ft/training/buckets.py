@@ -179,7 +179,7 @@ class Reducer:
                 p.register_post_accumulate_grad_hook(_weakly(self))
 
     def begin(self, step: int, idle: Collection[int] = ()) -> None:
-        """Starts an attempt at `step`: no gradients yet. Ranks that are `idle` have none in this step, and say so in the tail."""
+        """Starts an attempt at `step`: no gradients yet. Ranks that are `idle` will have none; all they say is in the tail."""
         self._step, self._idle = step, idle
         self._armed = self.complete = False
         self._interrupted = None

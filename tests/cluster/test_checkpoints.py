@@ -316,13 +316,17 @@ def test_a_place_of_no_known_kind(cluster, tmp_path: Path) -> None:
 
 
 def test_two_writers_to_one_place(cluster, tmp_path: Path) -> None:
-    """The other one may be of another cluster: only the place itself can tell."""
-    other = lock.acquire(open_storage(str(tmp_path / "run" / "checkpoints")), "somebody else")
-    try:
-        with pytest.raises(LockedError, match="somebody else"):
-            train(tmp_path, "run", checkpoints=OFTEN)
-    finally:
-        other.release()
+    """The other one may be of another cluster: only the place itself can tell. Its records are not touched."""
+    train(tmp_path, "run", steps=3, checkpoints=OFTEN)
+    records = {name: (tmp_path / "run" / name).read_bytes() for name in ("events.jsonl", "nonce")}
+    for place, checkpoints in (("run", ft.CheckpointConfig(every=None)), ("run/checkpoints", OFTEN)):
+        other = lock.acquire(open_storage(str(tmp_path / place)), "somebody else")
+        try:
+            with pytest.raises(LockedError, match="somebody else"):
+                train(tmp_path, "run", checkpoints=checkpoints)
+            assert place != "run" or {name: (tmp_path / "run" / name).read_bytes() for name in records} == records
+        finally:
+            other.release()
 
 
 class Unstorable(Toy):

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,9 @@ import pytest
 from store import OWNER, newest, own, save, state, step_of, two_checkpoints
 
 from raytrain_ft.errors import LockedError, StorageError
-from raytrain_ft.storage import checkpoint, lock
+from raytrain_ft.storage import checkpoint, filesystem, lock
 from raytrain_ft.storage.filesystem import LocalStorage, RemoteStorage
-from raytrain_ft.storage.lock import Owner, acquire, holds, read_owner
+from raytrain_ft.storage.lock import Owner, WriterLock, acquire, holds, read_owner
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +42,64 @@ def test_a_second_owner_is_refused_and_told_who_the_first_is(tmp_path: Path) -> 
     second = acquire(storage, "second")  # at once: the first has left
     assert second.owner.epoch == held.owner.epoch + 1
     second.release()
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_of_those_who_come_at_one_moment_one_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool) -> None:
+    """Also if none of them saw another before it wrote."""
+    monkeypatch.setattr(filesystem, "SETTLE_S", 0.5)
+    monkeypatch.setattr(lock, "LEASE_S", 20.0)
+    together = threading.Barrier(6)
+
+    def come(number: int) -> WriterLock | None:
+        storage = RemoteStorage("file://", pafs.LocalFileSystem(), str(tmp_path)) if remote else LocalStorage(tmp_path)
+        claim = storage.claim
+        monkeypatch.setattr(storage, "claim", lambda name: (together.wait(20), claim(name))[1])
+        with suppress(LockedError):
+            return acquire(storage, f"run-{number}")
+        return None
+
+    with ThreadPoolExecutor(6) as pool:
+        held = [one for one in pool.map(come, range(6)) if one is not None]
+    assert len(held) == 1
+    assert holds(LocalStorage(tmp_path), held[0].owner.owner, held[0].owner.epoch)
+    held[0].release()
+
+
+def test_who_was_killed_when_it_had_claimed_an_epoch_keeps_nobody_out(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    acquire(storage, "first").release()
+    assert storage.claim("epoch-2")
+    held = acquire(storage, "second")
+    held.release()
+    assert held.owner.epoch == 3
+    assert [name for name in storage.names() if name.startswith("epoch-")] == ["epoch-3"]
+
+
+def test_it_is_handed_over_to_another_process_of_the_same_owner(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    driver = acquire(storage, "run")
+    supervisor = acquire(storage, "run")
+    driver.hand_over()
+    assert supervisor.owner.epoch == driver.owner.epoch
+    with pytest.raises(LockedError, match="run run"):
+        acquire(storage, "another")
+    supervisor.release()
+    acquire(storage, "another").release()
+
+
+def test_one_that_was_held_up_in_a_renewal_takes_nothing_back(tmp_path: Path) -> None:
+    """It writes what it had read before its successor came."""
+    storage = LocalStorage(tmp_path)
+    first = acquire(storage, "first")
+    first.release()
+    held = acquire(storage, "second")
+    own(storage, replace(first.owner, renewed=7))
+    deadline = time.monotonic() + 10
+    while not holds(storage, "second", held.owner.epoch):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    held.release()
 
 
 def test_a_dead_process_is_succeeded_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
