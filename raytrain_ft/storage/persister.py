@@ -1,8 +1,9 @@
 """The process that writes a worker's snapshots to storage, so that training shares neither its interpreter nor its patience.
 
-The snapshot lies in memory that both processes map (a memfd: it has no name, and is gone when both are). Jobs and outcomes are
-lines of JSON on pipes. At most one job is under way, and it is never abandoned (CheckFreq, section 4.3.1): when the worker is
-lost in the midst of one, it is brought to its end before this process ends too.
+The snapshot lies in memory that both processes map (a memfd: it has no name, and is gone when both are), and so does the job,
+which of a large model is longer than a pipe takes in: a process that is frozen must not hold up who writes to it. Lines of
+JSON on pipes say that there is a job, and how it ended. At most one job is under way, and it is never abandoned (CheckFreq,
+section 4.3.1): when the worker is lost in the midst of one, it is brought to its end before this process ends too.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from raytrain_ft.storage.shard import Piece
 
 NICENESS = 10
 """Added to the worker's own: where training needs every core, it comes first."""
+KILL_S = 5.0
+"""How long the end of a process that was killed is waited for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +177,7 @@ class Persister:
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
+        self._described = os.fdopen(os.memfd_create("raytrain_ft-job", os.MFD_CLOEXEC), "r+b", buffering=0)
         self._process: subprocess.Popen[bytes] | None = None
         self._pending: Future[Outcome] | None = None
         self._lock = threading.Lock()
@@ -190,20 +194,25 @@ class Persister:
         # One that has just died may not have been heard of yet; what it had to do is over with it.
         self._settle(self._process, Outcome("the persister process ended", 0.0, 0))
         path = os.pathsep.join(entry for entry in sys.path if entry)
+        descriptors = [self._memory.descriptor, self._described.fileno()]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "raytrain_ft.storage.persister", str(self._memory.descriptor)],
+            [sys.executable, "-m", "raytrain_ft.storage.persister", *map(str, descriptors)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            pass_fds=[self._memory.descriptor],
+            pass_fds=descriptors,
             env=os.environ | {"PYTHONPATH": path},
         )
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)
         threading.Thread(target=self._listen, args=(self._process,), name="persister", daemon=True).start()
 
     def submit(self, job: Job) -> Future[Outcome]:
         """Begins a job. The future never fails: an outcome with an error says what went wrong."""
         future: Future[Outcome] = Future()
         try:
-            message = json.dumps({name: getattr(job, name) for name in Job.__slots__})
+            content = json.dumps({name: getattr(job, name) for name in Job.__slots__}).encode()
+            self._described.seek(0)  # the job before is over, so nobody reads it any more
+            self._described.write(content)
             self.start()
         except (OSError, ValueError, TypeError) as error:  # the latter two: the values are no JSON
             future.set_result(Outcome(f"the persister could not be given its job: {error}", 0.0, 0))
@@ -212,7 +221,7 @@ class Persister:
             assert self._pending is None, "at most one job at a time"
             self._pending = future
         try:
-            self._send(message)
+            self._send({"job": len(content)})
         except OSError as error:
             self._settle(self._process, Outcome(f"the persister could not be reached: {error}", 0.0, 0))
         return future
@@ -221,28 +230,34 @@ class Persister:
         """The world that writes this checkpoint is over: waiting for the shards of others is no use."""
         if self._pending is not None:
             try:
-                self._send(json.dumps({"cancel": str(name)}))
+                self._send({"cancel": str(name)})
             except OSError:
-                return  # it has ended, which settles the job
+                return  # it has ended, which settles the job; or it is frozen, and gives it up by its own time limit
 
     def close(self, timeout_s: float) -> None:
         """Lets it finish its job and end; a process that does not end in time is killed."""
+        self._described.close()
         if self._process is None:
             return
         assert self._process.stdin is not None
         try:
-            self._send(json.dumps({"end": True}))  # processes that were forked here may hold the pipe open
+            self._send({"end": True})  # processes that were forked here may hold the pipe open
             self._process.stdin.close()
             self._process.wait(timeout_s)
         except (subprocess.TimeoutExpired, OSError):
             self._process.kill()
-            self._process.wait()
+            with suppress(subprocess.TimeoutExpired):  # the kernel kills nobody whose storage does not answer
+                self._process.wait(KILL_S)
 
-    def _send(self, message: str) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
+        """A line is so short that the pipe takes all of it, or nothing.
+
+        Raises:
+            OSError: the process has ended, or has not read for so long that the pipe is full.
+        """
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.write(message.encode() + b"\n")
-        self._process.stdin.flush()
+        os.write(self._process.stdin.fileno(), json.dumps(message).encode() + b"\n")
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
@@ -269,11 +284,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver: a job is brought to its end
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints is no answer
-    descriptor = int(sys.argv[1])
+    descriptor, described = map(int, sys.argv[1:])
     mapped = memoryview(b"")  # it grows only, so what is mapped once stays so
     jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
     cancelled: set[str] = set()
-    threading.Thread(target=_read, args=(sys.stdin, jobs, cancelled), name="jobs", daemon=True).start()
+    threading.Thread(target=_read, args=(sys.stdin, described, jobs, cancelled), name="jobs", daemon=True).start()
     while (job := jobs.get()) is not None:
         began = time.monotonic()
 
@@ -293,7 +308,7 @@ def main() -> None:
         cancelled.discard(str(job.name))
 
 
-def _read(stream: IO[str], jobs: queue.SimpleQueue[Job | None], cancelled: set[str]) -> None:
+def _read(stream: IO[str], described: int, jobs: queue.SimpleQueue[Job | None], cancelled: set[str]) -> None:
     for line in stream:
         message = json.loads(line)
         if "end" in message:
@@ -301,7 +316,7 @@ def _read(stream: IO[str], jobs: queue.SimpleQueue[Job | None], cancelled: set[s
         if "cancel" in message:
             cancelled.add(message["cancel"])
         else:
-            jobs.put(Job(**message))
+            jobs.put(Job(**json.loads(os.pread(described, message["job"], 0))))
     jobs.put(None)
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,38 @@ def test_who_is_closed_gives_its_memory_back() -> None:
     memory.reserve(2**20)
     memory.close()
     assert set(Path("/proc/self/fd").iterdir()) == before
+
+
+def test_one_that_is_frozen_holds_nobody_up(tmp_path: Path) -> None:
+    """Also with the job of a large model, of which a pipe takes only the beginning."""
+    right = lock.acquire(open_storage(str(tmp_path)), "test")
+    memory = SharedMemory()
+    memory.reserve(8)
+    persister = Persister(memory)
+    about = {"uri": str(tmp_path), "owner": "test", "epoch": right.owner.epoch, "incarnation": 1, "number": 0, "count": 1}
+    many = [(f"encoder.layer.{number}.attention.output.dense.weight", "torch.uint8", (8,), 0, 0) for number in range(10_000)]
+    first = Job(step=1, pieces=[*many, ("t", "torch.uint8", (8,), 0, 8)], **about)
+    outcomes: list[Outcome] = []
+
+    def use() -> None:
+        waiting = persister.submit(first)
+        for _ in range(10_000):  # far more than the pipe takes
+            persister.cancel(first.name)
+        persister.close(0.5)
+        outcomes.append(waiting.result(timeout=10))
+
+    try:
+        assert persister.submit(replace(first, step=0)).result(timeout=60).error is None
+        assert persister.pid is not None
+        os.kill(persister.pid, signal.SIGSTOP)
+        using = threading.Thread(target=use, daemon=True)
+        using.start()
+        using.join(30)
+        assert not using.is_alive(), "it waits for the frozen process"
+        assert persister.pid is None
+        assert "exit code -9" in (outcomes[0].error or "")
+    finally:
+        if persister.pid is not None:
+            os.kill(persister.pid, signal.SIGKILL)
+        memory.close()
+        right.release()
