@@ -94,11 +94,17 @@ class Trim:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Go on training. `failure_s`: mean time between failures so far, seconds, if that is to be regarded."""
+    """Go on training.
+
+    Attributes:
+        failure_s: mean time between failures so far, seconds, if that is to be regarded.
+        rejected: checkpoints that could not be loaded: they are nothing to fall back to.
+    """
 
     world: tuple[str, ...]
     incarnation: int
     failure_s: float | None = None
+    rejected: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -347,4 +347,4 @@ def resume(run: RunState, at: float) -> list[m.Command]:
     run.world, run.answers, run.going_back = run.joining, {}, False
     losses = sum(len(recovery.lost) for recovery in run.recoveries) if run.rules.measure_failures else 0
     failure_s = at / losses if losses else None
-    return [*departed, m.Run(run.world, run.incarnation, failure_s)]
+    return [*departed, m.Run(run.world, run.incarnation, failure_s, tuple(sorted(run.rejected)))]

@@ -105,9 +105,9 @@ class Crew:
             case m.Trim(members, step):
                 for member in members:
                     self._spawn(self._ask(member, "trim", step))
-            case m.Run(world, incarnation, failure_s):
+            case m.Run(world, incarnation, failure_s, rejected):
                 for member in world:
-                    self._spawn(self._ask(member, "run", incarnation, failure_s))
+                    self._spawn(self._ask(member, "run", incarnation, failure_s, rejected))
             case m.StopAtBoundary(members):
                 for member in members:
                     self._spawn(self._ask(member, "stop_at_boundary"))

@@ -106,7 +106,7 @@ class Trainee:
 
     # ---------------------------------------------------------------- training
 
-    def run(self, fence: Fence, failure_s: float | None) -> None:
+    def run(self, fence: Fence, failure_s: float | None, rejected: tuple[str, ...]) -> None:
         """Step after step until the end, a stop, a fence or an error."""
         replica, state = self.replica, self.replica.state
         assert self._connections is not None
@@ -120,7 +120,7 @@ class Trainee:
             self._first_step = True
             rank, size, stages = self.rank, len(self._world), self._spec.rules.stages
             if replica.checkpointer is not None:
-                replica.checkpointer.begin(rank, size, fence.incarnation, state.step, failure_s, stages)
+                replica.checkpointer.begin(rank, size, fence.incarnation, state.step, failure_s, stages, rejected)
             self._share_out(links)
             while state.step < self._spec.rules.max_steps:
                 commit = replica.train_step(links)

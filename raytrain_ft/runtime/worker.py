@@ -197,12 +197,12 @@ class Worker:
         if self._trainee.log is not None:
             self._trainee.log.trim(step)
 
-    def run(self, incarnation: int, failure_s: float | None) -> None:
-        """Goes on training. Returns at once; the heartbeat tells how it goes."""
+    def run(self, incarnation: int, failure_s: float | None, rejected: tuple[str, ...]) -> None:
+        """Goes on training (see `messages.Run`). Returns at once; the heartbeat tells how it goes."""
         fence = self._enter(incarnation)
         if not self._heartbeat.is_running(incarnation):
             self._heartbeat.running(incarnation, self._trainee.rank)
-            self._training.submit(self._trainee.run, fence, failure_s)
+            self._training.submit(self._trainee.run, fence, failure_s, rejected)
 
     # ---------------------------------------------------------------- the end
 

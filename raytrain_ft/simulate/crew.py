@@ -104,7 +104,7 @@ class Crew:
                 self.at(now + seconds, lambda at: self._filled(command, command.members, at))
             case m.Replay():
                 self.at(now + self._replay_s(command), lambda at: self._replayed(command, at))
-            case m.Run(world, incarnation, _):
+            case m.Run(world, incarnation):
                 seconds = costs.resume_s if self._last is not None else 0.0
                 self.at(now + seconds, lambda at: self._begin(world, incarnation, at))
             case m.StopAtBoundary(members):

@@ -98,7 +98,7 @@ class Promises:
                 _must(set(members) <= set(run.members), "who is no member was told to trim its log")
             case m.Save(members):
                 _must(len(members) == self.rules.stages, "not one of each stage saves")
-            case m.Run(world, incarnation, _):
+            case m.Run(world, incarnation):
                 self._check_run(run, world, incarnation)
 
     def _check_run(self, run: RunState, world: tuple[str, ...], incarnation: int) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -284,18 +284,21 @@ def _check_whole(manifest: Manifest, name: str, parts: list[tuple[Piece, memoryv
 # ---------------------------------------------------------------- retention
 
 
-def retain(storage: Storage, committed: Name, keep: int) -> list[Name]:
+def retain(storage: Storage, committed: Name, keep: int, rejected: Collection[str] = ()) -> list[Name]:
     """Deletes what is not needed any more now that `committed` is durable; returns what was deleted.
 
     The newest `keep` complete ones stay, and those marked as kept. What is incomplete and older broke off. The manifest
     goes first, so that what is left when this breaks off is no checkpoint.
 
+    Args:
+        rejected: those that were found to be damaged: they are nothing to fall back to, and do not count.
+
     Raises:
         StorageError: some could not be deleted; all others are.
     """
     candidates = [candidate for candidate in found(storage) if candidate.name <= committed]
-    complete = [candidate.name for candidate in candidates if candidate.complete]
-    stay = set(complete[:keep]) | {name for name in complete[keep:] if _is_kept(storage, name)}
+    complete = [candidate.name for candidate in candidates if candidate.complete and candidate.name != committed]
+    stay = {committed} | _staying(storage, complete, keep - 1, rejected)
     gone, errors = [], []
     for name in (candidate.name for candidate in candidates if candidate.name not in stay):
         try:
@@ -309,11 +312,20 @@ def retain(storage: Storage, committed: Name, keep: int) -> list[Name]:
     return gone
 
 
-def _is_kept(storage: Storage, name: Name) -> bool:
-    try:
-        return read_manifest(storage, name).kept
-    except StorageError:
-        return True  # nobody knows: perhaps it is only the storage that gave no answer, and what is deleted is gone
+def _staying(storage: Storage, complete: Sequence[Name], keep: int, rejected: Collection[str]) -> set[Name]:
+    """Of complete ones, the newest first. One whose manifest cannot be read stays, but does not count: nobody knows whether it
+    was to be kept. Perhaps it is only the storage that gave no answer, and what is deleted is gone."""
+    stay: set[Name] = set()
+    for name in complete:
+        counts = keep > 0 and str(name) not in rejected
+        try:
+            kept = read_manifest(storage, name).kept
+        except StorageError:
+            kept, counts = True, False
+        if kept or counts:
+            stay.add(name)
+        keep -= counts
+    return stay
 
 
 def sweep(storage: Storage, epoch: int, *, new: bool) -> None:

@@ -47,6 +47,7 @@ class Job:
         pieces: (name, dtype, shape, start, size) of what lies in the shared memory, one after the other.
         values, kept: for the manifest.
         keep: how many checkpoints stay.
+        rejected: names of checkpoints that were found to be damaged; they do not count as ones that stay.
         files: small files beside the checkpoints to write once it is committed ({name: content}).
         timeout_s: how long to wait for the shards of others.
     """
@@ -62,6 +63,7 @@ class Job:
     values: dict[str, Any] = field(default_factory=dict)
     kept: bool = False
     keep: int = 1
+    rejected: list[str] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     size: int = 0
     timeout_s: float = 120.0
@@ -130,7 +132,7 @@ def _tidy(storage: Storage, job: Job) -> None:
     try:
         for name, content in job.files.items():
             storage.put(name, [memoryview(content.encode())])
-        checkpoint.retain(storage, job.name, job.keep)
+        checkpoint.retain(storage, job.name, job.keep, job.rejected)
     except Exception as error:
         print(f"after {job.name}: {error!r}", file=sys.stderr)
 

@@ -14,7 +14,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -108,6 +108,7 @@ class Checkpointer:
         self._memory = SharedMemory()
         self._persister = persister(self._memory)
         self._rank, self._count, self._stages, self._incarnation = 0, 1, 1, 0
+        self._rejected: list[str] = []
         self._tuner: Tuner | None = None
         self._copy: Copy | None = None
         self._job: Job | None = None
@@ -124,15 +125,23 @@ class Checkpointer:
     # ---------------------------------------------------------------- a world begins and ends
 
     def begin(
-        self, rank: int, count: int, incarnation: int, step: int, failure_s: float | None = None, stages: int = 1
+        self,
+        rank: int,
+        count: int,
+        incarnation: int,
+        step: int,
+        failure_s: float | None = None,
+        stages: int = 1,
+        rejected: Collection[str] = (),
     ) -> None:
         """Training begins at `step` as worker `rank` of `count`.
 
         Args:
             failure_s: mean time between failures so far, seconds, if it is to be regarded.
             stages: of the pipeline; the state that is captured is that of stage `rank % stages`.
+            rejected: names of checkpoints that were found to be damaged.
         """
-        self._stages = stages
+        self._stages, self._rejected = stages, sorted(rejected)
         self._rank, self._incarnation, self._first_step = rank, incarnation, True
         self._persister.start()  # now, so that its start is not in the first checkpoint's time
         if rank != 0:
@@ -252,6 +261,7 @@ class Checkpointer:
             values=values if self._rank == 0 else {},
             kept=kept,
             keep=self._target.keep,
+            rejected=self._rejected,
             files=self._profile_file(),
             size=total_size(tensors),
             timeout_s=self._target.timeout_s,

@@ -79,8 +79,9 @@ def _begun(storage: Storage) -> int:
         raise StorageError(f"{storage.uri}/{BEGUN_FILE} is damaged: remove it to go on from the newest checkpoint") from error
 
 
-def newest(storage: Storage, warn: Callable[[str], None]) -> Content | None:
-    """The newest checkpoint that is whole, verified; None if there are none at all. `warn` is told of those passed over.
+def newest(storage: Storage, warn: Callable[[Name, str], None]) -> Content | None:
+    """The newest checkpoint that is whole, verified; None if there are none at all. `warn` is told of each that is passed over,
+    and why.
 
     Raises:
         NoCheckpointError: there are some, and all are damaged. MismatchError: it is none of ours.
@@ -97,7 +98,7 @@ def newest(storage: Storage, warn: Callable[[str], None]) -> Content | None:
             return checkpoint.read(storage, manifest)
         except StorageError as error:
             passed.append(f"checkpoint {candidate.name} is passed over: {error}")
-            warn(passed[-1])
+            warn(candidate.name, passed[-1])
     if passed:
         raise NoCheckpointError(
             f"{storage.uri}: no checkpoint can be read; " + "; ".join(passed) + '. resume="never" begins anew'

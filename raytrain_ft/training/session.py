@@ -26,6 +26,7 @@ from raytrain_ft.policy.tuner import Tuner
 from raytrain_ft.storage import checkpoint, lock
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.filesystem import Storage
+from raytrain_ft.storage.manifest import Name
 from raytrain_ft.training import objects as states
 from raytrain_ft.training import resume as resuming
 from raytrain_ft.training.checkpointer import Checkpointer, Target
@@ -70,6 +71,7 @@ class Session:
         self._objects, self._loaders = objects, loaders
         self._closing = ExitStack()
         self._resumed: resuming.Plan | None = None
+        self._passed_over: list[str] = []  # checkpoints that rank 0 found to be damaged
         self._began_at = 0
         self._parts: states.Parts | None = None
         self._committed: dict[str, Position] = {}
@@ -104,7 +106,7 @@ class Session:
         self._closing.callback(self._checkpointer.close, self._plan.timeout_s)
         self._committed = self._positions()
         self._follow()
-        self._checkpointer.begin(self._ranks.rank, self._ranks.count, 1, self.step)
+        self._checkpointer.begin(self._ranks.rank, self._ranks.count, 1, self.step, rejected=self._passed_over)
         self._next_decision = self._ranks.first_says(self._earliest())
 
     def _compare_ranks(self) -> None:
@@ -130,11 +132,15 @@ class Session:
         """Every rank reads the same checkpoint, and none changes anything unless it fits on all."""
         found: list[Content] = []
 
+        def pass_over(name: Name, reason: str) -> None:
+            self._passed_over.append(str(name))
+            self._journal.tell("CheckpointPassedOver", {"reason": reason})
+
         def choose() -> str | None:
             if resume == "never":
                 resuming.begin_anew(self.storage, epoch)
                 return None
-            content = resuming.newest(self.storage, lambda text: self._journal.tell("CheckpointPassedOver", {"reason": text}))
+            content = resuming.newest(self.storage, pass_over)
             if content is None and resume == "require":
                 raise NoCheckpointError(f'{self.storage.uri} holds no checkpoint, and resume="require"')
             found.extend([content] if content else [])

@@ -160,7 +160,7 @@ class KillsTheHolder(Toy):
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(undisturbed, tmp_path: Path) -> None:
-    how = ft.CheckpointConfig(every=5, num_to_keep=3)
+    how = ft.CheckpointConfig(every=5, num_to_keep=4)
     train(tmp_path, "run", steps=20, checkpoints=how)
     newest = sorted((tmp_path / "run" / "checkpoints").glob("step-*20-*"))[-1]
     shard = sorted(newest.glob("*.arrow"))[1]
@@ -173,6 +173,9 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(undisturbed, tmp
     assert rejected
     assert shard.name in rejected[0]["reason"]
     assert events(result, "Resumed")[0]["step"] == 15
+    left = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")]
+    assert newest.name not in left, "it counted as one to fall back to"
+    assert any(name.startswith("step-000000015-") for name in left)
 
 
 @pytest.mark.long

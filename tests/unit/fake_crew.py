@@ -160,7 +160,7 @@ class Cluster:
             case m.Fill():
                 for member in command.members:
                     self._call(member, "fill", lambda w: self._fill(w, command))
-            case m.Run(world, incarnation, _):
+            case m.Run(world, incarnation):
                 for member in world:
                     self._call(member, "run", lambda w: self._start_steps(w, incarnation))
             case m.StopAtBoundary(members):

@@ -309,6 +309,12 @@ def test_damaged_checkpoint_is_passed_over(run_directory: Path, caplog: pytest.L
     assert journal(run_directory, "CheckpointPassedOver")
 
 
+def test_what_was_passed_over_is_not_kept_in_place_of_what_was_loaded(run_directory: Path) -> None:
+    damage(shard(run_directory, 12))
+    trained(run_directory, 14)
+    assert [step for step, _ in kept(run_directory)] == [10, 14]
+
+
 def test_all_damaged_is_an_error_and_never_begins_anew(run_directory: Path) -> None:
     damage(shard(run_directory, 12))
     damage(shard(run_directory, 10))

@@ -367,6 +367,8 @@ def test_a_checkpoint_that_cannot_be_loaded_is_not_tried_again() -> None:
     story.tell(m.CheckpointRejected(member="w2", incarnation=story.run.incarnation, name="at 40", reason="its hash differs"))
     found(story.fenced("w2", "w3", empty=["w2", "w3"]), 40, 20)
     assert of(story.said, m.Reconcile) == [m.Reconcile(("w2", "w3"), story.run.incarnation, None, "at 20")]
+    story.reconciled("w2", "w3")
+    assert of(story.said, m.Run) == [m.Run(("w2", "w3"), story.run.incarnation, rejected=("at 40",))]
 
 
 def rejected(story: Story, member: str, step: int, reason: str) -> Story:

@@ -394,6 +394,18 @@ def test_retention_counts_what_was_written_last(tmp_path: Path) -> None:
     assert steps(storage) == [25, 15]
 
 
+@pytest.mark.parametrize("where", ["in a shard", "in the manifest"])
+def test_what_is_damaged_is_nothing_to_fall_back_to(tmp_path: Path, where: str) -> None:
+    """20 had to be passed over: to delete 10 for it would leave one checkpoint alone that can be read."""
+    storage = two_checkpoints(tmp_path)
+    if where == "in the manifest":  # perhaps 20 was to be kept, so it stays
+        (tmp_path / str(Name(20, 1, 1)) / "manifest.json").write_text("{}")
+    save(storage.uri, 25, state(25), incarnation=2, rejected=[str(Name(20, 1, 1))] if where == "in a shard" else [])
+    assert steps(storage) == ([25, 10] if where == "in a shard" else [25, 20, 10])
+    save(storage.uri, 30, state(30), incarnation=2)
+    assert steps(storage) == ([30, 25] if where == "in a shard" else [30, 25, 20])
+
+
 def test_retention_deletes_the_manifest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = two_checkpoints(tmp_path)
     order: list[str] = []
