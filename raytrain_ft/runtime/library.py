@@ -18,6 +18,7 @@ from raytrain_ft.runtime.holder import ANSWER_SECONDS, Holder, holder_of
 from raytrain_ft.runtime.spec import NAMESPACE, RunSpec
 from raytrain_ft.storage import checkpoint, lock
 from raytrain_ft.storage.filesystem import open_storage
+from raytrain_ft.storage.manifest import Manifest
 
 FIND_SECONDS = 60.0
 CLOSE_SECONDS = 60.0
@@ -101,7 +102,7 @@ class Library:
         storage = open_storage(self._spec.checkpoints.uri)
         epoch = self.epoch if self._spec.checkpoints.resume == "never" else None
         found = list(checkpoint.select(storage, warnings.warn, epoch))
-        self.records = {str(one.name): one.values.get("records", []) for one in found}
+        self.records = {str(one.name): _records(one) for one in found}
         return tuple(m.Stored(str(one.name), one.step) for one in found)
 
     def _held(self) -> tuple[m.Stored, ...]:
@@ -119,3 +120,15 @@ class Library:
         if self._lock is not None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.to_thread(self._lock.release), CLOSE_SECONDS)
+
+
+def _records(manifest: Manifest) -> list[dict[str, Any]]:
+    """The steps that a manifest tells of. None, if that is not as we write it: its worker will refuse what else it says."""
+    try:
+        for record in manifest.values.get("records", []):
+            m.StepsCommitted(at=0.0, member="", **{name: value for name, value in record.items() if name != "lost"})
+            for lost in record["lost"]:
+                m.SamplesLost(at=0.0, incarnation=record["incarnation"], **lost)
+    except (AttributeError, KeyError, TypeError):
+        return []
+    return manifest.values.get("records", [])

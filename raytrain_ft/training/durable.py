@@ -17,6 +17,7 @@ from raytrain_ft.storage.tree import flatten, unflatten
 from raytrain_ft.training.restore import allocate, described, fill
 from raytrain_ft.training.settings import PipelineSettings
 from raytrain_ft.training.state import TrainingState, at_home
+from raytrain_ft.training.stored import Stored, check_optimizer, decode, own_values, stages_of
 
 
 def capture(
@@ -79,26 +80,23 @@ def _prefix(state: TrainingState) -> str:
 
 def holds(manifest: Manifest, stage: int | None) -> Callable[[int], bool]:
     """Which shards of a checkpoint hold the state of this stage, by number; all of them without a pipeline."""
-    stages = manifest.values.get("stages", 1)
+    stages = stages_of(manifest)
     return lambda number: stage is None or number % stages == stage
 
 
-def own_values(content: Content, path: str) -> dict[str, Any]:
-    """What a stage alone knows, from its piece of a checkpoint that was verified."""
-    return json.loads(b"".join(bytes(data) for _, data in content.pieces[path]))
-
-
-def _of_stage(state: TrainingState, content: Content) -> tuple[Content, dict[str, Any]]:
+def _of_stage(state: TrainingState, content: Content) -> tuple[Content, Stored]:
     """What a checkpoint holds of this stage, by the stage's own names; and its values.
 
     Raises:
-        MismatchError: it is of another number of stages. StorageError: it is damaged.
+        MismatchError: it is of another number of stages, or not of the trainer. StorageError: it is damaged.
     """
     prefix, values = _prefix(state), content.manifest.values
+    if "kind" in values:
+        raise _mismatch(content.manifest, [f"it is of another kind, {values['kind']}: only the program that wrote it reads it"])
     if not prefix:
         if "stages" in values:
             raise _mismatch(content.manifest, [f"{values['stages']} stages of a pipeline in the checkpoint, none here"])
-        return content, values
+        return content, decode(content.manifest, values)
     pieces = {name.removeprefix(prefix): parts for name, parts in content.pieces.items() if name.startswith(prefix)}
     if OWN_VALUES not in pieces:
         there = values.get("stages", "no")
@@ -110,7 +108,7 @@ def _of_stage(state: TrainingState, content: Content) -> tuple[Content, dict[str
     del pieces[OWN_VALUES]
     part = Content(content.manifest, pieces, content.files, content.check)
     part.verified = True
-    return part, values | own
+    return part, decode(content.manifest, values | own)
 
 
 def _weights(state: TrainingState) -> list[tuple[str, Tensor]]:
@@ -142,33 +140,34 @@ def restore(
         StorageError: it is damaged, or lacks something. Unless the state is still `filled`, its tensors may hold anything by
             now: it is to be restored from another checkpoint, filled by another worker, or built anew.
     """
-    content, values = _of_stage(state, content)
+    content, stored = _of_stage(state, content)
     own = dict([*_weights(state), *_buffers(state)])
     theirs = {name: parts for name, parts in content.pieces.items() if name.startswith(("model/", "buffer/"))}
-    other_optimizer, other_data = _other_optimizer(state, values), _other_data(values, data)
-    lines = [*_otherwise_spread(values, pipeline), *differences(described(own), Content(content.manifest, theirs))]
+    other_optimizer, other_data = _other_optimizer(state, stored), _other_data(stored, data)
+    lines = [*_otherwise_spread(stored, pipeline), *differences(described(own), Content(content.manifest, theirs))]
     lines += other_optimizer if "optimizer" not in override else []
     lines += other_data if "dataset" not in override else []
     if lines:
         content.verify()  # damage is no difference
         raise _mismatch(content.manifest, lines)
+    if not other_optimizer:
+        check_optimizer(stored, content)
     more = {} if other_optimizer else {name: allocate(content, name) for name in content.pieces if name not in own}
     state.filled = False
     fill(own | more, content)
     if not other_optimizer:
-        _restore_optimizer(state, values, more)
-    state.step, state.position, state.loss = values["step"], _position(values, data), float.fromhex(values["loss"])
+        _restore_optimizer(state, stored, more)
+    state.step, state.position, state.loss = stored.step, _position(stored.position, data), stored.loss
     state.agreed = None
     for bucket in state.buckets:
         bucket.version, bucket.gradient, bucket.dirty = state.step, None, False
     state.filled = True
 
 
-def _position(values: dict[str, Any], data: dict[str, Any]) -> Position:
-    epoch, consumed = values["position"]
-    owed = tuple((start, stop) for start, stop in values.get("owed", ()))
-    exists = all(stop <= data["dataset_size"] for _, stop in owed) and consumed <= data["dataset_size"] + samples_in(owed)
-    return Position(epoch, consumed, owed) if exists else Position(epoch)
+def _position(stored: Position, data: dict[str, Any]) -> Position:
+    exists = all(stop <= data["dataset_size"] for _, stop in stored.owed)
+    exists &= stored.consumed <= data["dataset_size"] + samples_in(stored.owed)
+    return stored if exists else Position(stored.epoch)
 
 
 def _mismatch(manifest: Manifest, lines: list[str]) -> MismatchError:
@@ -179,46 +178,44 @@ def _mismatch(manifest: Manifest, lines: list[str]) -> MismatchError:
     )
 
 
-def _other_optimizer(state: TrainingState, values: dict[str, Any]) -> list[str]:
+def _other_optimizer(state: TrainingState, stored: Stored) -> list[str]:
     name, groups = type(state.optimizer).__name__, len(state.optimizer.param_groups)
-    lines = [f"optimizer {values['optimizer']} in the checkpoint, {name} here"] if values["optimizer"] != name else []
-    stored = unflatten(values["settings"], lambda path: torch.empty(0))["groups"]
-    return lines + ([f"{len(stored)} parameter groups in the checkpoint, {groups} here"] if len(stored) != groups else [])
+    lines = [f"optimizer {stored.optimizer} in the checkpoint, {name} here"] if stored.optimizer != name else []
+    there = len(stored.groups)
+    return lines + ([f"{there} parameter groups in the checkpoint, {groups} here"] if there != groups else [])
 
 
-def _otherwise_spread(values: dict[str, Any], pipeline: PipelineSettings | None) -> list[str]:
+def _otherwise_spread(stored: Stored, pipeline: PipelineSettings | None) -> list[str]:
     """Stages that are cut otherwise, or share something else, may have the same names."""
     if pipeline is None:
         return []
-    there = {"chunks": 1, "ties": []} | values
     return [
-        f"{name} of the pipeline: {there.get(name)} in the checkpoint, {here} here"
+        f"{name} of the pipeline: {stored.spread.get(name)} in the checkpoint, {here} here"
         for name, here in pipeline.spread.items()
-        if there.get(name) != here
+        if stored.spread.get(name) != here
     ]
 
 
-def _other_data(values: dict[str, Any], data: dict[str, Any]) -> list[str]:
-    stored = values["data"]
+def _other_data(stored: Stored, data: dict[str, Any]) -> list[str]:
     return [
-        f"{name} {stored.get(name)} in the checkpoint, {data.get(name)} here"
-        for name in sorted(stored.keys() | data.keys())
-        if stored.get(name) != data.get(name)
+        f"{name} {stored.data.get(name)} in the checkpoint, {data.get(name)} here"
+        for name in sorted(stored.data.keys() | data.keys())
+        if stored.data.get(name) != data.get(name)
     ]
 
 
-def _restore_optimizer(state: TrainingState, values: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def _restore_optimizer(state: TrainingState, stored: Stored, tensors: dict[str, Tensor]) -> None:
     by_name = {f"optimizer/{name}": p for name, p in state.model.named_parameters()}
     state.optimizer.state.clear()
-    for path in [*(name for name in tensors if name.startswith("optimizer/")), *values["numbers"]]:
+    for path in [*(name for name in tensors if name.startswith("optimizer/")), *stored.numbers]:
         prefix, _, key = path.rpartition("/")
         p = by_name[prefix]
-        if path in values["numbers"]:
-            state.optimizer.state[p][key] = unflatten(values["numbers"][path], lambda path: torch.empty(0))
+        if path in stored.numbers:
+            state.optimizer.state[p][key] = unflatten(stored.numbers[path], lambda path: torch.empty(0))
         else:
             state.optimizer.state[p][key] = at_home(state.optimizer, p, key, tensors[path])
-    settings = unflatten(values["settings"], tensors.__getitem__)
-    for group, stored in zip(state.optimizer.param_groups, settings["groups"], strict=True):
-        group.update(stored)
+    settings = unflatten(stored.settings, tensors.__getitem__)
+    for group, there in zip(state.optimizer.param_groups, settings["groups"], strict=True):
+        group.update(there)
     if state.scheduler is not None and settings["scheduler"] is not None:
         state.scheduler.load_state_dict(settings["scheduler"])

@@ -12,6 +12,7 @@ from raytrain_ft.storage.filesystem import open_storage, parent
 from raytrain_ft.storage.manifest import Name
 from raytrain_ft.training import durable, objects, restore
 from raytrain_ft.training.pipeline import name_in_one_piece
+from raytrain_ft.training.stored import own_values
 
 _STAGE = re.compile(r"stage-(?P<number>[0-9]{1,4})/(?P<path>.+)")
 _OF_LAYERS = ("model", "buffer", "optimizer")
@@ -50,7 +51,7 @@ def state_of(content: Content) -> dict[str, Any]:
         if stage is not None:
             number, spread = int(stage["number"]), content.manifest.values
             if group not in _OF_LAYERS:
-                own = durable.own_values(content, path) if stage["path"] == durable.OWN_VALUES else {}
+                own = own_values(content, path) if stage["path"] == durable.OWN_VALUES else {}
                 for alias, name in own.get("aliases", {}).items():
                     aliases[name_in_one_piece(alias, number, spread)] = name_in_one_piece(name, number, spread)
                 continue

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from raytrain_ft.errors import FencedError, MismatchError, StorageError
 from raytrain_ft.policy.sampling import Position
 from raytrain_ft.result import load_model
-from raytrain_ft.runtime import recovery
+from raytrain_ft.runtime import library, recovery
 from raytrain_ft.runtime.trainee import Trainee
 from raytrain_ft.storage import checkpoint, shard
 from raytrain_ft.storage.arrow import write_tensors
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.filesystem import LocalStorage
-from raytrain_ft.training import durable
+from raytrain_ft.storage.manifest import Manifest
+from raytrain_ft.training import durable, resume
 from raytrain_ft.training.export import state_of
 from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.restore import fill, make
@@ -289,6 +290,77 @@ def test_a_damaged_name_is_damage_and_no_other_model(storage: LocalStorage) -> N
             durable.restore(here, mapped(storage), DATA)
         damage(file, position)
     assert all_of(here)[1:] == unchanged[1:]
+
+
+def test_a_checkpoint_of_checkfreq_is_of_another_kind(storage: LocalStorage) -> None:
+    """Both lay their directories out alike, so one may be found where the other is looked for."""
+    here = trained(1)
+    save(storage.uri, 1, some(), values=resume.values({"model": here.model}, {}, {}, 1))
+    unchanged = all_of(here)
+    with pytest.raises(MismatchError, match=r"another kind, raytrain_ft\.checkfreq-1"):
+        durable.restore(here, mapped(storage), DATA)
+    assert all_of(here) == unchanged
+    assert here.filled
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {},
+        {"step": "3"},
+        {"position": [0]},
+        {"position": [0, -1]},
+        {"owed": [[7, 3]]},
+        {"owed": 5},
+        {"loss": "?"},
+        {"loss": None},
+        {"data": None},
+        {"optimizer": None},
+        {"numbers": []},
+        {"numbers": {"optimizer/0.weight/x": {"what": 1}}},
+        {"numbers": {"optimizer/stranger/x": 1}},
+        {"settings": None},
+        {"settings": {"dict": []}},
+        {"settings": {"dict": [["groups", {"list": [1, 2]}], ["scheduler", None]]}},
+        {"settings": {"dict": [["groups", {"list": [{"dict": [["lr", {"tensor": "stranger"}]]}]}], ["scheduler", None]]}},
+        {"settings": {"dict": [["groups", {"list": [{"dict": []}]}]]}},
+    ],
+    ids=str,
+)
+def test_values_that_are_forged_are_damage(storage: LocalStorage, forged: dict[str, Any]) -> None:
+    """The hash of the manifest says nothing of who wrote it. The checkpoint before is used then."""
+    tensors, values = durable.capture(trained(3), DATA, [])
+    save(storage.uri, 3, dict(tensors), 2, values=values | forged if forged else {})
+    here = trained(1)
+    unchanged = all_of(here)
+    with pytest.raises(StorageError, match="step-000000003"):
+        durable.restore(here, mapped(storage), DATA)
+    assert all_of(here) == unchanged
+    assert here.filled
+
+
+@pytest.mark.parametrize("stages", [0, "2", None])
+def test_a_number_of_stages_that_is_forged_is_damage(storage: LocalStorage, stages: Any) -> None:
+    save(storage.uri, 3, some(), values={"stages": stages})
+    with pytest.raises(StorageError, match="stages"):
+        durable.holds(next(checkpoint.select(storage, pytest.fail)), 1)
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"[]", b"{}", b'{"optimizer": 1}'])
+def test_values_of_a_stage_that_are_forged_are_damage(storage: LocalStorage, content: bytes) -> None:
+    old, here = trained(3), trained(1)
+    old.stage = here.stage = 0
+    tensors, values = durable.capture(old, DATA, [], HERE)
+    own_values = {"stage-0/values": torch.tensor(list(content), dtype=torch.uint8)}
+    save(storage.uri, old.step, dict(tensors) | own_values, 2, values=values)
+    with pytest.raises(StorageError, match="step-000000003"):
+        durable.restore(here, mapped(storage), DATA, pipeline=HERE)
+
+
+@pytest.mark.parametrize("records", [5, [1], [{}], [{"lost": [{}]}], [{"at": 1.0, "lost": []}]])
+def test_records_that_are_forged_are_none(records: Any) -> None:
+    manifest = Manifest(step=1, epoch=1, incarnation=1, shards=[], values={"records": records})
+    assert library._records(manifest) == []
 
 
 def test_a_state_of_another_model_changes_nothing(storage: LocalStorage) -> None:

@@ -1,0 +1,138 @@
+"""What a checkpoint of the trainer holds that is no tensor, checked before any of it is believed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raytrain_ft.errors import StorageError
+from raytrain_ft.policy.sampling import Position
+from raytrain_ft.storage.checkpoint import Content
+from raytrain_ft.storage.manifest import Manifest
+from raytrain_ft.storage.tree import unflatten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """The values of a checkpoint, read and checked.
+
+    Attributes:
+        data: what the position refers to.
+        optimizer: the name of its class; groups: its hyper-parameters, in which tensors are empty.
+        numbers: what it keeps of a parameter that is no tensor, as skeletons by path.
+        settings: skeleton of its groups and of the schedule.
+        spread: of which pipeline it is a stage.
+    """
+
+    step: int
+    position: Position
+    loss: float
+    data: dict[str, Any]
+    optimizer: str
+    groups: list[dict[str, Any]]
+    numbers: dict[str, Any]
+    settings: Any
+    spread: dict[str, Any]
+
+
+def decode(manifest: Manifest, values: Mapping[str, Any]) -> Stored:
+    """Reads a checkpoint's values: those of the manifest, and in a pipeline those of the stage.
+
+    Raises:
+        StorageError: they are not what the trainer writes.
+    """
+    try:
+        match values:
+            case {
+                "step": int(step),
+                "position": [int(epoch), int(consumed)],
+                "loss": str(loss),
+                "data": dict(data),
+                "optimizer": str(optimizer),
+                "numbers": dict(numbers),
+                "settings": dict(settings),
+            } if min(step, epoch, consumed) >= 0:
+                found = unflatten(settings, lambda path: torch.empty(0))
+                groups, _ = found["groups"], found["scheduler"]
+                if all(isinstance(group, dict) for group in groups):
+                    spread = {"chunks": 1, "ties": []} | {name: values[name] for name in _SPREAD if name in values}
+                    return Stored(
+                        step=step,
+                        position=Position(epoch, consumed, _ranges(values.get("owed", ()))),
+                        loss=float.fromhex(loss),
+                        data=data,
+                        optimizer=optimizer,
+                        groups=groups,
+                        numbers={path: _checked(skeleton) for path, skeleton in numbers.items()},
+                        settings=settings,
+                        spread=spread,
+                    )
+    except (StorageError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise StorageError(f"{manifest.name} does not have the values of a training state: {error!r}") from error
+    raise StorageError(f"{manifest.name} does not have the values of a training state: they are {sorted(values)}")
+
+
+_SPREAD = ("stages", "chunks", "cuts", "ties")
+
+
+def _ranges(owed: Any) -> tuple[tuple[int, int], ...]:
+    ranges = tuple((start, stop) for start, stop in owed)
+    if not all(isinstance(start, int) and isinstance(stop, int) and 0 <= start <= stop for start, stop in ranges):
+        raise ValueError(f"{owed} are no ranges of samples")
+    return ranges
+
+
+def _checked(skeleton: Any) -> Any:
+    unflatten(skeleton, lambda path: torch.empty(0))
+    return skeleton
+
+
+def check_optimizer(stored: Stored, content: Content) -> None:
+    """Whether what it keeps is of the parameters in the checkpoint, and all tensors that its settings name are there.
+
+    Raises:
+        StorageError: not so; a damaged file is named.
+    """
+    paths = [*(name for name in content.pieces if name.startswith("optimizer/")), *stored.numbers]
+    lacking = [path for path in paths if "model" + path.removeprefix("optimizer").rpartition("/")[0] not in content.pieces]
+
+    def look_up(path: str) -> Tensor:
+        lacking.extend([path] if path not in content.pieces else [])
+        return torch.empty(0)
+
+    unflatten(stored.settings, look_up)
+    if lacking:
+        content.verify()  # which says where the damage is, if it is damage
+        raise StorageError(f"{content.manifest.name}: the optimizer's {lacking[0]} is not there, or of no parameter")
+
+
+def stages_of(manifest: Manifest) -> int:
+    """How many stages wrote it.
+
+    Raises:
+        StorageError: it does not say.
+    """
+    stages = manifest.values.get("stages", 1)
+    if not isinstance(stages, int) or stages < 1:
+        raise StorageError(f"{manifest.name} is of {stages!r} stages")
+    return stages
+
+
+def own_values(content: Content, path: str) -> dict[str, Any]:
+    """What a stage alone knows, from its piece of a checkpoint that was verified.
+
+    Raises:
+        StorageError: it is not there.
+    """
+    try:
+        found = json.loads(b"".join(bytes(data) for _, data in content.pieces[path]))
+    except (ValueError, RecursionError) as error:
+        raise StorageError(f"{content.manifest.name}: {path} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise StorageError(f"{content.manifest.name}: {path} holds no values by name")
+    return found
