@@ -229,6 +229,7 @@ class CheckpointCommitted(Event):
 
     Attributes:
         bytes: of its files.
+        device_copy_s: of the copy within the device's memory; None if it was not copied there.
     """
 
     member: str
@@ -239,6 +240,7 @@ class CheckpointCommitted(Event):
     snapshot_s: float
     stall_s: float
     persist_s: float
+    device_copy_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

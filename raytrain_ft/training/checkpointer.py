@@ -346,6 +346,7 @@ class Checkpointer:
                     "name": str(job.name),
                     "bytes": result.size,
                     "snapshot_s": copy.seconds,
+                    "device_copy_s": copy.device_seconds,
                     "stall_s": self._waited_s + self._stall_s,
                     "persist_s": result.seconds,
                 },

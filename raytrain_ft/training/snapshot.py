@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -81,7 +82,7 @@ class Copy:
     """One snapshot: the copy of a worker's share into shared memory, on a thread.
 
     On a GPU it may be copied within the device's memory first (mode "gpu", section 4.3.1): the weights may change again as soon
-    as that is done.
+    as that is done. If the device has no room by then, it is copied to the host at once.
 
     Attributes:
         seconds: how long it took to be in host memory; None while it is under way.
@@ -113,14 +114,14 @@ class Copy:
             memory = self._memory.reserve(self.size)
             if self._ready is not None:
                 self._ready()
-            if self._mode == "gpu":
-                self.slices = _cloned(self.slices)
+            if self._mode == "gpu" and (clones := _cloned(self.slices)) is not None:
+                self.slices = clones
                 self.device_seconds = time.monotonic() - began
                 self._done.set()
             if torch.cuda.is_initialized():
                 _pin(self._memory)
             copy_all(self.slices, memory)
-            if self._mode == "gpu":
+            if self.device_seconds is not None:
                 self.slices = []  # the clones give back the device's memory
         except BaseException as error:  # told to whoever waits
             self.error = error
@@ -153,12 +154,15 @@ class Copy:
 
 
 @torch.no_grad()
-def _cloned(slices: Sequence[Slice]) -> list[Slice]:
-    """The slices, copied within their device's memory."""
+def _cloned(slices: Sequence[Slice]) -> list[Slice] | None:
+    """The slices, copied within their device's memory; None if it has no room for them."""
     clones = []
-    for part in slices:
-        start, size = part.piece.start, part.piece.size
-        clones.append(Slice(replace(part.piece, start=0), bytes_of(part.tensor)[start : start + size].clone()))
+    try:
+        for part in slices:
+            start, size = part.piece.start, part.piece.size
+            clones.append(Slice(replace(part.piece, start=0), bytes_of(part.tensor)[start : start + size].clone()))
+    except torch.OutOfMemoryError:
+        return None
     torch.cuda.current_stream().synchronize()
     return clones
 
@@ -206,10 +210,16 @@ def _now_on_device(slices: Sequence[Slice]) -> Callable[[], None] | None:
     if device is None:
         return None
     marked = torch.cuda.current_stream(device).record_event()
-    stream = torch.cuda.Stream(device)
+    stream = _stream(device)
 
     def enter() -> None:
         torch.cuda.set_stream(stream)
         stream.wait_event(marked)
 
     return enter
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all snapshots: memory that one of them has given back is kept for this stream, and no other can use it."""
+    return torch.cuda.Stream(device)

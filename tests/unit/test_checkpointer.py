@@ -16,9 +16,10 @@ from raytrain_ft.errors import StorageError
 from raytrain_ft.policy.tuner import Tuner
 from raytrain_ft.storage.filesystem import Storage
 from raytrain_ft.storage.manifest import Name
-from raytrain_ft.storage.persister import Job, Outcome
+from raytrain_ft.storage.persister import Job, Outcome, SharedMemory
 from raytrain_ft.training import checkpointer
 from raytrain_ft.training.checkpointer import Checkpointer, Target
+from raytrain_ft.training.snapshot import Copy, share
 
 
 class Slow:
@@ -120,6 +121,22 @@ def test_where_others_wait_for_this_worker_its_patience_is_shorter_than_theirs(m
     one.take(10, go_on)
     assert time.monotonic() - began < 10
     assert told == [("CheckpointFailed", 10)]
+
+
+def test_a_device_without_room_does_not_cost_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was free when it began may be gone: then it is copied to the host at once, and the weights wait for that."""
+
+    def full(tensor: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    memory, done, weights = SharedMemory(), [], torch.arange(1000.0)
+    monkeypatch.setattr(torch.Tensor, "clone", full)
+    copy = Copy(share([("w", weights)], 0, 1), memory, done.append, "gpu")
+    copy.start()
+    copy.join()
+    assert (copy.error, copy.device_seconds, done) == (None, None, [copy])
+    assert bytes(memory.reserve(copy.size)) == weights.numpy().tobytes()
+    memory.close()
 
 
 def test_what_an_earlier_launch_measured_is_known(tmp_path: Path) -> None:

@@ -53,3 +53,32 @@ def test_within_the_device_is_faster_than_over_the_bus() -> None:
         seconds[mode] = time.monotonic() - began
         copy.join()
     assert seconds["gpu"] < seconds["cpu"]
+
+
+def test_all_snapshots_use_the_same_memory_of_the_device() -> None:
+    tensors, memory = [("big", torch.zeros(64 * 2**20 // 4, device="cuda"))], SharedMemory()
+    reserved = []
+    for _ in range(4):
+        copy = Copy(share(tensors, 0, 1), memory, lambda _: None, "gpu")
+        copy.start()
+        copy.wait(nothing)
+        copy.join()
+        assert copy.device_seconds is not None
+        reserved.append(torch.cuda.memory_reserved())
+    assert len(set(reserved)) == 1, reserved
+
+
+def test_a_device_without_room_does_not_cost_the_snapshot() -> None:
+    torch.cuda.empty_cache()
+    tensors, memory = [("big", torch.ones(256 * 2**20 // 4, device="cuda"))], SharedMemory()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**20) / total)
+    try:
+        copy = Copy(share(tensors, 0, 1), memory, lambda _: None, "gpu")
+        copy.start()
+        copy.wait(nothing)
+        copy.join()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert (copy.error, copy.device_seconds) == (None, None)
+    assert bytes(memory.reserve(copy.size)) == tensors[0][1].cpu().numpy().tobytes()
