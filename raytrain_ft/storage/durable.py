@@ -5,11 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
 WRITE_BACK_BYTES = 32 * 2**20
 """How much is written before it is sent on its way to the disk, so that the last fsync finds little left to do."""
+
+NO_SUCH_CALL = (errno.EINVAL, errno.ENOTSUP)
+"""What fsync says of a directory on a file system that cannot do that, as some do over FUSE and CIFS."""
+_warned_of: set[int] = set()
 
 
 class _WriteBack:
@@ -73,10 +78,21 @@ def write_durably(descriptor: int, parts: Iterable[memoryview]) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """The names in a directory, as they are now, are on the disk when this returns."""
+    """The names in a directory, as they are now, are on the disk when this returns: on a file system that has such a call."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in NO_SUCH_CALL:
+            raise
+        device = os.fstat(descriptor).st_dev
+        if device not in _warned_of:
+            _warned_of.add(device)
+            warnings.warn(
+                f"{path} is on a file system that cannot fsync directories ({error.strerror}): the names of new files are as "
+                "durable as it makes them by itself. After a power cut, training may resume from an older checkpoint",
+                stacklevel=2,
+            )
     finally:
         os.close(descriptor)
 

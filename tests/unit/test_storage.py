@@ -26,6 +26,7 @@ from torch import Tensor
 import raytrain_ft
 from raytrain_ft.errors import ConfigError, NoCheckpointError, StorageError
 from raytrain_ft.storage import checkpoint, filesystem, lock, manifest, shard
+from raytrain_ft.storage.durable import sync_directory
 from raytrain_ft.storage.filesystem import LocalStorage, RemoteStorage, open_storage
 from raytrain_ft.storage.manifest import Name
 from raytrain_ft.storage.shard import Piece
@@ -422,6 +423,24 @@ def test_retention_goes_on_past_what_cannot_be_deleted(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="step-000000015"):
         checkpoint.retain(storage, Name(20, 1, 1), 1)
     assert steps(storage) == [20]
+
+
+def test_what_cannot_be_deleted_keeps_nothing_else(tmp_path: Path) -> None:
+    storage = two_checkpoints(tmp_path)
+    foreign = {f"directory-{number}" for number in range(20)}  # some of which come before our files
+    for name in foreign:
+        (tmp_path / str(Name(10, 1, 1)) / name).mkdir()
+    with pytest.raises(StorageError, match=r"step-000000010-e1-i1 could not be removed: .*directory-"):
+        checkpoint.retain(storage, Name(20, 1, 1), 1)
+    assert {path.name for path in (tmp_path / str(Name(10, 1, 1))).iterdir()} == foreign
+
+
+def test_a_file_system_that_cannot_sync_directories_is_warned_of_once() -> None:
+    """As procfs cannot."""
+    with pytest.warns(UserWarning, match="/proc/self is on a file system that cannot fsync directories") as warned:
+        sync_directory(Path("/proc/self"))
+        sync_directory(Path("/proc/self/fd"))
+    assert len(warned) == 1
 
 
 def test_what_broke_off_is_swept(tmp_path: Path) -> None:
