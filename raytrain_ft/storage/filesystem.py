@@ -64,7 +64,11 @@ class Storage(Protocol):
         ...
 
     def delete(self, name: str) -> None:
-        """Removes a file, or a directory that holds files only. What is absent is no error."""
+        """Removes a file, or a directory and the files in it. What is absent is no error.
+
+        Raises:
+            StorageError: something could not be removed, such as a directory within; everything else is.
+        """
         ...
 
 
@@ -212,18 +216,29 @@ class LocalStorage:
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def delete(self, name: str) -> None:
-        path = self.root / name
+        path, errors = self.root / name, []
         try:
             if path.is_dir() and not path.is_symlink():
-                for entry in list(os.scandir(path)):
-                    Path(entry.path).unlink()
-                path.rmdir()
+                errors = [error for entry in list(os.scandir(path)) if (error := _unlink(Path(entry.path)))]
+                if not errors:
+                    path.rmdir()
             else:
                 path.unlink()
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
-            raise StorageError(f"{path} could not be removed: {error.strerror or error}") from error
+            errors = [error]
+        if errors:
+            raise StorageError(f"{path} could not be removed: {errors[0]}") from errors[0]
+
+
+def _unlink(path: Path) -> OSError | None:
+    """Removes a file; returns why it could not."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        return error
+    return None
 
 
 class RemoteStorage:
