@@ -328,7 +328,13 @@ class Dormant(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntervalChosen(Event):
-    """Worker 0 decided how many steps lie between two checkpoints; the numbers are those of `frequency.Decision`."""
+    """Worker 0 decided how many steps lie between two checkpoints; the numbers are those of `tuner.Decision`.
+
+    Attributes:
+        device_copy_s: None if no snapshot was taken within the device's memory yet.
+        free_bytes: of the device's memory; 0 without one.
+        failure_interval_s: mean time between failures; None if it is not regarded.
+    """
 
     member: str
     incarnation: int
@@ -343,6 +349,11 @@ class IntervalChosen(Event):
     copy_s: float
     persist_s: float
     overhead_s: float
+    snapshot_bytes: int
+    free_bytes: int
+    budget: float
+    device_copy_s: float | None = None
+    failure_interval_s: float | None = None
     observed: float | None
     reason: str
 

@@ -53,12 +53,15 @@ class Costs:
         copy: until the snapshot was complete; persist: from there until it was durable.
         stall: how long updates waited for the copy.
         device_copy: until the snapshot was complete within the device's memory; None if it was not taken there.
+        size: bytes of the snapshot; free: of the device's memory when it began.
     """
 
     copy: float
     persist: float
     stall: float
     device_copy: float | None = None
+    size: int = 0
+    free: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -208,10 +211,10 @@ class Tuner:
         """The times of a checkpoint, from the latest ones."""
         assert self.profile is not None
         copy, persist = (_mean(times) for times in zip(*((c.copy, c.persist) for c in self._latest), strict=True))
-        self.profile = replace(self.profile, copy=copy, persist=persist)
-        device_copy = self._latest[-1].device_copy
-        if device_copy is not None:  # it fitted: by how much does not matter
-            self.profile = replace(self.profile, device_copy=device_copy, free=self.profile.size + 1)
+        last = self._latest[-1]
+        self.profile = replace(self.profile, copy=copy, persist=persist, size=last.size, free=last.free)
+        if last.device_copy is not None:
+            self.profile = replace(self.profile, device_copy=last.device_copy)
 
     def _moved(self, interval: Interval, *, over: bool) -> tuple[int, str]:
         """Up at once when the budget is exceeded or persisting takes longer; down not right after it went up."""

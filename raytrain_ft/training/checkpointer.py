@@ -116,6 +116,7 @@ class Checkpointer:
         self._preparing: threading.Thread | None = None
         self._hangs = False
         self._began_at = -math.inf
+        self._free = 0
         self._longest_s = 0.0
         self._waited_s = 0.0
         self._stall_s = 0.0
@@ -268,9 +269,9 @@ class Checkpointer:
         )
         self._began_at, self._waited_s, self._stall_s = time.monotonic(), waited, 0.0
         self._outcome = Future()
-        free = free_on_device(tensors)
+        self._free = free_on_device(tensors)
         mode = self._tuner.mode if self._tuner is not None else "gpu"
-        self._copy = Copy(slices, self._memory, self._copied, mode if free > sum(piece[4] for piece in pieces) else "cpu")
+        self._copy = Copy(slices, self._memory, self._copied, mode if self._free > sum(piece[4] for piece in pieces) else "cpu")
         self._copy.start()
 
     def finish(self, step: int, check: Callable[[], None], *, kept: bool = False) -> None:
@@ -337,7 +338,8 @@ class Checkpointer:
         elif job.number == 0:
             if self._tuner is not None:
                 times = {"copy": copy.seconds, "persist": seconds, "device_copy": copy.device_seconds}
-                self._tuner.persisted(Costs(stall=self._stall_s, **times))  # pyright: ignore[reportArgumentType]
+                room = {"size": copy.size, "free": self._free}
+                self._tuner.persisted(Costs(stall=self._stall_s, **times, **room))  # pyright: ignore[reportArgumentType]
             self._tell(
                 "CheckpointCommitted",
                 {
@@ -359,12 +361,15 @@ class Checkpointer:
     # ---------------------------------------------------------------- the interval
 
     def _note(self, decision: Decision | None) -> None:
-        if decision is not None:
+        if decision is not None and self._tuner is not None:
             interval, profile = asdict(decision.interval), asdict(decision.profile)
             interval["overhead_s"] = interval.pop("overhead")
             times = {f"{name}_s": profile[name] for name in ("iteration", "update", "copy", "persist")}
+            times["device_copy_s"] = profile["device_copy"] if math.isfinite(profile["device_copy"]) else None
+            room = {"snapshot_bytes": profile["size"], "free_bytes": profile["free"]}
+            asked = {"budget": self._tuner.budget, "failure_interval_s": self._tuner.failure_s}
             about = {"step": decision.step, "observed": decision.observed, "reason": decision.reason}
-            self._tell("IntervalChosen", {"incarnation": self._incarnation, **interval, **times, **about})
+            self._tell("IntervalChosen", {"incarnation": self._incarnation, **interval, **times, **room, **asked, **about})
 
     def _profile_file(self) -> dict[str, str]:
         if self._tuner is None or not self._tuner.k:

@@ -353,7 +353,8 @@ class Cluster:
             self._post(m.CheckpointCommitted(**about, name=f"step {worker.step} of {worker.incarnation}", bytes=1, **times))
         bounds = {"k": 2, "mode": "cpu", "k_persist": 2, "k_overhead": 1, "k_failures": 0}
         times = {"iteration_s": 1.0, "update_s": 0.1, "copy_s": 0.1, "persist_s": 1.0, "overhead_s": 0.0}
-        self._post(m.IntervalChosen(**about, **bounds, **times, observed=None, reason="profiled"))
+        room = {"snapshot_bytes": 1, "free_bytes": 0, "budget": 0.035}
+        self._post(m.IntervalChosen(**about, **bounds, **times, **room, observed=None, reason="profiled"))
 
     def _beat(self, worker: Worker) -> None:
         worker.told = (worker.incarnation, worker.status)

@@ -294,6 +294,11 @@ def test_interval_is_chosen_by_itself_and_remembered(tmp_path: Path) -> None:
     (chosen, *_) = journal(tmp_path, "IntervalChosen")
     assert chosen["reason"].startswith("profiled")
     assert chosen["iteration_s"] > 0.005
+    weights = sum(tensor.nbytes for tensor in Setup().model.state_dict().values())
+    assert weights < chosen["snapshot_bytes"] < 20_000, "of the optimizer and the generators, too"
+    assert (chosen["budget"], chosen["failure_interval_s"]) == (0.05, None)
+    if not torch.cuda.is_available():
+        assert (chosen["mode"], chosen["device_copy_s"], chosen["free_bytes"]) == ("cpu", None, 0)
     train(len(journal(tmp_path, "CheckpointCommitted")) + 1)
     assert not [one for one in journal(tmp_path, "IntervalChosen")[1:] if one["reason"].startswith("profiled")]
 

@@ -175,6 +175,18 @@ def test_nothing_is_written_while_measuring_and_then_the_interval_is_algorithm_1
     assert len(simulated.decisions) == 1, "nothing changed, so nothing was decided again"
 
 
+def test_a_decision_says_what_was_measured_of_the_device() -> None:
+    tuner = Tuner(budget=0.05, window=4)
+    for _ in range(4):
+        tuner.stepped(1.0, 0.1, busy=False)
+    tuner.began(5)
+    tuner.persisted(Costs(copy=2.0, persist=3.0, stall=0.0, device_copy=0.05, size=10, free=60))
+    decision = tuner.settle(6)
+    assert decision is not None
+    assert (decision.profile.device_copy, decision.profile.size, decision.profile.free) == (0.05, 10, 60)
+    assert decision.interval.mode == "gpu"
+
+
 @pytest.mark.parametrize("budget", [0.02, 0.035, 0.1])
 def test_overhead_comes_to_its_budget_where_that_binds(budget: float) -> None:
     simulated = machine(budget, copy=2.0)
