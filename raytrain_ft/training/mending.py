@@ -30,12 +30,16 @@ def share(replica: Replica) -> Share | None:
 
 @torch.no_grad()
 def undo_bucket(replica: Replica, bucket: Bucket) -> int:
-    """Undoes the update of one bucket; returns the number of parameters undone (SWIFT, section 4)."""
+    """Undoes the update of one bucket; returns the number of parameters undone (SWIFT, section 4).
+
+    A bucket may hold parameters that nothing has changed: no rank used them, or the optimizer was not given them.
+    """
     assert replica.undo is not None
-    used = [p for p in bucket.params if p.grad is not None]
-    replica.undo.undo(used)
+    known = {id(p) for group in replica.state.optimizer.param_groups for p in group["params"]}
+    updated = [p for p in bucket.params if p.grad is not None and id(p) in known]
+    replica.undo.undo(updated)
     bucket.version -= 1
-    return sum(p.numel() for p in used)
+    return sum(p.numel() for p in updated)
 
 
 @torch.no_grad()

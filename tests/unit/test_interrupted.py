@@ -48,14 +48,21 @@ class Task(ft.TrainTask):
         return nn.functional.mse_loss(output, batch[1])
 
 
+class PartlyTrained(Task):
+    """Its optimizer does not know the last layer's bias, though that gets a gradient."""
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        return super().optimizer(list(params)[:-1])
+
+
 class Survivor:
     """A replica that is stopped at a place."""
 
-    def __init__(self, name: str, update: Any) -> None:
+    def __init__(self, name: str, update: Any, task: Task, first_bucket_bytes: int) -> None:
         self.name = name
         self.stop_at: tuple[str, int, int | None] | None = None
-        settings = StepSettings(update=update, bucket_bytes=1, first_bucket_bytes=1)
-        self.replica = build_replica(Task(), SAMPLING, settings, use_gpu=False, undo_mode="exact", probe=self._probe)
+        settings = StepSettings(update=update, bucket_bytes=1, first_bucket_bytes=first_bucket_bytes)
+        self.replica = build_replica(task, SAMPLING, settings, use_gpu=False, undo_mode="exact", probe=self._probe)
         self.replica.state.filled = True
         self._go_on(Position())
 
@@ -107,8 +114,8 @@ class Wire:
 
 
 @contextmanager
-def survivors(update: str) -> Iterator[list[Survivor]]:
-    found = [Survivor(name, update) for name in ("w0", "w1", "undisturbed")]
+def survivors(update: str, task: Task | None = None, first_bucket_bytes: int = 1) -> Iterator[list[Survivor]]:
+    found = [Survivor(name, update, task or Task(), first_bucket_bytes) for name in ("w0", "w1", "undisturbed")]
     try:
         yield found
     finally:
@@ -175,6 +182,22 @@ def test_both_are_in_the_same_step(one: Any, other: Any, update: Any) -> None:
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
         else:
             assert first.replica.state.digests() == calm.replica.state.digests()
+
+
+@pytest.mark.parametrize("first_bucket_bytes", [1, 20], ids=["a bucket of its own", "a bucket with others"])
+def test_a_parameter_that_the_optimizer_does_not_know_needs_no_undo(first_bucket_bytes: int) -> None:
+    with survivors("wait_free", PartlyTrained(), first_bucket_bytes) as (first, second, calm):
+        for survivor in (first, second):
+            survivor.train(STEP)
+            survivor.interrupt(("updated", STEP, 1), set())
+        assert mend(first, second, whole_update=False).undo == (0, 1)
+        for survivor in (first, second):
+            survivor.resume()
+        for survivor in (first, second, calm):
+            survivor.train(STEP + 2)
+        assert first.replica.state.digests() == second.replica.state.digests()
+        for a, b in zip(first.replica.state.model.parameters(), calm.replica.state.model.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("place", AHEAD[1:], ids=lambda place: f"{place[0]}-{place[1]}")
