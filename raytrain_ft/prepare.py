@@ -75,7 +75,7 @@ def prepare(
     settings.check_checkpoints(_policy(run), recovery)
     pipeline = pipeline_of(task, parallelism, settings)
     update, model_key = choose_update(task, recovery) if pipeline is None else ("barrier", check_stages(task, pipeline))
-    directory = make_directory(str(run.storage_path), check_name(str(run.name)))
+    directory = directory_of(str(run.storage_path), check_name(str(run.name)))
     sampling = _sampling(task, settings, pipeline)
     step = _step(settings, scaling, recovery, update, pipeline)
     if pipeline is not None and pipeline.schedule == "zero_bubble":
@@ -93,9 +93,12 @@ def prepare(
         )
         rules = replace(rules, replay_workers=1)
     sealed = _sealed(task)
+    options = _worker_options(scaling, run)
+    checkpoints = _checkpoints(run, scaling, recovery, directory, sampling, model_key, settings.max_steps)
     if not ray.is_initialized():
         knock()
         ray.init(log_to_driver=False)
+    make_directory(directory)  # last, so that what is refused leaves nothing behind
     return RunSpec(
         run_id=uuid.uuid4().hex[:12],
         name=directory.name,
@@ -105,10 +108,10 @@ def prepare(
         sampling=sampling,
         step=step,
         rules=rules,
-        options=_worker_options(scaling, run),
+        options=options,
         use_gpu=scaling.use_gpu is True,
         undo=recovery.undo,
-        checkpoints=_checkpoints(run, scaling, recovery, directory, sampling, model_key, settings.max_steps),
+        checkpoints=checkpoints,
         log=_log(recovery) if rules.logging else None,
         log_choice=log_choice,
         incarnation=last_incarnation(directory),
@@ -309,25 +312,34 @@ def last_incarnation(directory: Path) -> int:
     return last
 
 
-def make_directory(storage_path: str, name: str) -> Path:
-    """The run's directory, made, inside `storage_path`. An earlier run of this name keeps its records beside the new ones.
+def directory_of(storage_path: str, name: str) -> Path:
+    """The run's directory, inside `storage_path`.
 
     Raises:
-        ConfigError: it cannot be written, or is of a kind that is not supported.
+        ConfigError: it is of a kind that is not supported.
     """
     if "://" in storage_path:
         raise ConfigError(
             f"RunConfig(storage_path={storage_path!r}): only paths of a file system that all nodes share are supported so far"
         )
-    directory = Path(storage_path).expanduser().resolve() / name
+    return Path(storage_path).expanduser().resolve() / name
+
+
+def make_directory(directory: Path) -> None:
+    """Makes the run's directory. An earlier run of this name keeps its records beside the new ones.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         probe = directory / f".probe-{uuid.uuid4().hex}"
         probe.write_text("")
         probe.unlink()
     except OSError as error:
-        raise ConfigError(f"RunConfig(storage_path={storage_path!r}): {directory} cannot be written: {error}") from error
-    return directory
+        raise ConfigError(
+            f"RunConfig(storage_path={str(directory.parent)!r}): {directory} cannot be written: {error}"
+        ) from error
 
 
 def _worker_options(scaling: ScalingConfig, run: RunConfig) -> dict[str, Any]:

@@ -86,6 +86,7 @@ def test_refused_before_any_worker_starts(cluster, arguments, words, tmp_path: P
     with pytest.raises(ConfigError, match=words):
         train(tmp_path, "bad", **arguments)
     assert list_named_actors(all_namespaces=True) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["../evil", "a/b", "x" * 101, "-rf", "a\0b", "a b"])

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
 import ray
+import torch
 
 import raytrain_ft as ft
-from raytrain_ft.errors import ConfigError
+from raytrain_ft.errors import ConfigError, FTError
 from raytrain_ft.prepare import _worker_options
 from raytrain_ft.settings import Keywords, TrainSettings
+
+
+class Linear(ft.TrainTask):
+    """Could be run."""
+
+    def __init__(self, samples: int = 8, lock: Any = None) -> None:
+        self.samples, self.lock = samples, lock
+
+    def model(self, stage: int) -> Any:
+        return torch.nn.Linear(2, 2)
+
+    def optimizer(self, params: Any) -> Any:
+        return torch.optim.SGD(params, lr=0.1)
+
+    def dataset(self) -> Any:
+        return torch.utils.data.TensorDataset(torch.zeros(self.samples, 2))
+
+    def loss(self, output: Any, batch: Any) -> Any: ...
 
 
 class Task(ft.TrainTask):
@@ -108,6 +129,24 @@ def test_amounts_of_resources_are_numbers(amount: Any) -> None:
     scaling = ft.ScalingConfig(num_workers=1, resources_per_worker={"CPU": 1, "memory": amount})
     with pytest.raises(ConfigError, match=r"resources_per_worker=\{'memory': .*a number"):
         _worker_options(scaling, ft.RunConfig())
+
+
+@pytest.mark.parametrize(
+    ("task", "run", "words"),
+    [
+        (Linear(samples=0), {}, "empty"),
+        (Linear(lock=threading.Lock()), {}, "cannot be sent to the workers"),
+        (Linear(), {"checkpoint_config": ft.CheckpointConfig(resume="require")}, "no valid checkpoint"),
+        (Linear(), {"checkpoint_config": ft.CheckpointConfig(storage_path="nowhere://x")}, "no kind that pyarrow.fs knows"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_refused_leaves_nothing_behind(task: ft.TrainTask, run: dict[str, Any], words: str, tmp_path: Path) -> None:
+    run_config = ft.RunConfig(name="r", storage_path=str(tmp_path), **run)
+    with pytest.raises(FTError, match=words):
+        ft.Trainer(task, max_steps=1, global_batch_size=4, run_config=run_config).fit()
+    assert list(tmp_path.iterdir()) == []
+    assert not ray.is_initialized()
 
 
 def test_memory_is_asked_for_as_ray_wants_it() -> None:
