@@ -1,0 +1,85 @@
+"""The history checker finds no fault with real logs, and with each that was spoiled in one place the promise that it breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_ft.policy.history import VOICES, check
+from raytrain_ft.runtime.event_log import read_records
+
+RUNS = Path(__file__).parent / "recorded"
+Record = dict[str, Any]
+
+
+@pytest.fixture
+def records() -> list[Record]:
+    """Three workers, eight losses, copies from replicas."""
+    return read_records(RUNS / "replication" / "events.jsonl")
+
+
+def of(records: list[Record], event: str) -> list[Record]:
+    return [record for record in records if record["event"] == event]
+
+
+@pytest.mark.parametrize("run", ["replication", "checkpoint", "logging"])
+def test_a_real_log_is_accepted(run: str) -> None:
+    assert check(read_records(RUNS / run / "events.jsonl")) == []
+
+
+def _lists_a_sample_as_lost(records: list[Record]) -> None:
+    commit = of(records, "StepsCommitted")[-1]
+    where = {"step": commit["first_step"], "epoch": commit["epoch"], "start": commit["start"], "stop": commit["start"] + 1}
+    for _ in range(2):
+        records.append({"event": "SamplesLost", "incarnation": commit["incarnation"], "why": "lossy", **where})
+
+
+SPOILED: dict[str, tuple[str, Callable[[list[Record]], Any]]] = {
+    "a rank drew other samples": ("I1", lambda r: of(r, "StepsCommitted")[-1].update(ids_digest="0")),
+    "a sample was lost twice": ("I1", _lists_a_sample_as_lost),
+    "a replacement was filled with other bits": ("I2", lambda r: of(r, "Filled")[-1].update(digests=["0"])),
+    "a replica ended with other bits": ("I2", lambda r: of(r, "Completed")[0].update(digest="0")),
+    "a recovery took too long": ("I6", lambda r: of(r, "Recovery")[3].update(resumed=1000.0)),
+    "a recovery did not end, and the run did": ("I6", lambda r: of(r, "Recovery")[3].update(resumed=None)),
+    "the last recovery did not end, and the run did": ("I6", lambda r: of(r, "Recovery")[-1].update(resumed=None)),
+    "a run without an end": ("I6", lambda r: r.remove(of(r, "RunFinished")[0])),
+    "a run with two ends": ("I6", lambda r: r.append({"event": "RunFailed", "error": ["RecoveryError", "no nodes"]})),
+    "a loss without a cause": ("I8", lambda r: of(r, "WorkerLost")[2].update(cause="")),
+    "a recovery without a cause": ("I8", lambda r: of(r, "Recovery")[2].update(cause="")),
+    "a failure without a reason": ("I8", lambda r: r.append({"event": "RunFailed", "error": ["RecoveryError", ""]})),
+}
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_a_spoiled_log_is_not(records: list[Record], what: str) -> None:
+    promise, spoil = SPOILED[what]
+    spoil(records)
+    assert any(violation.startswith(promise) for violation in check(records)), what
+
+
+@pytest.mark.parametrize("event", VOICES)
+def test_who_was_lost_has_no_say_afterwards(records: list[Record], event: str) -> None:
+    lost = of(records, "WorkerLost")[0]
+    last = of(records, "Resumed")[-1]["incarnation"]
+    late = {**of(records, "StepsCommitted")[-1], **of(records, "Completed")[-1], **of(records, "Filled")[-1]}
+    records.append(late | {"event": event, "member": lost["member"], "incarnation": last})
+    (found,) = [violation for violation in check(records) if violation.startswith("I5")]
+    assert lost["member"] in found
+
+
+def test_what_a_worker_did_before_it_was_lost_may_come_late(records: list[Record]) -> None:
+    lost = of(records, "WorkerLost")[0]["member"]
+    commit = next(record for record in records if record["event"] == "StepsCommitted" and record["member"] == lost)
+    records.remove(commit)
+    records.append(commit)
+    assert check(records) == []
+
+
+def test_a_run_that_failed_may_have_failed_in_a_recovery(records: list[Record]) -> None:
+    records.remove(of(records, "RunFinished")[0])
+    of(records, "Recovery")[-1].update(resumed=None)
+    records.append({"event": "RunFailed", "error": ["RecoveryError", "no nodes"]})
+    assert not [violation for violation in check(records) if violation.startswith("I6")]
