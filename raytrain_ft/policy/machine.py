@@ -281,7 +281,7 @@ def _on_task_failed(run: RunState, event: m.TaskFailed) -> list[m.Command]:
         return _lose(run, [event.member], m.WorkerLost(at=event.at, member=event.member, cause=cause, noticed_by="supervisor"))
     if event.kind == "non_finite" and run.rules.roll_back and event.step not in run.rolled_back and run.state in TRAINING:
         run.rolled_back.add(event.step)
-        run.going_back = True
+        run.going_back = "the loss or a gradient was not finite"
         return phases.suspect(run, event.at, f"the loss of step {event.step} is not finite", event.member)
     kinds = {
         "task": "TaskError",
@@ -368,6 +368,7 @@ _HANDLERS: dict[type[m.Event], Callable[[RunState, Any], list[m.Command]]] = {
     m.LogWritten: _on_noted,
     m.NoticesUnavailable: _on_noted,
     m.LogMissing: phases.on_log_missing,
+    m.UndoRefused: phases.on_undo_refused,
     m.Stopped: _on_stopped,
     m.Checkpointed: stopping.on_checkpointed,
     m.Completed: _on_completed,

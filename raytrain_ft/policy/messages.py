@@ -288,6 +288,15 @@ class LogMissing(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UndoRefused(Event):
+    """A survivor cannot undo what its plan says: the latest update showed what the optimizer's settings had not."""
+
+    member: str
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogFailed(Event):
     """A worker cannot log any more (a full disk, or its quota). Training goes on."""
 
@@ -471,6 +480,7 @@ __all__ = [
     "TaskFailed",
     "TimerFired",
     "Trim",
+    "UndoRefused",
     "Watch",
     "WorkerLost",
     "WorkerStarted",

@@ -189,7 +189,7 @@ def _why_go_back(run: RunState) -> str:
     if not run.survivors:
         return f"nobody holds the state of step {run.step} any more"
     if run.going_back:
-        return "the loss or a gradient was not finite"
+        return run.going_back
     if run.rules.strategy in ("checkpoint", "snapshot") and run.recoveries[-1].lost and run.stored:
         return f'strategy="{run.rules.strategy}"'
     return ""
@@ -198,7 +198,7 @@ def _why_go_back(run: RunState) -> str:
 def _go_back(run: RunState, why: str) -> list[m.Command]:
     """Workers are gathered while it is being looked what there is to load."""
     recovery = run.recoveries[-1]
-    if not run.rules.checkpoints or run.rules.strategy == "replication":
+    if not _may_go_back(run):
         return run.fail(
             "NoSurvivorError",
             f"{why} ({recovery.cause}) and there is no checkpoint to go back to. Spread the workers over more nodes, or allow "
@@ -207,6 +207,10 @@ def _go_back(run: RunState, why: str) -> list[m.Command]:
     recovery.reason = why
     run.state, run.seeking = State.REPLACE, True
     return [m.FindCheckpoints(run.incarnation), *run.provision()]
+
+
+def _may_go_back(run: RunState) -> bool:
+    return run.rules.checkpoints and run.rules.strategy != "replication"
 
 
 def on_checkpoints_found(run: RunState, event: m.CheckpointsFound) -> list[m.Command]:
@@ -236,6 +240,14 @@ def on_rejected(run: RunState, event: m.CheckpointRejected) -> list[m.Command]:
     """The next one is the checkpoint before; whoever could load this one may be a survivor, which is as good."""
     run.rejected[event.name] = event.reason
     return suspect(run, event.at, f"checkpoint {event.name} cannot be loaded: {event.reason}", event.member)
+
+
+def on_undo_refused(run: RunState, event: m.UndoRefused) -> list[m.Command]:
+    """Survivors cannot return to where the step began: everybody goes back to the checkpoint instead."""
+    if not _may_go_back(run):
+        return run.fail("UndoRefusedError", f"{event.reason}. There is no checkpoint to go back to instead (CheckpointConfig)")
+    run.going_back = event.reason
+    return suspect(run, event.at, "an update cannot be undone", event.member)
 
 
 def join(run: RunState, world: tuple[str, ...]) -> list[m.Command]:
@@ -344,7 +356,7 @@ def resume(run: RunState, at: float) -> list[m.Command]:
     if run.state in ENDED:
         return departed
     run.state = State.RESUME
-    run.world, run.answers, run.going_back = run.joining, {}, False
+    run.world, run.answers, run.going_back = run.joining, {}, ""
     losses = sum(len(recovery.lost) for recovery in run.recoveries) if run.rules.measure_failures else 0
     failure_s = at / losses if losses else None
     return [*departed, m.Run(run.world, run.incarnation, failure_s, tuple(sorted(run.rejected)))]

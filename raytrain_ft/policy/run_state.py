@@ -40,7 +40,7 @@ class RunState:
         void: who holds what is no use any more, for it has not joined another world since: everybody has gone back from it, or
             there was no seat for its holder.
         rejected: checkpoints that could not be loaded, and why.
-        going_back: whether what the survivors hold is to be given up for a checkpoint.
+        going_back: why what the survivors hold is to be given up for a checkpoint; empty if it is not.
         rolled_back: steps whose loss was not finite, and that were therefore tried again from a checkpoint.
         leaving: members whose node will be taken away, and when.
         givers: per stage, who hands over what nobody else holds.
@@ -73,7 +73,7 @@ class RunState:
     stored: list[m.Stored] = field(default_factory=list)
     load: m.Stored | None = None
     seeking: bool = False
-    going_back: bool = False
+    going_back: str = ""
     void: set[str] = field(default_factory=set)
     rejected: dict[str, str] = field(default_factory=dict)
     rolled_back: set[int] = field(default_factory=set)

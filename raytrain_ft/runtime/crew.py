@@ -22,7 +22,15 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from raytrain_ft.errors import ConfigError, FencedError, LogGapError, MismatchError, ReplayDivergedError, StorageError
+from raytrain_ft.errors import (
+    ConfigError,
+    FencedError,
+    LogGapError,
+    MismatchError,
+    ReplayDivergedError,
+    StorageError,
+    UndoRefusedError,
+)
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.topology import stage_of
 from raytrain_ft.runtime import lifeline, placement
@@ -301,6 +309,10 @@ class Crew:
             diverged = isinstance(cause, ReplayDivergedError)
             about = {"incarnation": incarnation, "reason": str(cause)[:1000], "diverged": diverged}
             self._tell(m.LogMissing(at=self._now(), member=member, **about))
+            return
+        if isinstance(cause, UndoRefusedError) and incarnation:  # while a worker is set up, its settings are refused
+            reason = " ".join(str(cause).split())[:1000]
+            self._tell(m.UndoRefused(at=self._now(), member=member, incarnation=incarnation, reason=reason))
             return
         if load and isinstance(cause, StorageError):
             about = {"incarnation": incarnation, "name": load, "reason": str(cause)[:1000]}

@@ -226,7 +226,7 @@ class Cluster:
         return False
 
     def _reconcile(self, worker: Worker, command: m.Reconcile) -> None:
-        if not self._enter(worker, command.incarnation, command.world):
+        if not self._enter(worker, command.incarnation, command.world) or self._refuses_undo(worker, command):
             return
         worker.stop = False
         stage = command.world.index(worker.member) % self.rules.stages
@@ -497,3 +497,11 @@ class Cluster:
                 return
             self.go_on()
         raise AssertionError(f"no end after {most_events} events; state {self.run.state}")
+
+    def _refuses_undo(self, worker: Worker, command: m.Reconcile) -> bool:
+        """Wait-free, a survivor may find that it cannot undo an update."""
+        may_undo = command.plan is not None and worker.member in command.holders and not self.rules.whole_update
+        if not may_undo or self.chance.random() >= self.corruption:
+            return False
+        self._post(m.UndoRefused(member=worker.member, incarnation=command.incarnation, reason="SGD cannot be undone"))
+        return True

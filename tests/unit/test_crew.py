@@ -10,8 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
 
+from raytrain_ft.errors import UndoRefusedError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.runtime import crew as crews
 from raytrain_ft.runtime.crew import Crew
@@ -33,6 +34,7 @@ class Health:
 
     def __init__(self) -> None:
         self.expected: list[str] = []
+        self.step = 7
         self.nodes = SimpleNamespace(avoided=set(), avoid=lambda *_: None, count=lambda *_: None)
 
     def expect(self, member: str) -> None:
@@ -185,6 +187,17 @@ def test_the_end_of_a_process_is_told_at_once_and_its_cause_when_ray_knows_it(
     assert told[1].lost == "w0"
     assert "memory" in told[1].cause
     assert killed == [True]
+
+
+@pytest.mark.parametrize(("incarnation", "kind"), [(0, m.TaskFailed), (2, m.UndoRefused)])
+def test_an_undo_that_is_refused_in_a_recovery_is_no_refusal_of_settings(
+    crew: Crew, told: list[m.Event], incarnation: int, kind: type[m.Event]
+) -> None:
+    error = RayTaskError("reconcile", "Traceback ...", UndoRefusedError("SGD cannot be undone:\n  - lr=10.0"))
+    crew._report("w0", error, incarnation)
+    (event,) = told
+    assert isinstance(event, kind)
+    assert getattr(event, "incarnation", None) == (incarnation or None)
 
 
 def test_a_lifeline_that_fails_leaves_it_to_ray(crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch) -> None:

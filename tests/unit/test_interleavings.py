@@ -28,6 +28,7 @@ REASONS = {
     "RecoveryError",
     "RetryBudgetError",
     "TaskError",
+    "UndoRefusedError",
 }
 
 
@@ -54,6 +55,7 @@ def all_rules(draw: st.DrawFn) -> Rules:
         strategy=draw(st.sampled_from(["auto", "auto", "replication", "checkpoint", *(STRATEGIES if stages == 1 else ())])),
         quorum=draw(st.sampled_from([0.0, 0.5, 1.0])),
         roll_back=draw(st.booleans()),
+        whole_update=stages > 1 or draw(st.booleans()),
         measure_failures=draw(st.booleans()),
     )
 
@@ -160,6 +162,7 @@ def test_every_edge_of_the_table_is_taken_and_no_other() -> None:
             checkpoints=chance.random() < 0.7,
             strategy=chance.choice(["auto", "auto", "checkpoint"]),
             roll_back=chance.random() < 0.3,
+            whole_update=stages > 1 or seed % 8 != 0,
         )
         taken |= live_through(rules, seed).edges
         if taken >= listed:

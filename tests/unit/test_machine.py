@@ -441,6 +441,37 @@ def test_a_loss_that_is_not_finite_is_rolled_back_once() -> None:
     assert story.run.failure[0] == "NonFiniteLossError"
 
 
+def refused(story: Story, *members: str) -> Story:
+    about = {"incarnation": story.run.incarnation, "reason": "SGD cannot be undone: lr=10.0 shrinks it to nothing"}
+    story.tell(*(m.UndoRefused(member=member, **about) for member in members))
+    return story
+
+
+def test_what_cannot_be_undone_is_gone_back_from() -> None:
+    story = running(3, spares=1, checkpoints=True, whole_update=False).started("w3").lost("w2").fenced("w0", "w1")
+    refused(story, "w0", "w1")
+    assert story.run.state == State.FENCE
+    found(story.fenced("w0", "w1", "w3", empty=["w3"]), 4)
+    assert of(story.said, m.Reconcile) == [m.Reconcile(("w0", "w1", "w3"), story.run.incarnation, None, "at 4")]
+    recovery = story.reconciled("w0", "w1", "w3").committed(4).run.recoveries[0]
+    assert (recovery.strategy, recovery.attempts, recovery.cause) == (
+        Strategy.CHECKPOINT,
+        2,
+        "the node died; then an update cannot be undone",
+    )
+    assert "lr=10.0" in recovery.reason
+    assert story.lost("w0").fenced("w1", "w3").run.plan is not None, "that was then"
+
+
+@pytest.mark.parametrize("rules", [{"checkpoints": False}, {"checkpoints": True, "strategy": "replication"}])
+def test_what_cannot_be_undone_ends_a_run_that_has_nothing_to_go_back_to(rules: dict[str, Any]) -> None:
+    story = running(3, spares=1, whole_update=False, **rules).started("w3").lost("w2").fenced("w0", "w1")
+    failure = refused(story, "w0").run.failure
+    assert failure is not None
+    assert failure[0] == "UndoRefusedError"
+    assert "lr=10.0" in failure[1]
+
+
 def test_a_run_begins_from_what_is_stored_and_goes_on_counting() -> None:
     story = Story(2)
     story.run = RunState(Rules(min_workers=2, max_workers=2, max_steps=100, checkpoints=True, spares=0))
