@@ -289,7 +289,10 @@ def _on_task_failed(run: RunState, event: m.TaskFailed) -> list[m.Command]:
         "config": "ConfigError",
         "mismatch": "MismatchError",
     }
-    return run.fail(kinds[event.kind], f"rank {event.rank} ({event.member}), step {event.step}: {event.message}")
+    world = run.joining or run.world
+    rank = world.index(event.member) if event.rank is None and event.member in world else event.rank
+    who = event.member if rank is None else f"rank {rank} ({event.member})"
+    return run.fail(kinds[event.kind], f"{who}, step {event.step}: {event.message}")
 
 
 # ---------------------------------------------------------------- deadlines, and the supervisor's own restart

@@ -404,10 +404,14 @@ class Saved(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFailed(Event):
-    """The user's own code raised, or the loss is not finite: of this all ranks tell, so it belongs to an incarnation."""
+    """The user's own code raised, or the loss is not finite: of this all ranks tell, so it belongs to an incarnation.
+
+    Attributes:
+        rank: None if the worker did not say it, because it did not train.
+    """
 
     member: str
-    rank: int
+    rank: int | None
     step: int
     kind: Literal["task", "non_finite", "config", "mismatch"]
     message: str

@@ -322,7 +322,7 @@ class Crew:
             self._health.nodes.avoid(node, FORGIVE_SILENT_S)  # it may lack what others have: the next one is started elsewhere
         kind = "mismatch" if isinstance(cause, MismatchError) else "config" if isinstance(cause, ConfigError) else "task"
         message = str(error) if kind == "task" else str(cause)
-        self._tell(m.TaskFailed(at=self._now(), member=member, rank=-1, step=self._health.step, kind=kind, message=message))
+        self._tell(m.TaskFailed(at=self._now(), member=member, rank=None, step=self._health.step, kind=kind, message=message))
 
     async def _ask(self, member: str, method: str, *args: Any) -> None:
         await self._call(member, method, *args)

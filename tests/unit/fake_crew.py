@@ -204,7 +204,7 @@ class Cluster:
     def _fail_to_set_up(self, worker: Worker) -> None:
         """Its node lacks something; it will never be ready."""
         worker.dead = True
-        self._post(m.TaskFailed(member=worker.member, rank=-1, step=0, kind="config", message="no such directory"))
+        self._post(m.TaskFailed(member=worker.member, rank=None, step=0, kind="config", message="no such directory"))
 
     def _leave(self, worker: Worker, incarnation: int) -> None:
         if incarnation > worker.incarnation:  # else the call is refused, and the supervisor hears nothing

@@ -167,7 +167,7 @@ def test_an_exception_of_a_worker_that_was_given_up_for_lost_is_ignored() -> Non
 def test_a_worker_that_cannot_be_set_up_ends_no_run_that_trains() -> None:
     """A node that came later lacks something: another worker is started, and those who train go on."""
     story = running(2, spares=1)
-    broken = {"rank": -1, "step": 0, "kind": "config", "message": "node n9 does not see the run's directory"}
+    broken: dict[str, Any] = {"rank": None, "step": 0, "kind": "config", "message": "node n9 does not see the run's directory"}
     story.tell(m.TaskFailed(member="w2", **broken))
     assert (story.run.state, story.run.failure) == (State.RUNNING, None)
     assert of(story.said, m.Kill, m.StartWorker) == [m.Kill("w2"), m.StartWorker("w3")]
@@ -178,6 +178,13 @@ def test_a_worker_that_cannot_be_set_up_ends_no_run_that_trains() -> None:
     before = Story(2)
     before.tell(m.TaskFailed(member="w1", **broken))
     assert before.run.failure is not None, "before there is a world, it is for a person to look at"
+    assert before.run.failure[1] == "w1, step 0: node n9 does not see the run's directory"
+
+
+def test_an_error_in_a_recovery_names_the_rank_that_the_worker_was_to_have() -> None:
+    story = running(spares=1).started("w3").lost("w1").fenced("w0", "w2")
+    story.tell(m.TaskFailed(member="w3", rank=None, step=5, kind="mismatch", message="another model"))
+    assert story.run.failure == ("MismatchError", "rank 1 (w3), step 5: another model")
 
 
 def test_abort_is_possible_from_the_first_moment() -> None:
