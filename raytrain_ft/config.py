@@ -21,6 +21,15 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 """Names of runs become names of files and actors, so they are checked against this allow-list."""
 
 
+WITHOUT_EFFECT = (
+    *("placement_strategy", "accelerator_type", "label_selector", "topology", "use_tpu", "elastic_resize_monitor_interval_s"),
+    *("callbacks", "storage_filesystem", "logging_config"),
+    *("controller_failure_limit", "relax_collectives_on_preemption", "preemption_grace_s"),
+    *("checkpoint_score_attribute", "checkpoint_score_order"),
+)
+"""Fields of Ray Train's `ScalingConfig`, `RunConfig`, `FailureConfig` and `CheckpointConfig`."""
+
+
 @dataclass
 class FailureConfig(ray.train.FailureConfig):
     """Ray Train's `FailureConfig` with retries on by default: lost nodes are this library's business.
@@ -297,22 +306,22 @@ class RecoveryConfig:
 
 
 def check_supported(scaling: ScalingConfig, run: ray.train.RunConfig) -> None:
-    """Refuses what Ray Train's classes can say but is not there yet, rather than passing over it in silence.
+    """Refuses what Ray Train's classes can say but has no effect here, rather than passing over it in silence.
 
     Raises:
         ConfigError: naming the field.
     """
-    wishes = {
-        "ScalingConfig.accelerator_type": scaling.accelerator_type,
-        "ScalingConfig.label_selector": scaling.label_selector,
-        "ScalingConfig.topology": scaling.topology,
-        "RunConfig.callbacks": run.callbacks,
-        "RunConfig.storage_filesystem": run.storage_filesystem,
-        "CheckpointConfig.checkpoint_score_attribute": getattr(run.checkpoint_config, "checkpoint_score_attribute", None),
-    }
-    for name, wish in wishes.items():
-        if wish:
-            raise ConfigError(f"{name}={wish!r} is not supported yet: leave it out")
+    default = ray.train.RunConfig()
+    for given, usual in (
+        (scaling, ScalingConfig()),
+        (run, default),
+        (run.failure_config, default.failure_config),
+        (run.checkpoint_config, default.checkpoint_config),
+    ):
+        for name in WITHOUT_EFFECT:
+            wish = getattr(given, name, None)
+            if wish != getattr(usual, name, None):
+                raise ConfigError(f"{type(given).__name__}({name}={wish!r}) has no effect here: leave it out")
 
 
 def check_name(name: str) -> str:

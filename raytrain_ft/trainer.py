@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
@@ -112,6 +113,7 @@ class Trainer:
         self._settings = TrainSettings(**settings)
         self._settings.check(self._scaling, self._recovery, self._parallelism)
         check_supported(self._scaling, self._run)
+        _warn_of_no_recovery(self._run)
         check_name(str(self._run.name))
 
     def fit(self) -> Result:
@@ -175,6 +177,16 @@ def _config(name: str, given: Any, *kinds: type) -> Any:
     if not isinstance(given, kinds):
         raise ConfigError(f"Trainer({name}={given!r}): use a raytrain_ft.{kinds[0].__name__}")
     return given
+
+
+def _warn_of_no_recovery(run: Any) -> None:
+    """Whether Ray's default was chosen or not cannot be told."""
+    if not isinstance(run, RunConfig) and run.failure_config.max_failures == 0:
+        warnings.warn(
+            "Trainer(run_config=ray.train.RunConfig(...)) has Ray's FailureConfig(max_failures=0): the first lost worker ends "
+            "the run. Use raytrain_ft.RunConfig, whose default recovers from every loss, or FailureConfig(max_failures=-1).",
+            stacklevel=3,
+        )
 
 
 def _check_keywords(settings: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -147,6 +148,37 @@ def test_what_is_refused_leaves_nothing_behind(task: ft.TrainTask, run: dict[str
         ft.Trainer(task, max_steps=1, global_batch_size=4, run_config=run_config).fit()
     assert list(tmp_path.iterdir()) == []
     assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {"scaling_config": ft.ScalingConfig(placement_strategy="STRICT_PACK")},
+            r"ScalingConfig\(placement_strategy='STRICT_PACK'\)",
+        ),
+        ({"scaling_config": ft.ScalingConfig(accelerator_type="H100")}, "accelerator_type='H100'"),
+        ({"run_config": ft.RunConfig(logging_config=ray.train.LoggingConfig(log_level="DEBUG"))}, "logging_config=.*DEBUG"),
+        ({"run_config": ft.RunConfig(failure_config=ft.FailureConfig(preemption_grace_s=5.0))}, "preemption_grace_s=5.0"),
+        (
+            {"run_config": ft.RunConfig(checkpoint_config=ft.CheckpointConfig(checkpoint_score_order="min"))},
+            "score_order='min'",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_would_have_no_effect_is_refused(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        trainer(**config)
+
+
+def test_a_default_of_rays_that_allows_no_loss_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="the first lost worker ends the run"):
+        trainer(run_config=ray.train.RunConfig())
+    with warnings.catch_warnings(action="error"):
+        trainer()
+        trainer(run_config=ray.train.RunConfig(failure_config=ft.FailureConfig()))
+        trainer(run_config=ft.RunConfig(failure_config=ft.FailureConfig(max_failures=0)))
 
 
 def test_memory_is_asked_for_as_ray_wants_it() -> None:
