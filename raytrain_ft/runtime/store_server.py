@@ -16,17 +16,26 @@ class StoreServer:
     async def set(self, incarnation: int, key: str, value: bytes) -> None:
         """Sets a key; a new incarnation begins with an empty store, an old one is refused."""
         async with self._changed:
-            if incarnation > self._incarnation:
-                self._incarnation, self._values = incarnation, {}
-            if incarnation == self._incarnation:
-                self._values[key] = value
-                self._changed.notify_all()
+            if self._admits(incarnation):
+                self._put(key, value)
 
     async def add(self, incarnation: int, key: str, amount: int) -> int:
-        """Adds to a counter and returns its new value."""
-        value = int(self._values.get(key, b"0")) + amount
-        await self.set(incarnation, key, str(value).encode())
-        return value
+        """Adds to a counter and returns its new value; 0 to an old incarnation."""
+        async with self._changed:
+            if not self._admits(incarnation):
+                return 0
+            value = int(self._values.get(key, b"0")) + amount
+            self._put(key, str(value).encode())
+            return value
+
+    def _admits(self, incarnation: int) -> bool:
+        if incarnation > self._incarnation:
+            self._incarnation, self._values = incarnation, {}
+        return incarnation == self._incarnation
+
+    def _put(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+        self._changed.notify_all()
 
     async def get(self, incarnation: int, keys: list[str], seconds: float) -> list[bytes] | None:
         """The values once all keys are there, or None after `seconds`."""
