@@ -177,7 +177,8 @@ def test_stopped_resubmitted_orphaned_attached(client: JobSubmissionClient, clus
     heard += attached.communicate(timeout=100)[0]
     assert attached.returncode == 0, heard
     assert "[toy] " in heard
-    assert f"noticed by ray; lost {worker['member']}; workers 2 -> 2" in heard
+    # by Ray where the kernel does not allow lifelines
+    assert re.search(rf"noticed by (lifeline|ray); lost {worker['member']}; workers 2 -> 2", heard), heard
     assert f"finished: step {STEPS}" in heard
 
     result = ft.attach(run)  # of a run that has ended: what its records say
