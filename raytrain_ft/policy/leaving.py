@@ -3,13 +3,15 @@
 A notice is no loss. Who is told to leave trains on until a replacement is ready, or until waiting for one any longer would
 miss the deadline; then everybody stops at one boundary, as for any planned resize. The state is where the others hold it too.
 Where nobody else does (a stage without a replica, a run of one), it is *handed over*. If the deadline comes first, or anything
-goes wrong on the way, there was a loss, and it is met as any other. Only a person's request that could not be met by its
-deadline lapses: nobody takes that member away, and it keeps its place.
+goes wrong on the way, there was a loss, and it is met as any other.
+
+What does not come true lapses, and the member keeps its place: a person's request that could not be met by its deadline, and
+what a cloud said of a node that lives on. Ray's word of a drain is never taken back.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
 
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.reconcile import Plan
@@ -20,57 +22,81 @@ from raytrain_ft.policy.topology import members_of
 
 SHORTEST_MARGIN_S = 2.0
 """The least time between the stop at a boundary and the deadline."""
+IDLE = (MemberState.STARTING, MemberState.SPARE)
+LAPSE_AFTER_S = 60.0
+"""How long after its deadline a node may still be taken away: clouds are late at times. One that lives on then stays."""
 TIMER = "leave"
-REQUEST = "request"
-"""The source of a notice that a person gave."""
+REQUEST, SIGTERM, DRAIN = "request", "sigterm", "ray drain"
+"""Sources that are no clouds: a person, a signal to the worker, Ray. What they say is sure, and a cloud's word may be false."""
 
 
 def noticed(run: RunState, event: m.Noticed) -> list[m.Command]:
-    """This member will be gone. One that does not train is let go at once."""
+    """This member will be gone. One that does not train is let go at once, if that is sure."""
     if run.state == State.SHUTTING_DOWN:
         return []
-    if run.members[event.member] in (MemberState.STARTING, MemberState.SPARE):
-        run.roster.lose(event.member)
-        return [m.Kill(event.member), *run.provision()]
-    wish = event.source == REQUEST
-    leave = Leave(event.at + event.deadline_s, f"{event.source}: {event.reason}", wish)
+    if run.members[event.member] in IDLE and event.source in (REQUEST, SIGTERM, DRAIN):
+        return [*_dismiss(run, [event.member]), *run.provision()]
+    deadline, why = event.at + event.deadline_s, f"{event.source}: {event.reason}"
+    leave = Leave(deadline, why, deadline + {REQUEST: 0.0, DRAIN: math.inf}.get(event.source, LAPSE_AFTER_S))
     known = run.leaving.get(event.member, leave)
     first = min(leave, known, key=lambda leave: leave.deadline)
-    run.leaving[event.member] = replace(first, wish=wish and known.wish)  # what takes it away does so whatever is wished
+    lapses = max(leave.lapses, known.lapses)  # what takes it away does so whatever else is said
+    run.leaving[event.member] = Leave(first.deadline, first.why, lapses)
     run.roster.leaving = frozenset(run.leaving)
-    return [*run.provision(), *(watch(run, event.at) + stop(run, event.at) if run.state == State.RUNNING else [])]
+    if run.state != State.RUNNING:
+        return run.provision()
+    return [*run.provision(), *watch(run, event.at), *(stop(run, event.at) or relieve(run))]
 
 
 def watch(run: RunState, at: float) -> list[m.Command]:
-    """A deadline for waiting: then they leave whether there is a replacement or not."""
-    if not run.leaving:
-        return []
-    margin = max(SHORTEST_MARGIN_S, 3 * run.longest_step)
-    first = min(leave.deadline for leave in run.leaving.values())
-    return [m.SetTimer(TIMER, max(0.0, first - margin - at), run.incarnation)]
+    """For the next moment when somebody is to leave whether there is a replacement or not, or when a notice lapses."""
+    moments = [due if (due := _due(run, leave)) > at else leave.lapses for leave in run.leaving.values()]
+    first = min(moments, default=math.inf)
+    return [] if first == math.inf else [m.SetTimer(TIMER, max(0.0, first - at), run.incarnation)]
 
 
-def stop(run: RunState, at: float, *, waited: bool = False) -> list[m.Command]:
-    """Asks for a stop at a boundary, if those who leave can be done without; if not, a wish has come to nothing in the end."""
+def _due(run: RunState, leave: Leave) -> float:
+    """Until when a replacement can be waited for."""
+    return leave.deadline - max(SHORTEST_MARGIN_S, 3 * run.longest_step)
+
+
+def stop(run: RunState, at: float) -> list[m.Command]:
+    """Asks for a stop at a boundary, if those who leave can be done without."""
     going = [member for member in run.world if member in run.leaving]
-    replaced = len(run.roster.spares()) >= len(going)
-    fewer = run.rules.whole(len(run.world) - len(going) + len(run.roster.spares()))
-    possible = replaced or (waited and fewer >= run.rules.min_workers)
+    lasting = len(run.roster.lasting())
+    waited = any(_due(run, run.leaving[member]) <= at for member in going)
+    fewer = run.rules.whole(len(run.world) - len(going) + lasting)
+    possible = lasting >= len(going) or (waited and fewer >= run.rules.min_workers)
     if not going or not possible or run.step >= run.rules.max_steps:
-        return _lapse(run, at) if waited else []
+        return []
     why = "; ".join(f"{member} leaves ({run.leaving[member].why})" for member in going)
     run.state = State.RESIZING
     run.history.begin(at, why, "notice", len(run.world))
     return [m.StopAtBoundary(run.world)]
 
 
-def _lapse(run: RunState, at: float) -> list[m.Command]:
-    """Wishes lapse with their deadline; those that are left are looked at again then."""
-    wishes = {member: leave.deadline for member, leave in run.leaving.items() if leave.wish}
-    for member in [member for member, deadline in wishes.items() if deadline <= at]:
+def relieve(run: RunState) -> list[m.Command]:
+    """Spares that had notice are let go once there are others; the last one is not, for perhaps nothing comes of the notice."""
+    going = [member for member in run.world if member in run.leaving]
+    return _dismiss(run, _idle(run)) if len(run.roster.lasting()) > len(going) else []
+
+
+def _idle(run: RunState) -> list[str]:
+    """Who had notice and does not train."""
+    return [member for member in run.leaving if run.members[member] in IDLE]
+
+
+def _dismiss(run: RunState, members: list[str]) -> list[m.Command]:
+    for member in members:
         forget(run, member)
-    later = [deadline for deadline in wishes.values() if deadline > at]
-    return [m.SetTimer(TIMER, min(later) - at, run.incarnation)] if later else []
+        run.roster.lose(member)
+    return [m.Kill(member) for member in members]
+
+
+def lapse(run: RunState, at: float) -> None:
+    """Nothing came of what was to come by now."""
+    for member in [member for member, leave in run.leaving.items() if leave.lapses <= at]:
+        forget(run, member)
 
 
 def let_go(run: RunState) -> list[m.Command]:
@@ -81,10 +107,12 @@ def let_go(run: RunState) -> list[m.Command]:
     """
     going = [member for member in run.leaving if member in run.survivors]
     stay = [member for member in run.survivors if member not in run.leaving]
-    enough = run.rules.whole(len(stay) + len(run.roster.spares())) >= run.rules.min_workers
+    there = len(stay) + len(run.roster.lasting())
+    enough = run.rules.whole(there) >= run.rules.min_workers
     if not going or not enough or run.plan is None or run.replaying or not _is_boundary(run, run.plan):
         return []
-    commands: list[m.Command] = []
+    # a spare that had notice would take a free seat only to leave it again
+    commands = _dismiss(run, _idle(run)) if there < run.rules.max_workers else []
     held = {run.survivors[member].stage for member in stay}
     for member in going:
         marks = run.survivors.pop(member)

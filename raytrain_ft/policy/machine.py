@@ -132,13 +132,13 @@ def _begin(run: RunState, *, waited: bool = False) -> list[m.Command]:
 
 
 def _resize(run: RunState, at: float) -> list[m.Command]:
-    """Who had notice leaves, if there is a replacement now; or else the world grows."""
-    return leaving.stop(run, at) or _grow(run, at)
+    """Who had notice leaves, if there is a replacement now; or else the world grows; or else spares that had notice leave."""
+    return leaving.stop(run, at) or _grow(run, at) or leaving.relieve(run)
 
 
 def _grow(run: RunState, at: float) -> list[m.Command]:
     """A planned resize: everybody stops at a step boundary that all agree upon."""
-    spares = len(run.roster.spares())
+    spares = len(run.roster.lasting())
     if len(run.world) >= run.rules.max_workers or spares < run.rules.stages or run.step >= run.rules.max_steps:
         return []
     run.state = State.RESIZING
@@ -166,6 +166,7 @@ def _on_worker_lost(run: RunState, event: m.WorkerLost) -> list[m.Command]:
 def _lose(run: RunState, members: list[str], event: m.WorkerLost) -> list[m.Command]:
     """These members are gone, all in the way that the event tells."""
     savers = run.savers()
+    leaving.lapse(run, event.at)
     was = {member: run.roster.lose(member) for member in members}
     preempted = {member: event.preempted or member in run.leaving for member in members}  # the end of a notice is no failure
     for member in members:
@@ -310,7 +311,7 @@ def _on_timer_fired(run: RunState, event: m.TimerFired) -> list[m.Command]:
         case "fence", State.FENCE:
             return _lose_silent(run, event.at, silent, "it did not leave its step in time")
         case leaving.TIMER, State.RUNNING:
-            return leaving.stop(run, event.at, waited=True)
+            return _leave(run, event.at)
         case "replacement", State.REPLACE if not run.joining:
             return phases.replace(run, waited=True)
         case ("reconcile", State.REPLACE) | ("fill", State.REBUILD):
@@ -319,6 +320,15 @@ def _on_timer_fired(run: RunState, event: m.TimerFired) -> list[m.Command]:
             late = [member for member in savers if member not in run.answers]
             return _lose_silent(run, event.at, late, "it did not save the final state in time")
     return []
+
+
+def _leave(run: RunState, at: float) -> list[m.Command]:
+    """The time has come to leave, or to stay for good."""
+    stopped = leaving.stop(run, at)
+    if stopped:
+        return stopped
+    leaving.lapse(run, at)
+    return leaving.watch(run, at) + _resize(run, at)
 
 
 def _lose_silent(run: RunState, at: float, members: list[str], cause: str) -> list[m.Command]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from raytrain_ft.policy import leaving
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.chronicle import Chronicle, Steps
 from raytrain_ft.policy.run_state import RunState
@@ -203,7 +204,10 @@ class Measures:
         self._gone += new
         left = sum(len(recovery.left) for recovery in run.recoveries) - self._left
         self._left += left
-        departed = new if isinstance(event, m.Noticed) else left  # a spare leaves at once
+        lost = isinstance(event, m.WorkerLost | m.TaskFailed) or (
+            isinstance(event, m.TimerFired) and event.timer != leaving.TIMER
+        )
+        departed = left if lost else new  # else spares leave that had notice
         if departed:
             self._add("train_ft_departures", by=departed)
         if new > departed:

@@ -108,8 +108,8 @@ class CauseFound(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noticed(Event):
-    """A worker's node, or its process, will be taken away in `deadline_s` seconds. Each source tells this once of a worker,
-    but a person may ask again, for sooner.
+    """A worker's node, or its process, will be taken away in `deadline_s` seconds. Told again of a worker only if it is
+    sooner.
 
     Attributes:
         source: "aws spot", "aws rebalance", "gcp", "azure", "ray drain", "sigterm" or "request".

@@ -63,12 +63,11 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """When a member must be gone (seconds since the run began), and why. A wish lapses with its deadline: nobody takes the
-    member away then."""
+    """When a member must be gone (seconds since the run began), why, and when this lapses: who lives then is not taken away."""
 
     deadline: float
     why: str
-    wish: bool = False
+    lapses: float
 
 
 class MemberState(StrEnum):
@@ -112,8 +111,12 @@ class Roster:
         return [member for member, kind in self.members.items() if kind == what]
 
     def spares(self) -> list[str]:
-        """Workers that are ready and do not train."""
-        return self.of(MemberState.SPARE)
+        """Workers that are ready and do not train; those that had notice last."""
+        return sorted(self.of(MemberState.SPARE), key=lambda member: member in self.leaving)
+
+    def lasting(self) -> list[str]:
+        """Spares that had no notice."""
+        return [member for member in self.spares() if member not in self.leaving]
 
     def active(self) -> tuple[str, ...]:
         """Workers that train, or did until the present disturbance."""

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from raytrain_ft.policy import messages as m
-from raytrain_ft.runtime.notices.notice import DRAIN, NODE_STAYS, REQUEST, Notice
+from raytrain_ft.policy.leaving import DRAIN, LAPSE_AFTER_S, REQUEST
+from raytrain_ft.runtime.notices.notice import NODE_STAYS, Notice
 
 SOONER_S = 1.0
 """By how much a notice must be more urgent than what is known of a worker already to be news."""
 
 
 class NoticeBoard:
-    """Every notice that was heard of."""
+    """Every notice that was heard of. Times are those of the run's clock."""
 
     def __init__(self, tell: Callable[[m.Event], None], now: Callable[[], float]) -> None:
         self._tell = tell
         self._now = now
         self._until: dict[str, dict[str, float]] = {}  # of each worker, by source
+        self._gone: dict[str, dict[str, float]] = {}  # of each node, by source: when it is gone, if that was true
         self._avoid: dict[str, float] = {}
         self._drained: set[str] = set()
 
@@ -28,31 +29,40 @@ class NoticeBoard:
         """This was told before the supervisor's own restart."""
         until = event.at + event.deadline_s
         self._until.setdefault(event.member, {})[event.source] = until
-        self._shun(node, event.source, until - self._now())
+        self._shun(node, event.source, until)
 
     def noticed(self, member: str, node: str | None, notice: Notice) -> None:
         """This worker will be taken away. Told only if it is more urgent than all that was told of this worker so far.
 
-        The same source may be told of again: a worker fixes its deadline once, but what `now` says lags behind after a restart,
-        by the time that the supervisor was away. A person is not repeating what they said: what they ask for is told whenever
-        it is sooner, or was asked in vain before.
+        The same source may be told of again: a cloud may be in more of a hurry than it said, and what `now` says lags behind
+        after a restart, by the time that the supervisor was away. A person is not repeating what they said: what they ask for
+        is told whenever it is sooner, or was asked in vain before. Who is wrong about a node is not believed about it again.
         """
-        self._shun(node, notice.source, notice.deadline_s)
         known, now = self._until.setdefault(member, {}), self._now()
-        if known.get(REQUEST, math.inf) <= now:
-            del known[REQUEST]
         until, asked = now + notice.deadline_s, notice.source == REQUEST
+        if self._is_refuted(node, notice.source):
+            return
+        self._shun(node, notice.source, until)
+        for source in [source for source in known if known[source] + (0.0 if source == REQUEST else LAPSE_AFTER_S) <= now]:
+            del known[source]
         if until >= min(known.values(), default=math.inf) - (0.0 if asked else SOONER_S):
             return
         known[notice.source] = until
         left = round(notice.deadline_s, 3)
         self._tell(m.Noticed(at=self._now(), member=member, deadline_s=left, source=notice.source, reason=notice.reason))
 
-    def _shun(self, node: str | None, source: str, seconds: float) -> None:
-        """Nothing is placed there any more, or not before the deadline if the node may stay."""
-        if node is not None:
-            until = time.monotonic() + seconds if source in NODE_STAYS else math.inf
-            self._avoid[node] = max(until, self._avoid.get(node, until))
+    def _is_refuted(self, node: str | None, source: str) -> bool:
+        """Whether this source said long ago that a node would be gone, which has a worker that says so again."""
+        return source not in (*NODE_STAYS, DRAIN) and self._gone.get(node or "", {}).get(source, math.inf) <= self._now()
+
+    def _shun(self, node: str | None, source: str, until: float) -> None:
+        """Nothing is placed there any more, or not before the deadline if it is the process that goes."""
+        if node is None:
+            return
+        if source not in NODE_STAYS:
+            gone = self._gone.setdefault(node, {})
+            until = gone[source] = min(until + LAPSE_AFTER_S, gone.get(source, math.inf))
+        self._avoid[node] = max(until, self._avoid.get(node, until))
 
     def drained(self, nodes: dict[str, float], members: Iterable[str], crew: Any) -> None:
         """Ray drains these nodes, each with so many seconds left: their workers have notice."""
@@ -63,6 +73,6 @@ class NoticeBoard:
                 self.noticed(member, node, Notice(nodes[node], DRAIN, f"Ray drains node {node[:8]}"))
 
     def condemned(self) -> set[str]:
-        """Nodes where nothing should be placed any more."""
-        now = time.monotonic()
+        """Nodes where nothing should be placed now."""
+        now = self._now()
         return {node for node, until in self._avoid.items() if now < until} | self._drained

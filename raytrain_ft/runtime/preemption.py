@@ -15,11 +15,12 @@ from dataclasses import replace
 from types import FrameType
 
 from raytrain_ft.errors import MetadataError
+from raytrain_ft.policy.leaving import LAPSE_AFTER_S, SIGTERM
 from raytrain_ft.runtime.notices.aws import Aws
 from raytrain_ft.runtime.notices.azure import Azure
 from raytrain_ft.runtime.notices.gcp import Gcp
 from raytrain_ft.runtime.notices.metadata import Metadata
-from raytrain_ft.runtime.notices.notice import SIGTERM, Notice, NoticeSpec, Source
+from raytrain_ft.runtime.notices.notice import Notice, NoticeSpec, Source
 
 POLL_S = 1.0
 """Between two questions. The shortest notice that a cloud gives is 30 s."""
@@ -40,6 +41,7 @@ class Preemption:
         self._complain = complain
         self._sources: list[Source] = []
         self._standing: dict[str, tuple[float, Notice]] = {}  # by source: until when, and what
+        self._asked = threading.Event()  # to end, by SIGTERM
         self._failed: set[str] = set()
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._watch, name="preemption", daemon=True)
@@ -59,15 +61,20 @@ class Preemption:
 
     def notice(self) -> Notice | None:
         """The most urgent notice that stands, with the seconds that are left now. Any thread may ask."""
-        standing = list(self._standing.values())  # one operation, so that a signal cannot come in between
+        now = time.monotonic()
+        told = list(self._standing.values())  # one operation, so that a signal cannot come in between
+        standing = [(until, notice) for until, notice in told if now < until + LAPSE_AFTER_S]
         if not standing:
             return None
         until, notice = min(standing, key=lambda known: known[0])
-        return replace(notice, deadline_s=max(until - time.monotonic(), 0.0))
+        return replace(notice, deadline_s=max(until - now, 0.0))
 
     def _take(self, notice: Notice) -> None:
-        """The first word of a source stands: one that says something else every time is not to be believed."""
-        self._standing.setdefault(notice.source, (time.monotonic() + notice.deadline_s, notice))
+        """The most urgent word of a source stands: it may be in more of a hurry than it said, and takes nothing back."""
+        until = time.monotonic() + notice.deadline_s
+        known = self._standing.get(notice.source)
+        if known is None or until < known[0]:
+            self._standing[notice.source] = until, notice
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         """Whoever asks twice is not kept waiting, and a process that was forked off this one has no notice to take."""
@@ -79,6 +86,7 @@ class Preemption:
         if SIGTERM in self._standing or self._spec.grace_s is None:
             os._exit(128 + number)
         self._take(Notice(self._spec.grace_s, SIGTERM, "the process was asked to end"))
+        self._asked.set()
 
     # ---------------------------------------------------------------- on the thread
 
@@ -87,14 +95,12 @@ class Preemption:
         while True:
             for source in sources:
                 self._ask(source)
-            time.sleep(POLL_S)
-            self._end_if_overdue()
+            self._rest(POLL_S)
 
     def _found(self) -> list[Source]:
         """The cloud that this machine is in, if it is in one."""
         for wait_s in DETECT_AFTER_S if self._sources else ():
-            time.sleep(wait_s)
-            self._end_if_overdue()
+            self._rest(wait_s)
             for source in self._sources:
                 try:
                     if source.detect():
@@ -114,8 +120,15 @@ class Preemption:
             if notice is not None:
                 self._take(notice)
 
-    def _end_if_overdue(self) -> None:
-        """After SIGTERM, whoever sent it expects this process to be gone at some time, whatever became of the run."""
-        known = self._standing.get(SIGTERM)
-        if known is not None and time.monotonic() > known[0]:
-            os._exit(128 + signal.SIGTERM)
+    def _rest(self, seconds: float) -> None:
+        """Does nothing for so long. After SIGTERM, whoever sent it expects this process to be gone at some time, whatever
+        became of the run: it is then."""
+        rested = time.monotonic() + seconds
+        while (now := time.monotonic()) < rested:
+            if not self._asked.is_set():
+                self._asked.wait(rested - now)
+                continue
+            overdue, _ = self._standing[SIGTERM]
+            if overdue <= now:
+                os._exit(128 + signal.SIGTERM)
+            time.sleep(min(rested, overdue) - now)

@@ -23,6 +23,7 @@ import ray
 from raytrain_ft.chaos.faults import Injector
 from raytrain_ft.errors import ConfigError, FTError, IllegalEventError, LockedError, StorageError
 from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.leaving import REQUEST
 from raytrain_ft.policy.machine import handle
 from raytrain_ft.policy.measures import Measures
 from raytrain_ft.policy.run_state import RunState
@@ -34,7 +35,7 @@ from raytrain_ft.runtime.event_log import PATIENCE_S, EventLog
 from raytrain_ft.runtime.leftovers import kill_named
 from raytrain_ft.runtime.library import Library
 from raytrain_ft.runtime.notes import Notes, details_of, past_of, take_over
-from raytrain_ft.runtime.notices.notice import REQUEST, Notice
+from raytrain_ft.runtime.notices.notice import Notice
 from raytrain_ft.runtime.spec import Beat, RunSpec
 from raytrain_ft.runtime.store_server import StoreServer
 from raytrain_ft.storage.filesystem import within

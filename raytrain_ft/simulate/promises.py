@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from raytrain_ft.policy import messages as m
-from raytrain_ft.policy.roster import MemberState, Rules
+from raytrain_ft.policy.roster import Leave, MemberState, Rules
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.sampling import Sampling, digest_of_ids, next_batch, position_at, sample_ids, share
 from raytrain_ft.policy.states import ENDED, LIVE, TRAINING, State
@@ -43,7 +43,7 @@ class Promises:
     holds: Holds
     formed: int = 0
     _members: dict[str, MemberState] = field(default_factory=dict)
-    _had_notice: frozenset[str] = frozenset()
+    _had_notice: dict[str, Leave] = field(default_factory=dict)
     _charged: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
     _trained: tuple[str, ...] = ()
     _fenced: int = 0
@@ -75,7 +75,7 @@ class Promises:
         self._check_budgets(run, event, before, {member: self._members[member] for member in lost})
         for command in commands:
             self._check_command(run, command, kills)
-        self._members, self._had_notice = dict(run.members), frozenset(run.leaving)
+        self._members, self._had_notice = dict(run.members), dict(run.leaving)
 
     def _check_command(self, run: RunState, command: m.Command, kills: set[str]) -> None:
         match command:
@@ -124,7 +124,8 @@ class Promises:
             _must(known == sorted(known), f"times out of order: {recovery}")
 
     def _check_budgets(self, run: RunState, event: m.Event, before: State, lost: dict[str, MemberState]) -> None:
-        warned = self._had_notice | {member for recovery in run.recoveries for member in recovery.left}
+        standing = {member for member, leave in self._had_notice.items() if event.at < leave.lapses}
+        warned = standing | {member for recovery in run.recoveries for member in recovery.left}
         if before != State.SHUTTING_DOWN:
             for member, was in lost.items():
                 preempted = member in warned or (isinstance(event, m.WorkerLost) and event.preempted)

@@ -468,6 +468,8 @@ class Cluster:
 
     def _fire(self, index: int) -> None:
         timer = self.timers.pop(index)
+        if timer.timer == "leave":  # whether it is time to leave, or a notice lapses, depends on the time
+            self.now += timer.seconds
         self.tell(m.TimerFired(timer=timer.timer, incarnation=timer.incarnation))
 
     def calm_down(self) -> None:

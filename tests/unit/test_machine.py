@@ -595,6 +595,66 @@ def test_a_request_does_not_make_what_a_cloud_says_lapse() -> None:
     assert story.run.leaving["w1"].deadline == 30.0
 
 
+def told(member: str, at: float = 0.0, source: str = "aws rebalance") -> m.Noticed:
+    return m.Noticed(at=at, member=member, deadline_s=120.0, source=source, reason="advice")
+
+
+def test_who_says_of_all_nodes_that_they_will_be_gone_stops_nothing() -> None:
+    story = running(spares=1, max_failures=0, max_preemption_failures=0).started("w3")
+    story.tell(m.CapacityChanged(slots=0), *(told(member) for member in ("w0", "w1", "w2", "w3")))
+    assert of(story.said, m.Kill, m.StopAtBoundary) == [m.StopAtBoundary(("w0", "w1", "w2"))], "w3 was to be told last"
+    story.tell(*(m.Stopped(member=member, incarnation=1, step=5) for member in ("w0", "w1", "w2")))
+    story.fenced("w0", "w1", "w2").reconciled("w0", "w1", "w2").committed(5, at=1.0)
+    assert (story.run.state, story.run.world) == (State.RUNNING, ("w0", "w1", "w2")), "nobody is there who could take a place"
+    story.tell(m.TimerFired(at=118.0, timer="leave", incarnation=2))
+    assert story.said == [m.SetTimer("leave", 62.0, 2)]
+    story.tell(m.TimerFired(at=180.0, timer="leave", incarnation=2))
+    assert (story.said, story.run.leaving) == ([], {})
+    assert story.run.roster.spares() == ["w3"]
+    story.lost("w1")
+    assert story.run.failure is not None, "what is lost later was not taken away"
+    assert "max_failures allows 0" in story.run.failure[1]
+
+
+def test_a_run_begins_although_all_its_nodes_are_said_to_go() -> None:
+    story = Story(2, min_workers=2, spares=0).started("w0")
+    story.tell(m.CapacityChanged(slots=0), told("w0"), told("w1"))
+    assert story.started("w1").reconciled("w0", "w1").committed(0).run.state == State.RUNNING
+    assert story.run.world == ("w0", "w1")
+
+
+def test_a_spare_that_had_notice_stays_until_there_is_another() -> None:
+    story = running(min_workers=3, spares=1).started("w3")
+    assert of(story.tell(told("w3")), m.Kill, m.StartWorker) == [m.StartWorker("w4")]
+    assert of(story.started("w4").said, m.Kill) == [m.Kill("w3")]
+    assert story.run.roster.spares() == ["w4"]
+
+
+def test_a_spare_that_had_notice_replaces_who_is_lost_and_leaves_as_the_others_do() -> None:
+    story = running(min_workers=3, spares=1).started("w3")
+    story.tell(told("w3"))
+    story.lost("w1").fenced("w0", "w2").reconciled("w0", "w2", "w3", empty=["w3"]).filled("w0", "w2", "w3").committed(5)
+    assert story.run.world == ("w0", "w3", "w2")
+    assert of(story.started("w4").said, m.StopAtBoundary) == [m.StopAtBoundary(("w0", "w3", "w2"))]
+
+
+def test_a_place_is_not_left_to_a_spare_that_must_go_too() -> None:
+    """A node of two workers will be gone: one trains, one is the spare. There is no other."""
+    story = running(spares=1).started("w3")
+    story.tell(told("w3"), told("w1"), m.TimerFired(at=118.0, timer="leave", incarnation=1))
+    story.tell(*(m.Stopped(member=member, incarnation=1, step=5) for member in ("w0", "w1", "w2")))
+    story.fenced("w0", "w1", "w2")
+    assert of(story.said, m.Kill) == [m.Kill("w3"), m.Kill("w1")]
+
+
+def test_what_ray_drains_stays_drained() -> None:
+    story = running(min_workers=3, spares=0)
+    story.tell(told("w1", source="ray drain"), m.CapacityChanged(slots=2))
+    story.lost("w3").tell(m.TimerFired(at=118.0, timer="leave", incarnation=1))
+    story.tell(m.TimerFired(at=1000.0, timer="leave", incarnation=1))
+    assert "w1" in story.run.leaving
+
+
 def test_the_loss_of_a_working_member_makes_starts_worth_trying_again() -> None:
     story = running(min_workers=3, max_start_failures=1, spares=1).lost("w3")
     assert of(story.said, m.StartWorker) == [], "there is no room for a spare"

@@ -125,7 +125,10 @@ def test_who_leaves_after_a_notice_is_no_failure() -> None:
     rules = Rules(min_workers=1, max_workers=2, max_steps=100, spares=1)
     spare = [m.CapacityChanged(at=2.1, slots=3), m.WorkerStarted(at=2.6, member="w2", node="n", pid=1)]
     told = m.Noticed(at=3.0, member="w2", deadline_s=30.0, source="gcp", reason="preempted")
-    measures, run = fold(rules, [*started(), steps(2.5, 0, 1), *spare, told])
+    another = m.WorkerStarted(at=4.0, member="w3", node="n", pid=1)
+    _, run = fold(rules, [*started(), steps(2.5, 0, 1), *spare, told])
+    assert run.roster.gone == [], "it is the only spare"
+    measures, run = fold(rules, [*started(), steps(2.5, 0, 1), *spare, told, another])
     assert run.roster.gone == ["w2"]
     assert measures.totals["train_ft_departures",] == 1
     assert measures.totals["train_ft_notices", "gcp"] == 1

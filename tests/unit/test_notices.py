@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from clouds import AzureVm, Ec2, Gce, Server, reply
 from raytrain_ft import RecoveryConfig
 from raytrain_ft.errors import ConfigError, MetadataError
 from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.leaving import DRAIN, LAPSE_AFTER_S, REQUEST, SIGTERM
 from raytrain_ft.runtime import nodes
 from raytrain_ft.runtime.notice_board import NoticeBoard
 from raytrain_ft.runtime.notices import azure as azure_module
@@ -28,7 +30,7 @@ from raytrain_ft.runtime.notices.aws import Aws
 from raytrain_ft.runtime.notices.azure import Azure
 from raytrain_ft.runtime.notices.gcp import Gcp
 from raytrain_ft.runtime.notices.metadata import ENDPOINT_VARIABLE, MOST_BYTES, Metadata
-from raytrain_ft.runtime.notices.notice import DRAIN, REQUEST, SIGTERM, Notice, NoticeSpec, Source
+from raytrain_ft.runtime.notices.notice import Notice, NoticeSpec, Source
 from raytrain_ft.runtime.preemption import CLOUDS, Preemption
 
 
@@ -325,7 +327,7 @@ def until(condition: Callable[[], bool], seconds: float = 10) -> bool:
     return condition()
 
 
-def test_the_cloud_is_found_and_its_first_notice_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cloud_is_found_and_its_most_urgent_notice_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raytrain_ft.runtime.preemption.POLL_S", 0.05)
     complaints: list[tuple[str, str]] = []
     with Ec2() as server:
@@ -337,17 +339,49 @@ def test_the_cloud_is_found_and_its_first_notice_stands(monkeypatch: pytest.Monk
         server.spot = json.dumps({"action": "terminate", "time": iso(in_seconds(100))})
         assert until(lambda: preemption.notice() is not None)
         first = preemption.notice()
-        server.spot = json.dumps({"action": "terminate", "time": iso(in_seconds(1))})  # a service that changes its mind
+        server.spot = json.dumps({"action": "terminate", "time": iso(in_seconds(110))})  # a service that changes its mind
         count = len(server.requests)
         assert until(lambda: len(server.requests) > count + 2)
         second = preemption.notice()
         assert first is not None
         assert second is not None
         assert 80 < second.deadline_s < first.deadline_s <= 100
+        server.spot = json.dumps({"action": "terminate", "time": iso(in_seconds(20))})  # it is in more of a hurry
+        assert until(lambda: (known := preemption.notice()) is not None and known.deadline_s <= 20)
     assert until(lambda: bool(complaints))
     time.sleep(0.3)
     assert [source for source, _ in complaints] == ["aws"]  # the service is gone: said once
     assert "refused" in complaints[0][1]
+
+
+def seconds_left(preemption: Preemption) -> float:
+    known = preemption.notice()
+    return math.inf if known is None else known.deadline_s
+
+
+def test_a_second_event_of_a_cloud_may_be_more_urgent_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raytrain_ft.runtime.preemption.POLL_S", 0.05)
+    with AzureVm("gpu-set_3") as azure, Gce() as gce:
+        heard: list[Preemption] = []
+        for name, server in (("azure", azure), ("gcp", gce)):
+            monkeypatch.setenv(ENDPOINT_VARIABLE, server.url)
+            heard.append(Preemption(spec(name), lambda *_: None))
+            heard[-1].start()
+        azure.events = [event("Terminate", "gpu-set_3", seconds=600)]
+        gce.values["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
+        assert until(lambda: 30 < seconds_left(heard[0]) <= 600 and 30 < seconds_left(heard[1]) <= 60)
+        azure.events.append(event("Preempt", "gpu-set_3", seconds=30))
+        gce.values["preempted"] = "TRUE"
+        assert until(lambda: all(seconds_left(preemption) <= 30 for preemption in heard))
+
+
+def test_a_notice_that_lapsed_does_not_hide_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raytrain_ft.runtime.preemption.LAPSE_AFTER_S", 0.2)
+    preemption = Preemption(spec("aws"), lambda *_: None)
+    preemption._take(Notice(0.0, "aws rebalance", "advice"))
+    preemption._take(Notice(100.0, "aws spot", "terminate"))
+    assert seconds_left(preemption) == 0
+    assert until(lambda: seconds_left(preemption) > 90)
 
 
 def test_a_source_with_a_bug_does_not_end_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,9 +425,11 @@ def test_a_version_of_ray_that_does_not_tell_of_drains_is_on_record(monkeypatch:
 
 TERMINATED = """
 import multiprocessing, time
+import raytrain_ft.runtime.preemption
 from raytrain_ft.runtime.notices.notice import NoticeSpec
 from raytrain_ft.runtime.preemption import Preemption
-preemption = Preemption(NoticeSpec(clouds=(), detect=False, drain=False, grace_s={grace}), print)
+raytrain_ft.runtime.preemption.DETECT_AFTER_S = (60.0,)
+preemption = Preemption(NoticeSpec(clouds={clouds}, detect=True, drain=False, grace_s={grace}), print)
 preemption.start()
 fork = multiprocessing.get_context("fork")
 begun = fork.Event()
@@ -411,9 +447,13 @@ while True:
 """
 
 
-@pytest.mark.parametrize("twice", [False, True], ids=["at its deadline", "when it is asked twice"])
-def test_after_sigterm_a_process_goes_on_and_then_ends(twice: bool) -> None:
-    script = TERMINATED.format(grace=60 if twice else 1.0)
+@pytest.mark.parametrize(
+    ("twice", "clouds"),
+    [(False, ()), (False, ("aws",)), (True, ())],
+    ids=["at its deadline", "while a cloud is looked for", "when it is asked twice"],
+)
+def test_after_sigterm_a_process_goes_on_and_then_ends(twice: bool, clouds: tuple[str, ...]) -> None:
+    script = TERMINATED.format(grace=60 if twice else 1.0, clouds=clouds)
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -464,6 +504,24 @@ def test_a_worker_has_one_notice_of_each_source_and_only_if_it_is_more_urgent() 
         assert isinstance(known, m.Noticed)
         later.recall(known, {"w0": "n0", "w1": "n1"}[known.member])
     assert later.condemned() == {"n0"}  # the process of w1 was to end, its node was not
+    clock[0] += 100
+    assert later.condemned() == set(), "nobody took n0 away"
+
+
+def test_who_is_wrong_about_a_node_is_not_believed_about_it_again() -> None:
+    told: list[m.Event] = []
+    clock = [0.0]
+    board = NoticeBoard(told.append, lambda: clock[0])
+    advice, terminate = Notice(100.0, "aws rebalance", "advice"), Notice(30.0, "aws spot", "terminate")
+    board.noticed("w0", "n0", advice)
+    clock[0] = 100.0 + LAPSE_AFTER_S
+    board.noticed("w1", "n0", advice)  # a worker that was started there meanwhile hears it too
+    board.noticed("w2", "n1", advice)
+    assert board.condemned() == {"n1"}
+    board.noticed("w0", "n0", terminate)  # that is another matter, and news although what was said before was for sooner
+    assert board.condemned() == {"n0", "n1"}
+    notices = [(e.member, e.source) for e in told if isinstance(e, m.Noticed)]
+    assert notices == [("w0", "aws rebalance"), ("w2", "aws rebalance"), ("w0", "aws spot")]
 
 
 def test_a_deadline_does_not_slip_by_the_time_that_the_supervisor_was_away() -> None:

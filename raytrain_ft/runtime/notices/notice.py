@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Protocol
 
-from raytrain_ft.policy.leaving import REQUEST
+from raytrain_ft.policy.leaving import REQUEST, SIGTERM
 
-SIGTERM, DRAIN = "sigterm", "ray drain"
-"""Sources that are no clouds, as is a call to the supervisor (`REQUEST`): a signal to the worker, Ray."""
 NODE_STAYS = frozenset({SIGTERM, REQUEST})
 """Sources that speak of a process, and not of its node."""
 
