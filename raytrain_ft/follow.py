@@ -29,6 +29,7 @@ from raytrain_ft import errors
 from raytrain_ft.config import check_name
 from raytrain_ft.errors import ConfigError, FTError, TrainingFailedError
 from raytrain_ft.policy.history import ENDS
+from raytrain_ft.policy.states import ENDED
 from raytrain_ft.progress import Display
 from raytrain_ft.result import Result, first_of, recovery_of
 from raytrain_ft.runtime.event_log import read_records
@@ -119,19 +120,31 @@ def _last_account(error: ActorDiedError, known: Account | None) -> Account:
     ) from error
 
 
-def abort(supervisor: Any, reason: str, stop_timeout: float, display: Display | None) -> None:
-    """Asks for the end of the run, which leaves a checkpoint, and waits for it, but not for ever."""
+def abort(supervisor: Any, reason: str, stop_timeout: float, display: Display | None) -> Account | None:
+    """Asks for the end of the run, which leaves a checkpoint, and waits for it, but not for ever. Returns the last account."""
     deadline = time.monotonic() + stop_timeout + LAST_WORDS_S
-    try:
-        ray.get(supervisor.abort.remote(reason), timeout=ANSWER_S)
+    account = None
+    with suppress(RayActorError, RayTaskError, GetTimeoutError, FTError):  # it is gone, and its workers end themselves
+        _ask_to_end(supervisor, reason, deadline)
         for account in watch(supervisor):
             if display is not None:
                 display.show(account)
                 display.show_end(account)
             if time.monotonic() > deadline:
-                return
-    except (RayActorError, RayTaskError, GetTimeoutError, FTError):
-        return  # it is gone, and its workers end themselves
+                break
+    return account
+
+
+def _ask_to_end(supervisor: Any, reason: str, deadline: float) -> None:
+    """Until it has heard: Ray may be restarting it, and a run that was only killed leaves no checkpoint."""
+    while True:
+        try:
+            ray.get(supervisor.abort.remote(reason), timeout=ANSWER_S)
+            return
+        except (ActorUnavailableError, GetTimeoutError):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(POLL_S)
 
 
 def clean_up(run_id: str, supervisor: Any) -> None:
@@ -190,14 +203,22 @@ def stop(run: str | Path, reason: str, *, quiet: bool = False) -> Account:
     """Ends a run that is alive on the cluster, with a checkpoint of what it has come to; returns the account of its end.
 
     Raises:
-        ConfigError: there is no such run.
+        ConfigError: there is no such run; TrainingFailedError: it was killed, and has left no word of its end.
     """
     supervisor, account = find(run)
-    if supervisor is not None:
-        with Display(account["name"], account["max_steps"], quiet=quiet) as display:
-            abort(supervisor, reason, account["stop_timeout"], display)
-        clean_up(account["run_id"], supervisor)
-    return recorded(Path(account["directory"])) or account
+    if supervisor is None:
+        return account
+    with Display(account["name"], account["max_steps"], quiet=quiet) as display:
+        last = abort(supervisor, reason, account["stop_timeout"], display) or account
+    clean_up(account["run_id"], supervisor)
+    ended = recorded(Path(account["directory"])) or last
+    if ended["state"] not in ENDED:
+        raise TrainingFailedError(
+            f"the run {account['name']!r} did not end by itself in time: it was killed at about step {last['step']}, and may "
+            f"have left no checkpoint of that. Its records in {account['directory']} have no end; run its job again, and it goes on "
+            "from the newest checkpoint"
+        )
+    return ended
 
 
 def alive() -> list[Account]:

@@ -8,13 +8,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import ray
 from conftest import STEPS, train
 from ray.util import list_named_actors
 
 import raytrain_ft as ft
+from raytrain_ft import follow
 from raytrain_ft.runtime.event_log import read_records
 
 SCRIPT = """
@@ -109,3 +112,27 @@ def test_no_listener_of_ours_is_open_to_all(cluster, tmp_path: Path) -> None:
     finally:
         driver.send_signal(signal.SIGINT)
         driver.wait(60)
+
+
+class Restarting:
+    """A supervisor that Ray is restarting when it is asked to end: nobody has asked the new one."""
+
+    def __init__(self, before: str) -> None:
+        self._before = Path(before)
+
+    def abort(self, reason: str) -> None:
+        if not self._before.exists():
+            self._before.touch()
+            os._exit(1)
+        self._before.write_text(reason)
+
+    def run(self) -> dict[str, Any]:
+        return {"state": "ABORTED"}
+
+
+@pytest.mark.long
+def test_a_supervisor_that_is_restarting_is_asked_again_to_end_the_run(cluster, tmp_path: Path) -> None:
+    actor: Any = ray.remote(Restarting)
+    supervisor = actor.options(num_cpus=0, max_restarts=1).remote(str(tmp_path / "asked"))
+    account = follow.abort(supervisor, "Ctrl-C", 10.0, None)
+    assert (account, (tmp_path / "asked").read_text()) == ({"state": "ABORTED"}, "Ctrl-C")

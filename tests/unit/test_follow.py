@@ -61,6 +61,20 @@ def test_attach_to_a_run_that_was_ended(tmp_path: Path) -> None:
     assert CliRunner().invoke(main, ["stop", str(run)]).exit_code == 0, "it has ended, as was wanted"
 
 
+def test_a_run_that_had_to_be_killed_was_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its supervisor does not answer any more, and wrote nothing down."""
+    records(tmp_path)
+    account = {"name": "digits", "run_id": "r", "directory": str(tmp_path), "state": "RUNNING", "failure": None}
+    account |= {"step": 20, "max_steps": 30, "stop_timeout": 0.0, "recoveries": [], "loss": 1.0, "result": {}, "seconds": 9.0}
+    account["checkpoint"] = None
+    monkeypatch.setattr("raytrain_ft.follow.find", lambda run: (object(), account))
+    for name in ("abort", "clean_up"):
+        monkeypatch.setattr(f"raytrain_ft.follow.{name}", lambda *about: None)
+    said = CliRunner().invoke(main, ["stop", str(tmp_path)])
+    assert said.exit_code == 1
+    assert "TrainingFailedError: the run 'digits' did not end by itself in time: it was killed at about step 20" in said.output
+
+
 def test_a_run_without_an_end_is_no_outcome(tmp_path: Path) -> None:
     assert recorded(records(tmp_path)) is None
 
