@@ -44,9 +44,11 @@ def check_cluster(file: Path) -> None:
 
 def examine(file: Path) -> tuple[dict[str, Any], list[str]]:
     """A cluster's configuration, and every problem with it, in words; the file is not changed and nothing is started."""
-    text = file.read_text()
     try:
+        text = file.read_text()
         config: Any = yaml.safe_load(text)
+    except UnicodeDecodeError as error:
+        return {}, [f"not a text in UTF-8: byte {error.start} is {error.object[error.start]:#x}"]
     except yaml.YAMLError as error:
         return {}, [f"not YAML: {' '.join(str(error).split())}"]
     if not isinstance(config, dict):
@@ -76,6 +78,8 @@ def _misshapen(config: dict[str, Any]) -> Iterator[str]:
         if not isinstance(config.get(name), dict):
             yield f"{name}: a mapping is needed, this is {config.get(name)!r}"
             return
+    yield from _not_text("provider.type", config["provider"].get("type"))
+    yield from _not_text("head_node_type", config.get("head_node_type"))
     if not config["available_node_types"]:
         yield "available_node_types: at least the head's type is needed"
     for name, kind in config["available_node_types"].items():
@@ -86,9 +90,20 @@ def _misshapen(config: dict[str, Any]) -> Iterator[str]:
             value = kind.get("node_config", {}).get(option)
             if not isinstance(value, dict | None):
                 yield f"available_node_types.{name}.node_config.{option}: a mapping is needed, this is {value!r}"
+        instance = kind.get("node_config", {}).get("InstanceType")
+        yield from _not_text(f"available_node_types.{name}.node_config.InstanceType", instance)
     for name, shape in {"file_mounts": dict, "head_start_ray_commands": list, "worker_start_ray_commands": list}.items():
         if not isinstance(config.get(name), shape | None):
             yield f"{name}: a {'mapping' if shape is dict else 'list'} is needed, this is {config[name]!r}"
+        elif shape is list:
+            for number, line in enumerate(config.get(name) or ()):
+                yield from _not_text(f"{name}[{number}]", line)
+
+
+def _not_text(where: str, value: Any) -> Iterator[str]:
+    """What is absent is for Ray's schema to miss."""
+    if not isinstance(value, str | None):
+        yield f"{where}: a text is needed, this is {value!r}"
 
 
 def _unknown(config: dict[str, Any]) -> Iterator[str]:

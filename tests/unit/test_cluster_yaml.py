@@ -135,6 +135,18 @@ MISTAKES = {
         "\nhead_start_ray_commands: ray start\nothers:",
         "head_start_ray_commands: a list is needed, this is 'ray start'",
     ),
+    "a list of providers": ("type: aws", "type: [aws]", "provider.type: a text is needed, this is ['aws']"),
+    "a list of heads": ("head_node_type: head", "head_node_type: [head]", "head_node_type: a text is needed, this is ['head']"),
+    "a list of instances": (
+        "InstanceType: m6i.large",
+        "InstanceType: [m6i.large]",
+        "node_config.InstanceType: a text is needed, this is ['m6i.large']",
+    ),
+    "a command that is a number": (
+        "\nhead_start_ray_commands:",
+        "\nhead_start_ray_commands: [3]\nothers:",
+        "head_start_ray_commands[0]: a text is needed, this is 3",
+    ),
     "not YAML": ("cluster_name: raytrain-ft", "cluster_name: [raytrain-ft", "not YAML: while parsing a flow sequence"),
 }
 
@@ -149,6 +161,12 @@ def test_what_is_wrong_is_named(place: Path, mistake: str) -> None:
 
 def test_a_provider_that_does_not_exist_is_named_once(place: Path) -> None:
     assert len(problems(place, FILLED.replace("type: aws", "type: awz"))) == 1
+
+
+def test_what_is_no_text(place: Path) -> None:
+    file = place / "cluster.yaml"
+    file.write_bytes(b"cluster_name: caf\xe9\n")
+    assert examine(file)[1] == ["not a text in UTF-8: byte 17 is 0xe9"]
 
 
 def test_the_command(place: Path) -> None:
