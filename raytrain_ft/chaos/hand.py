@@ -6,6 +6,7 @@ On a laptop the driver uses it itself; on a cluster it is an actor on each node 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -14,8 +15,10 @@ import psutil
 
 from raytrain_ft.chaos import faults
 
-OURS = ("ray::Worker", "ray::Supervisor")
-"""How Ray names the processes of a run."""
+OURS = re.compile(r"ray::(Worker|Supervisor)\b")
+"""How Ray names the processes of a run: by the actor's class, and the method that it is in."""
+JOB = "RAY_JOB_ID"
+"""Where a process that Ray started says for which job; one that Ray had started beforehand does not say."""
 SLICE_S = 0.02
 """A process that is slowed runs and stands still in turns that are about as short as this."""
 
@@ -23,33 +26,39 @@ QUICKEN_S = 5.0
 
 
 class Hand:
-    """Strikes. Touches no process but those of a run, whatever number it is given: numbers of processes are used again."""
+    """Strikes. Touches no process but those of a run, whatever number it is given: numbers of processes are used again.
 
-    def __init__(self) -> None:
+    Args:
+        job: whose runs these are, in Ray's words; "" is anybody's, where there is nobody else.
+    """
+
+    def __init__(self, job: str = "") -> None:
+        self._job = job
         self._slowed: dict[int, tuple[threading.Event, threading.Thread]] = {}
 
     def kill(self, pid: int) -> bool:
         """SIGKILLs a process of a run; False if it is gone."""
-        return _signal(pid, signal.SIGKILL)
+        return self._signal(pid, signal.SIGKILL)
 
     def freeze(self, pid: int) -> bool:
         """SIGSTOPs a process of a run; False if it is gone."""
-        return _signal(pid, signal.SIGSTOP)
+        return self._signal(pid, signal.SIGSTOP)
 
     def thaw(self, pid: int) -> bool:
         """SIGCONTs a process of a run; False if it is gone."""
-        return _signal(pid, signal.SIGCONT)
+        return self._signal(pid, signal.SIGCONT)
 
     def kill_node(self) -> None:
         """SIGKILLs the raylet that started this process, and every process that it started."""
         faults.kill_node(os.getppid())
 
     def slow(self, pid: int, factor: float) -> bool:
-        """From now on a process runs so many times slower, until `quicken`; False if it is gone."""
-        if _ours(pid) is None:
+        """From now on a process runs so many times slower than it would, until `quicken`; False if it is gone."""
+        if self._ours(pid) is None:
             return False
+        self.quicken(pid)
         ended = threading.Event()
-        thread = threading.Thread(target=_hold_up, args=(pid, factor, ended.wait), name=f"slow-{pid}", daemon=True)
+        thread = threading.Thread(target=self._hold_up, args=(pid, factor, ended.wait), name=f"slow-{pid}", daemon=True)
         self._slowed[pid] = (ended, thread)
         thread.start()
         return True
@@ -63,32 +72,32 @@ class Hand:
         thread.join(timeout=QUICKEN_S)
         return True
 
+    def _ours(self, pid: int) -> psutil.Process | None:
+        try:
+            process = psutil.Process(pid)
+            if not OURS.match(" ".join(process.cmdline())):
+                return None
+            stranger = self._job and process.environ().get(JOB, self._job) != self._job
+        except psutil.Error:
+            return None
+        return None if stranger else process
 
-def _ours(pid: int) -> psutil.Process | None:
-    try:
-        process = psutil.Process(pid)
-        return process if " ".join(process.cmdline()).startswith(OURS) else None
-    except psutil.Error:
-        return None
+    def _signal(self, pid: int, number: int) -> bool:
+        process = self._ours(pid)
+        try:
+            if process is not None:
+                process.send_signal(number)  # psutil makes sure that it is still the same process
+        except psutil.NoSuchProcess:
+            return False
+        return process is not None
 
-
-def _signal(pid: int, number: int) -> bool:
-    process = _ours(pid)
-    try:
-        if process is not None:
-            process.send_signal(number)  # psutil makes sure that it is still the same process
-    except psutil.NoSuchProcess:
-        return False
-    return process is not None
-
-
-def _hold_up(pid: int, factor: float, wait: Callable[[float], bool]) -> None:
-    """Lets a process run a 1/factor of the time, in short turns; at the end it runs, whatever happens."""
-    run, stand = SLICE_S / factor, SLICE_S * (1 - 1 / factor)
-    try:
-        while not wait(run) and _signal(pid, signal.SIGSTOP):
-            wait(stand)
-            if not _signal(pid, signal.SIGCONT):
-                return
-    finally:
-        _signal(pid, signal.SIGCONT)
+    def _hold_up(self, pid: int, factor: float, wait: Callable[[float], bool]) -> None:
+        """Lets a process run a 1/factor of the time, in short turns; at the end it runs, whatever happens."""
+        run, stand = SLICE_S / factor, SLICE_S * (1 - 1 / factor)
+        try:
+            while not wait(run) and self.freeze(pid):
+                wait(stand)
+                if not self.thaw(pid):
+                    return
+        finally:
+            self.thaw(pid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from raytrain_ft.chaos.hosts import HostCluster
 from raytrain_ft.chaos.network import why_unavailable
 from raytrain_ft.drill.faults import is_planted
 from raytrain_ft.errors import ConfigError
+from raytrain_ft.runtime import placement
 from raytrain_ft.runtime.bystanders import head_nodes, other_actors, other_jobs
 from raytrain_ft.scenario import Scenario
 from raytrain_ft.scenario.events import WHOLE_NODES
@@ -203,7 +205,7 @@ class Running:
             if node not in self._hands:
                 affinity = NodeAffinitySchedulingStrategy(node, soft=False)
                 actor = ray.remote(Hand).options(num_cpus=0, scheduling_strategy=affinity, max_concurrency=4)
-                self._hands[node] = actor.remote()
+                self._hands[node] = actor.remote(ray.get_runtime_context().get_job_id())
 
     def hand(self, node: str, what: str, pid: int, *more: float) -> bool:
         """See `Ground`."""
@@ -216,12 +218,18 @@ class Running:
         return bool(done)
 
     def kill_node(self, node: str) -> bool:
-        """See `Ground`."""
+        """See `Ground`. Ray itself says only later whether it is gone; what its raylet's port says counts."""
         self._spare(node)
+        known = next((one for one in placement.nodes() if one["NodeID"] == node and one["Alive"]), None)
+        if known is None or not _answers(known):
+            return False  # a hand that is started there now would wait for it for ever
         self.prepare([node])
-        dying = self._hands.pop(node).kill_node.remote()
-        ray.wait([dying], timeout=ANSWER_S)
-        return True
+        hand = self._hands.pop(node)
+        ray.wait([hand.kill_node.remote()], timeout=ANSWER_S)
+        if not _answers(known):
+            return True
+        ray.kill(hand)
+        return False
 
     def _spare(self, node: str) -> None:
         """Once more it is made sure that nobody else is hit: jobs come and go."""
@@ -258,6 +266,10 @@ class Running:
         for hand in self._hands.values():
             ray.kill(hand)
         self._hands.clear()
+
+
+def _answers(node: dict[str, Any]) -> bool:
+    return asyncio.run(placement.reaction(node)) == "answer"
 
 
 def _events(scenario: Scenario) -> Iterator[tuple[tuple[str | int, ...], str]]:

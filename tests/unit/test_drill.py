@@ -79,6 +79,28 @@ def test_a_process_that_is_not_of_a_run_is_never_touched() -> None:
     assert not hand.kill(other.pid)  # it is gone
 
 
+def test_an_actor_of_somebody_else_is_never_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_JOB_ID", "02000000")
+    with process("ray::Worker.run") as other:
+        assert not Hand("01000000").kill(other.pid)
+        assert Hand("02000000").freeze(other.pid)
+    monkeypatch.delenv("RAY_JOB_ID")
+    with process("ray::WorkerPool.serve") as other:
+        assert not Hand("01000000").kill(other.pid)
+    with process("ray::Worker.run") as unsaid:
+        assert Hand("01000000").freeze(unsaid.pid)
+
+
+def test_who_is_slowed_twice_is_quickened_at_once() -> None:
+    hand = Hand()
+    with process("ray::Worker") as worker:
+        assert hand.slow(worker.pid, 4.0)
+        assert hand.slow(worker.pid, 2.0)
+        assert hand.quicken(worker.pid)
+        assert becomes(worker, *GOES_ON)
+        assert all(worker.status() in GOES_ON for _ in range(50) if not time.sleep(0.0031))
+
+
 def test_a_process_of_a_run_is_frozen_thawed_and_killed() -> None:
     hand = Hand()
     with process("ray::Worker.run") as worker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -55,6 +56,27 @@ def test_ray_is_told_to_drain_no_node_while_somebody_else_is_there(others: list[
     with pytest.raises(ConfigError, match="n0 was spared: job 02000000"):
         ground.drain("n0", 5.0)
     assert others == ["drained", "02000000"]
+
+
+def test_only_a_node_that_is_gone_afterwards_was_killed(others: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as raylet:
+        node = {"NodeID": "n0", "Alive": True, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": raylet.getsockname()[1]}
+        monkeypatch.setattr(grounds.placement, "nodes", lambda: [node])
+        monkeypatch.setattr(grounds.ray, "wait", lambda calls, timeout: others.append(calls[0]))
+        monkeypatch.setattr(grounds.ray, "kill", lambda hand: others.append("the hand was ended"))
+
+        def ground(strike: Callable[[], str]) -> Running:
+            ground = Running("10.0.0.1:6379")
+            ground._hands["n0"] = SimpleNamespace(kill_node=SimpleNamespace(remote=strike))
+            return ground
+
+        harmless = ground(lambda: "struck")
+        monkeypatch.setattr(grounds, "other_jobs", list)
+        assert not harmless.kill_node("n0")
+        assert others == ["struck", "the hand was ended"]
+        assert ground(lambda: str(raylet.close())).kill_node("n0")
+        assert not ground(lambda: "again").kill_node("n0"), "it is gone"
+        assert not ground(lambda: "unknown").kill_node("n1")
 
 
 def test_a_worker_does_not_take_a_node_of_a_running_cluster_down(others: list[str]) -> None:
