@@ -240,14 +240,19 @@ def measure_losses(report: Report, cluster: HostCluster, rounds: int, seed: int)
         median = float(np.median([loss.seconds for loss in losses]))
         report.note(f"  {kind}: median {median:.3f} s, longest {max(loss.seconds for loss in losses):.3f} s, noticed by {ways}")
     struck = {loss.member for losses in found.values() for loss in losses}
-    return [
-        record for record in records if record["event"] == "WorkerLost" and record["member"] not in struck and by_sign(record)
-    ]
+    return false_alarms(records, struck)
+
+
+def false_alarms(records: list[dict[str, Any]], struck: set[str]) -> list[dict[str, Any]]:
+    """Workers that were given up though nobody had struck them; one that could not be started is no false alarm."""
+    ready = {record["member"] for record in records if record["event"] == "WorkerStarted"}
+    lost = [record for record in records if record["event"] == "WorkerLost" and record["member"] in ready - struck]
+    return [record for record in lost if by_sign(record)]
 
 
 def by_sign(record: dict[str, Any]) -> bool:
-    """Whether a worker was given up by a sign of its own; one that could not be started is no false alarm."""
-    return record["noticed_by"] in ("heartbeat", "raylet", "peers", "step time")
+    """Whether a worker was given up by a sign of its own."""
+    return record["noticed_by"] in ("heartbeat", "lifeline", "peers", "ray", "raylet", "step time")
 
 
 def run(options: Options) -> Report:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.detection import false_alarms
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.states import State
@@ -197,3 +198,13 @@ def test_a_node_that_dies_explains_workers_whose_end_was_seen_before() -> None:
     health._died("n1")
     assert [event.member for event in events if isinstance(event, m.WorkerLost)] == ["w1"]
     assert [(event.lost, event.cause) for event in events if isinstance(event, m.CauseFound)] == [("w0", NODE_DIED)]
+
+
+def test_the_benchmark_counts_every_way_to_give_up_who_lives_as_a_false_alarm() -> None:
+    ways = ("heartbeat", "lifeline", "peers", "ray", "raylet", "step time")
+    records: list[dict[str, Any]] = []
+    for number, way in enumerate(ways):
+        records.append({"event": "WorkerStarted", "member": f"w{number}"})
+        records.append({"event": "WorkerLost", "member": f"w{number}", "noticed_by": way})
+    records.append({"event": "WorkerLost", "member": "w9", "noticed_by": "ray"})  # Ray refused to start it
+    assert [record["noticed_by"] for record in false_alarms(records, {"w0"})] == list(ways[1:])
