@@ -7,7 +7,6 @@ that nobody follows saves a checkpoint and ends after `RecoveryConfig.driver_tim
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -34,7 +33,7 @@ from raytrain_ft.progress import Display
 from raytrain_ft.result import Result, first_of, recovery_of
 from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.runtime.leftovers import kill_named, named
-from raytrain_ft.runtime.placement import knock
+from raytrain_ft.runtime.placement import connect
 from raytrain_ft.runtime.spec import NAMESPACE, supervisor_name, worker_name
 from raytrain_ft.storage.filesystem import within
 
@@ -215,8 +214,8 @@ def stop(run: str | Path, reason: str, *, quiet: bool = False) -> Account:
     if ended["state"] not in ENDED:
         raise TrainingFailedError(
             f"the run {account['name']!r} did not end by itself in time: it was killed at about step {last['step']}, and may "
-            f"have left no checkpoint of that. Its records in {account['directory']} have no end; run its job again, and it goes on "
-            "from the newest checkpoint"
+            f"have left no checkpoint of that. Its records in {account['directory']} have no end; run its job again, and it goes "
+            "on from the newest checkpoint"
         )
     return ended
 
@@ -276,16 +275,7 @@ def _has_records(run: Path) -> bool:
 
 def _connect() -> None:
     if not ray.is_initialized():
-        knock()
-        try:
-            ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
-        except ConnectionError as error:
-            raise ConfigError("there is no Ray cluster here: set RAY_ADDRESS, or run this on one of its nodes") from error
-        except (RuntimeError, ValueError, RayError) as error:  # RAY_ADDRESS is a job server's, or the token is missing
-            raise ConfigError(
-                f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS', '')}: there is no Ray cluster to be reached. Run this on one of "
-                f"its nodes without RAY_ADDRESS, or submit it as a job: {error}"
-            ) from error
+        connect("auto", log_to_driver=False, logging_level=logging.ERROR)
 
 
 def recorded(directory: Path) -> Account | None:

@@ -38,7 +38,7 @@ from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.sampling import Sampling, steps_per_epoch
 from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.runtime.notices.notice import NoticeSpec
-from raytrain_ft.runtime.placement import knock
+from raytrain_ft.runtime.placement import connect
 from raytrain_ft.runtime.preemption import CLOUDS
 from raytrain_ft.runtime.spec import CheckpointSpec, LogSpec, RunSpec
 from raytrain_ft.selective import choose_log
@@ -96,8 +96,7 @@ def prepare(
     options = _worker_options(scaling, run)
     checkpoints = _checkpoints(run, scaling, recovery, directory, sampling, model_key, settings.max_steps)
     if not ray.is_initialized():
-        knock()
-        ray.init(log_to_driver=False)
+        connect(log_to_driver=False)
     make_directory(directory)  # last, so that what is refused leaves nothing behind
     return RunSpec(
         run_id=uuid.uuid4().hex[:12],

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_ft.errors import ConfigError
@@ -56,6 +57,35 @@ def apart(nodes: list[dict[str, Any]], wanted: dict[str, float]) -> str | None:
     """A node where workers have least to do with it: one that has no room for any, or else for the fewest."""
     alive = [node for node in nodes if node["Alive"]]
     return min(alive, key=lambda n: (_times(n["Resources"], wanted), n["NodeID"]))["NodeID"] if alive else None
+
+
+def connect(address: str | None = None, **options: Any) -> None:
+    """Connects this process to Ray, as `ray.init` does, which may start a cluster if no address is given.
+
+    Raises:
+        ConfigError: nobody is there, or who is there refuses this process.
+    """
+    knock()
+    try:
+        ray.init(address, **options)
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:  # or RAY_ADDRESS is a job server's
+        named = os.environ.get("RAY_ADDRESS", "")
+        if isinstance(error, ConnectionError) and not named:
+            what = "there is no Ray cluster here: set RAY_ADDRESS, or run this on one of its nodes"
+        else:
+            what = (
+                f"RAY_ADDRESS={named}: there is no Ray cluster to be reached. Run this on one of its nodes without RAY_ADDRESS, "
+                "or submit it as a job"
+            )
+        raise ConfigError(f"{what}. If it is there, it may have another token: {_token()}. {error}") from error
+
+
+def _token() -> str:
+    """Where Ray looks for this process's token, in words."""
+    mode = os.environ.get("RAY_AUTH_MODE", "")
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token"
+    place = "RAY_AUTH_TOKEN" if os.environ.get("RAY_AUTH_TOKEN") else path
+    return f"RAY_AUTH_MODE is {mode or 'not set'}, and the token is looked for in {place}"
 
 
 def knock(address: str | None = None) -> None:

@@ -192,6 +192,29 @@ def test_who_lacks_the_token_is_refused(cluster) -> None:
     assert token not in done.stdout + done.stderr
 
 
+FIT = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from conftest import train
+from raytrain_ft.errors import FTError
+try:
+    train(Path(sys.argv[2]), "refused")
+except FTError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_job_with_another_token_is_told_where_its_own_is_from(cluster, tmp_path: Path) -> None:
+    here = str(Path(__file__).parent)
+    environment = os.environ | {"RAY_ADDRESS": cluster.address, "RAY_AUTH_TOKEN": "0" * 64}
+    command = [sys.executable, "-c", FIT, here, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=True)
+    assert f"ConfigError RAY_ADDRESS={cluster.address}: there is no Ray cluster to be reached" in done.stdout
+    assert "RAY_AUTH_MODE is token, and the token is looked for in RAY_AUTH_TOKEN." in done.stdout
+    assert "0" * 64 not in done.stdout
+
+
 @pytest.mark.parametrize("name", ["..", ".hidden", "a\n", "a;reboot", "$(reboot)", "a\\b", "%2e%2e", "é", "a" * 5000])
 def test_hostile_names_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="RunConfig"):
