@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from raytrain_ft.errors import ConfigError
 from raytrain_ft.loading import load_task
 from raytrain_ft.scenario import Event, Point, Scenario, Who
 from raytrain_ft.scenario.events import AT_A_POINT
+from raytrain_ft.scenario.points import ALONE_PHASES, OF_SOME_PHASES
 from raytrain_ft.task import TrainTask
 from raytrain_ft.training.buckets import partition
 
@@ -85,10 +87,25 @@ def planted(scenario: Scenario, task: TrainTask) -> list[Planted]:
             _check_place(scenario, task, number, event.at)
         if is_planted(event):
             assert event.who is not None
-            step = event.when.step if event.when is not None else None
-            for rank in ranks(event.who, scenario.range[1], chance):
-                found.append(Planted(number, event, _fault(scenario, task, event, rank, step)))
+            struck = ranks(event.who, scenario.range[1], chance)
+            together = len(struck) if _all_get_there(scenario, event, struck) else 1
+            found += [Planted(number, event, _fault(scenario, task, event, rank, together)) for rank in struck]
     return found
+
+
+def _all_get_there(scenario: Scenario, event: Event, struck: Sequence[int | None]) -> bool:
+    """Whether each of these comes to the event's point while the others wait there: stages of a pipeline feed one another."""
+    point = _point(scenario, event).name
+    if point in OF_SOME_PHASES:
+        return False
+    of_one_stage = len({rank % scenario.stages for rank in struck if rank is not None}) <= 1
+    return of_one_stage or point in ALONE_PHASES
+
+
+def _point(scenario: Scenario, event: Event) -> Point:
+    """Where in its step an event strikes. Without a point, in a pipeline, where every stage comes by itself."""
+    in_pipeline = scenario.stages > 1 and not _supervisor(event)
+    return event.at or Point(phase="data" if in_pipeline else "")
 
 
 def ranks(who: Who, workers: int, chance: random.Random) -> list[int | None]:
@@ -109,13 +126,15 @@ def casualties(who: Who, workers: int) -> int:
     return min(workers, who.count if who.count is not None else math.ceil((who.share or 0) * workers))
 
 
-def _fault(scenario: Scenario, task: TrainTask, event: Event, rank: int | None, step: int | None) -> FailAt:
+def _fault(scenario: Scenario, task: TrainTask, event: Event, rank: int | None, together: int) -> FailAt:
     action: Any = ACTIONS.get(event.action, event.action)
-    at = event.at or Point()
+    at = _point(scenario, event)
+    step = event.when.step if event.when is not None else None
     if _supervisor(event):
         return FailAt(role="supervisor", phase=at.name, step=step, action=action, nth=at.nth)
     bucket = _bucket(scenario, task, at)
-    return FailAt(rank=rank, step=step, phase=at.name, bucket=bucket, micro_batch=at.micro_batch, action=action, nth=at.nth)
+    place: dict[str, Any] = {"step": step, "phase": at.name, "bucket": bucket, "micro_batch": at.micro_batch, "nth": at.nth}
+    return FailAt(rank=rank, action=action, together=together, **place)
 
 
 # ---------------------------------------------------------------- places in back-propagation

@@ -30,7 +30,7 @@ checkpoint_every: null
 STRIKES = """
 events:
   - action: kill
-    who: {rank: 1}
+    who: {ranks: [0, 1]}
     when: {step: 12}
     at: {share: 50%}
   - action: freeze
@@ -60,7 +60,8 @@ def scenario(directory: Path, text: str) -> Scenario:
 
 @pytest.fixture(scope="module")
 def struck(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Scenario, int]:
-    """One drill with a kill, a freeze, a slow worker, and the loss of a node that comes back; and how many nodes there were."""
+    """One drill with two kills at once, a freeze, a slow worker, and the loss of a node that comes back; and how many nodes
+    there were."""
     directory = tmp_path_factory.mktemp("drill")
     before = len(cluster.node_ids())
     asked = scenario(directory, JOB + STRIKES)
@@ -74,6 +75,7 @@ def test_a_drill_strikes_as_it_was_asked_and_the_run_survives(
     assert report.passed, report.checks
     assert report.missed == ()
     assert [(strike.event, strike.action) for strike in report.strikes] == [
+        (0, "kill"),
         (0, "kill"),
         (1, "freeze"),
         (2, "slow_down"),
@@ -92,8 +94,9 @@ def test_the_report_says_what_the_records_say(struck: tuple[Report, Scenario, in
     assert {kind.cause for kind in report.recoveries} == {"kill", "freeze", "kill_node"}
 
     lost = {member: account for account in accounts for member in account["lost"]}
-    kill, freeze, slow, _ = report.strikes
-    assert [strike.detected_s is not None for strike in report.strikes] == [True, True, False, True]
+    kill, other, freeze, slow, _ = report.strikes
+    assert lost[kill.members[0]] == lost[other.members[0]]  # one event, one recovery
+    assert [strike.detected_s is not None for strike in report.strikes] == [True, True, True, False, True]
     assert (slow.detected_s, slow.pause_s) == (None, None)
     restarts = [record["at"] for record in records if record["event"] == "SupervisorRestarted"]
     for strike in (kill, freeze):
@@ -108,8 +111,9 @@ def test_the_report_says_what_the_records_say(struck: tuple[Report, Scenario, in
     # At exact points: the strike is in the step, and inside of the back-propagation, that was asked for.
     started = {record["member"]: record["pid"] for record in records if record["event"] == "WorkerStarted"}
     markers = {path.name: path.read_text().split() for path in (Path(report.paths[0]) / "faults").iterdir()}
-    marker = next(words for name, words in markers.items() if name.startswith("worker-1-12-backward-"))
-    assert started[kill.members[0]] == int(marker[1])
+    for rank, strike in enumerate((kill, other)):
+        marker = next(words for name, words in markers.items() if name.startswith(f"worker-{rank}-12-backward-"))
+        assert started[strike.members[0]] == int(marker[1])
 
     state = [(r["state"], r["at"]) for r in records if r["event"] == "State"]
     running = next(at for name, at in state if name == "RUNNING")

@@ -175,6 +175,34 @@ def test_casualties_are_drawn_from_the_seed(tmp_path: Path) -> None:
         assert set(drawn[0]) <= {0, 1, 2, 3}
 
 
+def test_casualties_of_one_event_strike_together_where_each_gets_there(tmp_path: Path) -> None:
+    """Else the first one's loss is noticed, and the others are fenced before they come to the point."""
+    for who, count in (("{count: 2}", 2), ("{survivors: 1}", 3), ("{ranks: [3, 0]}", 2), ("{rank: 1}", 1)):
+        scenario = load(tmp_path, event(who=who, at="{share: 50%}"))
+        found = faults.planted(scenario, faults.task_of(scenario))
+        assert [entry.fault.together for entry in found] == [count] * count
+
+
+@pytest.mark.parametrize(
+    ("who", "at", "together"),
+    [
+        ("{ranks: [0, 2]}", "{phase: backward_pass, micro_batch: 1}", 2),  # two replicas of one stage
+        ("{ranks: [0, 1]}", "{phase: backward_pass, micro_batch: 1}", 1),  # one of them feeds the other
+        ("{ranks: [0, 1]}", "{phase: data}", 2),
+        ("{ranks: [0, 1]}", None, 2),
+        ("{ranks: [0, 2]}", "{phase: transfer_source}", 1),  # perhaps only one of them sends
+    ],
+)
+def test_casualties_in_a_pipeline_wait_only_for_whom_they_do_not_need(
+    who: str, at: str | None, together: int, tmp_path: Path
+) -> None:
+    place = f", at: {at}" if at else ""
+    text = HEAD.replace("events:\n", "stages: 2\nevents:\n") + f"  - {{action: kill, who: {who}, when: {{step: 5}}{place}}}\n"
+    scenario = load(tmp_path, text)
+    found = faults.planted(scenario, faults.task_of(scenario))
+    assert [entry.fault.together for entry in found] == [together] * 2
+
+
 def view(**more: object) -> View:
     members = {f"w{n}": 100 + n for n in range(5)}
     nodes = {"w0": "B", "w1": "A", "w2": "A", "w3": "C", "w4": "D"}
