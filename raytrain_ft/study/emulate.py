@@ -137,14 +137,13 @@ class Group:
     def interrupt(self, found: Gradients, done: int, lost: Lost = "skip") -> int:
         """The first half of a rollback: what one survivor holds when a mini-batch is cut and nobody goes on with it.
 
-        Its buffers are those after its own forward pass. Returns how many parameters were updated, and will be again.
+        Its buffers are those from before its forward pass, as a recovery puts them back. Returns how many parameters were
+        updated, and will be again.
         """
         means: list[Tensor | None] = list(lossy_mean(found.of, len(self.params), len(found.of)))
         for number in range(done, len(means)):
             means[number] = None if lost == "skip" else torch.zeros_like(self.params[number])
         self._update(means)
-        for buffer, value in zip(self._buffers(), found.buffers[0], strict=True):
-            buffer.copy_(value)
         return sum(p.numel() for p in self.params[:done])
 
     def _update(self, gradients: Sequence[Tensor | None]) -> None:

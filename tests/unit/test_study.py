@@ -183,6 +183,9 @@ def test_half_a_group_of_batch_norms_leaves_no_trace_in_the_state() -> None:
 
     found = one.gradients([Worker(partial(loss, x=share), 0) for share in images.chunk(4)])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    rolled_back = one.fork()
+    rolled_back.interrupt(found, 22)  # the mini-batch is redone: a recovery puts back what its forward pass did to buffers
+    assert all(torch.equal(value, before[name]) for name, value in rolled_back.model.named_buffers())
     one.lossy(found, 22, 2)
     mine = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     for buffer, a, b in zip(mine, found.buffers[0], found.buffers[1], strict=True):
