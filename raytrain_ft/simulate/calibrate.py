@@ -82,7 +82,7 @@ def calibrate(records: Records) -> Calibration:
         raise ConfigError("this run has too few steps to be calibrated on: use one with at least 3 between two losses")
     details = started["details"]
     recoveries = [record for record in _of(records, "Recovery") if record["lost"]]
-    step_s, begun = _step_s(stretches), _begun(records)
+    step_s, begun, strategy = _step_s(stretches), _begun(records), _strategy(records, recoveries)
     stages = details.get("stages", 1)
     job = Job(
         name=details["name"],
@@ -93,9 +93,9 @@ def calibrate(records: Records) -> Calibration:
         spares=_spares(records, details),
         min_workers=details["num_workers"][0],
         batch=details["global_batch_size"],
-        costs=_costs(records, stretches, recoveries, step_s),
+        costs=_costs(records, stretches, recoveries, step_s, strategy.kind),
     )
-    return Calibration(job, _strategy(records, recoveries), _failures(records, recoveries, stretches, job), finished["at"])
+    return Calibration(job, strategy, _failures(records, recoveries, stretches, job), finished["at"])
 
 
 def _begun(records: Records) -> int:
@@ -134,7 +134,7 @@ def _step_s(stretches: Iterable[_Stretch]) -> float:
 # ---------------------------------------------------------------- costs
 
 
-def _costs(records: Records, stretches: Sequence[_Stretch], recoveries: Records, step_s: float) -> Costs:
+def _costs(records: Records, stretches: Sequence[_Stretch], recoveries: Records, step_s: float, kind: Kind) -> Costs:
     saved, chosen = _of(records, "CheckpointCommitted"), _of(records, "IntervalChosen")
     whole = [r for r in recoveries if r["attempts"] == 1 and None not in (r["fenced"], r["reconciled"], r["filled"])]
     loading = [r for r in whole if r["strategy"] in ("checkpoint", "snapshot")]
@@ -147,11 +147,14 @@ def _costs(records: Records, stretches: Sequence[_Stretch], recoveries: Records,
     completed = [r["at"] for r in _of(records, "Completed")]
     stalls = _mean(r["stall_s"] for r in saved)
     update_s = min(median([r["update_s"] for r in chosen]) if chosen else 0.0, 0.9 * step_s)
+    in_memory = kind == "elastic_horovod"  # of its copies, the simulator hides nothing behind the next step
+    hidden = 0.0 if in_memory else step_s - update_s
     return Costs(
         update_s=update_s,
-        copy_s=stalls + step_s - update_s if stalls > 1e-3 else _mean(r["snapshot_s"] for r in saved),
+        copy_s=stalls + hidden if in_memory or stalls > 1e-3 else _mean(r["snapshot_s"] for r in saved),
         persist_s=_mean(r["persist_s"] for r in saved),
         load_s=load,
+        restore_s=load if in_memory else 0.0,
         detect_s=_mean(_unaccounted(stretch, r, step_s)[1] for r, stretch in _struck(recoveries, stretches)),
         fence_s=_mean(r["fenced"] - r["detected"] for r in whole),
         rendezvous_s=rendezvous,

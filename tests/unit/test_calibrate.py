@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,15 @@ def test_other_strategies_are_recognised_and_predicted(kind: Any) -> None:
     known = calibrate(log_of(JOB, Strategy(kind=kind, every=10 if kind == "checkpoint" else None)))
     assert known.strategy.kind == kind
     assert predicted(known) == pytest.approx(1, abs=0.02)  # "lossy": the rest of a step is taken for a rendezvous
+
+
+def test_the_costs_of_snapshots_in_memory_come_back() -> None:
+    costs = replace(COSTS, copy_s=0.3, restore_s=0.6)
+    known = calibrate(log_of(replace(JOB, costs=costs), Strategy(kind="elastic_horovod", every=40)))  # once a stretch
+    assert (known.strategy.kind, known.strategy.every) == ("elastic_horovod", 40)
+    assert known.job.costs.copy_s == pytest.approx(0.3)
+    assert known.job.costs.restore_s == pytest.approx(0.5 + 0.6 + 0.8)  # with the rendezvous and the filling
+    assert predicted(known) == pytest.approx(1, abs=0.02)
 
 
 def test_the_ratio_of_replay_comes_back() -> None:
