@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,8 @@ class _File:
         if not isinstance(strategies, list) or not strategies:
             raise ConfigError(self._at(("strategies",), "strategies is a list of at least one, such as [{kind: replication}]"))
         made = tuple(self._make(Strategy, ("strategies", number), fields) for number, fields in enumerate(strategies))
+        for number, strategy in enumerate(made):
+            self._checked(("strategies", number), partial(strategy.check, job))
         return Simulation(job, made, self._failures(job, top["failures"]))
 
     def _failures(self, job: Job, fields: Any) -> Failures:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from numpy.random import Generator
 
@@ -163,7 +164,8 @@ def strategy_of(scenario: Scenario, job: Job) -> Strategy:
     kind = KINDS.get(name, name)
     if kind == "elastic_horovod" and every is None:
         raise scenario.error(("strategy",), "snapshot in the simulator: give checkpoint_every, the steps between two snapshots")
-    return Strategy(kind=kind, every=every)  # pyright: ignore[reportArgumentType]
+    stated: dict[str, Any] = {name: getattr(scenario, name) for name in ("quorum", "lost_samples", "update")}
+    return Strategy(kind=kind, every=every, **stated)  # pyright: ignore[reportArgumentType]
 
 
 class Events:

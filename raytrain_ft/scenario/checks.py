@@ -36,7 +36,7 @@ def _of_the_job(scenario: Scenario) -> Iterator[Problem]:
     if least > most:
         yield ("workers",), scenario.workers, "the least number of workers is greater than the most"
         return
-    for name in ("strategy", "update", "replacement"):
+    for name in ("strategy", "lost_samples", "update", "replacement"):
         value: Any = getattr(scenario, name)
         try:
             RecoveryConfig(**{name: value})
@@ -66,7 +66,8 @@ def trainer_parts(scenario: Scenario) -> tuple[TrainSettings, ScalingConfig, Rec
         first_bucket_bytes=scenario.first_bucket_bytes,
     )
     scaling = ScalingConfig(num_workers=scenario.workers)
-    choices: dict[str, Any] = {"strategy": scenario.strategy, "update": scenario.update, "replacement": scenario.replacement}
+    names = ("strategy", "quorum", "lost_samples", "update", "replacement")
+    choices: dict[str, Any] = {name: getattr(scenario, name) for name in names}
     recovery = RecoveryConfig(
         num_spares=scenario.spares,
         hang_timeout=timedelta(seconds=scenario.hang_timeout),

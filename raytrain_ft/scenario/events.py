@@ -41,6 +41,7 @@ def _share(value: Any) -> Any:
 
 Seconds = Annotated[float, BeforeValidator(_seconds), Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, BeforeValidator(_share), Field(gt=0, le=1, allow_inf_nan=False)]
+ShareOrNone = Annotated[float, BeforeValidator(_share), Field(ge=0, le=1, allow_inf_nan=False)]
 Index = Annotated[int, Field(strict=True, ge=0)]
 Whole = Annotated[int, Field(strict=True, ge=1)]
 

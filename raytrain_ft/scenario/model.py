@@ -11,7 +11,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from raytrain_ft.config import NAME
 from raytrain_ft.errors import ScenarioError
 from raytrain_ft.scenario.checks import problems
-from raytrain_ft.scenario.events import Event, Index, Model, Seconds, Share, Whole
+from raytrain_ft.scenario.events import Event, Index, Model, Seconds, Share, ShareOrNone, Whole
 from raytrain_ft.scenario.file import Source
 
 
@@ -64,8 +64,8 @@ class Scenario(Model):
         workers: a number, or (least, most). stages: of a pipeline. nodes: of the laptop cluster; by default one for each worker
             and spare. micro_batches: of a step and replica.
         steps, batch, seed, bucket_bytes, first_bucket_bytes: as in `Trainer`.
-        strategy, update, replacement, spares, hang_timeout, replacement_timeout, max_fruitless_recoveries: as in
-            `RecoveryConfig`.
+        strategy, quorum, lost_samples, update, replacement, spares, hang_timeout, replacement_timeout,
+            max_fruitless_recoveries: as in `RecoveryConfig`.
         checkpoint_every: as `CheckpointConfig.every`.
         events: what happens. pass_if: what the run must keep. assumed: what things cost, for the simulator.
     """
@@ -83,6 +83,8 @@ class Scenario(Model):
     bucket_bytes: Whole = 25 * 2**20
     first_bucket_bytes: Whole = 2**20
     strategy: str = "auto"
+    quorum: ShareOrNone = 0.5
+    lost_samples: str = "drop"
     update: str = "barrier"
     replacement: str = "wait"
     spares: Index = 1

@@ -30,7 +30,7 @@ from raytrain_ft.simulate.failures import Exponential, Failure, Failures, Listed
 from raytrain_ft.simulate.model import Costs, Job
 from raytrain_ft.simulate.outcome import GAVE_UP, Outcome
 from raytrain_ft.simulate.promises import PromiseBroken, Promises, Record
-from raytrain_ft.simulate.strategies import Kind, Strategy
+from raytrain_ft.simulate.strategies import ONLY_GIVEN, Kind, Strategy, fits
 
 KINDS: tuple[Any, ...] = tuple(kind for kind in get_args(Kind) if kind != "torchft")
 NOTHING_STANDS = "I1 no step was committed: nothing is proven"
@@ -57,11 +57,7 @@ def troubled_run(seed: int) -> Story:
     """One random run, checked."""
     chance = np.random.default_rng([seed, 2])
     job = _job(chance)
-    strategy = Strategy(
-        kind=KINDS[chance.integers(len(KINDS))],
-        every=int(chance.integers(1, 30)),
-        replay_workers=int(chance.integers(1, 4)),
-    )
+    strategy = _strategy(job, chance)
     failures = islice(_failures(job, chance).draw(job, chance), MOST_FAILURES)
     simulation = Simulation(job, strategy, failures, seed)
     rules = rules_of(job, strategy)
@@ -141,6 +137,19 @@ def _job(chance: Generator) -> Job:
         batch=8,
         replacement_timeout=float(chance.choice([5.0, 60.0, 600.0])),
         costs=costs,
+    )
+
+
+def _strategy(job: Job, chance: Generator) -> Strategy:
+    kinds = [kind for kind in KINDS if fits(kind, job)]
+    kind = kinds[chance.integers(len(kinds))]
+    unsaved = kind not in ONLY_GIVEN and chance.random() < 0.25  # or as often as Algorithm 1 chooses
+    return Strategy(
+        kind=kind,
+        every=None if unsaved else int(chance.integers(1, 30)),
+        replay_workers=int(chance.integers(1, 4)),
+        quorum=float(chance.choice([0.0, 0.5, 0.9])),
+        update=None if job.stages > 1 else chance.choice([None, "barrier", "wait_free"]),
     )
 
 

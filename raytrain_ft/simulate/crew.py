@@ -22,8 +22,7 @@ from raytrain_ft.simulate.strategies import GOING_BACK, RESTARTING, Strategy
 BEGINNING = m.Stored("the beginning", 0)
 """What the kinds that go back always have: the state before the first step."""
 FIRST_UPDATE = 0.5
-"""Share of a step after which the first parameters are updated, where updates do not wait for the last gradient ("rollback":
-the paper's setting, without which there is no partial update to keep)."""
+"""Share of a step after which the first parameters are updated, where updates do not wait for the last gradient."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,7 +170,7 @@ class Crew:
         step, stage = self.step, self.holding[member]
         gradient = step if self.reduced else None
         agreed = (step, (0.0,)) if self.reduced else None
-        if self.strategy.kind != "rollback":
+        if not self.strategy.updates_early:
             return Marks(member, step, (step,), (gradient,), stage, agreed, self._share(member))
         updated = step + (self.into >= FIRST_UPDATE * (self.into + self.rest) > 0)
         return Marks(member, step, (updated, step), (gradient, gradient), stage, agreed, self._share(member))
@@ -235,7 +234,7 @@ class Crew:
         )
 
     def _digests(self) -> tuple[str, ...]:
-        return (f"{self.step}",) * (2 if self.strategy.kind == "rollback" else 1)
+        return (f"{self.step}",) * (2 if self.strategy.updates_early else 1)
 
     def _commit_interrupted(self, plan: Plan, training: Training, now: float) -> None:
         """Survivors commit the interrupted step, as members of the world that had begun it; or leave it out."""
@@ -246,8 +245,9 @@ class Crew:
         rank, member = next((rank, member) for rank, member in enumerate(training.world) if member in self.holding)
         committed = self._committed(training, self.step, self.step + 1, now, member, rank // self.job.stages)
         where = {"incarnation": training.incarnation, "step": self.step, "epoch": 0, "why": plan.reason}
+        where["returned"] = self.strategy.lost_samples == "return"
         lost = [m.SamplesLost(at=now, **where, start=start, stop=stop) for start, stop in plan.lost]
-        self.ledger.samples_lost += sum(event.stop - event.start for event in lost)
+        self.ledger.samples_lost += sum(event.stop - event.start for event in lost if not event.returned)
         self.tell([committed, *lost])
 
     def _filled(self, command: m.Fill | m.Replay, members: Iterable[str], now: float) -> None:

@@ -49,8 +49,9 @@ def simulate(job: Job, strategy: Strategy, failures: Failures, *, seed: int = 0,
     The same seed gives the same failures to every strategy, as long as they do not depend on how far training is.
 
     Raises:
-        ConfigError: the failures cannot happen to this job.
+        ConfigError: the failures cannot happen to this job, or the strategy does not go with it.
     """
+    strategy.check(job)
     drawn = failures.draw(job, np.random.default_rng([seed, 0]))
     if strategy.kind == "torchft":
         return simulate_torchft(job, strategy, drawn, seed)
@@ -77,11 +78,12 @@ def rules_of(job: Job, strategy: Strategy) -> Rules:
         max_workers=job.workers,
         max_steps=job.steps,
         stages=job.stages,
-        logging=strategy.kind == "logging" and job.stages > 1,
+        logging=strategy.kind == "logging",
         replay_workers=strategy.replay_workers,
         spares=job.spares * job.per_node,
-        whole_update=strategy.kind != "rollback",
+        whole_update=not strategy.updates_early,
         strategy=kinds[strategy.kind],
+        quorum=strategy.quorum,
         checkpoints=saves,
         schedule_timeout=3 * costs.begin_s + 120,
         replacement_timeout=job.replacement_timeout,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from raytrain_ft.errors import ConfigError
+from raytrain_ft.policy import forward
 from raytrain_ft.policy.frequency import Profile, check_budget, choose
 from raytrain_ft.simulate import checks
 from raytrain_ft.simulate.model import Job
@@ -39,6 +40,11 @@ PIPELINED = frozenset({"checkfreq", "checkpoint", "replication", "logging", "los
 """Kinds whose checkpoints are written while training goes on."""
 
 
+def fits(kind: Kind, job: Job) -> bool:
+    """Stages cannot go on without one of them, and only what crosses between stages is logged."""
+    return kind not in forward.STRATEGIES if job.stages > 1 else kind != "logging"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
     """A strategy.
@@ -51,6 +57,9 @@ class Strategy:
         slowdown: what the strategy costs of a step's time without failures beyond what `Costs` says, as a share: a constant
             that is measured or fitted.
         replay_workers: how many replay one lost stage ("logging").
+        quorum, lost_samples: as in `RecoveryConfig`. There are no epochs here: samples that are returned at the end of one do not
+            count as lost.
+        update: the same; None: wait-free for "rollback", for which there is nothing to keep otherwise, else with a barrier.
         label: for tables and plots; by default the kind.
     """
 
@@ -59,6 +68,9 @@ class Strategy:
     budget: float = 0.035
     slowdown: float = 0.0
     replay_workers: int = 1
+    quorum: float = 0.5
+    lost_samples: Literal["drop", "return"] = "drop"
+    update: Literal["barrier", "wait_free"] | None = None
     label: str = ""
 
     def __post_init__(self) -> None:
@@ -71,6 +83,32 @@ class Strategy:
         check_budget(self.budget)
         checks.seconds(self, "slowdown")
         checks.whole(self, "replay_workers")
+        checks.seconds(self, "quorum")
+        if self.quorum > 1:
+            raise ConfigError(f"Strategy(quorum={self.quorum!r}): use a share from 0 to 1")
+        for name, allowed in (("lost_samples", ("drop", "return")), ("update", ("barrier", "wait_free", None))):
+            if getattr(self, name) not in allowed:
+                words = ", ".join(str(word) for word in allowed)
+                raise ConfigError(f"Strategy({name}={getattr(self, name)!r}): use one of {words}")
+
+    def check(self, job: Job) -> None:
+        """Whether a run of this job could be told this strategy.
+
+        Raises:
+            ConfigError: it would be refused.
+        """
+        if not fits(self.kind, job):
+            others = ", ".join(kind for kind in get_args(Kind) if fits(kind, job))
+            raise ConfigError(f'Strategy(kind="{self.kind}") does not go with Job(stages={job.stages}): use one of {others}')
+        if self.update == "wait_free" and job.stages > 1:
+            raise ConfigError(
+                f'Strategy(update="wait_free") does not go with Job(stages={job.stages}): stages update when all have finished'
+            )
+
+    @property
+    def updates_early(self) -> bool:
+        """Whether parameters are updated before the last gradient of the step is there."""
+        return self.kind == "rollback" if self.update is None else self.update == "wait_free"
 
     @property
     def name(self) -> str:

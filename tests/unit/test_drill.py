@@ -169,6 +169,28 @@ def test_the_simulator_strikes_as_the_scenario_says(tmp_path: Path) -> None:
     assert outcome.goodput > 0.97
 
 
+@pytest.mark.parametrize(
+    ("stated", "strategy", "guarantee", "lost"),
+    [
+        ("strategy: rollback", "replication", "exact", 0),  # with a barrier there is no partial update to keep
+        ("strategy: rollback\nupdate: wait_free", "rollback", "lossy", 0),
+        ("update: wait_free", "replication", "rounding", 0),  # a partial update is undone
+        ("strategy: lossy", "lossy", "lossy", 8),
+        ("strategy: lossy\nlost_samples: return", "lossy", "lossy", 0),
+        ("strategy: lossy\nquorum: 80%", "replication", "exact", 0),
+    ],
+)
+def test_the_simulator_does_what_a_run_would_with_the_strategy(
+    stated: str, strategy: str, guarantee: str, lost: int, tmp_path: Path
+) -> None:
+    head = SIMULATED.replace("checkpoint_every: 50", f"checkpoint_every: null\n{stated}")
+    asked = scenario(tmp_path, head + "  - {action: kill, who: {rank: 1}, when: {step: 100}, at: {share: 75%}}\n")
+    (outcome,) = predict(asked, job_of(asked, None)).outcomes
+    assert (outcome.strategies, outcome.guarantee, outcome.samples_lost) == ({strategy: 1}, guarantee, lost)
+    _, _, recovery, _ = trainer_parts(asked)
+    assert (recovery.quorum, recovery.lost_samples) == (asked.quorum, asked.lost_samples)
+
+
 def test_rates_in_the_simulator_are_those_of_the_scenario(tmp_path: Path) -> None:
     events = (
         "  - {action: kill, who: {role: any}, when: {mtbf: 20s}}\n  - {action: freeze, who: {rank: 0}, when: {mtbf: 30s}}\n"

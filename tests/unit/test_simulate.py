@@ -48,6 +48,7 @@ COSTS = Costs(
     persist_s=2.5,
 )
 JOB = Job(steps=100, step_s=1.0, workers=4, batch=8, costs=COSTS)
+PIPELINE = Job(steps=100, step_s=1.0, workers=4, stages=2)
 PAUSE = 1.0 + 0.25 + 0.5 + 2.0 + 0.125
 """Of a recovery from replicas: detect, fence, rendezvous, fill, resume."""
 
@@ -167,6 +168,8 @@ def test_logging_replays_the_lost_stage_and_helpers_make_it_faster() -> None:
 
 def test_lossy_rollback_and_skip_lose_what_they_say() -> None:
     lossy, rollback, skip = (once(kind, at_step(20.75)) for kind in ("lossy", "rollback", "skip"))
+    redone = once("rollback", at_step(20.75), update="barrier")
+    assert (redone.strategies, redone.guarantee) == ({"replication": 1}, "exact")
     assert (lossy.strategies, lossy.samples_lost, lossy.guarantee) == ({"lossy": 1}, 2, "lossy")
     assert lossy.lost_work_s == pytest.approx(0)
     assert (rollback.strategies, rollback.samples_lost, rollback.guarantee) == ({"rollback": 1}, 0, "lossy")
@@ -272,7 +275,8 @@ def test_troubled_runs_go_everywhere() -> None:
     reached = {after for story in stories for _, _, after in story.edges}
     assert reached >= {State.RUNNING, State.RESIZING, State.FENCE, State.REPLACE, State.REBUILD, State.RESUME, State.FINISHED}
     used = {kind for story in stories if story.outcome for kind in story.outcome.strategies}
-    assert used >= {"replication", "checkpoint", "snapshot", "logging", "lossy", "skip"}
+    assert used >= {"replication", "checkpoint", "snapshot", "logging", "lossy", "rollback", "skip"}
+    assert any(story.strategy.every is None for story in stories)
 
 
 # ---------------------------------------------------------------- bad input
@@ -292,6 +296,16 @@ def test_troubled_runs_go_everywhere() -> None:
         (lambda: Exponential(mtbf_s=1.0, together=(0.5, 0.6)), "add up to 1"),
         (lambda: Strategy(kind="magic"), "use one of global_checkpoint"),  # pyright: ignore[reportArgumentType]
         (lambda: Strategy(kind="global_checkpoint"), "every how many steps"),
+        (lambda: Strategy(kind="lossy", quorum=1.5), r"quorum=1.5\): use a share from 0 to 1"),
+        (lambda: Strategy(kind="lossy", update="late"), "use one of barrier, wait_free"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: once("logging", Listed()),
+            r"kind=\"logging\"\) does not go with Job\(stages=1\): use one of global_checkpoint",
+        ),
+        (lambda: once("lossy", Listed(), PIPELINE), r"kind=\"lossy\"\) does not go with Job\(stages=2\)"),
+        (lambda: once("rollback", Listed(), PIPELINE), "does not go with"),
+        (lambda: once("skip", Listed(), PIPELINE), "does not go with"),
+        (lambda: once("replication", Listed(), PIPELINE, update="wait_free"), "stages update when all have finished"),
         (lambda: Failure(lost=1), "either the time"),
         (lambda: at_step(5, 4), "failure 2: 4 comes after 5"),
         (lambda: once("replication", at_step(5, lost=9)), "9 nodes are lost at once, and the job has 4"),
