@@ -17,14 +17,16 @@ from rich.table import Table
 from raytrain_ft import simulation_views as views
 from raytrain_ft.errors import FTError
 from raytrain_ft.runtime.event_log import read_records
-from raytrain_ft.simulate import Exponential, Strategy, Uniform, Weibull, best_interval, compare, simulate
+from raytrain_ft.simulate import Exponential, Listed, Strategy, Uniform, Weibull, best_interval, compare, simulate
 from raytrain_ft.simulate import sweep_failures as sweep_mtbf
 from raytrain_ft.simulate.calibrate import calibrate
+from raytrain_ft.simulate.presets import jobs
 from raytrain_ft.simulate.strategies import ONLY_GIVEN, Kind
 from raytrain_ft.simulate.study import SEEDS, Sweep, sweep_intervals
 from raytrain_ft.simulation_file import Simulation, load
 
 console = Console(highlight=False, soft_wrap=True)
+PRESETS = jobs()
 POINTS = 15
 """Of a sweep."""
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -35,6 +37,7 @@ OUT = click.Path(dir_okay=False, path_type=Path)
 @click.command("simulate")
 @click.argument("file", required=False, type=FILE)
 @click.option("--from-run", type=RUN, help="A finished run: calibrates on its event log, and predicts that run.")
+@click.option("--preset", type=click.Choice(list(PRESETS)), help="A model of the papers, with the costs that they print.")
 @click.option(
     "--strategy", "kinds", multiple=True, type=click.Choice(get_args(Kind)), help="Instead of the file's; repeatable."
 )
@@ -48,6 +51,7 @@ OUT = click.Path(dir_okay=False, path_type=Path)
 def simulate_command(
     file: Path | None,
     from_run: Path | None,
+    preset: str | None,
     kinds: tuple[Kind, ...],
     every: int | None,
     mtbf: float | None,
@@ -60,10 +64,13 @@ def simulate_command(
     """Tells what failures will cost: time to finish, goodput, lost work, node hours.
 
     FILE is a job with its costs, strategies and failures, in YAML or JSON (docs/simulator.md). With --from-run these come
-    from a finished run; with any other option but --json, what that job would have cost is told too, or otherwise.
+    from a finished run; with any other option but --json, what that job would have cost is told too, or otherwise. With
+    --preset they are those of a model of the papers, which needs --mtbf.
     """
-    if (file is None) == (from_run is None):
-        raise click.UsageError("give either a FILE or --from-run RUN")
+    if sum(source is not None for source in (file, from_run, preset)) != 1:
+        raise click.UsageError("give one of a FILE, --from-run RUN and --preset NAME")
+    if preset is not None and mtbf is None:
+        raise click.UsageError("a preset says nothing of failures: give --mtbf, the hours between two of them")
     try:
         if from_run is not None:
             what, more = _predict(from_run)
@@ -71,11 +78,16 @@ def simulate_command(
                 _write(json_path, views.as_json(what.job, [], **more))
                 return
         else:
-            assert file is not None
-            what, more = load(file), {}
+            what, more = _of_the_papers(preset) if preset is not None else load(file or Path()), {}
         _study(_instead(what, kinds, every, mtbf), seeds or SEEDS, sweeps, best, plots, json_path, more)
     except FTError as error:
         raise click.ClickException(str(error)) from error
+
+
+def _of_the_papers(preset: str) -> Simulation:
+    """A model of the papers under this project's strategy for it, and no failures."""
+    job = PRESETS[preset]
+    return Simulation(job, (Strategy(kind="logging" if job.stages > 1 else "replication"),), Listed())
 
 
 def _instead(what: Simulation, kinds: tuple[Kind, ...], every: int | None, mtbf: float | None) -> Simulation:

@@ -53,6 +53,20 @@ def test_a_file_is_simulated(file: Path, tmp_path: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in plots.iterdir())
 
 
+def test_a_model_of_the_papers_is_simulated_by_its_name(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    chosen = ["--strategy", "global_checkpoint", "--every", 5004, "--seeds", 2, "--json", out]
+    result = invoke("--preset", "swift-wide-resnet-50", "--mtbf", 17, *chosen)
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads(out.read_text())["strategies"]
+    assert found["seconds"] / 3600 == pytest.approx(557.4, rel=0.05)  # SWIFT, Table 5
+    assert invoke("--preset", "swift-bert-128", "--mtbf", 17, "--seeds", 1).exit_code == 0
+    refused = invoke("--preset", "swift-bert-128", "--mtbf", 17, "--strategy", "lossy")
+    assert (refused.exit_code, "does not go with Job(stages=" in refused.output) == (1, True)
+    assert "give --mtbf" in invoke("--preset", "nicolae-nt3").output
+    assert "give one of" in invoke("--preset", "nicolae-nt3", "--from-run", tmp_path).output
+
+
 def test_strategies_intervals_and_failures_can_be_given_instead(file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     chosen = ["--strategy", "elastic_horovod", "--strategy", "lossy", "--every", 50, "--mtbf", 1, "--best-interval"]
