@@ -60,9 +60,11 @@ class Supervisor:
         recorded = first.details.get("clock") if isinstance(first, m.RunStarted) else None
         self._start = clock.began(recorded, past[-1].at, spec.lease) if past else time.monotonic()
         self._machine, measures = RunState(spec.rules), Measures()
+        self._asleep: set[str] = set()  # who was asked to sleep, or said that it does
         for event in past:
             handle(self._machine, event)
             measures.take(event, self._machine)
+            self._note_sleep(event)
         self._notes = Notes(spec, self._log, self._machine, self.now, written)
         self._metrics = metrics.Publisher(spec.name, measures)
         self._health = health.Health(spec, self.tell, self.now)
@@ -128,7 +130,14 @@ class Supervisor:
             raise ConfigError("a stage of a pipeline cannot sleep: the others need what it computes")
         if not 0 <= rank < len(world) or (asleep and len(world) < 2):
             raise ConfigError(f"rank {rank} of {len(world)} workers: give the rank of one that others can do without")
+        if asleep and self._asleep.issuperset({*world} - {world[rank]}):
+            raise ConfigError(f"rank {rank} of {len(world)} workers is the last that is awake: resume another one first")
         self._crew.ask(world[rank], "sleep", asleep, at_once)
+        (self._asleep.add if asleep else self._asleep.discard)(world[rank])
+
+    def _note_sleep(self, event: m.Event) -> None:
+        if isinstance(event, m.Dormant):
+            (self._asleep.add if event.asleep else self._asleep.discard)(event.member)
 
     # ---------------------------------------------------------------- from the beginning to the end
 
@@ -302,6 +311,7 @@ class Supervisor:
         self._health.follow(self._machine)
         self._notes.finished_recoveries()
         self._metrics.take(event, self._machine)
+        self._note_sleep(event)
         for command in commands:
             if isinstance(command, m.Run):
                 self._notes.resumed(command)

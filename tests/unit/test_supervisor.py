@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from raytrain_ft.errors import StorageError
+from raytrain_ft.errors import ConfigError, StorageError
+from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, State
@@ -46,6 +47,31 @@ def test_a_recovery_that_is_over_is_made_plain_data_once(monkeypatch: Any) -> No
         end(machine, number + 0.5)
         assert one.recoveries() == one.recoveries() == [asdict(known) for known in machine.recoveries]
     assert len(made) == 200, "once while it goes on, and once when it is over"
+
+
+def test_the_last_replica_that_is_awake_is_not_put_to_sleep() -> None:
+    """Then all would take part again, which is not what was asked for. A request counts at once, before the worker tells."""
+    asked: list[tuple[Any, ...]] = []
+    machine = SimpleNamespace(world=("w0", "w1", "w2"))
+    spec = SimpleNamespace(rules=SimpleNamespace(stages=1))
+    one = bare(machine=machine, spec=spec, crew=SimpleNamespace(ask=lambda *told: asked.append(told)), asleep=set())
+
+    def sleep(rank: int, asleep: bool) -> None:
+        asyncio.run(one.sleep(rank, asleep, False))
+
+    sleep(0, True)
+    one._note_sleep(m.Dormant(at=1.0, member="w2", incarnation=1, step=3, asleep=True))  # as the log of an earlier life says
+    with pytest.raises(ConfigError, match="rank 1 of 3 workers is the last that is awake: resume another one first"):
+        sleep(1, True)
+    sleep(2, True)  # it sleeps already
+    sleep(0, False)
+    sleep(1, True)
+    assert [(told[0], told[2]) for told in asked] == [("w0", True), ("w2", True), ("w0", False), ("w1", True)]
+    one._note_sleep(m.Dormant(at=2.0, member="w2", incarnation=1, step=4, asleep=False))
+    machine.world = ("w2", "w3")  # w0 and w1 are gone, and what they were asked for
+    sleep(0, True)
+    with pytest.raises(ConfigError, match="rank 1 of 2 workers is the last"):
+        sleep(1, True)
 
 
 class Away:
