@@ -19,6 +19,7 @@ from raytrain_ft.loading import load_task
 from raytrain_ft.scenario import Event, Point, Scenario, Who
 from raytrain_ft.scenario.events import AT_A_POINT
 from raytrain_ft.scenario.points import ALONE_PHASES, OF_SOME_PHASES
+from raytrain_ft.study.cuts import Cut, backward_order
 from raytrain_ft.task import TrainTask
 from raytrain_ft.training.buckets import partition
 
@@ -78,7 +79,7 @@ def planted(scenario: Scenario, task: TrainTask) -> list[Planted]:
     """The failures at exact points, with ranks drawn from the scenario's seed where it does not name them.
 
     Raises:
-        ScenarioError: a bucket or layer that the model does not have.
+        ScenarioError: a bucket, layer or parameter that the model does not have.
     """
     chance = random.Random(f"{scenario.seed} who")
     found: list[Planted] = []
@@ -95,8 +96,8 @@ def planted(scenario: Scenario, task: TrainTask) -> list[Planted]:
 
 def _all_get_there(scenario: Scenario, event: Event, struck: Sequence[int | None]) -> bool:
     """Whether each of these comes to the event's point while the others wait there: stages of a pipeline feed one another."""
-    point = _point(scenario, event).name
-    if point in OF_SOME_PHASES:
+    point = _point(scenario, event).strikes_in
+    if point in OF_SOME_PHASES or event.action == "silence":  # whose casualties nobody notices
         return False
     of_one_stage = len({rank % scenario.stages for rank in struck if rank is not None}) <= 1
     return of_one_stage or point in ALONE_PHASES
@@ -104,6 +105,8 @@ def _all_get_there(scenario: Scenario, event: Event, struck: Sequence[int | None
 
 def _point(scenario: Scenario, event: Event) -> Point:
     """Where in its step an event strikes. Without a point, in a pipeline, where every stage comes by itself."""
+    if event.action == "silence":
+        return (event.at or Point()).model_copy(update={"phase": "backward"})
     in_pipeline = scenario.stages > 1 and not _supervisor(event)
     return event.at or Point(phase="data" if in_pipeline else "")
 
@@ -131,9 +134,15 @@ def _fault(scenario: Scenario, task: TrainTask, event: Event, rank: int | None, 
     at = _point(scenario, event)
     step = event.when.step if event.when is not None else None
     if _supervisor(event):
-        return FailAt(role="supervisor", phase=at.name, step=step, action=action, nth=at.nth)
+        return FailAt(role="supervisor", phase=at.strikes_in, step=step, action=action, nth=at.nth)
     bucket = _bucket(scenario, task, at)
-    place: dict[str, Any] = {"step": step, "phase": at.name, "bucket": bucket, "micro_batch": at.micro_batch, "nth": at.nth}
+    place: dict[str, Any] = {
+        "step": step,
+        "phase": at.strikes_in,
+        "bucket": bucket,
+        "micro_batch": at.micro_batch,
+        "nth": at.nth,
+    }
     return FailAt(rank=rank, action=action, together=together, **place)
 
 
@@ -142,12 +151,14 @@ def _fault(scenario: Scenario, task: TrainTask, event: Event, rank: int | None, 
 
 def _check_place(scenario: Scenario, task: TrainTask, number: int, at: Point) -> None:
     place = ("events", number, "at")
-    if not at.in_backward:
+    if not at.places:
         return
     if scenario.stages > 1:
-        name = next(name for name in ("bucket", "layer", "share") if getattr(at, name) is not None)
-        raise scenario.error((*place, name), "the stages of a pipeline differ in their buckets: give a phase and a micro_batch")
-    buckets, layers = _layout(scenario, task)
+        raise scenario.error(
+            (*place, at.places[0]), "the stages of a pipeline differ in their buckets: give a phase and a micro_batch"
+        )
+    model = task.model(0)
+    buckets, layers = _layout(scenario, model)
     if at.bucket is not None and at.bucket >= len(buckets):
         raise scenario.error(
             (*place, "bucket"), f"{at.bucket}: the model has {len(buckets)} buckets of gradients: use 0 to {len(buckets) - 1}"
@@ -156,11 +167,15 @@ def _check_place(scenario: Scenario, task: TrainTask, number: int, at: Point) ->
         raise scenario.error(
             (*place, "layer"), f"{at.layer}: the model has {len(layers)} layers with parameters: use 0 to {len(layers) - 1}"
         )
+    if at.name is not None:
+        try:
+            Cut(name=at.name).done(model)
+        except ConfigError as error:
+            raise scenario.error((*place, "name"), f"{at.name}: {error}") from error
 
 
-def _layout(scenario: Scenario, task: TrainTask) -> tuple[list[list[nn.Parameter]], list[nn.Module]]:
-    """The buckets of the model, in the order in which they are reduced, and its layers with parameters of their own."""
-    model = task.model(0)
+def _layout(scenario: Scenario, model: nn.Module) -> tuple[list[list[nn.Parameter]], list[nn.Module]]:
+    """The buckets of a model, in the order in which they are reduced, and its layers with parameters of their own."""
     trained = [p for p in model.parameters() if p.requires_grad]
     buckets = partition(trained, scenario.bucket_bytes, scenario.first_bucket_bytes)
     return buckets, [m for m in model.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
@@ -168,13 +183,18 @@ def _layout(scenario: Scenario, task: TrainTask) -> tuple[list[list[nn.Parameter
 
 def _bucket(scenario: Scenario, task: TrainTask, at: Point) -> int | None:
     """The bucket that a point is at."""
-    if at.layer is None and at.share is None:
+    if not {"layer", "name", "share", "tensors"}.intersection(at.places):
         return at.bucket
-    buckets, layers = _layout(scenario, task)
+    model = task.model(0)
+    buckets, layers = _layout(scenario, model)
+    if at.share is not None:
+        sizes = [sum(p.numel() * p.element_size() for p in params) for params in buckets]
+        before = [sum(sizes[:number]) for number in range(len(sizes))]
+        goal = at.share * sum(sizes)
+        return min(range(len(sizes)), key=lambda number: (abs(before[number] - goal), number))
     if at.layer is not None:
-        wanted = {id(p) for p in layers[at.layer].parameters(recurse=False)}
-        return next(number for number, params in enumerate(buckets) if any(id(p) in wanted for p in params))
-    sizes = [sum(p.numel() * p.element_size() for p in params) for params in buckets]
-    before = [sum(sizes[:number]) for number in range(len(sizes))]
-    goal = (at.share or 0.0) * sum(sizes)
-    return min(range(len(sizes)), key=lambda number: (abs(before[number] - goal), number))
+        lost = {id(p) for p in layers[at.layer].parameters(recurse=False)}
+    else:
+        lost = {id(p) for _, p in backward_order(model)[Cut(name=at.name, tensors=at.tensors).done(model) :]}
+    last = len(buckets) - 1
+    return next((number for number, params in enumerate(buckets) if any(id(p) in lost for p in params)), last)

@@ -80,7 +80,8 @@ def recoveries_of(records: Records, clock: Clock | None = None) -> list[Recovery
 def violations(records: Records, played: Played, reference: Played) -> list[str]:
     """What the run promised and did not keep."""
     found = check(records) if played.error is None else []
-    if bit_equal(played, reference) is False and not any(_excused(recovery) for recovery in recoveries_of(records)):
+    excused = any(_excused(recovery) for recovery in recoveries_of(records)) or _lost_samples(records)
+    if bit_equal(played, reference) is False and not excused:
         found.append("I3 the final state differs from the undisturbed run's, and no recovery says why")
     return found
 
@@ -88,6 +89,11 @@ def violations(records: Records, played: Played, reference: Played) -> list[str]
 def _excused(recovery: Recovery) -> bool:
     """Whether the final state may differ after it: another world adds in another order, an undo rounds, samples are lost."""
     return recovery.world_after != recovery.world_before or recovery.undone > 0 or str(recovery.guarantee) == "lossy"
+
+
+def _lost_samples(records: Records) -> bool:
+    """Also without a recovery: in a step in which somebody fell silent."""
+    return any(record["event"] == "SamplesLost" for record in records)
 
 
 def bit_equal(played: Played, reference: Played) -> bool | None:
@@ -109,6 +115,7 @@ def measure(scenario: Scenario, ground: str, played: Played, reference: Played) 
     )
     pauses = [_pause(recovery, strikes, blame) for recovery in recoveries]
     causes = [_cause(recovery, strikes, blame) for recovery in recoveries]
+    kept = [str(recovery.guarantee) for recovery in recoveries]
     steps, seconds = committed(records), training_seconds(records, clock)
     calm_steps, calm_seconds = committed(calm), training_seconds(calm, calm_clock)
     expected = calm_steps / calm_seconds * seconds if calm_seconds else 0.0
@@ -126,7 +133,7 @@ def measure(scenario: Scenario, ground: str, played: Played, reference: Played) 
         detection=Spread.of([strike.detected_s for strike in strikes if strike.detected_s is not None]),
         pauses=Spread.of([pause for pause in pauses if pause is not None]),
         samples_lost=audit(records).samples_lost,
-        guarantee=max((str(recovery.guarantee) for recovery in recoveries), key=WEAKER.index, default="exact"),
+        guarantee=max(["lossy" if _lost_samples(records) else "exact", *kept], key=WEAKER.index),
         bit_equal=bit_equal(played, reference),
         violations=tuple(violations(records, played, reference)),
         failure=f"{type(played.error).__name__}: {played.error}" if played.error is not None else "",

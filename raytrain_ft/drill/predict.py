@@ -264,9 +264,10 @@ def _place(event: Event) -> float:
     at = event.at
     if at is None:
         return PHASE_AT["forward"]
-    if at.share is not None:
-        return BACKWARD_AT + BACKWARD * at.share
-    return PHASE_AT.get(at.name, BACKWARD_AT + BACKWARD / 2)
+    share = at.share if at.share is not None else at.tensors
+    if share is not None:
+        return BACKWARD_AT + BACKWARD * share
+    return PHASE_AT.get(at.strikes_in, BACKWARD_AT + BACKWARD / 2)
 
 
 def rehearse(scenario: Scenario, known: Job | None = None) -> Report:

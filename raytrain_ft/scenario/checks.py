@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from raytrain_ft.config import ParallelismConfig, RecoveryConfig, ScalingConfig
 from raytrain_ft.errors import ConfigError
-from raytrain_ft.scenario.events import AT_A_POINT, IN_USER_CODE, TAKES_TIME, Event
+from raytrain_ft.scenario.events import AT_A_POINT, IN_A_STEP, TAKES_TIME, Event, Who
 from raytrain_ft.scenario.points import BUCKET_PHASES, MICRO_BATCH_PHASES, STATES, STEP_PHASES, WORKER_PHASES
 from raytrain_ft.settings import TrainSettings
 from raytrain_ft.simulate import Costs
@@ -122,22 +123,37 @@ def _of_who(scenario: Scenario, event: Event) -> Iterator[Problem]:
         yield ("who", "survivors"), who.survivors, f"of {most} workers at most {most - 1} can survive a failure"
     if who.role == "supervisor" and event.action not in ("kill", "freeze"):
         yield ("action",), event.action, "the supervisor can be killed or frozen"
+    if who.node is not None and event.action in IN_A_STEP:
+        yield ("who", "node"), who.node, f"{event.action} happens in a worker: name it by its rank"
+    if event.action == "silence":
+        yield from _of_silence(scenario, event, who)
     if who.role == "spare" and scenario.spares == 0:
         yield ("who", "role"), "spare", "the scenario has spares: 0"
+
+
+def _of_silence(scenario: Scenario, event: Event, who: Who) -> Iterator[Problem]:
+    most = scenario.range[1]
+    left = [rank for rank in range(most) if rank != who.rank and rank not in (who.ranks or ())]
+    if who.count == most or who.survivors == 0 or math.ceil((who.share or 0) * most) == most or not left:
+        yield ("who",), None, "if all fall silent, there is nothing to go on with"
+    if scenario.stages > 1 or scenario.update != "barrier":
+        yield ("action",), "silence", "silence goes with update: barrier, and without stages"
+    if event.at is not None and event.at.strikes_in != "backward" and (event.at.phase or event.at.micro_batch is not None):
+        yield ("at", "phase"), event.at.phase, "a rank falls silent in phase backward"
 
 
 def _of_when(scenario: Scenario, event: Event) -> Iterator[Problem]:
     when = event.when
     if when is None:
-        if event.at is None or event.at.name in STEP_PHASES:
+        if event.at is None or event.at.strikes_in in STEP_PHASES:
             yield ("action",), event.action, "say when: step, seconds, mtbf or trace"
         return
     if when.step is not None and when.step >= scenario.steps:
         yield ("when", "step"), when.step, f"the run has {scenario.steps} steps: use 0 to {scenario.steps - 1}"
     if when.trace is not None and event.action not in ("kill_node", "drain"):
         yield ("when", "trace"), when.trace, "a trace is of nodes: it goes with kill_node and drain"
-    if when.step is None and event.action in IN_USER_CODE:
-        yield ("when",), None, f"{event.action} happens in the user's code: give a step"
+    if when.step is None and event.action in IN_A_STEP:
+        yield ("when",), None, f"{event.action} happens in the step itself: give a step"
     if when.mtbf is not None and event.action == "bring_back":
         yield ("when", "mtbf"), when.mtbf, "bring_back happens at a step or a time; after a loss, use lasts"
 
@@ -154,20 +170,20 @@ def _of_point(scenario: Scenario, event: Event) -> Iterator[Problem]:
         yield ("at",), None, "a spare is in no step"
     of_supervisor = event.who is not None and event.who.role == "supervisor"
     known = STATES if of_supervisor else WORKER_PHASES
-    if at.name not in known:
+    if at.strikes_in not in known:
         whose = "supervisor has the states" if of_supervisor else "worker has the phases"
-        yield ("at", "phase"), at.name, f"a {whose} {', '.join(known)}"
+        yield ("at", "phase"), at.strikes_in, f"a {whose} {', '.join(known)}"
         return
-    places = [name for name in ("bucket", "layer", "share") if getattr(at, name) is not None]
+    places = at.places
     if len(places) > 1:
         yield ("at", places[1]), getattr(at, places[1]), f"{' and '.join(places)} exclude each other"
-    if places and at.name not in BUCKET_PHASES:
-        yield ("at", places[0]), getattr(at, places[0]), f"{at.name} has no buckets: {', '.join(BUCKET_PHASES)} have"
-    if places and at.name in ("update", "updated") and scenario.update == "barrier":
+    if places and at.strikes_in not in BUCKET_PHASES:
+        yield ("at", places[0]), getattr(at, places[0]), f"{at.strikes_in} has no buckets: {', '.join(BUCKET_PHASES)} have"
+    if places and at.strikes_in in ("update", "updated") and scenario.update == "barrier":
         yield ("at", places[0]), getattr(at, places[0]), f"with update: barrier all buckets are updated at once: no {places[0]}"
     if at.micro_batch is not None:
         count = scenario.count_micro_batches
-        if at.name not in MICRO_BATCH_PHASES:
+        if at.strikes_in not in MICRO_BATCH_PHASES:
             yield ("at", "micro_batch"), at.micro_batch, f"only {', '.join(MICRO_BATCH_PHASES)} are of a micro-batch"
         elif at.micro_batch >= count:
             yield ("at", "micro_batch"), at.micro_batch, f"a replica has {count} micro-batches: use 0 to {count - 1}"

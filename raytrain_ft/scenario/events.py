@@ -11,12 +11,17 @@ from pydantic_core import PydanticCustomError
 UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 DURATION = re.compile(rf"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*({'|'.join(UNITS)})\s*", re.IGNORECASE)
 
-Action = Literal["kill", "kill_node", "freeze", "unplug", "drain", "slow_down", "bring_back", "exception", "exit", "hang"]
-IN_USER_CODE = ("exception", "exit", "hang")
-AT_A_POINT = ("kill", "kill_node", "freeze", *IN_USER_CODE)
+Action = Literal[
+    "kill", "kill_node", "freeze", "unplug", "drain", "slow_down", "bring_back", "silence", "exception", "exit", "hang"
+]
+IN_A_STEP = ("silence", "exception", "exit", "hang")
+"""Actions that are of the step itself, so that nobody can carry them out from outside."""
+AT_A_POINT = ("kill", "kill_node", "freeze", *IN_A_STEP)
 """Actions that can strike inside of a step, at an exact point."""
 TAKES_TIME = ("slow_down", "freeze", "kill_node", "unplug", "drain")
 """Actions that can be over after a while."""
+PLACES = ("bucket", "layer", "name", "share", "tensors")
+"""Fields of a point that are a place in back-propagation."""
 WHOLE_NODES = ("kill_node", "unplug", "drain", "bring_back")
 
 
@@ -41,6 +46,7 @@ def _share(value: Any) -> Any:
 
 Seconds = Annotated[float, BeforeValidator(_seconds), Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, BeforeValidator(_share), Field(gt=0, le=1, allow_inf_nan=False)]
+ShareBelowAll = Annotated[float, BeforeValidator(_share), Field(ge=0, lt=1, allow_inf_nan=False)]
 ShareOrNone = Annotated[float, BeforeValidator(_share), Field(ge=0, le=1, allow_inf_nan=False)]
 Index = Annotated[int, Field(strict=True, ge=0)]
 Whole = Annotated[int, Field(strict=True, ge=1)]
@@ -108,13 +114,15 @@ class When(Model):
 
 
 class Point(Model):
-    """Where in the step, or in a recovery (docs/faults.md has the phases). At most one of bucket, layer and share.
+    """Where in the step, or in a recovery (docs/faults.md has the phases). At most one place in back-propagation.
 
     Attributes:
         phase: by default `backward` if a place in back-propagation is given, else `forward`.
         bucket: of gradients, in the order in which they are reduced.
         layer: of those that have parameters, as the forward pass meets them; the bucket that holds it.
+        name: of the parameter whose gradient is the first that is lost; the bucket that holds it.
         share: of back-propagation (by bytes of gradients): 25% strikes when a quarter has been handed over.
+        tensors: the same by their number, as Nicolae et al. cut: the bucket that holds the first tensor that is lost.
         micro_batch: of the replica's share of the step.
         nth: the nth time that this point is reached in a process.
     """
@@ -122,19 +130,21 @@ class Point(Model):
     phase: str = ""
     bucket: Index | None = None
     layer: Index | None = None
-    share: Annotated[float, BeforeValidator(_share), Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
+    name: str | None = None
+    share: ShareBelowAll | None = None
+    tensors: ShareBelowAll | None = None
     micro_batch: Index | None = None
     nth: Whole = 1
 
     @property
-    def in_backward(self) -> bool:
-        """Whether a place in back-propagation is given."""
-        return self.bucket is not None or self.layer is not None or self.share is not None
+    def places(self) -> tuple[str, ...]:
+        """Which places in back-propagation are given."""
+        return tuple(name for name in PLACES if getattr(self, name) is not None)
 
     @property
-    def name(self) -> str:
-        """The phase."""
-        return self.phase or ("backward" if self.in_backward else "forward")
+    def strikes_in(self) -> str:
+        """The phase, given or not."""
+        return self.phase or ("backward" if self.places else "forward")
 
 
 class Event(Model):
@@ -142,7 +152,8 @@ class Event(Model):
 
     Attributes:
         action: kill (the process), kill_node, freeze (SIGSTOP), unplug (the node's cable), drain (a notice, then the node is
-            gone), slow_down, bring_back (another node joins); exception, exit, hang (in the user's code).
+            gone), slow_down, bring_back (another node joins); silence (a simulated loss: from this bucket on, zeros instead of
+            gradients); exception, exit, hang (in the user's code).
         who: not with a trace, which names its nodes, nor with bring_back.
         at: a point inside the step; only with `when: {step: ...}` or, for the phases of a recovery, without it.
         lasts: until it is over: the process thaws, runs at full speed again, or another node takes the place of the lost one.

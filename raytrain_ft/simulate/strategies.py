@@ -57,8 +57,8 @@ class Strategy:
         slowdown: what the strategy costs of a step's time without failures beyond what `Costs` says, as a share: a constant
             that is measured or fitted.
         replay_workers: how many replay one lost stage ("logging").
-        quorum, lost_samples: as in `RecoveryConfig`. There are no epochs here: samples that are returned at the end of one do not
-            count as lost.
+        quorum, lost_samples: as in `RecoveryConfig`. There are no epochs here: samples returned at the end of one do not count
+            as lost.
         update: the same; None: wait-free for "rollback", for which there is nothing to keep otherwise, else with a barrier.
         label: for tables and plots; by default the kind.
     """

@@ -8,8 +8,11 @@ import pytest
 from pydantic import ValidationError
 
 from raytrain_ft.drill import drill, faults
+from raytrain_ft.drill.measure import violations
+from raytrain_ft.drill.played import Played
 from raytrain_ft.drill.schedule import Schedule, View, spares_one
-from raytrain_ft.errors import ScenarioError
+from raytrain_ft.errors import AbortedError, ScenarioError
+from raytrain_ft.result import Result
 from raytrain_ft.scenario import Event, Scenario, When, Who
 
 HEAD = "name: test\nworkers: 4\nsteps: 50\nbatch: 32\nbucket_bytes: 32768\nfirst_bucket_bytes: 8192\nevents:\n"  # 7 lines
@@ -60,6 +63,14 @@ BAD = {
     "a node that cannot be": (event("kill_node", who="{node: 4}"), 9, "4", "use 0 to 3"),
     "no factor": (event("slow_down", lasts="1s"), 8, "slow_down", "needs factor"),
     "no notice": (event("drain"), 8, "drain", "needs notice"),
+    "silence at any time": (event("silence", when="{seconds: 3}"), 10, "when", "give a step"),
+    "silence in the forward pass": (event("silence", at="{phase: forward}"), 11, "'forward'", "falls silent in phase backward"),
+    "silence of all": (event("silence", who="{survivors: 0}"), 9, "who", "nothing to go on with"),
+    "silence of a node": (event("silence", who="{node: 1}"), 9, "1", "name it by its rank"),
+    "silence with wait-free updates": (
+        event("silence").replace("events", "update: wait_free\nevents"),
+        *(9, "'silence'", "goes with update: barrier"),
+    ),
     "a notice of a kill": (event(notice="30s"), 11, "30.0", "goes with drain only"),
     "an exception at any time": (event("exception", when="{seconds: 3}"), 10, "when", "give a step"),
     "a supervisor that hangs": (event("hang", who="{role: supervisor}"), 8, "hang", "killed or frozen"),
@@ -101,10 +112,10 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value", "has"),
-    [("bucket", 200, "the model has 2 buckets"), ("layer", 200, "the model has 4 layers")],
+    [("bucket", 200, "the model has 2 buckets"), ("layer", 200, "the model has 4 layers"), ("name", "9.bias", "the model has")],
 )
 def test_what_the_model_does_not_have_is_refused_before_anything_starts(
-    field: str, value: int, has: str, tmp_path: Path
+    field: str, value: int | str, has: str, tmp_path: Path
 ) -> None:
     scenario = load(tmp_path, event(at=f"{{{field}: {value}}}"))
     with pytest.raises(ScenarioError) as refused:
@@ -157,13 +168,14 @@ def test_python_says_the_same() -> None:
 def test_shares_of_back_propagation_and_layers_become_buckets(tmp_path: Path) -> None:
     """Of the tiny model, gradients come in two buckets: 9,248 + 66,048 bytes and 17,408 bytes."""
     at = ["share: 0%", "share: 90%", "layer: 0", "layer: 3", "bucket: 1"]
+    at += ["tensors: 25%", "tensors: 50%", "tensors: 99%", "name: 4.bias", "name: 1.bias"]
     text = HEAD + "".join(f"  - {{action: kill, who: {{rank: 0}}, when: {{step: 1}}, at: {{{place}}}}}\n" for place in at)
     scenario = load(tmp_path, text)
     found = faults.planted(scenario, faults.task_of(scenario))
-    assert [entry.fault.phase for entry in found] == ["backward"] * 5
-    buckets, layers = faults._layout(scenario, faults.task_of(scenario))
+    assert [entry.fault.phase for entry in found] == ["backward"] * 10
+    buckets, layers = faults._layout(scenario, faults.task_of(scenario).model(0))
     assert len(layers) == 4
-    assert [entry.fault.bucket for entry in found] == [0, len(buckets) - 1, len(buckets) - 1, 0, 1]
+    assert [entry.fault.bucket for entry in found] == [0, len(buckets) - 1, len(buckets) - 1, 0, 1, *(0, 1, 1, 0, 1)]
 
 
 def test_casualties_are_drawn_from_the_seed(tmp_path: Path) -> None:
@@ -201,6 +213,21 @@ def test_casualties_in_a_pipeline_wait_only_for_whom_they_do_not_need(
     scenario = load(tmp_path, text)
     found = faults.planted(scenario, faults.task_of(scenario))
     assert [entry.fault.together for entry in found] == [together] * 2
+
+
+def test_a_simulated_loss_is_planted_in_the_backward_pass(tmp_path: Path) -> None:
+    """Without a place, from the first bucket on; nobody waits for others, for it is noticed by nobody."""
+    for at, bucket in (("", None), ("{tensors: 50%}", 1)):
+        scenario = load(tmp_path, event("silence", who="{ranks: [0, 1]}", at=at))
+        found = [entry.fault for entry in faults.planted(scenario, faults.task_of(scenario))]
+        assert [(one.action, one.phase, one.bucket, one.together) for one in found] == [("silence", "backward", bucket, 1)] * 2
+
+
+def test_a_run_that_lost_samples_without_a_recovery_may_end_in_another_state(tmp_path: Path) -> None:
+    aborted = AbortedError("it was")  # so that only the final states are looked at
+    struck, calm = (Played(path=tmp_path, result=Result({}, "", [], digest, 1.0, None), error=aborted) for digest in ("a", "b"))
+    assert [violation.split()[0] for violation in violations([], struck, calm)] == ["I3"]
+    assert violations([{"event": "SamplesLost"}], struck, calm) == []
 
 
 def view(**more: object) -> View:
