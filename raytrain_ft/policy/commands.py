@@ -29,6 +29,7 @@ class Reconcile:
 
     Attributes:
         logged: the boundaries between stages that are logged from now on, each named by the stage before it.
+        since: the incarnation from which on the log counts: everybody's begins anew with it.
     """
 
     world: tuple[str, ...]
@@ -37,6 +38,7 @@ class Reconcile:
     load: str = ""
     holders: tuple[str, ...] = ()
     logged: tuple[int, ...] = ()
+    since: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -244,8 +244,8 @@ def _on_noted(
 
 
 def _on_log_failed(run: RunState, event: m.LogFailed) -> list[m.Command]:
-    del event
-    run.logged_since = run.log_revived = None
+    if event.incarnation >= run.log_incarnation:  # else it has begun anew since
+        run.logged_since = run.log_revived = None
     return []
 
 

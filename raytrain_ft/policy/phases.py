@@ -264,7 +264,8 @@ def join(run: RunState, world: tuple[str, ...]) -> list[m.Command]:
     timer = m.SetTimer("reconcile", run.rules.phase_timeout, run.incarnation)
     load = run.load.name if run.load is not None else ""
     holders = tuple(run.survivors)
-    return [m.Reconcile(world, run.incarnation, run.plan, load, holders, tuple(sorted(run.logged))), timer]
+    log = (tuple(sorted(run.logged)), run.log_incarnation)
+    return [m.Reconcile(world, run.incarnation, run.plan, load, holders, *log), timer]
 
 
 def _log_from_now_on(run: RunState) -> None:

@@ -339,7 +339,8 @@ class Crew:
 
     async def _reconcile(self, member: str, command: m.Reconcile) -> None:
         incarnation = command.incarnation
-        asked = (command.world, incarnation, command.plan, command.load, command.holders, command.logged)
+        log = (command.logged, command.since)
+        asked = (command.world, incarnation, command.plan, command.load, command.holders, *log)
         answer = await self._call(member, "reconcile", *asked, incarnation=incarnation, load=command.load)
         if answer is not None:
             digests, undone, kept = answer

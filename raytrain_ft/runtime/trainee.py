@@ -186,10 +186,13 @@ class Trainee:
         load: str,
         holders: tuple[str, ...],
         logged: frozenset[int],
+        since: int,
     ) -> tuple[tuple[str, ...], int, int]:
         """See `Worker.reconcile`."""
         fence.check()
         self._world, self.rank = world, world.index(self._member)
+        if self.log is not None:
+            self.log.begin(since)
         self._probe_recovery("join")
         store = RayStore(self._supervisor, fence, GROUP_TIMEOUT)
         self._group = process_group.build(

@@ -136,6 +136,7 @@ class Worker:
         load: str,
         holders: tuple[str, ...],
         logged: tuple[int, ...],
+        since: int,
     ) -> tuple[tuple[str, ...], int, int]:
         """Joins the group of this incarnation and carries out the plan; returns (hash per bucket, parameters undone, parameters
         whose update was kept).
@@ -144,10 +145,10 @@ class Worker:
 
         Args:
             holders: whose state counts.
-            logged: see `messages.Reconcile`.
+            logged, since: see `messages.Reconcile`.
         """
         fence = self._enter(incarnation)
-        job = self._training.submit(self._trainee.reconcile, fence, world, plan, load, holders, frozenset(logged))
+        job = self._training.submit(self._trainee.reconcile, fence, world, plan, load, holders, frozenset(logged), since)
         return job.result(timeout=PARK_DEADLINE_S)
 
     def _enter(self, incarnation: int) -> Fence:

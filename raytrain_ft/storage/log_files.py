@@ -129,12 +129,14 @@ class LogFiles:
         with suppress(OSError):
             os.close(file.descriptor)
 
-    def trim(self, step: int) -> None:
-        """Deletes the files that hold nothing of `step` or later. One that cannot be deleted is tried again next time."""
+    def trim(self, step: int, incarnation: int = 0) -> None:
+        """Deletes the files that hold nothing of `step` or later, and those of earlier incarnations. One that cannot be deleted
+        is tried again next time."""
+        old = [file for file in self._all if file.last < step or file.incarnation < incarnation]
         for receiver, file in list(self._current.items()):
-            if file.last < step:
+            if file in old:
                 self._end(receiver)
-        self._remove(file for file in self._all if file.last < step and file.encoder is None)
+        self._remove(file for file in old if file.encoder is None)
 
     def _remove(self, files: Iterable[_OpenFile]) -> None:
         for file in list(files):

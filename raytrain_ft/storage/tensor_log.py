@@ -59,6 +59,7 @@ class LogStats:
 @dataclass(slots=True)
 class _Trim:
     step: int
+    incarnation: int
     size: int = 0
 
 
@@ -76,8 +77,8 @@ class TensorLog:
         memory_bytes: How much may wait to be written; `append` waits for room beyond that.
         quota_bytes: How much may lie on the disk at one time; beyond that the log fails.
         synchronous: `append` writes before it returns. For comparison.
-        tell: Is told ("LogFailed", {"member", "incarnation", "step", "reason"}) when the log fails, once until a `trim` revives
-            it; from the log's thread.
+        tell: Is told ("LogFailed", {"member", "incarnation", "step", "reason"}) when the log fails, once until a `trim` or
+            `begin` revives it; from the log's thread.
 
     Raises:
         StorageError: the member's name cannot be that of a file.
@@ -106,6 +107,7 @@ class TensorLog:
         self._records = self._payload_bytes = self._stalls = 0
         self._stalled_s = 0.0
         self._failed = ""
+        self._began = 0
         self._closed = False
         lock = threading.Lock()
         self._work = threading.Condition(lock)  # for the writer: there is something to do
@@ -163,11 +165,20 @@ class TensorLog:
         Files that hold nothing else are deleted. A log that had failed begins anew: the records that are appended from here on
         are written, and it is seen from the keys which ones are missing.
         """
+        self._trim(_Trim(step, 0))
+
+    def begin(self, incarnation: int) -> None:
+        """Says that records of earlier incarnations than this one count no more: like `trim`, once for each incarnation."""
+        if incarnation > self._began:
+            self._began = incarnation
+            self._trim(_Trim(0, incarnation))
+
+    def _trim(self, item: _Trim) -> None:
         with self._work:
             if self._closed:
                 return
             self._trims += 1
-            self._put(_Trim(step))
+            self._put(item)
         self._help()
 
     def close(self) -> None:
@@ -263,7 +274,7 @@ class TensorLog:
         reason, written, revived = "", False, False
         try:
             if isinstance(item, _Trim):
-                self._files.trim(item.step)
+                self._files.trim(item.step, item.incarnation)
                 revived = True
             elif isinstance(item, _Close):
                 self._files.end()

@@ -84,6 +84,22 @@ def test_after_going_back_only_what_is_logged_from_then_on_counts(lost: Told) ->
     assert lost.run.log_incarnation == lost.run.incarnation > 1
 
 
+def test_a_log_that_failed_begins_anew_with_that_of_the_others() -> None:
+    """Everybody goes back, and the next loss is replayed from there: so whoever joins is told that its log begins anew."""
+    told = Told()
+    told.tell(m.LogFailed, member="w0", incarnation=1, step=12, reason="disk full")
+    told.tell(m.WorkerLost, member="w1", cause="killed")
+    told.fence()
+    assert told.run.seeking
+    commands = told.tell(m.CheckpointsFound, incarnation=told.run.incarnation, stored=(m.Stored("c6", 6),))
+    (joining,) = [command for command in commands if isinstance(command, m.Reconcile)]
+    assert joining.since == told.run.log_incarnation == told.run.incarnation == 2
+    told.tell(m.LogFailed, member="w0", incarnation=1, step=12, reason="told late, of the log before")
+    assert told.run.logged_since == 6
+    told.tell(m.LogFailed, member="w0", incarnation=2, step=6, reason="disk full")
+    assert told.run.logged_since is None
+
+
 def test_a_team_that_is_too_slow_is_not_tried_again() -> None:
     told = Told(replay_workers=3)
     told.tell(m.WorkerLost, member="w1", cause="killed")

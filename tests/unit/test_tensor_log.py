@@ -158,6 +158,27 @@ def test_quota_leaves_a_gap_and_trim_revives(tmp_path: Path) -> None:
     log.close()
 
 
+def test_a_log_that_begins_anew_forgets_what_was_before(tmp_path: Path) -> None:
+    log = TensorLog(tmp_path, "w0", quota_bytes=10_000)
+    log.begin(1)
+    fill(log, range(20))
+    assert not log.flush(10)
+    log.begin(1)
+    assert not log.flush(10), "it is the one that has failed"
+    log.begin(2)
+    assert log.flush(10)
+    fill(log, range(6, 9), incarnation=2)
+    log.begin(2)
+    assert log.flush(10), "it goes on"
+    assert complete_steps(seen(tmp_path), 0, 1, "activation", 2) == {6, 7, 8}
+    log.begin(5)
+    fill(log, range(6, 7), incarnation=5)
+    assert log.flush(10)
+    assert names(tmp_path) == [path.name for path in tmp_path.glob("w0-5-*")]
+    assert log.stats.file_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
+    log.close()
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs of 1 MB."""
