@@ -228,11 +228,12 @@ def _on_checkpoint_committed(run: RunState, event: m.CheckpointCommitted) -> lis
     run.stored = [m.Stored(event.name, event.step), *run.stored][:MOST_STORED]
     if not run.rules.logging or run.state not in TRAINING:
         return []  # in a recovery, the log may be being replayed from an older checkpoint: the next one trims it
-    if run.logged_since is None:  # it broke off; the trimming that follows revives it, from one of the next steps on
-        if run.log_revived is not None and event.step >= run.log_revived:
-            run.logged_since = event.step
-        elif run.log_revived is None:
-            run.log_revived = run.step + 2
+    if run.logged_since is not None:
+        run.logged_since = max(run.logged_since, event.step)
+    elif run.log_revived is None:  # it broke off; the trimming that follows revives it, from one of the next steps on
+        run.log_revived = run.step + 2
+    elif event.step >= run.log_revived:
+        run.logged_since = event.step
     return [m.Trim(tuple(member for member in run.world if member in run.members), event.step)]
 
 

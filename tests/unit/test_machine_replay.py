@@ -100,6 +100,20 @@ def test_a_log_that_failed_begins_anew_with_that_of_the_others() -> None:
     assert told.run.logged_since is None
 
 
+def test_what_was_trimmed_is_not_replayed_when_the_newest_checkpoint_is_damaged(lost: Told) -> None:
+    """No replay begins that would only wait for records that were deleted."""
+    lost.answer(m.Filled, lost.run.joining, digests=("d",))
+    lost.tell(m.CheckpointCommitted, member="w0", incarnation=2, step=12, name="c12", **ABOUT)
+    lost.tell(m.WorkerLost, member="w3", cause="killed")
+    lost.fence()
+    assert lost.replay().load == "c12"
+    lost.tell(m.CheckpointRejected, member="w4", incarnation=lost.run.incarnation, name="c12", reason="its hash differs")
+    lost.fence()
+    assert lost.run.seeking, "everybody goes back"
+    lost.tell(m.CheckpointsFound, incarnation=lost.run.incarnation, stored=(m.Stored("c12", 12), m.Stored("c6", 6)))
+    assert lost.run.load == m.Stored("c6", 6)
+
+
 def test_a_team_that_is_too_slow_is_not_tried_again() -> None:
     told = Told(replay_workers=3)
     told.tell(m.WorkerLost, member="w1", cause="killed")
