@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -101,11 +101,26 @@ class Head:
         # plain numbers, strings and tuples: each head has one text, and each text is of one head
         return xxhash.xxh3_64_intdigest(repr((*map(int, numbers), key.kind, self.dtypes, self.shapes)).encode())
 
+    def is_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the record's tensors are these, to the bit; as far as a checksum tells, so none is read."""
+        return (self.dtypes, self.shapes, self.checksum) == (*_layout_of(tensors), _checksum(map(bytes_of, tensors)))
+
 
 def bytes_of(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """A tensor's bytes in its contiguous order; not copied if it is contiguous. It must lie in the CPU's memory."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8).numpy()
+
+
+def _layout_of(tensors: Sequence[Tensor]) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+    return tuple(str(t.dtype) for t in tensors), tuple(tuple(t.shape) for t in tensors)
+
+
+def _checksum(arrays: Iterable[np.ndarray[Any, Any]]) -> int:
+    hasher = xxhash.xxh3_64()
+    for array in arrays:
+        hasher.update(array.data)
+    return hasher.intdigest()
 
 
 # ---------------------------------------------------------------- writing
@@ -132,15 +147,12 @@ class Encoder:
             ValueError: a record that no reader would take.
         """
         arrays = [bytes_of(tensor) for tensor in tensors]
-        hasher = xxhash.xxh3_64()
-        for array in arrays:
-            hasher.update(array.data)
-        dtypes, shapes = tuple(str(t.dtype) for t in tensors), tuple(tuple(t.shape) for t in tensors)
+        dtypes, shapes = _layout_of(tensors)
         if key.kind not in get_args(Kind) or any(dtype not in DTYPES for dtype in dtypes):
             raise ValueError(f"{key} with tensors of {dtypes} cannot be logged")
         if len(shapes) + sum(map(len, shapes)) > MAXNUMBERS or sum(map(len, arrays)) > MAX_RECORD_BYTES:
             raise ValueError(f"{key} has too many tensors ({len(shapes)}), or too large ones ({sum(map(len, arrays))} bytes)")
-        values = self._write(Head(key, incarnation, dtypes, shapes, hasher.intdigest()), arrays)
+        values = self._write(Head(key, incarnation, dtypes, shapes, _checksum(arrays)), arrays)
         parts, self._sink.parts = self._sink.parts, []  # no reference to a tensor stays here
         if len(arrays) > 1 and not self._compressed and values.nbytes:
             at = next(number for number, part in enumerate(parts) if _address(part) == _address(values))

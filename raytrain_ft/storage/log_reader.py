@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from raytrain_ft.errors import LogGapError
-from raytrain_ft.storage.log_format import NAME, Key
+from raytrain_ft.storage.log_format import NAME, Head, Key
 from raytrain_ft.storage.log_scan import UNREADABLE, LogFile, Place, load, scan
 
 POLL_S = 0.002
@@ -108,10 +108,15 @@ class LogReader:
 
     def has(self, key: Key) -> bool:
         """Whether a whole record was found. Its head was verified, its tensors were not. Looks if nobody has for its like."""
+        return self.head(key) is not None
+
+    def head(self, key: Key) -> Head | None:
+        """What is known of the record that counts without reading its tensors; None if `has` finds none."""
         if (key.step, key.receiver) not in self._looked:
             self.refresh(key)
         with self._lock:
-            return key in self._places
+            places = self._places.get(key)
+            return places[-1].head if places else None
 
     def read(self, key: Key, *, incarnation: int | None = None) -> tuple[Tensor, ...]:
         """The tensors of a record that a `refresh` has found, on the CPU and for the caller to keep.

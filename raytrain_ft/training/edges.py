@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from raytrain_ft.errors import FencedError, LogGapError, ReplayDivergedError, TaskError
+from raytrain_ft.errors import FencedError, ReplayDivergedError, TaskError
 from raytrain_ft.policy.schedule import MOST_MICRO_BATCHES
 from raytrain_ft.storage.log_reader import LogReader
 from raytrain_ft.storage.tensor_log import Key, TensorLog
@@ -246,8 +246,8 @@ class Tap:
 
     Args:
         log: None if the edge is not logged.
-        past: in a replay, what was logged before, by the worker that was lost: a step's first micro-batch, and what belongs to
-            the whole step, must be that again, as far as it is there.
+        past: in a replay, what was logged before, by the worker that was lost: it must be that again, to the bit and as far as
+            it is there.
     """
 
     def __init__(
@@ -275,18 +275,15 @@ class Tap:
         key = self._key(self._step, micro_batch)
         if self._live is not None:
             self._live.give(micro_batch, tensors)
-        if self._past is not None and micro_batch in (0, WHOLE_STEP) and self._past.has(key):
+        if self._past is not None:
             self._compare(self._past, key, tensors)
         if self._log is not None:
             self._log.append(key, self._fence.incarnation, tensors, self._fence.check)
 
     def _compare(self, past: LogReader, key: Key, tensors: Sequence[Tensor]) -> None:
-        try:
-            before = past.read(key)
-        except LogGapError:
-            return  # damaged: nobody needs it but for this
-        if len(before) != len(tensors) or not all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True)):
-            where = "gradients" if key.micro_batch == WHOLE_STEP else "of micro-batch 0"
+        before = past.head(key)
+        if before is not None and not before.is_of(tensors):
+            where = "gradients" if key.micro_batch == WHOLE_STEP else f"of micro-batch {key.micro_batch}"
             raise ReplayDivergedError(
                 f"stage {key.sender}, step {key.step}: the {key.kind} {where} is another than before. Is something in the "
                 "model random that is not drawn from torch, random or numpy, or are its kernels not deterministic?"

@@ -1,14 +1,18 @@
-"""The live ends of a pipeline's edges, without gloo."""
+"""The ends of a pipeline's edges, without gloo."""
 
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from raytrain_ft.training.edges import HEADER_TAG, LiveInbound, describe
+from raytrain_ft.errors import ReplayDivergedError
+from raytrain_ft.storage.log_reader import LogReader
+from raytrain_ft.storage.tensor_log import Key, TensorLog
+from raytrain_ft.training.edges import HEADER_TAG, WHOLE_STEP, LiveInbound, Tap, describe
 from raytrain_ft.training.fence import Fence, PeerLostError
 
 
@@ -57,6 +61,45 @@ def test_a_connection_that_breaks_ends_every_wait_at_once() -> None:
     finally:
         group.fence.trip()
         group.ended.set()
+
+
+def edge_key(step: int, micro_batch: int) -> Key:
+    return Key(step, micro_batch, "tied" if micro_batch == WHOLE_STEP else "activation", 1, 2)
+
+
+@pytest.fixture
+def logged(tmp_path: Path) -> LogReader:
+    """What stage 1 sent in step 7: four micro-batches, of which one is not a number, and a gradient."""
+    log = TensorLog(tmp_path, "w1")
+    for number in (0, 1, 2, 3, WHOLE_STEP):
+        log.append(edge_key(7, number), 1, sent(number))
+    assert log.flush(10)
+    log.close()
+    return LogReader(tmp_path)
+
+
+def sent(number: int) -> list[torch.Tensor]:
+    return [torch.tensor([number, torch.nan]), torch.arange(6.0).reshape(2, 3).T]
+
+
+def test_a_replay_that_computes_the_same_bits_does_not_diverge(logged: LogReader) -> None:
+    """Not even where they are no numbers; nor if the log breaks off."""
+    edge = Tap(None, None, edge_key, Fence(2), past=logged)
+    for step in (7, 8):
+        edge.begin(step)
+        for number in (0, 1, 2, 3, WHOLE_STEP):
+            edge.give(number, sent(number))
+
+
+@pytest.mark.parametrize(("number", "what"), [(0, "of micro-batch 0"), (3, "of micro-batch 3"), (WHOLE_STEP, "tied gradients")])
+def test_a_replay_that_computes_something_else_is_noticed_wherever_it_is(logged: LogReader, number: int, what: str) -> None:
+    edge = Tap(None, None, edge_key, Fence(2), past=logged)
+    edge.begin(7)
+    other = sent(number)
+    other[1] += 1e-6
+    for wrong in (other, other[:1], [tensor.double() for tensor in sent(number)], [t[:, None] for t in sent(number)]):
+        with pytest.raises(ReplayDivergedError, match=f"stage 1, step 7: .*{what}"):
+            edge.give(number, wrong)
 
 
 def within(seconds: float, call: Any) -> None:
