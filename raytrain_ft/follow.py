@@ -301,6 +301,7 @@ def recorded(directory: Path) -> Account | None:
         "step": end.get("steps", max((record["stop_step"] for record in committed), default=0)),
         "loss": committed[-1]["loss"] if committed else None,
         "recoveries": [record for record in records if record["event"] == "Recovery"],
+        "warnings": [],  # they were of use while it ran
         "failure": end.get("error"),
         "result": {name: end.get(name, "") for name in ("digest", "path")},
         "seconds": end["at"],

@@ -25,7 +25,7 @@ class Display:
         self._quiet = quiet
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
-        self._shown = 0
+        self._shown = self._warned = 0
         self._last_line = 0.0
         self._state = ""
 
@@ -51,6 +51,9 @@ class Display:
                 break
             self._shown += 1
             self._console.print(describe(recovery), markup=False)
+        for words in account["warnings"][self._warned :]:
+            self._warned += 1
+            self.say(words)
         state, size = account["state"].lower().replace("_", " "), account["world_size"]
         words = [state, f"{size} worker{'s' * (size != 1)}" * bool(size)]
         words += [f"loss {account['loss']:.4f}"] if account["loss"] is not None else []

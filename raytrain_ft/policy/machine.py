@@ -245,8 +245,13 @@ def _on_noted(
 
 
 def _on_log_failed(run: RunState, event: m.LogFailed) -> list[m.Command]:
-    if event.incarnation >= run.log_incarnation:  # else it has begun anew since
-        run.logged_since = run.log_revived = None
+    if event.incarnation < run.log_incarnation:
+        return []  # it has begun anew since
+    run.logged_since = run.log_revived = None
+    run.warn(
+        f"{event.member} cannot log what it sends to other stages ({event.reason}): training goes on, but until the log is whole "
+        "again, a lost stage takes everybody back to the newest checkpoint"
+    )
     return []
 
 

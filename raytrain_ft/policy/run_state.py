@@ -53,6 +53,7 @@ class RunState:
         abort_reason: why the run is to end before its time, once somebody has asked for that.
         failure: (error class name, message) once ERRORED or ABORTED.
         result: what is to be told of a finished run.
+        warnings: what whoever follows the run is to be told, each once.
         story: the last events, for the message of an error.
     """
 
@@ -88,6 +89,7 @@ class RunState:
     abort_reason: str = ""
     failure: tuple[str, str] | None = None
     result: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
     story: deque[str] = field(default_factory=lambda: deque(maxlen=40))
 
     def __post_init__(self) -> None:
@@ -161,6 +163,11 @@ class RunState:
     def lacking(self) -> int:
         """How many workers there is no room for."""
         return 0 if self.state in ENDED | {State.STOPPING, State.SHUTTING_DOWN} else self.roster.lacking()
+
+    def warn(self, words: str) -> None:
+        """Tells whoever follows the run, unless that was told before."""
+        if words not in self.warnings:
+            self.warnings.append(words)
 
     def fail(self, kind: str, message: str) -> list[m.Command]:
         """The run ends with this error."""

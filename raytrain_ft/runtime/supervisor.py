@@ -264,6 +264,7 @@ class Supervisor:
             "holders": machine.holders(),
             "stored": [stored.name for stored in machine.stored],
             "recoveries": self._notes.recoveries(),
+            "warnings": list(machine.warnings),
             "failure": machine.failure,
             "result": machine.result,
             "seconds": self.now() if self._ended_at is None else self._ended_at,

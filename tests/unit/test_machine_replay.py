@@ -98,6 +98,9 @@ def test_a_log_that_failed_begins_anew_with_that_of_the_others() -> None:
     assert told.run.logged_since == 6
     told.tell(m.LogFailed, member="w0", incarnation=2, step=6, reason="disk full")
     assert told.run.logged_since is None
+    assert [words.split(":")[0] for words in told.run.warnings] == [
+        "w0 cannot log what it sends to other stages (disk full)",
+    ]
 
 
 def test_what_was_trimmed_is_not_replayed_when_the_newest_checkpoint_is_damaged(lost: Told) -> None:
