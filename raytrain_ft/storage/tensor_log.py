@@ -193,6 +193,11 @@ class TensorLog:
             self._files.end()
 
     @property
+    def synchronous(self) -> bool:
+        """Whether `append` writes before it returns."""
+        return self._thread is None
+
+    @property
     def stats(self) -> LogStats:
         """What was done so far."""
         with self._room:

@@ -273,11 +273,13 @@ class Tap:
     def give(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
         """Raises ReplayDivergedError: a replay has computed something else than what was computed before."""
         key = self._key(self._step, micro_batch)
-        if self._live is not None:
-            self._live.give(micro_batch, tensors)
         if self._past is not None:
             self._compare(self._past, key, tensors)
-        if self._log is not None:
+        if self._log is not None and self._log.synchronous:
+            self._log.append(key, self._fence.incarnation, tensors, self._fence.check)
+        if self._live is not None:
+            self._live.give(micro_batch, tensors)
+        if self._log is not None and not self._log.synchronous:  # the neighbour need not wait for the handing over
             self._log.append(key, self._fence.incarnation, tensors, self._fence.check)
 
     def _compare(self, past: LogReader, key: Key, tensors: Sequence[Tensor]) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from raytrain_ft.errors import ReplayDivergedError
+from raytrain_ft.storage import tensor_log
 from raytrain_ft.storage.log_reader import LogReader
 from raytrain_ft.storage.tensor_log import Key, TensorLog
 from raytrain_ft.training.edges import HEADER_TAG, WHOLE_STEP, LiveInbound, Tap, describe
@@ -100,6 +101,37 @@ def test_a_replay_that_computes_something_else_is_noticed_wherever_it_is(logged:
     for wrong in (other, other[:1], [tensor.double() for tensor in sent(number)], [t[:, None] for t in sent(number)]):
         with pytest.raises(ReplayDivergedError, match=f"stage 1, step 7: .*{what}"):
             edge.give(number, wrong)
+
+
+class Written:
+    """Sends nothing; notes what the log had written by then."""
+
+    def __init__(self, log: TensorLog) -> None:
+        self._log = log
+        self.seen: list[int] = []
+
+    def begin(self, step: int) -> None:
+        del step
+
+    def give(self, micro_batch: int, tensors: Any) -> None:
+        del micro_batch, tensors
+        self.seen.append(self._log.stats.records)
+
+
+@pytest.mark.parametrize(("synchronous", "written"), [(True, [1, 2]), (False, [0, 0])])
+def test_a_synchronous_log_writes_before_it_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synchronous: bool, written: list[int]
+) -> None:
+    monkeypatch.setattr(tensor_log, "NAP_S", 60.0)  # else the thread may be quicker
+    log = TensorLog(tmp_path, "w1", synchronous=synchronous)
+    live = Written(log)
+    edge = Tap(live, log, edge_key, Fence(1))
+    edge.begin(7)
+    for number in (0, 1):
+        edge.give(number, sent(number))
+    log.close()
+    assert live.seen == written
+    assert log.stats.records == 2
 
 
 def within(seconds: float, call: Any) -> None:
