@@ -161,7 +161,9 @@ class Bench:
     def logged(self, number: int, stage: int, team: Team | None = None) -> Links:
         """For a replay of this stage from log `number`."""
         board = Switchboard(self.world, Solo(self.world.fence), STAGES, frozenset(), None, stage)
-        return board.replay(LogReader(self.directory / f"log-{number}"), frozenset({stage}), team)
+        return board.replay(
+            LogReader(self.directory / f"log-{number}"), frozenset({stage}), team, exact=team is None or team.exact
+        )
 
     def team(self, members: list[int], name: str) -> FencedGroup | None:
         """A group of some ranks; None for who is not of it."""

@@ -75,6 +75,7 @@ class Replay:
         load: the checkpoint.
         until: the number of steps that are committed afterwards.
         since: the incarnation from which on what was logged counts.
+        exact: whether what is computed must be what was logged before, to the bit.
     """
 
     world: tuple[str, ...]
@@ -84,6 +85,7 @@ class Replay:
     load: str
     until: int
     since: int
+    exact: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -282,7 +282,7 @@ def _log_from_now_on(run: RunState) -> None:
     run.logged = logged
     if run.plan is None or not run.replaying:
         run.logged_since = run.plan.step if run.plan is not None else run.step
-        run.log_incarnation = run.incarnation
+        run.log_incarnation, run.rounded = run.incarnation, 0
 
 
 def on_reconciled(run: RunState, event: m.Reconciled) -> list[m.Command]:
@@ -323,9 +323,12 @@ def _replay(run: RunState) -> m.Replay:
     helpers = rules.replay_workers - 1 if len(run.joining) == rules.stages and recovery.attempts == 1 else 0
     teams = replay_teams(run.joining, run.replaying, rules.stages, helpers, rules.joined)
     most = max(len(team) for team in teams)
-    recovery.replay(_words(run.replaying), source.step, source.name or "the beginning", most, exact=rules.exact_sums)
+    if most > 1 and not rules.exact_sums:
+        run.rounded = plan.step
+    exact = source.step >= run.rounded
+    recovery.replay(_words(run.replaying), source.step, source.name or "the beginning", most, exact=exact)
     stages = tuple(sorted(run.replaying))
-    return m.Replay(run.joining, run.incarnation, teams, stages, source.name, plan.step, run.log_incarnation)
+    return m.Replay(run.joining, run.incarnation, teams, stages, source.name, plan.step, run.log_incarnation, exact)
 
 
 def on_log_missing(run: RunState, event: m.LogMissing) -> list[m.Command]:

@@ -109,7 +109,11 @@ class Recovery:
             self.samples_lost = max(self.samples_lost, sum(stop - start for start, stop in plan.lost))
 
     def replay(self, stages: str, step: int, source: str, workers: int, *, exact: bool) -> None:
-        """Lost stages replay from this step on, each with so many workers; nobody else goes back."""
+        """Lost stages replay from this step on, each with so many workers; nobody else goes back.
+
+        Args:
+            exact: gradients of micro-batches were added in one order throughout, now and in replays of these steps before.
+        """
         self.strategy = Strategy.LOGGING
         self.replayed = max(self.replayed, self.step - step)
         if step == self.step:
@@ -118,8 +122,8 @@ class Recovery:
         self.reason += f"; {stages} had no replica left: steps {step} to {self.step - 1} are replayed from {source}"
         if workers > 1:
             self.reason += f" by {workers} workers"
-            if not exact:  # gradients of micro-batches are added in another order
-                self.guarantee = Guarantee.ROUNDING
+        if not exact:
+            self.guarantee = Guarantee.ROUNDING
 
     def go_back(self, step: int, committed: int, source: str, strategy: Strategy) -> None:
         """Everybody goes back to this step: the same samples and the same bits once more."""

@@ -92,17 +92,18 @@ class Connections:
         return links
 
     @contextmanager
-    def replay(self, stages: frozenset[int], stage: int, size: int, number: int, since: int) -> Iterator[Links]:
+    def replay(self, stages: frozenset[int], stage: int, size: int, number: int, since: int, *, exact: bool) -> Iterator[Links]:
         """For a replay of these stages, as long as it takes.
 
         Args:
             stage: the one that this worker replays, as `number` of a team of `size`.
             since: the incarnation from which on records count.
+            exact: it must compute what was logged before, to the bit.
         """
         reader = LogReader(self._spec.logs, since)
         try:
             team = self._join_team(stage, size, number) if size > 1 else None
-            yield self._keep(self._switchboard(stage).replay(reader, stages, team))
+            yield self._keep(self._switchboard(stage).replay(reader, stages, team, exact=exact))
         finally:
             reader.close()
 

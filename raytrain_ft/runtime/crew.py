@@ -365,7 +365,7 @@ class Crew:
             self._spawn(self._await_filled(member, command, "fill", *asked))
 
     async def _replay(self, member: str, team: tuple[str, ...], command: m.Replay) -> None:
-        asked = (command.incarnation, command.stages, command.load, command.until, team, command.since)
+        asked = (command.incarnation, command.stages, command.load, command.until, team, command.since, command.exact)
         await self._await_filled(member, command, "replay", *asked, load=command.load)
 
     async def _await_filled(self, member: str, command: m.Fill | m.Replay, method: str, *asked: Any, load: str = "") -> None:

@@ -269,7 +269,7 @@ class Trainee:
         return state.digests()
 
     def replay(
-        self, fence: Fence, stages: frozenset[int], load: str, until: int, team: tuple[str, ...], since: int
+        self, fence: Fence, stages: frozenset[int], load: str, until: int, team: tuple[str, ...], since: int, exact: bool
     ) -> tuple[str, ...]:
         """A replay by one alone that was interrupted goes on from where it stood: what it has is what any other would have.
 
@@ -284,14 +284,14 @@ class Trainee:
             self._replayed = source
         self.replica.state.filled = False
         self._first_step = False
-        with self._connections.replay(stages, self.replica.stage, len(team), 0, since) as links:
+        with self._connections.replay(stages, self.replica.stage, len(team), 0, since, exact=exact) as links:
             replay.replay(self.replica, links, until, self._spec.step.micro_batches)
         self.replica.state.filled = self._used = True
         self._replayed = ""
         return self.replica.state.digests()
 
     def help(
-        self, fence: Fence, stages: frozenset[int], load: str, until: int, team: tuple[str, ...], since: int
+        self, fence: Fence, stages: frozenset[int], load: str, until: int, team: tuple[str, ...], since: int, exact: bool
     ) -> tuple[str, ...]:
         """Its own replica is not touched: beside it, it has one of the lost stage for as long as this takes."""
         fence.check()
@@ -301,7 +301,8 @@ class Trainee:
         if load:
             recovery.load(helper, self._spec, load, fence)
         try:
-            with self._connections.replay(stages, stage, len(team), team.index(self._member), since) as links:
+            number = team.index(self._member)
+            with self._connections.replay(stages, stage, len(team), number, since, exact=exact) as links:
                 replay.replay(helper, links, until, self._spec.step.micro_batches)
         finally:
             helper.loader.stop(timedelta(seconds=0))

@@ -178,20 +178,21 @@ class Worker:
         return self._training.submit(self._trainee.fill, fence, copies, extras, handed).result(timeout=PARK_DEADLINE_S)
 
     def replay(
-        self, incarnation: int, stages: tuple[int, ...], load: str, until: int, team: tuple[str, ...], since: int
+        self, incarnation: int, stages: tuple[int, ...], load: str, until: int, team: tuple[str, ...], since: int, exact: bool
     ) -> tuple[str, ...]:
         """Computes again, from the log, what a lost stage committed since a checkpoint: this worker's own stage, or as a helper
         that of the first of its team. Returns the hash per bucket of its own state.
 
         Args:
-            since: the incarnation from which on the log counts.
+            since, exact: see `messages.Replay`.
 
         Raises:
-            LogGapError: a record is missing or damaged.
+            LogGapError: a record is missing or damaged. ReplayDivergedError: it computes something else than before.
         """
         fence = self._enter(incarnation)
         job = self._trainee.replay if team[0] == self._member else self._trainee.help
-        return self._training.submit(job, fence, frozenset(stages), load, until, team, since).result(timeout=PARK_DEADLINE_S)
+        about = (fence, frozenset(stages), load, until, team, since, exact)
+        return self._training.submit(job, *about).result(timeout=PARK_DEADLINE_S)
 
     def trim(self, step: int) -> None:
         """A checkpoint of this step is durable: what was logged before it is not needed any more."""

@@ -124,11 +124,12 @@ class Switchboard:
         """For training: every edge leads to a neighbour."""
         return self._connect(self._live_inbound, None, self._agree)
 
-    def replay(self, reader: LogReader, together: frozenset[int], team: Team | None = None) -> Links:
+    def replay(self, reader: LogReader, together: frozenset[int], team: Team | None = None, *, exact: bool) -> Links:
         """For a replay: edges to stages that are replayed `together` are live, all others come from the log.
 
         Args:
             team: who replays the same stage; all of its members log what they compute of it.
+            exact: that must be what was logged before, to the bit.
         """
 
         def inbound(neighbour: int, kind: Any) -> Inbound:
@@ -141,7 +142,7 @@ class Switchboard:
             del numbers
             return reader.await_record(agreed_key(step), RECORD_DEADLINE_S, self._world.fence.check)[0]
 
-        self._past = None if team is not None and not team.exact else reader  # sums in another order may be other bits
+        self._past = reader if exact else None  # sums in another order may be other bits
         return self._connect(inbound, together, recall, team)
 
     def _connect(
