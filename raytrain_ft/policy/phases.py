@@ -175,7 +175,7 @@ def _seated(run: RunState, spares: list[str]) -> tuple[str, ...]:
     rules = run.rules
     if rules.stages > 1:
         stages = {member: marks.stage for member, marks in run.survivors.items()}
-        return seats_in_stages(run.world, stages, spares, rules.max_workers, rules.stages)
+        return seats_in_stages(run.world, stages, spares, rules.max_workers, rules.stages, run.seated)
     # who gave its state up keeps its rank
     stay = list(run.survivors) or [member for member in run.world if member in spares]
     others = [member for member in spares if member not in stay]
@@ -253,7 +253,7 @@ def on_undo_refused(run: RunState, event: m.UndoRefused) -> list[m.Command]:
 def join(run: RunState, world: tuple[str, ...]) -> list[m.Command]:
     """The members of the next world come together in a new group, and those who hold state carry out the plan."""
     run.state = State.REPLACE
-    run.joining, run.answers = world, {}
+    run.joining, run.seated, run.answers = world, world, {}
     stages = {member: stage_of(rank, run.rules.stages) for rank, member in enumerate(world)}
     _give_up(run, [member for member, marks in run.survivors.items() if stages.get(member) != marks.stage])
     for member in world:

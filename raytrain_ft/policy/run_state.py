@@ -26,6 +26,7 @@ class RunState:
         incarnation: the number of the present world; 0 before the first.
         world: who trains, in rank order; during a recovery, who trained before it.
         joining: the world of this incarnation; empty until it is told to join.
+        seated: the world that came together last, whether or not it came to train.
         survivors: who holds state in this incarnation, and where it stood when it was fenced.
         replaying: stages that nobody holds, or that go back with such a one: they are replayed.
         source: the checkpoint that they replay from.
@@ -65,6 +66,7 @@ class RunState:
     incarnation: int = 0
     world: tuple[str, ...] = ()
     joining: tuple[str, ...] = ()
+    seated: tuple[str, ...] = ()
     survivors: dict[str, Marks] = field(default_factory=dict)
     replaying: frozenset[int] = frozenset()
     source: m.Stored | None = None

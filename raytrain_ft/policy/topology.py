@@ -70,20 +70,30 @@ def to_replay(groups: Groups, held: frozenset[int], stages: int) -> frozenset[in
     return frozenset(stage for group in groups if lost & frozenset(group) for stage in group) | lost
 
 
+def waits(stage: int, replaying: frozenset[int], stages: int, joined: Groups = ()) -> bool:
+    """Whether who replays a stage sends to, and receives from, somebody who replays another one, as they do in training:
+    neighbours do.
+
+    Args:
+        joined: others that do.
+    """
+    pairs = [(other, other + 1) for other in range(stages - 1)]
+    return any(stage in those and len(replaying.intersection(those)) > 1 for those in (*pairs, *joined))
+
+
 def replay_teams(
     world: Sequence[str], replaying: frozenset[int], stages: int, helpers: int, joined: Groups = ()
 ) -> tuple[tuple[str, ...], ...]:
     """Who replays: each who hosts a stage that is replayed, followed by up to `helpers` survivors that take micro-batches of it
     (SWIFT, section 5.2).
 
-    Neighbours that are replayed together wait for each other, as they do in training: they have no helpers.
+    Those who wait for each other have no helpers.
 
     Args:
-        joined: others that wait for each other.
+        joined: see `waits`.
     """
     leaders = [member for rank, member in enumerate(world) if stage_of(rank, stages) in replaying]
-    waiting = [(stage, stage + 1) for stage in range(stages - 1)] + list(joined)
-    if any(len(replaying.intersection(those)) > 1 for those in waiting):
+    if any(waits(stage, replaying, stages, joined) for stage in replaying):
         helpers = 0
     free = [member for member in world if member not in leaders]
     share = min(helpers, len(free) // len(leaders))

@@ -33,7 +33,12 @@ def seats(world: Sequence[str], survivors: Sequence[str], spares: Sequence[str],
 
 
 def seats_in_stages(
-    world: Sequence[str], survivors: Mapping[str, int], spares: Sequence[str], most: int, stages: int
+    world: Sequence[str],
+    survivors: Mapping[str, int],
+    spares: Sequence[str],
+    most: int,
+    stages: int,
+    seated: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """The next world of a pipeline in rank order: as many whole replicas as there are workers for.
 
@@ -42,6 +47,8 @@ def seats_in_stages(
 
     Args:
         survivors: the stage of each.
+        seated: the world that came together after `world`, but did not come to train: a replay goes on where it stood if who
+            began it stays.
     """
     replicas = min(most, len(survivors) + len(spares)) // stages
     seats: list[str | None] = [None] * (replicas * stages)
@@ -56,8 +63,8 @@ def seats_in_stages(
         else:
             free.append(member)
     pool = [*spares, *free]
-    for rank, member in enumerate(world[: len(seats)]):
-        if seats[rank] is None and member in pool:
+    for rank, member in [*enumerate(world[: len(seats)]), *enumerate(seated[: len(seats)])]:
+        if seats[rank] is None and member in pool and member not in seats:
             seats[rank] = member
     pool = [member for member in pool if member not in seats]
     return tuple(member if member is not None else pool.pop(0) for member in seats)

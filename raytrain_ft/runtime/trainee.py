@@ -16,7 +16,7 @@ import torch
 from raytrain_ft.chaos.faults import Injector
 from raytrain_ft.errors import FencedError, NonFiniteLossError
 from raytrain_ft.policy.reconcile import Copy, Marks, Plan
-from raytrain_ft.policy.topology import stage_of
+from raytrain_ft.policy.topology import stage_of, waits
 from raytrain_ft.runtime import connections, recovery
 from raytrain_ft.runtime.connections import Connections
 from raytrain_ft.runtime.heartbeat import Heartbeat
@@ -273,12 +273,15 @@ class Trainee:
     ) -> tuple[str, ...]:
         """A replay by one alone that was interrupted goes on from where it stood: what it has is what any other would have.
 
-        With others (who share it, replay the next stage, or another replica of this one) it begins anew, for they may.
+        With others (who share it, replay the next stage, or another replica of this one) it begins anew, for they may. Who
+        replays a stage that it does not wait for is none of these.
         """
         fence.check()
         assert self._connections is not None
         source = load or "the beginning"
-        alone = len(team) == 1 and len(stages) == 1 and len(self._world) == self._spec.rules.stages
+        rules = self._spec.rules
+        waiting = waits(self.replica.stage, stages, rules.stages, rules.joined)
+        alone = len(team) == 1 and not waiting and len(self._world) == rules.stages
         if not alone or self._replayed != source or self.replica.state.step > until:
             self._begin_from(load, fence)
             self._replayed = source

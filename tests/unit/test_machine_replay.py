@@ -14,6 +14,7 @@ from raytrain_ft.policy.roster import MemberState, Rules
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import State
 from raytrain_ft.policy.strategy import Guarantee
+from raytrain_ft.policy.topology import waits
 
 STAGES = 3
 AT = {"node": "n9", "pid": 1}
@@ -126,6 +127,19 @@ def test_what_was_trimmed_is_not_replayed_when_the_newest_checkpoint_is_damaged(
     assert lost.run.seeking, "everybody goes back"
     lost.tell(m.CheckpointsFound, incarnation=lost.run.incarnation, stored=(m.Stored("c12", 12), m.Stored("c6", 6)))
     assert lost.run.load == m.Stored("c6", 6)
+
+
+def test_an_unrelated_loss_does_not_disturb_a_replay() -> None:
+    """Who replays the last stage goes on with it when the first one is lost."""
+    told = Told()
+    told.tell(m.WorkerLost, member="w2", cause="killed")
+    told.fence()
+    assert told.replay().teams == (("w3",),)
+    told.tell(m.WorkerLost, member="w0", cause="killed")
+    told.fence()
+    replay = told.replay()
+    assert (replay.stages, replay.teams) == ((0, 2), (("w4",), ("w3",)))
+    assert not waits(2, frozenset(replay.stages), STAGES)
 
 
 def test_a_team_that_is_too_slow_is_not_tried_again() -> None:

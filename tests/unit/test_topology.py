@@ -6,7 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain_ft.policy.reconcile import Marks, reconcile_stages
-from raytrain_ft.policy.topology import groups_by_node, groups_of, logged_edges, members_of, replay_teams, stage_of, to_replay
+from raytrain_ft.policy.topology import (
+    groups_by_node,
+    groups_of,
+    logged_edges,
+    members_of,
+    replay_teams,
+    stage_of,
+    to_replay,
+    waits,
+)
 from raytrain_ft.policy.world import rebuild_stages, seats_in_stages
 
 WORLD = ("a0", "a1", "a2", "b0", "b1", "b2")
@@ -81,6 +90,21 @@ def test_survivors_help_whoever_replays_unless_neighbours_replay_together() -> N
     assert replay_teams(world, frozenset({0, 2}), 3, 1) == (("a0",), ("a2",)), "one cannot help two alike"
     assert replay_teams(world, frozenset({0, 1}), 3, 2) == (("a0",), ("a1",))
     assert stage_of(world.index("a1"), 3) == 1
+
+
+def test_who_replays_waits_for_its_neighbours_alone() -> None:
+    assert not waits(0, frozenset({0, 2}), 3), "an unrelated loss does not disturb it"
+    assert waits(0, frozenset({0, 1}), 3)
+    assert not waits(3, frozenset({0, 1, 3}), 5)
+    assert waits(0, frozenset({0, 2}), 3, ((0, 2),)), "they share parameters"
+    assert not waits(1, frozenset({1}), 3, ((0, 1),))
+
+
+def test_who_began_a_replay_keeps_its_seat_when_another_stage_is_lost_meanwhile() -> None:
+    """c3 replays the last stage when the first is lost, and is the first of the spares."""
+    world = ("a0", "a1", "a2")
+    assert seats_in_stages(world, {"a1": 1}, ["c3", "c4"], 3, 3, ("a0", "a1", "c3")) == ("c4", "a1", "c3")
+    assert seats_in_stages(world, {"a1": 1}, ["c4", "a2", "c3"], 3, 3, ("a0", "a1", "c3"))[2] == "a2"
 
 
 def marks(member: str, step: int, version: int, agreed: int | None = None) -> Marks:
