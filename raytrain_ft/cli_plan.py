@@ -38,7 +38,11 @@ MORE_THAN_NOTHING = click.FloatRange(min=0, min_open=True)
 @click.option("--bandwidth", type=MORE_THAN_NOTHING, default=BANDWIDTH / 1e9, show_default=True, help="Of the network, GB/s.")
 @click.option("--budget", type=WHOLE, help="Bytes of log between two checkpoints, all workers together.")
 @click.option("--target", type=MORE_THAN_NOTHING, help="Seconds of recovery per lost step.")
-@click.option("--parallel-recovery", is_flag=True, help="Survivors help to replay (RecoveryConfig(replay_workers=...)).")
+@click.option(
+    "--parallel-recovery",
+    is_flag=True,
+    help="Survivors help to replay, all of them: RecoveryConfig(replay_workers=N) with N stages.",
+)
 @click.option(
     "--split", type=click.Choice(["auto", "task"]), default="auto", show_default=True, help="As in ParallelismConfig."
 )
@@ -68,7 +72,7 @@ def plan_command(
         nodes=nodes or 0,
         budget_bytes=budget,
         target_seconds=target,
-        parallel=parallel_recovery,
+        replay_workers=stages if parallel_recovery else 1,
     )
     try:
         how = ParallelismConfig(pipeline_parallel_degree=stages, num_pp_microbatches=micro_batches)
@@ -141,25 +145,20 @@ def _recoveries(found: Plan) -> Table:
     if "replication" in found.strategies:
         _row(table, "replication", "none lost", in_seconds(max(measured.state) / wish.bandwidth), "0 B", "0 B")
     if len(found.groups) > 1:
-        helpers = [len(found.every) // max(1, _parts(found, group)) - 1 for group in found.groups]
-        row("logging, without helpers", found.seconds(found.groups, parallel=False), found.log)
+        helpers = [found.most_helpers(group) for group in found.groups]
+        row("logging, without helpers", found.seconds(found.groups, 1), found.log)
         most = f"{min(helpers)} to {max(helpers)}" if len(set(helpers)) > 1 else str(helpers[0])
-        row(f"logging, with {most} helpers", found.seconds(found.groups, parallel=True), found.log)
+        if max(helpers):
+            row(f"logging, with {most} helpers", found.seconds(found.groups, measured.stages), found.log)
     row("global checkpoint", measured.step_seconds, 0)
     return table
 
 
-def _parts(found: Plan, group: tuple[int, ...]) -> int:
-    """Nodes that host this group."""
-    return sum(1 for part in found.every if part[0] in group)
-
-
 def _groupings(found: Plan) -> Table:
-    parallel = found.wish.parallel
     table = Table("grouping", "groups", "expected per lost step", "log between checkpoints")
 
     def row(name: str, groups: Groups) -> None:
-        seconds = found.seconds(groups, parallel=parallel)
+        seconds = found.seconds(groups)
         _row(table, name, named(groups), in_seconds(seconds), in_bytes(found.log_between(groups)))
 
     row("every boundary", found.every)

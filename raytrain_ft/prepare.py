@@ -80,18 +80,18 @@ def prepare(
     step = _step(settings, scaling, recovery, update, pipeline)
     if pipeline is not None and pipeline.schedule == "zero_bubble":
         check_split(task, step, settings.global_batch_size // (step.seats * pipeline.micro_batches))
+    if pipeline is not None and recovery.replay_workers > 1 and has_statistics(task, pipeline):
+        warnings.warn(
+            f"RecoveryConfig(replay_workers={recovery.replay_workers}): a stage has BatchNorm statistics, which depend on the "
+            "order of the micro-batches, so that a lost stage is replayed by one worker alone",
+            stacklevel=3,
+        )
+        recovery = replace(recovery, replay_workers=1)
     log_choice = choose_log(task, step, settings, scaling, recovery, _policy(run).every)
     rules = _rules(settings, scaling, run, recovery, update, step.stages, log_choice)
     rules = replace(rules, phase_timeout=_phase_timeout(recovery, model_key))
     if pipeline is not None:  # with sums in another order, copies of what stages share would differ from then on
         rules = replace(rules, joined=pipeline.joined, exact_sums=rules.exact_sums or bool(pipeline.ties))
-    if pipeline is not None and rules.replay_workers > 1 and has_statistics(task, pipeline):
-        warnings.warn(
-            f"RecoveryConfig(replay_workers={rules.replay_workers}): a stage has BatchNorm statistics, which depend on the "
-            "order of the micro-batches, so that a lost stage is replayed by one worker alone",
-            stacklevel=3,
-        )
-        rules = replace(rules, replay_workers=1)
     sealed = _sealed(task)
     options = _worker_options(scaling, run)
     checkpoints = _checkpoints(run, scaling, recovery, directory, sampling, model_key, settings.max_steps)

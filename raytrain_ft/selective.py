@@ -44,7 +44,7 @@ def choose_log(
         interval=planning.interval_of(every, settings.max_steps),
         budget_bytes=how.budget_bytes,
         target_seconds=how.recovery_target.total_seconds() if how.recovery_target is not None else None,
-        parallel=recovery.replay_workers > 1,
+        replay_workers=recovery.replay_workers,
     )
     if how.selective:
         choice = _selected(measure(task, step, settings, scaling), wish)

@@ -34,6 +34,7 @@ class Profile:
         machines: that host the stages, the same number of consecutive ones each; 0 means one machine per stage [N]. Stages
             that share a machine are lost together: they stay in one group, and what passes between them is not counted.
         parallel: whether surviving machines help to replay (section 5.2): a group of n is N // n times as fast.
+        teams: what a run does instead: how many replay each machine if it is a group by itself; a larger group has no help.
     """
 
     compute: tuple[float, ...]
@@ -42,6 +43,7 @@ class Profile:
     interval: int
     machines: int = 0
     parallel: bool = False
+    teams: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         stages = len(self.compute)
@@ -60,6 +62,8 @@ class Profile:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"Profile: {name}={value!r}: use a whole number of at least {least}")
+        if self.teams and (len(self.teams) != self.size or min(self.teams) < 1):
+            raise ConfigError(f"Profile: teams={self.teams!r} of {self.size} machines: give one number of at least 1 for each")
         if stages % self.size:
             raise ConfigError(
                 f"Profile: {stages} stages on machines={self.machines}: every machine must host the same number of them. "
@@ -77,7 +81,13 @@ class Profile:
         first, last = start * per, stop * per
         sent = math.fsum(self.crossing[first + per - 1 : last - 1 : per])
         seconds = math.fsum(self.compute[first:last]) + sent / self.bandwidth
-        return seconds / (self.size // (stop - start)) if self.parallel else seconds
+        return seconds / self._workers(start, stop)
+
+    def _workers(self, start: int, stop: int) -> int:
+        """How many share a replay of machines start..stop-1."""
+        if self.teams:
+            return self.teams[start] if stop - start == 1 else 1
+        return self.size // (stop - start) if self.parallel else 1
 
     def expected_seconds(self, start: int, stop: int) -> float:
         """The same times the chance that a lost machine is one of them: the group's part in the objective."""
@@ -146,9 +156,10 @@ def cheapest(profile: Profile, target_seconds: float) -> Groups:
     apart = list(range(profile.size + 1))
     fastest = objective(profile, _groups(profile, apart))
     if fastest > target:
+        helped = profile.parallel or any(team > 1 for team in profile.teams)
         raise ConfigError(
             f"target_seconds={target!r}: logging every boundary still leaves {fastest:g} seconds of recovery per lost step. "
-            f"Use a target of at least that{'' if profile.parallel else ', or parallel recovery'}"
+            f"Use a target of at least that{'' if helped else ', or parallel recovery'}"
         )
     seconds, logged = arcs(profile)
     return _groups(profile, Search(logged, seconds, target).best(apart))

@@ -249,8 +249,8 @@ def _on_log_failed(run: RunState, event: m.LogFailed) -> list[m.Command]:
         return []  # it has begun anew since
     run.logged_since = run.log_revived = None
     run.warn(
-        f"{event.member} cannot log what it sends to other stages ({event.reason}): training goes on, but until the log is whole "
-        "again, a lost stage takes everybody back to the newest checkpoint"
+        f"{event.member} cannot log what it sends to other stages ({event.reason}): training goes on, but until the log is "
+        "whole again, a lost stage takes everybody back to the newest checkpoint"
     )
     return []
 

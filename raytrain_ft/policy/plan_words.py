@@ -64,7 +64,7 @@ def _why_groups(plan: Plan) -> list[str]:
             f"Every boundary between nodes is logged, {in_bytes(full)} between two checkpoints; --budget asks for less."
         )
     if greedy != groups:
-        ours, theirs = (plan.seconds(one, parallel=wish.parallel) for one in (groups, greedy))
+        ours, theirs = (plan.seconds(one) for one in (groups, greedy))
         more = plan.log_between(greedy) - kept
         lines.append(
             f"The paper's greedy algorithm chooses {named(greedy)}: {in_seconds(theirs)} per lost step instead of "
@@ -76,10 +76,9 @@ def _why_groups(plan: Plan) -> list[str]:
             "If one stage of a group is lost, all of that group go back and replay together. Their times are added up here, as "
             "in the paper; in fact they overlap."
         )
-        if wish.parallel:
+        if wish.replay_workers > 1:
             lines.append(
-                "With helpers, the times are the paper's estimate, which has them help a whole group; so far only groups of "
-                "one stage have helpers here."
+                "The paper's estimate has survivors help larger groups; so far only groups of one stage have helpers here."
             )
     return lines
 

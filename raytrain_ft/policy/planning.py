@@ -64,7 +64,7 @@ class Wish:
         nodes: that the workers are spread over; 0 is one for each.
         budget_bytes: of log from one checkpoint to the next, all workers together. target_seconds: of recovery per lost step.
             At most one of them; with neither, every boundary between nodes is logged.
-        parallel: whether survivors help to replay.
+        replay_workers: how many replay one lost stage.
     """
 
     interval: int
@@ -72,7 +72,7 @@ class Wish:
     nodes: int = 0
     budget_bytes: float | None = None
     target_seconds: float | None = None
-    parallel: bool = False
+    replay_workers: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +121,14 @@ class Plan:
     measured: Measured
     worth: Worth
 
-    def seconds(self, groups: Groups, *, parallel: bool) -> float:
-        """Expected seconds of replay per lost step with these groups."""
-        return _objective(self.measured, self.wish, self.every, groups, parallel=parallel)
+    def seconds(self, groups: Groups, replay_workers: int | None = None) -> float:
+        """Expected seconds of replay per lost step with these groups, by as many workers as were wished for, or by these."""
+        wish = self.wish if replay_workers is None else replace(self.wish, replay_workers=replay_workers)
+        return _objective(self.measured, wish, self.every, groups)
+
+    def most_helpers(self, group: tuple[int, ...]) -> int:
+        """How many others may help a group with its replay, if as many are asked for as there are."""
+        return _team(self.measured, group, self.measured.stages) - 1
 
     def log_between(self, groups: Groups) -> float:
         """Bytes of log from one checkpoint to the next with these groups, all workers together."""
@@ -147,7 +152,7 @@ def choose_groups(measured: Measured, wish: Wish) -> Groups:
         ConfigError: no boundary fits the budget, or no grouping meets the target.
     """
     together = _domains(measured, wish)
-    profile = _profile(measured, wish, together, parallel=wish.parallel)
+    profile = _profile(measured, wish, together)
     if wish.target_seconds is not None:
         return _expand(grouping.cheapest(profile, wish.target_seconds), together)
     if wish.budget_bytes is None or len(together) == 1:
@@ -169,7 +174,7 @@ def _within(measured: Measured, wish: Wish, together: Groups, search: Callable[[
     it gets a budget without it."""
     budget = wish.budget_bytes or 0.0
     shared = measured.replicas * wish.interval * sum(size for _, _, size in measured.tied)
-    profile, groups = _profile(measured, wish, together, parallel=wish.parallel), together
+    profile, groups = _profile(measured, wish, together), together
     for spare in (0.0, shared):
         groups = _expand(search(profile, max(0.0, budget - spare) / measured.replicas), together)
         if log_per_step(measured, groups) * wish.interval <= budget:
@@ -254,14 +259,19 @@ def _apart(measured: Measured, wish: Wish, stage: int) -> bool:
     return len({nodes[member] for member in members_of(world, stage, measured.stages)}) > 1
 
 
-def _profile(measured: Measured, wish: Wish, together: Groups, *, parallel: bool) -> Profile:
+def _team(measured: Measured, group: tuple[int, ...], replay_workers: int) -> int:
+    """How many replay a group, as `topology.replay_teams` has it: neighbours, and replicas, replay in step and have no help."""
+    return min(replay_workers, measured.stages) if len(group) == measured.replicas == 1 else 1
+
+
+def _profile(measured: Measured, wish: Wish, together: Groups) -> Profile:
     """What grouping needs to know: one value for all stages that are together anyway."""
     return Profile(
         compute=tuple(sum(measured.compute[stage] for stage in group) for group in together),
         crossing=tuple(measured.crossing[group[-1]] for group in together[:-1]),
         bandwidth=wish.bandwidth,
         interval=wish.interval,
-        parallel=parallel,
+        teams=tuple(_team(measured, group, wish.replay_workers) for group in together),
     )
 
 
@@ -269,10 +279,10 @@ def _expand(chosen: Groups, together: Groups) -> Groups:
     return tuple(tuple(stage for part in group for stage in together[part]) for group in chosen)
 
 
-def _objective(measured: Measured, wish: Wish, every: Groups, groups: Groups, *, parallel: bool) -> float:
+def _objective(measured: Measured, wish: Wish, every: Groups, groups: Groups) -> float:
     part = {group[0]: number for number, group in enumerate(every)}
     chosen = tuple(tuple(part[stage] for stage in group if stage in part) for group in groups)
-    return grouping.objective(_profile(measured, wish, every, parallel=parallel), chosen)
+    return grouping.objective(_profile(measured, wish, every), chosen)
 
 
 def _worth(measured: Measured, wish: Wish, every: Groups, groups: Groups) -> Worth:
@@ -282,7 +292,7 @@ def _worth(measured: Measured, wish: Wish, every: Groups, groups: Groups) -> Wor
     size = in_proportion(log_per_step(measured, groups), sum(measured.state))
     if not size.worth:
         return size
-    replay = _objective(measured, wish, every, groups, parallel=wish.parallel)
+    replay = _objective(measured, wish, every, groups)
     again = measured.step_seconds
     if replay < again:
         gain = f"replaying a lost step takes {in_seconds(replay)} where going back takes {in_seconds(again)}"

@@ -147,6 +147,18 @@ def test_golden(plan: Any) -> None:
     assert objective(profile, ((0,), (1, 2), (3,))) == pytest.approx((1 + 2 * 2 + 5) / 4)
 
 
+def test_a_machine_has_its_own_team_and_a_larger_group_none() -> None:
+    profile = Profile(**FOUR, teams=(3, 1, 1, 2))
+    plain = Profile(**FOUR)
+    assert [profile.replay_seconds(n, n + 1) for n in range(4)] == [
+        plain.replay_seconds(n, n + 1) / team for n, team in enumerate((3, 1, 1, 2))
+    ]
+    assert profile.replay_seconds(0, 2) == plain.replay_seconds(0, 2)
+    for teams in ((1, 1), (1, 1, 1, 0)):
+        with pytest.raises(ConfigError, match="give one number of at least 1 for each"):
+            Profile(**FOUR, teams=teams)
+
+
 def test_parallel_recovery_divides_by_helpers() -> None:
     profile = Profile(**FOUR, parallel=True)
     assert objective(profile, ((0,), (1, 2), (3,))) == pytest.approx((1 / 4 + 2 * 2 / 2 + 5 / 4) / 4)

@@ -19,6 +19,7 @@ from raytrain_ft.policy.planning import (
     named,
     plan,
 )
+from raytrain_ft.policy.topology import Groups
 from raytrain_ft.policy.units import in_bytes, in_seconds
 
 MB = 10**6
@@ -76,7 +77,7 @@ def test_groups_that_meet_a_target(target: float, groups: str) -> None:
 def test_a_target_that_nothing_meets() -> None:
     with pytest.raises(ConfigError, match="logging every boundary still leaves 1 seconds"):
         choose_groups(FOUR, replace(TEN, target_seconds=0.5))
-    choose_groups(FOUR, replace(TEN, target_seconds=0.5, parallel=True))
+    choose_groups(FOUR, replace(TEN, target_seconds=0.5, replay_workers=4))
 
 
 @pytest.mark.parametrize(
@@ -123,12 +124,32 @@ def test_a_step_takes_as_long_as_its_slowest_stage_and_the_bubble() -> None:
 
 def test_helpers_make_replay_faster() -> None:
     found = plan(FOUR, TEN)
-    assert found.seconds(found.groups, parallel=False) == pytest.approx(1.0)
-    assert found.seconds(found.groups, parallel=True) == pytest.approx(0.25)
+    assert found.seconds(found.groups) == pytest.approx(1.0)
+    assert found.seconds(found.groups, 4) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("workers", "groups", "seconds"),
+    [
+        (2, ((0,), (1,), (2,), (3,)), 1 / 2),
+        (9, ((0,), (1,), (2,), (3,)), 1 / 4),  # there are four
+        (2, ((0, 1), (2,), (3,)), 2 * 2 / 4 + 2 * 1 / 2 / 4),
+        (4, ((0, 1), (2, 3)), 2.0),
+    ],
+)
+def test_no_more_help_is_reckoned_with_than_a_run_gives(workers: int, groups: Groups, seconds: float) -> None:
+    """A team has at most `replay_workers` members, and a group of several stages has none."""
+    quick = replace(TEN, bandwidth=1e18, replay_workers=workers)
+    assert plan(FOUR, quick).seconds(groups) == pytest.approx(seconds)
+    assert plan(replace(FOUR, replicas=2), quick).seconds(groups) == plan(FOUR, replace(quick, replay_workers=1)).seconds(
+        groups
+    )
+    shared = plan(FOUR, replace(quick, nodes=2))  # stages 0 and 2 are on one node, 1 and 3 on the other: no neighbours
+    assert shared.seconds(groups) == pytest.approx(seconds)
 
 
 def test_the_reasons_in_words() -> None:
-    words = " ".join(explain(plan(FOUR, replace(TEN, budget_bytes=199 * MB, parallel=True))))
+    words = " ".join(explain(plan(FOUR, replace(TEN, budget_bytes=199 * MB, replay_workers=4))))
     for part in (
         "Logging for stages 0, 1, 2, 3",
         "600 MB between two checkpoints, over the budget of 199 MB",
@@ -147,7 +168,7 @@ def test_the_greedy_grouping_beside_the_optimum() -> None:
     uneven = replace(FOUR, compute=(1.0, 2.0, 2.0, 1.0), crossing=(10.0 * MB, 21.0 * MB, 10.0 * MB))
     wish = replace(TEN, budget_bytes=205 * MB)
     found = plan(uneven, wish)
-    assert found.seconds(found.groups, parallel=False) <= found.seconds(found.greedy, parallel=False)
+    assert found.seconds(found.groups) <= found.seconds(found.greedy)
     if found.greedy != found.groups:
         assert "greedy algorithm chooses" in " ".join(explain(found))
 
