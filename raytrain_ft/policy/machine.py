@@ -17,7 +17,7 @@ from raytrain_ft.errors import IllegalEventError
 from raytrain_ft.policy import leaving, phases, stopping
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.roster import MemberState, Rules
-from raytrain_ft.policy.run_state import RunState
+from raytrain_ft.policy.run_state import MOST_HELPED, RunState
 from raytrain_ft.policy.states import ENDED, TRAINING, TRANSITIONS, State
 from raytrain_ft.policy.world import differing_in_stages
 
@@ -209,7 +209,7 @@ def _on_steps_committed(run: RunState, event: m.StepsCommitted) -> list[m.Comman
     if event.incarnation != run.incarnation:
         return []  # a step that a recovery completed, for example: its time says nothing
     run.longest_step = max(run.longest_step, event.longest_s)
-    run.fruitless = 0
+    run.fruitless, run.help_left = 0, MOST_HELPED
     if run.state != State.RESUME:
         return []
     run.history.close(event.at)
@@ -321,6 +321,8 @@ def _on_timer_fired(run: RunState, event: m.TimerFired) -> list[m.Command]:
         case "replacement", State.REPLACE if not run.joining:
             return phases.replace(run, waited=True)
         case ("reconcile", State.REPLACE) | ("fill", State.REBUILD):
+            if event.timer == "fill":
+                run.help_left = 0  # a team begins at the checkpoint each time, and this one was too slow
             return phases.suspect(run, event.at, f"{event.timer}: no answer from {', '.join(silent)} in time", "deadline")
         case timer, State.SHUTTING_DOWN if timer == f"save {savers}":
             late = [member for member in savers if member not in run.answers]

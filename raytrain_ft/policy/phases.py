@@ -319,12 +319,12 @@ def _replay(run: RunState) -> m.Replay:
     plan, source, recovery, rules = run.plan, run.source, run.recoveries[-1], run.rules
     assert plan is not None
     assert source is not None
-    # a team that was too slow is not tried again: it begins at the checkpoint each time, and one alone goes on where it stood
-    helpers = rules.replay_workers - 1 if len(run.joining) == rules.stages and recovery.attempts == 1 else 0
+    helpers = rules.replay_workers - 1 if len(run.joining) == rules.stages and run.help_left else 0
     teams = replay_teams(run.joining, run.replaying, rules.stages, helpers, rules.joined)
     most = max(len(team) for team in teams)
-    if most > 1 and not rules.exact_sums:
-        run.rounded = plan.step
+    if most > 1:
+        run.help_left -= 1
+        run.rounded = run.rounded if rules.exact_sums else plan.step
     exact = source.step >= run.rounded
     recovery.replay(_words(run.replaying), source.step, source.name or "the beginning", most, exact=exact)
     stages = tuple(sorted(run.replaying))

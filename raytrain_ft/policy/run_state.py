@@ -15,6 +15,9 @@ from raytrain_ft.policy.topology import members_of
 
 MOST_REASONS = 4
 """Checkpoints that could not be loaded of which an error says why: the newest, since there may be one of every epoch."""
+MOST_HELPED = 2
+"""Replays of a recovery in which survivors help: if one of them is lost, another takes its place, once. What a helper needs may
+be what brings it down, and one worker alone goes on where it stood."""
 
 
 @dataclass(slots=True)
@@ -50,6 +53,7 @@ class RunState:
         answers: to what was asked last.
         history: every recovery and planned resize so far.
         fruitless: incarnations in a row that committed no step.
+        help_left: in how many replays survivors may still help until a step is committed.
         step: steps that somebody is known to have committed.
         counts_from: the incarnation from which on steps count: everybody went back from what was committed before.
         longest_step: the longest step so far, seconds.
@@ -88,6 +92,7 @@ class RunState:
     answers: dict[str, m.Event] = field(default_factory=dict)
     history: Recoveries = field(default_factory=Recoveries)
     fruitless: int = 0
+    help_left: int = MOST_HELPED
     step: int = 0
     counts_from: int = 0
     longest_step: float = 0.0

@@ -152,6 +152,26 @@ def test_a_team_that_is_too_slow_is_not_tried_again() -> None:
     assert [len(team) for team in told.replay().teams] == [1]
 
 
+def test_a_helper_that_is_lost_is_replaced_once() -> None:
+    """Whoever it was, survivors help the next attempt as well; what a helper needs may be what brings it down, so no third."""
+    told = Told(replay_workers=2)
+    told.tell(m.WorkerLost, member="w1", cause="killed")
+    told.fence()
+    for members in (2, 2, 1):
+        replay = told.replay()
+        assert [len(team) for team in replay.teams] == [members]
+        told.start()
+        told.tell(m.Suspected, incarnation=told.run.incarnation, reason="a collective failed", noticed_by="w3")
+        told.fence()
+    told.replay()
+    told.answer(m.Filled, told.run.joining, digests=("d",))
+    told.commit(13, 14)
+    told.tell(m.WorkerLost, member=told.run.world[1], cause="killed")
+    told.start()
+    told.fence()
+    assert [len(team) for team in told.replay().teams] == [2], "another recovery"
+
+
 def test_what_was_rounded_is_not_compared_until_the_next_checkpoint() -> None:
     """A stage whose sums were added in another order sends other bits than one that is replayed alone, and from the same
     checkpoint, computes; nor are its neighbours' what they were. That is no divergence, but it is not exact."""
