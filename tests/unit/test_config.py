@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 
 import pytest
 import ray
+import ray.train
 import torch
 
 import raytrain_ft as ft
