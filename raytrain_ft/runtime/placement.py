@@ -67,7 +67,7 @@ def connect(address: str | None = None, **options: Any) -> None:
     """
     knock()
     try:
-        ray.init(address, **options)
+        ray.init(address=address, **options)
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:  # or RAY_ADDRESS is a job server's
         named = os.environ.get("RAY_ADDRESS", "")
         if isinstance(error, ConnectionError) and not named:
