@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -186,3 +189,47 @@ pass_if:
     assert report.bit_equal
     assert [check.name for check in report.checks if not check.kept] == ["pause p95"]
     assert not report.passed
+
+
+WITH_NOTICE = """
+name: notice
+job: {task: tiny, arguments: {step_seconds: 0.1}}
+workers: 2
+nodes: 3
+steps: 250
+batch: 16
+checkpoint_every: null
+events:
+  - action: drain
+    who: {rank: 1}
+    when: {step: 20}
+    notice: 10s
+  - action: bring_back
+    when: {step: 60}
+  - action: kill
+    who: {rank: 0}
+    when: {step: 150}
+pass_if:
+  samples_lost: 0
+  guarantee: exact
+"""
+
+
+@pytest.mark.timeout(400)
+def test_a_drain_with_notice_and_what_is_brought_back_from_the_command_line(tmp_path: Path) -> None:
+    """In a process of its own, which starts a laptop cluster for itself."""
+    asked = tmp_path / "scenario.yaml"
+    asked.write_text(WITH_NOTICE)
+    command = [sys.executable, "-m", "raytrain_ft.cli", "drill", str(asked), "--storage-path", str(tmp_path), "--quiet"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=360)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(next(tmp_path.glob("**/drill.json")).read_text())
+    assert (found["passed"], found["missed"]) == (True, [])
+    assert [strike["action"] for strike in found["strikes"]] == ["drain", "bring_back", "kill"]
+    records = read_records(Path(found["paths"][0]) / "events.jsonl")
+    drained = next(record for record in records if record["event"] == "Noticed")
+    assert drained["source"] == "ray drain"
+    changes = [record for record in records if record["event"] == "Recovery"]
+    assert [record["left"] for record in changes if record["left"]] == [[drained["member"]]]
+    assert [len(record["lost"]) for record in changes if record["lost"]] == [1]
