@@ -214,8 +214,8 @@ def stop(run: str | Path, reason: str, *, quiet: bool = False) -> Account:
     if ended["state"] not in ENDED:
         raise TrainingFailedError(
             f"the run {account['name']!r} did not end by itself in time: it was killed at about step {last['step']}, and may "
-            f"have left no checkpoint of that. Its records in {account['directory']} have no end; run its job again, and it goes "
-            "on from the newest checkpoint"
+            f"have left no checkpoint of that. Its records in {account['directory']} have no end; run its job again, and it "
+            "goes on from the newest checkpoint"
         )
     return ended
 

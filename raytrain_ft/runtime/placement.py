@@ -74,8 +74,8 @@ def connect(address: str | None = None, **options: Any) -> None:
             what = "there is no Ray cluster here: set RAY_ADDRESS, or run this on one of its nodes"
         else:
             what = (
-                f"RAY_ADDRESS={named}: there is no Ray cluster to be reached. Run this on one of its nodes without RAY_ADDRESS, "
-                "or submit it as a job"
+                f"RAY_ADDRESS={named}: there is no Ray cluster to be reached. Run this on one of its nodes without "
+                "RAY_ADDRESS, or submit it as a job"
             )
         raise ConfigError(f"{what}. If it is there, it may have another token: {_token()}. {error}") from error
 
