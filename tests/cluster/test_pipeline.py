@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 from click.testing import CliRunner
 from conftest import promise_kept, train
+from ray.exceptions import RayError
 from safetensors.torch import load_file
 from toy import Toy
 
@@ -19,6 +24,7 @@ import raytrain_ft as ft
 from raytrain_ft.cli import main
 from raytrain_ft.policy.strategy import Guarantee, Strategy
 from raytrain_ft.runtime.event_log import read_records
+from raytrain_ft.runtime.spec import NAMESPACE
 from raytrain_ft.storage.arrow import read_tensors
 
 STEPS = 20
@@ -282,6 +288,42 @@ def test_several_losses_at_once(undisturbed_pipeline: ft.Result, tmp_path: Path)
     assert promise_kept(result) == []
     assert {r.strategy for r in result.recoveries} == {Strategy.LOGGING}
     assert len(list((Path(result.path) / "faults").iterdir())) == len(faults), "every fault has struck"
+
+
+class Dawdling(Toy):
+    """Its first stage takes its time, in a replay too."""
+
+    def model(self, stage: int) -> torch.nn.Module:
+        model = super().model(stage)
+        model[0].register_forward_pre_hook(lambda *_: time.sleep(0.03))  # type: ignore[operator]
+        return model
+
+
+def kill_in_a_replay(name: str, rank: int, struck: list[str]) -> None:
+    """Kills this rank's worker as soon as it is seen that another stage is replayed."""
+    deadline = time.monotonic() + 120
+    while not struck and time.monotonic() < deadline:
+        time.sleep(0.02)
+        with suppress(ValueError, RayError):  # it is not there yet
+            account = ray.get(ray.get_actor(f"supervisor:{name}", namespace=NAMESPACE).status.remote(), timeout=10)
+            if account["state"] == "REBUILD":
+                member = account["world"][rank]
+                os.kill(account["pids"][member], signal.SIGKILL)
+                struck.append(member)
+
+
+@pytest.mark.long
+def test_a_stage_dies_while_another_is_replayed(undisturbed_pipeline: ft.Result, tmp_path: Path) -> None:
+    """They are no neighbours: who replays the first one goes on where it stood."""
+    struck: list[str] = []
+    striker = threading.Thread(target=kill_in_a_replay, args=("run", 2, struck), daemon=True)
+    striker.start()
+    result = pipeline(tmp_path, "run", task=Dawdling(), faults=[fault(0, 18, "forward", 1)], num_spares=2)
+    striker.join(10)
+    assert result.digest == undisturbed_pipeline.digest
+    assert promise_kept(result) == []
+    assert struck[0] in {member for recovery in result.recoveries for member in recovery.lost}
+    assert {(r.strategy, r.guarantee) for r in result.recoveries} == {(Strategy.LOGGING, Guarantee.EXACT)}
 
 
 def test_all_stages_die_and_everybody_goes_back_to_the_checkpoint(undisturbed_pipeline: ft.Result, tmp_path: Path) -> None:
