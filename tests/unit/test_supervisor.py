@@ -97,7 +97,7 @@ def test_a_run_fails_once(was_over: bool) -> None:
     spec: Any = SimpleNamespace(lease=0.0)
     written = Counter({"RunFinished": 1} if was_over else {})
     about = {"machine": machine, "spec": spec, "notes": notes.Notes(spec, log, machine, lambda: 0.0, written), "start": 0.0}
-    one = bare(**about, library=Away(), restarted=True, events=asyncio.Queue())
+    one = bare(**about, library=Away(), restarted=True, right=None, events=asyncio.Queue())
     one.account = dict
     assert asyncio.run(one._live()) == {"failure": ("StorageError", "it is away")}
     assert noted == ([] if was_over else ["RunFailed"])
