@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import psutil
 import pytest
 import ray
 from conftest import STEPS, train
-from ray.util import list_named_actors
+from ray.util import list_named_actors, placement_group_table
 
 import raytrain_ft as ft
 from raytrain_ft import follow
+from raytrain_ft.errors import TaskError
 from raytrain_ft.runtime.event_log import read_records
 
 SCRIPT = """
@@ -41,16 +43,20 @@ def workers_of(cluster) -> list[psutil.Process]:
     found = []
     for node in cluster.node_ids():
         for process in cluster.processes(node):
-            try:
-                if (
-                    "Worker" in process.name()
-                    or "Supervisor" in process.name()
-                    or "ray::worker:" in " ".join(process.cmdline())
-                ):
+            with suppress(psutil.NoSuchProcess):  # it ends just now
+                if any(word in " ".join(process.cmdline()) for word in ("ray::Worker", "ray::Super")):
                     found.append(process)
-            except psutil.NoSuchProcess:
-                continue
-    return [process for process in found if any(word in " ".join(process.cmdline()) for word in ("ray::Worker", "ray::Super"))]
+    return found
+
+
+def shared_memory() -> set[Path]:
+    return set(Path("/dev/shm").iterdir())
+
+
+def left(cluster, before: set[Path]) -> list[Any]:
+    """What is there of a run that is over: actors, processes, placement groups, shared memory that was not there `before`."""
+    groups = [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
+    return [*list_named_actors(all_namespaces=True), *workers_of(cluster), *groups, *(shared_memory() - before)]
 
 
 def until(condition, seconds: float) -> bool:
@@ -66,14 +72,14 @@ def until(condition, seconds: float) -> bool:
 @pytest.mark.parametrize("end", ["ctrl-c", "driver killed"])
 def test_when_the_driver_goes(cluster, undisturbed, end: str, tmp_path: Path) -> None:
     """The run ends and leaves nothing but a checkpoint of the last step; run again, it ends with the same bits as ever."""
+    before = shared_memory()
     script = SCRIPT.format(here=str(Path(__file__).parent), address=cluster.address, path=str(tmp_path))
     driver = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     log = tmp_path / "left" / "events.jsonl"
     assert until(lambda: log.exists() and "StepsCommitted" in log.read_text(), 60)
     os.kill(driver.pid, signal.SIGINT if end == "ctrl-c" else signal.SIGKILL)
     driver.wait(60)
-    assert until(lambda: list_named_actors(all_namespaces=True) == [], 30)
-    assert until(lambda: workers_of(cluster) == [], 15)
+    assert until(lambda: left(cluster, before) == [], 45), left(cluster, before)
     records = read_records(log)
     (stored,) = [record for record in records if record["event"] == "CheckpointCommitted"]
     assert stored["step"] == max(record["stop_step"] for record in records if record["event"] == "StepsCommitted") < STEPS
@@ -83,13 +89,18 @@ def test_when_the_driver_goes(cluster, undisturbed, end: str, tmp_path: Path) ->
     assert resumed.digest == undisturbed(workers=2).digest
 
 
-def test_listeners_and_leftovers_of_a_run(cluster, tmp_path: Path) -> None:
-    shm_before = set(Path("/dev/shm").iterdir())
-    result = train(tmp_path, "clean", steps=5)
-    assert set(Path("/dev/shm").iterdir()) - shm_before == set()
+@pytest.mark.parametrize("fails", [False, True])
+def test_when_it_ends_by_itself(cluster, tmp_path: Path, fails: bool) -> None:
+    """Well, or with an error of the task: when `fit` is over, nothing is left but the run's records."""
+    before = shared_memory()
+    faults = [ft.FailAt(rank=1, step=3, phase="forward", action="exception")] if fails else []
+    with pytest.raises(TaskError) if fails else nullcontext():
+        train(tmp_path, "clean", steps=5, num_spares=0, faults=faults)
     assert list_named_actors(all_namespaces=True) == []
-    files = sorted(p.name for p in Path(result.path).iterdir())
-    assert files == ["checkpoints", "events.jsonl", "final.arrow", "nonce", "report.html", "timeline.json"]
+    assert until(lambda: left(cluster, before) == [], 10), left(cluster, before)
+    files = {path.name for path in (tmp_path / "clean").iterdir()}
+    records = {"epoch-1", "events.jsonl", "nonce", "report.html", "timeline.json", "writer.json"}
+    assert files == records | {"checkpoints"} | ({"faults"} if fails else {"final.arrow"})
 
 
 def test_no_listener_of_ours_is_open_to_all(cluster, tmp_path: Path) -> None:
