@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from raytrain_ft.simulation_views import COLOURS, finite
-from raytrain_ft.study.protocol import ModelStudy, Results, epoch_of
-from raytrain_ft.study.summary import Estimate, Summary, estimate, summarize
+from raytrain_ft.study.protocol import Arm, ModelStudy, Results, epoch_of
+from raytrain_ft.study.summary import Estimate, Summary, estimate, over_points, summarize, trends
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +25,7 @@ ROLLBACK, LOSSY = COLOURS[1], (COLOURS[4], COLOURS[0], COLOURS[2], COLOURS[3])
 
 
 def tables(results: Results) -> list[Table]:
-    """For each model and point one of all arms; at last the optimizers."""
+    """For each model and point one of all arms; what the points have in common; at last the optimizers."""
     found = []
     summaries = summarize(results.outcomes)
     for what in results.plan.models:
@@ -42,6 +42,8 @@ def tables(results: Results) -> list[Table]:
             shown.add_section()
             shown.add_row("restart from epoch", *[""] * 5, f"{before + 2}")
             found.append(shown)
+    found += [distance_table(results, what) for what in results.plan.models]
+    found.append(trend_table(results))
     if results.contrasts:
         found.append(contrast_table(results))
     return found
@@ -58,6 +60,31 @@ def _cells(one: Summary) -> list[str]:
         f"{one.updated_twice:,}",
         str(one.computed),
     ]
+
+
+def distance_table(results: Results, what: ModelStudy) -> Table:
+    """How far each arm's weights are off Baseline's, over all points of the training."""
+    title = f"{what.model}: weights off Baseline's over all points, in steps of an undisturbed mini-batch"
+    shown = Table(title=title, title_justify="left")
+    shown.add_column("", no_wrap=True)
+    for cut in what.cuts:
+        shown.add_column(cut.label, justify="right", no_wrap=True)
+    for kind, left in (("rollback", 0), *(("lossy", left) for left in results.plan.survivors)):
+        arms = [Arm(kind, cut.label, left) for cut in what.cuts]
+        some = [[o for o in results.outcomes if (o.model, o.arm) == (what.model, arm)] for arm in arms]
+        values = [over_points(of_arm, lambda o: o.of_a_step) for of_arm in some]
+        shown.add_row(f"lossy, {left} left" if left else kind, *(_shown(value, 1, ".2f") for value in values))
+    return shown
+
+
+def trend_table(results: Results) -> Table:
+    """In how many cases each trend held."""
+    shown = Table(title="trends: in how many cases they held", title_justify="left")
+    for name in ("model", "what", "held"):
+        shown.add_column(name, justify="right" if name == "held" else "left", no_wrap=True)
+    for trend in trends(results.outcomes):
+        shown.add_row(trend.model, trend.what, str(trend.count))
+    return shown
 
 
 def contrast_table(results: Results) -> Table:
@@ -79,8 +106,9 @@ def _shown(value: Estimate, scale: float, how: str) -> str:
 
 
 def as_json(results: Results) -> str:
-    """Everything, for machines: each outcome and the summaries. What is not known is null."""
-    found = asdict(results) | {"summaries": [asdict(one) for one in summarize(results.outcomes)]}
+    """Everything, for machines: each outcome, the summaries and the trends. What is not known is null."""
+    of_all = {"summaries": summarize(results.outcomes), "trends": trends(results.outcomes)}
+    found = asdict(results) | {name: [asdict(one) for one in some] for name, some in of_all.items()}
     return json.dumps(finite(found), indent=1, allow_nan=False)
 
 
@@ -103,34 +131,37 @@ def _plot_training(results: Results, path: Path) -> None:
     from matplotlib.figure import Figure
 
     models = results.plan.models
-    figure = Figure(figsize=(11, 3.1), layout="constrained")
-    grid = figure.subplots(1, len(models) + 1, width_ratios=[*[1.25] * len(models), 1])
-    for what, axes in zip(models, grid, strict=False):
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    places = [[*(f"{name} {what.model}" for what in models), "again"] for name in ("accuracy", "loss")]
+    grid = figure.subplot_mosaic(places, width_ratios=[*[1.25] * len(models), 1])
+    for what in models:
         curves = [curve for curve in results.curves if curve.model == what.model]
-        for name, values, colour in (
-            ("accuracy", [c.accuracy for c in curves], COLOURS[0]),
-            ("loss", [c.loss for c in curves], COLOURS[1]),
+        of_accuracy, of_loss = grid[f"accuracy {what.model}"], grid[f"loss {what.model}"]
+        for axes, values, colour in (
+            (of_accuracy, [[100 * value for value in c.accuracy] for c in curves], COLOURS[0]),
+            (of_loss, [c.loss for c in curves], COLOURS[1]),
         ):
-            known = [estimate(column) for column in zip(*values, strict=True)]
-            means = [value.mean for value in known]
-            axes.plot(curves[0].steps, means, color=colour, label=f"held-out {name}")
-            spread = [(min(column), max(column)) for column in zip(*values, strict=True)]
-            axes.fill_between(curves[0].steps, *zip(*spread, strict=True), color=colour, alpha=0.2, linewidth=0)
-        for step in what.at:
-            axes.axvline(step, color=GREY, linewidth=1, linestyle=":")
-        axes.set_title(what.model, fontsize=10)
-        axes.set_xlabel("mini-batch (dotted: points of the study)")
-        axes.set_ylim(bottom=0)
-        axes.legend(frameon=False, fontsize=8)
-    axes = grid[-1]
+            at_a_time = list(zip(*values, strict=True))
+            axes.plot(curves[0].steps, [estimate(column).mean for column in at_a_time], color=colour)
+            low, high = [min(column) for column in at_a_time], [max(column) for column in at_a_time]
+            axes.fill_between(curves[0].steps, low, high, color=colour, alpha=0.2, linewidth=0)
+            for step in what.at:
+                axes.axvline(step, color=GREY, linewidth=1, linestyle=":")
+            axes.set_ylim(bottom=0)
+        of_accuracy.set_title(what.model, fontsize=10)
+        of_accuracy.tick_params(labelbottom=False)
+        of_loss.set_xlabel("mini-batch (dotted: points of the study)")
+    grid[f"accuracy {models[0].model}"].set_ylabel("held-out accuracy, %")
+    grid[f"loss {models[0].model}"].set_ylabel("held-out loss")
+    axes = grid["again"]
     bars = [(f"{what.model} {step}", epoch_of(what, step)[1] + 1) for what in models for step in what.at]
     axes.barh([name for name, _ in bars], [count for _, count in bars], color=GREY, label="restart at the epoch's beginning")
     for name, one, colour in (("rollback", 1, ROLLBACK), ("lossy", 0, LOSSY[1])):
         axes.plot([one] * len(bars), range(len(bars)), "o", color=colour, label=name, markersize=4, clip_on=False)
     axes.invert_yaxis()
     axes.set_xlabel("mini-batches computed again")
-    axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.4, 1.3), ncols=1)
-    for each in grid:
+    axes.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.4, 1.0))
+    for each in grid.values():
         _dress(each)
     figure.savefig(path, dpi=130)
 
@@ -158,6 +189,7 @@ def _plot_model(results: Results, what: ModelStudy, summaries: Sequence[Summary]
             _dress(axes)
         baseline = next(one for one in some if one.arm.kind == "baseline")
         accuracy = f"Baseline {_shown(baseline.accuracy, 100, '.1f')} %"
+        grid[-1][column].set_xlabel("cut in back-propagation")
         grid[0][column].set_title(f"mini-batch {step}, epoch {epoch_of(what, step)[0]}\n{accuracy}", fontsize=9.5)
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(

@@ -14,10 +14,20 @@ from torch import Tensor, nn
 
 from raytrain_ft.cli import main
 from raytrain_ft.errors import ConfigError
-from raytrain_ft.study import Cut, Group, ModelStudy, Plan, Worker, estimate, lossy_mean, run, summarize
+from raytrain_ft.study import Cut, Group, ModelStudy, Outcome, Plan, Worker, estimate, lossy_mean, run, summarize
 from raytrain_ft.study.cuts import backward_order, layers_of
 from raytrain_ft.study.emulate import distance
 from raytrain_ft.study.models import MODELS, data
+from raytrain_ft.study.protocol import Arm
+from raytrain_ft.study.summary import (
+    Count,
+    farther_with_cuts,
+    nearer_than_rollback,
+    nearer_with_cuts,
+    nearer_with_survivors,
+    over_points,
+    trends,
+)
 
 TINY = Plan(
     name="tiny",
@@ -219,6 +229,64 @@ def test_an_interval_is_student_s() -> None:
     assert estimate([2.0, 2.1, 1.9]).differs
 
 
+def outcome(step: int, seed: int, arm: Arm, distance: float, loss_off: float = 0.0, later: float = 0.0) -> Outcome:
+    return Outcome(
+        model="m",
+        seed=seed,
+        step=step,
+        arm=arm,
+        loss_off=loss_off,
+        later_accuracy_off=later,
+        distance=distance,
+        of_a_step=10 * distance,
+        **dict.fromkeys(("accuracy", "loss", "accuracy_off", "later_loss_off", "later_distance"), 0.0),
+        updated_twice=0,
+        computed=1,
+    )
+
+
+def cut_twice(step: int, seed: int, rollback: tuple[float, float], lossy: dict[int, tuple[float, float]]) -> list[Outcome]:
+    """One training's point: distances of the early and the late cut, for rollback and by survivors."""
+    arms = {Arm("rollback", cut): distance for cut, distance in zip(("early", "late"), rollback, strict=True)}
+    for left, distances in lossy.items():
+        arms |= {Arm("lossy", cut, left): one for cut, one in zip(("early", "late"), distances, strict=True)}
+    return [outcome(step, seed, Arm("before"), 9.0), *(outcome(step, seed, arm, one) for arm, one in arms.items())]
+
+
+def test_points_of_one_training_are_one_value_of_an_interval() -> None:
+    some = [outcome(step, seed, Arm("rollback", "early"), step + seed) for step in (1, 3) for seed in (0, 1, 2)]
+    assert over_points(some, lambda o: o.of_a_step) == estimate([20.0, 30.0, 40.0])
+
+
+def test_trends_are_counted() -> None:
+    known = [
+        *cut_twice(1, 0, rollback=(2.0, 3.0), lossy={3: (1.0, 0.5), 1: (4.0, 2.0)}),  # all hold, but 1 left at the early cut
+        *cut_twice(1, 1, rollback=(3.0, 3.0), lossy={3: (1.0, 1.0), 1: (1.0, 0.5)}),  # equal is neither nearer nor farther
+    ]
+    assert [nearer_than_rollback(o for o in known if o.arm.survivors in (0, left)) for left in (1, 3)] == [
+        Count(3, 4),
+        Count(4, 4),
+    ]
+    assert nearer_than_rollback(o for o in known if o.arm.cut == "early") == Count(3, 4)
+    assert nearer_with_survivors(known) == Count(2, 4)  # both cuts of the first training; then equal, and the wrong way round
+    assert nearer_with_cuts(known) == Count(3, 4)
+    assert farther_with_cuts(known) == Count(1, 2)
+    assert str(farther_with_cuts(known)) == "1 of 2"
+
+
+def test_trends_of_loss_and_of_intervals_are_counted() -> None:
+    rollback, lossy = Arm("rollback", "early"), Arm("lossy", "early", 1)
+    known = [outcome(1, seed, rollback, 1.0, loss_off=-1.0 - 0.1 * seed, later=0.5 - seed) for seed in (0, 1, 2)]
+    known += [outcome(1, seed, lossy, 2.0, loss_off=0.1 * seed, later=1.0 + 0.1 * seed) for seed in (0, 1, 2)]
+    known += [outcome(1, seed, Arm("before"), 1.0, loss_off=-5.0, later=5.0) for seed in (0, 1, 2)]  # is no failure
+    found = {trend.what: trend.count for trend in trends(known)}
+    assert found["rollback: loss lower than Baseline's"] == Count(3, 3)
+    assert found["lossy: loss lower than Baseline's"] == Count(0, 3)
+    assert found["loss off Baseline's, interval without zero"] == Count(1, 2)
+    assert found["later: accuracy off, interval without zero"] == Count(1, 2)
+    assert found["lossy, 1 left: weights nearer to Baseline's than rollback's"] == Count(0, 3)
+
+
 FILE = """\
 name: small
 workers: 4
@@ -249,6 +317,9 @@ def test_the_command_writes_tables_plots_and_json(tmp_path: Path) -> None:
     assert "lossy layer 2, 3 left" in result.output
     found = json.loads(out.read_text())
     assert len(found["outcomes"]) == 2 * (2 + 4 * 3)
+    assert {"model": "nt3", "what": "lossy: loss lower than Baseline's"}.items() <= found["trends"][-5].items()
+    assert "in steps of an undisturbed mini-batch" in result.output
+    assert "rollback: farther with each later cut" in result.output
     assert {one["arm"]["kind"] for one in found["summaries"]} == {"before", "baseline", "rollback", "lossy"}
     assert sorted(path.name for path in plots.iterdir()) == ["nt3.png", "training.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in plots.iterdir())
