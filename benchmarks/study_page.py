@@ -35,7 +35,7 @@ def results(path: Path = KEPT) -> Results:
     found = json.loads(path.read_text())
     outcomes = tuple(Outcome(**{**one, "arm": Arm(**one["arm"])}) for one in found["outcomes"])
     curves = tuple(
-        Curve(**{name: tuple(each) if isinstance(each, list) else each for name, each in one.items()})
+        Curve(one["model"], one["seed"], tuple(one["steps"]), tuple(one["accuracy"]), tuple(one["loss"]))
         for one in found["curves"]
     )
     return Results(load_plan(PLAN), outcomes, tuple(Contrast(**one) for one in found["contrasts"]), curves)

@@ -132,18 +132,17 @@ def _plot_training(results: Results, path: Path) -> None:
 
     models = results.plan.models
     figure = Figure(figsize=(11, 4.2), layout="constrained")
-    places = [[*(f"{name} {what.model}" for what in models), "again"] for name in ("accuracy", "loss")]
-    grid = figure.subplot_mosaic(places, width_ratios=[*[1.25] * len(models), 1])
-    for what in models:
+    grid = figure.add_gridspec(2, len(models) + 1, width_ratios=[*[1.25] * len(models), 1])
+    for column, what in enumerate(models):
         curves = [curve for curve in results.curves if curve.model == what.model]
-        of_accuracy, of_loss = grid[f"accuracy {what.model}"], grid[f"loss {what.model}"]
+        of_accuracy, of_loss = (figure.add_subplot(grid[row, column]) for row in (0, 1))
         for axes, values, colour in (
             (of_accuracy, [[100 * value for value in c.accuracy] for c in curves], COLOURS[0]),
             (of_loss, [c.loss for c in curves], COLOURS[1]),
         ):
             at_a_time = list(zip(*values, strict=True))
-            axes.plot(curves[0].steps, [estimate(column).mean for column in at_a_time], color=colour)
-            low, high = [min(column) for column in at_a_time], [max(column) for column in at_a_time]
+            axes.plot(curves[0].steps, [estimate(each).mean for each in at_a_time], color=colour)
+            low, high = [min(each) for each in at_a_time], [max(each) for each in at_a_time]
             axes.fill_between(curves[0].steps, low, high, color=colour, alpha=0.2, linewidth=0)
             for step in what.at:
                 axes.axvline(step, color=GREY, linewidth=1, linestyle=":")
@@ -151,9 +150,10 @@ def _plot_training(results: Results, path: Path) -> None:
         of_accuracy.set_title(what.model, fontsize=10)
         of_accuracy.tick_params(labelbottom=False)
         of_loss.set_xlabel("mini-batch (dotted: points of the study)")
-    grid[f"accuracy {models[0].model}"].set_ylabel("held-out accuracy, %")
-    grid[f"loss {models[0].model}"].set_ylabel("held-out loss")
-    axes = grid["again"]
+        if column == 0:
+            of_accuracy.set_ylabel("held-out accuracy, %")
+            of_loss.set_ylabel("held-out loss")
+    axes = figure.add_subplot(grid[:, -1])
     bars = [(f"{what.model} {step}", epoch_of(what, step)[1] + 1) for what in models for step in what.at]
     axes.barh([name for name, _ in bars], [count for _, count in bars], color=GREY, label="restart at the epoch's beginning")
     for name, one, colour in (("rollback", 1, ROLLBACK), ("lossy", 0, LOSSY[1])):
@@ -161,7 +161,7 @@ def _plot_training(results: Results, path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("mini-batches computed again")
     axes.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.4, 1.0))
-    for each in grid.values():
+    for each in figure.axes:
         _dress(each)
     figure.savefig(path, dpi=130)
 
