@@ -38,11 +38,11 @@ demo: setup ## Train three times: undisturbed, a node killed in the update, a no
 	$(BIN)/python jobs/demo.py
 
 test: setup ## Two processes for what needs no cluster; a cluster takes the machine for itself
-	$(BIN)/python -m pytest tests/unit --numprocesses 2
+	$(BIN)/python -m pytest tests/unit -m "not long" --numprocesses 2
 	$(BIN)/python -m pytest tests/cluster -m "not long" --durations 20
 
 test-long: setup ## What takes minutes: cut cables, drills, autoscaler, job server, notices, metrics, the example jobs
-	$(BIN)/python -m pytest tests/cluster -m long
+	$(BIN)/python -m pytest tests -m long
 
 lint: setup
 	$(BIN)/ruff check .
