@@ -42,7 +42,8 @@ test: setup ## Two processes for what needs no cluster; a cluster takes the mach
 	$(BIN)/python -m pytest tests/cluster -m "not long" --durations 20
 
 test-long: setup ## What takes minutes: cut cables, drills, autoscaler, job server, notices, metrics, the example jobs
-	$(BIN)/python -m pytest tests -m long
+	$(BIN)/python -m pytest tests/unit -m long
+	$(BIN)/python -m pytest tests/cluster -m long
 
 lint: setup
 	$(BIN)/ruff check .
