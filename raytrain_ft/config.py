@@ -320,7 +320,7 @@ def check_supported(scaling: ScalingConfig, run: ray.train.RunConfig) -> None:
     ):
         for name in WITHOUT_EFFECT:
             wish = getattr(given, name, None)
-            if wish != getattr(usual, name, None):
+            if wish != getattr(usual, name, None) and (name, wish) != ("placement_strategy", "SPREAD"):  # which is so anyway
                 raise ConfigError(f"{type(given).__name__}({name}={wish!r}) has no effect here: leave it out")
 
 

@@ -173,6 +173,10 @@ def test_what_would_have_no_effect_is_refused(config: dict[str, Any], words: str
         trainer(**config)
 
 
+def test_what_is_so_anyway_may_be_said() -> None:
+    trainer(scaling_config=ft.ScalingConfig(placement_strategy="SPREAD"))
+
+
 def test_a_default_of_rays_that_allows_no_loss_is_warned_of() -> None:
     with pytest.warns(UserWarning, match="the first lost worker ends the run"):
         trainer(run_config=ray.train.RunConfig())
