@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -110,6 +111,16 @@ def emulated(done: int | None) -> Group:
     return group
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As a worker has: the sums of two are other bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_a_real_rollback_is_the_emulated_one(cluster, tmp_path: Path) -> None:
     """A SIGKILL between the second and the third bucket, plain SGD: the bits of the study's emulation (mechanisms NI-14), for
     with two workers, halves are exact; BatchNorm's statistics up to rounding, for replicas agree upon their changes.

@@ -28,7 +28,7 @@ def test_without_failures_wait_free_is_bit_equal_to_barrier(undisturbed) -> None
     assert undisturbed(update="wait_free").digest == undisturbed().digest
 
 
-@pytest.mark.parametrize("action", ["sigkill", "sigkill_node"])
+@pytest.mark.parametrize("action", ["sigkill", pytest.param("sigkill_node", marks=pytest.mark.long)])
 def test_an_unavoidable_undo_is_within_its_bound_and_equal_on_all_replicas(
     cluster, undisturbed, tmp_path: Path, action
 ) -> None:
