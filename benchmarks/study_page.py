@@ -9,13 +9,13 @@ What stands around the tables is written by hand; tests/unit/test_study_page.py 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.pages import fill
 from raytrain_ft.study import Estimate, Outcome, estimate
 from raytrain_ft.study.protocol import Arm, Contrast, Curve, Results
 from raytrain_ft.study.summary import over_points
@@ -87,18 +87,6 @@ def _apart(values: list[float]) -> str:
 TABLES: dict[str, Callable[[Results], str]] = {"weights": weights, "zeros": zeros}
 
 
-def table(page: str, name: str) -> str:
-    """What stands between the marks of a table.
-
-    Raises:
-        ValueError: the page has no such marks.
-    """
-    found = re.search(f"<!-- {name} -->\n(.*?)<!-- end -->", page, re.DOTALL)
-    if found is None:
-        raise ValueError(f"{PAGE}: no table between <!-- {name} --> and <!-- end -->")
-    return found[1]
-
-
 def kept(found: dict[str, Any]) -> str:
     """What was measured, a line for each."""
 
@@ -111,12 +99,8 @@ def kept(found: dict[str, Any]) -> str:
 def main(path: Path) -> None:
     """Writes all of it."""
     KEPT.write_text(kept(json.loads(path.read_text())))
-    measured, page = results(), PAGE.read_text()
-    for name, text in TABLES.items():
-        page = page.replace(
-            f"<!-- {name} -->\n{table(page, name)}<!-- end -->", f"<!-- {name} -->\n{text(measured)}<!-- end -->"
-        )
-    PAGE.write_text(page)
+    measured = results()
+    fill(PAGE, {name: text(measured) for name, text in TABLES.items()})
     with TemporaryDirectory() as directory:
         for image in plot(measured, Path(directory)):
             (IMAGES / f"study-{image.name}").write_bytes(image.read_bytes())

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 
+from benchmarks.pages import table
 from benchmarks.papers import OUT_OF_REACH, arithmetic, docs, farthest, groupings, intervals, lost_work, simulated, swift
 from benchmarks.papers.closed_form import going_back_hours, replaying_hours
 from benchmarks.papers.intervals import Method
@@ -22,7 +23,7 @@ RUNS = 3
 
 def documented(name: str) -> list[tuple[str, ...]]:
     """The rows of a table of docs/papers.md, without its head."""
-    lines = docs.table(docs.PAGE.read_text(), name).splitlines()[2:]
+    lines = table(docs.PAGE, name).splitlines()[2:]
     return [tuple(cell.strip() for cell in line.strip().strip("|").split(" | ")) for line in lines]
 
 
@@ -34,9 +35,8 @@ def of(found: str) -> float:
 
 
 def test_page_has_the_arithmetic_of_the_code() -> None:
-    page = docs.PAGE.read_text()
-    assert docs.table(page, "arithmetic") == markdown(arithmetic())
-    assert docs.table(page, "out of reach") == markdown_missing(OUT_OF_REACH)
+    assert table(docs.PAGE, "arithmetic") == markdown(arithmetic())
+    assert table(docs.PAGE, "out of reach") == markdown_missing(OUT_OF_REACH)
 
 
 def documented_interval(method: Method) -> Method:

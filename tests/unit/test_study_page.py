@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.study_page import IMAGES, PAGE, TABLES, results, shown, table
+from benchmarks.pages import table
+from benchmarks.study_page import IMAGES, PAGE, TABLES, results, shown
 from raytrain_ft.study import Cut, Outcome, estimate, run, summarize
 from raytrain_ft.study.cuts import backward_order, layers_of
 from raytrain_ft.study.models import MODELS, data
@@ -91,7 +92,7 @@ def test_the_present_code_measures_the_same() -> None:
 
 @pytest.mark.parametrize("name", list(TABLES))
 def test_tables_are_of_the_code(name: str) -> None:
-    assert table(PAGE.read_text(), name) == TABLES[name](MEASURED)
+    assert table(PAGE, name) == TABLES[name](MEASURED)
 
 
 def test_models_are_as_described() -> None:
