@@ -123,13 +123,15 @@ class Trainer:
             ConfigError: something about the run cannot work; TrainingFailedError: a run that began could not be finished.
         """
         spec = prepare(self._task, self._settings, self._scaling, self._run, self._recovery, self._parallelism)
-        right = _take_directory(spec)
-        try:
-            supervisor = _start(spec)
-        except BaseException:
-            right.release()
-            raise
-        with ExitStack() as last, _exit_at_sigterm(), Display(spec.name, spec.rules.max_steps, quiet=self._quiet) as display:
+        with ExitStack() as last:
+            right = _take_directory(spec)
+            last.callback(right.release)  # whatever comes: when this is over, so is the run
+            return self._train(spec, right, last)
+
+    def _train(self, spec: RunSpec, right: WriterLock, last: ExitStack) -> Result:
+        """The run, from its supervisor's start to its end. What is to be done when all has been cleaned up goes to `last`."""
+        supervisor = _start(spec)
+        with _exit_at_sigterm(), Display(spec.name, spec.rules.max_steps, quiet=self._quiet) as display:
             try:
                 with kept_going(supervisor):
                     account = self._follow(spec, supervisor, display, last, right)

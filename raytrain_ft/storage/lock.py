@@ -14,6 +14,7 @@ import re
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -24,8 +25,10 @@ from raytrain_ft.storage import checkpoint
 from raytrain_ft.storage.filesystem import Storage
 
 FILE = "writer.json"
-CLAIM = re.compile(r"epoch-([0-9]{1,9})")
-"""The empty file by which an owner claims its epoch; those of the owners before are removed."""
+CLAIM = re.compile(r"writer-([0-9]{1,9})\.claim")
+"""The small file by which an owner claims its epoch; those of the owners before are removed."""
+LARGEST_CLAIM = 64
+"""Bytes. What is larger, or is a directory, is somebody else's."""
 LEASE_S = 10.0
 RENEW_S = 2.5
 POLL_S = 0.2
@@ -151,12 +154,15 @@ def _claim(storage: Storage, found: Owner | None) -> int:
         raise _taken(storage)
     for name in storage.names():
         if (claim := CLAIM.fullmatch(name)) and int(claim[1]) < epoch:
-            storage.delete(name)
+            with suppress(StorageError):  # it is in nobody's way
+                size = storage.size(name)
+                if size is not None and size <= LARGEST_CLAIM:
+                    storage.delete(name)
     return epoch
 
 
 def _claim_of(epoch: int) -> str:
-    return f"epoch-{epoch}"
+    return f"writer-{epoch}.claim"
 
 
 def _taken(storage: Storage) -> LockedError:

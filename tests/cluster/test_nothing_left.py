@@ -99,7 +99,7 @@ def test_when_it_ends_by_itself(cluster, tmp_path: Path, fails: bool) -> None:
     assert list_named_actors(all_namespaces=True) == []
     assert until(lambda: left(cluster, before) == [], 10), left(cluster, before)
     files = {path.name for path in (tmp_path / "clean").iterdir()}
-    records = {"epoch-1", "events.jsonl", "nonce", "report.html", "timeline.json", "writer.json"}
+    records = {"events.jsonl", "nonce", "report.html", "timeline.json", "writer-1.claim", "writer.json"}
     assert files == records | {"checkpoints"} | ({"faults"} if fails else {"final.arrow"})
 
 

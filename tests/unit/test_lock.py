@@ -69,11 +69,22 @@ def test_of_those_who_come_at_one_moment_one_has_it(tmp_path: Path, monkeypatch:
 def test_who_was_killed_when_it_had_claimed_an_epoch_keeps_nobody_out(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     acquire(storage, "first").release()
-    assert storage.claim("epoch-2")
+    assert storage.claim("writer-2.claim")
     held = acquire(storage, "second")
     held.release()
     assert held.owner.epoch == 3
-    assert [name for name in storage.names() if name.startswith("epoch-")] == ["epoch-3"]
+    assert [name for name in storage.names() if name.endswith(".claim")] == ["writer-3.claim"]
+
+
+def test_what_only_looks_like_a_claim_is_not_touched(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    for name in ("writer-1.claim/notes.txt", "writer-2.claim"):
+        storage.put(name, [memoryview(b"somebody else's, and worth more than a claim is. " * 3)])
+    held = acquire(storage, "run")
+    held.release()
+    acquire(storage, "another").release()
+    assert (tmp_path / "writer-1.claim" / "notes.txt").stat().st_size > 64
+    assert (tmp_path / "writer-2.claim").stat().st_size > 64
 
 
 def test_it_is_handed_over_to_another_process_of_the_same_owner(tmp_path: Path) -> None:
