@@ -22,7 +22,7 @@ HOSTS = { command -v ip && command -v tc; } >/dev/null 2>&1 || { [ "$$(id -u)" =
 	&& command -v apt-get >/dev/null && timeout 60 apt-get -qq update && timeout 60 env DEBIAN_FRONTEND=noninteractive \
 	apt-get -qq install --yes --no-install-recommends iproute2; } >/dev/null 2>&1 || echo "no iproute2: some tests are skipped"
 
-.PHONY: setup demo test test-long lint docs chaos bench clean
+.PHONY: setup demo test test-examples test-long lint docs chaos bench clean
 
 setup: $(VENV)/.ready
 
@@ -40,6 +40,9 @@ demo: setup ## Train three times: undisturbed, a node killed in the update, a no
 test: setup ## Two processes for what needs no cluster; a cluster takes the machine for itself
 	$(BIN)/python -m pytest tests/unit -m "not long" --numprocesses 2
 	$(BIN)/python -m pytest tests/cluster -m "not long" --durations 20
+
+test-examples: setup ## Every code block of the pages that starts something, and every job in jobs/
+	$(BIN)/python -m pytest tests/cluster -m example --durations 10
 
 test-long: setup ## What takes minutes: cut cables, drills, autoscaler, job server, notices, metrics, the example jobs
 	$(BIN)/python -m pytest tests/unit -m long

@@ -56,7 +56,7 @@ class Lengths:
 
 
 QUICK = Lengths(run_s=30.0, peer_s=20.0, drains=2, peers_at=(15,))
-FULL = Lengths(run_s=900.0, peer_s=300.0, drains=100, peers_at=MTBFS)
+FULL = Lengths(run_s=900.0, peer_s=900.0, drains=100, peers_at=MTBFS)
 
 
 def scenario_of(mtbf: int | None, seconds: float) -> Scenario:

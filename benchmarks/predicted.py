@@ -34,7 +34,9 @@ BETWEEN = 20
 """Steps between two failures, about: enough for another spare to start meanwhile, on a machine that is not busy."""
 PHASES = ("data", "forward", "backward", "update")
 STAGE_PHASES = ("data", "forward", "backward_pass")
-STRATEGIES = ("replication", "checkpoint", "logging")
+STRATEGIES = ("replication", "checkpoint", "logging", "snapshot", "lossy", "rollback", "skip")
+GOING_BACK = ("checkpoint", "snapshot", "logging")
+"""Those that need something saved to go back to."""
 
 
 class Patient(Tiny):
@@ -114,11 +116,15 @@ def train(directory: Path, strategy: str, failures: int, seed: int) -> ft.Result
         Patient(MICRO_BATCHES if staged else 1),
         max_steps=BETWEEN * failures + BETWEEN,
         scaling_config=ft.ScalingConfig(num_workers=WORKERS),
-        recovery_config=ft.RecoveryConfig(strategy="auto" if staged else strategy, heartbeat_timeout=patience),
+        recovery_config=ft.RecoveryConfig(
+            strategy="auto" if staged else strategy,
+            update="wait_free" if strategy == "rollback" else "barrier",  # else it has no partial update to keep
+            heartbeat_timeout=patience,
+        ),
         run_config=ft.RunConfig(
             name=f"{strategy}-{seed}",
             storage_path=str(directory),
-            checkpoint_config=ft.CheckpointConfig(every=None if strategy == "replication" else 6),
+            checkpoint_config=ft.CheckpointConfig(every=6 if strategy in GOING_BACK else None),
         ),
         global_batch_size=48,
         seed=7,

@@ -189,6 +189,7 @@ def test_stopped_resubmitted_orphaned_attached(client: JobSubmissionClient, clus
     until(lambda: nothing_runs(tmp_path), "the end of every process")
 
 
+@pytest.mark.example
 def test_every_job_through_the_job_server(client: JobSubmissionClient, tmp_path: Path) -> None:
     submitted = {}
     for name, arguments in JOBS.items():

@@ -15,7 +15,7 @@ from conftest import promise_kept, train
 import raytrain_ft as ft
 from raytrain_ft.policy.strategy import Guarantee, Strategy
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.example]
 
 STEPS = 6
 

@@ -16,7 +16,7 @@ import raytrain_ft as ft
 from raytrain_ft import FailAt
 from raytrain_ft.errors import TrainingFailedError
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.example]
 
 pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed: it exists for Linux only")
 

@@ -9,48 +9,22 @@ import inspect
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pages import PAGES, ROOT, Block, blocks
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import raytrain_ft as ft
 from raytrain_ft.settings import TrainSettings
 
-ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"\]\(([^()\s]+)\)")
-BLOCK = re.compile(r"^(?P<mark><!-- not run[^\n]*-->\n)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 STARTS = re.compile(r"\.fit\(|Cluster\(|\bdrill\(|\b(attach|suspend|resume|leave)\(")
 ELSEWHERE = re.compile(r"[a-z]+:")
-
-
-@dataclass(frozen=True)
-class Block:
-    """A Python code block of a page."""
-
-    where: str
-    code: str
-    runs: bool
-
-    @property
-    def tree(self) -> ast.Module:
-        return ast.parse(self.code, self.where)
-
-
-def blocks() -> list[Block]:
-    found = []
-    for page in PAGES:
-        text = page.read_text()
-        for match in BLOCK.finditer(text):
-            line = text.count("\n", 0, match.start("code")) + 1
-            found.append(Block(f"{page.relative_to(ROOT)}:{line}", match["code"], match["mark"] is None))
-    return found
 
 
 class Small(ft.TrainTask):
@@ -103,7 +77,7 @@ def test_every_code_block_compiles() -> None:
     found = blocks()
     assert len(found) > 25
     for block in found:
-        compile(block.tree, block.where, "exec")
+        compile(block.tree, block.name, "exec")
 
 
 def test_what_code_blocks_import_and_pass_exists() -> None:
@@ -113,11 +87,11 @@ def test_what_code_blocks_import_and_pass_exists() -> None:
         for node in ast.walk(block.tree):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("raytrain_ft"):
                 module = importlib.import_module(node.module)
-                wrong += [f"{block.where}: {node.module}.{name.name}" for name in node.names if not hasattr(module, name.name)]
+                wrong += [f"{block.name}: {node.module}.{name.name}" for name in node.names if not hasattr(module, name.name)]
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ft":
-                wrong += [f"{block.where}: ft.{node.attr}"] if node.attr not in ft.__all__ else []
+                wrong += [f"{block.name}: ft.{node.attr}"] if node.attr not in ft.__all__ else []
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "ft":
-                wrong += [f"{block.where}: {ast.unparse(node.func)}({name}=)" for name in unknown(node)]
+                wrong += [f"{block.name}: {ast.unparse(node.func)}({name}=)" for name in unknown(node)]
     assert wrong == []
 
 
@@ -132,9 +106,9 @@ def unknown(call: ast.Call) -> list[str]:
     return [word.arg for word in call.keywords if word.arg and word.arg not in taken]
 
 
-@pytest.mark.parametrize("block", [block for block in blocks() if block.runs], ids=lambda block: block.where)
+@pytest.mark.parametrize("block", blocks("here"), ids=lambda block: block.name)
 def test_a_code_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not STARTS.search(block.code), "mark a block that starts something: <!-- not run: WHY -->"
+    assert not STARTS.search(block.code), "mark a block that starts something, as tests/pages.py says"
     monkeypatch.chdir(tmp_path)
     names = {"ft": ft, "torch": torch, "nn": torch.nn, "F": functional, "timedelta": timedelta, "task": Small(), **undoable()}
-    exec(compile(block.tree, block.where, "exec"), {"__name__": "a_page", **names})
+    exec(compile(block.tree, block.name, "exec"), {"__name__": "a_page", **names})
