@@ -46,7 +46,7 @@ LAST_LINE = {
 def client(cluster) -> Iterator[JobSubmissionClient]:
     with cluster.job_server() as address:
         client = JobSubmissionClient(address)
-        until(lambda: takes_jobs(client), "an agent of the job server")
+        until(lambda: takes_jobs(client), "an agent of the job server", 120)
         yield client
 
 
