@@ -153,7 +153,8 @@ class Loader:
         if self._feed is not None:
             self._feed.stop()
             assert self._feed.thread is not None
-            self._feed.thread.join(patience.total_seconds())
+            if self._feed.thread is not threading.current_thread():  # a finalizer runs on whichever thread collects garbage
+                self._feed.thread.join(patience.total_seconds())
             self._feed = None
         atexit.unregister(self.stop)
 

@@ -16,16 +16,15 @@ import numpy as np
 import torch
 
 from raytrain_ft.errors import ConfigError
-from raytrain_ft.policy.sampling import Sampling, order
+from raytrain_ft.policy.sampling import Sampling, sample_ids
 from raytrain_ft.training.data import Augment, BatchSource, fetch
 from raytrain_ft.training.random import sample_seed, seed_all
 
 _SAMPLES = 8
 _ROUNDS = 3
-_USE_AUGMENT = (
-    "A recovered step could not load the same samples again. Move what is random into the task's "
-    "augment(sample, generator), and draw from that generator alone."
-)
+_UNLIKE = "A recovered step could not load the same samples again."
+_USE_AUGMENT = f"{_UNLIKE} Move what is random into the task's augment(sample, generator), and draw from that generator alone."
+_USE_SEED = f"{_UNLIKE} Seed a generator of its own for each sample, with sample_seed(seed, epoch, id) (docs/data.md)."
 
 
 def check_deterministic(dataset: Any, sampling: Sampling, augment: Augment | None = None) -> None:
@@ -35,7 +34,7 @@ def check_deterministic(dataset: Any, sampling: Sampling, augment: Augment | Non
     generator, or seeds it; an augmentation with other randomness than its generator's; one that writes into the
     dataset. The global generators are put back as they were.
     """
-    ids = order(sampling, 0)[:_SAMPLES].tolist()
+    ids = sample_ids(sampling, 0, range(min(_SAMPLES, sampling.dataset_size))).tolist()
     batches = isinstance(dataset, BatchSource)
 
     def loaded() -> list[Any]:
@@ -53,16 +52,22 @@ def check_deterministic(dataset: Any, sampling: Sampling, augment: Augment | Non
         ]
 
     saved = _global_generators()
+    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # `seed_all` seeds these, too
     try:
         raw = _observe(loaded)
-        _refuse_random("dataset.load_batch" if batches else "dataset.__getitem__", *raw, ids)
+        if batches:
+            _refuse_random("dataset.load_batch", *raw, ids, _USE_SEED)
+        else:
+            _refuse_random("dataset.__getitem__", *raw, ids, _USE_AUGMENT)
         if augment is not None and not batches:
             drawn = _observe(augmented)
             if _observe(loaded)[0][0] != raw[0][0]:
                 raise ConfigError("augment writes into the dataset's own sample: it must return a new one.")
-            _refuse_random("augment", *drawn, ids)
+            _refuse_random("augment", *drawn, ids, _USE_AUGMENT)
     finally:
         torch.set_rng_state(saved["torch"])
+        if on_devices:
+            torch.cuda.set_rng_state_all(on_devices)
         random.setstate(saved["random"])
         np.random.set_state(saved["numpy.random"])
 
@@ -89,16 +94,16 @@ def _observe(load: Callable[[], list[Any]]) -> tuple[list[list[bytes]], set[str]
     return rounds, moved
 
 
-def _refuse_random(what: str, rounds: list[list[bytes]], moved: set[str], ids: list[int]) -> None:
+def _refuse_random(what: str, rounds: list[list[bytes]], moved: set[str], ids: list[int], advice: str) -> None:
     """Raises ConfigError when `what` is seen to be random by itself."""
     if moved:
         names = " and ".join(sorted(moved))
-        raise ConfigError(f"{what} draws from, or seeds, the global generator of {names}. {_USE_AUGMENT}")
+        raise ConfigError(f"{what} draws from, or seeds, the global generator of {names}. {advice}")
     differing = [i for i, *prints in zip(ids, *rounds, strict=True) if len(set(prints)) > 1]
     if differing:
         raise ConfigError(
             f"{what} returned other bits when sample {differing[0]} was loaded again ({len(differing)} of {len(ids)} "
-            f"samples tried differ): it draws from a global generator or from one of its own. {_USE_AUGMENT}"
+            f"samples tried differ): it draws from a global generator or from one of its own. {advice}"
         )
 
 

@@ -4,11 +4,14 @@ CheckFreq's resumable iterator (section 4.3.1, Fig. 5), for any number of proces
 all ranks together). Nothing that was read ahead is saved. What a dataset draws at random, from torch, numpy or `random`, is a
 function of (seed, epoch, sample), so it is the same whoever loads the sample, and the training's own draws are not disturbed.
 Collation in a loader worker draws what is a function of (seed, epoch, batch): a worker's own stream would begin anew on resume.
+
+A `BatchSource`, such as `DaliImages`, has nothing for DataLoader to do: the trainer's own loader reads it, in the same order.
 """
 
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,7 +21,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.sampling import Position, Sampling, next_batch, sample_ids, share, steps_per_epoch
-from raytrain_ft.training.data import dataset_size, fetch
+from raytrain_ft.training.data import BatchSource, dataset_size, fetch
+from raytrain_ft.training.data import Loader as CoreLoader
+from raytrain_ft.training.determinism import check_deterministic
 from raytrain_ft.training.random import batch_seed, sample_seed
 from raytrain_ft.training.ranks import current
 
@@ -51,43 +56,35 @@ class Loader:
     ) -> None:
         """
         Args:
-            dataset: map-style: `__len__` and `__getitem__`.
+            dataset: map-style: `__len__` and `__getitem__`; or a `BatchSource`, such as `DaliImages`.
             global_batch_size: samples per batch over all ranks, whatever their number: it is what stays when that changes.
             shuffle: each epoch in an order of its own, a function of (seed, epoch).
             drop_last: leave out an epoch's last batch if it is short.
-            options: any other argument of DataLoader: num_workers, collate_fn, pin_memory, prefetch_factor...
+            options: any other argument of DataLoader: num_workers, collate_fn, pin_memory, prefetch_factor... None with a
+                `BatchSource`.
 
         Raises:
             ConfigError: the dataset cannot be read by index, or an option cannot be used.
         """
-        for name in _OURS:
-            if name in options:
-                raise ConfigError(
-                    f"checkfreq.Loader({name}=...): the loader makes the order itself; use global_batch_size, shuffle, seed, "
-                    "drop_last"
-                )
-        if not options.get("in_order", True):
-            raise ConfigError(
-                "checkfreq.Loader(in_order=False): batches would come in another order than they are counted in, and a "
-                "resumed run would repeat some and leave out others"
-            )
-        if hasattr(dataset, "load_batch") and not any(hasattr(dataset, name) for name in ("__getitem__", "__getitems__")):
-            raise ConfigError(
-                f"checkfreq.Loader({type(dataset).__name__}): it reads samples one by one, by index, and this gives whole "
-                "batches alone; use raytrain_ft's Trainer with it, or a dataset with __getitem__(index)"
-            )
+        _check_options(dataset, options)
         self.dataset = dataset
         self.sampling = Sampling(dataset_size(dataset), global_batch_size, seed, shuffle, drop_last)
         self.position = Position()
         self.share = 1.0
         self._before: Callable[[], None] = _nothing
         self._after: Callable[[], None] = _nothing
+        ours = isinstance(dataset, BatchSource)
+        self._batches = _Ahead(dataset, self.sampling).batches if ours else self._by_torch(options)
+
+    def _by_torch(self, options: Mapping[str, Any]) -> Callable[[Position], Iterator[Any]]:
+        """What gives the batches from the loader's position to the end of the epoch."""
         # Rows of tensors draw nothing; a collate_fn in a worker may, and has to be seeded too.
         collates_elsewhere = options.get("collate_fn") is not None and options.get("num_workers", 0) > 0
-        seeded = type(dataset) is not TensorDataset or collates_elsewhere
-        rows = _Seeded(dataset, seed) if seeded else dataset
+        seeded = type(self.dataset) is not TensorDataset or collates_elsewhere
+        rows = _Seeded(self.dataset, self.sampling.seed) if seeded else self.dataset
         shares = _Shares(self, seeded)
-        self._torch: DataLoader[Any] = DataLoader(rows, batch_sampler=shares, generator=torch.Generator(), **options)
+        loader: DataLoader[Any] = DataLoader(rows, batch_sampler=shares, generator=torch.Generator(), **options)
+        return lambda _: iter(loader)
 
     def __len__(self) -> int:
         """Batches in an epoch."""
@@ -99,7 +96,7 @@ class Loader:
         try:
             while self.position.epoch == epoch:
                 self._before()
-                batches = batches or iter(self._torch)
+                batches = batches or self._batches(self.position)
                 data = next(batches)
                 batch, after = next_batch(self.sampling, self.position)
                 rank, count = current()
@@ -143,13 +140,39 @@ class Loader:
 
     def check_world(self, count: int) -> None:
         """Raises ConfigError if some batch has fewer samples than there are ranks: a rank would have nothing to do."""
-        size, batch = self.sampling.dataset_size, self.sampling.global_batch_size
-        rest = 0 if self.sampling.drop_last else size % batch
-        for samples, which in ((batch, "each batch"), (rest, "the last batch of an epoch")):
-            if 0 < samples < count:
-                raise ConfigError(
-                    f"{which} has {samples} samples for {count} ranks: use another global_batch_size, or drop_last=True"
-                )
+        _check_shares(self.sampling, count)
+
+
+def _check_options(dataset: Any, options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an option of DataLoader that cannot be used."""
+    for name in _OURS:
+        if name in options:
+            raise ConfigError(
+                f"checkfreq.Loader({name}=...): the loader makes the order itself; use global_batch_size, shuffle, seed, "
+                "drop_last"
+            )
+    if isinstance(dataset, BatchSource) and options:
+        given = ", ".join(f"{name}=..." for name in options)
+        raise ConfigError(
+            f"checkfreq.Loader({type(dataset).__name__}, {given}): such a dataset loads, augments and collates whole batches "
+            "itself, so there is no DataLoader that could take these options; leave them out"
+        )
+    if not options.get("in_order", True):
+        raise ConfigError(
+            "checkfreq.Loader(in_order=False): batches would come in another order than they are counted in, and a "
+            "resumed run would repeat some and leave out others"
+        )
+
+
+def _check_shares(sampling: Sampling, count: int) -> None:
+    """Raises ConfigError if some batch has fewer samples than there are ranks."""
+    size, batch = sampling.dataset_size, sampling.global_batch_size
+    rest = 0 if sampling.drop_last else size % batch
+    for samples, which in ((batch, "each batch"), (rest, "the last batch of an epoch")):
+        if 0 < samples < count:
+            raise ConfigError(
+                f"{which} has {samples} samples for {count} ranks: use another global_batch_size, or drop_last=True"
+            )
 
 
 def two_integers(position: Position) -> dict[str, int]:
@@ -160,6 +183,39 @@ def two_integers(position: Position) -> dict[str, int]:
 def position_of(state: Mapping[str, Any]) -> Position:
     """The position that was stored."""
     return Position(int(state["epoch"]), int(state["consumed"]))
+
+
+class _Ahead:
+    """This rank's batches of a `BatchSource`, which the trainer's loader prepares ahead, on its thread."""
+
+    def __init__(self, dataset: BatchSource, sampling: Sampling) -> None:
+        self._dataset, self._sampling = dataset, sampling
+        self._core = CoreLoader(dataset, sampling)
+        self._checked = False
+        self._reached: tuple[Position, int, int] | None = None  # what the thread's next batch is of; None: it has to be started
+        weakref.finalize(self, self._core.stop)  # a program may make a loader for each of its validations
+
+    def batches(self, position: Position) -> Iterator[Any]:
+        """From `position` on, without an end: the thread reads on into the next epoch, and after a `break`. It begins anew only
+        where the position is not the one that it has come to.
+
+        Raises:
+            ConfigError: a batch depends on more than (seed, epoch, sample ids), so that a resumed run would read another; or a
+                rank would have nothing to do.
+        """
+        while True:
+            if not self._checked:
+                check_deterministic(self._dataset, self._sampling)
+                self._checked = True
+            here = (position, *current())
+            if here != self._reached:
+                _check_shares(self._sampling, here[2])
+                self._core.start(*here)
+            self._reached = None  # what could not be loaded is tried anew
+            (piece,) = self._core.next()
+            position = piece.after
+            self._reached = (position, *here[1:])
+            yield piece.data
 
 
 class _Shares:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import logging
 import random
 import statistics
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -30,6 +32,7 @@ from raytrain_ft.storage.tree import flatten
 from raytrain_ft.training import checkpointer
 from raytrain_ft.training import objects as states
 from raytrain_ft.training.objects import generator_states
+from raytrain_ft.training.random import sample_seed
 from raytrain_ft.training.session import Session
 
 SAMPLES, BATCH = 40, 8
@@ -462,17 +465,6 @@ def test_what_cannot_be_stored_is_told_at_once(tmp_path: Path) -> None:
         checkfreq.open(tmp_path, graph=sparse, **Setup().objects)
 
 
-def test_a_dataset_that_gives_batches_alone_is_refused() -> None:
-    class Batches:
-        def __len__(self) -> int:
-            return 8
-
-        def load_batch(self, ids: Any, epoch: int, seed: int) -> Any: ...
-
-    with pytest.raises(ConfigError, match=r"checkfreq\.Loader\(Batches\): it reads samples one by one"):
-        checkfreq.Loader(Batches(), global_batch_size=2)
-
-
 SCHEDULERS = {
     "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
     "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=50),
@@ -555,6 +547,91 @@ def test_draws_of_a_collation_in_a_loader_worker_depend_on_the_batch(dataset: An
     again = make(1)
     again.load_state_dict({"epoch": 1, "consumed": 0})
     assert not {row[1] for row in rows(again)} & {row[1] for row in whole}, "each epoch draws anew"
+
+
+class Batches:
+    """A dataset that makes whole batches: the ids, and what is random about each."""
+
+    def __init__(self) -> None:
+        self.loaded: list[list[int]] = []
+        self.broken = False
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def load_batch(self, ids: np.ndarray, epoch: int, seed: int) -> list[Tensor]:
+        if self.broken and len(ids) > 1:
+            self.broken = False
+            raise OSError("the disk is away for a moment")
+        self.loaded.append(ids.tolist())
+        drawn = [torch.rand((), generator=torch.Generator().manual_seed(sample_seed(seed, epoch, int(i)))) for i in ids]
+        return [torch.from_numpy(ids), torch.stack(drawn)]
+
+
+def batched(dataset: Any) -> checkfreq.Loader:
+    return checkfreq.Loader(dataset, global_batch_size=BATCH, seed=4)
+
+
+def test_a_dataset_that_makes_batches_is_read_in_the_order_of_any_other() -> None:
+    before = repr(generator_states())
+    whole = rows(batched(Batches()))
+    assert repr(generator_states()) == before
+    assert [row[0] for row in whole] == order(Sampling(SAMPLES, BATCH, 4), 0).tolist()
+    resumed = batched(Batches())
+    resumed.load_state_dict({"epoch": 0, "consumed": 24})
+    assert rows(resumed) == whole[24:]
+
+
+def test_a_dataset_that_makes_batches_is_read_ahead_and_nothing_of_it_twice() -> None:
+    """Neither after a break, nor at the end of an epoch."""
+    dataset = Batches()
+    loader = batched(dataset)
+    seen = rows(loader, 2) + rows(loader) + rows(loader)
+    assert [row[0] for row in seen] == [i for epoch in (0, 1) for i in order(loader.sampling, epoch)]
+    loaded = [ids for ids in dataset.loaded if len(ids) > 1]  # the look at it beforehand takes samples one by one
+    batches = [order(loader.sampling, epoch)[at : at + BATCH].tolist() for epoch in range(3) for at in range(0, SAMPLES, BATCH)]
+    assert 10 <= len(loaded) <= 13, "two steps ahead, and one in the making"
+    assert loaded == batches[: len(loaded)]
+
+
+def test_what_could_not_be_loaded_is_tried_anew() -> None:
+    dataset, seen = Batches(), []
+    loader = batched(dataset)
+
+    def read() -> None:
+        for ids, _ in loader:
+            seen.extend(ids.tolist())
+            dataset.broken = len(seen) == BATCH  # what is read ahead is still to be had
+
+    with pytest.raises(OSError, match="for a moment"):
+        read()
+    assert loader.state_dict() == {"epoch": 0, "consumed": len(seen)}
+    read()
+    assert seen == order(loader.sampling, 0).tolist()
+
+
+def test_a_loader_that_nobody_has_any_more_leaves_no_thread() -> None:
+    def reading() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "raytrain_ft-loader"}
+
+    gc.collect()
+    before = reading()
+    loader = batched(Batches())
+    rows(loader, 1)
+    (thread,) = reading() - before
+    del loader
+    gc.collect()
+    assert not thread.is_alive()
+
+
+def test_batches_that_a_resumed_run_would_not_read_again_are_refused() -> None:
+    class Noisy(Batches):
+        def load_batch(self, ids: np.ndarray, epoch: int, seed: int) -> list[Tensor]:
+            return [torch.rand(len(ids))]
+
+    loader = batched(Noisy())
+    with pytest.raises(ConfigError, match=r"load_batch draws from.*torch.*sample_seed\(seed, epoch, id\)"):
+        next(iter(loader))
 
 
 def test_example_of_the_papers_figure_5() -> None:

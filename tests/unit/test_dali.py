@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from ray import cloudpickle
 from torch import Tensor
 
 import raytrain_ft as ft
+from raytrain_ft import checkfreq
 from raytrain_ft.errors import ConfigError, StorageError, TaskError
 from raytrain_ft.policy.sampling import Position, Sampling, next_batch, order
 from raytrain_ft.training import dali
@@ -418,6 +420,115 @@ def test_sending_it_to_a_worker_is_cheap(dataset: DaliImages, expected: Any) -> 
     received = cloudpickle.loads(sent)
     assert len(received) == 20
     assert torch.equal(received.load_batch(np.array([7]), 1, SEED)[0][0], expected[1][7])
+
+
+# ---------------------------------------------------------------- in any loop
+
+
+def looped(dataset: DaliImages, epoch: int = 0, consumed: int = 0) -> checkfreq.Loader:
+    """As a new launch has it."""
+    loader = checkfreq.Loader(dataset, global_batch_size=BATCH, seed=SEED)
+    loader.load_state_dict({"epoch": epoch, "consumed": consumed})
+    return loader
+
+
+def pixels(expected: list[list[Tensor]], epoch: int, start: int, stop: int) -> Tensor:
+    """What the samples at these positions of an epoch look like."""
+    return torch.stack([expected[epoch][i] for i in order(sampling(), epoch)[start:stop].tolist()])
+
+
+@settings(max_examples=15)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5))
+def test_a_loop_goes_on_with_the_same_pixels_at_any_step(dataset: Any, expected: Any, launches: list[int]) -> None:
+    state = {"epoch": 0, "consumed": 0}
+    for count in launches:
+        loader = looped(dataset, **state)
+        while count and loader.position.epoch < 3:
+            for images, labels in loader:
+                epoch, start = state["epoch"], state["consumed"]
+                assert torch.equal(images, pixels(expected, epoch, start, start + BATCH))
+                assert len(labels) == len(images)
+                state, count = loader.state_dict(), count - 1
+                if not count:
+                    break
+
+
+RANK = """
+import sys
+import torch, torch.distributed as dist
+from raytrain_ft import DaliImages, ImageAugmentation, checkfreq
+from raytrain_ft.errors import ConfigError
+rank, directory, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=2)
+dataset = DaliImages(folder, %d, %s)
+loader = checkfreq.Loader(dataset, global_batch_size=%d, seed=%d)
+loader.load_state_dict({"epoch": 0, "consumed": 6})
+batches = iter(loader)
+found = torch.stack([next(batches)[0] for _ in range(2)])
+torch.save({"images": found, "state": loader.state_dict()}, f"{directory}/{rank}.pt")
+try:
+    next(iter(checkfreq.Loader(dataset, global_batch_size=1)))
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_a_loop_in_another_world_sees_the_same_pixels(dataset: DaliImages, expected: Any, folder: Path, tmp_path: Path) -> None:
+    first = looped(dataset)
+    assert torch.equal(next(iter(first))[0], pixels(expected, 0, 0, 6))
+    assert first.state_dict() == {"epoch": 0, "consumed": 6}
+
+    command = [sys.executable, "-c", RANK % (SIZE, EVERYTHING, BATCH, SEED)]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path), str(folder)],
+            env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all("each batch has 1 samples for 2 ranks" in words for words in said)
+    there = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    for step, start in enumerate((6, 12)):
+        seen = torch.cat([there[rank]["images"][step] for rank in range(2)])
+        assert torch.equal(seen, pixels(expected, 0, start, start + 6))
+
+    assert there[0]["state"] == there[1]["state"] == {"epoch": 0, "consumed": 18}
+    (last,) = looped(dataset, **there[0]["state"])
+    assert torch.equal(last[0], pixels(expected, 0, 18, 20))
+
+
+def test_a_loop_that_is_interrupted_has_the_bits_of_one_that_is_not(dataset: DaliImages, tmp_path: Path) -> None:
+    def launch(directory: Path, interrupted_at: int | None = None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Dropout(0.1), torch.nn.Linear(3 * SIZE * SIZE, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        loader = checkfreq.Loader(dataset, global_batch_size=BATCH, seed=SEED)
+        with checkfreq.open(directory, every=2, model=model, optimizer=optimizer, loader=loader) as run:
+            for images, labels in run.batches(loader, until_step=10):
+                if run.step == interrupted_at:
+                    raise KeyboardInterrupt
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(images), labels).backward()
+                optimizer.step()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    undisturbed = launch(tmp_path / "undisturbed")
+    with pytest.raises(KeyboardInterrupt):
+        launch(tmp_path / "run", interrupted_at=7)
+    for ours, theirs in zip(launch(tmp_path / "run"), undisturbed, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_options_of_torchs_loader_are_refused_beside_it(dataset: DaliImages) -> None:
+    with pytest.raises(ConfigError, match=r"DaliImages, num_workers=\.\.\., pin_memory=\.\.\.\).*leave them out"):
+        checkfreq.Loader(dataset, global_batch_size=BATCH, num_workers=2, pin_memory=True)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the decoder on the GPU")

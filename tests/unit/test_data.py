@@ -191,6 +191,25 @@ def test_the_thread_reads_ahead_as_far_as_it_was_told_and_ends_when_stopped() ->
     loader.stop()  # again: nothing to do
 
 
+def test_garbage_may_be_collected_on_the_loaders_own_thread() -> None:
+    """A finalizer that stops the loader runs there then, and cannot wait for itself."""
+    stopped: list[BaseException | None] = []
+    done = threading.Event()
+
+    def visit(i: int) -> None:
+        try:
+            loader.stop()
+            stopped.append(None)
+        except RuntimeError as error:
+            stopped.append(error)
+        done.set()
+
+    loader = Loader(Squares(4, visit), Sampling(4, 1, 0))
+    loader.start(Position(), 0, 1)
+    assert done.wait(20)
+    assert stopped == [None]
+
+
 # ---------------------------------------------------------------- when the dataset hangs or raises
 
 
