@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from benchmarks.harness import REPORT_ONLY, Goal, Options, Report, estimate, main
+from benchmarks.interruptions import measure_accuracy
 from benchmarks.paced import How, Loop, Preset, loop, second_writer
+from benchmarks.timelines import measure_timelines
 from raytrain_ft.errors import StorageError
 from raytrain_ft.policy import sampling as order
 from raytrain_ft.policy.sampling import Position, Sampling, next_batch, sample_ids, share
@@ -144,7 +145,7 @@ def measure_contended(report: Report, options: Options) -> None:
 
 
 def measure_schemes(report: Report, options: Options) -> None:
-    """Figure 7 and Table 3: the same k, synchronously, with persist in the background, with both. Figure 4: 12 steps, k=3."""
+    """Figure 7 and Table 3: the same k, synchronously, with persist in the background, with both. Figure 4: their timelines."""
     hows: tuple[How, ...] = ("sync", "persist only", "pipelined")
     stretches, least, judgements = (1, 80, 4) if options.quick else (5, STRETCH_STEPS, JUDGEMENTS)
     for preset in PRESETS[: 1 if options.quick else None]:
@@ -156,16 +157,7 @@ def measure_schemes(report: Report, options: Options) -> None:
                 run.run(k)
                 costs.append(f"{how} {statistics.median(overhead(run, stretches, 4, how, least)):.1%}")
         report.note(f"Figure 7, {preset.name}, k={k}: {', '.join(costs)}")
-    timeline = []
-    for how in hows:
-        with loop(PRESETS[0], fixed=3) as run:
-            run.run(3, how)
-            run.settle()
-            began = time.monotonic()
-            run.run(12, how)
-            timeline.append(f"{how} {time.monotonic() - began:.2f} s")
-    alone = 12 * PRESETS[0].iteration_s
-    report.note(f"Figure 4, {PRESETS[0].name}, 12 steps, k=3: {', '.join(timeline)}; without checkpoints {alone:.2f} s")
+    measure_timelines(report, PRESETS[0])
 
 
 # ---------------------------------------------------------------- the iterator
@@ -195,44 +187,6 @@ def measure_iterator(report: Report, options: Options) -> None:
                 position, step = after, step + 1
             wrong += len(seen) - len(set(seen)) + len(set(range(97)) - set(seen))
     report.add("iterator_duplicates_or_misses", float(wrong), n=4 * order.steps_per_epoch(small))
-
-
-def measure_accuracy(report: Report, options: Options) -> None:
-    """Figure 6 in small: digits, interrupted every two epochs. The baseline's loader begins a new epoch after each."""
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    inputs, labels = torch.tensor(data.data / 16, dtype=torch.float32), torch.tensor(data.target)
-    train, test = slice(0, 1297), slice(1297, None)
-    arms: dict[str, list[float]] = {"undisturbed": [], "resumed": [], "baseline": []}
-    for seed in range(3):
-        for arm, found in arms.items():
-            sampling = Sampling(1297, 64, seed=seed)
-            model, optimizer = _model(seed)
-            position, interruption = Position(), int(1.6 * order.steps_per_epoch(sampling))
-            for step in range(8 * order.steps_per_epoch(sampling)):
-                if step and step % interruption == 0 and arm != "undisturbed":
-                    saved = model.state_dict(), optimizer.state_dict()
-                    model, optimizer = _model(seed)
-                    model.load_state_dict(saved[0])
-                    optimizer.load_state_dict(saved[1])
-                    if arm == "baseline":
-                        position = Position(position.epoch, 0)  # the epoch's order from its beginning: some samples twice
-                batch, position = next_batch(sampling, position)
-                ids = torch.tensor(sample_ids(sampling, batch.epoch, range(batch.start, batch.stop)))
-                loss = torch.nn.functional.cross_entropy(model(inputs[train][ids]), labels[train][ids])
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-            found.append(float((model(inputs[test]).argmax(1) == labels[test]).float().mean()))
-    shown = "; ".join(f"{arm} {', '.join(f'{x:.1%}' for x in found)}" for arm, found in arms.items())
-    report.note(f"Figure 6 in small (digits, 8 epochs, 3 seeds, test accuracy): {shown}")
-
-
-def _model(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
-    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
 # ---------------------------------------------------------------- what is stored

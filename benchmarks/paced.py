@@ -35,6 +35,17 @@ class Preset:
     megabytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What was done from one moment to another (of the monotonic clock), and which step it belongs to. While training waits for
+    a checkpoint, that is a stall."""
+
+    what: Literal["compute", "stall", "snapshot", "persist"]
+    step: int
+    began: float
+    ended: float
+
+
 @dataclass
 class Trace:
     """What a run did: the time of every step in seconds, and what was told of checkpoints with the step it came after."""
@@ -59,12 +70,22 @@ class Loop:
         self._lock = lock.acquire(self._storage, "paced")
         self.tuner = Tuner(budget=budget, window=20, fixed=fixed)
         target = Target(uri=self._storage.uri, owner="paced", epoch=self._lock.owner.epoch)
-        self._checkpointer = Checkpointer(target, lambda: (self._tensors, {}), lambda: self.tuner, self._tell)
+        self._checkpointer = Checkpointer(target, self._capture, lambda: self.tuner, self._tell)
         self._checkpointer.begin(0, 1, 1, 0)
         self._step = 0
+        self._spans: list[Span] = []  # of the training thread
+        self._captured = 0.0
+        self._copied_from: dict[int, float] = {}  # by step: when its snapshot began
+        self._durable_at: dict[int, float] = {}
+
+    def _capture(self) -> tuple[list[tuple[str, torch.Tensor]], dict[str, Any]]:
+        self._captured = time.monotonic()
+        return self._tensors, {}
 
     def _tell(self, event: str, fields: dict[str, Any]) -> None:
         self.trace.told.append((len(self.trace.steps), event, fields))
+        if event == "CheckpointCommitted":
+            self._durable_at[fields["step"]] = time.monotonic()
 
     def run(self, steps: int, how: How = "pipelined") -> list[float]:
         """So many more steps; returns their times. A stretch without checkpoints does not count for the interval."""
@@ -72,11 +93,15 @@ class Loop:
         last = time.monotonic()
         for _ in range(steps):
             time.sleep(preset.iteration_s - preset.update_s)
+            computed = time.monotonic()
             checkpointer.await_copy(_nothing)
             began = time.monotonic()
             time.sleep(preset.update_s)
             self._tensors[0][1][:1000] += 1.0  # a torn snapshot would show
-            checkpointer.updated(time.monotonic() - began)
+            updated = time.monotonic()
+            checkpointer.updated(updated - began)
+            self._spans += [Span("compute", self._step + 1, last, computed), Span("stall", self._step + 1, computed, began)]
+            self._spans.append(Span("compute", self._step + 1, began, updated))
             if how != "none":
                 self._checkpoint(how, time.monotonic() - last)
             now = time.monotonic()
@@ -91,15 +116,28 @@ class Loop:
         wanted = checkpointer.wants(self._step)
         checkpointer.stepped(self._step, seconds)
         if wanted:
+            began = time.monotonic()
             checkpointer.take(self._step, _nothing)
+            self._copied_from[self._step] = self._captured
             if how == "sync":
                 checkpointer.await_durable(_nothing)
             elif how == "persist only":
                 checkpointer.await_copy(_nothing)
+            self._spans.append(Span("stall", self._step, began, time.monotonic()))
 
     def settle(self) -> None:
         """Waits for the checkpoint under way."""
         self._checkpointer.await_durable(_nothing)
+
+    def timeline(self, since: float) -> list[Span]:
+        """What began since then, once nothing is under way."""
+        spans = list(self._spans)
+        for committed in self.trace.of("CheckpointCommitted"):
+            step = committed["step"]
+            began, ended = self._copied_from[step], self._durable_at[step]
+            copied = began + committed["snapshot_s"]
+            spans += [Span("snapshot", step, began, copied), Span("persist", step, copied, ended)]
+        return [span for span in spans if span.began >= since]
 
     def close(self) -> None:
         """Ends the persister and gives up the lock."""
