@@ -26,6 +26,8 @@ JUDGED_STEPS = 30
 """Steps that a judgement needs at least: a few, of which some happen to be slow, say nothing."""
 TOLERANCE = 0.1
 """A k that is off by less than this share is left alone while the overhead is within its budget."""
+TIMES = ("iteration", "update", "copy", "persist", "device_copy")
+"""What of a profile is kept for a later run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +68,14 @@ class Costs:
 
 @dataclass(slots=True, kw_only=True)
 class Tuner:
-    """Decides after which steps to checkpoint. One worker's decides for all.
+    """Decides after which steps to checkpoint, where one worker's speaks for all; and where to copy to first, each for its own.
 
     Attributes:
         budget: the share of the time that checkpoints may cost; fixed: take this k and measure only.
         window: steps to measure before the first checkpoint.
         last: the step after which the latest checkpoint was taken, or with which training began.
         k: steps between checkpoints; 0 while that is not known.
-        mode: where snapshots are taken to first, if there is room.
+        mode: where snapshots are taken to first, if there is room; looked at again whenever k moves.
         profile: the measurements, smoothed; None while there are none.
     """
 
@@ -189,7 +191,7 @@ class Tuner:
         k, moved = self._moved(interval, over=observed - doubt / base > self.budget)
         if k == self.k:
             return None
-        self.k = k
+        self.k, self.mode = k, interval.mode
         reason = f"{moved} ({observed:.1%} observed, budget {self.budget:.1%}): {interval.reason}"
         return Decision(step=step, interval=interval, profile=self.profile, observed=observed, reason=reason)
 
@@ -230,21 +232,21 @@ class Tuner:
 
     def to_json(self) -> dict[str, Any]:
         """What a later run of the same kind begins with."""
-        profile = self.profile
-        times = {} if profile is None else {name: getattr(profile, name) for name in ("iteration", "update", "copy", "persist")}
-        return {"k": self.k, "profile": times}
+        times = {name: getattr(self.profile, name) for name in TIMES if self.profile is not None}
+        known = {name: seconds for name, seconds in times.items() if seconds < math.inf}
+        return {"k": self.k, "mode": self.mode, "profile": known}
 
     def begin_from(self, stored: dict[str, Any]) -> bool:
         """Takes over what an earlier run measured, so that this one need not; whether it could be used."""
         try:
-            times = {name: float(stored["profile"][name]) for name in ("iteration", "update", "copy", "persist")}
-            profile = Profile(**times)  # pyright: ignore[reportArgumentType]
-            k = int(stored["k"])
+            times = {"device_copy": math.inf, **stored["profile"]}
+            profile = Profile(**{name: float(times[name]) for name in TIMES})  # pyright: ignore[reportArgumentType]
+            k, mode = int(stored["k"]), stored.get("mode", "gpu")
         except (KeyError, TypeError, ValueError):
             return False
-        if k < 1 or not 0 < profile.iteration < math.inf:
+        if k < 1 or mode not in ("cpu", "gpu") or not 0 < profile.iteration < math.inf:
             return False
-        self.k, self.profile = k, profile
+        self.k, self.mode, self.profile = k, mode, profile
         return True
 
 

@@ -3,7 +3,8 @@ in another process). CheckFreq, section 4.3.1.
 
 After a step that all workers agree upon, each begins to copy its share of the state; the next weight update waits for that, and
 for nothing else. The copy then goes to the persister. At most one checkpoint is under way, and it is never abandoned: when the
-next one is due and the one before is not durable yet, training waits. Worker 0 decides how often (`policy.frequency`).
+next one is due and the one before is not durable yet, training waits. Worker 0 decides how often (`policy.frequency`); each
+measures for itself, and decides by that where its own copy goes first.
 
 Knows nothing of Ray: the trainer uses it, and so does `raytrain_ft.checkfreq` in any training loop.
 """
@@ -143,19 +144,20 @@ class Checkpointer:
             rejected: names of checkpoints that were found to be damaged.
         """
         self._stages, self._rejected = stages, sorted(rejected)
-        self._rank, self._incarnation, self._first_step = rank, incarnation, True
         self._persister.start()  # now, so that its start is not in the first checkpoint's time
-        if rank != 0:
-            self._tuner = None
-        elif self._tuner is None:
+        new = self._tuner is None
+        if self._tuner is None:
             self._tuner = self._make_tuner()
             self._tuner.last = step
-            self._recall_profile(self._tuner)
         else:
             self._tuner.disturbed(step, resized=count != self._count)
-        if self._tuner is not None and failure_s is not None:
+        if rank == 0 and (
+            new or self._rank != 0
+        ):  # what worker 0 measured before, who waits for the shards of all, counts most
+            self._recall_profile(self._tuner)
+        if failure_s is not None:
             self._tuner.failure_s = failure_s
-        self._count = count
+        self._rank, self._count, self._incarnation, self._first_step = rank, count, incarnation, True
 
     def fenced(self) -> None:
         """The world is over. A copy that is under way comes to its end before anything else touches the state."""
@@ -179,7 +181,7 @@ class Checkpointer:
 
     def wants(self, step: int) -> bool:
         """Whether worker 0 wants a checkpoint once `step` steps are committed. Everybody must be told before the commit."""
-        return self._tuner is not None and self._tuner.due(step, busy=self.busy)
+        return self._rank == 0 and self._tuner is not None and self._tuner.due(step, busy=self.busy)
 
     def earliest(self, step: int) -> int:
         """The first step after this one at which worker 0 may want a checkpoint, by what it knows now; on worker 0 only."""
@@ -335,11 +337,11 @@ class Checkpointer:
         self._longest_s = max(self._longest_s, result.seconds)
         if result.error is not None:
             self._fail(job, result.error)
-        elif job.number == 0:
-            if self._tuner is not None:
-                times = {"copy": copy.seconds, "persist": seconds, "device_copy": copy.device_seconds}
-                room = {"size": copy.size, "free": self._free}
-                self._tuner.persisted(Costs(stall=self._stall_s, **times, **room))  # pyright: ignore[reportArgumentType]
+        elif self._tuner is not None:
+            times = {"copy": copy.seconds, "persist": seconds, "device_copy": copy.device_seconds}
+            room = {"size": copy.size, "free": self._free}
+            self._tuner.persisted(Costs(stall=self._stall_s, **times, **room))  # pyright: ignore[reportArgumentType]
+        if result.error is None and job.number == 0:
             self._tell(
                 "CheckpointCommitted",
                 {
@@ -361,7 +363,7 @@ class Checkpointer:
     # ---------------------------------------------------------------- the interval
 
     def _note(self, decision: Decision | None) -> None:
-        if decision is not None and self._tuner is not None:
+        if decision is not None and self._tuner is not None and self._rank == 0:
             interval, profile = asdict(decision.interval), asdict(decision.profile)
             interval["overhead_s"] = interval.pop("overhead")
             times = {f"{name}_s": profile[name] for name in ("iteration", "update", "copy", "persist")}
@@ -372,7 +374,7 @@ class Checkpointer:
             self._tell("IntervalChosen", {"incarnation": self._incarnation, **interval, **times, **room, **asked, **about})
 
     def _profile_file(self) -> dict[str, str]:
-        if self._tuner is None or not self._tuner.k:
+        if self._rank != 0 or self._tuner is None or not self._tuner.k:
             return {}
         return {PROFILE_FILE: json.dumps({"key": self._target.profile_key, **self._tuner.to_json()})}
 

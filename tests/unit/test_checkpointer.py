@@ -154,6 +154,29 @@ def test_what_an_earlier_launch_measured_is_known(tmp_path: Path) -> None:
     one.close(0.0)
 
 
+def test_every_worker_measures_and_the_first_alone_says_when(tmp_path: Path) -> None:
+    """Where its copies go first is each one's own affair; and who becomes the first knows what checkpoints take."""
+    told: list[str] = []
+    one = Checkpointer(
+        Target(uri=str(tmp_path), owner="run", epoch=1),
+        lambda: ([("w", torch.zeros(8))], {}),
+        lambda: Tuner(budget=0.035, window=4),
+        lambda event, fields: told.append(event),
+        persister=lambda memory: Slow(0.0),
+    )
+    one.begin(1, 2, 1, 0)
+    for step in range(1, 7):
+        assert not one.wants(step)
+        one.stepped(step, 0.1)
+    one.take(6, go_on)
+    one.await_durable(go_on)
+    one.stepped(7, 0.1)
+    assert told == [], "of which worker 0 tells"
+    one.begin(0, 2, 2, 6)
+    assert one.wants(1000), "it does not measure everything anew"
+    one.close(0.0)
+
+
 def test_training_does_not_begin_late_for_a_storage_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = threading.Event()
 

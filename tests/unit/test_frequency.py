@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from dataclasses import dataclass, field
@@ -187,6 +188,50 @@ def test_a_decision_says_what_was_measured_of_the_device() -> None:
     assert decision.interval.mode == "gpu"
 
 
+def profiled(copy: float) -> Tuner:
+    """After a first checkpoint through the device's memory, measured as in the golden vectors, with room for it."""
+    tuner = Tuner(budget=0.035, window=4)
+    for _ in range(4):
+        tuner.stepped(1.0, 0.1, busy=False)
+    assert tuner.mode == "gpu", "how long a copy takes there has to be measured"
+    tuner.began(5)
+    tuner.persisted(Costs(copy=copy, persist=3.0, stall=0.0, device_copy=0.05, size=10, free=60))
+    tuner.settle(5)
+    return tuner
+
+
+def judged(tuner: Tuner, costs: Costs) -> Decision | None:
+    """After 30 steps of which one waited for the copy of a checkpoint with these costs."""
+    tuner.persisted(costs)
+    for number in range(30):
+        tuner.stepped(1.0 + (costs.stall if number == 0 else 0.0), 0.1, busy=number < 5)
+    return tuner.began(tuner.last + 30)
+
+
+def test_a_device_that_runs_out_of_memory_is_left_when_the_interval_is_looked_at() -> None:
+    """From the second golden vector to the third."""
+    tuner = profiled(copy=2.0)
+    assert (tuner.k, tuner.mode) == (5, "gpu")
+    full = Costs(copy=2.0, persist=3.0, stall=1.1, size=10, free=5)
+    first = judged(tuner, full)
+    assert first is not None
+    assert (first.interval.mode, first.profile.free, tuner.mode) == ("cpu", 5, "cpu")
+    for _ in range(60):
+        judged(tuner, full)
+    assert (tuner.k, tuner.mode) == (32, "cpu")
+
+
+def test_copies_move_to_the_device_when_those_to_the_host_begin_to_be_waited_for() -> None:
+    """From the first golden vector, in which a copy to the host is hidden, to a memory that others use as well."""
+    tuner = profiled(copy=0.5)
+    assert (tuner.k, tuner.mode) == (4, "cpu")
+    decision = judged(tuner, Costs(copy=2.0, persist=3.0, stall=1.1, size=10, free=60))
+    assert decision is not None
+    assert decision.interval.k == tuner.k > 4
+    assert (decision.interval.mode, tuner.mode) == ("gpu", "gpu")
+    assert decision.profile.device_copy == 0.05, "as it was measured in the beginning"
+
+
 @pytest.mark.parametrize("budget", [0.02, 0.035, 0.1])
 def test_overhead_comes_to_its_budget_where_that_binds(budget: float) -> None:
     simulated = machine(budget, copy=2.0)
@@ -316,7 +361,31 @@ def test_a_profile_is_taken_over() -> None:
     assert len(again.taken) == 1, "nothing is measured again"
 
 
-@pytest.mark.parametrize("stored", [{}, {"k": 0}, {"k": 3, "profile": {}}, {"k": "x", "profile": None}, {"k": 2, "profile": 3}])
+@pytest.mark.parametrize("copy", [0.5, 2.0])
+def test_where_copies_go_is_taken_over_with_the_profile(copy: float) -> None:
+    tuner, again = profiled(copy), Tuner(budget=0.035, window=4)
+    assert again.begin_from(json.loads(json.dumps(tuner.to_json(), allow_nan=False)))
+    assert (again.k, again.mode) == (tuner.k, tuner.mode)
+    assert again.profile is not None
+    assert again.profile.device_copy == 0.05
+    judged(again, Costs(copy=2.0, persist=3.0, stall=1.1, size=10, free=60))
+    assert (again.k, again.mode) == (32, "gpu")
+
+
+TIMES = {"iteration": 1.0, "update": 0.1, "copy": 0.5, "persist": 3.0}
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {},
+        {"k": 0},
+        {"k": 3, "profile": {}},
+        {"k": "x", "profile": None},
+        {"k": 2, "profile": 3},
+        {"k": 3, "profile": TIMES, "mode": "tape"},
+    ],
+)
 def test_a_foreign_profile_is_left_alone(stored: dict[str, object]) -> None:
     tuner = Tuner(budget=0.05, window=5)
     assert not tuner.begin_from(stored)
