@@ -151,10 +151,8 @@ class Checkpointer:
             self._tuner.last = step
         else:
             self._tuner.disturbed(step, resized=count != self._count)
-        if rank == 0 and (
-            new or self._rank != 0
-        ):  # what worker 0 measured before, who waits for the shards of all, counts most
-            self._recall_profile(self._tuner)
+        if rank == 0 and (new or self._rank != 0):
+            self._recall_profile(self._tuner)  # what worker 0 measured, who waits for the shards of all, counts most
         if failure_s is not None:
             self._tuner.failure_s = failure_s
         self._rank, self._count, self._incarnation, self._first_step = rank, count, incarnation, True
