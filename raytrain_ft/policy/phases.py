@@ -232,7 +232,7 @@ def on_checkpoints_found(run: RunState, event: m.CheckpointsFound) -> list[m.Com
         return ended
     run.counts_from = run.incarnation
     strategy = Strategy.SNAPSHOT if run.rules.strategy == "snapshot" else Strategy.CHECKPOINT
-    recovery.go_back(run.step, committed, run.load.name if run.load is not None else "the beginning", strategy)
+    run.history.go_back(run.step, committed, run.load.name if run.load is not None else "the beginning", strategy)
     return _gather(run)
 
 
@@ -259,7 +259,7 @@ def join(run: RunState, world: tuple[str, ...]) -> list[m.Command]:
     for member in world:
         run.members[member] = MemberState.ACTIVE
     if run.plan is not None:
-        run.recoveries[-1].follow(run.plan)
+        run.history.follow(run.plan)
     _log_from_now_on(run)
     timer = m.SetTimer("reconcile", run.rules.phase_timeout, run.incarnation)
     load = run.load.name if run.load is not None else ""
@@ -326,6 +326,8 @@ def _replay(run: RunState) -> m.Replay:
         run.help_left -= 1
         run.rounded = run.rounded if rules.exact_sums else plan.step
     exact = source.step >= run.rounded
+    if not exact:
+        run.history.rounded(source.step)
     recovery.replay(_words(run.replaying), source.step, source.name or "the beginning", most, exact=exact)
     stages = tuple(sorted(run.replaying))
     return m.Replay(run.joining, run.incarnation, teams, stages, source.name, plan.step, run.log_incarnation, exact)
@@ -337,6 +339,7 @@ def on_log_missing(run: RunState, event: m.LogMissing) -> list[m.Command]:
     run.logged_since = run.log_revived = None
     if event.diverged:
         run.recoveries[-1].guarantee = Guarantee.ROUNDING
+        run.history.rounded(-1)
     return suspect(run, event.at, f"the log cannot be replayed: {event.reason}", event.member)
 
 

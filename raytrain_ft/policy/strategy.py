@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -54,9 +55,9 @@ class Recovery:
         completes: whether the interrupted step was completed rather than redone.
         redone: committed steps that are done again, because they came after the checkpoint.
         replayed: committed steps that lost stages computed again from the log, while everybody else kept them.
-        undone: parameters whose update was undone (on each survivor).
-        updated_twice: parameters whose update was kept although their step was redone.
-        samples_lost: samples whose gradients are missing in some or all of the interrupted step.
+        undone: parameters whose update was undone (on each survivor), unless everybody went back to before it.
+        updated_twice: parameters whose update was kept although their step was redone; as for `undone`.
+        samples_lost: samples whose gradients are missing in some or all of the interrupted step; as for `undone`.
         repaired: buckets whose hash differed between survivors and that were copied from the majority.
         world_before, world_after: numbers of workers.
         detected, fenced, reconciled, filled, resumed: seconds since the run began; of the last attempt but for the first.
@@ -98,8 +99,8 @@ class Recovery:
         self.fenced = self.reconciled = self.filled = None
 
     def follow(self, plan: Plan) -> None:
-        """The survivors are told to carry out this plan. An undo costs the guarantee even if this attempt is interrupted: in
-        the next one, the others may copy from who has carried it out."""
+        """The survivors are told to carry out this plan. An undo costs the guarantee even if this attempt is interrupted, or
+        refused by some of them: in the next one, the others may copy from who has carried it out."""
         self.step, self.completes, self.reason = plan.step, plan.completes, plan.reason
         if plan.undo and self.guarantee == Guarantee.EXACT:
             self.guarantee = Guarantee.ROUNDING
@@ -125,8 +126,14 @@ class Recovery:
         if not exact:
             self.guarantee = Guarantee.ROUNDING
 
-    def go_back(self, step: int, committed: int, source: str, strategy: Strategy) -> None:
-        """Everybody goes back to this step: the same samples and the same bits once more."""
+    def go_back(self, step: int, committed: int, source: str, strategy: Strategy, *, exact: bool) -> None:
+        """Everybody goes back to this step: the same samples and the same bits once more.
+
+        Args:
+            exact: that is before anything that this recovery has made inexact: nothing of it is left.
+        """
+        if exact:
+            self.guarantee, self.undone, self.updated_twice, self.samples_lost = Guarantee.EXACT, 0, 0, 0
         self.strategy = strategy
         self.redone = max(self.redone, committed - step)  # also if it goes further back than it wanted to at first
         self.step, self.completes = step, False
@@ -139,9 +146,12 @@ class Recoveries:
 
     Attributes:
         all: in order; the last one is perhaps still open.
+        exact_until: the last step of which every checkpoint is from before what the last recovery has made inexact; infinite
+            if that is nothing.
     """
 
     all: list[Recovery] = field(default_factory=list)
+    exact_until: float = math.inf
 
     @property
     def open(self) -> Recovery | None:
@@ -154,9 +164,25 @@ class Recoveries:
         if recovery is None:
             recovery = Recovery(cause, noticed_by, world_before=world_size, detected=at)
             self.all.append(recovery)
+            self.exact_until = math.inf
         elif cause not in recovery.cause:
             recovery.cause += f"; then {cause}"
         return recovery
+
+    def follow(self, plan: Plan) -> None:
+        """The survivors are told to carry out this plan."""
+        self.all[-1].follow(plan)
+        if plan.undo or plan.keep or plan.lost:
+            self.rounded(plan.step - int(plan.completes or plan.skips))
+
+    def rounded(self, step: int) -> None:
+        """From this step on, what the recovery under way leads to is not certain to have every bit. Nobody stores anything of
+        it before a step is committed, so a checkpoint of this very step is from before."""
+        self.exact_until = min(self.exact_until, step)
+
+    def go_back(self, step: int, committed: int, source: str, strategy: Strategy) -> None:
+        """Everybody goes back to this step."""
+        self.all[-1].go_back(step, committed, source, strategy, exact=step <= self.exact_until)
 
     def explain(self, lost: str, cause: str) -> None:
         """Why this member died has become known."""
@@ -173,7 +199,17 @@ class Recoveries:
             self.all.pop()
             return
         recovery.resumed = at
-        resized = recovery.world_before not in (0, recovery.world_after)  # the same gradients are added in another order
-        # where survivors differed, a majority is no proof
+        resized = self._trained(recovery.step) not in (0, recovery.world_after)  # the same gradients are added in another order
+        # where survivors differed, a majority is no proof; nor is a checkpoint, to which each of them gave a part
         if (resized or recovery.repaired) and recovery.guarantee == Guarantee.EXACT:
             recovery.guarantee = Guarantee.ROUNDING
+
+    def _trained(self, step: int) -> int:
+        """How many trained when this step was first begun, 0 if nobody did: who goes back may do again what more or fewer had
+        done."""
+        workers = self.all[-1].world_before
+        for recovery in reversed(self.all[:-1]):
+            if recovery.step <= step:
+                break
+            workers = recovery.world_before or workers
+        return workers

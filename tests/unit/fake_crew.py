@@ -16,6 +16,7 @@ from raytrain_ft.policy.reconcile import Marks, Share
 from raytrain_ft.policy.roster import MemberState, Rules
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, State
+from raytrain_ft.policy.strategy import Guarantee
 from raytrain_ft.simulate.promises import Promises
 
 OUT_OF_STEP = ("idle", "suspect")
@@ -24,7 +25,7 @@ OUT_OF_STEP = ("idle", "suspect")
 @dataclass
 class Worker:
     """What a worker is, as far as the supervisor can tell: `step` steps committed, one bucket. In a pipeline, `reduced` is that
-    it knows of the agreement of all stages at the step's end."""
+    it knows of the agreement of all stages at the step's end. `inexact`: the incarnations that its state is not exact since."""
 
     member: str
     ready: bool = False
@@ -33,6 +34,7 @@ class Worker:
     incarnation: int = 0
     world: tuple[str, ...] = ()
     filled: bool = False
+    inexact: frozenset[int] = frozenset()
     step: int = 0
     reduced: bool = False
     stage: int = 0
@@ -72,6 +74,7 @@ class Cluster:
     Attributes:
         calls: commands that were not carried out yet; mail: events that were not delivered yet; timers: not fired yet.
         edges: every (event, state before, state after) so far.
+        disk: checkpoints, the newest last. inexact: of each, as of a worker's state.
     """
 
     rules: Rules
@@ -88,6 +91,7 @@ class Cluster:
     edges: set[tuple[type[m.Event], State, State]] = field(default_factory=set)
     now: float = 0.0
     disk: list[m.Stored] = field(default_factory=list)
+    inexact: dict[str, frozenset[int]] = field(default_factory=dict)
     promises: Promises = field(init=False)
 
     def __post_init__(self) -> None:
@@ -112,12 +116,22 @@ class Cluster:
         commands = handle(self.run, event)
         self.edges.add((type(event), before, self.run.state))
         self.promises.after(self.run, event, before, commands)
+        if before == State.RESUME and isinstance(event, m.StepsCommitted) and self.run.state != before:
+            self._check_guarantee()
         if crash:
             self.restart()
         else:
             for command in commands:
                 self._carry_out(command)
         return commands
+
+    def _check_guarantee(self) -> None:
+        """The recovery that has just ended is exact only if nothing is left of what its incarnations did inexactly."""
+        ended = [recovery for recovery in self.run.recoveries if recovery.resumed is not None]
+        since = ended[-2].incarnation if len(ended) > 1 else 0
+        here = [worker.inexact for member in self.run.world if (worker := self.workers.get(member)) is not None]
+        left = [number for found in here for number in found if number > since]
+        assert not ended or not left or ended[-1].guarantee != Guarantee.EXACT
 
     def restart(self) -> None:
         """The supervisor dies. Timers, answers and some commands are lost; what workers say again and again is not."""
@@ -240,8 +254,10 @@ class Cluster:
                 self._post(m.CheckpointRejected(member=worker.member, **about))
                 return
             worker.filled, worker.step, worker.reduced = True, stored[0].step if stored else 0, False
-            worker.agreed = None
+            worker.agreed, worker.inexact = None, self.inexact.get(command.load, frozenset())
         elif worker.filled:
+            if command.plan.undo or command.plan.keep or command.plan.lost:
+                worker.inexact |= {command.incarnation}
             assert self.rules.stages == 1 or worker.reduced <= command.plan.completes
             worker.step, worker.reduced = command.plan.step, False
             worker.agreed = command.plan.step - 1 if command.plan.agreed else worker.agreed
@@ -258,7 +274,7 @@ class Cluster:
             assert source.filled
             assert source.stage == worker.stage
             assert source.incarnation == command.incarnation
-            worker.filled, worker.step, worker.reduced = True, source.step, False
+            worker.filled, worker.step, worker.reduced, worker.inexact = True, source.step, False, source.inexact
         for giver in [giver for member, giver in command.handed if member == worker.member]:
             source = self.workers.get(giver)
             assert giver not in command.world
@@ -269,7 +285,7 @@ class Cluster:
                 return
             assert source.filled
             assert source.stage == worker.stage
-            worker.filled, worker.step, worker.reduced = True, source.step, False
+            worker.filled, worker.step, worker.reduced, worker.inexact = True, source.step, False, source.inexact
         self._post(m.Filled(member=worker.member, incarnation=command.incarnation, digests=(self._digest(worker),)))
 
     def _replay(self, worker: Worker, command: m.Replay) -> None:
@@ -288,6 +304,8 @@ class Cluster:
             assert not stored or stored[0].step <= command.until
             if not helps:
                 worker.filled, worker.step, worker.reduced, worker.agreed = True, command.until, False, None
+                worker.inexact = self.inexact.get(command.load, frozenset())
+                worker.inexact |= frozenset() if command.exact else {command.incarnation}
             assert worker.filled
             assert worker.step == command.until
             self._post(m.Filled(**about, digests=(self._digest(worker),)))
@@ -331,6 +349,7 @@ class Cluster:
     def _checkpoint(self, worker: Worker) -> None:
         """It is durable, and the one before is deleted; but perhaps the worker does not live to tell."""
         self.disk = [*self.disk[-1:], m.Stored(f"step {worker.step} of {worker.incarnation}", worker.step)]
+        self.inexact[self.disk[-1].name] = worker.inexact
         self._tell_of_checkpoint(worker, "" if self.chance.random() < 0.5 else "disk full")
 
     def _last_checkpoint(self, worker: Worker, incarnation: int) -> None:
@@ -445,7 +464,7 @@ class Cluster:
         return actions
 
     def end_early(self) -> None:
-        """The user's code raises, or the user gives up."""
+        """The user's code raises, the user gives up, or another run takes the right to write."""
         if self.workers and self.chance.random() < 0.5:
             member = self.chance.choice(list(self.workers))
             self.tell(m.TaskFailed(member=member, rank=0, step=0, kind="task", message="ZeroDivisionError"))

@@ -365,7 +365,7 @@ def test_what_was_committed_before_everybody_went_back_is_no_progress() -> None:
     assert story.run.step == 9
     recovery = story.run.recoveries[-1]
     assert recovery.redone == 6
-    recovery.go_back(5, 15, "step 5", recovery.strategy)
+    story.run.history.go_back(5, 15, "step 5", recovery.strategy)
     assert recovery.redone == 10, "and not another 10"
 
 
@@ -477,6 +477,28 @@ def test_what_cannot_be_undone_ends_a_run_that_has_nothing_to_go_back_to(rules: 
     assert failure is not None
     assert failure[0] == "UndoRefusedError"
     assert "lr=10.0" in failure[1]
+@pytest.mark.parametrize(("checkpoint", "kept"), [(4, Guarantee.EXACT), (5, Guarantee.EXACT), (6, Guarantee.ROUNDING)])
+def test_going_back_from_a_refused_undo_is_exact(checkpoint: int, kept: Guarantee) -> None:
+    """One survivor has undone its update and another could not: nothing is left of either. Only a checkpoint of a later step
+    may be of who went on from there."""
+    story = running(3, spares=1, checkpoints=True, whole_update=False).started("w3").lost("w2")
+
+    def partly_updated(*members: str) -> None:
+        marks = [Marks(member, 5, (6, 5), (5, None)) for member in members]
+        story.tell(*(m.Fenced(member=one.member, incarnation=story.run.incarnation, marks=one) for one in marks))
+
+    partly_updated("w0", "w1")
+    assert story.run.plan is not None
+    assert story.run.plan.undo == (0,)
+    refused(story.reconciled("w0", undone=9), "w1")
+    assert story.run.recoveries[0].guarantee == Guarantee.ROUNDING
+    partly_updated("w1")
+    found(story.fenced("w0", "w3", empty=["w3"]), checkpoint, reached=5).reconciled("w0", "w1", "w3").committed(checkpoint)
+    (recovery,) = story.run.recoveries
+    assert (recovery.strategy, recovery.guarantee) == (Strategy.CHECKPOINT, kept)
+    assert recovery.undone == (0 if kept == Guarantee.EXACT else 9)
+
+
 
 
 def test_a_run_begins_from_what_is_stored_and_goes_on_counting() -> None:

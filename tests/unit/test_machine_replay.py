@@ -96,6 +96,31 @@ def test_after_going_back_only_what_is_logged_from_then_on_counts(lost: Told) ->
     assert lost.run.log_incarnation == lost.run.incarnation > 1
 
 
+@pytest.mark.parametrize(("checkpoint", "kept"), [(6, Guarantee.EXACT), (13, Guarantee.ROUNDING)])
+def test_a_replay_that_was_not_exact_is_undone_by_going_back_to_before_it(checkpoint: int, kept: Guarantee) -> None:
+    told = Told(replay_workers=2, exact_sums=False)
+    told.tell(m.WorkerLost, member="w1", cause="killed")
+    told.fence()
+    assert not told.replay().exact
+    went_back(told, checkpoint, reason="a gap", diverged=False)
+    assert told.run.recoveries[0].guarantee == kept
+
+
+def test_what_is_not_deterministic_is_not_exact_wherever_it_goes_back_to(lost: Told) -> None:
+    went_back(lost, 6, reason="it is another than before", diverged=True)
+    assert lost.run.recoveries[0].guarantee == Guarantee.ROUNDING
+
+
+def went_back(told: Told, checkpoint: int, **why: Any) -> None:
+    """A replay ends, and everybody goes back instead; the first step after that is committed."""
+    told.answer(m.LogMissing, ["w3"], **why)
+    told.fence()
+    told.tell(m.CheckpointsFound, incarnation=told.run.incarnation, stored=(m.Stored(f"c{checkpoint}", checkpoint),))
+    told.answer(m.Reconciled, told.run.joining, digests=("d",))
+    told.commit(checkpoint, checkpoint + 1)
+    assert told.run.recoveries[0].resumed is not None
+
+
 def test_a_log_that_failed_begins_anew_with_that_of_the_others() -> None:
     """Everybody goes back, and the next loss is replayed from there: so whoever joins is told that its log begins anew."""
     told = Told()

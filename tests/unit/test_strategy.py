@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raytrain_ft.policy.messages import StartWorker
 from raytrain_ft.policy.reconcile import Copy, Plan
 from raytrain_ft.policy.roster import MemberState, Roster, Rules
-from raytrain_ft.policy.strategy import Guarantee, Recoveries
+from raytrain_ft.policy.strategy import Guarantee, Recoveries, Strategy
 from raytrain_ft.policy.world import differing, rebuild, seats, shall_wait
 
 quick = settings(max_examples=200, derandomize=True)
@@ -105,7 +106,7 @@ def test_a_recovery_tells_how_it_went() -> None:
     recovery = recoveries.begin(1.0, "the node died", "heartbeat", 3)
     recovery.begin_again()
     recovery.fenced = 1.2
-    recovery.follow(Plan(step=7, completes=True, reason="step 6 was fully reduced"))
+    recoveries.follow(Plan(step=7, completes=True, reason="step 6 was fully reduced"))
     recovery.world_after = 3
     assert recoveries.open is recovery
     recoveries.close(1.5)
@@ -131,7 +132,7 @@ def test_what_costs_the_guarantee() -> None:
         recovery = recoveries.begin(0.0, "cause", "ray", before)
         recovery.begin_again()
         if plan is not None:
-            recovery.follow(plan)
+            recoveries.follow(plan)
         recovery.world_after, recovery.repaired = after, repaired
         recoveries.close(1.0)
         return recovery.guarantee
@@ -141,6 +142,67 @@ def test_what_costs_the_guarantee() -> None:
     assert kept(after=2) == Guarantee.ROUNDING, "the same gradients are added in another order"
     assert kept(repaired=1) == Guarantee.ROUNDING, "where survivors differ, a majority is no proof"
     assert kept(before=0, after=2) == Guarantee.EXACT, "nobody had trained"
+
+
+INEXACT = [
+    Plan(step=7, undo=(0,)),
+    Plan(step=7, keep=(0,)),
+    Plan(step=8, completes=True, mean=(0,), lost=((0, 4),)),
+    Plan(step=8, skips=True, lost=((0, 8),)),
+]
+
+
+@pytest.mark.parametrize("plan", INEXACT, ids=["undo", "rollback", "lossy", "skip"])
+@pytest.mark.parametrize(("checkpoint", "exact"), [(5, True), (7, True), (8, False)])
+def test_what_was_inexact_is_gone_if_everybody_goes_back_to_before_it(plan: Plan, checkpoint: int, exact: bool) -> None:
+    """All of these interrupted step 7. What had committed that step is from after it."""
+    recoveries = Recoveries()
+    recovery = recoveries.begin(0.0, "the node died", "heartbeat", 3)
+    recoveries.follow(plan)
+    recovery.undone, recovery.updated_twice = (9 if plan.undo else 0), (9 if plan.keep else 0)
+    recoveries.begin(1.0, "another one died", "heartbeat", 3)
+    recovery.begin_again()
+    recoveries.go_back(checkpoint, 8, "the checkpoint", Strategy.CHECKPOINT)
+    recovery.world_after = 3
+    recoveries.close(2.0)
+    assert (recovery.guarantee == Guarantee.EXACT) == exact
+    assert any((recovery.undone, recovery.updated_twice, recovery.samples_lost)) != exact
+    later = recoveries.begin(3.0, "a third one died", "heartbeat", 3)
+    recoveries.follow(Plan(step=12, undo=(0,)))
+    recoveries.go_back(9, 12, "a checkpoint after that", Strategy.CHECKPOINT)
+    assert later.guarantee == Guarantee.EXACT, "what an earlier recovery left in a checkpoint is told by that one"
+
+
+@pytest.mark.parametrize(
+    ("resizes", "checkpoint", "after", "kept"),
+    [
+        ([(10, 3, 2)], 12, 2, Guarantee.EXACT),
+        ([(10, 3, 2)], 10, 2, Guarantee.EXACT),
+        ([(10, 3, 2)], 5, 2, Guarantee.ROUNDING),
+        ([(10, 3, 2)], 5, 3, Guarantee.EXACT),
+        ([(10, 3, 2), (15, 2, 3)], 5, 3, Guarantee.EXACT),
+        ([(10, 3, 2), (15, 2, 3)], 12, 3, Guarantee.ROUNDING),
+        ([(10, 3, 2), (4, 2, 2)], 5, 2, Guarantee.EXACT),
+        ([(0, 0, 2)], 5, 2, Guarantee.EXACT),
+    ],
+)
+def test_steps_that_are_done_again_by_more_or_fewer_are_not_exact(
+    resizes: list[tuple[int, int, int]], checkpoint: int, after: int, kept: Guarantee
+) -> None:
+    """Each resize: the step from which on the second number of workers trained, rather than the first. In the last but one,
+    those who were left went back, and did again all that the larger world had done."""
+    recoveries = Recoveries()
+    for step, before, now in resizes:
+        recovery = recoveries.begin(0.0, "the node died", "heartbeat", before)
+        recovery.begin_again()
+        recovery.step, recovery.world_after = step, now
+        recoveries.close(1.0)
+    recovery = recoveries.begin(2.0, "all died", "heartbeat", resizes[-1][2])
+    recovery.begin_again()
+    recoveries.go_back(checkpoint, 20, "the checkpoint", Strategy.CHECKPOINT)
+    recovery.world_after = after
+    recoveries.close(3.0)
+    assert recovery.guarantee == kept
 
 
 def test_a_resize_that_the_end_of_the_run_overtook_is_none() -> None:
