@@ -26,7 +26,7 @@ from ray.exceptions import (
 
 from raytrain_ft import errors
 from raytrain_ft.config import check_name
-from raytrain_ft.errors import ConfigError, FTError, TrainingFailedError
+from raytrain_ft.errors import ConfigError, FTError, LockedError, TrainingFailedError
 from raytrain_ft.policy.history import ENDS
 from raytrain_ft.policy.states import ENDED
 from raytrain_ft.progress import Display
@@ -106,10 +106,13 @@ def kept_going(supervisor: Any) -> Iterator[None]:
 
 def _last_account(error: ActorDiedError, known: Account | None) -> Account:
     """The supervisor is gone: if that is because the run has ended, somebody else was told a moment before, and the records
-    tell it too."""
+    tell it too. If Ray has started it again and it could not begin, all that there is of its error is the text."""
     ended = recorded(Path(known["directory"])) if known is not None else None
     if ended is not None and known is not None and ended["run_id"] == known["run_id"]:
         return ended
+    locked = str(error).partition("LockedError: ")[2]
+    if locked:
+        raise LockedError(locked.splitlines()[0]) from error
     if "No module named" not in str(error):
         raise TrainingFailedError(f"the supervisor could not be kept alive: {error}") from error
     module = str(error).split("No module named")[1].split()[0].strip("'\"")

@@ -343,6 +343,11 @@ def _lose_silent(run: RunState, at: float, members: list[str], cause: str) -> li
     return _lose(run, members, m.WorkerLost(at=at, member=members[0], cause=cause, noticed_by="deadline"))
 
 
+def _on_right_lost(run: RunState, event: m.RightLost) -> list[m.Command]:
+    """At once: what a last checkpoint or a last state would be written to may be another run's by now."""
+    return run.fail("LockedError", event.reason)
+
+
 def _on_supervisor_restarted(run: RunState, event: m.SupervisorRestarted) -> list[m.Command]:
     """Answers, timers, and commands that were not yet carried out went down with the old process: asks again."""
     again: list[m.Command] = [m.Kill(member) for member in run.roster.gone]
@@ -397,5 +402,6 @@ _HANDLERS: dict[type[m.Event], Callable[[RunState, Any], list[m.Command]]] = {
     m.TaskFailed: _on_task_failed,
     m.TimerFired: _on_timer_fired,
     m.AbortRequested: stopping.on_abort_requested,
+    m.RightLost: _on_right_lost,
     m.SupervisorRestarted: _on_supervisor_restarted,
 }

@@ -434,6 +434,13 @@ class AbortRequested(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RightLost(Event):
+    """Another run has taken the right to write this one's records, which nobody renewed: two must not write there."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorRestarted(Event):
     """The supervisor came back after its own loss and has read the events up to here."""
 
@@ -468,6 +475,7 @@ __all__ = [
     "Reconcile",
     "Reconciled",
     "Replay",
+    "RightLost",
     "Run",
     "RunStarted",
     "SamplesLost",

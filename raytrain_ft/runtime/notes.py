@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from raytrain_ft.errors import LockedError, StorageError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.history import ENDS
 from raytrain_ft.policy.run_state import RunState
@@ -19,8 +18,7 @@ from raytrain_ft.policy.states import State
 from raytrain_ft.runtime import report, timeline
 from raytrain_ft.runtime.event_log import EventLog, read_past
 from raytrain_ft.runtime.spec import RunSpec
-from raytrain_ft.storage import lock
-from raytrain_ft.storage.filesystem import LocalStorage, without_credentials
+from raytrain_ft.storage.filesystem import without_credentials
 
 
 class Notes:
@@ -83,14 +81,16 @@ class Notes:
         """The run cannot go on where it was."""
         self._log.note("RunFailed", at=self._now(), state=str(State.ERRORED), error=error)
 
-    def end(self) -> None:
-        """The run's, with what can be drawn of it."""
+    def end(self, *, ours: bool) -> None:
+        """The run's, with what can be drawn of it, unless the directory is not `ours` any more."""
         machine = self._machine
         self._tell(len(machine.recoveries))  # also one that did not come to its end
         if machine.state == State.FINISHED:
             self._log.note("RunFinished", at=self._now(), steps=machine.step, **machine.result)
         elif machine.failure:
             self._log.note("RunFailed", at=self._now(), state=str(machine.state), error=machine.failure)
+        if not ours:
+            return
         try:
             timeline.write(self._spec.directory)
             report.write(self._spec.directory)
@@ -98,25 +98,10 @@ class Notes:
             self._log.note("ReportFailed", at=self._now(), reason=f"{type(error).__name__}: {error}")
 
 
-def take_over(spec: RunSpec) -> lock.WriterLock | None:
-    """The right to write the run's records, which its driver took before it started the supervisor: a run of the same name on
-    another cluster may see the same directory. None if it cannot be written now, which a run outlives for a while.
-
-    Raises:
-        LockedError: another run has taken it, when nobody renewed it.
-    """
-    try:
-        return lock.acquire(LocalStorage(spec.directory), spec.run_id)
-    except LockedError:
-        raise
-    except StorageError:
-        return None
-
-
 def past_of(spec: RunSpec) -> tuple[list[m.Event], Counter[str]]:
     """The events of this run so far, and how many notes of each name: none, unless its supervisor was lost and has come back.
 
-    What an earlier run of this name left is put aside. There is no other that still runs: see `take_over`.
+    What an earlier run of this name left is put aside. There is no other that still runs: see `Right`.
     """
     path = spec.directory / "events.jsonl"
     if path.exists():

@@ -34,8 +34,9 @@ from raytrain_ft.runtime.demand import Demand
 from raytrain_ft.runtime.event_log import PATIENCE_S, EventLog
 from raytrain_ft.runtime.leftovers import kill_named
 from raytrain_ft.runtime.library import Library
-from raytrain_ft.runtime.notes import Notes, details_of, past_of, take_over
+from raytrain_ft.runtime.notes import Notes, details_of, past_of
 from raytrain_ft.runtime.notices.notice import Notice
+from raytrain_ft.runtime.right import Right
 from raytrain_ft.runtime.spec import Beat, RunSpec
 from raytrain_ft.runtime.store_server import StoreServer
 from raytrain_ft.storage.filesystem import within
@@ -53,7 +54,7 @@ class Supervisor:
         self._spec = spec
         self._events: asyncio.Queue[m.Event] = asyncio.Queue()
         self._chaos = Injector(spec.faults, spec.directory / "faults", "supervisor")
-        self._right = take_over(spec)
+        self._right = Right(spec)
         past, written = past_of(spec)
         self._log = EventLog(spec.directory / "events.jsonl", self.now)
         first = past[0] if past else None
@@ -161,7 +162,7 @@ class Supervisor:
             self.tell(m.RunStarted(at=0.0, run_id=self._spec.run_id, **started))
         demand = Demand(f"demand:{self._spec.run_id}:", placement.demand(self._spec.options))
         asking = demand.keep(self._machine.lacking)
-        work = (self._health.watch_cluster(self._crew), self._watch_driver(), self._publish(), asking)
+        work = (self._health.watch_cluster(self._crew), self._watch_driver(), self._watch_right(), self._publish(), asking)
         watchers = [asyncio.create_task(one) for one in work]
         for watcher in watchers:
             watcher.add_done_callback(self._mind)
@@ -172,7 +173,8 @@ class Supervisor:
             await self._crew.settled()
             self._ended_at = self.now()
             if not self._notes.was_over:
-                self._notes.end()  # before what may take its time: who follows the run does not wait for it for ever
+                # before what may take its time: who follows the run does not wait for it for ever
+                self._notes.end(ours=not self._right.lost)
         finally:
             self._ended_at = self._ended_at or self.now()
             for watcher in watchers:
@@ -180,7 +182,8 @@ class Supervisor:
             self._metrics.publish(self._ended_at, self._machine)
             await demand.close()
             await self._library.close()
-            shutil.rmtree(self._spec.logs, ignore_errors=True)  # nobody is left to recover
+            if not self._right.lost:
+                shutil.rmtree(self._spec.logs, ignore_errors=True)  # nobody is left to recover
         while self._log.flush() is not None and self.now() < self._ended_at + PATIENCE_S:
             await asyncio.sleep(LOG_RETRY_S)
         await self._release()
@@ -188,9 +191,8 @@ class Supervisor:
 
     async def _release(self) -> None:
         """The next run of this name need not wait; without this it would see that this process is gone, or silent."""
-        if self._right is not None:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.to_thread(self._right.release), LINGER_S)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.to_thread(self._right.release), LINGER_S)
 
     async def _open_library(self) -> tuple[m.Stored, ...]:
         """After this process's own restart the storage may be away: the workers train on, for as long as their leases last. A
@@ -218,6 +220,11 @@ class Supervisor:
             self._metrics.publish(self.now(), self._machine)
             self._log.flush()  # what could not be written need not wait for another event
             await asyncio.sleep(metrics.PUBLISH_INTERVAL_S)
+
+    async def _watch_right(self) -> None:
+        """Another run writes to the same files now: this one ends, and leaves them alone."""
+        reason = await self._right.until_lost()
+        self.tell(m.RightLost(at=self.now(), reason=reason))
 
     async def _watch_driver(self) -> None:
         """A run that nobody follows comes to an end."""

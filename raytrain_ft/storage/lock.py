@@ -80,12 +80,14 @@ class WriterLock:
 
     Attributes:
         new: whether its epoch is. If not, this owner has had it before, and others may be writing in its name.
+        lost: why it is this owner's no longer; empty as long as that is not known.
     """
 
     def __init__(self, storage: Storage, owner: Owner, *, new: bool) -> None:
         self._storage = storage
         self.owner = owner
         self.new = new
+        self.lost = ""
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="writer-lock", daemon=True)
         self._thread.start()
@@ -96,10 +98,11 @@ class WriterLock:
             try:
                 found = read_owner(self._storage)
                 mine = found is not None and (found.owner, found.epoch) == (self.owner.owner, self.owner.epoch)
-                lost = found is None and time.monotonic() - seen < LEASE_S  # so nobody can have succeeded this owner
+                gone = found is None and time.monotonic() - seen < LEASE_S  # so nobody can have succeeded this owner
                 late = found is not None and found.epoch < self.owner.epoch  # the one before was held up in the middle of this
-                if not (mine or lost or late):
-                    return  # somebody else has it: the next commit will say so
+                if not (mine or gone or late):
+                    self.lost = _succeeded(self._storage, found)
+                    return
                 seen = time.monotonic()
                 self.owner = replace(self.owner, renewed=self.owner.renewed + 1)
                 _write(self._storage, self.owner)
@@ -141,6 +144,18 @@ def acquire(storage: Storage, owner: str) -> WriterLock:
     return WriterLock(storage, mine, new=known is None)
 
 
+def take_over(storage: Storage, owner: str) -> WriterLock:
+    """Takes over the right to write from an earlier process of this owner, and from nobody else.
+
+    Raises:
+        LockedError: another owner has it, or has had it since; StorageError: the storage cannot be written.
+    """
+    found = read_owner(storage)
+    if found is not None and found.owner != owner:
+        raise LockedError(_succeeded(storage, found))
+    return acquire(storage, owner)
+
+
 def _claim(storage: Storage, found: Owner | None) -> int:
     """An epoch after all that there were, which nobody else has or gets."""
     latest = max([found.epoch if found else 0, *(candidate.name.epoch for candidate in checkpoint.found(storage))])
@@ -167,6 +182,15 @@ def _claim_of(epoch: int) -> str:
 
 def _taken(storage: Storage) -> LockedError:
     return LockedError(f"{storage.uri}: another run took the right to write at the same moment; try again")
+
+
+def _succeeded(storage: Storage, found: Owner | None) -> str:
+    """Why an owner has the right no longer."""
+    by = f"run {found.owner} (process {found.pid} on {found.host})" if found is not None else "a run that has left no name"
+    return (
+        f"{storage.uri}: {by} has taken the right to write, while this one did not renew it. Look at the space and the mount "
+        "of its file system, and run the job again when the other one has ended, or under another name"
+    )
 
 
 def holds(storage: Storage, owner: str, epoch: int) -> bool:

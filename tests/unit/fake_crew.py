@@ -468,6 +468,8 @@ class Cluster:
         if self.workers and self.chance.random() < 0.5:
             member = self.chance.choice(list(self.workers))
             self.tell(m.TaskFailed(member=member, rank=0, step=0, kind="task", message="ZeroDivisionError"))
+        elif self.chance.random() < 0.5:
+            self.tell(m.RightLost(reason="run another has taken the right to write"))
         else:
             self.tell(m.AbortRequested(reason="Ctrl-C"))
 

@@ -23,6 +23,7 @@ from raytrain_ft.policy.states import ENDED, TRANSITIONS, State
 REASONS = {
     "AbortedError",
     "ConfigError",
+    "LockedError",
     "NoSurvivorError",
     "NoCheckpointError",
     "NonFiniteLossError",

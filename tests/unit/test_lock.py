@@ -23,7 +23,7 @@ from store import OWNER, newest, own, save, state, step_of, two_checkpoints
 from raytrain_ft.errors import LockedError, StorageError
 from raytrain_ft.storage import checkpoint, filesystem, lock
 from raytrain_ft.storage.filesystem import LocalStorage, RemoteStorage
-from raytrain_ft.storage.lock import Owner, WriterLock, acquire, holds, read_owner
+from raytrain_ft.storage.lock import Owner, WriterLock, acquire, holds, read_owner, take_over
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +111,34 @@ def test_one_that_was_held_up_in_a_renewal_takes_nothing_back(tmp_path: Path) ->
         assert time.monotonic() < deadline
         time.sleep(0.02)
     held.release()
+
+
+def test_who_has_lost_it_finds_out_and_who_has_it_now(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    held = acquire(storage, "first")
+    time.sleep(0.4)
+    assert held.lost == ""
+    own(storage, replace(held.owner, owner="second", epoch=2))
+    deadline = time.monotonic() + 10
+    while not held.lost:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert f"{tmp_path}: run second (process {os.getpid()} on {socket.gethostname()}) has taken the right" in held.lost
+    held.release()
+    assert holds(storage, "second", 2)
+
+
+def test_it_is_taken_over_from_the_same_owner_only(tmp_path: Path) -> None:
+    """Also if the other one has left: what it wrote stands, and what this one would go on from is gone."""
+    storage = LocalStorage(tmp_path)
+    first = acquire(storage, "first")
+    first.hand_over()
+    again = take_over(storage, "first")
+    assert (again.owner.epoch, again.new) == (1, False)
+    again.release()
+    acquire(storage, "second").release()
+    with pytest.raises(LockedError, match="run second"):
+        take_over(storage, "first")
 
 
 def test_a_dead_process_is_succeeded_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +268,7 @@ def test_a_lock_that_was_out_of_sight_for_the_lease_is_not_written_again(
         LocalStorage(tmp_path).delete(lock.FILE)
     time.sleep(0.4)
     assert read_owner(storage) is None
+    assert "a run that has left no name has taken the right to write" in held.lost
     held.release()
 
 

@@ -323,6 +323,13 @@ def test_all_lost_before_anybody_trained_begins_anew() -> None:
     assert of(story.said, m.Reconcile) == [m.Reconcile(("w2", "w3"), story.run.incarnation, None)]
 
 
+def test_a_run_that_has_lost_the_right_to_write_ends_at_once() -> None:
+    """Without a last checkpoint: it would be in the way of who has the right now."""
+    story = running(2, checkpoints=True)
+    assert story.tell(m.RightLost(reason="run another has taken it")) == [m.Kill("w0"), m.Kill("w1"), m.End()]
+    assert (story.run.state, story.run.failure) == (State.ERRORED, ("LockedError", "run another has taken it"))
+
+
 # ---------------------------------------------------------------- back to a checkpoint
 
 
@@ -470,13 +477,6 @@ def test_what_cannot_be_undone_is_gone_back_from() -> None:
     assert story.lost("w0").fenced("w1", "w3").run.plan is not None, "that was then"
 
 
-@pytest.mark.parametrize("rules", [{"checkpoints": False}, {"checkpoints": True, "strategy": "replication"}])
-def test_what_cannot_be_undone_ends_a_run_that_has_nothing_to_go_back_to(rules: dict[str, Any]) -> None:
-    story = running(3, spares=1, whole_update=False, **rules).started("w3").lost("w2").fenced("w0", "w1")
-    failure = refused(story, "w0").run.failure
-    assert failure is not None
-    assert failure[0] == "UndoRefusedError"
-    assert "lr=10.0" in failure[1]
 @pytest.mark.parametrize(("checkpoint", "kept"), [(4, Guarantee.EXACT), (5, Guarantee.EXACT), (6, Guarantee.ROUNDING)])
 def test_going_back_from_a_refused_undo_is_exact(checkpoint: int, kept: Guarantee) -> None:
     """One survivor has undone its update and another could not: nothing is left of either. Only a checkpoint of a later step
@@ -499,6 +499,13 @@ def test_going_back_from_a_refused_undo_is_exact(checkpoint: int, kept: Guarante
     assert recovery.undone == (0 if kept == Guarantee.EXACT else 9)
 
 
+@pytest.mark.parametrize("rules", [{"checkpoints": False}, {"checkpoints": True, "strategy": "replication"}])
+def test_what_cannot_be_undone_ends_a_run_that_has_nothing_to_go_back_to(rules: dict[str, Any]) -> None:
+    story = running(3, spares=1, whole_update=False, **rules).started("w3").lost("w2").fenced("w0", "w1")
+    failure = refused(story, "w0").run.failure
+    assert failure is not None
+    assert failure[0] == "UndoRefusedError"
+    assert "lr=10.0" in failure[1]
 
 
 def test_a_run_begins_from_what_is_stored_and_goes_on_counting() -> None:

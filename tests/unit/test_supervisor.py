@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from disks import small_file_system
 
-from raytrain_ft.errors import ConfigError, StorageError
+from raytrain_ft.errors import ConfigError, LockedError, StorageError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, State
 from raytrain_ft.runtime import library, notes, supervisor
 from raytrain_ft.runtime.library import Library
+from raytrain_ft.runtime.right import Right
 from raytrain_ft.runtime.supervisor import Supervisor
+from raytrain_ft.storage import lock
+from raytrain_ft.storage.filesystem import LocalStorage
 
 
 def bare(**parts: Any) -> Any:
@@ -97,7 +103,7 @@ def test_a_run_fails_once(was_over: bool) -> None:
     spec: Any = SimpleNamespace(lease=0.0)
     written = Counter({"RunFinished": 1} if was_over else {})
     about = {"machine": machine, "spec": spec, "notes": notes.Notes(spec, log, machine, lambda: 0.0, written), "start": 0.0}
-    one = bare(**about, library=Away(), restarted=True, right=None, events=asyncio.Queue())
+    one = bare(**about, library=Away(), restarted=True, right=SimpleNamespace(release=lambda: None), events=asyncio.Queue())
     one.account = dict
     assert asyncio.run(one._live()) == {"failure": ("StorageError", "it is away")}
     assert noted == ([] if was_over else ["RunFailed"])
@@ -134,6 +140,86 @@ def test_the_end_of_a_run_does_not_wait_for_a_storage_that_hangs(monkeypatch: An
 
     monkeypatch.setattr(library, "CLOSE_SECONDS", 0.1)
     asyncio.run(close())
+
+
+def full(path: Path) -> Path:
+    """Leaves no room on this file system; returns the file that takes it."""
+    filler = path / "filler"
+    with filler.open("wb", buffering=0) as file:
+        while True:
+            try:
+                file.write(bytes(4096))
+            except OSError:
+                return filler
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A full disk with the directory of run "mine", whose driver had the right to write and has left it to the supervisor."""
+    monkeypatch.setattr(lock, "LEASE_S", 0.8)
+    monkeypatch.setattr(lock, "RENEW_S", 0.1)
+    with small_file_system(tmp_path / "disk", "1M") as path:
+        lock.acquire(LocalStorage(path), "mine").hand_over()
+        full(path)
+        yield path
+
+
+def right_of(path: Path) -> Right:
+    spec: Any = SimpleNamespace(directory=path, run_id="mine")
+    return Right(spec)
+
+
+def test_a_supervisor_that_finds_its_disk_full_renews_the_right_when_there_is_room(small_disk: Path) -> None:
+    """Else another run gets it after the lease, and two write to one directory."""
+    storage = LocalStorage(small_disk)
+
+    async def live() -> None:
+        right = right_of(small_disk)
+        before = lock.read_owner(storage)
+        watching = asyncio.create_task(right.until_lost())
+        await asyncio.sleep(0.5)
+        assert lock.read_owner(storage) == before, "it is full"
+        (small_disk / "filler").unlink()
+        with pytest.raises(LockedError, match="run mine"):
+            await asyncio.to_thread(elsewhere, storage)
+        assert not watching.done()
+        watching.cancel()
+        right.release()
+
+    def elsewhere(storage: LocalStorage) -> None:
+        """Another run comes, on a machine that does not see whether this process lives."""
+        found = lock.read_owner(storage)
+        assert found is not None
+        lock._await_end(storage, found)
+
+    asyncio.run(live())
+    lock.acquire(storage, "the next").release()
+
+
+def test_a_supervisor_takes_the_right_back_from_nobody(small_disk: Path) -> None:
+    storage, right = LocalStorage(small_disk), right_of(small_disk)
+    (small_disk / "filler").unlink()
+    lock.acquire(storage, "another").release()
+    reason = asyncio.run(asyncio.wait_for(right.until_lost(), 10))
+    assert "run another" in reason
+    with pytest.raises(LockedError, match="run another"):
+        right_of(small_disk)  # as the next supervisor of this run finds it
+    right.release()
+    found = lock.read_owner(storage)
+    assert found is not None
+    assert (found.owner, found.epoch) == ("another", 2)
+
+
+def test_the_files_of_who_has_the_right_now_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text('{"event":"RunStarted","run_id":"another"}\n')
+    noted: list[str] = []
+    log: Any = SimpleNamespace(note=lambda name, **fields: noted.append(name))
+    machine = RunState(Rules(min_workers=1, max_workers=2, max_steps=10))
+    machine.fail("LockedError", "run another has taken the right to write")
+    spec: Any = SimpleNamespace(directory=tmp_path)
+    notes.Notes(spec, log, machine, lambda: 0.0, Counter()).end(ours=False)
+    assert noted == ["RunFailed"]
+    assert [path.name for path in tmp_path.iterdir()] == ["events.jsonl"]
 
 
 def test_records_of_earlier_runs_are_put_aside_under_a_name_of_their_own(tmp_path: Any) -> None:
