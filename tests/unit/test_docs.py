@@ -73,6 +73,22 @@ def test_relative_links_lead_somewhere() -> None:
     assert lost == []
 
 
+def test_what_the_journeys_name_is_in_the_code() -> None:
+    """They are read beside it. `Owner.name` and `module.name` are looked for where the class is, or in that module."""
+    files = [(path, path.read_text()) for path in (ROOT / "raytrain_ft").rglob("*.py")]
+    missing: list[str] = []
+    for page in sorted((ROOT / "docs").glob("journey-*.md")):
+        for name in re.findall(r"`([A-Za-z_]+(?:[./][A-Za-z_]+)*)(?:\([^`]*\))?`", page.read_text()):
+            if "/" in name or name.endswith(".py"):
+                there = any(str(path).endswith(f"/{name}") for path, _ in files) or (ROOT / name).exists()
+            else:
+                owner, _, last = name.rpartition(".")
+                theirs = [text for path, text in files if owner and (path.stem == owner or f"\nclass {owner}" in text)]
+                there = any(re.search(rf"\b{last}\b", text) for text in theirs or [text for _, text in files])
+            missing += [] if there else [f"{page.name}: {name}"]
+    assert not missing
+
+
 def test_every_code_block_compiles() -> None:
     found = blocks()
     assert len(found) > 25
