@@ -21,6 +21,8 @@ SMALL_BUCKETS = {"bucket_bytes": 8192, "first_bucket_bytes": 1024}
 
 # The workers import the toy task from here.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+# All processes of the cluster inherit this: other tests, and real runs, may be on this machine, too.
+os.environ["RAYTRAIN_FT_TESTED_BY"] = str(os.getpid())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -37,6 +37,17 @@ def events(result: ft.Result | Path, name: str) -> list[dict]:
     return [record for record in read_records(path / "events.jsonl") if record["event"] == name]
 
 
+def persisters() -> list[psutil.Process]:
+    """Those of this cluster: nobody else's may be touched."""
+    found = psutil.process_iter(["cmdline", "environ"])
+    return [
+        process
+        for process in found
+        if "raytrain_ft.storage.persister" in (process.info["cmdline"] or ())
+        and (process.info["environ"] or {}).get("RAYTRAIN_FT_TESTED_BY") == str(os.getpid())
+    ]
+
+
 def whole_run_is_proven(path: Path) -> bool:
     """Over all runs of this name: every sample once."""
     return audit(read_run(path)).ok
@@ -186,11 +197,10 @@ def test_the_persister_is_killed(undisturbed, tmp_path: Path) -> None:
     def kill_one() -> None:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and not killed.is_set():
-            for process in psutil.process_iter(["cmdline", "environ"]):
-                if "raytrain_ft.storage.persister" in " ".join(process.info["cmdline"] or ()):
-                    process.kill()
-                    killed.set()
-                    return
+            for process in persisters():
+                process.kill()
+                killed.set()
+                return
             time.sleep(0.01)
 
     killer = threading.Thread(target=kill_one)
@@ -351,8 +361,7 @@ def test_no_persister_outlives_its_run(cluster, tmp_path: Path) -> None:
     train(tmp_path, "run", checkpoints=OFTEN)
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
-        if not any("raytrain_ft.storage.persister" in line for line in lines):
+        if not persisters():
             return
         time.sleep(0.1)
     pytest.fail("a persister process is left")
@@ -368,8 +377,8 @@ def test_a_frozen_persister_does_not_hold_up_training(undisturbed, tmp_path: Pat
     def freeze_all() -> None:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and len(frozen) < len(EVERYBODY):
-            for process in psutil.process_iter(["cmdline"]):
-                if "raytrain_ft.storage.persister" in " ".join(process.info["cmdline"] or ()) and process.pid not in frozen:
+            for process in persisters():
+                if process.pid not in frozen:
                     os.kill(process.pid, signal.SIGSTOP)
                     frozen.append(process.pid)
             time.sleep(0.01)
