@@ -24,7 +24,7 @@ def exchange(start: Callable[..., Any], tensor: Tensor, parts: Tensor, sizes: Se
     Args:
         start: of the group. parts: for what comes, by rank, one after the other. sizes: by rank, how many elements it sends.
     """
-    own = tensor.reshape(1, -1).expand(len(sizes), -1).flatten()
+    own = tensor.reshape(-1).repeat(len(sizes))
     return start("alltoall_base", parts, own, list(sizes), [tensor.numel()] * len(sizes), dist.AllToAllOptions())
 
 

@@ -115,7 +115,7 @@ def wait_for(work: Any) -> None:
         work.wait(process_group.WAIT_DEADLINE)
 
 
-@pytest.mark.parametrize("size", [5, MOST_BYTES // 8, MOST_BYTES // 8 + 1])
+@pytest.mark.parametrize("size", [1, 5, MOST_BYTES // 8, MOST_BYTES // 8 + 1])
 def test_every_rank_has_the_same_sum(size: int) -> None:
     """Small tensors are exchanged, and added in the order of ranks; of larger ones a ring makes the sum."""
     world = groups(1, 3)
@@ -155,7 +155,7 @@ def test_zeros_need_not_travel(silent: set[int], said: int) -> None:
         process_group.abandon(group)
 
 
-@pytest.mark.parametrize("size", [7, MOST_BYTES])
+@pytest.mark.parametrize("size", [1, 7, MOST_BYTES])
 def test_every_rank_has_what_all_have(size: int) -> None:
     world = groups(1, 3)
     parts = [torch.full((size,), rank, dtype=torch.uint8) for rank in range(3)]
