@@ -113,7 +113,7 @@ def show(found: Plan) -> None:
     )
     console.print(_stages(found))
     console.print(_recoveries(found))
-    if len(found.every) > 1:
+    if len(found.every) > 1 and not found.all_replicated:
         console.print(_groupings(found))
     for line in explain(found):
         console.print(f"* {line}", markup=False)

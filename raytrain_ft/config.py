@@ -160,7 +160,8 @@ class LogConfig:
         budget_bytes: of log between two checkpoints, over all workers: those boundaries are logged that recover fastest within
             it. The stages between two logged boundaries go back and replay together.
         recovery_target: of replay per lost step, the mean over which stage is lost: as little is logged as meets it. At most
-            one of the two; with neither, every boundary between nodes is logged.
+            one of the two; with neither, every boundary between nodes is logged. In any case not those between stages that
+            have replicas on other nodes, unless the strategy is "logging" or there are no checkpoints.
     """
 
     enabled: bool = True
@@ -199,7 +200,8 @@ class RecoveryConfig:
 
     Attributes:
         strategy: "auto" takes the cheapest that keeps the result exact: from replicas; if none is left, in a pipeline by replay
-            from the log, else from a checkpoint; "logging" keeps the log even where that does not seem worth its cost;
+            from the log, else from a checkpoint; "logging" keeps the log even where that does not seem worth its cost, or
+            replicas make it needless;
             "replication" insists on replicas; "checkpoint" has everybody go back to the newest checkpoint after every loss;
             "snapshot" to the newest copy in the memory of another node, and writes no checkpoints to storage. Three go on
             without redoing what cannot be completed, and say what that cost: "lossy" has the survivors finish the step with

@@ -1,7 +1,8 @@
 """What a pipeline run logs: all that crosses between nodes, as much as a budget or a target allows, or nothing.
 
-Called once, in the driver, before the run. Without a budget or a target the stages are only asked how much they pass on, which
-takes one micro-batch forward; with one they are timed as well.
+Called once, in the driver, before the run. Where the workers will be, and so which stages have replicas on other nodes and need
+no log, is known only later: what is reckoned with here is the most that a run may log. Without a budget or a target the stages
+are only asked how much they pass on, which takes one micro-batch forward; with one they are timed as well.
 """
 
 from __future__ import annotations

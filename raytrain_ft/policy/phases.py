@@ -17,7 +17,16 @@ from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, State
 from raytrain_ft.policy.strategy import Guarantee, Strategy
-from raytrain_ft.policy.topology import groups_by_node, groups_of, logged_edges, replay_teams, stage_of, to_replay
+from raytrain_ft.policy.topology import (
+    between,
+    groups_by_node,
+    groups_of,
+    logged_edges,
+    replay_teams,
+    replicated,
+    stage_of,
+    to_replay,
+)
 from raytrain_ft.policy.world import differing_in_stages, rebuild_stages, seats, seats_in_stages, shall_wait
 
 REPLAY_PATIENCE = 3
@@ -269,13 +278,19 @@ def join(run: RunState, world: tuple[str, ...]) -> list[m.Command]:
 
 
 def _log_from_now_on(run: RunState) -> None:
-    """What is logged in the next world. If that is more than before, or another number of replicas, the log begins anew."""
-    stages = run.rules.stages
-    if not run.rules.logging:
+    """What is logged in the next world. If that is more than before, or another number of replicas, the log begins anew.
+
+    Nothing between stages that are filled from replicas, unless somebody insists on it or there is no checkpoint for when all
+    replicas of a stage are lost at once.
+    """
+    rules, nodes = run.rules, run.roster.nodes
+    if not rules.logging:
         return
-    logged = logged_edges(groups_by_node(run.joining, run.roster.nodes, stages))
-    if run.rules.groups:
-        logged &= logged_edges(run.rules.groups)
+    logged = logged_edges(groups_by_node(run.joining, nodes, rules.stages))
+    if rules.groups:
+        logged &= logged_edges(rules.groups)
+    if rules.strategy == "auto" and rules.checkpoints:
+        logged -= between(replicated(run.joining, nodes, rules.stages))
     goes_on = run.plan is not None and len(run.joining) == len(run.world) and logged <= run.logged
     if goes_on:
         return  # a boundary within a node is logged further: the log stays as it is

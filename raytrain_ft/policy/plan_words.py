@@ -32,8 +32,11 @@ def _why_strategies(plan: Plan) -> list[str]:
         lines.append(f"The replicas of {_stages(others)} share a node, and would be lost together.")
     if others:
         lines.append(f"{strategies[others[0]].capitalize()} for {_stages(others)}: {plan.worth.reason}.")
-    elif plan.worth.worth:
-        lines.append("The log only matters if all replicas of a stage are lost at once; LogConfig(enabled=False) does without.")
+    else:
+        lines.append(
+            "Nothing is logged: that would only matter if all replicas of a stage were lost at once, and then everybody goes "
+            'back to the checkpoint. strategy="logging" logs all the same.'
+        )
     if len(plan.every) > 1 and 0 < plan.wish.nodes < measured.stages:
         lines.append(
             "A node hosts several stages that are no neighbours: its loss loses all of them, and each replays by itself."
@@ -43,6 +46,8 @@ def _why_strategies(plan: Plan) -> list[str]:
 
 def _why_groups(plan: Plan) -> list[str]:
     wish, groups, greedy = plan.wish, plan.groups, plan.greedy
+    if plan.all_replicated:
+        return []
     if len(plan.every) == 1:
         return ["All stages are on one node: there is no boundary to log."]
     full, kept = plan.log_between(plan.every), plan.log_between(groups)

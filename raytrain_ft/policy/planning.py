@@ -17,7 +17,7 @@ from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy import grouping
 from raytrain_ft.policy.grouping import Groups, Profile
 from raytrain_ft.policy.logging_cost import Worth, in_proportion
-from raytrain_ft.policy.topology import groups_by_node, members_of
+from raytrain_ft.policy.topology import between, groups_by_node, groups_of, logged_edges, replicated
 from raytrain_ft.policy.units import in_bytes, in_seconds
 
 BANDWIDTH = 1.25e9
@@ -82,7 +82,7 @@ class LogChoice:
     Attributes:
         kept: whether there is a log. reason: why, in words.
         groups: of stages, only what crosses between them is logged; () is every boundary between nodes.
-        bytes_per_step: of the log, all workers together, if each stage is on a node of its own.
+        bytes_per_step: of the log at most, all workers together: if each stage is on a node of its own, with all its replicas.
         state_bytes: of the model and its optimizer. interval: steps between checkpoints that were reckoned with.
         compute_ms: per stage and step, if they were timed.
     """
@@ -106,7 +106,8 @@ class Plan:
 
     Attributes:
         strategies: of each stage: "replication", "logging" or "checkpoint".
-        groups: the best ones; greedy: those of the paper's algorithm, for the same log; every: if all is logged.
+        groups: the best ones; greedy: those of the paper's algorithm, for the same log; every: if all is logged. In the first
+            two, stages that are filled from replicas are together.
         log: bytes per step of `groups`, all workers together.
         wish, measured: what it follows from.
         worth: whether to log at all. See `plan_words` for why.
@@ -120,6 +121,11 @@ class Plan:
     wish: Wish
     measured: Measured
     worth: Worth
+
+    @property
+    def all_replicated(self) -> bool:
+        """Whether each stage is filled from a replica, whichever node is lost: then there is no log."""
+        return set(self.strategies) == {"replication"}
 
     def seconds(self, groups: Groups, replay_workers: int | None = None) -> float:
         """Expected seconds of replay per lost step with these groups, by as many workers as were wished for, or by these."""
@@ -205,20 +211,19 @@ def plan(measured: Measured, wish: Wish) -> Plan:
     """
     _check(measured, wish)
     every = _domains(measured, wish)
-    groups = choose_groups(measured, wish)
-    log = log_per_step(measured, groups)
-    same = wish if wish.budget_bytes is not None else replace(wish, budget_bytes=log * wish.interval, target_seconds=None)
-    greedy = _within(measured, same, every, grouping.greedy)
+    chosen = choose_groups(measured, wish)
+    most = log_per_step(measured, chosen) * wish.interval
+    same = wish if wish.budget_bytes is not None else replace(wish, budget_bytes=most, target_seconds=None)
+    filled = replicated(*_nodes(measured, wish), measured.stages)
+    groups = _without(chosen, filled)
     worth = _worth(measured, wish, every, groups)
-    replicated = [_apart(measured, wish, stage) for stage in range(measured.stages)]
     otherwise = "logging" if worth.worth else "checkpoint"
-    strategies = tuple("replication" if apart else otherwise for apart in replicated)
     return Plan(
-        strategies=strategies,
+        strategies=tuple("replication" if stage in filled else otherwise for stage in range(measured.stages)),
         groups=groups,
-        greedy=greedy,
+        greedy=_without(_within(measured, same, every, grouping.greedy), filled),
         every=every,
-        log=log,
+        log=log_per_step(measured, groups),
         wish=wish,
         measured=measured,
         worth=worth,
@@ -253,10 +258,9 @@ def _domains(measured: Measured, wish: Wish) -> Groups:
     return groups_by_node(*_nodes(measured, wish), measured.stages)
 
 
-def _apart(measured: Measured, wish: Wish, stage: int) -> bool:
-    """Whether the replicas of a stage are on more than one node: those on a lost node are no help."""
-    world, nodes = _nodes(measured, wish)
-    return len({nodes[member] for member in members_of(world, stage, measured.stages)}) > 1
+def _without(groups: Groups, filled: frozenset[int]) -> Groups:
+    """What a run makes of these groups if these stages have replicas on other nodes."""
+    return groups_of(logged_edges(groups) - between(filled), sum(map(len, groups)))
 
 
 def _team(measured: Measured, group: tuple[int, ...], replay_workers: int) -> int:

@@ -17,7 +17,7 @@ class Rules:
     Attributes:
         stages: of the pipeline; a world is of whole replicas, so its size is a multiple of this.
         logging: whether what crosses between stages is logged. groups: of stages, if only what crosses between these is logged;
-            () logs every boundary between nodes.
+            () logs every boundary between nodes. Either way not where replicas make it needless, if the strategy is "auto".
         joined: stages that wait for each other though they are no neighbours.
         replay_workers: how many replay one lost stage, if there are so many.
         exact_sums: whether these add gradients in the order in which one alone would.

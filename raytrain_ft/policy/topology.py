@@ -2,6 +2,7 @@
 
 Rank r of a world hosts stage ``r % stages`` of replica ``r // stages``; without a pipeline there is one stage. Stages whose
 boundary is not logged form a *group*: if one of them has no replica left, all of them go back together (SWIFT, section 5.3).
+A boundary between two stages with replicas on other nodes needs no log: whichever node is lost, both are filled (section 3).
 """
 
 from __future__ import annotations
@@ -42,6 +43,21 @@ def groups_by_node(world: Sequence[str], nodes: Mapping[str, str], stages: int) 
         else:
             groups.append([stage])
     return tuple(tuple(group) for group in groups)
+
+
+def replicated(world: Sequence[str], nodes: Mapping[str, str], stages: int) -> frozenset[int]:
+    """The stages that outlive the loss of any one node: their replicas are on several. One on the same node counts for nothing.
+
+    Args:
+        nodes: see `groups_by_node`.
+    """
+    hosts = [{nodes.get(member, member) for member in members_of(world, stage, stages)} for stage in range(stages)]
+    return frozenset(stage for stage, of_stage in enumerate(hosts) if len(of_stage) > 1)
+
+
+def between(some: frozenset[int]) -> frozenset[int]:
+    """The boundaries between two of these stages, each named by the stage before it."""
+    return frozenset(stage for stage in some if stage + 1 in some)
 
 
 def logged_edges(groups: Groups) -> frozenset[int]:

@@ -67,7 +67,7 @@ def rules_of(job: Job, strategy: Strategy) -> Rules:
         "checkpoint": "checkpoint",
         "elastic_horovod": "snapshot",
         "replication": "auto" if saves else "replication",
-        "logging": "auto",
+        "logging": "logging",
         "lossy": "lossy",
         "rollback": "rollback",
         "skip": "skip",

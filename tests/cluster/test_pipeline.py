@@ -97,9 +97,12 @@ def test_the_result_is_that_of_the_model_in_one_piece(in_one_piece: ft.Result, c
 
 @pytest.mark.long
 def test_a_stage_with_a_replica_is_filled_from_it(in_one_piece: ft.Result, tmp_path: Path) -> None:
+    """It is on another node, so what is sent to it is not logged either."""
     how = {"task": Alike(), "stages": 2, "workers": 4, "schedule": "gpipe", "max_grad_norm": 0.5}
     calm = pipeline(tmp_path, "calm", **how)
     assert is_that_of(in_one_piece, calm)
+    agreed = STEPS * 4 * 8
+    assert [e["payload_bytes"] for e in events(calm, "LogWritten")] == [agreed] * 4, "nothing that crosses between them is"
     result = pipeline(tmp_path, "run", **how, faults=[fault(1, 9, "forward", 1)])
     assert result.digest == calm.digest
     assert [(r.strategy, r.guarantee) for r in result.recoveries] == [(Strategy.REPLICATION, Guarantee.EXACT)]
@@ -109,7 +112,7 @@ def test_a_stage_with_a_replica_is_filled_from_it(in_one_piece: ft.Result, tmp_p
 @pytest.mark.long
 def test_a_stage_whose_replicas_are_all_lost_replays_in_step(cluster: Any, tmp_path: Path) -> None:
     """They reduce their gradients together, so when one is lost in the midst of it both begin anew."""
-    how = {"stages": 2, "workers": 4, "micro_batches": 2, "num_spares": 2}
+    how = {"stages": 2, "workers": 4, "micro_batches": 2, "num_spares": 2, "strategy": "logging"}
     calm = pipeline(tmp_path, "calm", **how)
     lost = [fault(rank, 9, "data") for rank in (1, 3)]
     result = pipeline(tmp_path, "run", **how, faults=[*lost, fault(3, 6, "replay")])
@@ -264,7 +267,7 @@ def test_stages_that_share_weights_train_them_as_one(cluster: Any, tmp_path: Pat
 def test_neighbours_that_share_weights(cluster: Any, tmp_path: Path, workers: int) -> None:
     """By themselves with a helper, and with replicas all of which are lost."""
     how = {"task": TiedStages(), "split": "task", "stages": 2, "workers": workers, "micro_batches": 2, "num_spares": 2}
-    how |= {"replay_workers": 2} if workers == 2 else {}
+    how |= {"replay_workers": 2} if workers == 2 else {"strategy": "logging"}
     calm = pipeline(tmp_path, "calm", **how)
     assert torch.equal(*copies(calm, {0: "0.weight", 1: "1.weight"}))
     result = pipeline(tmp_path, "run", **how, faults=[fault(rank, 9, "data") for rank in range(1, workers, 2)])

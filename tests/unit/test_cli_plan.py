@@ -96,6 +96,8 @@ def test_what_it_recommends(job: Path) -> None:
 def test_replicas_and_nodes(job: Path) -> None:
     apart = call(f"{job}:task", "--stages", 3, "--replicas", 2)
     assert "Replication for stages 0, 1, 2" in apart.output
+    assert "Nothing is logged" in apart.output
+    assert "every boundary" not in apart.output
     together = call(f"{job}:Sized(3, depth=2)", "--stages", 3, "--replicas", 2, "--nodes", 3)
     assert "The replicas of stages 0, 1, 2 share a node" in together.output
     alone = call(f"{job}:task", "--stages", 2, "--nodes", 1)

@@ -272,3 +272,46 @@ def test_who_lost_its_seat_is_no_survivor_until_it_has_joined_again() -> None:
     assert left not in run.survivors, "what it holds is 40 steps old"
     told.answer(m.Reconciled, run.joining, digests=("d",))
     assert not run.void
+
+
+class Mixed(Told):
+    """Two replicas of four stages: those of stage 0 are on one node, all others on nodes of their own. Two spares."""
+
+    def __init__(self, nodes: str, **rules: Any) -> None:
+        how = {"stages": 4, "logging": True, "checkpoints": True, "spares": 2, **rules}
+        self.run = RunState(Rules(min_workers=8, max_workers=8, max_steps=100, **how))
+        self.at = 0.0
+        self.tell(m.RunStarted, run_id="r")
+        self.tell(m.CapacityChanged, slots=12)
+        for number, node in enumerate([*nodes, "y", "z"]):
+            self.tell(m.WorkerStarted, member=f"w{number}", node=node, pid=1)
+        self.answer(m.Reconciled, self.run.joining, digests=("d",))
+        self.commit(0, 13)
+        self.tell(m.CheckpointCommitted, member="w0", incarnation=1, step=6, name="c6", **ABOUT)
+
+    def lose(self, *members: str) -> None:
+        for member in members:
+            self.tell(m.WorkerLost, member=member, cause="killed")
+        for member in [member for member, state in self.run.members.items() if state == MemberState.ACTIVE]:
+            marks = Marks(member, 13, (13,), (None,), int(member[1:]) % 4)
+            self.tell(m.Fenced, member=member, incarnation=self.run.incarnation, marks=marks)
+
+
+def test_replication_and_logging_in_one_job() -> None:
+    told = Mixed("abcdaefg")
+    assert told.run.logged == {0}, "the others are filled from replicas"
+    told.lose("w2")
+    assert (told.run.replaying, told.run.seeking) == (frozenset(), False)
+    told = Mixed("abcdaefg")
+    told.lose("w0", "w4")
+    assert told.replay().stages == (0,)
+
+
+def test_stages_whose_log_was_not_needed_go_back_together_if_all_replicas_are_lost_at_once() -> None:
+    told = Mixed("abcdaefg")
+    told.lose("w2", "w6")
+    assert told.replay().stages == (1, 2, 3), "from what stage 0 sent to them"
+    told = Mixed("abcdefgh")
+    assert told.run.logged == frozenset()
+    told.lose("w2", "w6")
+    assert told.run.seeking, "everybody goes back to the checkpoint"

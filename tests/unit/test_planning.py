@@ -93,7 +93,17 @@ def test_a_target_that_nothing_meets() -> None:
     ],
 )
 def test_a_replica_counts_only_on_another_node(replicas: int, nodes: int, strategies: set[str]) -> None:
-    assert set(plan(replace(FOUR, replicas=replicas), replace(TEN, nodes=nodes)).strategies) == strategies
+    found = plan(replace(FOUR, replicas=replicas), replace(TEN, nodes=nodes))
+    assert set(found.strategies) == strategies
+    assert (found.log > 0) == (strategies == {"logging"}), "what is filled from replicas is not logged"
+    assert log_per_step(found.measured, found.greedy) == found.log
+
+
+def test_why_nothing_is_logged_beside_replicas() -> None:
+    words = " ".join(explain(plan(replace(FOUR, replicas=2), TEN)))
+    assert "Replication for stages 0, 1, 2, 3" in words
+    assert "Nothing is logged: that would only matter if all replicas of a stage were lost at once" in words
+    assert "between two checkpoints" not in words
 
 
 def test_why_replicas_do_not_count() -> None:

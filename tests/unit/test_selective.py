@@ -145,3 +145,25 @@ def test_what_is_logged_crosses_groups_and_nodes(groups: Groups, nodes: str, log
     run.roster.nodes = dict(zip(world, nodes, strict=True))
     (told,) = [command for command in join(run, world) if isinstance(command, m.Reconcile)]
     assert told.logged == logged
+
+
+@pytest.mark.parametrize(
+    ("nodes", "rules", "logged"),
+    [
+        ("abcdefgh", {}, ()),
+        ("abcdefgh", {"strategy": "logging"}, (0, 1, 2)),
+        ("abcdefgh", {"checkpoints": False}, (0, 1, 2)),
+        ("abcdabcd", {}, (0, 1, 2)),  # each replica would be lost with the other
+        ("abcdebfg", {}, (0, 1)),  # only stage 1 would be
+        ("abcdebfg", {"groups": ((0, 1), (2, 3))}, (1,)),
+        ("aabbccdd", {}, ()),
+    ],
+)
+def test_what_is_filled_from_replicas_is_not_logged(nodes: str, rules: dict[str, Any], logged: tuple[int, ...]) -> None:
+    """Four stages, two replicas."""
+    how = {"stages": 4, "logging": True, "checkpoints": True, **rules}
+    run = RunState(Rules(min_workers=8, max_workers=8, max_steps=10, **how))
+    world = tuple(f"w{rank}" for rank in range(8))
+    run.roster.nodes = dict(zip(world, nodes, strict=True))
+    (told,) = [command for command in join(run, world) if isinstance(command, m.Reconcile)]
+    assert told.logged == logged

@@ -7,11 +7,13 @@ from hypothesis import strategies as st
 
 from raytrain_ft.policy.reconcile import Marks, reconcile_stages
 from raytrain_ft.policy.topology import (
+    between,
     groups_by_node,
     groups_of,
     logged_edges,
     members_of,
     replay_teams,
+    replicated,
     stage_of,
     to_replay,
     waits,
@@ -32,6 +34,18 @@ def test_stages_on_one_node_are_one_group() -> None:
     assert groups_by_node(WORLD[:3], {}, 3) == ((0,), (1,), (2,)), "who knows where they are?"
     apart = nodes | {"b0": "o", "b1": "p", "b2": "q"}
     assert groups_by_node(WORLD, apart, 3) == ((0,), (1,), (2,)), "in the other replica they are apart"
+
+
+def test_a_replica_on_the_same_node_counts_for_nothing() -> None:
+    nodes = {"a0": "n", "a1": "m", "a2": "o", "b0": "p", "b1": "m", "b2": "q"}
+    assert replicated(WORLD, nodes, 3) == {0, 2}
+    assert replicated(WORLD, {}, 3) == {0, 1, 2}
+    assert replicated(WORLD[:3], nodes, 3) == frozenset()
+
+
+@given(st.sets(st.integers(0, 6)).map(frozenset))
+def test_boundaries_between_some_stages(some: frozenset[int]) -> None:
+    assert between(some) == {edge for edge in range(6) if edge in some and edge + 1 in some}
 
 
 @given(st.sets(st.integers(0, 6)).map(frozenset))
