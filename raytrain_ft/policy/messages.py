@@ -311,7 +311,8 @@ class LogWritten(Event):
     """What a worker has logged so far of what it sent to other stages; told when an incarnation ends for it.
 
     Attributes:
-        payload_bytes: of the tensors; file_bytes: on the disk now.
+        payload_bytes: of the tensors; idle_bytes: of these, those written while training waited for another stage anyway;
+            file_bytes: on the disk now.
         stalls, stalled_s: how often, and how long, training waited because too much was waiting to be written.
     """
 
@@ -323,6 +324,7 @@ class LogWritten(Event):
     file_bytes: int
     stalls: int
     stalled_s: float
+    idle_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

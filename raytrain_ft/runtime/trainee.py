@@ -72,8 +72,12 @@ class Trainee:
     def _note(self, event: str, fields: dict[str, Any]) -> None:
         self._heartbeat.note(event, {name: value for name, value in fields.items() if name != "member"})
 
-    def _tell_of_log(self, incarnation: int) -> None:
-        if self.log is not None and self.log.stats.records:
+    def _flush_log(self, incarnation: int) -> None:
+        """Makes all that was logged readable, and tells how much it is."""
+        if self.log is None:
+            return
+        self.log.flush(FLUSH_S)
+        if self.log.stats.records:
             stats = {name: value for name, value in asdict(self.log.stats).items() if name != "failed"}
             self._note("LogWritten", {"incarnation": incarnation, "step": self.replica.state.step, **stats})
 
@@ -133,7 +137,7 @@ class Trainee:
                     self._heartbeat.ended("stopped", str(state.step))
                     return
             replica.finish(fence.check)
-            self._tell_of_log(fence.incarnation)
+            self._flush_log(fence.incarnation)
             self._heartbeat.ended("completed", ":".join(state.digests()))
         except FencedError:
             return
@@ -173,9 +177,7 @@ class Trainee:
             self._connections.leave()
         process_group.abandon(self._group)
         self._group = self._connections = None
-        if self.log is not None:
-            self.log.flush(FLUSH_S)
-            self._tell_of_log(ended)
+        self._flush_log(ended)
         return recovery.marks(self._member, self.replica)
 
     def reconcile(

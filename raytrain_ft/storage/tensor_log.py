@@ -1,12 +1,14 @@
 """The log of the tensors that cross from one pipeline stage to another, kept by their sender (SWIFT, section 5.1).
 
 It protects against the loss of the *receiver*: its replacement computes again from what it was sent. So a record is safe once
-another process can read it; nothing is fsynced. The caller hands over references; a thread encodes, checksums and writes.
+another process can read it; nothing is fsynced. The caller hands over references; a thread encodes, checksums and writes, if it
+can while the caller waits for another stage anyway: in the bubbles of the pipeline (SWIFT, section 5.1). That is the only copy.
 Training is never disturbed: a log that cannot be written stops, says why, and lets training go on without it.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -31,9 +33,9 @@ CHECK_S = 0.1
 """How often a caller that waits looks whether it is to leave."""
 CLOSE_LIMIT_S = 60.0
 NAP_S = 0.002
-"""The thread waits so long before it begins: who appended goes on to its next pass, which does without the interpreter, and
-need not wait for it in the midst of its sends. A logged step of a paced pipeline takes 1.00 times as long as one that is not,
-instead of 1.02 to 1.04."""
+"""A bubble that has lasted so long will mostly last long enough to write a record; in a shorter one nothing is begun."""
+PATIENCE_S = 1.0
+"""How long the thread waits for a bubble: there are some in every step, but none in a replay, nor in a pass that is so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class LogStats:
     Attributes:
         records: Written whole.
         payload_bytes: Bytes of the tensors in them, before compression.
+        idle_bytes: Of these, bytes of records that were written in bubbles: from beginning to end within one `idle`.
         file_bytes: Bytes of the files that exist now; `trim` lowers it.
         stalls, stalled_s: How often and how long `append` waited because too much was waiting to be written.
         failed: Why nothing is written at present; empty if all is well.
@@ -50,6 +53,7 @@ class LogStats:
 
     records: int
     payload_bytes: int
+    idle_bytes: int
     file_bytes: int
     stalls: int
     stalled_s: float
@@ -104,14 +108,16 @@ class TensorLog:
         self._queue: deque[Record | _Trim | _Close] = deque()
         self._accepted = self._done = self._waiting = self._trims = 0  # items, items, bytes, trims that are in the queue
         self._flushed = 0  # items
-        self._records = self._payload_bytes = self._stalls = 0
+        self._records = self._payload_bytes = self._idle_bytes = self._stalls = 0
+        self._idle_since = math.inf  # when the bubble began that the caller is in
+        self._overdue = False  # no bubble came: what is in the queue is written without one
         self._stalled_s = 0.0
         self._failed = ""
         self._began = 0
         self._closed = False
         lock = threading.Lock()
         self._work = threading.Condition(lock)  # for the writer: there is something to do
-        self._hurry = threading.Condition(lock)  # for the writer: somebody waits for it
+        self._hurry = threading.Condition(lock)  # for the writer: it need not wait any longer, or a bubble has begun
         self._room = threading.Condition(lock)  # for callers: something was done
         self._awaited = 0  # callers that wait for the writer
         self._serial = threading.Lock()  # only for a log that is synchronous
@@ -141,6 +147,18 @@ class TensorLog:
         if reason:
             self._say(reason, record)
         self._help()
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Around whatever the caller waits for without anything to do: a bubble, and the time to write in."""
+        with self._work:
+            self._idle_since = time.monotonic()
+            if self._queue:
+                self._hurry.notify()
+        try:
+            yield
+        finally:
+            self._idle_since = math.inf
 
     def flush(self, seconds: float) -> bool:
         """Waits until everything appended so far can be read by other processes. It need not be on the disk, but its file is
@@ -204,6 +222,7 @@ class TensorLog:
             return LogStats(
                 records=self._records,
                 payload_bytes=self._payload_bytes,
+                idle_bytes=self._idle_bytes,
                 file_bytes=self._files.size,
                 stalls=self._stalls,
                 stalled_s=self._stalled_s,
@@ -217,6 +236,8 @@ class TensorLog:
         self._accepted += 1
         self._waiting += item.size
         self._work.notify()
+        if self._is_urgent():
+            self._hurry.notify()
 
     def _wait_for_room(self, size: int, check: Callable[[], None]) -> str:
         """Returns why the log fails just now, if the disk does not take anything. A record that is larger than all the room
@@ -272,11 +293,29 @@ class TensorLog:
         with self._work:
             if not self._queue:
                 self._work.wait_for(lambda: self._queue or self._closed)
-                self._hurry.wait_for(lambda: self._awaited or self._closed, NAP_S)
+                self._overdue = False
+            self._overdue = self._overdue or not self._await_bubble()
             return bool(self._queue)
+
+    def _is_urgent(self) -> bool:
+        """Whether to write at once: somebody waits, or would soon have to, for room."""
+        return bool(self._awaited or self._closed or 2 * self._waiting > self._memory_bytes)
+
+    def _await_bubble(self) -> bool:
+        """Returns False if none came in time."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not self._is_urgent():
+            now, ready = time.monotonic(), self._idle_since + NAP_S
+            if now >= ready:
+                return True
+            if now >= deadline:
+                return False
+            self._hurry.wait(min(ready, deadline) - now)
+        return True
 
     def _carry_out(self, item: Record | _Trim | _Close) -> None:
         reason, written, revived = "", False, False
+        bubble = self._idle_since
         try:
             if isinstance(item, _Trim):
                 self._files.trim(item.step, item.incarnation)
@@ -296,6 +335,7 @@ class TensorLog:
             if written:
                 self._records += 1
                 self._payload_bytes += item.size
+                self._idle_bytes += item.size if bubble == self._idle_since < math.inf else 0
             if isinstance(item, _Trim):
                 self._trims = max(0, self._trims - 1)
                 self._failed = "" if revived else self._failed

@@ -15,7 +15,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -114,10 +114,17 @@ class _Arrival:
 
 class LiveInbound:
     """Receives from a neighbour, ahead of need, on a thread that is left behind when the incarnation ends: no gloo wait can be
-    woken."""
+    woken.
 
-    def __init__(self, group: FencedGroup, peer: int, kind: str) -> None:
+    Args:
+        idle: entered while a tensor is waited for.
+    """
+
+    def __init__(
+        self, group: FencedGroup, peer: int, kind: str, idle: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
         self._group = group
+        self._idle = idle
         self._peer = peer
         self._channel = CHANNELS.index(kind)
         self._wanted: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
@@ -135,7 +142,8 @@ class LiveInbound:
 
     def take(self, micro_batch: int) -> list[Tensor]:
         arrival = self._arrivals.pop(micro_batch)
-        self._group.fence.wait(arrival.done)
+        with nullcontext() if arrival.done.is_set() else self._idle():
+            self._group.fence.wait(arrival.done)
         if arrival.error is not None:
             raise PeerLostError(f"nothing more comes from rank {self._peer}: {in_short(arrival.error)}") from arrival.error
         return arrival.tensors

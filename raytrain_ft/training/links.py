@@ -9,6 +9,7 @@ could not finish: undo is never needed (SWIFT, section 6, has stages undo instea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +114,7 @@ class Switchboard:
     ) -> None:
         self._world, self._stage_group = world, stage_group
         self._stages, self._logged, self._log = stages, logged, log
+        self._idle = nullcontext if log is None else log.idle
         self._stage = stage_of(world.rank(), stages) if stage is None else stage
         self._replica = replica_of(world.rank(), stages)
         self._replicas = world.size() // stages
@@ -174,7 +176,7 @@ class Switchboard:
         return self._replica * self._stages + stage
 
     def _live_inbound(self, neighbour: int, kind: Any) -> LiveInbound:
-        return LiveInbound(self._world, self._rank(neighbour), kind)
+        return LiveInbound(self._world, self._rank(neighbour), kind, self._idle)
 
     def _outbound(self, neighbour: int, kind: Any, together: frozenset[int] | None) -> Outbound:
         is_live = together is None or neighbour in together
@@ -185,7 +187,8 @@ class Switchboard:
         return Tap(live, log, key, self._world.fence, self._past)
 
     def _agree(self, step: int, numbers: Tensor) -> Tensor:
-        self._world.all_reduce(numbers).wait()
+        with self._idle():
+            self._world.all_reduce(numbers).wait()
         if self._log is not None:
             fence = self._world.fence
             self._log.append(agreed_key(step), fence.incarnation, [numbers], fence.check)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,32 @@ def test_a_connection_that_breaks_ends_every_wait_at_once() -> None:
         edge.begin(1, (0,))
         with pytest.raises(PeerLostError, match="nothing more comes"):
             within(5, lambda: edge.take(0))
+    finally:
+        group.fence.trip()
+        group.ended.set()
+
+
+def test_who_waits_for_a_neighbour_is_idle_and_who_need_not_is_not() -> None:
+    group: Any = Group()
+    entered: list[bool] = []
+
+    @contextmanager
+    def idle() -> Iterator[None]:
+        entered.append(True)
+        group.ended.set()  # only now it comes
+        yield
+        entered.append(False)
+
+    edge = LiveInbound(group, 1, "activation", idle)
+    try:
+        edge.begin(0, (0,))
+        within(5, lambda: edge.take(0))
+        assert entered == [True, False]
+        edge.begin(1, (0,))
+        assert edge._arrivals[0].done.wait(5)
+        with pytest.raises(PeerLostError):
+            edge.take(0)
+        assert entered == [True, False]
     finally:
         group.fence.trip()
         group.ended.set()
@@ -122,7 +150,7 @@ class Written:
 def test_a_synchronous_log_writes_before_it_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synchronous: bool, written: list[int]
 ) -> None:
-    monkeypatch.setattr(tensor_log, "NAP_S", 60.0)  # else the thread may be quicker
+    monkeypatch.setattr(tensor_log, "PATIENCE_S", 60.0)  # else the thread may be quicker
     log = TensorLog(tmp_path, "w1", synchronous=synchronous)
     live = Written(log)
     edge = Tap(live, log, edge_key, Fence(1))

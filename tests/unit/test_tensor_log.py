@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -326,9 +326,9 @@ def test_flush_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     log.close()
 
 
-def test_who_waits_is_not_kept_waiting_by_a_nap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For `flush`, for room, and for the end: the nap would last for ever."""
-    monkeypatch.setattr(tensor_log, "NAP_S", 1e6)
+def test_who_waits_is_not_kept_waiting_for_a_bubble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For `flush`, for room, and for the end: no bubble ever comes."""
+    monkeypatch.setattr(tensor_log, "PATIENCE_S", 1e6)
     log = TensorLog(tmp_path, "w0", memory_bytes=1000)
     fill(log, range(1))
     assert log.flush(10)
@@ -338,6 +338,62 @@ def test_who_waits_is_not_kept_waiting_by_a_nap(tmp_path: Path, monkeypatch: pyt
     log.close()
     reader = seen(tmp_path)
     assert all(reader.has(key(step, number)) for step in range(4) for number in range(2))
+
+
+def comes(what: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 10
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return what()
+
+
+def test_bubbles_are_written_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not between them, nor at the beginning of one that may be short; what a flush writes is not counted among them."""
+    monkeypatch.setattr(tensor_log, "PATIENCE_S", 1e6)
+    log = TensorLog(tmp_path, "w0")
+    fill(log, range(1))
+    with log.idle():
+        assert comes(lambda: log.stats.records == 2)
+    fill(log, range(1, 2))
+    assert log.stats.records == 2
+    monkeypatch.setattr(tensor_log, "NAP_S", 1e6)
+    with log.idle():
+        fill(log, range(2, 3))
+    assert log.stats.records == 2
+    assert log.flush(10)
+    assert (log.stats.records, log.stats.idle_bytes, log.stats.payload_bytes) == (6, 800, 2400)
+    log.close()
+
+
+def test_a_record_that_outlasts_its_bubble_was_not_written_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go, real = threading.Event(), threading.Event(), log_files.write_all
+    monkeypatch.setattr(log_files, "write_all", lambda *args: (begun.set(), go.wait(20), real(*args)))
+    monkeypatch.setattr(tensor_log, "PATIENCE_S", 1e6)
+    log = TensorLog(tmp_path, "w0")
+    fill(log, range(1))
+    with log.idle():
+        assert begun.wait(10)
+    go.set()
+    assert comes(lambda: log.stats.records == 1)
+    assert log.stats.idle_bytes == 0
+    with log.idle():
+        assert comes(lambda: log.stats.records == 2)
+    assert log.stats.idle_bytes == 400
+    log.close()
+
+
+def test_where_no_bubble_comes_nothing_waits_for_long_nor_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_log, "PATIENCE_S", 0.05)
+    log = TensorLog(tmp_path, "w0")
+    fill(log, range(10))
+    assert comes(lambda: log.stats.records == 20)
+    log.close()
+    monkeypatch.setattr(tensor_log, "PATIENCE_S", 1e6)
+    log = TensorLog(tmp_path, "w1", memory_bytes=2000)
+    fill(log, range(1), micro_batches=3)
+    assert comes(lambda: log.stats.records >= 1)
+    assert log.stats.stalls == 0
+    log.close()
 
 
 def test_what_was_flushed_is_in_a_file_that_is_closed(tmp_path: Path) -> None:
