@@ -154,7 +154,8 @@ class LogConfig:
     Attributes:
         enabled: without a log, the loss of a stage that has no replica takes everybody back to the newest checkpoint.
         memory_bytes: how much may wait to be written on each worker; beyond that training waits, which is counted.
-        quota_bytes: how much each worker may have on the disk; beyond that it stops logging until the next checkpoint.
+        quota_bytes: how much each worker may have on the disk, its parts of the checkpoints beside it included; beyond that it
+            stops logging until the next checkpoint.
         compression: "lz4" or "zstd", lossless; None writes the bytes as they are.
         synchronous: write before sending. Only to see what that costs.
         budget_bytes: of log between two checkpoints, over all workers: those boundaries are logged that recover fastest within

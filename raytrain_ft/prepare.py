@@ -6,7 +6,6 @@ import json
 import math
 import os
 import secrets
-import sys
 import uuid
 import warnings
 from collections.abc import Sequence
@@ -43,7 +42,7 @@ from raytrain_ft.runtime.preemption import CLOUDS
 from raytrain_ft.runtime.spec import CheckpointSpec, LogSpec, RunSpec
 from raytrain_ft.selective import choose_log
 from raytrain_ft.settings import TrainSettings, workers
-from raytrain_ft.storage.checkpoint import select
+from raytrain_ft.storage.checkpoint import KEEP_ALL, select
 from raytrain_ft.storage.filesystem import open_storage, within
 from raytrain_ft.task import TrainTask
 from raytrain_ft.training.data import dataset_size
@@ -291,7 +290,7 @@ def _checkpoints(
         uri=uri,
         overhead=how.overhead,
         every=how.every if isinstance(how.every, int) else None,
-        keep=how.num_to_keep or sys.maxsize,
+        keep=how.num_to_keep or KEEP_ALL,
         keep_epochs=how.keep_epochs,
         failure_s=known.total_seconds() if known else None,
         profile_key=xxhash.xxh3_64_hexdigest(json.dumps(depends_on).encode()),

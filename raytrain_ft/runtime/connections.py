@@ -21,8 +21,10 @@ from raytrain_ft.training.solo import Solo
 from raytrain_ft.training.team import Team
 
 
-def open_log(spec: RunSpec, member: str, tell: Callable[[str, dict[str, Any]], None]) -> TensorLog | None:
-    """A worker's log of what it sends to other stages; None if the run has none."""
+def open_log(
+    spec: RunSpec, member: str, tell: Callable[[str, dict[str, Any]], None], beside: Callable[[], int]
+) -> TensorLog | None:
+    """A worker's log of what it sends to other stages; None if the run has none. `beside`: see `TensorLog`."""
     if spec.log is None:
         return None
     how = spec.log
@@ -31,6 +33,7 @@ def open_log(spec: RunSpec, member: str, tell: Callable[[str, dict[str, Any]], N
         member,
         memory_bytes=how.memory_bytes,
         quota_bytes=how.quota_bytes,
+        beside=beside,
         compression=how.compression,
         synchronous=how.synchronous,
         tell=tell,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import traceback
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class Trainee:
         self._host = host
         self._group: FencedGroup | None = None
         self._connections: Connections | None = None
-        self.log = connections.open_log(spec, member, self._note)
+        self.log = connections.open_log(spec, member, self._note, self._checkpoint_bytes)
         self._world: tuple[str, ...] = ()
         self.rank = -1
         self._first_step = False
@@ -71,6 +72,13 @@ class Trainee:
 
     def _note(self, event: str, fields: dict[str, Any]) -> None:
         self._heartbeat.note(event, {name: value for name, value in fields.items() if name != "member"})
+
+    def _checkpoint_bytes(self) -> int:
+        """What its parts of checkpoints need where its log is."""
+        checkpoints, checkpointer = self._spec.checkpoints, self.replica.checkpointer
+        if checkpoints is None or checkpointer is None or not Path(checkpoints.uri).is_relative_to(self._spec.directory):
+            return 0
+        return checkpointer.disk_bytes
 
     def _flush_log(self, incarnation: int) -> None:
         """Makes all that was logged readable, and tells how much it is."""

@@ -15,6 +15,7 @@ reader falls back to when the last is damaged.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -32,6 +33,8 @@ from raytrain_ft.storage.shard import Piece
 POLL_S = 0.01
 MOST_REASONS = 4
 """Checkpoints that cannot be read of which an error says why: the newest."""
+KEEP_ALL = sys.maxsize
+"""How many stay if none is deleted."""
 
 
 # ---------------------------------------------------------------- writing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,13 +53,25 @@ class _OpenFile:
 
 
 class LogFiles:
-    """This life's files. Used by one thread at a time."""
+    """This life's files. Used by one thread at a time.
 
-    def __init__(self, directory: Path, member: str, quota_bytes: int | None, compression: Compression | None) -> None:
+    Args:
+        beside: what else counts towards the quota now, bytes.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        member: str,
+        quota_bytes: int | None,
+        compression: Compression | None,
+        beside: Callable[[], int] = lambda: 0,
+    ) -> None:
         self.directory = directory
         self.size = 0
         self._member = member
         self._quota_bytes = quota_bytes
+        self._beside = beside
         self._compression: Compression | None = compression
         self._current: dict[int, _OpenFile] = {}  # by receiver
         self._all: list[_OpenFile] = []
@@ -82,12 +94,19 @@ class LogFiles:
         if tuple(map(version_of, record.tensors)) != record.versions:  # after its checksum was made; later a reader sees it
             raise ValueError(f"a tensor of {record.key} was changed before it was written")
         size = sum(map(len, parts))
-        if self._quota_bytes is not None and self.size + size + len(END) > self._quota_bytes:
-            raise OSError(errno.EDQUOT, f"the log's quota of {self._quota_bytes} bytes is used up")
+        self._check_quota(size + len(END))
         write_all(file.descriptor, parts)
         file.size += size
         self.size += size
         file.first, file.last = min(file.first, record.key.step), max(file.last, record.key.step)
+
+    def _check_quota(self, size: int) -> None:
+        if self._quota_bytes is None:
+            return
+        beside = self._beside()
+        if self.size + size + beside > self._quota_bytes:
+            others = f", of which checkpoints need {beside}" if beside else ""
+            raise OSError(errno.EDQUOT, f"the quota of {self._quota_bytes} bytes is used up{others}")
 
     def _begin(self, incarnation: int, step: int, receiver: int) -> _OpenFile:
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -80,6 +80,7 @@ class TensorLog:
         member: Names the files; letters, digits, ".", "_" and "-".
         memory_bytes: How much may wait to be written; `append` waits for room beyond that.
         quota_bytes: How much may lie on the disk at one time; beyond that the log fails.
+        beside: How much else counts towards the quota now, bytes; asked by the log's thread.
         synchronous: `append` writes before it returns. For comparison.
         tell: Is told ("LogFailed", {"member", "incarnation", "step", "reason"}) when the log fails, once until a `trim` or
             `begin` revives it; from the log's thread.
@@ -95,6 +96,7 @@ class TensorLog:
         *,
         memory_bytes: int = 256 * 2**20,
         quota_bytes: int | None = None,
+        beside: Callable[[], int] = lambda: 0,
         compression: Compression | None = None,
         synchronous: bool = False,
         tell: Callable[[str, dict[str, Any]], None] = lambda kind, about: None,
@@ -104,7 +106,7 @@ class TensorLog:
         self._member = member
         self._memory_bytes = memory_bytes
         self._tell = tell
-        self._files = LogFiles(directory, member, quota_bytes, compression)
+        self._files = LogFiles(directory, member, quota_bytes, compression, beside)
         self._queue: deque[Record | _Trim | _Close] = deque()
         self._accepted = self._done = self._waiting = self._trims = 0  # items, items, bytes, trims that are in the queue
         self._flushed = 0  # items

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from raytrain_ft.errors import StorageError
 from raytrain_ft.policy.tuner import Costs, Decision, Tuner
+from raytrain_ft.storage.checkpoint import KEEP_ALL
 from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.storage.manifest import Name
 from raytrain_ft.storage.persister import Job, Outcome, Persister, SharedMemory
@@ -118,6 +119,7 @@ class Checkpointer:
         self._hangs = False
         self._began_at = -math.inf
         self._free = 0
+        self._part = 0  # bytes of this worker's part of a checkpoint, once it is known
         self._longest_s = 0.0
         self._waited_s = 0.0
         self._stall_s = 0.0
@@ -192,6 +194,13 @@ class Checkpointer:
         copying = self._copy is not None and self._copy.seconds is None
         return copying or (self._outcome is not None and not self._outcome.done())
 
+    @property
+    def disk_bytes(self) -> int:
+        """What this worker's parts of checkpoints need on the disk: of those that stay, and of the one under way. Where all
+        stay there is no end to it: one is counted, for that is what a recovery needs."""
+        stay = 1 if self._target.keep == KEEP_ALL else self._target.keep
+        return self._part * (stay + 1)
+
     def await_copy(self, check: Callable[[], None]) -> None:
         """Waits until the weights may change.
 
@@ -219,8 +228,9 @@ class Checkpointer:
         """Touches the memory for snapshots, in the background: the first one is then as fast as those after it. After the first
         step the state has its whole size."""
         tensors, _ = self._capture()
-        size = -(-total_size(tensors) // (self._count // self._stages))
-        self._preparing = threading.Thread(target=self._memory.reserve, args=(size + ALIGNMENT,), name="prepare", daemon=True)
+        self._part = -(-total_size(tensors) // (self._count // self._stages))
+        reserve = (self._part + ALIGNMENT,)
+        self._preparing = threading.Thread(target=self._memory.reserve, args=reserve, name="prepare", daemon=True)
         self._preparing.start()
 
     def take(self, step: int, check: Callable[[], None], *, kept: bool = False) -> None:

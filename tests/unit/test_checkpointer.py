@@ -14,6 +14,7 @@ import torch
 
 from raytrain_ft.errors import StorageError
 from raytrain_ft.policy.tuner import Tuner
+from raytrain_ft.storage.checkpoint import KEEP_ALL
 from raytrain_ft.storage.filesystem import Storage
 from raytrain_ft.storage.manifest import Name
 from raytrain_ft.storage.persister import Job, Outcome, SharedMemory
@@ -198,3 +199,15 @@ def test_training_does_not_begin_late_for_a_storage_that_hangs(monkeypatch: pyte
     assert time.monotonic() - began < 5
     hangs.set()
     one.close(0.0)
+
+
+@pytest.mark.parametrize(("keep", "parts"), [(1, 2), (2, 3), (KEEP_ALL, 2)])
+def test_what_checkpoints_need_on_the_disk(make: Make, keep: int, parts: int) -> None:
+    """Those that stay and the one under way; known after the first step. Two replicas of two stages share a stage's state."""
+    one = make(0.1, keep=keep)
+    one.begin(0, 4, 1, 0, stages=2)
+    assert one.disk_bytes == 0
+    one.stepped(1, 0.1)
+    assert one.disk_bytes == parts * 8 * 4 // 2
+    assert one._preparing is not None
+    one._preparing.join(10)

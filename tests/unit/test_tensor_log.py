@@ -158,6 +158,22 @@ def test_quota_leaves_a_gap_and_trim_revives(tmp_path: Path) -> None:
     log.close()
 
 
+def test_checkpoints_come_first_in_the_quota(tmp_path: Path) -> None:
+    needed = [0]
+    log = TensorLog(tmp_path, "w0", quota_bytes=10_000, beside=lambda: needed[0])
+    fill(log, range(2))
+    assert log.flush(10)
+    needed[0] = 9_000
+    fill(log, range(2, 4))
+    assert not log.flush(10)
+    assert "quota of 10000 bytes is used up, of which checkpoints need 9000" in log.stats.failed
+    needed[0] = 1_000
+    log.trim(4)
+    fill(log, range(4, 6))
+    assert log.flush(10)
+    log.close()
+
+
 def test_a_log_that_begins_anew_forgets_what_was_before(tmp_path: Path) -> None:
     log = TensorLog(tmp_path, "w0", quota_bytes=10_000)
     log.begin(1)
