@@ -44,7 +44,7 @@ test: setup ## Two processes for what needs no cluster; a cluster takes the mach
 test-examples: setup ## Every code block of the pages that starts something, and every job in jobs/
 	$(BIN)/python -m pytest tests/cluster -m example --durations 10
 
-test-long: setup ## What takes minutes: cut cables, drills, autoscaler, job server, notices, metrics, the example jobs
+test-long: setup ## What takes minutes: cut cables, drills, scenarios, whole nodes of the kill matrix, autoscaler, job server, notices, metrics
 	$(BIN)/python -m pytest tests/unit -m long
 	$(BIN)/python -m pytest tests/cluster -m long
 
