@@ -311,7 +311,7 @@ def test_a_disk_without_room_for_the_timeline_fails_no_run(tmp_path: Path, monke
     with monkeypatch.context() as disk:
         if full:
             disk.setattr("raytrain_ft.runtime.event_log.os.write", no_room)
-        Notes(spec, log, machine, lambda: 0.0, Counter()).end()
+        Notes(spec, log, machine, lambda: 0.0, Counter()).end(ours=True)
     log.close()  # there is room again: the line has waited
     noted = [record for record in read_records(tmp_path / "events.jsonl") if record["event"] == "ReportFailed"]
     assert [record["reason"] for record in noted] == ["OSError: [Errno 28] No space left on device"]
