@@ -51,6 +51,7 @@ class LocalCluster:
         from ray.cluster_utils import Cluster
 
         head = {"num_cpus": 0, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
+        head["dashboard_agent_listen_port"] = None  # any: Ray's own choice may be that of another cluster on this machine
         self._cluster = Cluster(initialize_head=True, head_node_args=head | self._head_options())
         self._first_nodes()
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level=logging.ERROR)
@@ -113,6 +114,8 @@ class LocalCluster:
             options: of Ray, for this node: `resources`, for example.
         """
         settings = {"num_cpus": self._cpus_per_node, "object_store_memory": OBJECT_STORE_BYTES, **options}
+        # Else all unpack a job's working directory at one place, each over what the processes of the others stand in.
+        settings["runtime_env_dir_name"] = f"runtime_resources_{len(self._nodes)}"
         node = self._cluster.add_node(**settings)
         self._nodes.append(node)
         return node.node_id

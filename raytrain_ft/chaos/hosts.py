@@ -86,6 +86,7 @@ class HostCluster(LocalCluster):
         usual = {
             "raylet_socket_name": str(sockets / f"raylet.{host.name}"),
             "plasma_store_socket_name": str(sockets / f"plasma_store.{host.name}"),
+            "runtime_env_dir_name": f"runtime_resources_{host.name}",  # see `LocalCluster.add_node`
             "gcs_address": self._cluster.gcs_address,
             "redis_address": self._cluster.redis_address,
             "node_ip_address": host.address,
