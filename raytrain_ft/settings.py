@@ -87,9 +87,17 @@ class TrainSettings:
                 'Trainer(on_non_finite="roll_back") goes back to a checkpoint, and RecoveryConfig(strategy="replication") '
                 'never does: use strategy="auto"'
             )
-        if any(fault.action == "silence" for fault in self.faults) and (
-            recovery.update == "wait_free" or parallelism.pipeline_parallel_degree > 1
-        ):
+        self._check_faults(most, silence=recovery.update == "barrier" and parallelism.pipeline_parallel_degree == 1)
+
+    def _check_faults(self, workers: int, *, silence: bool) -> None:
+        """Raises `ConfigError` for failures that would never come about. `silence`: whether a rank can fall silent."""
+        beyond = [fault.rank for fault in self.faults if fault.rank is not None and fault.rank >= workers]
+        if beyond:
+            raise ConfigError(
+                f"FailAt(rank={beyond[0]}) would never strike: ranks begin at 0, and ScalingConfig(num_workers) is at most "
+                f"{workers}"
+            )
+        if not silence and any(fault.action == "silence" for fault in self.faults):
             raise ConfigError(
                 'FailAt(action="silence") has a rank contribute zeros to buckets that nobody has updated yet, and no stage is '
                 'without its neighbours: it goes with update="barrier" and without a pipeline'

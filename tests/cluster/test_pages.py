@@ -115,4 +115,6 @@ def until(condition: Callable[[], bool]) -> None:
 def test_how_a_run_is_steered(records: Callable[[], list[dict[str, Any]]], tmp_path: Path) -> None:
     until(lambda: any(record["event"] == "StepsCommitted" for record in records()))
     run(ON_CLUSTER[STEERING], tmp_path)
-    until(lambda: any(record["event"] == "Recovery" and record["left"] for record in records()))
+    until(lambda: any(record["event"] == "Recovery" for record in records()))
+    (change,) = [record for record in records() if record["event"] == "Recovery"]
+    assert (len(change["left"]), change["lost"], change["world_after"]) == (1, [], 2)
