@@ -312,7 +312,7 @@ def run(options: Options) -> Report:
     """All of it."""
     report = Report("forward", GOALS)
     kills = 2 if options.quick else 32
-    measure_sleep(report, *((1, 4) if options.quick else (6, 8)), options.seed)
+    measure_sleep(report, *((1, 4) if options.quick else (12, 5)), options.seed)
     add_kills(report, "lossy", kills, options.seed)
     add_kills(report, "rollback", kills, options.seed + 1)
     return report

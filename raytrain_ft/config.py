@@ -228,6 +228,8 @@ class RecoveryConfig:
         preemption: which notices are heeded that a node or a worker will be taken away: some of "aws", "gcp", "azure" (their
             metadata services), "ray" (`ray drain-node`, autoscalers) and "sigterm"; "auto" is the last two and the cloud that
             is found; None heeds none.
+        on_notice: what a worker with notice does until it leaves: "train" on, which keeps the result the same to the bit, or
+            "sleep", so that no sample is lost or read again if its node goes sooner than was said; not in a pipeline.
         sigterm_grace: how long a worker goes on after SIGTERM at most: as long as whoever sends it waits before SIGKILL.
         hang_timeout: a step that makes no progress for this long, and for ten times the longest step so far, is suspect.
         fence_timeout: the least time that a survivor has to leave its step (three times the longest step if longer).
@@ -257,6 +259,7 @@ class RecoveryConfig:
     heartbeat_timeout: timedelta = timedelta(milliseconds=700)
     probe_timeout: timedelta = timedelta(milliseconds=500)
     preemption: Literal["auto"] | tuple[str, ...] | None = "auto"
+    on_notice: Literal["train", "sleep"] = "train"
     sigterm_grace: timedelta = timedelta(seconds=30)
     hang_timeout: timedelta = timedelta(seconds=60)
     fence_timeout: timedelta = timedelta(seconds=10)
@@ -273,6 +276,7 @@ class RecoveryConfig:
             "update": ("barrier", "wait_free"),
             "undo": ("exact", "replay"),
             "replacement": ("wait", "shrink"),
+            "on_notice": ("train", "sleep"),
             "replay_sums": ("exact", "fast"),
             "lost_samples": ("drop", "return"),
         }

@@ -220,6 +220,7 @@ def _rules(
         roll_back=settings.on_non_finite == "roll_back",
         measure_failures=_policy(run).failure_interval == "measured",
         wait_for_replacement=recovery.replacement == "wait",
+        sleeps_on_notice=recovery.on_notice == "sleep",
         schedule_timeout=recovery.schedule_timeout.total_seconds(),
         replacement_timeout=recovery.replacement_timeout.total_seconds(),
         fence_timeout=recovery.fence_timeout.total_seconds(),

@@ -138,12 +138,14 @@ class TrainSettings:
             'RecoveryConfig(update="wait_free")': recovery.update == "wait_free",
             "Trainer(gradient_accumulation_steps=...)": self.gradient_accumulation_steps != 1,
             "ScalingConfig(use_gpu=True)": scaling.use_gpu is True,
+            'RecoveryConfig(on_notice="sleep")': recovery.on_notice == "sleep",
             f'RecoveryConfig(strategy="{recovery.strategy}")': recovery.strategy in ("snapshot", *FORWARD),
         }
         remedy = {
             'RecoveryConfig(update="wait_free")': "stages update when all have finished, which costs nothing",
             "Trainer(gradient_accumulation_steps=...)": "set ParallelismConfig(num_pp_microbatches=...) instead",
             "ScalingConfig(use_gpu=True)": "what goes between stages is sent from CPUs only, so far",
+            'RecoveryConfig(on_notice="sleep")': "the other stages need what each of them computes",
             f'RecoveryConfig(strategy="{recovery.strategy}")': 'use "auto", "logging" or "checkpoint"',
         }
         for what, present in refused.items():

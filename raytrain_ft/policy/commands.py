@@ -119,6 +119,14 @@ class StopAtBoundary:
 
 
 @dataclass(frozen=True, slots=True)
+class Sleep:
+    """These replicas sleep from the next step on, or take part again."""
+
+    members: tuple[str, ...]
+    asleep: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """These, who have stopped at a boundary, take a checkpoint of it and wait for that; each answers with Checkpointed."""
 
@@ -172,6 +180,7 @@ Command = (
     | Trim
     | Run
     | StopAtBoundary
+    | Sleep
     | Checkpoint
     | Save
     | Kill

@@ -5,6 +5,9 @@ miss the deadline; then everybody stops at one boundary, as for any planned resi
 Where nobody else does (a stage without a replica, a run of one), it is *handed over*. If the deadline comes first, or anything
 goes wrong on the way, there was a loss, and it is met as any other.
 
+Until then a member may sleep, by choice (`sleeps_on_notice`; Nicolae et al., III-B): it holds no samples then, so that none are
+lost or read again if its node goes sooner than was said.
+
 What does not come true lapses, and the member keeps its place: a person's request that could not be met by its deadline, and
 what a cloud said of a node that lives on. Ray's word of a drain is never taken back.
 """
@@ -45,7 +48,7 @@ def noticed(run: RunState, event: m.Noticed) -> list[m.Command]:
     run.roster.leaving = frozenset(run.leaving)
     if run.state != State.RUNNING:
         return run.provision()
-    return [*run.provision(), *watch(run, event.at), *(stop(run, event.at) or relieve(run))]
+    return [*run.provision(), *watch(run, event.at), *(stop(run, event.at) or [*doze(run), *relieve(run)])]
 
 
 def watch(run: RunState, at: float) -> list[m.Command]:
@@ -75,6 +78,12 @@ def stop(run: RunState, at: float) -> list[m.Command]:
     return [m.StopAtBoundary(run.world)]
 
 
+def doze(run: RunState) -> list[m.Command]:
+    """Who trains on until it leaves is told to sleep instead, if that is wanted and others are there to take its samples."""
+    going = tuple(member for member in run.world if member in run.leaving)
+    return [m.Sleep(going, True)] if run.rules.sleeps_on_notice and 0 < len(going) < len(run.world) else []
+
+
 def relieve(run: RunState) -> list[m.Command]:
     """Spares that had notice are let go once there are others; the last one is not, for perhaps nothing comes of the notice."""
     going = [member for member in run.world if member in run.leaving]
@@ -93,10 +102,13 @@ def _dismiss(run: RunState, members: list[str]) -> list[m.Command]:
     return [m.Kill(member) for member in members]
 
 
-def lapse(run: RunState, at: float) -> None:
-    """Nothing came of what was to come by now."""
-    for member in [member for member, leave in run.leaving.items() if leave.lapses <= at]:
+def lapse(run: RunState, at: float) -> list[m.Command]:
+    """Nothing came of what was to come by now: who slept because of it takes part again."""
+    staying = [member for member, leave in run.leaving.items() if leave.lapses <= at]
+    for member in staying:
         forget(run, member)
+    awake = tuple(member for member in staying if member in run.world)
+    return [m.Sleep(awake, False)] if run.rules.sleeps_on_notice and awake else []
 
 
 def let_go(run: RunState) -> list[m.Command]:

@@ -133,7 +133,7 @@ def _begin(run: RunState, *, waited: bool = False) -> list[m.Command]:
 
 def _resize(run: RunState, at: float) -> list[m.Command]:
     """Who had notice leaves, if there is a replacement now; or else the world grows; or else spares that had notice leave."""
-    return leaving.stop(run, at) or _grow(run, at) or leaving.relieve(run)
+    return leaving.stop(run, at) or _grow(run, at) or [*leaving.doze(run), *leaving.relieve(run)]
 
 
 def _grow(run: RunState, at: float) -> list[m.Command]:
@@ -166,12 +166,12 @@ def _on_worker_lost(run: RunState, event: m.WorkerLost) -> list[m.Command]:
 def _lose(run: RunState, members: list[str], event: m.WorkerLost) -> list[m.Command]:
     """These members are gone, all in the way that the event tells."""
     savers = run.savers()
-    leaving.lapse(run, event.at)
+    staying = leaving.lapse(run, event.at)
     was = {member: run.roster.lose(member) for member in members}
     preempted = {member: event.preempted or member in run.leaving for member in members}  # the end of a notice is no failure
     for member in members:
         leaving.forget(run, member)
-    kills: list[m.Command] = [m.Kill(member) for member in members]
+    kills: list[m.Command] = [*staying, *(m.Kill(member) for member in members)]
     working = [member for member in members if was[member] in (MemberState.ACTIVE, MemberState.LEAVING)]
     if not working:
         commands = kills + run.provision() + _go_on_waiting(run)
@@ -335,8 +335,7 @@ def _leave(run: RunState, at: float) -> list[m.Command]:
     stopped = leaving.stop(run, at)
     if stopped:
         return stopped
-    leaving.lapse(run, at)
-    return leaving.watch(run, at) + _resize(run, at)
+    return leaving.lapse(run, at) + leaving.watch(run, at) + _resize(run, at)
 
 
 def _lose_silent(run: RunState, at: float, members: list[str], cause: str) -> list[m.Command]:
@@ -361,7 +360,7 @@ def _on_supervisor_restarted(run: RunState, event: m.SupervisorRestarted) -> lis
         case State.RESIZING:
             return [*again, m.StopAtBoundary(run.world)]
         case State.RUNNING:
-            return again + leaving.watch(run, event.at)
+            return again + leaving.watch(run, event.at) + leaving.doze(run)
         case State.STOPPING:
             return again + stopping.ask_again(run)
         case State.RESUME:

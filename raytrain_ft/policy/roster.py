@@ -41,6 +41,7 @@ class Rules:
     roll_back: bool = False
     measure_failures: bool = False
     wait_for_replacement: bool = True
+    sleeps_on_notice: bool = False
     schedule_timeout: float = 120.0
     replacement_timeout: float = 60.0
     fence_timeout: float = 10.0

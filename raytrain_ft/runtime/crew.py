@@ -119,6 +119,9 @@ class Crew:
             case m.StopAtBoundary(members):
                 for member in members:
                     self._spawn(self._ask(member, "stop_at_boundary"))
+            case m.Sleep(members, asleep):
+                for member in members:
+                    self._spawn(self._ask(member, "sleep", asleep, False))
             case m.Checkpoint(members, incarnation):
                 for member in members:
                     self._spawn(self._checkpoint(member, incarnation))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from test_pipeline import pipeline
 from toy import Toy
 
 import raytrain_ft as ft
+from raytrain_ft.policy.audit import audit
 from raytrain_ft.policy.strategy import Guarantee
 from raytrain_ft.runtime.event_log import read_records
 
@@ -53,3 +57,51 @@ def test_the_only_worker_hands_over_to_its_spare(cluster, tmp_path: Path) -> Non
     (recovery,) = result.recoveries
     assert (recovery.lost, len(recovery.left), recovery.world_after) == ([], 1, 1)
     assert result.digest == train(tmp_path, "calm", workers=1).digest
+
+
+def test_who_sleeps_until_it_leaves_takes_no_samples_with_it_if_that_is_too_soon(cluster, tmp_path: Path) -> None:
+    """All nodes are taken, so nobody can replace it; and it is gone before its time."""
+    faults = [notice(1, 5), ft.FailAt(rank=1, step=25, phase="reduce", bucket=0)]
+    how = {
+        "task": Toy(step_seconds=0.05),
+        "workers": (2, 5),
+        "steps": 35,
+        "strategy": "lossy",
+        "num_spares": 0,
+        "replacement": "shrink",
+    }
+    result = train(tmp_path, "gone", faults=faults, on_notice="sleep", **how)
+    assert promise_kept(result) == []
+    (loss,) = result.recoveries
+    assert (len(loss.lost), loss.redone, loss.samples_lost, loss.world_after) == (1, 0, 0, 4)
+    assert "is finished by 4 survivors: 3 of 3 buckets hold their gradients only" in loss.reason, (
+        "it was in the midst of a step"
+    )
+    records = read_records(Path(result.path) / "events.jsonl")
+    assert [record["asleep"] for record in records if record["event"] == "Dormant"] == [True]
+    proof = audit(records)
+    assert proof.ok
+    assert proof.samples_lost == 0
+
+
+def test_who_slept_takes_part_again_when_nothing_comes_of_a_request(cluster, tmp_path: Path) -> None:
+    """Nobody can replace it, and the number of workers is fixed."""
+    outcome: list[ft.Result] = []
+    how = {"task": Toy(step_seconds=0.05), "workers": 5, "steps": 200, "num_spares": 0}
+    thread = threading.Thread(target=lambda: outcome.append(train(tmp_path, "lapsed", on_notice="sleep", **how)))
+    thread.start()
+    log = tmp_path / "lapsed" / "events.jsonl"
+    until(lambda: log.exists() and any(record["event"] == "StepsCommitted" for record in read_records(log)))
+    ft.leave("lapsed", rank=1, within_s=3)
+    thread.join(120)
+    (result,) = outcome
+    assert promise_kept(result) == []
+    assert result.recoveries == []
+    assert [record["asleep"] for record in read_records(log) if record["event"] == "Dormant"] == [True, False]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 90
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

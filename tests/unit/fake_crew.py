@@ -180,6 +180,9 @@ class Cluster:
             case m.StopAtBoundary(members):
                 for member in members:
                     self._call(member, "stop", lambda w: setattr(w, "stop", True))
+            case m.Sleep(members, asleep):
+                for member in members:
+                    self._call(member, "sleep", lambda w: self._sleep(w, asleep))
             case m.Checkpoint(members, incarnation):
                 for member in members:
                     self._call(member, "checkpoint", lambda w: self._last_checkpoint(w, incarnation))
@@ -196,6 +199,10 @@ class Cluster:
 
     def _post(self, event: m.Event) -> None:
         self.mail.append(event)
+
+    def _sleep(self, worker: Worker, asleep: bool) -> None:
+        """It does so from its next step on; nothing that the supervisor decides depends on when that is."""
+        self._post(m.Dormant(member=worker.member, incarnation=worker.incarnation, step=worker.step, asleep=asleep))
 
     def _report_loss(self, member: str, cause: str = "the process died") -> None:
         self._post(m.WorkerLost(member=member, cause=cause, noticed_by="ray"))

@@ -49,6 +49,7 @@ def all_rules(draw: st.DrawFn) -> Rules:
         max_steps=draw(st.integers(1, 8)),
         spares=draw(st.integers(0, 2)),
         wait_for_replacement=draw(st.booleans()),
+        sleeps_on_notice=stages == 1 and draw(st.booleans()),
         max_failures=draw(budgets),
         max_preemption_failures=draw(budgets),
         max_fruitless_recoveries=draw(st.sampled_from([10, 10, 2, 0])),

@@ -612,6 +612,32 @@ def test_a_request_that_nothing_came_of_lapses_and_makes_no_later_loss_fatal() -
     assert of(story.said, m.StartWorker) == [m.StartWorker("w5")]
 
 
+def test_who_leaves_sleeps_until_then_by_choice_and_wakes_if_nothing_comes_of_it() -> None:
+    story = running(min_workers=3, slots=3, sleeps_on_notice=True)
+    assert of(story.tell(wished()), m.Sleep) == [m.Sleep(("w1",), True)]
+    assert of(story.tell(m.SupervisorRestarted(at=1.0)), m.Sleep) == [m.Sleep(("w1",), True)], (
+        "the old one may not have come to it"
+    )
+    story.tell(m.TimerFired(at=118.0, timer="leave", incarnation=1))
+    story.tell(m.TimerFired(at=120.0, timer="leave", incarnation=1))
+    assert of(story.said, m.Sleep) == [m.Sleep(("w1",), False)]
+
+
+def test_who_can_leave_at_once_does_not_sleep_first_nor_do_all_at_once() -> None:
+    story = running(min_workers=3, spares=1, sleeps_on_notice=True).started("w3")
+    assert of(story.tell(wished()), m.Sleep, m.StopAtBoundary) == [m.StopAtBoundary(("w0", "w1", "w2"))]
+    story = running(min_workers=3, slots=3, sleeps_on_notice=True)
+    story.tell(told("w0"), told("w1"))
+    assert of(story.tell(told("w2")), m.Sleep) == []
+
+
+def test_who_had_notice_in_a_recovery_sleeps_after_it() -> None:
+    story = running(min_workers=2, slots=3, wait_for_replacement=False, sleeps_on_notice=True).lost("w2")
+    assert of(story.tell(wished()), m.Sleep) == []
+    story.fenced("w0", "w1").reconciled("w0", "w1").committed(5)
+    assert of(story.said, m.Sleep) == [m.Sleep(("w1",), True)]
+
+
 def test_a_request_for_now_is_met_at_once_if_there_is_a_spare() -> None:
     story = running(min_workers=3, spares=1).started("w3")
     assert of(story.tell(wished(deadline_s=0.0)), m.StopAtBoundary) == [m.StopAtBoundary(("w0", "w1", "w2"))]
