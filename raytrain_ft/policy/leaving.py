@@ -60,7 +60,7 @@ def watch(run: RunState, at: float) -> list[m.Command]:
 
 def _due(run: RunState, leave: Leave) -> float:
     """Until when a replacement can be waited for."""
-    return leave.deadline - max(SHORTEST_MARGIN_S, 3 * run.longest_step)
+    return leave.deadline - max(SHORTEST_MARGIN_S, 3 * run.long_step)
 
 
 def stop(run: RunState, at: float) -> list[m.Command]:
@@ -79,9 +79,20 @@ def stop(run: RunState, at: float) -> list[m.Command]:
 
 
 def doze(run: RunState) -> list[m.Command]:
-    """Who trains on until it leaves is told to sleep instead, if that is wanted and others are there to take its samples."""
-    going = tuple(member for member in run.world if member in run.leaving)
-    return [m.Sleep(going, True)] if run.rules.sleeps_on_notice and 0 < len(going) < len(run.world) else []
+    """Who leaves sleeps until then, if that is wanted and others are there to take its samples; who stays after all takes part
+    again. Who sleeps because a person asked for it is let be. Said again and again, for it may have been lost."""
+    going = [member for member in run.world if member in run.leaving]
+    if run.rules.sleeps_on_notice and len(going) < len(run.world):
+        run.dozing.update(member for member in going if member not in run.history.sleepers)
+    dozing = [member for member in run.world if member in run.dozing]
+    asleep, awake = (tuple(member for member in dozing if (member in run.leaving) == leaves) for leaves in (True, False))
+    return [m.Sleep(members, way) for members, way in ((asleep, True), (awake, False)) if members]
+
+
+def woke(run: RunState, member: str) -> None:
+    """It takes part again."""
+    if member not in run.leaving:
+        run.dozing.discard(member)
 
 
 def relieve(run: RunState) -> list[m.Command]:
@@ -102,13 +113,10 @@ def _dismiss(run: RunState, members: list[str]) -> list[m.Command]:
     return [m.Kill(member) for member in members]
 
 
-def lapse(run: RunState, at: float) -> list[m.Command]:
-    """Nothing came of what was to come by now: who slept because of it takes part again."""
-    staying = [member for member, leave in run.leaving.items() if leave.lapses <= at]
-    for member in staying:
+def lapse(run: RunState, at: float) -> None:
+    """Nothing came of what was to come by now."""
+    for member in [member for member, leave in run.leaving.items() if leave.lapses <= at]:
         forget(run, member)
-    awake = tuple(member for member in staying if member in run.world)
-    return [m.Sleep(awake, False)] if run.rules.sleeps_on_notice and awake else []
 
 
 def let_go(run: RunState) -> list[m.Command]:
@@ -159,6 +167,7 @@ def gone(run: RunState) -> list[m.Command]:
 def depart(run: RunState, member: str) -> list[m.Command]:
     """This member has left, as it was told."""
     run.recoveries[-1].left.append(member)
+    run.history.slept(member, run.step, asleep=False)  # if it did
     forget(run, member)
     run.roster.lose(member)
     words = run.roster.charge(preempted=True)

@@ -32,6 +32,8 @@ NEWS = (
     m.LogWritten,
 )
 """What counts whichever incarnation it is about."""
+FORGETTING = 0.9
+"""With every record of committed steps, what was a long step before counts by so much less."""
 MOST_STORED = 16
 """Checkpoints that are remembered to go back to."""
 
@@ -166,12 +168,12 @@ def _on_worker_lost(run: RunState, event: m.WorkerLost) -> list[m.Command]:
 def _lose(run: RunState, members: list[str], event: m.WorkerLost) -> list[m.Command]:
     """These members are gone, all in the way that the event tells."""
     savers = run.savers()
-    staying = leaving.lapse(run, event.at)
+    leaving.lapse(run, event.at)
     was = {member: run.roster.lose(member) for member in members}
     preempted = {member: event.preempted or member in run.leaving for member in members}  # the end of a notice is no failure
     for member in members:
         leaving.forget(run, member)
-    kills: list[m.Command] = [*staying, *(m.Kill(member) for member in members)]
+    kills: list[m.Command] = [m.Kill(member) for member in members]
     working = [member for member in members if was[member] in (MemberState.ACTIVE, MemberState.LEAVING)]
     if not working:
         commands = kills + run.provision() + _go_on_waiting(run)
@@ -182,6 +184,8 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost) -> list[m.Comm
         return kills + (_save(run) if set(savers) & set(members) else [])
     recovery = run.history.begin(event.at, event.cause, event.noticed_by, len(run.world))
     recovery.lost += working
+    for member in working:
+        run.history.slept(member, run.step, asleep=False)  # if it did
     exhausted = [words for words in [run.roster.charge(preempted[member]) for member in working] if words]
     if exhausted:
         return kills + run.fail("RetryBudgetError", f"{exhausted[-1]}; last cause: {event.cause}")
@@ -209,6 +213,7 @@ def _on_steps_committed(run: RunState, event: m.StepsCommitted) -> list[m.Comman
     if event.incarnation != run.incarnation:
         return []  # a step that a recovery completed, for example: its time says nothing
     run.longest_step = max(run.longest_step, event.longest_s)
+    run.long_step = max(event.longest_s, FORGETTING * run.long_step)
     run.fruitless, run.help_left = 0, MOST_HELPED
     if run.state != State.RESUME:
         return []
@@ -238,9 +243,16 @@ def _on_checkpoint_committed(run: RunState, event: m.CheckpointCommitted) -> lis
 
 
 def _on_noted(
-    run: RunState, event: m.CheckpointFailed | m.Dormant | m.IntervalChosen | m.LogWritten | m.NoticesUnavailable
+    run: RunState, event: m.CheckpointFailed | m.IntervalChosen | m.LogWritten | m.NoticesUnavailable
 ) -> list[m.Command]:
     del run, event  # for the record
+    return []
+
+
+def _on_dormant(run: RunState, event: m.Dormant) -> list[m.Command]:
+    run.history.slept(event.member, event.step, asleep=event.asleep)
+    if not event.asleep:
+        leaving.woke(run, event.member)
     return []
 
 
@@ -282,13 +294,13 @@ def _on_saved(run: RunState, event: m.Saved) -> list[m.Command]:
 
 
 def _on_task_failed(run: RunState, event: m.TaskFailed) -> list[m.Command]:
-    if run.world and run.members.get(event.member) == MemberState.STARTING:
+    if run.world and (run.members.get(event.member) == MemberState.STARTING or _is_newcomer(run, event.member)):
         # The same could be built elsewhere, and those who train need not end for a node that lacks something.
         cause = f"it could not be set up: {event.message}"
         return _lose(run, [event.member], m.WorkerLost(at=event.at, member=event.member, cause=cause, noticed_by="supervisor"))
     if event.kind == "non_finite" and run.rules.roll_back and event.step not in run.rolled_back and run.state in TRAINING:
         run.rolled_back.add(event.step)
-        run.going_back = "the loss or a gradient was not finite"
+        run.going_back, run.spoilt = "the loss or a gradient was not finite", event.step
         return phases.suspect(run, event.at, f"the loss of step {event.step} is not finite", event.member)
     kinds = {
         "task": "TaskError",
@@ -303,6 +315,11 @@ def _on_task_failed(run: RunState, event: m.TaskFailed) -> list[m.Command]:
 
 
 # ---------------------------------------------------------------- deadlines, and the supervisor's own restart
+
+
+def _is_newcomer(run: RunState, member: str) -> bool:
+    """Whether it has not trained yet, and is about to get what that takes."""
+    return run.state in (State.REPLACE, State.REBUILD) and member in run.joining and member not in run.world
 
 
 def _on_timer_fired(run: RunState, event: m.TimerFired) -> list[m.Command]:
@@ -335,7 +352,8 @@ def _leave(run: RunState, at: float) -> list[m.Command]:
     stopped = leaving.stop(run, at)
     if stopped:
         return stopped
-    return leaving.lapse(run, at) + leaving.watch(run, at) + _resize(run, at)
+    leaving.lapse(run, at)
+    return leaving.watch(run, at) + _resize(run, at)
 
 
 def _lose_silent(run: RunState, at: float, members: list[str], cause: str) -> list[m.Command]:
@@ -388,7 +406,7 @@ _HANDLERS: dict[type[m.Event], Callable[[RunState, Any], list[m.Command]]] = {
     m.CheckpointRejected: phases.on_rejected,
     m.CheckpointsFound: phases.on_checkpoints_found,
     m.IntervalChosen: _on_noted,
-    m.Dormant: _on_noted,
+    m.Dormant: _on_dormant,
     m.LogFailed: _on_log_failed,
     m.LogWritten: _on_noted,
     m.NoticesUnavailable: _on_noted,

@@ -235,6 +235,9 @@ def on_checkpoints_found(run: RunState, event: m.CheckpointsFound) -> list[m.Com
         run.members[member] = MemberState.SPARE
         run.void.add(member)
     committed, run.survivors, run.stored = max(run.step, event.reached), {}, list(event.stored)
+    for stored in event.stored:
+        if stored.step == run.spoilt:  # perhaps the update before it was the one that went wrong
+            run.rejected[stored.name] = f"step {stored.step} began with it, and {run.going_back}"
     run.plan, run.replaying = None, frozenset()
     ended = run.begin_from_stored()
     if ended:
@@ -378,7 +381,7 @@ def resume(run: RunState, at: float) -> list[m.Command]:
     if run.state in ENDED:
         return departed
     run.state = State.RESUME
-    run.world, run.answers, run.going_back = run.joining, {}, ""
+    run.world, run.answers, run.going_back, run.spoilt = run.joining, {}, "", None
     losses = sum(len(recovery.lost) for recovery in run.recoveries) if run.rules.measure_failures else 0
     failure_s = at / losses if losses else None
     return [*departed, m.Run(run.world, run.incarnation, failure_s, tuple(sorted(run.rejected)))]

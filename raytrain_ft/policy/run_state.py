@@ -47,8 +47,10 @@ class RunState:
             there was no seat for its holder.
         rejected: checkpoints that could not be loaded, and why.
         going_back: why what the survivors hold is to be given up for a checkpoint; empty if it is not.
+        spoilt: the step that begins with what is perhaps not finite, while everybody goes back because of that.
         rolled_back: steps whose loss was not finite, and that were therefore tried again from a checkpoint.
         leaving: members whose node will be taken away, and when.
+        dozing: members that were told to sleep until they leave.
         givers: per stage, who hands over what nobody else holds.
         answers: to what was asked last.
         history: every recovery and planned resize so far.
@@ -56,7 +58,7 @@ class RunState:
         help_left: in how many replays survivors may still help until a step is committed.
         step: steps that somebody is known to have committed.
         counts_from: the incarnation from which on steps count: everybody went back from what was committed before.
-        longest_step: the longest step so far, seconds.
+        longest_step, long_step: the longest step so far, and of late, seconds.
         abort_reason: why the run is to end before its time, once somebody has asked for that.
         failure: (error class name, message) once ERRORED or ABORTED.
         result: what is to be told of a finished run.
@@ -84,10 +86,12 @@ class RunState:
     load: m.Stored | None = None
     seeking: bool = False
     going_back: str = ""
+    spoilt: int | None = None
     void: set[str] = field(default_factory=set)
     rejected: dict[str, str] = field(default_factory=dict)
     rolled_back: set[int] = field(default_factory=set)
     leaving: dict[str, Leave] = field(default_factory=dict)
+    dozing: set[str] = field(default_factory=set)
     givers: dict[int, str] = field(default_factory=dict)
     answers: dict[str, m.Event] = field(default_factory=dict)
     history: Recoveries = field(default_factory=Recoveries)
@@ -96,6 +100,7 @@ class RunState:
     step: int = 0
     counts_from: int = 0
     longest_step: float = 0.0
+    long_step: float = 0.0
     abort_reason: str = ""
     failure: tuple[str, str] | None = None
     result: dict[str, str] = field(default_factory=dict)

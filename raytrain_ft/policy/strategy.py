@@ -148,10 +148,15 @@ class Recoveries:
         all: in order; the last one is perhaps still open.
         exact_until: the last step of which every checkpoint is from before what the last recovery has made inexact; infinite
             if that is nothing.
+        sleepers: members that sleep. awake_from: the step from which on the last one that slept has not.
+        shared_otherwise: in the last recovery, somebody slept; after it, all take part in a step.
     """
 
     all: list[Recovery] = field(default_factory=list)
     exact_until: float = math.inf
+    sleepers: set[str] = field(default_factory=set)
+    awake_from: int = 0
+    shared_otherwise: bool = False
 
     @property
     def open(self) -> Recovery | None:
@@ -164,7 +169,7 @@ class Recoveries:
         if recovery is None:
             recovery = Recovery(cause, noticed_by, world_before=world_size, detected=at)
             self.all.append(recovery)
-            self.exact_until = math.inf
+            self.exact_until, self.shared_otherwise = math.inf, bool(self.sleepers)
         elif cause not in recovery.cause:
             recovery.cause += f"; then {cause}"
         return recovery
@@ -184,6 +189,15 @@ class Recoveries:
         """Everybody goes back to this step."""
         self.all[-1].go_back(step, committed, source, strategy, exact=step <= self.exact_until)
 
+    def slept(self, member: str, step: int, *, asleep: bool) -> None:
+        """This member sleeps from this step on, or does so no longer: it takes part again, or is gone."""
+        if asleep:
+            self.sleepers.add(member)
+            self.shared_otherwise |= self.open is not None
+        elif member in self.sleepers:
+            self.sleepers.remove(member)
+            self.awake_from = max(self.awake_from, step)
+
     def explain(self, lost: str, cause: str) -> None:
         """Why this member died has become known."""
         recovery = next((one for one in reversed(self.all) if lost in one.lost), None)
@@ -199,7 +213,9 @@ class Recoveries:
             self.all.pop()
             return
         recovery.resumed = at
-        resized = self._trained(recovery.step) not in (0, recovery.world_after)  # the same gradients are added in another order
+        # the same gradients are added in another order
+        resized = self._trained(recovery.step) not in (0, recovery.world_after)
+        resized |= self.shared_otherwise or recovery.step < self.awake_from
         # where survivors differed, a majority is no proof; nor is a checkpoint, to which each of them gave a part
         if (resized or recovery.repaired) and recovery.guarantee == Guarantee.EXACT:
             recovery.guarantee = Guarantee.ROUNDING

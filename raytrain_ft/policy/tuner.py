@@ -130,8 +130,8 @@ class Tuner:
 
     def persisted(self, costs: Costs) -> None:
         """The latest checkpoint is durable."""
+        self._latest.append(costs)  # first: another thread judges them as soon as there are any in `_costs`
         self._costs.append(costs)
-        self._latest.append(costs)
 
     def began(self, step: int) -> Decision | None:
         """A checkpoint is taken after this step. What the intervals before it tell, once they have enough steps."""
@@ -160,10 +160,10 @@ class Tuner:
         """Training goes on at this step after a recovery: the interval tells nothing. In a world of another size steps and
         checkpoints take another time, too, which is measured before the next decision."""
         self.last = min(self.last, step)
-        self._begin_window()
         if resized:
             self._overhead = None
             self._latest.clear()
+        self._begin_window()
 
     # ---------------------------------------------------------------- what the intervals tell
 
@@ -183,9 +183,10 @@ class Tuner:
         self._overhead += (1 - (1 - SMOOTHING) ** count) * (overhead - self._overhead)
         if self.fixed is not None or not self.k:
             return None
-        seen = max(0.0, self._overhead, _mean([costs.stall for costs in self._latest]))
-        weights = _weights(len(self._latest))
-        latest = [Seen(costs.copy + costs.persist, weight) for costs, weight in zip(self._latest, weights, strict=True)]
+        costs_of = list(self._latest)  # at once: another thread may add to it
+        seen = max(0.0, self._overhead, _mean([costs.stall for costs in costs_of]))
+        weights = _weights(len(costs_of))
+        latest = [Seen(costs.copy + costs.persist, weight) for costs, weight in zip(costs_of, weights, strict=True)]
         interval = choose(self.profile, self.budget, overhead=seen, failure_s=self.failure_s, latest=latest)
         observed = extra / base
         k, moved = self._moved(interval, over=observed - doubt / base > self.budget)
@@ -212,8 +213,9 @@ class Tuner:
     def _take(self) -> None:
         """The times of a checkpoint, from the latest ones."""
         assert self.profile is not None
-        copy, persist = (_mean(times) for times in zip(*((c.copy, c.persist) for c in self._latest), strict=True))
-        last = self._latest[-1]
+        latest = list(self._latest)  # at once: another thread may add to it
+        copy, persist = (_mean(times) for times in zip(*((c.copy, c.persist) for c in latest), strict=True))
+        last = latest[-1]
         self.profile = replace(self.profile, copy=copy, persist=persist, size=last.size, free=last.free)
         if last.device_copy is not None:
             self.profile = replace(self.profile, device_copy=last.device_copy)

@@ -321,11 +321,12 @@ class Crew:
             about = {"incarnation": incarnation, "name": load, "reason": str(cause)[:1000]}
             self._tell(m.CheckpointRejected(at=self._now(), member=member, **about))
             return
-        if self._health.is_starting(member) and (node := self.node_of(member)) is not None:
+        if (incarnation or self._health.is_starting(member)) and (node := self.node_of(member)) is not None:
             self._health.nodes.avoid(node, FORGIVE_SILENT_S)  # it may lack what others have: the next one is started elsewhere
         kind = "mismatch" if isinstance(cause, MismatchError) else "config" if isinstance(cause, ConfigError) else "task"
         message = str(error) if kind == "task" else str(cause)
-        self._tell(m.TaskFailed(at=self._now(), member=member, rank=None, step=self._health.step, kind=kind, message=message))
+        about = {"rank": None, "step": self._health.step, "kind": kind, "message": message, "incarnation": incarnation or None}
+        self._tell(m.TaskFailed(at=self._now(), member=member, **about))
 
     async def _ask(self, member: str, method: str, *args: Any) -> None:
         await self._call(member, method, *args)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, get_args
 
@@ -31,6 +32,8 @@ CHECK_INTERVAL_S = 0.1
 late gave workers up in half of the starts of a pipeline on a busy machine. But each look wakes it, which is most of what this
 costs."""
 HANG_CHECK_INTERVAL_S = 0.5
+HOLD_UPS = 1000
+"""So many of the last ones are remembered, which is minutes on a machine that is always too busy."""
 PATIENCE_WITH_ALL = 10
 """Times the usual patience for an answer when everybody is silent at once."""
 Note = (
@@ -81,6 +84,7 @@ class Health:
         self._counts_from = 0  # the incarnation of that world
         self._longest = 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._held_up: deque[tuple[float, float]] = deque(maxlen=HOLD_UPS)  # of this process: when it went on, after how long
         self._fruitless = 0  # recoveries in a row
         self._stood_still = -1  # the latest incarnation in which everybody waited
 
@@ -206,7 +210,8 @@ class Health:
             await asyncio.sleep(CHECK_INTERVAL_S)
             now = time.monotonic()
             if now - before > self._spec.heartbeat_timeout / 2:
-                # This process itself was held up (a suspended machine, a busy one): silence proves nothing.
+                # This process itself was held up (a suspended machine, a busy one): silence proves nothing, and no hang either.
+                self._held_up.append((now, now - before))
                 for member in self._heard:
                     self._heard[member] = max(self._heard[member], now - self._spec.heartbeat_timeout / 2)
             before = now
@@ -289,6 +294,7 @@ class Health:
                 continue
             silent = time.monotonic() - self._heard.get(member, time.monotonic())
             age = beat.since + silent
+            age -= sum(seconds for ended, seconds in self._held_up if ended > time.monotonic() - age)
             longest = max(limit, STORING_S) if beat.where == STORING else limit
             if age <= longest or beat.incarnation != self.incarnation or silent > self._spec.heartbeat_timeout:
                 continue  # a silent worker may have moved on since: silence is judged elsewhere

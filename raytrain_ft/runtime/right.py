@@ -14,6 +14,9 @@ from raytrain_ft.runtime.spec import RunSpec
 from raytrain_ft.storage import lock
 from raytrain_ft.storage.filesystem import LocalStorage
 
+LOOK_S = 5.0
+"""How long it may take to look whose the right is."""
+
 
 class Right:
     """Of one run: taken over at once, or else as soon as the directory can be written, for which training does not wait.
@@ -48,6 +51,14 @@ class Right:
             except LockedError as error:
                 self.lost = str(error)
         return self.lost
+
+    async def is_kept(self) -> bool:
+        """Whether nobody else has it, as of now: looked up, because `lost` may be a few seconds late."""
+        try:
+            found = await asyncio.wait_for(asyncio.to_thread(lock.read_owner, self._storage), LOOK_S)
+        except (StorageError, TimeoutError):
+            return False
+        return not self.lost and (found is None or found.owner == self._run_id)
 
     def release(self) -> None:
         """Gives it up; the next one need not wait."""

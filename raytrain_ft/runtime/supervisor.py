@@ -174,7 +174,7 @@ class Supervisor:
             self._ended_at = self.now()
             if not self._notes.was_over:
                 # before what may take its time: who follows the run does not wait for it for ever
-                self._notes.end(ours=not self._right.lost)
+                self._notes.end(ours=await self._right.is_kept())
         finally:
             self._ended_at = self._ended_at or self.now()
             for watcher in watchers:
@@ -182,7 +182,7 @@ class Supervisor:
             self._metrics.publish(self._ended_at, self._machine)
             await demand.close()
             await self._library.close()
-            if not self._right.lost:
+            if await self._right.is_kept():
                 shutil.rmtree(self._spec.logs, ignore_errors=True)  # nobody is left to recover
         while self._log.flush() is not None and self.now() < self._ended_at + PATIENCE_S:
             await asyncio.sleep(LOG_RETRY_S)

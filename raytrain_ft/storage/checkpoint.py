@@ -318,6 +318,8 @@ def retain(storage: Storage, committed: Name, keep: int, rejected: Collection[st
 def _staying(storage: Storage, complete: Sequence[Name], keep: int, rejected: Collection[str]) -> set[Name]:
     """Of complete ones, the newest first. One whose manifest cannot be read stays, but does not count: nobody knows whether it
     was to be kept. Perhaps it is only the storage that gave no answer, and what is deleted is gone."""
+    if keep >= KEEP_ALL - 1:
+        return set(complete)  # without a look at each of them, of which there may be many
     stay: set[Name] = set()
     for name in complete:
         counts = keep > 0 and str(name) not in rejected

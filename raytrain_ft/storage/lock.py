@@ -32,8 +32,6 @@ LARGEST_CLAIM = 64
 LEASE_S = 10.0
 RENEW_S = 2.5
 POLL_S = 0.2
-CLOCK_S = 2.0
-"""Two readings of when a process began may differ by so much, since the clock may be set between them."""
 LONGEST = 65_536
 LATEST_EPOCH = 10**9 - 1
 KINDS = {"owner": str, "epoch": int, "host": str, "pid": int, "started": (int, float), "renewed": int, "machine": str}
@@ -137,7 +135,7 @@ def acquire(storage: Storage, owner: str) -> WriterLock:
         found = _await_end(storage, found)
     known = found.epoch if found is not None and found.owner == owner else None
     epoch = _claim(storage, found) if known is None else known
-    mine = Owner(owner, epoch, socket.gethostname(), os.getpid(), psutil.Process().create_time(), machine=_machine())
+    mine = Owner(owner, epoch, socket.gethostname(), os.getpid(), began(os.getpid()), machine=_machine())
     _write(storage, mine)
     if not holds(storage, owner, epoch):
         raise _taken(storage)
@@ -206,9 +204,23 @@ def _has_left(owner: Owner) -> bool:
     if owner.host != socket.gethostname() or (owner.machine and owner.machine != _machine()):
         return False
     try:
-        return abs(psutil.Process(owner.pid).create_time() - owner.started) > CLOCK_S
+        return began(owner.pid) != owner.started
     except (psutil.Error, ValueError, OverflowError):
         return True
+
+
+def began(pid: int) -> float:
+    """When a process of this machine began, by a clock that nobody sets: in ticks since the machine was started. Where that
+    cannot be told, in seconds since 1970.
+
+    Raises:
+        psutil.Error: there is none.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return psutil.Process(pid).create_time()
+    return float(stat.rpartition(")")[2].split()[19])  # proc(5): field 22; its name, field 2, may have spaces
 
 
 def _machine() -> str:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import torch
@@ -50,6 +50,11 @@ class BatchSource(Protocol):
     def load_batch(self, ids: np.ndarray, epoch: int, seed: int) -> Any:
         """The collated samples `ids` (int64 [n], n > 0). Each is a function of (seed, epoch, id), whatever `ids` are."""
         ...
+
+
+def loads_batches(dataset: Any) -> TypeGuard[BatchSource]:
+    """Whether it is a `BatchSource`. What can be read by index is not, whatever other methods it has."""
+    return isinstance(dataset, BatchSource) and not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__getitems__")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +94,7 @@ class Loader:
         size = dataset_size(dataset)
         if size != sampling.dataset_size:
             raise ConfigError(f"The dataset has {size} samples, but the run was planned for {sampling.dataset_size}.")
-        if isinstance(dataset, BatchSource) and (augment is not None or collate is not default_collate):
+        if loads_batches(dataset) and (augment is not None or collate is not default_collate):
             raise ConfigError(
                 f"{type(dataset).__name__} augments and collates by itself: leave out the task's augment (DaliImages has "
                 "an argument of that name), and collate."
@@ -194,7 +199,7 @@ class Loader:
 
     def _load(self, feed: _Feed, ids: np.ndarray, epoch: int) -> Any:
         """The collated samples `ids`, augmented as of `epoch`."""
-        if isinstance(self._dataset, BatchSource):
+        if loads_batches(self._dataset):
             feed.raise_if_stopped()
             return self._dataset.load_batch(ids, epoch, self._sampling.seed)
         if type(self._dataset) is TensorDataset and self._augment is None and self._collate is default_collate:

@@ -17,7 +17,7 @@ import torch
 
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.sampling import Sampling, sample_ids
-from raytrain_ft.training.data import Augment, BatchSource, fetch
+from raytrain_ft.training.data import Augment, fetch, loads_batches
 from raytrain_ft.training.random import sample_seed, seed_all
 
 _SAMPLES = 8
@@ -35,7 +35,7 @@ def check_deterministic(dataset: Any, sampling: Sampling, augment: Augment | Non
     dataset. The global generators are put back as they were.
     """
     ids = sample_ids(sampling, 0, range(min(_SAMPLES, sampling.dataset_size))).tolist()
-    batches = isinstance(dataset, BatchSource)
+    batches = loads_batches(dataset)
 
     def loaded() -> list[Any]:
         if batches:

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store
 
-from raytrain_ft.errors import FencedError
 from raytrain_ft.training.exchange import Exchange, exchange, is_small
 from raytrain_ft.training.fence import WAIT_DEADLINE, Fence, PeerLostError
 
@@ -300,7 +299,7 @@ def build(
     def connect() -> None:
         try:
             outcome.append(_connect(store, rank, size, host, use_gpu, timeout))
-        except (RuntimeError, OSError, FencedError) as error:
+        except Exception as error:  # whatever it is, who waits for this thread must hear of it
             outcome.append(error)
         done.set()
 

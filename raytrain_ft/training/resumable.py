@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.sampling import Position, Sampling, next_batch, sample_ids, share, steps_per_epoch
-from raytrain_ft.training.data import BatchSource, dataset_size, fetch
+from raytrain_ft.training.data import BatchSource, dataset_size, fetch, loads_batches
 from raytrain_ft.training.data import Loader as CoreLoader
 from raytrain_ft.training.determinism import check_deterministic
 from raytrain_ft.training.random import batch_seed, sample_seed
@@ -73,7 +73,7 @@ class Loader:
         self.share = 1.0
         self._before: Callable[[], None] = _nothing
         self._after: Callable[[], None] = _nothing
-        ours = isinstance(dataset, BatchSource)
+        ours = loads_batches(dataset)
         self._batches = _Ahead(dataset, self.sampling).batches if ours else self._by_torch(options)
 
     def _by_torch(self, options: Mapping[str, Any]) -> Callable[[Position], Iterator[Any]]:
@@ -151,7 +151,7 @@ def _check_options(dataset: Any, options: Mapping[str, Any]) -> None:
                 f"checkfreq.Loader({name}=...): the loader makes the order itself; use global_batch_size, shuffle, seed, "
                 "drop_last"
             )
-    if isinstance(dataset, BatchSource) and options:
+    if loads_batches(dataset) and options:
         given = ", ".join(f"{name}=..." for name in options)
         raise ConfigError(
             f"checkfreq.Loader({type(dataset).__name__}, {given}): such a dataset loads, augments and collates whole batches "

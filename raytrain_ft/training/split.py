@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode
 
 from raytrain_ft.errors import ConfigError
-from raytrain_ft.training.data import BatchSource, fetch
+from raytrain_ft.training.data import fetch, loads_batches
 from raytrain_ft.training.pipeline import sequential
 
 OPERATIONS_PER_BYTE = 4
@@ -85,7 +85,7 @@ def sample(task: Any, count: int) -> Any:
     """A batch of the first samples of a task's dataset, to measure with: of the form that a worker reads."""
     dataset = task.dataset()
     ids = [number % len(dataset) for number in range(count)]
-    if isinstance(dataset, BatchSource):
+    if loads_batches(dataset):
         return dataset.load_batch(np.array(ids), 0, 0)
     samples = fetch(dataset, ids)
     augment = getattr(task, "augment", None)

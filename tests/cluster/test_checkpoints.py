@@ -87,6 +87,7 @@ def test_a_run_goes_on_with_other_numbers_of_workers(undisturbed, tmp_path: Path
 PHASES = [(12, "data", None), (22, "backward", 1)], [(12, "update", None), (20, "checkpoint", None)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("phases", PHASES, ids=["data-backward", "update-checkpoint"])
 def test_every_replica_dies_at_once_twice(undisturbed, tmp_path: Path, phases: list[tuple[int, str, int | None]]) -> None:
     faults = [
@@ -104,6 +105,7 @@ def test_every_replica_dies_at_once_twice(undisturbed, tmp_path: Path, phases: l
     assert 10 <= back[-1].step <= 20
 
 
+@pytest.mark.long
 def test_every_replica_dies_before_the_first_checkpoint(undisturbed, tmp_path: Path) -> None:
     faults = [ft.FailAt(rank=rank, step=3, phase="forward", together=len(EVERYBODY)) for rank in EVERYBODY]
     result = train(tmp_path, "run", faults=faults, checkpoints=OFTEN)

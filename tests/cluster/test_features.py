@@ -98,7 +98,7 @@ def plain_loop(task: ft.TrainTask, *, clip: float | None = None, bf16: bool = Fa
     return model
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_groups_ties_frozen_unused_clipping_accumulation_and_schedule(cluster, workers: int, tmp_path: Path) -> None:
     task = Everything()
     settings = {"global_batch_size": BATCH, "max_grad_norm": 0.1, "gradient_accumulation_steps": 2, "steps": STEPS}

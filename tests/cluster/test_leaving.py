@@ -84,6 +84,7 @@ def test_who_sleeps_until_it_leaves_takes_no_samples_with_it_if_that_is_too_soon
     assert proof.samples_lost == 0
 
 
+@pytest.mark.long
 def test_who_slept_takes_part_again_when_nothing_comes_of_a_request(cluster, tmp_path: Path) -> None:
     """Nobody can replace it, and the number of workers is fixed."""
     outcome: list[ft.Result] = []

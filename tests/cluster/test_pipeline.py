@@ -329,6 +329,7 @@ def test_a_stage_dies_while_another_is_replayed(undisturbed_pipeline: ft.Result,
     assert {(r.strategy, r.guarantee) for r in result.recoveries} == {(Strategy.LOGGING, Guarantee.EXACT)}
 
 
+@pytest.mark.long
 def test_all_stages_die_and_everybody_goes_back_to_the_checkpoint(undisturbed_pipeline: ft.Result, tmp_path: Path) -> None:
     faults = [fault(rank, 12, "data", together=STAGES) for rank in range(STAGES)]
     result = pipeline(tmp_path, "run", faults=faults, checkpoints=ft.CheckpointConfig(every=5))

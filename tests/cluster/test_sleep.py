@@ -62,6 +62,7 @@ def test_a_replica_sleeps_and_wakes_from_one_step_to_the_next(cluster, tmp_path:
     assert proof.samples_lost == lost
 
 
+@pytest.mark.long
 def test_a_simulated_loss_is_a_real_one_to_the_bit(cluster, tmp_path: Path) -> None:
     """The rank that dies is replaced, and the one that is silent goes on. When it dies, the other buckets are reduced."""
     how: dict[str, Any] = {"task": Toy(backward_seconds=0.2), "steps": 12, "strategy": "lossy"}

@@ -227,6 +227,14 @@ class Cluster:
         worker.dead = True
         self._post(m.TaskFailed(member=worker.member, rank=None, step=0, kind="config", message="no such directory"))
 
+    def _lacks_something(self, worker: Worker, incarnation: int) -> bool:
+        """Its node has other code, perhaps: it cannot take what the others have."""
+        if worker.member in self.run.world or self.chance.random() >= self.corruption:
+            return False
+        about = {"rank": None, "step": 0, "kind": "task", "message": "another model", "incarnation": incarnation}
+        self._post(m.TaskFailed(member=worker.member, **about))
+        return True
+
     def _leave(self, worker: Worker, incarnation: int) -> None:
         if incarnation > worker.incarnation:  # else the call is refused, and the supervisor hears nothing
             worker.incarnation, worker.status = incarnation, "idle"
@@ -248,6 +256,8 @@ class Cluster:
 
     def _reconcile(self, worker: Worker, command: m.Reconcile) -> None:
         if not self._enter(worker, command.incarnation, command.world) or self._refuses_undo(worker, command):
+            return
+        if self.run.world and self._lacks_something(worker, command.incarnation):
             return
         worker.stop = False
         stage = command.world.index(worker.member) % self.rules.stages
@@ -275,7 +285,7 @@ class Cluster:
         return "other bits" if self.chance.random() < self.corruption else f"step {worker.step}"
 
     def _fill(self, worker: Worker, command: m.Fill) -> None:
-        if not self._enter(worker, command.incarnation, command.world):
+        if not self._enter(worker, command.incarnation, command.world) or self._lacks_something(worker, command.incarnation):
             return
         for source in [self.workers[source] for member, source in command.whole if member == worker.member]:
             assert source.filled
@@ -472,8 +482,9 @@ class Cluster:
 
     def end_early(self) -> None:
         """The user's code raises, the user gives up, or another run takes the right to write."""
-        if self.workers and self.chance.random() < 0.5:
-            member = self.chance.choice(list(self.workers))
+        training = [member for member in self.run.world or self.workers if member in self.workers]
+        if training and self.chance.random() < 0.5:
+            member = self.chance.choice(training)
             self.tell(m.TaskFailed(member=member, rank=0, step=0, kind="task", message="ZeroDivisionError"))
         elif self.chance.random() < 0.5:
             self.tell(m.RightLost(reason="run another has taken the right to write"))

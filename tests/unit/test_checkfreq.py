@@ -624,6 +624,18 @@ def test_a_loader_that_nobody_has_any_more_leaves_no_thread() -> None:
     assert not thread.is_alive()
 
 
+def test_a_dataset_that_can_be_read_by_index_is_whatever_else_it_can() -> None:
+    """A method of that name may be anything."""
+
+    class Both(TensorDataset):
+        def load_batch(self, path: str) -> None:
+            raise AssertionError(path)
+
+    both = Both(torch.arange(SAMPLES))
+    loader = checkfreq.Loader(both, global_batch_size=BATCH, seed=4, num_workers=0)
+    assert [row[0] for row in rows(loader)] == order(loader.sampling, 0).tolist()
+
+
 def test_batches_that_a_resumed_run_would_not_read_again_are_refused() -> None:
     class Noisy(Batches):
         def load_batch(self, ids: np.ndarray, epoch: int, seed: int) -> list[Tensor]:

@@ -101,6 +101,32 @@ def standstill(unreached: dict[str, list[str]], places: dict[str, str], silent: 
     return events
 
 
+def test_a_machine_that_was_suspended_hangs_nowhere() -> None:
+    """All processes of a host are stopped and go on: what the workers then say of their places holds the pause."""
+    events: list[m.Event] = []
+
+    async def run() -> None:
+        health = Health(SPEC, events.append, time.monotonic)
+        health._crew = Split({})
+        health.state, health.incarnation = State.RUNNING, 1
+        health._members = dict.fromkeys(("w0", "w1"), MemberState.ACTIVE)
+        for member in health._members:
+            health.expect(member)
+            health.heard(beat(member, status="running", where="forward", since=0.1))
+        watch = asyncio.create_task(health._watch_workers())
+        await asyncio.sleep(0.15)
+        time.sleep(1.5)  # all processes of this machine, as it were
+        health.heard(beat("w0", status="running", where="forward", since=1.6))
+        health.heard(beat("w1", status="running", where="forward", since=2.5))
+        await asyncio.sleep(0.02)
+        health._find_hang()
+        watch.cancel()
+
+    asyncio.run(run())
+    (lost,) = [event for event in events if isinstance(event, m.WorkerLost)]
+    assert (lost.member, lost.noticed_by) == ("w1", "step time"), "that one had been there for long before"
+
+
 def test_what_a_world_had_reached_does_not_count_for_the_next_one() -> None:
     async def run() -> None:
         machine: Any = SimpleNamespace(members={}, state=State.RUNNING, incarnation=1, step=9, longest_step=0.0, fruitless=0)

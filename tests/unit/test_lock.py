@@ -145,7 +145,7 @@ def test_a_dead_process_is_succeeded_at_once(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(lock, "LEASE_S", 20.0)
     storage = LocalStorage(tmp_path)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    own(storage, Owner("first", 4, socket.gethostname(), child.pid, psutil.Process(child.pid).create_time()))
+    own(storage, Owner("first", 4, socket.gethostname(), child.pid, lock.began(child.pid)))
     child.kill()
     child.wait()
     began = time.monotonic()
@@ -153,6 +153,18 @@ def test_a_dead_process_is_succeeded_at_once(tmp_path: Path, monkeypatch: pytest
     assert time.monotonic() - began < lock.LEASE_S, "its lease is not waited for"
     assert held.owner.epoch == 5
     held.release()
+
+
+def test_a_clock_that_is_set_meanwhile_makes_no_owner_a_dead_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said of a process's beginning in seconds since 1970 moves with the clock."""
+    monkeypatch.setattr(lock, "LEASE_S", 1.0)
+    storage = LocalStorage(tmp_path)
+    own(storage, Owner("first", 4, socket.gethostname(), os.getpid(), lock.began(os.getpid()), machine=lock._machine()))
+    before = psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: before(process) + 3600)
+    began = time.monotonic()
+    acquire(storage, "second").release()
+    assert time.monotonic() - began >= lock.LEASE_S, "it lives: its lease has to run out"
 
 
 def test_another_process_of_the_same_number_is_not_the_owner(tmp_path: Path) -> None:

@@ -183,8 +183,41 @@ def test_a_worker_that_cannot_be_set_up_ends_no_run_that_trains() -> None:
 
 def test_an_error_in_a_recovery_names_the_rank_that_the_worker_was_to_have() -> None:
     story = running(spares=1).started("w3").lost("w1").fenced("w0", "w2")
-    story.tell(m.TaskFailed(member="w3", rank=None, step=5, kind="mismatch", message="another model"))
-    assert story.run.failure == ("MismatchError", "rank 1 (w3), step 5: another model")
+    story.tell(m.TaskFailed(member="w2", rank=None, step=5, kind="mismatch", message="another model", incarnation=2))
+    assert story.run.failure == ("MismatchError", "rank 2 (w2), step 5: another model")
+
+
+@pytest.mark.parametrize("state", [State.REPLACE, State.REBUILD])
+def test_a_newcomer_that_cannot_take_what_the_others_have_ends_no_run(state: State) -> None:
+    """Its node has an older version of the code, perhaps. Whoever trained goes on, with somebody else."""
+    story = running(spares=1).started("w3").lost("w1").fenced("w0", "w2")
+    if state == State.REBUILD:
+        story.reconciled("w0", "w3", "w2", empty=["w3"])
+    assert story.run.state == state
+    story.tell(m.TaskFailed(member="w3", rank=None, step=5, kind="task", message="another model", incarnation=2))
+    assert (story.run.state, story.run.failure) == (State.FENCE, None)
+    assert of(story.said, m.Kill, m.Fence) == [m.Kill("w3"), m.Fence(("w0", "w2"), 3)]
+    story.tell(m.TaskFailed(member="w0", rank=None, step=5, kind="task", message="of before", incarnation=2))
+    assert story.run.state == State.FENCE, "what it was asked then is asked again"
+
+
+def test_a_checkpoint_of_the_step_that_was_not_finite_is_passed_over() -> None:
+    """The update before it may be what went wrong, and nobody sees that before the next loss."""
+    story = running(checkpoints=True, roll_back=True, max_steps=100)
+    stored = [m.Stored("step-000000020-e1-i1", 20), m.Stored("step-000000010-e1-i1", 10)]
+    about: dict[str, Any] = {"rank": 1, "step": 20, "kind": "non_finite", "message": "nan", "incarnation": 1}
+    story.tell(m.TaskFailed(member="w1", **about))
+    story.fenced("w0", "w1", "w2")
+    story.tell(m.CheckpointsFound(incarnation=2, stored=tuple(stored), reached=20))
+    assert story.run.load == stored[1]
+    story.reconciled("w0", "w1", "w2").committed(11)
+    assert story.run.state == State.RUNNING
+    about |= {"step": 30, "incarnation": 2}
+    story.tell(m.TaskFailed(member="w1", **about))
+    story.fenced("w0", "w1", "w2")
+    again = m.Stored("step-000000020-e1-i2", 20)  # what was computed again is sound
+    story.tell(m.CheckpointsFound(incarnation=3, stored=(again, stored[1]), reached=30))
+    assert story.run.load == again
 
 
 def test_abort_is_possible_from_the_first_moment() -> None:
@@ -618,9 +651,46 @@ def test_who_leaves_sleeps_until_then_by_choice_and_wakes_if_nothing_comes_of_it
     assert of(story.tell(m.SupervisorRestarted(at=1.0)), m.Sleep) == [m.Sleep(("w1",), True)], (
         "the old one may not have come to it"
     )
+    story.tell(m.Dormant(member="w1", incarnation=1, step=6, asleep=True))
     story.tell(m.TimerFired(at=118.0, timer="leave", incarnation=1))
     story.tell(m.TimerFired(at=120.0, timer="leave", incarnation=1))
     assert of(story.said, m.Sleep) == [m.Sleep(("w1",), False)]
+    assert of(story.tell(m.SupervisorRestarted(at=121.0)), m.Sleep) == [m.Sleep(("w1",), False)]
+    story.tell(m.Dormant(member="w1", incarnation=1, step=9, asleep=False))
+    assert of(story.tell(m.SupervisorRestarted(at=122.0)), m.Sleep) == []
+
+
+def test_whom_a_person_put_to_sleep_no_notice_wakes() -> None:
+    story = running(min_workers=3, slots=3, sleeps_on_notice=True)
+    story.tell(m.Dormant(member="w1", incarnation=1, step=3, asleep=True), wished())
+    story.tell(m.TimerFired(at=118.0, timer="leave", incarnation=1), m.TimerFired(at=120.0, timer="leave", incarnation=1))
+    assert of(story.said, m.Sleep) == []
+
+
+@pytest.mark.parametrize("wakes", [False, True])
+def test_a_recovery_in_which_somebody_slept_is_exact_up_to_rounding_only(wakes: bool) -> None:
+    """After it, all take part in a step; before it, one did not."""
+    story = running(spares=1).started("w3")
+    story.tell(m.Dormant(member="w1", incarnation=1, step=3, asleep=True))
+    if wakes:
+        story.tell(m.Dormant(member="w1", incarnation=1, step=5, asleep=False))
+    story.lost("w2").fenced("w0", "w1").reconciled("w0", "w1", "w3", empty=["w3"]).filled("w0", "w1", "w3").committed(5)
+    assert story.run.recoveries[-1].guarantee == (Guarantee.EXACT if wakes else Guarantee.ROUNDING)
+
+
+@pytest.mark.parametrize(("step", "guarantee"), [(5, Guarantee.ROUNDING), (8, Guarantee.EXACT)])
+def test_steps_that_were_done_while_somebody_slept_are_not_done_again_to_the_bit(step: int, guarantee: Guarantee) -> None:
+    story = running(checkpoints=True, strategy="checkpoint")
+    story.tell(m.Dormant(member="w1", incarnation=1, step=3, asleep=True))
+    story.tell(m.Dormant(member="w1", incarnation=1, step=8, asleep=False))
+    stored = m.Stored(f"step-{step}", step)
+    about = {"bytes": 1, "snapshot_s": 0.0, "stall_s": 0.0, "persist_s": 0.0}
+    story.tell(m.CheckpointCommitted(member="w0", incarnation=1, step=step, name=stored.name, **about))
+    story.lost("w2").fenced("w0", "w1", step=10)
+    story.tell(m.CheckpointsFound(incarnation=2, stored=(stored,), reached=10))
+    story.started("w3").reconciled("w0", "w1", "w3").committed(step)
+    assert story.run.recoveries[-1].step == step
+    assert story.run.recoveries[-1].guarantee == guarantee
 
 
 def test_who_can_leave_at_once_does_not_sleep_first_nor_do_all_at_once() -> None:
@@ -628,7 +698,7 @@ def test_who_can_leave_at_once_does_not_sleep_first_nor_do_all_at_once() -> None
     assert of(story.tell(wished()), m.Sleep, m.StopAtBoundary) == [m.StopAtBoundary(("w0", "w1", "w2"))]
     story = running(min_workers=3, slots=3, sleeps_on_notice=True)
     story.tell(told("w0"), told("w1"))
-    assert of(story.tell(told("w2")), m.Sleep) == []
+    assert of(story.tell(told("w2")), m.Sleep) == [m.Sleep(("w0", "w1"), True)], "w2 is the last"
 
 
 def test_who_had_notice_in_a_recovery_sleeps_after_it() -> None:

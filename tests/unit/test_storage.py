@@ -418,6 +418,14 @@ def test_retention_deletes_the_manifest_first(tmp_path: Path, monkeypatch: pytes
     assert steps(storage) == [20]
 
 
+def test_who_keeps_all_keeps_also_what_could_not_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Perhaps the storage gave no answer. And nobody looks at each of them, of which there may be many."""
+    storage = two_checkpoints(tmp_path)
+    monkeypatch.setattr(checkpoint, "read_manifest", None)
+    assert checkpoint.retain(storage, Name(20, 1, 1), checkpoint.KEEP_ALL, rejected=[str(Name(10, 1, 1))]) == []
+    assert steps(storage) == [20, 10]
+
+
 def test_retention_goes_on_past_what_cannot_be_deleted(tmp_path: Path) -> None:
     storage = two_checkpoints(tmp_path)
     (tmp_path / "step-000000015-e1-i1" / "directory").mkdir(parents=True)

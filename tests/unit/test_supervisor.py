@@ -210,6 +210,25 @@ def test_a_supervisor_takes_the_right_back_from_nobody(small_disk: Path) -> None
     assert (found.owner, found.epoch) == ("another", 2)
 
 
+def test_at_the_end_it_is_looked_up_whose_the_directory_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known of it is some seconds old, and another run's logs are not this one's to delete."""
+    storage = LocalStorage(tmp_path)
+    lock.acquire(storage, "mine").hand_over()
+    right = right_of(tmp_path)
+    assert asyncio.run(right.is_kept())
+    assert right._lock is not None
+    right._lock.hand_over()  # nobody renews it: the mount was away
+    lock._write(storage, lock.Owner("another", 2, "elsewhere", 1, 1.0))
+    assert not right.lost
+    assert not asyncio.run(right.is_kept())
+
+    def away(storage: LocalStorage) -> None:
+        raise StorageError("it is away")
+
+    monkeypatch.setattr(lock, "read_owner", away)
+    assert not asyncio.run(right.is_kept())
+
+
 def test_the_files_of_who_has_the_right_now_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text('{"event":"RunStarted","run_id":"another"}\n')
     noted: list[str] = []
