@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -305,6 +306,32 @@ def test_a_loss_that_is_not_finite_once_is_rolled_back(undisturbed, tmp_path: Pa
     result = train(tmp_path, "run", task=task, on_non_finite="roll_back", checkpoints=OFTEN)
     assert result.digest == undisturbed().digest
     assert result.recoveries[0].strategy == Strategy.CHECKPOINT
+
+
+class Spoilt(Toy):
+    """Its tenth update, the first time, leaves something in the model that is not finite; the next loss shows it."""
+
+    def optimizer(self, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer, updates = super().optimizer(params), itertools.count(1)
+
+        def spoil(*_: object) -> None:
+            if next(updates) == 10:
+                with torch.no_grad():
+                    params[-1].fill_(float("inf"))
+
+        optimizer.register_step_post_hook(spoil)
+        return optimizer
+
+
+@pytest.mark.long
+def test_a_checkpoint_of_what_an_update_has_spoilt_is_passed_over(undisturbed, tmp_path: Path) -> None:
+    """It was stored before anybody could see that."""
+    result = train(tmp_path, "run", task=Spoilt(step_seconds=0.3), on_non_finite="roll_back", checkpoints=OFTEN)
+    assert result.digest == undisturbed().digest
+    (recovery,) = result.recoveries
+    assert (recovery.strategy, recovery.step, recovery.guarantee) == (Strategy.CHECKPOINT, 5, Guarantee.EXACT)
+    stored = [(event["step"], event["incarnation"]) for event in events(result, "CheckpointCommitted")]
+    assert (10, 1) in stored
 
 
 def test_a_loss_that_is_never_finite_ends_the_run(cluster, tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import ray
 from conftest import promise_kept, train
+from torch import nn
 from toy import Toy
 
 from raytrain_ft import FailAt
@@ -63,6 +65,25 @@ def test_below_the_minimum_the_run_ends_with_a_reason(cluster: LocalCluster, tmp
         )
     assert "Add nodes" in str(failure.value)
     cluster.add_node()
+
+
+class OtherCode(Toy):
+    """The fifth worker, which is started for the first one that is lost, has another version of the model."""
+
+    def model(self, stage: int) -> nn.Module:
+        name = ray.get_runtime_context().get_actor_name() if ray.is_initialized() else None
+        return nn.Linear(16, 4) if (name or "").endswith(":w4") else super().model(stage)
+
+
+@pytest.mark.long
+def test_a_newcomer_with_other_code_is_replaced_and_ends_no_run(cluster: LocalCluster, tmp_path: Path) -> None:
+    faults = [FailAt(rank=1, step=5, phase="forward"), FailAt(rank=2, step=60, phase="forward")]
+    result = train(tmp_path, "other", task=OtherCode(step_seconds=0.15), steps=70, faults=faults)
+    assert promise_kept(result) == []
+    failed = [record for record in read_records(tmp_path / "other" / "events.jsonl") if record["event"] == "TaskFailed"]
+    assert [record["member"] for record in failed] == ["w4"], "it was to take what the others held"
+    assert result.digest == train(tmp_path, "calm", steps=70).digest
+    assert all(recovery.guarantee == Guarantee.EXACT for recovery in result.recoveries)
 
 
 def test_an_uneven_share_and_short_last_batches_use_every_sample_once(cluster: LocalCluster, tmp_path: Path) -> None:
