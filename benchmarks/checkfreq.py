@@ -112,7 +112,7 @@ def contended(run: Loop, seconds: float) -> list[float]:
 
 def measure_contended(report: Report, options: Options) -> None:
     """Table 5: a second job begins to write midway. A fixed k, and one that adapts."""
-    preset, seconds = FREE, 15.0 if options.quick else 60.0
+    preset, seconds = FREE, 12.0 if options.quick else 60.0
     with loop(preset, budget=BUDGET) as run:
         before = learn(run)
         base = statistics.mean(run.run(60, "none"))
@@ -147,7 +147,7 @@ def measure_contended(report: Report, options: Options) -> None:
 def measure_schemes(report: Report, options: Options) -> None:
     """Figure 7 and Table 3: the same k, synchronously, with persist in the background, with both. Figure 4: their timelines."""
     hows: tuple[How, ...] = ("sync", "persist only", "pipelined")
-    stretches, least, judgements = (1, 80, 4) if options.quick else (5, STRETCH_STEPS, JUDGEMENTS)
+    stretches, least, judgements = (1, 60, 3) if options.quick else (5, STRETCH_STEPS, JUDGEMENTS)
     for preset in PRESETS[: 1 if options.quick else None]:
         with loop(preset, budget=BUDGET) as run:
             k = learn(run, judgements)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import ray
@@ -230,6 +230,11 @@ class Crew:
         known = await self._call(member, "setup", seconds=START_SECONDS)
         if known is None:
             return
+        if why := differs(known, self._introductions.values()):
+            self._health.nodes.avoid(known.node, FORGIVE_SILENT_S)
+            about = {"rank": None, "step": self._health.step, "kind": "mismatch", "message": why}
+            self._tell(m.TaskFailed(at=self._now(), member=member, **about))
+            return
         self._introductions[member] = known
         if member not in self._watching:
             self._look_after(member, known.node)
@@ -411,6 +416,21 @@ class Crew:
     async def _timer(self, timer: str, seconds: float, incarnation: int | None) -> None:
         await asyncio.sleep(seconds)
         self._tell(m.TimerFired(at=self._now(), timer=timer, incarnation=incarnation))
+
+
+def differs(known: Introduction, others: Iterable[Introduction]) -> str:
+    """Why this worker cannot take what the others hold, or not to the bit, as far as that can be seen; empty if it can."""
+
+    def words(one: Introduction) -> str:
+        return f"{one.num_parameters} parameters in {one.num_buckets} buckets, with {one.software}"
+
+    other = next((other for other in others if words(other) != words(known)), None)
+    if other is None:
+        return ""
+    return (
+        f"on node {known.host} the model has {words(known)}; on node {other.host} it has {words(other)}. Install the same code "
+        "and the same versions on every node"
+    )
 
 
 def _cause(error: BaseException) -> str:

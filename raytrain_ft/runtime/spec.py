@@ -163,6 +163,8 @@ class Introduction:
 
     Attributes:
         lifeline: the port on `host` of a connection that ends when its process dies; 0 if it offers none.
+        num_parameters, num_buckets: of the model, or of the first stage of it: the same everywhere, if the code is.
+        software: versions that the bits depend on.
     """
 
     node: str
@@ -171,3 +173,4 @@ class Introduction:
     lifeline: int
     num_parameters: int
     num_buckets: int
+    software: str

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -53,6 +55,10 @@ class Worker:
         self._heartbeat = Heartbeat(member, spec, supervisor, self._preemption.notice)
         self._trainee = Trainee(member, spec, supervisor, epoch, self._heartbeat, self._host)
 
+    def __repr__(self) -> str:
+        """What Ray calls it, in logs and in its dashboard."""
+        return f"{self._spec.name} {self._member}"
+
     # ---------------------------------------------------------------- becoming ready
 
     def setup(self) -> Introduction:
@@ -75,6 +81,7 @@ class Worker:
             lifeline.offer(self._host),
             sum(p.numel() for bucket in buckets for p in bucket.params),
             len(buckets),
+            f"Python {platform.python_version()} and torch {version('torch')}",
         )
 
     def _note_no_notices(self, source: str, reason: str) -> None:

@@ -55,7 +55,8 @@ def told() -> list[m.Event]:
 
 @pytest.fixture
 def crew(told: list[m.Event]) -> Crew:
-    spec: Any = SimpleNamespace(options={"num_cpus": 1}, member_name=lambda member: member)
+    rules = SimpleNamespace(stages=1)
+    spec: Any = SimpleNamespace(options={"num_cpus": 1}, member_name=lambda member: member, rules=rules)
     return Crew(spec, told.append, lambda: 0.0, Health())  # pyright: ignore[reportArgumentType]
 
 
@@ -159,7 +160,7 @@ def test_the_end_of_a_process_is_told_at_once_and_its_cause_when_ray_knows_it(
 
     async def call(member: str, method: str, **_: Any) -> Introduction:
         assert method == "setup"
-        return Introduction("n1", 7, "127.0.0.1", 4000, 10, 1)
+        return Introduction("n1", 7, "127.0.0.1", 4000, 10, 1, "torch 2.13")
 
     gone: Future[None] = Future()
     gone.set_exception(ActorDiedError())
@@ -214,7 +215,7 @@ def test_a_lifeline_that_fails_leaves_it_to_ray(crew: Crew, told: list[m.Event],
         raise RuntimeError("cannot schedule new futures after shutdown")
 
     async def call(member: str, method: str, **_: Any) -> Introduction:
-        return Introduction("n1", 7, "127.0.0.1", 4000, 10, 1)
+        return Introduction("n1", 7, "127.0.0.1", 4000, 10, 1, "torch 2.13")
 
     monkeypatch.setattr(crew, "handle", lambda member: SimpleNamespace(watch=Method(watch)))
     monkeypatch.setattr(crew, "_call", call)
@@ -226,3 +227,30 @@ def test_a_lifeline_that_fails_leaves_it_to_ray(crew: Crew, told: list[m.Event],
 
     asyncio.run(play())
     assert [(type(event), event.noticed_by) for event in told] == [(m.WorkerLost, "ray")]  # pyright: ignore
+
+
+def test_who_has_another_model_never_becomes_a_spare(crew: Crew, told: list[m.Event]) -> None:
+    """Else that would be seen in a recovery, when it is needed."""
+
+    async def introduce(member: str, parameters: int, torch: str = "2.13") -> None:
+        known = Introduction("n1", 7, "127.0.0.1", 0, parameters, 1, f"torch {torch}")
+        crew._handles[member] = SimpleNamespace(setup=Method(lambda: answered(known)), watch=Method(lambda: asyncio.sleep(9)))
+        await crew._introduce(member)
+
+    def answered(known: Introduction) -> Any:
+        answer: Future[Introduction] = Future()
+        answer.set_result(known)
+        return SimpleNamespace(future=lambda: answer)
+
+    async def run() -> None:
+        await introduce("w0", 10)
+        await introduce("w1", 11)
+        await introduce("w2", 10)
+        await introduce("w3", 10, "2.12")
+
+    asyncio.run(run())
+    failed, other = [event for event in told if isinstance(event, m.TaskFailed)]
+    assert (failed.member, failed.kind, other.member) == ("w1", "mismatch", "w3")
+    assert "11 parameters in 1 buckets, with torch 2.13; on node 127.0.0.1 it has 10 parameters" in failed.message
+    assert "torch 2.12" in other.message
+    assert set(crew._introductions) == {"w0", "w2"}
