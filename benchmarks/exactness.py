@@ -13,7 +13,6 @@ from torch import nn
 
 import raytrain_ft as ft
 from benchmarks.harness import Options, Report
-from raytrain_ft.chaos.cluster import LocalCluster
 from raytrain_ft.drill.tasks import Tiny
 from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.storage.arrow import read_tensors
@@ -77,7 +76,7 @@ def measure_bits(report: Report, options: Options) -> None:
     """Killed runs against the undisturbed one, in both ways to update."""
     draws = random.Random(options.seed)
     runs, kills = (1, 3) if options.quick else (6, 5)
-    with tempfile.TemporaryDirectory(prefix="raytrain_ft-") as directory, LocalCluster(5):
+    with tempfile.TemporaryDirectory(prefix="raytrain_ft-") as directory:
         for update in ("barrier", "wait_free"):
             reference = train(directory, f"undisturbed-{update}", update, [])
             killed = [train(directory, f"{update}-{n}", update, faults_of(draws, kills)) for n in range(runs)]
@@ -102,11 +101,11 @@ def _spin(seconds: float) -> None:
 
 def measure_false_alarms(report: Report, options: Options) -> None:
     """A healthy run of many short steps while twice as many processes as cores want the CPU."""
-    steps = 500 if options.quick else 10_000
+    steps = 300 if options.quick else 10_000
     cores = multiprocessing.cpu_count()
     context = multiprocessing.get_context("spawn")  # a fork of this process would inherit Ray's threads and handlers
     hogs = [context.Process(target=_spin, args=(600.0,), daemon=True) for _ in range(2 * cores)]
-    with tempfile.TemporaryDirectory(prefix="raytrain_ft-") as directory, LocalCluster(3):
+    with tempfile.TemporaryDirectory(prefix="raytrain_ft-") as directory:
         for hog in hogs:
             hog.start()
         try:
