@@ -235,9 +235,10 @@ def on_checkpoints_found(run: RunState, event: m.CheckpointsFound) -> list[m.Com
         run.members[member] = MemberState.SPARE
         run.void.add(member)
     committed, run.survivors, run.stored = max(run.step, event.reached), {}, list(event.stored)
-    for stored in event.stored:
-        if stored.step == run.spoilt:  # perhaps the update before it was the one that went wrong
-            run.rejected[stored.name] = f"step {stored.step} began with it, and {run.going_back}"
+    spoilt = [stored.name for stored in run.stored if stored.step == run.spoilt]
+    if any(stored.name not in run.rejected and stored.name not in spoilt for stored in run.stored):
+        # perhaps the update before was the one that went wrong; if this is all that there is, it is tried once more
+        run.rejected |= dict.fromkeys(spoilt, f"step {run.spoilt} began with it, and {run.going_back}")
     run.plan, run.replaying = None, frozenset()
     ended = run.begin_from_stored()
     if ended:

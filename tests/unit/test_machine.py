@@ -220,6 +220,22 @@ def test_a_checkpoint_of_the_step_that_was_not_finite_is_passed_over() -> None:
     assert story.run.load == again
 
 
+def test_a_loss_that_is_not_finite_wherever_it_begins_ends_the_run_as_that() -> None:
+    """And not for want of a checkpoint."""
+    story = running(checkpoints=True, roll_back=True)
+    stored = (m.Stored("step-000000010-e1-i1", 10), m.Stored("step-000000005-e1-i1", 5))
+    for incarnation, (step, begins) in enumerate([(12, 10), (10, 5), (5, 5)], start=1):
+        about: dict[str, Any] = {"rank": 1, "step": step, "kind": "non_finite", "message": "nan", "incarnation": incarnation}
+        story.tell(m.TaskFailed(member="w1", **about))
+        story.fenced("w0", "w1", "w2")
+        story.tell(m.CheckpointsFound(incarnation=incarnation + 1, stored=stored, reached=12))
+        assert story.run.load is not None
+        assert story.run.load.step == begins
+        story.reconciled("w0", "w1", "w2")
+    story.tell(m.TaskFailed(member="w1", rank=1, step=5, kind="non_finite", message="nan", incarnation=4))
+    assert story.run.failure == ("NonFiniteLossError", "rank 1 (w1), step 5: nan")
+
+
 def test_abort_is_possible_from_the_first_moment() -> None:
     run = RunState(Rules(min_workers=1, max_workers=1, max_steps=1))
     assert handle(run, m.AbortRequested(reason="Ctrl-C")) == [m.End()]
