@@ -229,7 +229,7 @@ class RecoveryConfig:
             metadata services), "ray" (`ray drain-node`, autoscalers) and "sigterm"; "auto" is the last two and the cloud that
             is found; None heeds none.
         on_notice: what a worker with notice does until it leaves: "train" on, which keeps the result the same to the bit, or
-            "sleep", so that no sample is lost or read again if its node goes sooner than was said; not in a pipeline.
+            "sleep", so that strategy="lossy" loses no sample with it if its node goes sooner than was said; not in a pipeline.
         sigterm_grace: how long a worker goes on after SIGTERM at most: as long as whoever sends it waits before SIGKILL.
         hang_timeout: a step that makes no progress for this long, and for ten times the longest step so far, is suspect.
         fence_timeout: the least time that a survivor has to leave its step (three times the longest step if longer).

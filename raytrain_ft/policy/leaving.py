@@ -5,8 +5,8 @@ miss the deadline; then everybody stops at one boundary, as for any planned resi
 Where nobody else does (a stage without a replica, a run of one), it is *handed over*. If the deadline comes first, or anything
 goes wrong on the way, there was a loss, and it is met as any other.
 
-Until then a member may sleep, by choice (`sleeps_on_notice`; Nicolae et al., III-B): it holds no samples then, so that none are
-lost or read again if its node goes sooner than was said.
+Until then a member may sleep, by choice (`sleeps_on_notice`; Nicolae et al., III-B): it has no samples then, so that
+the strategy "lossy" loses none with it if its node goes sooner than was said.
 
 What does not come true lapses, and the member keeps its place: a person's request that could not be met by its deadline, and
 what a cloud said of a node that lives on. Ray's word of a drain is never taken back.

@@ -81,7 +81,7 @@ def test_a_newcomer_with_other_code_is_replaced_and_ends_no_run(cluster: LocalCl
     result = train(tmp_path, "other", task=OtherCode(step_seconds=0.15), steps=70, faults=faults)
     assert promise_kept(result) == []
     failed = [record for record in read_records(tmp_path / "other" / "events.jsonl") if record["event"] == "TaskFailed"]
-    assert [record["member"] for record in failed] == ["w4"], "it was to take what the others held"
+    assert [(record["member"], record["kind"]) for record in failed] == [("w4", "mismatch")], "refused when it was ready"
     assert result.digest == train(tmp_path, "calm", steps=70).digest
     assert all(recovery.guarantee == Guarantee.EXACT for recovery in result.recoveries)
 

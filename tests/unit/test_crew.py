@@ -55,8 +55,7 @@ def told() -> list[m.Event]:
 
 @pytest.fixture
 def crew(told: list[m.Event]) -> Crew:
-    rules = SimpleNamespace(stages=1)
-    spec: Any = SimpleNamespace(options={"num_cpus": 1}, member_name=lambda member: member, rules=rules)
+    spec: Any = SimpleNamespace(options={"num_cpus": 1}, member_name=lambda member: member)
     return Crew(spec, told.append, lambda: 0.0, Health())  # pyright: ignore[reportArgumentType]
 
 
