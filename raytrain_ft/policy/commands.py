@@ -23,6 +23,16 @@ class Fence:
 
 
 @dataclass(frozen=True, slots=True)
+class Forsake:
+    """These compute on for their own gradients, and nobody can use what they compute, unless it is of step `worth`: they leave
+    it, and answer the fence of this incarnation."""
+
+    members: tuple[str, ...]
+    incarnation: int
+    worth: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Reconcile:
     """All of `world` (in rank order) join the group of this incarnation; `holders` carry out `plan`, whatever others hold is
     void. Without a plan nobody holds the state: all load the checkpoint `load`, or begin anew if there is none.
@@ -173,6 +183,7 @@ class End:
 Command = (
     StartWorker
     | Fence
+    | Forsake
     | FindCheckpoints
     | Reconcile
     | Fill

@@ -13,7 +13,7 @@ cannot apply, the step is redone after all, which keeps more. Three strategies:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from raytrain_ft.policy.reconcile import Copy, Marks, Plan, Share, holders, known_losses, unused
@@ -41,6 +41,12 @@ def instead(plan: Plan, survivors: Sequence[Marks], strategy: str, quorum: float
         reason = f"step {plan.step} is skipped: its batch is lost"
         return replace(plan, step=plan.step + 1, skips=True, lost=(shares[0].batch,), reason=reason)
     return plan
+
+
+def worth_finishing(survivors: Iterable[Marks]) -> int | None:
+    """The step that survivors like these can finish alone, if the others compute their gradients of it; None: there is none."""
+    steps = {marks.share.step if marks.share is not None and marks.share.whole else None for marks in survivors}
+    return steps.pop() if len(steps) == 1 else None
 
 
 def _finish(plan: Plan, survivors: Sequence[Marks], shares: Sequence[Share], quorum: float) -> Plan:

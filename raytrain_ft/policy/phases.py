@@ -11,7 +11,7 @@ from __future__ import annotations
 from raytrain_ft.errors import RecoveryError
 from raytrain_ft.policy import leaving
 from raytrain_ft.policy import messages as m
-from raytrain_ft.policy.forward import instead
+from raytrain_ft.policy.forward import instead, worth_finishing
 from raytrain_ft.policy.reconcile import Marks, Plan, reconcile, reconcile_stages
 from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.run_state import RunState
@@ -65,8 +65,21 @@ def fence(run: RunState, at: float) -> list[m.Command]:
 
 
 def on_fenced(run: RunState, event: m.Fenced) -> list[m.Command]:
+    known = [answer.marks for answer in run.answers.values() if isinstance(answer, m.Fenced) and answer.marks is not None]
     run.answers[event.member] = event
-    return take_stock(run, event.at)
+    return [*_forsake(run, known, event.marks), *take_stock(run, event.at)]
+
+
+def _forsake(run: RunState, known: list[Marks], new: Marks | None) -> list[m.Command]:
+    """With "lossy" survivors compute their gradients to the end, which only this answer may show to be in vain: who has come
+    back from a step that others had completed, say, finds them in the next one, and that will be redone."""
+    waited_for = tuple(member for member in run.roster.taking_part() if member not in run.answers)
+    if run.rules.strategy != "lossy" or new is None or not waited_for:
+        return []
+    worth = worth_finishing([*known, new])
+    if known and worth == worth_finishing(known):
+        return []  # they have been told
+    return [m.Forsake(waited_for, run.incarnation, worth)]
 
 
 def take_stock(run: RunState, at: float) -> list[m.Command]:

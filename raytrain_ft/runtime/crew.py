@@ -101,6 +101,9 @@ class Crew:
                 self._health.alert(members)
                 for member in members:
                     self._spawn(self._fence(member, incarnation))
+            case m.Forsake(members, incarnation, worth):
+                for member in members:
+                    self._spawn(self._ask(member, "forsake", incarnation, worth))
             case m.Reconcile():
                 for member in command.world:
                     self._spawn(self._reconcile(member, command))

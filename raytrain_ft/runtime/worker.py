@@ -49,7 +49,7 @@ class Worker:
         self._host = ray.util.get_node_ip_address()
         self._training = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
         self._lock = threading.Lock()
-        self._fence = Fence(0)
+        self._fence = self._trains = Fence(0)  # the latest one; the one of the latest steps
         self._ready: Future[Introduction] | None = None
         self._preemption = Preemption(spec.notices, self._note_no_notices)
         self._heartbeat = Heartbeat(member, spec, supervisor, self._preemption.notice)
@@ -135,6 +135,12 @@ class Worker:
         old.trip()
         return self._training.submit(self._trainee.park, incarnation, old.incarnation).result(timeout=PARK_DEADLINE_S)
 
+    def forsake(self, incarnation: int, worth: int | None) -> None:
+        """What is still computed of a step that the fence of this incarnation has ended is of no use, unless it is `worth`."""
+        with self._lock:
+            if incarnation == self._fence.incarnation and self._trains is not self._fence:
+                self._trains.forsake(worth)
+
     def reconcile(
         self,
         world: tuple[str, ...],
@@ -210,6 +216,7 @@ class Worker:
         """Goes on training (see `messages.Run`). Returns at once; the heartbeat tells how it goes."""
         fence = self._enter(incarnation)
         if not self._heartbeat.is_running(incarnation):
+            self._trains = fence
             self._heartbeat.running(incarnation, self._trainee.rank)
             self._training.submit(self._trainee.run, fence, failure_s, rejected)
 

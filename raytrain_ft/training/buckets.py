@@ -139,7 +139,8 @@ class Reducer:
         eager: look for finished reductions during the backward pass already (wait-free), not only at its end.
         fill_tail: writes this rank's contribution to the tail just before the last bucket is reduced.
         is_silent: asked before each bucket whether this rank contributes zeros from here on.
-        finishes_alone: a backward pass whose reductions fail goes on to its end, for the gradients of this rank (lossy).
+        finishes_alone: a backward pass whose reductions fail goes on, for the gradients of this rank (lossy), to its end or
+            until the fence says that nobody can use them.
 
     Attributes:
         complete: the backward pass of the attempt has come to its end: `p.grad` is final where nothing was accepted.
@@ -205,14 +206,27 @@ class Reducer:
             )
         self._ready.add(id(p))
         self._missing[self._bucket_of[id(p)]] -= 1
-        if self._interrupted is not None:
-            return
-        try:
-            self._reduce_ready()
-        except (FencedError, PeerLostError) as error:
-            if not self._finishes_alone:
-                raise
-            self._interrupted = error
+        if self._interrupted is None:
+            try:
+                self._reduce_ready()
+            except (FencedError, PeerLostError) as error:
+                self._interrupted = error
+        if self._interrupted is not None and not self._goes_on_alone():
+            raise self._interrupted
+
+    def check(self) -> None:
+        """Between two passes: leaves the step if what is still to be computed of it is of no use.
+
+        Raises:
+            FencedError: the incarnation is over.
+        """
+        assert self.group is not None
+        if not self._goes_on_alone():
+            self.group.fence.check()
+
+    def _goes_on_alone(self) -> bool:
+        assert self.group is not None
+        return self._finishes_alone and not self.group.fence.is_vain(self._step)
 
     def _reduce_ready(self) -> None:
         assert self.group is not None

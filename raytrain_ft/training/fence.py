@@ -22,6 +22,8 @@ class Fence:
         self.incarnation = incarnation
         self._lock = threading.Lock()
         self._tripped = False
+        self._forsaken = False
+        self._worth: int | None = None
         self._waiters: set[threading.Event] = set()
 
     @property
@@ -35,6 +37,15 @@ class Fence:
             waiters, self._waiters = self._waiters, set()
         for waiter in waiters:
             waiter.set()
+
+    def forsake(self, worth: int | None) -> None:
+        """Says to whom computes on in spite of the fence, for its own gradients, that nobody can use them, unless they are of
+        step `worth`. From any thread."""
+        self._forsaken, self._worth = True, worth
+
+    def is_vain(self, step: int) -> bool:
+        """Whether it is known that nobody can use what is still computed of this step."""
+        return self._forsaken and step != self._worth
 
     def check(self) -> None:
         """Raises `FencedError` if this incarnation is over."""

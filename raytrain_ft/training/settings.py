@@ -70,7 +70,7 @@ class StepSettings:
             run or a way back is for the supervisor to say.
         seats: the most replicas that there may be.
         returns_lost: samples that were lost, but for those whose loss was not finite, are read again at the end of their epoch.
-        finishes_alone: a backward pass goes on to its end when a reduction fails, so that survivors can finish the step.
+        finishes_alone: a backward pass goes on when a reduction fails, so that survivors can finish the step.
         pipeline: None if every worker hosts the whole model.
     """
 

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 import raytrain_ft as ft
+from raytrain_ft.training.random import step_seed
 
 
 class Toy(ft.TrainTask):
@@ -77,4 +78,32 @@ class Leisurely(Toy):
         if self.jump.exists():
             ahead = float(self.jump.read_text() or 0)
             time.time = lambda: time.clock_gettime(time.CLOCK_REALTIME) + ahead  # the wall clock of this process
+        return super().loss(output, batch)
+
+
+class Apart(Toy):
+    """Rank 2 rests a second in the update of step 10; in the next one, rank 0 rests before each layer's gradients, six seconds
+    in all. A run of three with seed 7."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="plain")
+        self.place = 0
+
+    def model(self, stage: int) -> nn.Module:
+        layers = [nn.Linear(16, 16) for _ in range(24)]
+        for layer in layers:
+            layer.register_full_backward_pre_hook(lambda *_: self._rest(0.25, step=11, rank=0))
+        return nn.Sequential(*layers, nn.Linear(16, 4))
+
+    def optimizer(self, params):
+        optimizer = super().optimizer(params)
+        optimizer.register_step_pre_hook(lambda *_: self._rest(1.0, step=10, rank=2))
+        return optimizer
+
+    def _rest(self, seconds: float, *, step: int, rank: int) -> None:
+        if self.place == step_seed(7, step, rank, 0):
+            time.sleep(seconds)
+
+    def loss(self, output, batch):
+        self.place = torch.initial_seed()  # a task is not told where it is, but for this
         return super().loss(output, batch)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain_ft.policy.forward import STRATEGIES, complement, instead
+from raytrain_ft.policy.forward import STRATEGIES, complement, instead, worth_finishing
 from raytrain_ft.policy.reconcile import Marks, Plan, Share, reconcile
 from raytrain_ft.policy.sampling import samples_in
 
@@ -52,6 +52,21 @@ def test_without_gradients_of_its_own_a_survivor_cannot_finish() -> None:
     assert not plan_of(survivors, "lossy").completes
     survivors[1] = Marks("w1", 5, (5,), (None,))
     assert not plan_of(survivors, "lossy").completes
+
+
+def test_a_step_is_worth_finishing_if_all_have_computed_it_or_can() -> None:
+    """If it is not said to be, the plan is to redo it, whatever the others add; if it is, they may still finish it."""
+    here, ahead, broken = (
+        survivor(0, (5,), (None,)),
+        survivor(1, (6,), (None,), step=6),
+        survivor(2, (5,), (None,), whole=False),
+    )
+    between = Marks("w3", 5, (5,), (None,))
+    assert worth_finishing([here]) == 5
+    assert worth_finishing([here, survivor(1, (5,), (None,))]) == 5
+    assert worth_finishing([here, ahead]) is None
+    assert worth_finishing([here, broken]) is worth_finishing([between]) is None
+    assert not plan_of([here, broken], "lossy").completes
 
 
 def test_rollback_keeps_the_update_of_who_has_come_furthest() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import raytrain_ft as ft
+from raytrain_ft.errors import FencedError
 from raytrain_ft.policy.sampling import GlobalBatch, Position, Sampling, sample_ids
 from raytrain_ft.training import mending
 from raytrain_ft.training.build import build_replica
@@ -39,7 +40,8 @@ class Line(ft.TrainTask):
 @pytest.fixture
 def alone(request: pytest.FixtureRequest) -> Any:
     """A replica that is the only one, and its connections to nobody. Its parameter: `returns_lost`."""
-    settings = StepSettings(seats=2, bucket_bytes=64, first_bucket_bytes=64, returns_lost=getattr(request, "param", False))
+    returns_lost = getattr(request, "param", False)
+    settings = StepSettings(seats=2, bucket_bytes=64, first_bucket_bytes=64, returns_lost=returns_lost, finishes_alone=True)
     replica = build_replica(Line(), Sampling(24, 8, 0), settings, use_gpu=False, undo_mode="exact", probe=None)
     fence = Fence(1)
     replica.loader.start(replica.state.position, 0, 1)
@@ -88,6 +90,35 @@ def test_a_loss_that_cost_no_sample_scales_nothing(alone: tuple[Replica, Links],
     group: Any = links.group
     mending.reduce_alone(replica, range(len(reduced)), group, leads=True)
     assert all(torch.equal(bucket.flat, before) for bucket, before in zip(replica.state.buckets, reduced, strict=True))
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("worth", "whole"), [("unknown", True), (0, True), (1, False), (None, False)], ids=["unknown", "this", "another", "none"]
+)
+def test_gradients_are_computed_to_the_end_if_somebody_may_use_them(
+    alone: tuple[Replica, Links], worth: Any, whole: bool, when: str
+) -> None:
+    replica, links = alone
+
+    def end(*_: Any) -> None:
+        links.fence.trip()
+        if worth != "unknown":
+            links.fence.forsake(worth)
+
+    layer = replica.state.model.get_submodule("2")
+    if when == "forward":
+        layer.register_forward_hook(end)
+    else:
+        layer.register_full_backward_hook(end)
+    with pytest.raises(FencedError):
+        replica.train_step(links)
+    replica.reducer.abandon()
+    share = mending.share(replica)
+    assert share is not None
+    assert (share.step, share.whole) == (0, whole)
+    first = next(replica.state.model.parameters())
+    assert (first.grad is not None) is whole
 
 
 def test_words_and_shares() -> None:

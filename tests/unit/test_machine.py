@@ -14,7 +14,7 @@ import pytest
 from raytrain_ft.errors import IllegalEventError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.machine import handle, replay
-from raytrain_ft.policy.reconcile import Copy, Marks
+from raytrain_ft.policy.reconcile import Copy, Marks, Share
 from raytrain_ft.policy.roster import MemberState, Rules
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, LIVE, TRANSITIONS, State, diagram
@@ -56,6 +56,12 @@ class Story:
             marks = None if member in empty else Marks(member, step, (step, step), (None, None))
             self.tell(m.Fenced(member=member, incarnation=self.run.incarnation, marks=marks))
         return self
+
+    def fenced_in(self, member: str, step: int, *, whole: bool = True) -> list[m.Command]:
+        """This one has computed its gradients of the step, or some of them; returns what follows."""
+        share = Share(step, (0, 30), (0, 10), whole)
+        marks = Marks(member, step, (step, step), (None, None), share=share)
+        return self.tell(m.Fenced(member=member, incarnation=self.run.incarnation, marks=marks))
 
     def reconciled(self, *members: str, empty: Sequence[str] = (), undone: int = 0) -> Story:
         for member in members:
@@ -471,6 +477,21 @@ def test_storage_that_does_not_answer_ends_the_run_with_a_reason() -> None:
     assert story.run.failure is not None
     assert story.run.failure[0] == "RecoveryError"
     assert "did not answer" in story.run.failure[1]
+
+
+def test_who_computes_in_vain_is_told_so_once() -> None:
+    """With "lossy" survivors compute to the end of the step; the first answers tell which one that is, and whether it helps."""
+    story = running(5, strategy="lossy").lost("w4")
+    assert story.fenced_in("w0", 5) == [m.Forsake(("w1", "w2", "w3"), 2, 5)]
+    assert story.fenced_in("w1", 5) == []
+    assert story.fenced_in("w2", 6) == [m.Forsake(("w3",), 2, None)]
+    assert of(story.fenced_in("w3", 6, whole=False), m.Forsake) == []  # nobody is left who could be told
+    assert story.run.plan is not None
+    assert (story.run.plan.step, story.run.plan.lost) == (6, ())
+
+
+def test_nobody_else_computes_on() -> None:
+    assert running(3).lost("w2").fenced_in("w0", 5) == []
 
 
 def test_strategy_checkpoint_gives_up_what_survivors_hold() -> None:
