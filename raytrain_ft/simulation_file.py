@@ -79,13 +79,18 @@ class _File:
             found: Failures = self._checked(("failures",), lambda: SpotTrace.read(trace, known.get("cycle", 0.0)))
         elif kind == "list":
             known = self._fields(("failures",), ("kind", "failures"), fields)
-            listed = known.get("failures") or []
+            listed = known.get("failures", [])
+            if not isinstance(listed, list):
+                raise ConfigError(
+                    self._at(("failures", "failures"), f"{listed!r}: use a list, such as [{{at: 3600, lost: 1}}]")
+                )
             made = [self._make(Failure, ("failures", "failures", number), each) for number, each in enumerate(listed)]
             lines = [self._at(("failures", "failures", number), "").removesuffix(": ") for number in range(len(made))]
             found = self._checked(("failures",), lambda: Listed(tuple(made), tuple(lines)))
         else:
             found = self._make(SOURCES[str(kind)], ("failures",), rest)
-        found.check(job)
+            self._checked(("failures",), partial(found.check, job))
+        found.check(job)  # of a list or a trace: what it complains of names its line
         return found
 
     def _make(self, kind: type[Any], place: Place, fields: Any, **more: Any) -> Any:

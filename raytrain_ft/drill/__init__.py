@@ -21,7 +21,7 @@ from raytrain_ft.drill.schedule import Schedule
 from raytrain_ft.drill.verdict import verdict
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.scenario import Scenario
-from raytrain_ft.simulate import Job
+from raytrain_ft.simulate import Job, SpotTrace
 
 
 def drill(
@@ -82,7 +82,8 @@ def _schedule(scenario: Scenario) -> Schedule:
     for number, event in enumerate(scenario.events):
         try:
             if event.when is not None and event.when.trace is not None:
-                Schedule(scenario.model_copy(update={"events": (event,)}))
+                nodes = scenario.nodes or scenario.range[1] + scenario.spares
+                SpotTrace.read(scenario.relative(event.when.trace)).check_nodes(nodes)
         except ConfigError as error:
             raise scenario.error(("events", number, "when", "trace"), str(error)) from error
     return Schedule(scenario)

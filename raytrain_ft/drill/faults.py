@@ -174,6 +174,18 @@ def _check_place(scenario: Scenario, task: TrainTask, number: int, at: Point) ->
             raise scenario.error((*place, "name"), f"{at.name}: {error}") from error
 
 
+def share_before(scenario: Scenario, number: int, at: Point) -> float:
+    """The share of the gradients, in bytes, that back-propagation has come to before a bucket, a layer or a parameter.
+
+    Raises:
+        ScenarioError: the model has no such place.
+    """
+    task = task_of(scenario)
+    _check_place(scenario, task, number, at)
+    sizes = [sum(p.numel() * p.element_size() for p in params) for params in _layout(scenario, task.model(0))[0]]
+    return sum(sizes[: _bucket(scenario, task, at)]) / sum(sizes)
+
+
 def _layout(scenario: Scenario, model: nn.Module) -> tuple[list[list[nn.Parameter]], list[nn.Module]]:
     """The buckets of a model, in the order in which they are reduced, and its layers with parameters of their own."""
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -16,7 +16,7 @@ from typing import Any
 
 from numpy.random import Generator
 
-from raytrain_ft.drill.faults import ranks
+from raytrain_ft.drill.faults import ranks, share_before
 from raytrain_ft.drill.numbers import WEAKER, Kind, Report, Spread
 from raytrain_ft.drill.verdict import verdict
 from raytrain_ft.errors import ConfigError
@@ -33,13 +33,20 @@ PHASE_AT = {
     "forward": 0.2,
     "backward_pass": 0.5,
     "send": 0.6,
-    "tied": 0.95,
-    "update": 0.96,
-    "updated": 0.98,
+    "weight_pass": 0.6,
+    "backward": 0.63,
+    "reduce": 0.63,
+    "reduced": 0.92,
+    "tied": 0.92,
+    "checkpoint": 0.0,
 }
-"""About where in a step its phases are; the pass backward takes twice as long as the one forward."""
+"""About where in a step its phases are; the pass backward takes twice as long as the one forward. A checkpoint comes before the
+step that it is of."""
+LEFT_OF_UPDATE = {"update": 0.9, "updated": 0.2, "commit": 0.1}
+"""Once all is reduced, how much of the update there still is to do."""
 BACKWARD_AT, BACKWARD = 0.33, 0.6
 """About where back-propagation begins, and its share of a step."""
+PLACES = ("bucket", "layer", "name")
 SIMULATED = ("kill", "kill_node", "freeze", "unplug", "bring_back", "exit")
 KINDS = {"auto": "replication", "replication": "replication", "logging": "logging", "snapshot": "elastic_horovod"}
 
@@ -181,8 +188,11 @@ class Events:
         self._at_steps = [
             n for n, event in enumerate(scenario.events) if event.when is not None and event.when.step is not None
         ]
+        self._before: dict[int, float] = {}  # of events at a place in back-propagation, the share of gradients before it
         for number, event in enumerate(scenario.events):
             self._check(number, event)
+            if event.at is not None and not set(PLACES).isdisjoint(event.at.places):
+                self._before[number] = share_before(scenario, number, event.at)
 
     def _check(self, number: int, event: Event) -> None:
         place = ("events", number, "action")
@@ -215,17 +225,30 @@ class Events:
         self.check(job)
         draws = random.Random(int(chance.integers(2**62)))
         if self._at_steps:
-            found = [self._at_step(self._scenario.events[number], job, draws) for number in self._at_steps]
+            found = [self._at_step(number, job, draws) for number in self._at_steps]
             yield from sorted(found, key=lambda failure: failure.step or 0.0)
             return
         streams = [self._timed(event, job, random.Random(draws.random())) for event in self._scenario.events]
         yield from heapq.merge(*streams, key=lambda failure: failure.at or 0.0)
 
-    def _at_step(self, event: Event, job: Job, draws: random.Random) -> Failure:
+    def _at_step(self, number: int, job: Job, draws: random.Random) -> Failure:
+        event = self._scenario.events[number]
         assert event.when is not None
         assert event.when.step is not None
         failure = self._failure(event, job, draws, 0.0)
-        return replace(failure, at=None, step=min(event.when.step + _place(event), job.steps - 1e-3))
+        return replace(failure, at=None, step=min(event.when.step + self._place(number, job), job.steps - 1e-3))
+
+    def _place(self, number: int, job: Job) -> float:
+        """About where in its step an event strikes, from 0 to 1."""
+        at = self._scenario.events[number].at
+        if at is None:
+            return PHASE_AT["forward"]
+        share = self._before.get(number, at.share if at.share is not None else at.tensors)
+        if share is not None:
+            return BACKWARD_AT + BACKWARD * share
+        if at.strikes_in in LEFT_OF_UPDATE:
+            return 1 - LEFT_OF_UPDATE[at.strikes_in] * job.costs.update_s / job.step_s
+        return PHASE_AT[at.strikes_in]
 
     def _timed(self, event: Event, job: Job, draws: random.Random) -> Iterator[Failure]:
         when = event.when
@@ -257,17 +280,6 @@ class Events:
             count = len({number % job.number_of_nodes for number in struck})  # workers go round the nodes
             return Failure(at=at, lost=count, back=count if event.lasts is not None else 0)
         return Failure(at=at, workers=tuple(struck))
-
-
-def _place(event: Event) -> float:
-    """About where in its step an event strikes, from 0 to 1."""
-    at = event.at
-    if at is None:
-        return PHASE_AT["forward"]
-    share = at.share if at.share is not None else at.tensors
-    if share is not None:
-        return BACKWARD_AT + BACKWARD * share
-    return PHASE_AT.get(at.strikes_in, BACKWARD_AT + BACKWARD / 2)
 
 
 def rehearse(scenario: Scenario, known: Job | None = None) -> Report:

@@ -39,8 +39,9 @@ class Failure:
             raise ConfigError(f"{self}: give either the time (at=) or the step (step=)")
         checks.seconds(self, "at" if self.step is None else "step")
         checks.whole(self, "lost", "back", least=0)
-        if any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in self.workers):
-            raise ConfigError(f"Failure(workers={self.workers!r}): use ranks, whole numbers from 0 on")
+        known = isinstance(self.workers, tuple)
+        if not known or any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in self.workers):
+            raise ConfigError(f"Failure(workers={self.workers!r}): use a list of ranks, whole numbers from 0 on")
         if not (self.lost or self.workers or self.back) or (self.lost and self.workers):
             raise ConfigError(f"{self}: say how many nodes are lost (lost=), which workers are (workers=), or who comes back")
 
@@ -86,10 +87,11 @@ class Exponential:
 
     def check(self, job: Job) -> None:
         """See `Failures`."""
-        _check_together(job, self.together)
+        _check_together(self, job)
 
     def draw(self, job: Job, chance: Generator) -> Iterator[Failure]:
         """See `Failures`."""
+        self.check(job)
         mean = self.mtbf_s / (job.number_of_nodes if self.per == "node" else 1)
         return _renewals(job, chance, self.together, lambda: chance.exponential(mean))
 
@@ -115,10 +117,11 @@ class Weibull:
 
     def check(self, job: Job) -> None:
         """See `Failures`."""
-        _check_together(job, self.together)
+        _check_together(self, job)
 
     def draw(self, job: Job, chance: Generator) -> Iterator[Failure]:
         """See `Failures`."""
+        self.check(job)
         scale = self.mtbf_s / math.gamma(1 + 1 / self.shape)
         sources = job.number_of_nodes if self.per == "node" else 1
         return _renewals(job, chance, self.together, lambda: scale * chance.weibull(self.shape), sources)
@@ -145,7 +148,7 @@ class Uniform:
 
     def check(self, job: Job) -> None:
         """See `Failures`."""
-        _check_together(job, self.together)
+        _check_together(self, job)
 
     def draw(self, job: Job, chance: Generator) -> Iterator[Failure]:
         """See `Failures`."""
@@ -225,8 +228,16 @@ class SpotTrace:
 
     def check(self, job: Job) -> None:
         """See `Failures`."""
+        self.check_nodes(job.number_of_nodes)
+
+    def check_nodes(self, nodes: int) -> None:
+        """Whether it takes no more nodes at once than there are.
+
+        Raises:
+            ConfigError: a line does.
+        """
         for failure, line in zip(self.failures, self.lines, strict=True):
-            _check_casualties(job, failure, line)
+            _check_nodes(failure, nodes, line)
 
     def draw(self, job: Job, chance: Generator) -> Iterator[Failure]:
         """See `Failures`."""
@@ -257,7 +268,6 @@ def _of_row(row: Sequence[str], line: str) -> Failure:
 
 def _renewals(job: Job, chance: Generator, together: tuple[float, ...], gap, sources: int = 1) -> Iterator[Failure]:
     """Failures of so many independent sources, each of which begins anew after its own."""
-    _check_together(job, together)
     due = [float(gap()) for _ in range(sources)]
     heapq.heapify(due)
     while math.isfinite(due[0]):
@@ -275,16 +285,19 @@ def _check_rate(owner: Exponential | Weibull | Uniform, per: str, together: tupl
     name = type(owner).__name__
     if per not in ("cluster", "node"):
         raise ConfigError(f'{name}(per={per!r}): use "cluster" or "node"')
-    shares = [checks.is_number(share) and 0 <= share <= 1 for share in together]
-    if not together or not all(shares) or not math.isclose(sum(together), 1.0, abs_tol=1e-9):
-        raise ConfigError(f"{name}(together={together!r}): use probabilities of losing 1, 2, ... nodes that add up to 1")
-
-
-def _check_together(job: Job, together: tuple[float, ...]) -> None:
-    if len(together) > job.number_of_nodes:
+    shares = together if isinstance(together, tuple) else ()
+    possible = all(checks.is_number(share) and 0 <= share <= 1 for share in shares)
+    if not possible or not math.isclose(sum(shares), 1.0, abs_tol=1e-9):
         raise ConfigError(
-            f"together={together!r}: {len(together)} nodes cannot be lost at once, the job has {job.number_of_nodes}"
+            f"{name}(together={together!r}): use a list of probabilities that add up to 1, of losing 1, 2, ... nodes"
         )
+
+
+def _check_together(owner: Exponential | Weibull | Uniform, job: Job) -> None:
+    most = len(owner.together)
+    if most > job.number_of_nodes:
+        found = f"{type(owner).__name__}(together={owner.together!r})"
+        raise ConfigError(f"{found}: {most} nodes cannot be lost at once, the job has {job.number_of_nodes}")
 
 
 def _check_order(failures: Sequence[Failure], lines: Sequence[str]) -> None:
@@ -298,9 +311,13 @@ def _check_order(failures: Sequence[Failure], lines: Sequence[str]) -> None:
             raise ConfigError(f"{line}: {later:g} comes after {earlier:g}: lines are in order of time")
 
 
+def _check_nodes(failure: Failure, nodes: int, line: str) -> None:
+    if failure.lost > nodes:
+        raise ConfigError(f"{line}: {failure.lost} nodes are lost at once, and the job has {nodes}")
+
+
 def _check_casualties(job: Job, failure: Failure, line: str) -> None:
-    if failure.lost > job.number_of_nodes:
-        raise ConfigError(f"{line}: {failure.lost} nodes are lost at once, and the job has {job.number_of_nodes}")
+    _check_nodes(failure, job.number_of_nodes, line)
     outside = [rank for rank in failure.workers if rank >= job.workers]
     if outside:
         raise ConfigError(f"{line}: worker {outside[0]} is lost, and the job has workers 0 to {job.workers - 1}")

@@ -107,6 +107,18 @@ def test_json_is_yaml_too(file: Path, tmp_path: Path) -> None:
         ("mtbf_s: 1e3", "mtbf_s: 0", "line 14: Weibull(mtbf_s=0): use a finite number greater than 0"),
         ("mtbf_s: 1e3", "mtbf_s: .nan", "line 14: Weibull(mtbf_s=nan)"),
         ("kind: weibull", "kind: sometimes", "line 14: kind='sometimes': failures are of a kind: exponential, weibull"),
+        ("shape: 0.8", "together: 1", "line 14: Weibull(together=1): use a list of probabilities"),
+        (
+            "shape: 0.8",
+            "together: [0, 0, 0, 0, 1]",
+            "line 14: Weibull(together=(0, 0, 0, 0, 1)): 5 nodes cannot be lost at once",
+        ),
+        ("kind: weibull, mtbf_s: 1e3, shape: 0.8", "kind: list, failures: 3", "line 14: 3: use a list, such as [{at: 3600"),
+        (
+            "kind: weibull, mtbf_s: 1e3, shape: 0.8",
+            "kind: list, failures: [{at: 5, workers: 1}]",
+            "line 14: Failure(workers=1): use a list of ranks",
+        ),
         ("steps: 5_000", "steps: 5_000\n  steps: 6_000", "line 4: steps is given twice"),
         ("steps: 5_000", "steps: [", "line "),
         (

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from raytrain_ft.chaos.hand import Hand
 from raytrain_ft.cli_drill import drill_command
-from raytrain_ft.drill import _predicted
+from raytrain_ft.drill import _predicted, drill
 from raytrain_ft.drill.measure import Clock, guilty
 from raytrain_ft.drill.numbers import Spread
 from raytrain_ft.drill.played import Struck
@@ -189,6 +189,32 @@ def test_the_simulator_does_what_a_run_would_with_the_strategy(
     assert (outcome.strategies, outcome.guarantee, outcome.samples_lost) == ({strategy: 1}, guarantee, lost)
     _, _, recovery, _ = trainer_parts(asked)
     assert (recovery.quorum, recovery.lost_samples) == (asked.quorum, asked.lost_samples)
+
+
+@pytest.mark.parametrize(
+    ("point", "strategy"),
+    [("phase: commit", "replication"), ("phase: updated", "replication"), ("phase: forward", "lossy"), ("bucket: 0", "lossy")],
+)
+def test_a_step_that_is_reduced_everywhere_is_completed_in_the_simulator_too(point: str, strategy: str, tmp_path: Path) -> None:
+    head = SIMULATED.replace("checkpoint_every: 50", "checkpoint_every: null\nstrategy: lossy").replace(
+        "1.0, s", "1.0, update_s: 0.1, s"
+    )
+    asked = scenario(tmp_path, head + f"  - {{action: kill, who: {{rank: 1}}, when: {{step: 100}}, at: {{{point}}}}}\n")
+    (outcome,) = predict(asked, job_of(asked, None)).outcomes
+    assert (outcome.strategies, outcome.samples_lost) == ({strategy: 1}, 8 if strategy == "lossy" else 0)
+
+
+def test_a_place_that_the_model_does_not_have_is_refused_in_the_simulator_too(tmp_path: Path) -> None:
+    event = "  - {action: kill, who: {rank: 1}, when: {step: 100}, at: {layer: 200}}\n"
+    with pytest.raises(ScenarioError, match=r"line \d+: .*layer.*200: the model has 4 layers with parameters: use 0 to 3"):
+        rehearse(scenario(tmp_path, SIMULATED + event))
+
+
+def test_a_trace_that_takes_more_nodes_than_there_are_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "spot.csv").write_text("seconds,change\n10,-99\n")
+    asked = scenario(tmp_path, SIMULATED + "  - {action: kill_node, when: {trace: spot.csv}}\n")
+    with pytest.raises(ScenarioError, match=r"line 13: .*spot.csv, line 2: 99 nodes are lost at once, and the job has 8"):
+        drill(asked)
 
 
 def test_rates_in_the_simulator_are_those_of_the_scenario(tmp_path: Path) -> None:
