@@ -48,14 +48,15 @@ def resume_command(run: str, rank: int) -> None:
 @click.option(
     "--within", "within_s", type=click.FloatRange(min=0), default=120.0, show_default=True, help="Seconds that it has."
 )
-def leave_command(run: str, rank: int, within_s: float) -> None:
+@click.option("--no-replacement", is_flag=True, help="Nobody takes its place: the run has one worker less from then on.")
+def leave_command(run: str, rank: int, within_s: float, no_replacement: bool) -> None:
     """Replaces the worker of this RANK and lets it leave at a step boundary: nothing is lost.
 
     RUN is the run's directory or its name. If there is no replacement by then, and the run may not go on with fewer workers, it
     stays.
     """
-    _carry_out(steer.leave, run, rank, within_s)
-    click.echo(f"rank {rank} was asked to leave within {within_s:g} s")
+    _carry_out(steer.leave, run, rank, within_s, replace=not no_replacement)
+    click.echo(f"rank {rank} was asked to leave within {within_s:g} s{' without a replacement' if no_replacement else ''}")
 
 
 def _carry_out(request: Callable[..., None], *args: Any, **options: Any) -> None:

@@ -39,18 +39,23 @@ def resume(run: str | Path, rank: int) -> None:
     _ask(run, "sleep", rank, False, False)
 
 
-def leave(run: str | Path, rank: int, within_s: float) -> None:
+def leave(run: str | Path, rank: int, within_s: float, *, replace: bool = True) -> None:
     """This worker is to be gone within so many seconds. It trains on until a replacement is ready, but no longer than the
     deadline allows; if there is none by then, and the run may not go on with fewer workers, it stays.
 
+    Args:
+        run, rank: as in `suspend`.
+        replace: if not, it leaves at the next step boundary, nobody takes its place, and the run has one worker less from then
+            on, also when the cluster has room.
+
     Raises:
-        ConfigError: there is no such run or rank.
+        ConfigError: there is no such run or rank, or `num_workers` does not allow one less.
     """
     supervisor, account = _alive(run)
     world = account["world"]
     if not 0 <= rank < len(world):
         raise ConfigError(f"rank {rank}: the run has ranks 0 to {len(world) - 1}")
-    _get(supervisor.notice.remote(world[rank], within_s, "a person asked for it"))
+    _get(supervisor.notice.remote(world[rank], within_s, "a person asked for it", replace))
 
 
 def _ask(run: str | Path, method: str, *args: object) -> None:

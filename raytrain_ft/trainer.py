@@ -17,6 +17,7 @@ import ray
 import ray.train
 from ray.exceptions import RayError
 
+from raytrain_ft import steer
 from raytrain_ft.callbacks import Callback, Callbacks
 from raytrain_ft.config import (
     ParallelismConfig,
@@ -127,6 +128,18 @@ class Trainer:
             right = _take_directory(spec)
             last.callback(right.release)  # whatever comes: when this is over, so is the run
             return self._train(spec, right, last)
+
+    def suspend(self, rank: int, *, at_once: bool = False) -> None:
+        """`raytrain_ft.suspend` for this run, from another thread than the one that is in `fit`, or from a callback."""
+        steer.suspend(str(self._run.name), rank, at_once=at_once)
+
+    def resume(self, rank: int) -> None:
+        """`raytrain_ft.resume` for this run."""
+        steer.resume(str(self._run.name), rank)
+
+    def leave(self, rank: int, within_s: float, *, replace: bool = True) -> None:
+        """`raytrain_ft.leave` for this run."""
+        steer.leave(str(self._run.name), rank, within_s, replace=replace)
 
     def _train(self, spec: RunSpec, right: WriterLock, last: ExitStack) -> Result:
         """The run, from its supervisor's start to its end. What is to be done when all has been cleaned up goes to `last`."""

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from raytrain_ft.policy.reconcile import Copy, Marks, Plan, Share, holders, known_losses, unused
-from raytrain_ft.policy.sampling import Range, samples_in
+from raytrain_ft.policy.sampling import GlobalBatch, Range, samples_in, share
 
 STRATEGIES = ("lossy", "rollback", "skip")
 
@@ -43,10 +43,20 @@ def instead(plan: Plan, survivors: Sequence[Marks], strategy: str, quorum: float
     return plan
 
 
-def worth_finishing(survivors: Iterable[Marks]) -> int | None:
-    """The step that survivors like these can finish alone, if the others compute their gradients of it; None: there is none."""
-    steps = {marks.share.step if marks.share is not None and marks.share.whole else None for marks in survivors}
-    return steps.pop() if len(steps) == 1 else None
+def worth_finishing(survivors: Iterable[Marks], gone: Sequence[int], size: int, quorum: float) -> int | None:
+    """The step that survivors like these can finish alone, if the others compute their gradients of it; None: there is none.
+
+    Args:
+        gone: the ranks that are lost, of a world of this size. That somebody slept is not regarded: then this may be wrong, and
+            what could have been finished is redone.
+    """
+    shares = {(marks.share.step, marks.share.batch) if marks.share and marks.share.whole else None for marks in survivors}
+    found = shares.pop() if len(shares) == 1 else None
+    if found is None:
+        return None
+    step, (start, stop) = found
+    lost = sum(len(share(GlobalBatch(0, start, stop), rank, size)) for rank in gone)
+    return step if 1 - lost / (stop - start) >= quorum else None
 
 
 def _finish(plan: Plan, survivors: Sequence[Marks], shares: Sequence[Share], quorum: float) -> Plan:

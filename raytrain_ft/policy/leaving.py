@@ -3,7 +3,8 @@
 A notice is no loss. Who is told to leave trains on until a replacement is ready, or until waiting for one any longer would
 miss the deadline; then everybody stops at one boundary, as for any planned resize. The state is where the others hold it too.
 Where nobody else does (a stage without a replica, a run of one), it is *handed over*. If the deadline comes first, or anything
-goes wrong on the way, there was a loss, and it is met as any other.
+goes wrong on the way, there was a loss, and it is met as any other. A person may also ask that nobody take its place: then the
+run has a worker less from that moment on, and there is nothing to wait for.
 
 Until then a member may sleep, by choice (`sleeps_on_notice`; Nicolae et al., III-B): it has no samples then, so that
 the strategy "lossy" loses none with it if its node goes sooner than was said.
@@ -15,6 +16,7 @@ what a cloud said of a node that lives on. Ray's word of a drain is never taken 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.reconcile import Plan
@@ -44,7 +46,10 @@ def noticed(run: RunState, event: m.Noticed) -> list[m.Command]:
     known = run.leaving.get(event.member, leave)
     first = min(leave, known, key=lambda leave: leave.deadline)
     lapses = max(leave.lapses, known.lapses)  # what takes it away does so whatever else is said
-    run.leaving[event.member] = Leave(first.deadline, first.why, lapses)
+    run.leaving[event.member] = Leave(first.deadline, first.why, lapses, known.replaced)
+    if known.replaced and not event.replaced and not run.why_not_fewer():
+        run.leaving[event.member] = replace(run.leaving[event.member], replaced=False)
+        run.limit(-1)
     run.roster.leaving = frozenset(run.leaving)
     if run.state != State.RUNNING:
         return run.provision()
@@ -67,9 +72,10 @@ def stop(run: RunState, at: float) -> list[m.Command]:
     """Asks for a stop at a boundary, if those who leave can be done without."""
     going = [member for member in run.world if member in run.leaving]
     lasting = len(run.roster.lasting())
+    missing = len(going) - max(0, len(run.world) - run.rules.max_workers)
     waited = any(_due(run, run.leaving[member]) <= at for member in going)
     fewer = run.rules.whole(len(run.world) - len(going) + lasting)
-    possible = lasting >= len(going) or (waited and fewer >= run.rules.min_workers)
+    possible = lasting >= missing or (waited and fewer >= run.rules.min_workers)
     if not going or not possible or run.step >= run.rules.max_steps:
         return []
     why = "; ".join(f"{member} leaves ({run.leaving[member].why})" for member in going)
@@ -116,6 +122,8 @@ def _dismiss(run: RunState, members: list[str]) -> list[m.Command]:
 def lapse(run: RunState, at: float) -> None:
     """Nothing came of what was to come by now."""
     for member in [member for member, leave in run.leaving.items() if leave.lapses <= at]:
+        if not run.leaving[member].replaced:
+            run.limit(1)
         forget(run, member)
 
 

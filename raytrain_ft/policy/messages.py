@@ -115,12 +115,14 @@ class Noticed(Event):
 
     Attributes:
         source: "aws spot", "aws rebalance", "gcp", "azure", "ray drain", "sigterm" or "request".
+        replaced: whether another is to take its place; if not, the run has one worker less from then on.
     """
 
     member: str
     deadline_s: float
     source: str
     reason: str
+    replaced: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,8 +76,10 @@ def _forsake(run: RunState, known: list[Marks], new: Marks | None) -> list[m.Com
     waited_for = tuple(member for member in run.roster.taking_part() if member not in run.answers)
     if run.rules.strategy != "lossy" or new is None or not waited_for:
         return []
-    worth = worth_finishing([*known, new])
-    if known and worth == worth_finishing(known):
+    gone = [rank for rank, member in enumerate(run.world) if member not in run.members]
+    about = (gone, len(run.world), run.rules.quorum)
+    worth = worth_finishing([*known, new], *about)
+    if known and worth == worth_finishing(known, *about):
         return []  # they have been told
     return [m.Forsake(waited_for, run.incarnation, worth)]
 
@@ -161,7 +163,8 @@ def _reconciled(run: RunState, marks: list[Marks]) -> Plan:
 def _gather(run: RunState) -> list[m.Command]:
     """Forms the next world, or waits for workers, but not for ever. New ones are started now only if there are too few."""
     ready, rules = len(run.survivors) + len(run.roster.spares()), run.rules
-    needed = (len(run.world) or rules.max_workers) if rules.wait_for_replacement else rules.min_workers
+    wanted = min(len(run.world) or rules.max_workers, rules.max_workers)
+    needed = wanted if rules.wait_for_replacement else rules.min_workers
     timer = m.SetTimer("replacement", rules.replacement_timeout, run.incarnation)
     return [timer, *(run.provision() if ready < needed else []), *replace(run)]
 

@@ -64,11 +64,13 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """When a member must be gone (seconds since the run began), why, and when this lapses: who lives then is not taken away."""
+    """When a member must be gone (seconds since the run began), why, and when this lapses: who lives then is not taken away.
+    And whether another is to take its place."""
 
     deadline: float
     why: str
     lapses: float
+    replaced: bool = True
 
 
 class MemberState(StrEnum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.reconcile import Marks, Plan
@@ -174,6 +174,17 @@ class RunState:
         if self.state == State.REPLACE and self.joining:
             return []
         return self.roster.provision()
+
+    def why_not_fewer(self) -> str:
+        """Why the run cannot have a worker less from now on; empty if it can."""
+        least, most, stages = self.rules.min_workers, self.rules.max_workers, self.rules.stages
+        if stages > 1:
+            return f"it hosts one of {stages} stages, which the others need"
+        return f"num_workers asks for at least {least}, and there are no more than {most}" if most <= least else ""
+
+    def limit(self, change: int) -> None:
+        """The run is to have so many workers more, or less, than before."""
+        self.rules = self.roster.rules = replace(self.rules, max_workers=self.rules.max_workers + change)
 
     def lacking(self) -> int:
         """How many workers there is no room for."""

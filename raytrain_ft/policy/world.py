@@ -17,7 +17,7 @@ def shall_wait(rules: Rules, world_size: int, ready: int, *, more_may_come: bool
     """Whether to wait for workers: with too few to go on there is no choice; with fewer than before, it is the user's."""
     if ready < rules.min_workers:
         return True
-    return rules.wait_for_replacement and more_may_come and ready < (world_size or rules.max_workers)
+    return rules.wait_for_replacement and more_may_come and ready < min(world_size or rules.max_workers, rules.max_workers)
 
 
 def seats(world: Sequence[str], survivors: Sequence[str], spares: Sequence[str], most: int) -> tuple[str, ...]:
@@ -27,9 +27,10 @@ def seats(world: Sequence[str], survivors: Sequence[str], spares: Sequence[str],
     not of `world` is a replacement that was filled, but did not come to train before the next disturbance.
     """
     stay, before = set(survivors), set(world)
-    pool = [*(member for member in survivors if member not in before), *spares]
+    room = max(0, most - len(survivors))  # there may be less than before
+    pool = [*(member for member in survivors if member not in before), *spares[:room]]
     taken = [member if member in stay else (pool.pop(0) if pool else None) for member in world]
-    return tuple([*(member for member in taken if member is not None), *pool][: max(most, len(survivors))])
+    return (*(member for member in taken if member is not None), *pool)
 
 
 def seats_in_stages(

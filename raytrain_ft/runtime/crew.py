@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -103,7 +104,7 @@ class Crew:
                     self._spawn(self._fence(member, incarnation))
             case m.Forsake(members, incarnation, worth):
                 for member in members:
-                    self._spawn(self._ask(member, "forsake", incarnation, worth))
+                    self._spawn(self._hint(member, "forsake", incarnation, worth))
             case m.Reconcile():
                 for member in command.world:
                     self._spawn(self._reconcile(member, command))
@@ -338,6 +339,11 @@ class Crew:
 
     async def _ask(self, member: str, method: str, *args: Any) -> None:
         await self._call(member, method, *args)
+
+    async def _hint(self, member: str, method: str, *args: Any) -> None:
+        """Tells a worker what it can do without: if that fails, it tells nothing of the worker."""
+        with suppress(RayError, ValueError):
+            await getattr(self.handle(member), method).remote(*args)
 
     async def _fence(self, member: str, incarnation: int) -> None:
         try:

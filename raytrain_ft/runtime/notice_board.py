@@ -45,11 +45,11 @@ class NoticeBoard:
         self._shun(node, notice.source, until)
         for source in [source for source in known if known[source] + (0.0 if source == REQUEST else LAPSE_AFTER_S) <= now]:
             del known[source]
-        if until >= min(known.values(), default=math.inf) - (0.0 if asked else SOONER_S):
+        if until >= min(known.values(), default=math.inf) - (0.0 if asked else SOONER_S) and notice.replaced:
             return
-        known[notice.source] = until
-        left = round(notice.deadline_s, 3)
-        self._tell(m.Noticed(at=self._now(), member=member, deadline_s=left, source=notice.source, reason=notice.reason))
+        known[notice.source] = min(until, known.get(notice.source, until))
+        about = {"source": notice.source, "reason": notice.reason, "replaced": notice.replaced}
+        self._tell(m.Noticed(at=self._now(), member=member, deadline_s=round(notice.deadline_s, 3), **about))
 
     def _is_refuted(self, node: str | None, source: str) -> bool:
         """Whether this source said long ago that a node would be gone, which has a worker that says so again."""

@@ -112,17 +112,19 @@ class Supervisor:
         """The run is to end before its time, with a last checkpoint."""
         self.tell(m.AbortRequested(at=self.now(), reason=reason))
 
-    async def notice(self, member: str, deadline_s: float, reason: str) -> None:
-        """Somebody asks that this worker leave within so many seconds.
+    async def notice(self, member: str, deadline_s: float, reason: str, replaced: bool = True) -> None:
+        """Somebody asks that this worker leave within so many seconds; another takes its place, or there is one less.
 
         Raises:
-            ConfigError: there is no such worker, or no such time.
+            ConfigError: there is no such worker, or no such time, or there may not be one less.
         """
         if member not in self._machine.members:
             raise ConfigError(f"notice for {member!r}: the run has the workers {', '.join(self._machine.members)}")
         if not 0 <= deadline_s < math.inf:
             raise ConfigError(f"notice for {member!r}: deadline_s={deadline_s} is no number of seconds from now on")
-        self._health.noticed(member, Notice(deadline_s, REQUEST, reason))
+        if not replaced and (why := self._machine.why_not_fewer()):
+            raise ConfigError(f"{member!r} cannot leave without a replacement: {why}")
+        self._health.noticed(member, Notice(deadline_s, REQUEST, reason, replaced))
 
     async def sleep(self, rank: int, asleep: bool, at_once: bool) -> None:
         """Somebody asks that a replica contribute nothing for now, or take part again.

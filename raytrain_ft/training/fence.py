@@ -41,7 +41,8 @@ class Fence:
     def forsake(self, worth: int | None) -> None:
         """Says to whom computes on in spite of the fence, for its own gradients, that nobody can use them, unless they are of
         step `worth`. From any thread."""
-        self._forsaken, self._worth = True, worth
+        self._worth = worth
+        self._forsaken = True  # last: who looks in between goes on for now
 
     def is_vain(self, step: int) -> bool:
         """Whether it is known that nobody can use what is still computed of this step."""

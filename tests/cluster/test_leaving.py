@@ -13,6 +13,7 @@ from test_pipeline import pipeline
 from toy import Toy
 
 import raytrain_ft as ft
+from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.audit import audit
 from raytrain_ft.policy.strategy import Guarantee
 from raytrain_ft.runtime.event_log import read_records
@@ -99,6 +100,31 @@ def test_who_slept_takes_part_again_when_nothing_comes_of_a_request(cluster, tmp
     assert promise_kept(result) == []
     assert result.recoveries == []
     assert [record["asleep"] for record in read_records(log) if record["event"] == "Dormant"] == [True, False]
+
+
+@pytest.mark.long
+def test_who_sleeps_and_then_leaves_for_good_makes_the_run_smaller(cluster, tmp_path: Path) -> None:
+    """Planned downsizing (Nicolae et al., III-B), although the cluster has room for another."""
+    outcome: list[ft.Result] = []
+    how = {"task": Toy(step_seconds=0.05), "workers": (2, 3), "steps": 150, "num_spares": 0}
+    thread = threading.Thread(target=lambda: outcome.append(train(tmp_path, "fewer", **how)))
+    thread.start()
+    log = tmp_path / "fewer" / "events.jsonl"
+    until(lambda: log.exists() and any(record["event"] == "StepsCommitted" for record in read_records(log)))
+    ft.suspend("fewer", rank=0)
+    until(lambda: any(record["event"] == "Dormant" for record in read_records(log)))
+    ft.leave("fewer", rank=0, within_s=60, replace=False)
+    with pytest.raises(ConfigError, match="at least 2, and there are no more than 2"):
+        ft.leave("fewer", rank=1, within_s=60, replace=False)
+    thread.join(120)
+    (result,) = outcome
+    assert promise_kept(result) == []
+    (resize,) = result.recoveries
+    assert (resize.lost, len(resize.left), resize.world_after, resize.redone) == ([], 1, 2, 0)
+    assert resize.resumed - resize.detected < 5, "there was nothing to wait for"
+    records = read_records(log)
+    assert audit(records).ok
+    assert {record["world_size"] for record in records if record["event"] == "StepsCommitted"} == {3, 2}
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -457,7 +457,8 @@ class Cluster:
         if self.workers:  # one worker's turn: a notice for each would crowd out everything else
             member, seconds = self.chance.choice(list(self.workers)), self.chance.choice([0.0, 30.0])
             source = self.chance.choice(["aws spot", "request"])
-            notice = m.Noticed(member=member, deadline_s=seconds, source=source, reason="terminate")
+            fewer = source == "request" and self.chance.random() < 0.3
+            notice = m.Noticed(member=member, deadline_s=seconds, source=source, reason="terminate", replaced=not fewer)
             actions.append(lambda: self._post(notice))
         if self.timers:
             actions.append(lambda: self._fire(self.chance.randrange(len(self.timers))))

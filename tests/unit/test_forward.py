@@ -62,11 +62,19 @@ def test_a_step_is_worth_finishing_if_all_have_computed_it_or_can() -> None:
         survivor(2, (5,), (None,), whole=False),
     )
     between = Marks("w3", 5, (5,), (None,))
-    assert worth_finishing([here]) == 5
-    assert worth_finishing([here, survivor(1, (5,), (None,))]) == 5
-    assert worth_finishing([here, ahead]) is None
-    assert worth_finishing([here, broken]) is worth_finishing([between]) is None
+    one_of_four = ([3], 4, 0.5)
+    assert worth_finishing([here], *one_of_four) == 5
+    assert worth_finishing([here, survivor(1, (5,), (None,))], *one_of_four) == 5
+    assert worth_finishing([here, ahead], *one_of_four) is None
+    assert worth_finishing([here, broken], *one_of_four) is worth_finishing([between], *one_of_four) is None
     assert not plan_of([here, broken], "lossy").completes
+
+
+@pytest.mark.parametrize(("gone", "worth"), [([3], 5), ([2, 3], None)])
+def test_nor_is_it_if_too_few_samples_are_left(gone: list[int], worth: int | None) -> None:
+    left = [survivor(rank, (5,), (None,)) for rank in range(4) if rank not in gone]
+    assert worth_finishing(left[:1], gone, 4, 0.75) == worth
+    assert plan_of(left, "lossy", 0.75).completes is (worth is not None)
 
 
 def test_rollback_keeps_the_update_of_who_has_come_furthest() -> None:

@@ -92,6 +92,21 @@ def test_a_loss_that_cost_no_sample_scales_nothing(alone: tuple[Replica, Links],
     assert all(torch.equal(bucket.flat, before) for bucket, before in zip(replica.state.buckets, reduced, strict=True))
 
 
+def test_the_mean_is_over_samples_and_not_over_ranks(alone: tuple[Replica, Links]) -> None:
+    """Of a batch of 8, the 3 of one that died are missing: what the others hold are sums over 5, each weighted with 1/8."""
+    replica, links = alone
+    replica.begin(replica.loader.next(), links, 0.0)
+    replica.forward_backward()
+    replica.reducer.finish()
+    held = [[p.grad.clone() for p in bucket.params if p.grad is not None] for bucket in replica.state.buckets]
+    replica.lost = (0, ((2, 5),))
+    group: Any = links.group
+    mending.reduce_alone(replica, range(len(held)), group, leads=True)
+    for bucket, grads in zip(replica.state.buckets, held, strict=True):
+        for view, grad in zip(bucket.views, grads, strict=True):
+            torch.testing.assert_close(view, grad * (8 / 5))
+
+
 @pytest.mark.parametrize("when", ["forward", "backward"])
 @pytest.mark.parametrize(
     ("worth", "whole"), [("unknown", True), (0, True), (1, False), (None, False)], ids=["unknown", "this", "another", "none"]

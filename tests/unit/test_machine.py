@@ -697,6 +697,43 @@ def test_who_leaves_sleeps_until_then_by_choice_and_wakes_if_nothing_comes_of_it
     assert of(story.tell(m.SupervisorRestarted(at=122.0)), m.Sleep) == []
 
 
+@pytest.mark.parametrize("spare", [False, True])
+def test_who_leaves_for_good_goes_at_once_and_nobody_takes_its_place(spare: bool) -> None:
+    story = running(4, min_workers=2, spares=int(spare))
+    if spare:
+        story.started("w4")
+    story.tell(replace(wished(), replaced=False))
+    assert of(story.said, m.StopAtBoundary, m.StartWorker) == [m.StopAtBoundary(("w0", "w1", "w2", "w3"))]
+    story.tell(replace(wished(at=1.0, deadline_s=10.0), replaced=False))  # said twice, it is still one
+    story.tell(*(m.Stopped(member=f"w{rank}", incarnation=1, step=5) for rank in range(4)))
+    story.fenced("w0", "w1", "w2", "w3")
+    assert of(story.said, m.Kill, m.StartWorker) == [m.Kill("w1")]
+    assert [command.world for command in story.said if isinstance(command, m.Reconcile)] == [("w0", "w2", "w3")]
+    assert (story.run.rules.max_workers, story.run.lacking()) == (3, 0)
+    story.reconciled("w0", "w2", "w3").committed(5)
+    assert of(story.tell(m.CapacityChanged(slots=8)), m.StartWorker, m.StopAtBoundary) == []
+    assert story.lost("w3").run.state == State.FENCE
+    assert of(story.fenced("w0", "w2").said, m.StartWorker) == ([] if spare else [m.StartWorker("w4")])
+
+
+def test_who_could_not_leave_for_good_is_counted_again() -> None:
+    """Two of four are lost meanwhile, and nobody takes their places: w1 is needed."""
+    story = running(4, slots=4, min_workers=3)
+    story.tell(replace(wished(deadline_s=3.0), replaced=False), m.CapacityChanged(slots=3))
+    assert story.run.rules.max_workers == 3
+    story.lost("w3").fenced("w0", "w1", "w2")
+    assert [command.world for command in story.said if isinstance(command, m.Reconcile)] == [("w0", "w1", "w2")]
+    story.reconciled("w0", "w1", "w2")
+    story.committed(5, at=6.0).tell(m.TimerFired(at=6.1, timer="leave", incarnation=2))
+    assert (dict(story.run.leaving), story.run.rules.max_workers) == ({}, 4)
+
+
+def test_fewer_than_asked_for_or_than_stages_cannot_be() -> None:
+    assert "at least 3" in running(3, min_workers=3).run.why_not_fewer()
+    assert "stages" in running(4, min_workers=2, stages=2).run.why_not_fewer()
+    assert running(3, min_workers=2).run.why_not_fewer() == ""
+
+
 def test_whom_a_person_put_to_sleep_no_notice_wakes() -> None:
     story = running(min_workers=3, slots=3, sleeps_on_notice=True)
     story.tell(m.Dormant(member="w1", incarnation=1, step=3, asleep=True), wished())

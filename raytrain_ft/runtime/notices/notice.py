@@ -20,11 +20,13 @@ class Notice:
         deadline_s: seconds that are left, 0 or more.
         source: who says so, "aws spot" for example.
         reason: in words.
+        replaced: whether another worker is to take the place.
     """
 
     deadline_s: float
     source: str
     reason: str
+    replaced: bool = True
 
 
 @dataclass(frozen=True, slots=True)
