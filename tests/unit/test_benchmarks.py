@@ -1,0 +1,29 @@
+"""What benchmarks say of what they could not measure, or only in part."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import checkfreq
+from benchmarks.harness import Report
+
+SKIPPED = "SKIPPED [11] tests/unit/test_crash_consistency.py:186: strace is not installed"
+
+
+@pytest.mark.parametrize(
+    ("said", "value", "why"),
+    [
+        ("....\n30 passed in 9.0s", 0.0, None),
+        (f"{SKIPPED}\n19 passed, 11 skipped in 9.0s", None, "11 of its tests were skipped: strace is not installed"),
+        (f"{SKIPPED}\n1 failed, 18 passed, 11 skipped in 9.0s", 1.0, None),
+        ("2 errors in 1.0s", 2.0, None),
+        ("no tests ran in 0.01s", None, "the tests did not run: no tests ran in 0.01s"),
+        ("", None, "the tests did not run: "),
+    ],
+    ids=["all passed", "some skipped", "one failed, some skipped", "errors", "none ran", "nothing said"],
+)
+def test_no_crash_point_is_bad_only_where_all_were_tried(said: str, value: float | None, why: str | None) -> None:
+    report = Report("checkfreq", checkfreq.GOALS)
+    checkfreq.count_crashes(report, said)
+    found = report._estimates["crash_points_without_valid_checkpoint"]
+    assert (found.value, found.why) == (value, why)
