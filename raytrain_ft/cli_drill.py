@@ -51,7 +51,8 @@ def drill_command(
 ) -> None:
     """Rehearses SCENARIO, a YAML file, and says whether its thresholds were kept.
 
-    The job is trained twice, undisturbed and struck. Exit code 0: all thresholds kept; 1: not; 2: refused, nothing was struck.
+    The job is trained twice, undisturbed and struck. Exit code 0: all thresholds kept; 1: not, or the drill broke off;
+    2: refused, nothing was struck.
     """
     try:
         if place != "cluster" and (address or confirmed):

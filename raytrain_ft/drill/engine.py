@@ -77,6 +77,8 @@ class Rehearsal:
             training = pool.submit(self._trainer.fit)
             try:
                 self._strike_until(training)
+            except FTError as error:  # the drill breaks off; what it has struck until then is still to be told
+                self.played.error = error
             finally:
                 if not training.done():
                     self._end_all()  # first: a frozen supervisor cannot be asked for anything
@@ -87,7 +89,7 @@ class Rehearsal:
             try:
                 self.played.result = training.result()
             except FTError as error:
-                self.played.error = error
+                self.played.error = self.played.error or error
         self._find_markers()
         self._finish()
         return self.played
@@ -130,9 +132,10 @@ class Rehearsal:
         """Carries out what is due; False if that is not possible now."""
         self._struck_at = self._ground.clock()
         if due.back:
+            note = ""
             for _ in range(due.nodes):
-                self._ground.add_node()
-            self._note(due, note="a node joined")
+                note = self._ground.add_node()
+            self._note(due, note=note)
             return True
         if not self._view.ready or self._schedule is None or time.monotonic() - self._seen > STALE_S:
             return False

@@ -11,13 +11,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import raytrain_ft.drill as drill_module
+from raytrain_ft import cli_drill
 from raytrain_ft.chaos.faults import FailAt
 from raytrain_ft.drill import engine, grounds
 from raytrain_ft.drill.faults import Planted
 from raytrain_ft.drill.grounds import Running
-from raytrain_ft.drill.played import Played
+from raytrain_ft.drill.played import Played, Struck
 from raytrain_ft.drill.schedule import Schedule
 from raytrain_ft.drill.watch import Watch
 from raytrain_ft.errors import AbortedError, ConfigError, ScenarioError
@@ -164,7 +166,8 @@ class Ground:
     def drain(self, node: str, seconds: float) -> None:
         self.done.append(("drain", node))
 
-    def add_node(self) -> None: ...
+    def add_node(self) -> str:
+        return "a node joined"
 
     def struck_at(self, marker: list[str]) -> float:
         return float(marker[0])
@@ -184,11 +187,28 @@ class Seen(Watch):
     def abort(self, reason: str) -> None: ...
 
 
-def play(path: Path, asked: Scenario, *planted: Planted, monkeypatch: pytest.MonkeyPatch) -> tuple[Played, Ground]:
+def play(
+    path: Path, asked: Scenario, *planted: Planted, monkeypatch: pytest.MonkeyPatch, ground: Any = None
+) -> tuple[Played, Any]:
     """A run of 0.3 s that is struck as the scenario says."""
     monkeypatch.setattr(engine, "Watch", Seen)
-    ground, trainer = Ground(), SimpleNamespace(fit=lambda: time.sleep(0.3) or RESULT)
-    return engine.Rehearsal(ground, trainer, path, Schedule(asked), planted).play(), ground  # pyright: ignore[reportArgumentType]
+    ground = ground or Ground()
+    trainer: Any = SimpleNamespace(fit=lambda: time.sleep(0.3) or RESULT)
+    return engine.Rehearsal(ground, trainer, path, Schedule(asked), planted).play(), ground
+
+
+def test_nodes_that_a_recorded_market_gives_are_left_to_the_autoscaler_of_a_running_cluster(
+    others: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "spot.csv").write_text("seconds,change\n0.01,-1\n0.05,2\n")
+    asked = scenario(Event(action="kill_node", when=When(trace=str(tmp_path / "spot.csv"))))
+    ground = Running("10.0.0.1:6379")
+    ground.refuse(asked)
+    monkeypatch.setattr(ground, "prepare", lambda nodes: None)
+    monkeypatch.setattr(ground, "kill_node", lambda node: True)
+    played, _ = play(tmp_path, asked, monkeypatch=monkeypatch, ground=ground)
+    assert (played.error, played.missed) == (None, [])
+    assert [strike.note for strike in played.struck] == ["", "left to the cluster's autoscaler"]
 
 
 def test_a_drained_node_that_must_be_spared_is_noted_and_the_drill_goes_on(
@@ -205,6 +225,43 @@ def test_a_drained_node_that_must_be_spared_is_noted_and_the_drill_goes_on(
         "drain was not carried out: node n1 was spared: somebody came",
     ]
     assert ground.done == [("freeze", "n0", 10), ("drain", "n1"), ("thaw", "n0", 10)]
+
+
+class Full(Ground):
+    """Has room for no more nodes."""
+
+    def add_node(self) -> str:
+        raise ConfigError("there is no room for another node")
+
+
+def test_a_drill_that_breaks_off_tells_what_it_struck_until_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = scenario(
+        Event(action="freeze", who=Who(node=0), when=When(seconds=0.01), lasts=60),
+        Event(action="bring_back", when=When(seconds=0.05)),
+    )
+    played, ground = play(tmp_path, asked, monkeypatch=monkeypatch, ground=Full())
+    assert str(played.error) == "there is no room for another node"
+    assert [strike.action for strike in played.struck] == ["freeze"]
+    assert ground.done == [("freeze", "n0", 10), ("thaw", "n0", 10)]
+    assert 1 in played.missed
+
+
+@pytest.mark.parametrize("struck", [True, False])
+def test_only_where_nothing_was_struck_an_error_is_a_refusal(
+    struck: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its exit code a drill says whether anything was done to the cluster."""
+    (tmp_path / "events.jsonl").write_text("")
+    killed = Struck(event=0, action="kill", at=1.0, step=3, members=("w0",))
+    ended = Played(path=tmp_path, error=ConfigError("no such node"), struck=[killed] if struck else [])
+    runs = [Played(path=tmp_path, result=RESULT), ended]
+    monkeypatch.setattr(drill_module, "Runs", lambda *about, **more: SimpleNamespace(play=lambda *how: runs.pop(0)))
+    (tmp_path / "asked.yaml").write_text("name: strikes\nworkers: 2\nsteps: 100\nbatch: 8\n")
+    monkeypatch.setattr(cli_drill, "_drill", lambda asked, *how: drill_module.drill(asked, Ground(), storage_path=tmp_path))
+    found = CliRunner().invoke(cli_drill.drill_command, [str(tmp_path / "asked.yaml")])
+    assert found.exit_code == (cli_drill.FAILED if struck else cli_drill.REFUSED), found.output
+    said = (tmp_path / "drill.json").read_text() if struck else found.output  # a narrow table breaks its lines
+    assert "no such node" in said
 
 
 def test_a_supervisor_that_froze_at_a_point_is_thawed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
