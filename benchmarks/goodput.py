@@ -126,7 +126,8 @@ def _add_share(report: Report, mtbf: int, played: Played, reference: Played, ste
     else:
         share = shares(played, steps_per_s, window_s=min(float(mtbf), seconds / 5))
         report.add(key, share, statistic=mean)
-    report.note(f"mean time between failures {mtbf} s: {struck} kills in {seconds:.1f} s, {committed(records)} steps")
+    more = f"; {played.dropped} more were drawn and could not strike" if played.dropped else ""
+    report.note(f"mean time between failures {mtbf} s: {struck} kills in {seconds:.1f} s, {committed(records)} steps{more}")
     proof = audit(records)
     broken = [*proof.violations, *violations(records, played, reference)]
     for violation in broken:

@@ -112,7 +112,9 @@ class Rehearsal:
                 entry[1]()
             if self._schedule is not None and self._began is not None and len(self.played.struck) < self._most:
                 self._waiting += self._schedule.due(now - self._began, self._view.step)
-                self._waiting = [due for due in self._waiting if not self._strike(due) and due.persistent]
+                impossible = [due for due in self._waiting if not self._strike(due)]
+                self._waiting = [due for due in impossible if due.persistent]
+                self.played.dropped += len(impossible) - len(self._waiting)
 
     def _finish(self) -> None:
         """Nothing stays frozen or slow; nodes need no longer come or go."""

@@ -129,6 +129,7 @@ def measure(scenario: Scenario, ground: str, played: Played, reference: Played) 
         goodput=steps / expected if expected else 0.0,
         strikes=strikes,
         missed=tuple(played.missed),
+        dropped=played.dropped,
         recoveries=_kinds(recoveries, causes, pauses),
         detection=Spread.of([strike.detected_s for strike in strikes if strike.detected_s is not None]),
         pauses=Spread.of([pause for pause in pauses if pause is not None]),

@@ -77,7 +77,8 @@ class Report:
     Attributes:
         steps: committed. training_s: from the first step to the end; undisturbed_s: of the run without failures.
         goodput: steps committed, as a share of what the undisturbed run would have made in the same time.
-        strikes: all that was done. missed: numbers of the events that did not come about.
+        strikes: all that was done. missed: numbers of the events that did not come about. dropped: how often an event at random
+            came when it could not strike.
         recoveries: by cause, strategy and guarantee. detection, pauses: see `Strike`; pauses are of all recoveries, those
             without a strike included.
         guarantee: the weakest that a recovery kept. bit_equal: whether the final state is the undisturbed run's; None if one
@@ -102,6 +103,7 @@ class Report:
     guarantee: str
     bit_equal: bool | None
     violations: tuple[str, ...]
+    dropped: int = 0
     checks: tuple[Check, ...] = ()
     predicted: dict[str, float] = field(default_factory=dict)
     unpredicted: str = ""

@@ -37,6 +37,7 @@ class Played:
         offsets: of each life of the supervisor, what to add to the times in its records for a clock that never stands still:
             the records' own stands still while the supervisor is away. Seconds; the first is 0.
         missed: the numbers of events that did not come about.
+        dropped: how often an event at random came when it could not strike; it is not tried again.
     """
 
     path: Path
@@ -45,3 +46,4 @@ class Played:
     struck: list[Struck] = field(default_factory=list)
     offsets: list[float] = field(default_factory=list)
     missed: list[int] = field(default_factory=list)
+    dropped: int = 0

@@ -95,6 +95,8 @@ def _numbers(report: Report) -> Rows:
         "guarantee": ("guarantee kept", report.guarantee),
         "bit_equal": ("bit-equal to the undisturbed run", equal),
     }
+    if report.dropped:
+        rows["dropped"] = ("came at random, and could not strike", str(report.dropped))
     if not report.predicted:
         return [list(row) for row in rows.values()]
     return [[*row, f"{report.predicted[name]:.4g}" if name in report.predicted else ""] for name, row in rows.items()]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from benchmarks import checkfreq
+from benchmarks import checkfreq, goodput
 from benchmarks.harness import Report
+from raytrain_ft.drill.played import Played
 
 SKIPPED = "SKIPPED [11] tests/unit/test_crash_consistency.py:186: strace is not installed"
 
@@ -27,3 +30,11 @@ def test_no_crash_point_is_bad_only_where_all_were_tried(said: str, value: float
     checkfreq.count_crashes(report, said)
     found = report._estimates["crash_points_without_valid_checkpoint"]
     assert (found.value, found.why) == (value, why)
+
+
+def test_goodput_says_how_many_failures_could_not_strike(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text("")
+    report = Report("goodput", goodput.GOALS)
+    goodput._add_share(report, 15, Played(path=tmp_path, dropped=3), Played(path=tmp_path), steps_per_s=1.0)
+    said = "mean time between failures 15 s: 0 kills in 0.0 s, 0 steps; 3 more were drawn and could not strike"
+    assert said in report._notes

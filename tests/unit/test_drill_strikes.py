@@ -19,7 +19,9 @@ from raytrain_ft.chaos.faults import FailAt
 from raytrain_ft.drill import engine, grounds
 from raytrain_ft.drill.faults import Planted
 from raytrain_ft.drill.grounds import Running
+from raytrain_ft.drill.measure import measure
 from raytrain_ft.drill.played import Played, Struck
+from raytrain_ft.drill.report import markdown
 from raytrain_ft.drill.schedule import Schedule
 from raytrain_ft.drill.watch import Watch
 from raytrain_ft.errors import AbortedError, ConfigError, ScenarioError
@@ -272,6 +274,18 @@ def test_a_supervisor_that_froze_at_a_point_is_thawed(tmp_path: Path, monkeypatc
     played, ground = play(tmp_path, scenario(), planted, monkeypatch=monkeypatch)
     assert played.struck[0].members == ("supervisor",)
     assert ground.done == [("thaw", "head", 5)]
+
+
+def test_what_comes_at_random_and_cannot_strike_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two kills at once would leave nobody: the failures are rarer than they were asked for, and that is said."""
+    (tmp_path / "events.jsonl").write_text("")
+    asked = scenario(Event(action="kill", who=Who(count=2), when=When(mtbf=0.01)))
+    played, ground = play(tmp_path, asked, monkeypatch=monkeypatch)
+    assert (played.struck, played.missed, ground.done) == ([], [], [])
+    assert played.dropped > 0
+    report = measure(asked, "nowhere", played, played)
+    assert report.dropped == played.dropped
+    assert f"| came at random, and could not strike | {played.dropped} |" in markdown(report)
 
 
 def test_who_was_frozen_is_thawed_before_an_interrupted_run_is_waited_for(
