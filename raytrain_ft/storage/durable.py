@@ -100,7 +100,7 @@ def sync_directory(path: Path) -> None:
 def advice(error: OSError) -> str:
     """What to do about it; empty if there is nothing to say."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ". Free some space, or choose another storage_path; training goes on, and earlier checkpoints are untouched"
+        return ". Free some space, or choose another storage_path; earlier checkpoints are untouched"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return ". Look at its mount and its permissions; training goes on, and earlier checkpoints are untouched"
+        return ". Look at its mount and its permissions; earlier checkpoints are untouched"
     return ""

@@ -10,7 +10,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -304,6 +304,65 @@ def test_interval_is_chosen_by_itself_and_remembered(tmp_path: Path) -> None:
         assert (chosen["mode"], chosen["device_copy_s"], chosen["free_bytes"]) == ("cpu", None, 0)
     train(len(journal(tmp_path, "CheckpointCommitted")) + 1)
     assert not [one for one in journal(tmp_path, "IntervalChosen")[1:] if one["reason"].startswith("profiled")]
+
+
+# ---------------------------------------------------------------- a disk that cannot be written
+
+BROKEN_DISK = """
+import errno, os
+from pathlib import Path
+
+def break_off(*args, real=os.{call}, **more):
+    if Path({broken!r}).exists():
+        raise OSError(errno.{error}, os.strerror(errno.{error}))
+    return real(*args, **more)
+
+os.{call} = break_off
+"""
+"""Python runs this as `sitecustomize` in the process that writes checkpoints: its disk breaks while a file is there."""
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [("mkdir", "EROFS", "Read-only file system. Look at its mount"), ("fsync", "EIO", "Input/output error")],
+)
+def test_training_goes_on_while_the_disk_cannot_be_written_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str, error: str, words: str
+) -> None:
+    torch.manual_seed(1)
+    reference = trained(tmp_path / "undisturbed", 17).state()
+    broken, run_directory = tmp_path / "broken", tmp_path / "run"
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(BROKEN_DISK.format(call=call, error=error, broken=str(broken)))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    torch.manual_seed(1)
+    setup = Setup()
+    with checkfreq.open(run_directory, every=5, **setup.objects) as run:
+        for inputs, labels in run.batches(setup.loader, until_step=17):
+            if run.step == 7:
+                until(lambda: journal(run_directory, "CheckpointCommitted"))
+                broken.touch()
+            if run.step == 12:
+                until(lambda: journal(run_directory, "CheckpointFailed"))
+                broken.unlink()
+            setup.step(inputs, labels)
+    assert setup.state() == reference
+    (failed,) = journal(run_directory, "CheckpointFailed")
+    assert failed["step"] == 10
+    assert words in failed["reason"]
+    (said,) = [record for record in caplog.records if "CheckpointFailed" in record.message]
+    assert said.levelno == logging.ERROR
+    assert words in said.message
+    assert [record["step"] for record in journal(run_directory, "CheckpointCommitted")] == [5, 15, 17]
+    with checkfreq.open(run_directory, **Setup().objects) as again:
+        assert again.step == 17
+
+
+def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)
 
 
 # ---------------------------------------------------------------- damage, strangers, wrong values

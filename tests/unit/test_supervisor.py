@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from raytrain_ft.runtime import library, notes, supervisor
 from raytrain_ft.runtime.library import Library
 from raytrain_ft.runtime.right import Right
 from raytrain_ft.runtime.supervisor import Supervisor
-from raytrain_ft.storage import lock
+from raytrain_ft.storage import durable, lock
 from raytrain_ft.storage.filesystem import LocalStorage
 
 
@@ -107,6 +108,27 @@ def test_a_run_fails_once(was_over: bool) -> None:
     one.account = dict
     assert asyncio.run(one._live()) == {"failure": ("StorageError", "it is away")}
     assert noted == ([] if was_over else ["RunFailed"])
+
+
+def test_a_place_where_no_checkpoint_can_be_written_ends_a_run_before_any_worker_starts() -> None:
+    """It has no crew yet. Whoever called `fit` gets this error."""
+    checkpoints = SimpleNamespace(uri="/proc/nowhere/run/checkpoints", resume="auto")  # where not even root can write
+    spec: Any = SimpleNamespace(checkpoints=checkpoints, rules=SimpleNamespace(strategy="auto"), run_id="r", lease=60.0)
+    machine, right = SimpleNamespace(state=State.INITIALIZING), SimpleNamespace(release=lambda: None)
+    one = bare(machine=machine, spec=spec, library=Library(spec), restarted=False, right=right)
+    one.account = dict
+    kind, message = asyncio.run(one._live())["failure"]
+    assert kind == "StorageError"
+    assert message.startswith("/proc/nowhere/run/checkpoints/writer-1.claim could not be written: ")
+    assert not hasattr(one, "_crew")
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC])
+def test_what_is_said_of_a_disk_holds_at_the_start_of_a_run_too(number: int) -> None:
+    """Then it goes on no more than it has begun."""
+    told = durable.advice(OSError(number, ""))
+    assert "earlier checkpoints are untouched" in told
+    assert "training goes on" not in told
 
 
 def test_a_supervisor_ends_also_if_it_cannot_end_its_workers(monkeypatch: Any) -> None:
