@@ -193,6 +193,8 @@ def test_stopped_resubmitted_orphaned_attached(client: JobSubmissionClient, clus
 
 @pytest.mark.example
 def test_every_job_through_the_job_server(client: JobSubmissionClient, tmp_path: Path) -> None:
+    everything = {path.stem for path in (ROOT / "jobs").glob("*.py")}
+    assert everything - {*JOBS} == {"demo"}, "which starts a cluster of its own: see test_jobs"
     submitted = {}
     for name, arguments in JOBS.items():
         more = "" if name.startswith("checkfreq") else f" --storage-path {tmp_path} --name {name}"

@@ -1,8 +1,10 @@
-"""The examples in jobs/ as they are: a language model as a pipeline that loses a stage."""
+"""The examples in jobs/ as they are: a language model as a pipeline that loses a stage, and the demo."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -18,12 +20,13 @@ from raytrain_ft.policy.strategy import Guarantee, Strategy
 pytestmark = [pytest.mark.long, pytest.mark.example]
 
 STEPS = 6
+JOBS = Path(__file__).parents[2] / "jobs"
 
 
 @pytest.fixture
 def train_lm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The job as a module. Its classes travel whole, as those of a script do: no worker can import it."""
-    spec = importlib.util.spec_from_file_location("train_lm", Path(__file__).parents[2] / "jobs" / "train_lm.py")
+    spec = importlib.util.spec_from_file_location("train_lm", JOBS / "train_lm.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -50,3 +53,15 @@ def test_a_masked_language_model_loses_a_stage(cluster, train_lm: ModuleType, tm
     assert [(r.strategy, r.guarantee, r.replayed) for r in result.recoveries] == [(Strategy.LOGGING, Guarantee.EXACT, 3)]
     model = ft.load_model(task, result)
     assert model(torch.zeros(1, train_lm.CONTEXT, dtype=torch.uint8)).shape == (1, train_lm.CONTEXT, 256)
+
+
+@pytest.mark.timeout(400)
+def test_the_demo_keeps_its_promise(tmp_path: Path) -> None:
+    """As `make demo` runs it: in a process of its own, which starts a cluster for itself."""
+    mine = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}  # not of the tests' cluster
+    places = {"TMPDIR": str(tmp_path), "RAY_TMPDIR": "/tmp"}  # a socket's path must be short
+    command = [sys.executable, str(JOBS / "demo.py")]
+    done = subprocess.run(command, env=mine | places, capture_output=True, text=True, timeout=380, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.rstrip().endswith("the promise was kept"), done.stdout
+    assert len(list(tmp_path.glob("raytrain_ft-demo-*/*/events.jsonl"))) == 3
