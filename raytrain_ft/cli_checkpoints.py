@@ -26,7 +26,7 @@ from raytrain_ft.storage.manifest import FILE as MANIFEST
 from raytrain_ft.storage.manifest import Manifest, Name
 from raytrain_ft.storage.tree import flatten
 from raytrain_ft.training import objects
-from raytrain_ft.training.export import state_of
+from raytrain_ft.training.export import state_dicts, state_of
 
 console = Console(highlight=False, soft_wrap=True)
 LONGEST_VALUE = 200
@@ -131,19 +131,21 @@ def show(place: str, which: str | None) -> None:
 def export(place: str, file: Path, which: str | None, kind: str, optimizer: bool, force: bool) -> None:
     """Writes the state to FILE for use without raytrain_ft.
 
-    safetensors: the model's tensors by the names of its state_dict(). torch: a dict {"model": ..., "optimizer": ..., ...} of
-    all state, for torch.load(FILE, weights_only=True).
+    safetensors: the model's tensors by the names of its state_dict(), and with --optimizer those of the optimizer. The format
+    holds tensors only: neither an optimizer nor a scheduler can go on from it.
+
+    torch: all state dicts, {"model": ..., "optimizer": ..., "scheduler": ...}, for torch.load(FILE, weights_only=True) and
+    load_state_dict. Each stage of a pipeline has its own optimizer: {"model": ..., "stage-0": {"optimizer": ..., ...}, ...}.
     """
     if file.exists() and not force:
         raise click.ClickException(f"{file} exists: choose another file, or overwrite it with --force")
     content = _content(_storage(place), which)
-    state = state_of(content)
     partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     try:
         if kind == "torch":
-            _save_torch(state, partial)
+            _save_torch(state_dicts(content), partial)
         else:
-            _save_safetensors(state, content.manifest, partial, optimizer)
+            _save_safetensors(state_of(content), content.manifest, partial, optimizer)
         partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from raytrain_ft.policy.strategy import Guarantee, Recovery, Strategy
 from raytrain_ft.storage.arrow import read_tensors
 from raytrain_ft.training.export import open_checkpoint, state_of
 from raytrain_ft.training.pipeline import name_in_one_piece, sequential
+from raytrain_ft.training.stored import spread_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,8 @@ def load_model(task: Any, result: Result | str) -> torch.nn.Module:
             larger; what is missing, or is too many, is named.
     """
     place = str(result.final_state if isinstance(result, Result) else result)
-    tensors, values = _final(Path(place)) if place.endswith(".arrow") else _stored(place)
-    model = _whole(task, values)
+    tensors, spread = _final(Path(place)) if place.endswith(".arrow") else _stored(place)
+    model = _whole(task, spread)
     wanted = model.state_dict(keep_vars=True)
     stored = {id(wanted[name]): tensor for name, tensor in tensors.items() if name in wanted}  # tied weights, by one name
     # A checkpoint also has what the model's state dict leaves out, such as buffers that are not persistent. What the model
@@ -81,28 +82,28 @@ def load_model(task: Any, result: Result | str) -> torch.nn.Module:
     return model
 
 
-def _final(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors of a run's final state, by the names of the whole model."""
+def _final(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
+    """The tensors of a run's final state, by the names of the whole model; and how it was spread, if it was."""
     tensors, values = read_tensors(path)
-    if "stages" not in values:
-        return tensors, values
+    spread = spread_of(values, str(path))
+    if spread is None:
+        return tensors, None
     whole: dict[str, torch.Tensor] = {}
-    for stage in range(values["stages"]):
-        part = read_tensors(path.with_name(f"final-stage-{stage}.arrow"))[0]
-        whole |= {name_in_one_piece(name, stage, values): tensor for name, tensor in part.items()}
-    return whole, values
+    for stage in range(spread["stages"]):
+        file = path.with_name(f"final-stage-{stage}.arrow")
+        whole |= {name_in_one_piece(name, stage, spread, str(file)): tensor for name, tensor in read_tensors(file)[0].items()}
+    return whole, spread
 
 
-def _stored(place: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _stored(place: str) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
     """The same of a checkpoint."""
     content = open_checkpoint(place)
-    return state_of(content).get("model", {}), content.manifest.values
+    return state_of(content).get("model", {}), spread_of(content.manifest.values, place)
 
 
-def _whole(task: Any, values: dict[str, Any]) -> torch.nn.Module:
+def _whole(task: Any, spread: dict[str, Any] | None) -> torch.nn.Module:
     """The task's model in one piece."""
-    if "stages" not in values:
+    if spread is None:
         return task.model(0)
-    cut = values["cuts"] is not None
-    parts = range(values["stages"] * values.get("chunks", 1))
-    return torch.nn.Sequential(*(sequential(task.model(0)) if cut else map(task.model, parts)))
+    parts = range(spread["stages"] * spread["chunks"])
+    return torch.nn.Sequential(*(map(task.model, parts) if spread["cuts"] is None else sequential(task.model(0))))

@@ -42,10 +42,12 @@ def capture(
             else:
                 numbers[path] = flatten(value, path)[0]
     groups = [{k: v for k, v in group.items() if k != "params"} for group in state.optimizer.param_groups]
+    names = {id(p): name for name, p in state.model.named_parameters()}
+    params = [[names.get(id(p), "") for p in group["params"]] for group in state.optimizer.param_groups]
     scheduler = state.scheduler.state_dict() if state.scheduler else None
     settings, more = flatten({"groups": groups, "scheduler": scheduler})
     tensors += [(path, value.detach().clone()) for path, value in more.items()]
-    own = {"optimizer": type(state.optimizer).__name__, "numbers": numbers, "settings": settings}
+    own = {"optimizer": type(state.optimizer).__name__, "params": params, "numbers": numbers, "settings": settings}
     aliases = {"aliases": found} if (found := _aliases(state.model)) else {}
     values = {
         "step": state.step,
@@ -60,7 +62,7 @@ def capture(
         return tensors, values | own
     # every stage's names bear its number, and so do its values, which are not the same on all workers
     tensors.append((OWN_VALUES, torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)))
-    return [(f"{_prefix(state)}{name}", tensor) for name, tensor in tensors], values | pipeline.spread
+    return [(f"{_prefix(state.stage)}{name}", tensor) for name, tensor in tensors], values | pipeline.spread
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
@@ -74,8 +76,8 @@ OWN_VALUES = "values"
 """In a pipeline, what a stage alone knows, as JSON in bytes."""
 
 
-def _prefix(state: TrainingState) -> str:
-    return "" if state.stage is None else f"stage-{state.stage}/"
+def _prefix(stage: int | None) -> str:
+    return "" if stage is None else f"stage-{stage}/"
 
 
 def holds(manifest: Manifest, stage: int | None) -> Callable[[int], bool]:
@@ -84,13 +86,13 @@ def holds(manifest: Manifest, stage: int | None) -> Callable[[int], bool]:
     return lambda number: stage is None or number % stages == stage
 
 
-def _of_stage(state: TrainingState, content: Content) -> tuple[Content, Stored]:
-    """What a checkpoint holds of this stage, by the stage's own names; and its values.
+def of_stage(content: Content, stage: int | None) -> tuple[Content, Stored]:
+    """What a checkpoint holds of a stage, by the stage's own names, or of a model in one piece (None); and its values.
 
     Raises:
         MismatchError: it is of another number of stages, or not of the trainer. StorageError: it is damaged.
     """
-    prefix, values = _prefix(state), content.manifest.values
+    prefix, values = _prefix(stage), content.manifest.values
     if "kind" in values:
         raise _mismatch(content.manifest, [f"it is of another kind, {values['kind']}: only the program that wrote it reads it"])
     if not prefix:
@@ -101,9 +103,10 @@ def _of_stage(state: TrainingState, content: Content) -> tuple[Content, Stored]:
     if OWN_VALUES not in pieces:
         there = values.get("stages", "no")
         raise _mismatch(
-            content.manifest, [f"{there} stages of a pipeline in the checkpoint, and not number {state.stage} of this run"]
+            content.manifest, [f"{there} stages of a pipeline in the checkpoint, and not number {stage} of this run"]
         )
-    content.verify()
+    if not content.verified:
+        content.verify()
     own = own_values(content, f"{prefix}{OWN_VALUES}")
     del pieces[OWN_VALUES]
     part = Content(content.manifest, pieces, content.files, content.check)
@@ -140,7 +143,7 @@ def restore(
         StorageError: it is damaged, or lacks something. Unless the state is still `filled`, its tensors may hold anything by
             now: it is to be restored from another checkpoint, filled by another worker, or built anew.
     """
-    content, stored = _of_stage(state, content)
+    content, stored = of_stage(content, state.stage)
     own = dict([*_weights(state), *_buffers(state)])
     theirs = {name: parts for name, parts in content.pieces.items() if name.startswith(("model/", "buffer/"))}
     other_optimizer, other_data = _other_optimizer(state, stored), _other_data(stored, data)

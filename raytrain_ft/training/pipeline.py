@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raytrain_ft.errors import TaskError
+from raytrain_ft.errors import StorageError, TaskError
 from raytrain_ft.policy.schedule import Action, order
 from raytrain_ft.training import split_backward
 from raytrain_ft.training.edges import WHOLE_STEP
@@ -66,20 +66,29 @@ class _Part(nn.Sequential):
         return super().forward(inputs[0] if len(inputs) == 1 else inputs)
 
 
-def name_in_one_piece(name: str, stage: int, spread: Mapping[str, Any]) -> str:
+def name_in_one_piece(name: str, stage: int, spread: Mapping[str, Any] | None, where: str) -> str:
     """What a tensor of a stage is called in the whole model: the Sequential that was cut, or else one of all parts.
 
     Args:
-        spread: see `PipelineSettings.spread`.
+        spread: see `stored.spread_of`; None if the model is in one piece, whose names are its own.
+        where: the name was read.
+
+    Raises:
+        StorageError: the stages do not have such a tensor.
     """
-    part = stage
-    if spread.get("chunks", 1) > 1:
-        chunk, _, name = name.partition(".")
-        part += int(chunk) * spread["stages"]
-    if spread["cuts"] is None:
-        return f"{part}.{name}"
-    layer, _, rest = name.partition(".")
-    return f"{int(layer) + [0, *spread['cuts']][part]}.{rest}"
+    if spread is None:
+        return name
+    part, rest = stage, name
+    try:
+        if spread["chunks"] > 1:
+            chunk, _, rest = rest.partition(".")
+            part += int(chunk) * spread["stages"]
+        if spread["cuts"] is None:
+            return f"{part}.{rest}"
+        layer, _, rest = rest.partition(".")
+        return f"{int(layer) + [0, *spread['cuts']][part]}.{rest}"
+    except (ValueError, IndexError) as error:
+        raise StorageError(f"{where}: with {dict(spread)}, stage {stage} has no tensor {name!r}") from error
 
 
 def sequential(model: nn.Module) -> nn.Sequential:

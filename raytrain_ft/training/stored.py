@@ -24,6 +24,7 @@ class Stored:
     Attributes:
         data: what the position refers to.
         optimizer: the name of its class; groups: its hyper-parameters, in which tensors are empty.
+        params: for each of these groups, the names of its parameters; empty if an earlier version did not store them.
         numbers: what it keeps of a parameter that is no tensor, as skeletons by path.
         settings: skeleton of its groups and of the schedule.
         spread: of which pipeline it is a stage.
@@ -35,6 +36,7 @@ class Stored:
     data: dict[str, Any]
     optimizer: str
     groups: list[dict[str, Any]]
+    params: list[list[str]]
     numbers: dict[str, Any]
     settings: Any
     spread: dict[str, Any]
@@ -68,6 +70,7 @@ def decode(manifest: Manifest, values: Mapping[str, Any]) -> Stored:
                         data=data,
                         optimizer=optimizer,
                         groups=groups,
+                        params=_names(values.get("params", [])),
                         numbers={path: _checked(skeleton) for path, skeleton in numbers.items()},
                         settings=settings,
                         spread=spread,
@@ -85,6 +88,12 @@ def _ranges(owed: Any) -> tuple[tuple[int, int], ...]:
     if not all(isinstance(start, int) and isinstance(stop, int) and 0 <= start <= stop for start, stop in ranges):
         raise ValueError(f"{owed} are no ranges of samples")
     return ranges
+
+
+def _names(params: Any) -> list[list[str]]:
+    if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in params):
+        raise ValueError(f"{params!r:.200} are no names of parameters")
+    return list(params)
 
 
 def _checked(skeleton: Any) -> Any:
@@ -121,6 +130,36 @@ def stages_of(manifest: Manifest) -> int:
     if not isinstance(stages, int) or stages < 1:
         raise StorageError(f"{manifest.name} is of {stages!r} stages")
     return stages
+
+
+def spread_of(values: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+    """How the model of a file is spread over the stages of a pipeline (see `PipelineSettings.spread`); None if it is not.
+
+    Raises:
+        StorageError: its values do not say it; `where` they are.
+    """
+    if "stages" not in values:
+        return None
+    found = {"chunks": 1} | {name: values[name] for name in _SPREAD if name in values}
+    match found:
+        case {"stages": int(stages), "chunks": int(chunks), "cuts": None} if min(stages, chunks) > 0:
+            return found
+        case {"stages": int(stages), "chunks": int(chunks), "cuts": list(cuts)} if min(stages, chunks) > 0:
+            if len(cuts) == stages * chunks - 1 and all(isinstance(cut, int) for cut in cuts):
+                return found
+    raise StorageError(f"{where} does not say how the model is spread over stages: {found!r:.200}")
+
+
+def aliases_of(values: Mapping[str, Any], where: str) -> dict[str, str]:
+    """Other names of tied weights: {other name: stored name}.
+
+    Raises:
+        StorageError: these are no names; `where` they are.
+    """
+    found = values.get("aliases", {})
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise StorageError(f"{where}: aliases={found!r:.200} has no names of tensors by other names")
+    return dict(found)
 
 
 def own_values(content: Content, path: str) -> dict[str, Any]:

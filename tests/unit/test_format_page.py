@@ -100,6 +100,7 @@ def test_an_optimizer_is_read_from_a_checkpoint_of_the_trainer(tmp_path: Path) -
     settings = together(found["settings"], arrays.__getitem__)
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     assert settings == {"groups": groups, "scheduler": None}
+    assert found["params"] == [["weight", "bias"]]
     assert found["position"] == [0, 8]
 
 

@@ -316,6 +316,8 @@ def test_a_checkpoint_of_checkfreq_is_of_another_kind(storage: LocalStorage) -> 
         {"loss": None},
         {"data": None},
         {"optimizer": None},
+        {"params": 5},
+        {"params": [["0.weight"], 5]},
         {"numbers": []},
         {"numbers": {"optimizer/0.weight/x": {"what": 1}}},
         {"numbers": {"optimizer/stranger/x": 1}},
