@@ -285,7 +285,8 @@ def _checkpoints(
             f"Trainer(max_steps={max_steps}): the newest checkpoint in {uri} is of step {stored[0]}. Ask for more, choose "
             'another RunConfig(name=...), or begin anew with CheckpointConfig(resume="never")'
         )
-    depends_on = [model_key, workers(scaling), sampling.global_batch_size, uri, torch.__version__, os.cpu_count(), how.every]
+    depends_on = [model_key, sampling.global_batch_size, uri, torch.__version__, os.cpu_count(), scaling.use_gpu is True]
+    depends_on += [how.every, how.overhead, str(how.failure_interval)]
     known = how.failure_interval if isinstance(how.failure_interval, timedelta) else None
     return CheckpointSpec(
         uri=uri,

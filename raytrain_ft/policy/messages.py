@@ -343,10 +343,12 @@ class Dormant(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntervalChosen(Event):
-    """Worker 0 decided how many steps lie between two checkpoints; the numbers are those of `tuner.Decision`.
+    """Worker 0 decided how many steps lie between two checkpoints, or knows it when it becomes worker 0; the numbers are those
+    of `tuner.Decision`.
 
     Attributes:
-        device_copy_s: None if no snapshot was taken within the device's memory yet.
+        mode, k_persist ... free_bytes: None if k was asked for, and nothing measured.
+        device_copy_s: None also if no snapshot was taken within the device's memory yet.
         free_bytes: of the device's memory; 0 without one.
         failure_interval_s: mean time between failures; None if it is not regarded.
     """
@@ -355,19 +357,19 @@ class IntervalChosen(Event):
     incarnation: int
     step: int
     k: int
-    mode: str
-    k_persist: int
-    k_overhead: int
-    k_failures: int
-    iteration_s: float
-    update_s: float
-    copy_s: float
-    persist_s: float
-    overhead_s: float
-    snapshot_bytes: int
-    free_bytes: int
-    budget: float
+    mode: str | None = None
+    k_persist: int | None = None
+    k_overhead: int | None = None
+    k_failures: int | None = None
+    iteration_s: float | None = None
+    update_s: float | None = None
+    copy_s: float | None = None
+    persist_s: float | None = None
+    overhead_s: float | None = None
     device_copy_s: float | None = None
+    snapshot_bytes: int | None = None
+    free_bytes: int | None = None
+    budget: float
     failure_interval_s: float | None = None
     observed: float | None
     reason: str

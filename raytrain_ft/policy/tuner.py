@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from operator import mul
 from statistics import mean, stdev
 from typing import Any, Literal
@@ -27,7 +27,8 @@ JUDGED_STEPS = 30
 TOLERANCE = 0.1
 """A k that is off by less than this share is left alone while the overhead is within its budget."""
 TIMES = ("iteration", "update", "copy", "persist", "device_copy")
-"""What of a profile is kept for a later run."""
+SIZES = ("size", "free")
+"""What of a profile a later run begins with: seconds, and bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +37,15 @@ class Decision:
 
     Attributes:
         step: steps committed when it was made.
+        interval: of it, only k counts where nothing was measured.
+        profile: None if nothing was measured: k was asked for.
         observed: share of the time that checkpoints cost since the last decision; None if that is not known.
         reason: in words.
     """
 
     step: int
     interval: Interval
-    profile: Profile
+    profile: Profile | None
     observed: float | None
     reason: str
 
@@ -145,6 +148,18 @@ class Tuner:
         self.last, self._under_way = step, True
         return decision
 
+    def known(self, step: int) -> Decision | None:
+        """The decision that training begins with at this step, if there is one: k was asked for, or comes of what was measured
+        before. It may then be off the bounds, for what was observed has corrected it."""
+        if self.fixed is not None:
+            interval = Interval(k=self.fixed, mode=self.mode, overhead=0.0, k_persist=0, k_overhead=0)
+            return Decision(step=step, interval=interval, profile=None, observed=None, reason="fixed: as it was asked for")
+        if not self.k or self.profile is None:
+            return None
+        interval = replace(choose(self.profile, self.budget, failure_s=self.failure_s), k=self.k, mode=self.mode)
+        reason = "recalled: as it was measured before"
+        return Decision(step=step, interval=interval, profile=self.profile, observed=None, reason=reason)
+
     def settle(self, step: int) -> Decision | None:
         """The first decision, as soon as the first checkpoint is durable."""
         if self.k or self.fixed is not None or not self._costs or self.profile is None:
@@ -234,19 +249,22 @@ class Tuner:
 
     def to_json(self) -> dict[str, Any]:
         """What a later run of the same kind begins with."""
-        times = {name: getattr(self.profile, name) for name in TIMES if self.profile is not None}
-        known = {name: seconds for name, seconds in times.items() if seconds < math.inf}
+        found = asdict(self.profile) if self.profile is not None else {}
+        known = {name: value for name, value in found.items() if value < math.inf}
         return {"k": self.k, "mode": self.mode, "profile": known}
 
     def begin_from(self, stored: dict[str, Any]) -> bool:
         """Takes over what an earlier run measured, so that this one need not; whether it could be used."""
         try:
-            times = {"device_copy": math.inf, **stored["profile"]}
-            profile = Profile(**{name: float(times[name]) for name in TIMES})  # pyright: ignore[reportArgumentType]
+            known = {"device_copy": math.inf, "size": 0, "free": 0, **stored["profile"]}
+            times, sizes = {name: float(known[name]) for name in TIMES}, {name: int(known[name]) for name in SIZES}
+            profile = Profile(**times, **sizes)  # pyright: ignore[reportArgumentType]
             k, mode = int(stored["k"]), stored.get("mode", "gpu")
-        except (KeyError, TypeError, ValueError):
+            choose(profile, self.budget, failure_s=self.failure_s)  # can it be reckoned with?
+        except (KeyError, TypeError, ValueError, OverflowError):
             return False
-        if k < 1 or mode not in ("cpu", "gpu") or not 0 < profile.iteration < math.inf:
+        needed = (profile.iteration, profile.update, profile.copy, profile.persist)
+        if k < 1 or mode not in ("cpu", "gpu") or not all(0 <= seconds < math.inf for seconds in needed):
             return False
         self.k, self.mode, self.profile = k, mode, profile
         return True

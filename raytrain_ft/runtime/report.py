@@ -202,7 +202,7 @@ def _decisions(facts: Facts) -> str:
         observed = "–" if decision.observed is None else f"{decision.observed:.1%}"
         return [
             *(f"{index}", f"{decision.at:,.2f}", _plain(decision.step), f"{decision.k:g}", *bounds, observed),
-            *(decision.mode, decision.reason),
+            *(decision.mode or "–", decision.reason),
         ]
 
     heads = ["#", "at [s]", "step", "k", "k durable", "k overhead", "k failures", "overhead seen", "~~snapshot in", "~reason"]

@@ -27,7 +27,7 @@ class CheckpointSpec:
         every: steps from one to the next; None chooses within `overhead`.
         keep: how many stay.
         failure_s: mean time between failures, if it is known beforehand.
-        profile_key: what measured times depend on.
+        profile_key: what measured times, and the interval that comes of them, depend on but for the number of workers.
         window: steps to measure before the first checkpoint.
         resume: "auto", "never" or "require".
     """

@@ -146,7 +146,8 @@ def _costs(records: Records, stretches: Sequence[_Stretch], recoveries: Records,
         load = max(0.0, _mean(r["reconciled"] - _ready(records, r) for r in loading) - rendezvous)
     completed = [r["at"] for r in _of(records, "Completed")]
     stalls = _mean(r["stall_s"] for r in saved)
-    update_s = min(median([r["update_s"] for r in chosen]) if chosen else 0.0, 0.9 * step_s)
+    updates = [r["update_s"] for r in chosen if r["update_s"] is not None]  # not where k was asked for
+    update_s = min(median(updates) if updates else 0.0, 0.9 * step_s)
     in_memory = kind == "elastic_horovod"  # of its copies, the simulator hides nothing behind the next step
     hidden = 0.0 if in_memory else step_s - update_s
     return Costs(

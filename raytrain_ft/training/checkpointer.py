@@ -17,12 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from raytrain_ft.errors import StorageError
+from raytrain_ft.policy.frequency import Interval, Profile
 from raytrain_ft.policy.tuner import Costs, Decision, Tuner
 from raytrain_ft.storage.checkpoint import KEEP_ALL
 from raytrain_ft.storage.filesystem import open_storage
@@ -74,7 +75,8 @@ class Target:
     Attributes:
         uri: of the directory of checkpoints; owner, epoch: see `storage.lock`.
         keep: how many stay.
-        profile_key: what the measurements depend on; those of another key are not used.
+        profile_key: what k and the measurements that it comes of depend on, but for the number of workers; those of another
+            key, or of other workers, are not used.
         timeout_s: how long to wait for the shards of others, and for the last checkpoint.
         most_patience_s: how long training waits at most for a checkpoint that is under way; where others wait for this worker
             meanwhile, less than what they allow it.
@@ -147,17 +149,18 @@ class Checkpointer:
         """
         self._stages, self._rejected = stages, sorted(rejected)
         self._persister.start()  # now, so that its start is not in the first checkpoint's time
-        new = self._tuner is None
+        leads = rank == 0 and (self._tuner is None or self._rank != 0)
         if self._tuner is None:
             self._tuner = self._make_tuner()
             self._tuner.last = step
         else:
             self._tuner.disturbed(step, resized=count != self._count)
-        if rank == 0 and (new or self._rank != 0):
-            self._recall_profile(self._tuner)  # what worker 0 measured, who waits for the shards of all, counts most
         if failure_s is not None:
             self._tuner.failure_s = failure_s
         self._rank, self._count, self._incarnation, self._first_step = rank, count, incarnation, True
+        if leads:  # who becomes worker 0 says by which k it goes, if that is known already
+            self._recall_profile(self._tuner)  # what worker 0 measured, who waits for the shards of all, counts most
+            self._note(self._tuner.known(step))
 
     def fenced(self) -> None:
         """The world is over. A copy that is under way comes to its end before anything else touches the state."""
@@ -371,20 +374,22 @@ class Checkpointer:
     # ---------------------------------------------------------------- the interval
 
     def _note(self, decision: Decision | None) -> None:
-        if decision is not None and self._tuner is not None and self._rank == 0:
-            interval, profile = asdict(decision.interval), asdict(decision.profile)
-            interval["overhead_s"] = interval.pop("overhead")
-            times = {f"{name}_s": profile[name] for name in ("iteration", "update", "copy", "persist")}
-            times["device_copy_s"] = profile["device_copy"] if math.isfinite(profile["device_copy"]) else None
-            room = {"snapshot_bytes": profile["size"], "free_bytes": profile["free"]}
-            asked = {"budget": self._tuner.budget, "failure_interval_s": self._tuner.failure_s}
-            about = {"step": decision.step, "observed": decision.observed, "reason": decision.reason}
-            self._tell("IntervalChosen", {"incarnation": self._incarnation, **interval, **times, **room, **asked, **about})
+        if decision is None or self._tuner is None or self._rank != 0:
+            return
+        about = {"step": decision.step, "k": decision.interval.k, "observed": decision.observed, "reason": decision.reason}
+        asked = {"budget": self._tuner.budget, "failure_interval_s": self._tuner.failure_s}
+        measured = {} if decision.profile is None else _numbers(decision.interval, decision.profile)
+        self._tell("IntervalChosen", {"incarnation": self._incarnation, **about, **measured, **asked})
+
+    @property
+    def _key(self) -> str:
+        """What k depends on: a world of another size takes other times."""
+        return f"{self._target.profile_key}, {self._count} workers"
 
     def _profile_file(self) -> dict[str, str]:
         if self._rank != 0 or self._tuner is None or not self._tuner.k:
             return {}
-        return {PROFILE_FILE: json.dumps({"key": self._target.profile_key, **self._tuner.to_json()})}
+        return {PROFILE_FILE: json.dumps({"key": self._key, **self._tuner.to_json()})}
 
     def _recall_profile(self, tuner: Tuner) -> None:
         """An earlier run of the same kind has measured already. What cannot be read, or not soon, is measured again."""
@@ -394,7 +399,7 @@ class Checkpointer:
             stored = found.result(PROFILE_S)  # training does not hang with the storage
         except TimeoutError:
             return
-        known = isinstance(stored, dict) and stored.get("key") == self._target.profile_key
+        known = isinstance(stored, dict) and stored.get("key") == self._key
         if known and tuner.begin_from(stored) and tuner.profile is not None:
             self._longest_s = tuner.profile.persist
 
@@ -404,6 +409,15 @@ class Checkpointer:
             return None if storage.size(PROFILE_FILE) is None else json.loads(storage.view(PROFILE_FILE).to_pybytes())
         except (StorageError, ValueError, RecursionError):
             return None
+
+
+def _numbers(interval: Interval, profile: Profile) -> dict[str, Any]:
+    """What a decision comes from, as it is told."""
+    bounds = {name: getattr(interval, name) for name in ("mode", "k_persist", "k_overhead", "k_failures")}
+    times = {f"{name}_s": getattr(profile, name) for name in ("iteration", "update", "copy", "persist")}
+    times["device_copy_s"] = profile.device_copy if math.isfinite(profile.device_copy) else None
+    room = {"snapshot_bytes": profile.size, "free_bytes": profile.free}
+    return {**bounds, "overhead_s": interval.overhead, **times, **room}
 
 
 def _wait(future: Future[Outcome], seconds: float) -> None:

@@ -166,10 +166,11 @@ class Session:
         return Tuner(budget=self._plan.budget, window=self._plan.window, fixed=self._plan.every)
 
     def _profile_key(self) -> str:
-        """Measurements of another world, or of objects of other sizes, are of no use."""
+        """Measurements of objects of other sizes are of no use, nor is a k for another budget."""
         batches = [loader.sampling.global_batch_size for loader in self._loaders.values()]
         size = sum(one.numel() for value in self._objects.values() for one in getattr(value, "parameters", list)())
-        return f"{self._ranks.count} ranks, batches {batches}, {size} parameters, {torch.cuda.device_count()} devices"
+        devices = torch.cuda.device_count()
+        return f"batches {batches}, {size} parameters, {devices} devices, overhead {self._plan.budget}"
 
     def _follow(self) -> None:
         """Has the loaders and the optimizers tell of what happens."""

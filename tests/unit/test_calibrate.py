@@ -78,6 +78,15 @@ def test_the_ratio_of_replay_comes_back() -> None:
     assert predicted(known) == pytest.approx(1, abs=0.01)
 
 
+def test_an_interval_that_was_asked_for_says_nothing_of_the_update() -> None:
+    """Which is measured where an interval is chosen."""
+    lines = log_of(JOB, Strategy(kind="checkpoint", every=10))
+    fixed, chosen = ({"event": "IntervalChosen", "at": 8.0, "k": 7, "update_s": update_s} for update_s in (None, 0.1))
+    known = calibrate([lines[0], fixed, *lines[1:]])
+    assert (known.strategy.every, known.job.costs.update_s) == (7, 0.0)
+    assert calibrate([lines[0], fixed, chosen, *lines[1:]]).job.costs.update_s == 0.1
+
+
 def test_a_run_that_did_not_finish_is_refused() -> None:
     lines = [line for line in log_of(JOB, Strategy(kind="replication")) if line["event"] != "RunFinished"]
     with pytest.raises(ConfigError, match="0 RunFinished lines: calibrate on a single run that finished"):

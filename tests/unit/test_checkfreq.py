@@ -302,8 +302,12 @@ def test_interval_is_chosen_by_itself_and_remembered(tmp_path: Path) -> None:
     assert (chosen["budget"], chosen["failure_interval_s"]) == (0.05, None)
     if not torch.cuda.is_available():
         assert (chosen["mode"], chosen["device_copy_s"], chosen["free_bytes"]) == ("cpu", None, 0)
+    before = len(journal(tmp_path, "IntervalChosen"))
     train(len(journal(tmp_path, "CheckpointCommitted")) + 1)
-    assert not [one for one in journal(tmp_path, "IntervalChosen")[1:] if one["reason"].startswith("profiled")]
+    first, *others = journal(tmp_path, "IntervalChosen")[before:]
+    assert first["reason"].startswith("recalled")
+    assert first["iteration_s"] > 0.005
+    assert not [one for one in others if one["reason"].startswith("profiled")]
 
 
 # ---------------------------------------------------------------- a disk that cannot be written

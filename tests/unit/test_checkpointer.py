@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 from raytrain_ft.errors import StorageError
+from raytrain_ft.policy.messages import IntervalChosen
 from raytrain_ft.policy.tuner import Tuner
 from raytrain_ft.storage.checkpoint import KEEP_ALL
 from raytrain_ft.storage.filesystem import Storage
@@ -48,7 +51,7 @@ Make = Callable[..., Checkpointer]
 
 @pytest.fixture
 def told() -> list[tuple[str, int]]:
-    """What was told of: the event, and the step that it is about."""
+    """What was told of checkpoints: the event, and the step that it is about."""
     return []
 
 
@@ -61,7 +64,7 @@ def make(told: list[tuple[str, int]]) -> Iterator[Make]:
             Target(uri="/nowhere", owner="run", epoch=1, **target),
             lambda: ([("w", torch.zeros(8))], {}),
             lambda: Tuner(budget=0.035, window=4, fixed=5),
-            lambda event, fields: told.append((event, fields["step"])),
+            lambda event, fields: told.append((event, fields["step"])) if event != "IntervalChosen" else None,
             persister=lambda memory: Slow(seconds),
         )
         found.begin(0, 1, 1, 0)
@@ -140,19 +143,68 @@ def test_a_device_without_room_does_not_cost_the_snapshot(monkeypatch: pytest.Mo
     memory.close()
 
 
-def test_what_an_earlier_launch_measured_is_known(tmp_path: Path) -> None:
-    content = '{"key": "same", "k": 7, "profile": {"iteration": 1.0, "update": 0.1, "copy": 0.1, "persist": 40.0}}'
-    (tmp_path / checkpointer.PROFILE_FILE).write_text(content)
-    one = Checkpointer(
-        Target(uri=str(tmp_path), owner="run", epoch=1, profile_key="same"),
-        lambda: ([], {}),
-        lambda: Tuner(budget=0.035, window=4),
-        lambda event, fields: None,
-        persister=lambda memory: Slow(0.0),
-    )
-    one.begin(0, 1, 1, 0)
+MEASURED = {"k": 7, "profile": {"iteration": 1.0, "update": 0.1, "copy": 0.1, "persist": 40.0}}
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., tuple[Checkpointer, list[dict[str, Any]]]]]:
+    """A worker, not begun; and what it tells of intervals."""
+    made: list[Checkpointer] = []
+
+    def begun(fixed: int | None = None) -> tuple[Checkpointer, list[dict[str, Any]]]:
+        told: list[dict[str, Any]] = []
+        found = Checkpointer(
+            Target(uri=str(tmp_path), owner="run", epoch=1, profile_key="same"),
+            lambda: ([], {}),
+            lambda: Tuner(budget=0.035, window=4, fixed=fixed),
+            lambda event, fields: told.append(fields) if event == "IntervalChosen" else None,
+            persister=lambda memory: Slow(0.0),
+        )
+        made.append(found)
+        return found, told
+
+    yield begun
+    for one in made:
+        one.close(0.0)
+
+
+def test_what_an_earlier_launch_measured_is_known_and_told(launch: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / checkpointer.PROFILE_FILE).write_text(json.dumps({"key": "same, 1 workers", **MEASURED}))
+    one, told = launch()
+    one.begin(0, 1, 3, 120, failure_s=500.0)
     assert one._patience(10.0) == 120.0
-    one.close(0.0)
+    (chosen,) = told
+    assert (chosen["incarnation"], chosen["step"], chosen["k"], chosen["k_persist"]) == (3, 120, 7, 41)
+    assert (chosen["persist_s"], chosen["budget"], chosen["failure_interval_s"]) == (40.0, 0.035, 500.0)
+    assert chosen["reason"].startswith("recalled")
+    again, _ = launch()
+    (tmp_path / checkpointer.PROFILE_FILE).write_text(one._profile_file()[checkpointer.PROFILE_FILE])
+    again.begin(0, 1, 1, 0)
+    assert again._tuner == replace(one._tuner, last=0, failure_s=None)
+
+
+@pytest.mark.parametrize("key", ["same", "other, 1 workers", "same, 2 workers"])
+def test_what_was_measured_of_something_else_is_left_alone(launch: Callable[..., Any], tmp_path: Path, key: str) -> None:
+    """Also in a world of another size."""
+    (tmp_path / checkpointer.PROFILE_FILE).write_text(json.dumps({"key": key, **MEASURED}))
+    one, told = launch()
+    one.begin(0, 1, 1, 0)
+    assert one._patience(10.0) == 10.0
+    assert told == []
+
+
+def test_an_interval_that_was_asked_for_is_told_by_who_becomes_worker_0(launch: Callable[..., Any]) -> None:
+    one, told = launch(fixed=5)
+    one.begin(1, 2, 1, 0)
+    assert told == [], "of which worker 0 tells"
+    one.begin(0, 1, 2, 20)
+    one.begin(0, 1, 3, 30)
+    (chosen,) = told
+    assert chosen.pop("reason").startswith("fixed")
+    about = {"incarnation": 2, "step": 20, "k": 5, "observed": None, "budget": 0.035, "failure_interval_s": None}
+    assert chosen == about, "nothing was measured"
+    event = IntervalChosen(at=1.0, member="w0", **about, reason="fixed")
+    assert event.update_s is None
 
 
 def test_every_worker_measures_and_the_first_alone_says_when(tmp_path: Path) -> None:
@@ -175,6 +227,7 @@ def test_every_worker_measures_and_the_first_alone_says_when(tmp_path: Path) -> 
     assert told == [], "of which worker 0 tells"
     one.begin(0, 2, 2, 6)
     assert one.wants(1000), "it does not measure everything anew"
+    assert told == ["IntervalChosen"]
     one.close(0.0)
 
 

@@ -16,7 +16,8 @@ import torch
 
 import raytrain_ft as ft
 from raytrain_ft.errors import ConfigError, FTError
-from raytrain_ft.prepare import _worker_options
+from raytrain_ft.policy.sampling import Sampling
+from raytrain_ft.prepare import _checkpoints, _worker_options
 from raytrain_ft.settings import Keywords, TrainSettings
 
 
@@ -195,6 +196,22 @@ def test_memory_is_asked_for_as_ray_wants_it() -> None:
         "memory": 4e9,
         "resources": {"disk": 1},
     }
+
+
+def profile_key(path: Path, scaling: dict[str, Any] | None = None, **policy: Any) -> str:
+    run = ft.RunConfig(checkpoint_config=ft.CheckpointConfig(**policy))
+    sampling = Sampling(dataset_size=8, global_batch_size=4, seed=0)
+    spec = _checkpoints(run, ft.ScalingConfig(**scaling or {}), ft.RecoveryConfig(), path / "run", sampling, ["model"], 10)
+    assert spec is not None
+    return spec.profile_key
+
+
+def test_a_run_does_not_take_over_an_interval_for_another_budget_or_device(tmp_path: Path) -> None:
+    """How many workers there are is looked at when they are there."""
+    known = profile_key(tmp_path)
+    assert profile_key(tmp_path, {"num_workers": 2}) == known
+    others = [{"overhead": 0.1}, {"every": 5}, {"failure_interval": timedelta(hours=1)}, {"scaling": {"use_gpu": True}}]
+    assert len({known, *(profile_key(tmp_path, **other) for other in others)}) == 5
 
 
 def test_editors_know_every_keyword() -> None:

@@ -348,14 +348,24 @@ def test_a_fixed_interval_is_taken_as_it_is() -> None:
     simulated.run(50)
     assert simulated.taken == [7, 14, 21, 28, 35, 42, 49]
     assert simulated.decisions == []
+    decision = simulated.tuner.known(50)
+    assert decision is not None
+    assert (decision.step, decision.interval.k, decision.profile) == (50, 7, None), "nothing that it comes of was measured"
+    assert decision.reason.startswith("fixed")
 
 
 def test_a_profile_is_taken_over() -> None:
     simulated = machine(copy=2.0)
     simulated.run(500)
     again = Machine(Tuner(budget=0.05, window=5))
+    assert again.tuner.known(0) is None, "nothing is known yet"
     assert again.tuner.begin_from(simulated.tuner.to_json())
     assert again.tuner.k == simulated.tuner.k
+    decision = again.tuner.known(500)
+    assert decision is not None
+    assert (decision.interval.k, decision.profile) == (simulated.tuner.k, simulated.tuner.profile)
+    assert decision.interval.k_overhead == choose(simulated.tuner.profile, 0.05).k_overhead
+    assert decision.reason.startswith("recalled")
     again.copy = 2.0
     again.run(again.tuner.k + 1)
     assert len(again.taken) == 1, "nothing is measured again"
@@ -367,7 +377,7 @@ def test_where_copies_go_is_taken_over_with_the_profile(copy: float) -> None:
     assert again.begin_from(json.loads(json.dumps(tuner.to_json(), allow_nan=False)))
     assert (again.k, again.mode) == (tuner.k, tuner.mode)
     assert again.profile is not None
-    assert again.profile.device_copy == 0.05
+    assert (again.profile.device_copy, again.profile.size, again.profile.free) == (0.05, 10, 60)
     judged(again, Costs(copy=2.0, persist=3.0, stall=1.1, size=10, free=60))
     assert (again.k, again.mode) == (32, "gpu")
 
@@ -384,6 +394,13 @@ TIMES = {"iteration": 1.0, "update": 0.1, "copy": 0.5, "persist": 3.0}
         {"k": "x", "profile": None},
         {"k": 2, "profile": 3},
         {"k": 3, "profile": TIMES, "mode": "tape"},
+        {"k": math.inf, "profile": TIMES},
+        {"k": 3, "profile": TIMES | {"iteration": 0.0}},
+        {"k": 3, "profile": TIMES | {"iteration": 5e-324}},
+        {"k": 3, "profile": TIMES | {"update": math.nan}},
+        {"k": 3, "profile": TIMES | {"copy": -1.0}},
+        {"k": 3, "profile": TIMES | {"persist": math.inf}},
+        {"k": 3, "profile": TIMES | {"size": "x"}},
     ],
 )
 def test_a_foreign_profile_is_left_alone(stored: dict[str, object]) -> None:

@@ -178,6 +178,14 @@ def test_hardly_any_records(records: list[Any]) -> None:
     assert "not ended" in " ".join(page.text)
 
 
+def test_an_interval_that_was_asked_for_has_no_bounds() -> None:
+    unknown = dict.fromkeys(("mode", "k_persist", "k_overhead", "k_failures", "observed"))
+    records = [r for r in run_of_everything() if r["event"] != "IntervalChosen"]
+    page = checked([*records, interval(0.9, 6, **unknown, reason="fixed: as it was asked for")])
+    assert "fixed: as it was asked for" in " ".join(page.text)
+    assert page.tags.count("svg") == 5
+
+
 def test_a_run_in_which_nothing_happened() -> None:
     quiet = [r for r in run_of_everything() if r["event"] in ("RunStarted", "RunFinished", "StepsCommitted")]
     page = checked(quiet)
