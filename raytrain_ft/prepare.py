@@ -43,7 +43,7 @@ from raytrain_ft.runtime.spec import CheckpointSpec, LogSpec, RunSpec
 from raytrain_ft.selective import choose_log
 from raytrain_ft.settings import TrainSettings, workers
 from raytrain_ft.storage.checkpoint import KEEP_ALL, select
-from raytrain_ft.storage.filesystem import open_storage, within
+from raytrain_ft.storage.filesystem import HALF_A_URI, local_path, open_storage, within
 from raytrain_ft.task import TrainTask
 from raytrain_ft.training.data import dataset_size
 from raytrain_ft.training.settings import PipelineSettings, StepSettings
@@ -265,7 +265,9 @@ def _checkpoints(
     how = _policy(run)
     if how.every is None:
         return None
-    uri = within(how.storage_path or str(directory.parent), directory.name, "checkpoints")
+    place = how.storage_path or str(directory.parent)
+    local = local_path(place)  # made absolute here: supervisor and workers have other working directories
+    uri = within(str(local or place), directory.name, "checkpoints")
     try:
         stored = [manifest.step for manifest in select(open_storage(uri), warnings.warn)] if how.resume != "never" else []
     except NoCheckpointError as error:
@@ -318,7 +320,7 @@ def directory_of(storage_path: str, name: str) -> Path:
     Raises:
         ConfigError: it is of a kind that is not supported.
     """
-    if "://" in storage_path:
+    if "://" in storage_path or HALF_A_URI.match(storage_path):
         raise ConfigError(
             f"RunConfig(storage_path={storage_path!r}): only paths of a file system that all nodes share are supported so far"
         )

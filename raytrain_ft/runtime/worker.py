@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from raytrain_ft.errors import ConfigError, FencedError
+from raytrain_ft.errors import FencedError
 from raytrain_ft.policy.reconcile import Copy, Marks, Plan
 from raytrain_ft.runtime import lifeline, placement
 from raytrain_ft.runtime.heartbeat import Heartbeat
 from raytrain_ft.runtime.preemption import Preemption
+from raytrain_ft.runtime.shared import check_checkpoints, check_directory
 from raytrain_ft.runtime.spec import Introduction, RunSpec
 from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.lazy_compiler import load_compiler_late
@@ -46,6 +47,7 @@ class Worker:
 
         self._spec = spec
         self._supervisor = supervisor
+        self._epoch = epoch
         self._host = ray.util.get_node_ip_address()
         self._training = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
         self._lock = threading.Lock()
@@ -69,7 +71,8 @@ class Worker:
         return self._ready.result(timeout=PARK_DEADLINE_S)
 
     def _build(self) -> Introduction:
-        self._check_directory()
+        check_directory(self._spec, self._host)
+        check_checkpoints(self._spec, self._epoch, self._host)
         self._trainee.build()
         self._preemption.start()
         self._heartbeat.start()
@@ -86,15 +89,6 @@ class Worker:
 
     def _note_no_notices(self, source: str, reason: str) -> None:
         self._heartbeat.note("NoticesUnavailable", {"source": source, "reason": reason})
-
-    def _check_directory(self) -> None:
-        path = self._spec.directory / "nonce"
-        found = path.read_text() if path.exists() else None
-        if found != self._spec.nonce:
-            raise ConfigError(
-                f"RunConfig.storage_path: node {self._host} does not see the run's directory {self._spec.directory}. "
-                "Use a path that is shared by all nodes."
-            )
 
     # ---------------------------------------------------------------- answered at once
 

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -27,6 +28,8 @@ from raytrain_ft.storage.durable import advice, sync_directory, write_durably
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 PARTIAL = re.compile(r"\.[A-Za-z0-9._-]+\.partial")
+HALF_A_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/(?!/)|file://(?!/)")
+"""What is meant to be a URI and is none. Of "s3://bucket" pathlib makes "s3:/bucket", which would name a directory here."""
 S3_LIMITS = {"connect_timeout": 5.0, "request_timeout": 20.0, "retry_strategy": pafs.AwsStandardS3RetryStrategy(max_attempts=3)}
 """An endpoint that does not answer is an error after about a minute at most, not after many."""
 OBJECT_STORES = ("s3", "gcs", "abfs")
@@ -76,10 +79,11 @@ def open_storage(uri: str) -> Storage:
     """The storage at a path, or at any URI that `pyarrow.fs` knows ("s3://bucket/runs", "gs://...", "hdfs://...").
 
     Raises:
-        ConfigError: the URI is of no known kind. StorageError: its server cannot be reached.
+        ConfigError: the URI is none, or of no known kind. StorageError: its server cannot be reached.
     """
-    if "://" not in uri or uri.startswith("file://"):
-        return LocalStorage(Path(uri.removeprefix("file://")).expanduser().absolute())
+    local = local_path(uri)
+    if local is not None:
+        return LocalStorage(local)
     try:
         filesystem, path = pafs.FileSystem.from_uri(uri)
         if isinstance(filesystem, pafs.S3FileSystem):
@@ -92,6 +96,22 @@ def open_storage(uri: str) -> Storage:
     if not path.strip("/"):
         raise ConfigError(f"storage {uri!r} names no directory")
     return RemoteStorage(uri, filesystem, path)
+
+
+def local_path(place: str) -> Path | None:
+    """The directory of this machine that a path or URI names, absolute; None if it is elsewhere.
+
+    Raises:
+        ConfigError: it is meant to be a URI, and is none.
+    """
+    if HALF_A_URI.match(place):
+        raise ConfigError(
+            f"storage {place!r} is no URI, but looks like one: write s3://bucket/path, file:///path or the like; "
+            "before the path of a directory that is named so, write ./"
+        )
+    if place.startswith("file://"):
+        return Path(unquote(place.removeprefix("file://")))
+    return None if "://" in place else Path(place).expanduser().absolute()
 
 
 def within(place: str, *names: str) -> str:

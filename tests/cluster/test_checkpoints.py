@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -355,6 +356,22 @@ def test_values_that_cannot_be_used(values: dict) -> None:
 def test_a_place_of_no_known_kind(cluster, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere://"):
         train(tmp_path, "run", checkpoints=ft.CheckpointConfig(storage_path="nowhere://bucket"))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_checkpoints_on_a_disk_that_the_workers_do_not_share(cluster, tmp_path: Path) -> None:
+    """The same path leads elsewhere from their working directory than from the supervisor's."""
+    here = ray.get(ray.remote(lambda: Path.cwd()).remote())
+    place = f"/proc/self/cwd/{os.path.relpath(tmp_path / 'elsewhere', here)}"
+    (tmp_path / "code").mkdir()
+    code = shutil.make_archive(str(tmp_path / "code"), "zip", tmp_path, "code")
+    environment, often = {"working_dir": Path(code).as_uri()}, ft.CheckpointConfig(every=5, storage_path=place)
+    with pytest.raises(ConfigError, match=r"node .* does not see the run's checkpoints in /proc/self/cwd"):
+        train(tmp_path, "run", checkpoints=often, worker_runtime_env=environment)
+    assert not list((tmp_path / "elsewhere").glob("run/checkpoints/step-*"))
+    train(tmp_path, "again", steps=10, checkpoints=often)
+    assert list((tmp_path / "elsewhere").glob("again/checkpoints/step-*"))
 
 
 def test_two_writers_to_one_place(cluster, tmp_path: Path) -> None:

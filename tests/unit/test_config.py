@@ -153,6 +153,44 @@ def test_what_is_refused_leaves_nothing_behind(task: ft.TrainTask, run: dict[str
     assert not ray.is_initialized()
 
 
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_what_is_half_a_uri_is_refused(tmp_path: Path, resume: Any) -> None:
+    """`Path("s3://bucket/runs")` is s3:/bucket/runs, which would be a directory of its own on every node."""
+    half = str(Path("s3://bucket/runs"))
+    checkpoints = ft.CheckpointConfig(storage_path=half, resume=resume)
+    for run in (
+        ft.RunConfig(name="r", storage_path=str(tmp_path), checkpoint_config=checkpoints),
+        ft.RunConfig(name="r", storage_path=half),
+    ):
+        with pytest.raises(ConfigError, match="'s3:/bucket/runs'"):
+            ft.Trainer(Linear(), max_steps=1, global_batch_size=4, run_config=run).fit()
+    assert list(tmp_path.iterdir()) == []
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("place", "uri"),
+    [
+        ("ckpt", "{cwd}/ckpt/r/checkpoints"),
+        ("~/ckpt", "{cwd}/ckpt/r/checkpoints"),
+        ("file:///shared/a%20b", "/shared/a b/r/checkpoints"),
+        ("s3://key@bucket/runs?region=x", "s3://key@bucket/runs/r/checkpoints?region=x"),
+        (None, "/runs/r/checkpoints"),
+    ],
+)
+def test_a_place_means_the_same_in_every_process(
+    place: str | None, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the run have other working directories, and perhaps another home, than the script."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = ft.RunConfig(name="r", checkpoint_config=ft.CheckpointConfig(storage_path=place, resume="never"))
+    about = Path("/runs/r"), Sampling(8, 4, 0), [], 10
+    spec = _checkpoints(run, ft.ScalingConfig(num_workers=1), ft.RecoveryConfig(), *about)
+    assert spec is not None
+    assert spec.uri == uri.format(cwd=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [

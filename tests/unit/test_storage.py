@@ -549,6 +549,19 @@ def test_a_place_of_an_unknown_kind_is_refused() -> None:
         open_storage("gopher://host/runs")
 
 
+@pytest.mark.parametrize("place", [str(Path("s3://bucket/runs")), "s3:/bucket", "file:/data", "file://host/data"])
+def test_what_is_half_a_uri_names_no_directory(place: str) -> None:
+    with pytest.raises(ConfigError, match=rf"storage '{place}' is no URI.*write s3://"):
+        open_storage(place)
+
+
+def test_a_uri_and_a_path_name_the_same_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    places = ["a b:/c", "./s3:/c", "s3:c"]
+    assert [open_storage(place).uri for place in places] == [f"{tmp_path}/{name}" for name in ("a b:/c", "s3:/c", "s3:c")]
+    assert open_storage((tmp_path / "a b%").as_uri()).uri == str(tmp_path / "a b%")
+
+
 # ---------------------------------------------------------------- file systems of pyarrow
 
 
