@@ -54,7 +54,7 @@ class CheckpointConfig(ray.train.CheckpointConfig):
         storage_path: where checkpoints go if not to the run's directory: a path, or any URI of `pyarrow.fs` ("s3://...").
         resume: "auto" goes on from the newest valid checkpoint of a run of this name; "never" begins anew; "require" fails
             without one.
-        override: what may differ from the checkpoint on resume: "optimizer", "dataset".
+        override: what may differ from the checkpoint on resume: "optimizer" (and its schedule), "dataset".
         failure_interval: mean time between failures, if known, or "measured": with it, checkpoints are no more frequent than
             Young and Daly's interval.
     """

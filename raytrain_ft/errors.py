@@ -7,7 +7,7 @@
     │   ├── UndoRefusedError          an optimizer whose update cannot be undone
     │   ├── RunActiveError            another run of this name is alive
     │   ├── ScenarioError             a scenario that cannot be: every fault with its file and line
-    │   └── MismatchError             a checkpoint of another model, optimizer or dataset: every difference listed
+    │   └── MismatchError             a checkpoint of another model, optimizer, scheduler or dataset: every difference listed
     ├── TrainingFailedError           a run that has begun and could not be finished
     │   ├── TaskError                 the user's own code raised: its traceback, rank and step
     │   ├── AbortedError              somebody asked for the end of the run
@@ -50,7 +50,7 @@ class ScenarioError(ConfigError):
 
 
 class MismatchError(ConfigError):
-    """A checkpoint is of another model, optimizer or dataset. Nothing was loaded; the message lists every difference."""
+    """A checkpoint is of another model, optimizer, scheduler or dataset. Nothing was loaded; every difference is listed."""
 
 
 class TrainingFailedError(FTError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from raytrain_ft.storage.tree import flatten, unflatten
 from raytrain_ft.training.restore import allocate, described, fill
 from raytrain_ft.training.settings import PipelineSettings
 from raytrain_ft.training.state import TrainingState, at_home
-from raytrain_ft.training.stored import Stored, check_optimizer, decode, own_values, stages_of
+from raytrain_ft.training.stored import UNKNOWN, Stored, check_optimizer, decode, own_values, stages_of
 
 
 def capture(
@@ -42,12 +42,16 @@ def capture(
             else:
                 numbers[path] = flatten(value, path)[0]
     groups = [{k: v for k, v in group.items() if k != "params"} for group in state.optimizer.param_groups]
-    names = {id(p): name for name, p in state.model.named_parameters()}
-    params = [[names.get(id(p), "") for p in group["params"]] for group in state.optimizer.param_groups]
     scheduler = state.scheduler.state_dict() if state.scheduler else None
     settings, more = flatten({"groups": groups, "scheduler": scheduler})
     tensors += [(path, value.detach().clone()) for path, value in more.items()]
-    own = {"optimizer": type(state.optimizer).__name__, "params": params, "numbers": numbers, "settings": settings}
+    own = {
+        "optimizer": type(state.optimizer).__name__,
+        "scheduler": _kind(state.scheduler),
+        "params": _params(state),
+        "numbers": numbers,
+        "settings": settings,
+    }
     aliases = {"aliases": found} if (found := _aliases(state.model)) else {}
     values = {
         "step": state.step,
@@ -63,6 +67,21 @@ def capture(
     # every stage's names bear its number, and so do its values, which are not the same on all workers
     tensors.append((OWN_VALUES, torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)))
     return [(f"{_prefix(state.stage)}{name}", tensor) for name, tensor in tensors], values | pipeline.spread
+
+
+def _kind(scheduler: Any) -> str | None:
+    """Of what class a schedule is, and of what classes are those that it is put together of."""
+    if scheduler is None:
+        return None
+    parts = getattr(scheduler, "_schedulers", None)
+    inner = f"({', '.join(str(_kind(part)) for part in parts)})" if isinstance(parts, list | tuple) else ""
+    return f"{type(scheduler).__name__}{inner}"
+
+
+def _params(state: TrainingState) -> list[list[str]]:
+    """The names of the parameters in each of the optimizer's groups; "" for what is not of the model."""
+    names = {id(p): name for name, p in state.model.named_parameters()}
+    return [[names.get(id(p), "") for p in group["params"]] for group in state.optimizer.param_groups]
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
@@ -134,19 +153,20 @@ def restore(
 
     Args:
         data: what the position of the data refers to in this run.
-        override: "optimizer" keeps this run's optimizer and schedule as they are if the checkpoint's are of another kind;
-            "dataset" goes on with other data, from its beginning if the position does not exist there.
+        override: "optimizer" keeps this run's optimizer and schedule as they are, both of them, if one of the checkpoint's is
+            of another kind, or the parameters are in other groups there; "dataset" goes on with other data, from its
+            beginning if the position does not exist there.
         pipeline: of which `state` is a stage.
 
     Raises:
-        MismatchError: it is of another model, optimizer or dataset; every difference is listed, and nothing was changed.
+        MismatchError: it is of another model, optimizer, schedule or dataset; every difference is listed, nothing was changed.
         StorageError: it is damaged, or lacks something. Unless the state is still `filled`, its tensors may hold anything by
             now: it is to be restored from another checkpoint, filled by another worker, or built anew.
     """
     content, stored = of_stage(content, state.stage)
     own = dict([*_weights(state), *_buffers(state)])
     theirs = {name: parts for name, parts in content.pieces.items() if name.startswith(("model/", "buffer/"))}
-    other_optimizer, other_data = _other_optimizer(state, stored), _other_data(stored, data)
+    other_optimizer, other_data = _other_optimizer(state, stored, theirs), _other_data(stored, data)
     lines = [*_otherwise_spread(stored, pipeline), *differences(described(own), Content(content.manifest, theirs))]
     lines += other_optimizer if "optimizer" not in override else []
     lines += other_data if "dataset" not in override else []
@@ -181,11 +201,27 @@ def _mismatch(manifest: Manifest, lines: list[str]) -> MismatchError:
     )
 
 
-def _other_optimizer(state: TrainingState, stored: Stored) -> list[str]:
-    name, groups = type(state.optimizer).__name__, len(state.optimizer.param_groups)
-    lines = [f"optimizer {stored.optimizer} in the checkpoint, {name} here"] if stored.optimizer != name else []
-    there = len(stored.groups)
-    return lines + ([f"{there} parameter groups in the checkpoint, {groups} here"] if there != groups else [])
+def _other_optimizer(state: TrainingState, stored: Stored, theirs: Container[str]) -> list[str]:
+    """What of the optimizer and the schedule is of another kind. `theirs`: of what model it is, by its tensors' names."""
+    kinds = [("optimizer", stored.optimizer, type(state.optimizer).__name__)]
+    kinds += [("scheduler", stored.scheduler, _kind(state.scheduler))] if stored.scheduler != UNKNOWN else []
+    lines = [f"{what} {there} in the checkpoint, {here} here" for what, there, here in kinds if there != here]
+    there, here = len(stored.groups), len(state.optimizer.param_groups)
+    if there != here:
+        return [*lines, f"{there} parameter groups in the checkpoint, {here} here"]
+    if not stored.params:
+        return lines
+    before, now = _group_of(stored.params), _group_of(_params(state))
+    names = [name for name, _ in state.model.named_parameters() if f"model/{name}" in theirs]  # others differ anyway
+    return lines + [
+        f"{name} is of parameter group {before.get(name)} in the checkpoint, {now.get(name)} here"
+        for name in names
+        if before.get(name) != now.get(name)
+    ]
+
+
+def _group_of(params: list[list[str]]) -> dict[str, int]:
+    return {name: number for number, names in enumerate(params) for name in names}
 
 
 def _otherwise_spread(stored: Stored, pipeline: PipelineSettings | None) -> list[str]:

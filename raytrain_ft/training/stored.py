@@ -16,6 +16,9 @@ from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.manifest import Manifest
 from raytrain_ft.storage.tree import unflatten
 
+UNKNOWN = ""
+"""The kind of the schedule in a checkpoint of an earlier version, which does not tell."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
@@ -25,6 +28,7 @@ class Stored:
         data: what the position refers to.
         optimizer: the name of its class; groups: its hyper-parameters, in which tensors are empty.
         params: for each of these groups, the names of its parameters; empty if an earlier version did not store them.
+        scheduler: the name of the schedule's class; None without one, `UNKNOWN` if that is not stored.
         numbers: what it keeps of a parameter that is no tensor, as skeletons by path.
         settings: skeleton of its groups and of the schedule.
         spread: of which pipeline it is a stage.
@@ -37,6 +41,7 @@ class Stored:
     optimizer: str
     groups: list[dict[str, Any]]
     params: list[list[str]]
+    scheduler: str | None
     numbers: dict[str, Any]
     settings: Any
     spread: dict[str, Any]
@@ -71,6 +76,7 @@ def decode(manifest: Manifest, values: Mapping[str, Any]) -> Stored:
                         optimizer=optimizer,
                         groups=groups,
                         params=_names(values.get("params", [])),
+                        scheduler=_kind(values.get("scheduler", UNKNOWN)),
                         numbers={path: _checked(skeleton) for path, skeleton in numbers.items()},
                         settings=settings,
                         spread=spread,
@@ -94,6 +100,12 @@ def _names(params: Any) -> list[list[str]]:
     if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in params):
         raise ValueError(f"{params!r:.200} are no names of parameters")
     return list(params)
+
+
+def _kind(scheduler: Any) -> str | None:
+    if not isinstance(scheduler, str | None):
+        raise ValueError(f"{scheduler} is no class of a schedule")
+    return scheduler
 
 
 def _checked(skeleton: Any) -> Any:

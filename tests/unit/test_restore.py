@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -187,6 +188,85 @@ def test_what_stages_agreed_upon_before_does_not_outlive_a_restore(storage: Loca
     assert here.agreed is None
 
 
+class Warmed(torch.optim.lr_scheduler.SequentialLR):
+    """A schedule that is put together of others."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, then: type[Any]) -> None:
+        first = torch.optim.lr_scheduler.LinearLR(optimizer)
+        super().__init__(optimizer, [first, then(optimizer, 2)], [1])
+
+
+def regrouped(state: TrainingState) -> None:
+    """Puts its parameters into two groups: the last module's into the second."""
+    params = list(state.model.parameters())
+    state.optimizer = torch.optim.Adam([{"params": params[:-2]}, {"params": params[-2:], "lr": 0.5}], lr=0.1)
+    state.scheduler = torch.optim.lr_scheduler.StepLR(state.optimizer, 2)
+    state.optimizer.step()
+
+
+STEPS, COSINE = torch.optim.lr_scheduler.StepLR, torch.optim.lr_scheduler.CosineAnnealingLR
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "message"),
+    [
+        (lambda o: STEPS(o, 2), lambda o: COSINE(o, 9), "scheduler StepLR in the checkpoint, CosineAnnealingLR here"),
+        (lambda o: None, lambda o: STEPS(o, 2), "scheduler None in the checkpoint, StepLR here"),
+        (lambda o: STEPS(o, 2), lambda o: None, "scheduler StepLR in the checkpoint, None here"),
+        (
+            lambda o: Warmed(o, STEPS),
+            lambda o: Warmed(o, COSINE),
+            r"scheduler Warmed\(LinearLR, StepLR\) in the checkpoint, Warmed\(LinearLR, CosineAnnealingLR\) here",
+        ),
+    ],
+)
+def test_another_schedule_is_no_schedule_to_go_on_with(
+    storage: LocalStorage, before: Callable[..., Any], now: Callable[..., Any], message: str
+) -> None:
+    """torch loads the state of any of them into any other without a word."""
+    old, here = trained(3), trained(1)
+    old.scheduler, here.scheduler = before(old.optimizer), now(here.optimizer)
+    store(storage, old)
+    unchanged = here.digests(), here.extras()
+    with pytest.raises(MismatchError, match=message):
+        durable.restore(here, mapped(storage), DATA)
+    assert (here.digests(), here.extras()) == unchanged
+    durable.restore(here, mapped(storage), DATA, override=("optimizer",))
+    assert (here.extras().groups, here.extras().scheduler) == (unchanged[1].groups, unchanged[1].scheduler)
+    assert here.step == 3
+    assert same_bits(next(here.model.parameters()), next(old.model.parameters()))
+
+
+def test_parameters_in_other_groups_are_told_apart(storage: LocalStorage) -> None:
+    """As many groups as before, of which one has other members: these would get the settings of others."""
+    old, here = trained(3), trained(1)
+    regrouped(old)
+    regrouped(here)
+    moved = here.optimizer.param_groups[0]["params"].pop()
+    here.optimizer.param_groups[1]["params"].append(moved)
+    store(storage, old)
+    with pytest.raises(MismatchError, match=r"1\.bias is of parameter group 0 in the checkpoint, 1 here") as caught:
+        durable.restore(here, mapped(storage), DATA)
+    assert str(caught.value).count("parameter group") == 1
+    durable.restore(here, mapped(storage), DATA, override=("optimizer",))
+    assert here.filled
+    here.optimizer.param_groups[1]["params"].pop()  # of no group now: it is not trained any more
+    with pytest.raises(MismatchError, match=r"1\.bias is of parameter group 0 in the checkpoint, None here"):
+        durable.restore(here, mapped(storage), DATA)
+    here.optimizer.param_groups[0]["params"].insert(0, moved)  # in another order: what is kept of it goes by its name
+    durable.restore(here, mapped(storage), DATA)
+    assert here.digests() == old.digests()
+
+
+def test_a_checkpoint_of_an_earlier_version_is_taken_to_be_of_the_same(storage: LocalStorage) -> None:
+    old, here = trained(3), trained(1)
+    tensors, values = durable.capture(old, DATA, [])
+    del values["scheduler"], values["params"]
+    save(storage.uri, old.step, dict(tensors), 2, values=values)
+    durable.restore(here, mapped(storage), DATA)
+    assert all_of(here) == all_of(old)
+
+
 HERE = PipelineSettings(stages=2, micro_batches=2, cuts=(1, 2, 3), chunks=2, ties=(Tie({1: "b", 0: "a"}, 8),))
 
 
@@ -318,6 +398,8 @@ def test_a_checkpoint_of_checkfreq_is_of_another_kind(storage: LocalStorage) -> 
         {"optimizer": None},
         {"params": 5},
         {"params": [["0.weight"], 5]},
+        {"scheduler": 5},
+        {"params": [[None]]},
         {"numbers": []},
         {"numbers": {"optimizer/0.weight/x": {"what": 1}}},
         {"numbers": {"optimizer/stranger/x": 1}},
