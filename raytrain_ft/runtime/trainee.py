@@ -243,12 +243,18 @@ class Trainee:
     def _begin_from(self, load: str, fence: Fence) -> None:
         """From a checkpoint, or from the beginning: there everybody has built the same model from the same seed."""
         self._replayed = ""
+        if self._used and (not load or self._keeps_optimizer):
+            self._rebuild(self.replica.stage)
         if load:
             self._used = True  # also by a load that fails half way
             recovery.load(self.replica, self._spec, load, fence)
-        elif self._used:
-            self._rebuild(self.replica.stage)
         self.replica.state.filled = self._used = True
+
+    @property
+    def _keeps_optimizer(self) -> bool:
+        """Whether a checkpoint may leave optimizer and schedule as they are: then everybody's must be as they were built."""
+        assert self._spec.checkpoints is not None
+        return "optimizer" in self._spec.checkpoints.override
 
     def extras(self) -> Extras:
         """What replacements need besides the buckets."""

@@ -532,3 +532,21 @@ def test_who_begins_anew_after_a_load_that_failed_is_built_anew(monkeypatch: pyt
     assert trainee.replica is not first
     assert trainee.replica.state.filled
     assert closed == [True]
+
+
+@pytest.mark.parametrize("override", [(), ("optimizer",)])
+def test_what_a_checkpoint_leaves_alone_is_as_it_was_built(monkeypatch: pytest.MonkeyPatch, override: tuple[str, ...]) -> None:
+    """Who goes back to a checkpoint of another optimizer has trained with its own, and a newcomer has not."""
+    trainee = object.__new__(Trainee)
+
+    def replica(stage: int = 0) -> Any:
+        return SimpleNamespace(checkpointer=None, state=SimpleNamespace(filled=False), stage=stage)
+
+    monkeypatch.setattr(recovery, "load", lambda *_: None)
+    monkeypatch.setattr(trainee, "_build_replica", replica)
+    first, spec = replica(), SimpleNamespace(checkpoints=SimpleNamespace(override=override))
+    trainee.replica, trainee._used, trainee._spec = first, False, spec  # pyright: ignore
+    trainee._begin_from("step-000000001-e1-i1", Fence(1))
+    assert trainee.replica is first
+    trainee._begin_from("step-000000001-e1-i1", Fence(1))
+    assert (trainee.replica is first) == (override == ())
