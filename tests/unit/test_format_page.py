@@ -102,7 +102,7 @@ def test_an_optimizer_is_read_from_a_checkpoint_of_the_trainer(tmp_path: Path) -
     assert settings == {"groups": groups, "scheduler": None}
     assert found["params"] == [["weight", "bias"]]
     assert found["position"] == [0, 8]
-    assert (found["optimizer"], found["scheduler"], found["members"]) == ("AdamW", None, [["weight", "bias"]])
+    assert (found["optimizer"], found["scheduler"]) == ("AdamW", None)
 
 
 def test_an_optimizer_is_read_from_a_checkpoint_of_checkfreq(tmp_path: Path) -> None:
