@@ -134,6 +134,7 @@ def test_a_worker_dies_while_a_checkpoint_is_written(undisturbed, tmp_path: Path
     assert events(result, "CheckpointCommitted")[-1]["step"] == 30
 
 
+@pytest.mark.long
 def test_strategy_checkpoint_has_everybody_go_back(undisturbed, tmp_path: Path) -> None:
     faults = [ft.FailAt(rank=1, step=23, phase="forward")]
     result = train(tmp_path, "run", faults=faults, checkpoints=OFTEN, strategy="checkpoint", task=Toy(0.02))

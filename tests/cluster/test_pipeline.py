@@ -143,6 +143,7 @@ ONE_BY_ONE = [
 """Every stage in warm-up, steady state and cool-down of 1F1B; in a send, in a receive, in the update and after it."""
 
 
+@pytest.mark.long
 def test_stages_die_one_after_the_other(undisturbed_pipeline: ft.Result, tmp_path: Path) -> None:
     result = pipeline(tmp_path, "run", faults=ONE_BY_ONE)
     assert result.digest == undisturbed_pipeline.digest
@@ -418,6 +419,7 @@ def damage(log: Path) -> None:
             file.write(b"\xa5" * 64)
 
 
+@pytest.mark.long
 def test_a_damaged_log_is_not_replayed(undisturbed_pipeline: ft.Result, tmp_path: Path) -> None:
     def wait_and_damage() -> None:
         records, deadline = tmp_path / "run" / "events.jsonl", time.monotonic() + 60
