@@ -35,7 +35,7 @@ _EXPORTS = {
     "resume": "raytrain_ft.steer",
     "stop": "raytrain_ft.follow",
     "suspend": "raytrain_ft.steer",
-    "undo": "raytrain_ft.training",
+    "undo": "raytrain_ft.undo",
 }
 
 __all__ = sorted(_EXPORTS)
@@ -46,7 +46,7 @@ def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'raytrain_ft' has no attribute {name!r}")
     module = import_module(_EXPORTS[name])
-    return import_module("raytrain_ft.training.undo") if name == "undo" else getattr(module, name)
+    return module if name == "undo" else getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -78,11 +79,7 @@ def main(kills: int, mtbf: float, seed: int, steps: int, workers: int, stages: i
         if reference.error is not None:
             raise reference.error
         print(f"records in {storage}", flush=True)
-        left = kills
-        while left > 0:
-            name = f"run-{len(reports) + 1}"
-            played = runs.play(name, Schedule(scenario, f"{seed} {name}"), most=left)
-            left -= len(played.struck)
+        for name, played, left in _played(runs, scenario, kills, seed):
             reports.append(measure(scenario, "local", played, reference))
             _tell(name, played, reports[-1], left)
     killed = Counter(list(SHARES)[strike.event] for report in reports for strike in report.strikes)
@@ -91,6 +88,19 @@ def main(kills: int, mtbf: float, seed: int, steps: int, workers: int, stages: i
     print(f"{killed.total()} kills ({dict(killed)}) in {len(reports)} runs; {broken} violations")
     print(f"committed steps, as a share of what an undisturbed run commits in the same time: {sum(shares) / len(shares):.1%}")
     sys.exit(1 if broken else 0)
+
+
+def _played(runs: Runs, scenario: Scenario, kills: int, seed: int) -> Iterator[tuple[str, Played, int]]:
+    """One run after the other, and the kills that are left after it, until none is. A run that fails before anything was done
+    to it is the last one: so would the next, and no kill would ever be used up."""
+    number, left, failed = 0, kills, False
+    while left > 0 and not failed:
+        number += 1
+        name = f"run-{number}"
+        played = runs.play(name, Schedule(scenario, f"{seed} {name}"), most=left)
+        left -= len(played.struck)
+        failed = played.error is not None and not played.struck
+        yield name, played, left
 
 
 def _tell(name: str, played: Played, report: Report, left: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any, Literal
 
@@ -51,7 +52,7 @@ def check_stages(task: TrainTask, pipeline: PipelineSettings) -> Any:
     """Builds every stage and its optimizer once, so that what cannot work fails early; returns what measured times are of.
 
     Raises:
-        ConfigError: see `check_chunks` and `check_alike`.
+        ConfigError: see `check_chunks`, `check_optimizer` and `check_alike`.
     """
     key: list[Any] = [pipeline.stages, pipeline.micro_batches, pipeline.schedule, pipeline.chunks]
     found = []
@@ -59,6 +60,7 @@ def check_stages(task: TrainTask, pipeline: PipelineSettings) -> Any:
         model = build_stage(task, stage, pipeline)
         check_chunks(model, stage)
         optimizer = task.optimizer([p for p in model.parameters() if p.requires_grad])
+        check_optimizer(optimizer)
         key += [type(optimizer).__name__, *([name, str(p.dtype), list(p.shape)] for name, p in model.named_parameters())]
         found.append(ways(pipeline, stage, model, optimizer))
     check_alike(pipeline, found)
@@ -83,6 +85,21 @@ def check_chunks(model: torch.nn.Module, stage: int) -> None:
                 )
 
 
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer that would compute gradients itself, as LBFGS does: here that is the step's part, done once.
+
+    Raises:
+        ConfigError: its `step` cannot be called without a closure.
+    """
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"TrainTask.optimizer() gives a {type(optimizer).__name__}, whose step() cannot be called without a closure that "
+            "computes loss and gradients again. Gradients are computed and reduced once per step here: use an optimizer whose "
+            "step() needs none, such as torch.optim.SGD or AdamW"
+        )
+
+
 def has_statistics(task: TrainTask, pipeline: PipelineSettings) -> bool:
     """Whether a stage keeps statistics of the micro-batches that it sees, as BatchNorm does."""
     parts = [build_stage(task, stage, pipeline) for stage in range(pipeline.stages)]
@@ -97,11 +114,12 @@ def choose_update(task: TrainTask, recovery: RecoveryConfig) -> tuple[Update, An
     `strategy="auto"` falls back to "barrier" where wait-free updates could not be undone.
 
     Raises:
-        UndoRefusedError: wait-free updates were insisted on.
+        ConfigError: see `check_model` and `check_optimizer`; UndoRefusedError: wait-free updates were insisted on.
     """
     model = task.model(0)
     check_model(model)
     optimizer = task.optimizer([p for p in model.parameters() if p.requires_grad])
+    check_optimizer(optimizer)
     key = [type(optimizer).__name__, *([name, str(p.dtype), list(p.shape)] for name, p in model.named_parameters())]
     if recovery.update == "barrier":
         return "barrier", key

@@ -45,7 +45,7 @@ from raytrain_ft.settings import TrainSettings, workers
 from raytrain_ft.storage.checkpoint import KEEP_ALL, select
 from raytrain_ft.storage.filesystem import HALF_A_URI, local_path, open_storage, within
 from raytrain_ft.task import TrainTask
-from raytrain_ft.training.data import dataset_size
+from raytrain_ft.training.data import task_size
 from raytrain_ft.training.settings import PipelineSettings, StepSettings
 from raytrain_ft.training.split_check import check_split
 
@@ -126,7 +126,7 @@ def prepare(
 
 def _sampling(task: TrainTask, settings: TrainSettings, pipeline: PipelineSettings | None) -> Sampling:
     sampling = Sampling(
-        dataset_size=_size(task.dataset()),
+        dataset_size=task_size(task.dataset()),
         global_batch_size=settings.global_batch_size,
         seed=settings.seed,
         shuffle=settings.shuffle,
@@ -367,11 +367,3 @@ def _worker_options(scaling: ScalingConfig, run: RunConfig) -> dict[str, Any]:
     environment = {"OMP_NUM_THREADS": threads, **runtime_env.get("env_vars", {})}
     options["runtime_env"] = {**runtime_env, "env_vars": environment}
     return options
-
-
-def _size(dataset: Any) -> int:
-    """Refuses here, at once, what every worker would refuse."""
-    try:
-        return dataset_size(dataset)
-    except ConfigError as error:
-        raise ConfigError(f"TrainTask.dataset(): {error}") from error

@@ -23,6 +23,7 @@ from raytrain_ft.errors import ConfigError
 from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.scenario import Event, Scenario
 from raytrain_ft.scenario.events import WHOLE_NODES
+from raytrain_ft.scenario.points import STEP_PHASES
 from raytrain_ft.simulate import Costs, Failure, Job, Outcome, SpotTrace, Strategy, simulate
 from raytrain_ft.simulate.calibrate import calibrate
 
@@ -200,7 +201,7 @@ class Events:
             raise self._scenario.error(place, f"{event.action}: the simulator knows {', '.join(SIMULATED)}")
         if event.who is not None and event.who.role in ("supervisor", "spare"):
             raise self._scenario.error((*place[:2], "who"), f"the simulator does not lose a {event.who.role}")
-        if event.when is None:
+        if event.when is None or (event.at is not None and event.at.strikes_in not in STEP_PHASES):
             raise self._scenario.error(place, "the simulator strikes at steps and times, not at phases of a recovery")
         if self._at_steps and number not in self._at_steps:
             raise self._scenario.error(

@@ -146,9 +146,14 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """These write the final state, one per stage."""
+    """These write the final state, each that of its stage: all stages that nobody has written yet.
+
+    Attributes:
+        world: in rank order, which tells their stages.
+    """
 
     members: tuple[str, ...]
+    world: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ what a cloud said of a node that lives on. Ray's word of a drain is never taken 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.reconcile import Plan
@@ -39,6 +38,12 @@ def noticed(run: RunState, event: m.Noticed) -> list[m.Command]:
     """This member will be gone. One that does not train is let go at once, if that is sure."""
     if run.state == State.SHUTTING_DOWN:
         return []
+    fewer = run.leaving[event.member].fewer if event.member in run.leaving else 0
+    if not event.replaced and not fewer:
+        if why := run.why_not_fewer():
+            run.warn(f"{event.member} stays, although it was asked to leave without a replacement: {why}")
+            return []
+        fewer = run.one_less()
     if run.members[event.member] in IDLE and event.source in (REQUEST, SIGTERM, DRAIN):
         return [*_dismiss(run, [event.member]), *run.provision()]
     deadline, why = event.at + event.deadline_s, f"{event.source}: {event.reason}"
@@ -46,10 +51,7 @@ def noticed(run: RunState, event: m.Noticed) -> list[m.Command]:
     known = run.leaving.get(event.member, leave)
     first = min(leave, known, key=lambda leave: leave.deadline)
     lapses = max(leave.lapses, known.lapses)  # what takes it away does so whatever else is said
-    run.leaving[event.member] = Leave(first.deadline, first.why, lapses, known.replaced)
-    if known.replaced and not event.replaced and not run.why_not_fewer():
-        run.leaving[event.member] = replace(run.leaving[event.member], replaced=False)
-        run.limit(-1)
+    run.leaving[event.member] = Leave(first.deadline, first.why, lapses, fewer)
     run.roster.leaving = frozenset(run.leaving)
     if run.state != State.RUNNING:
         return run.provision()
@@ -122,8 +124,7 @@ def _dismiss(run: RunState, members: list[str]) -> list[m.Command]:
 def lapse(run: RunState, at: float) -> None:
     """Nothing came of what was to come by now."""
     for member in [member for member, leave in run.leaving.items() if leave.lapses <= at]:
-        if not run.leaving[member].replaced:
-            run.limit(1)
+        run.limit(run.leaving[member].fewer)
         forget(run, member)
 
 

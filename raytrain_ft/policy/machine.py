@@ -34,6 +34,8 @@ NEWS = (
 """What counts whichever incarnation it is about."""
 FORGETTING = 0.9
 """With every record of committed steps, what was a long step before counts by so much less."""
+COMPUTING = TRAINING | {State.REPLACE, State.REBUILD}
+"""Where a loss may turn out not to be finite: a recovery completes steps, too."""
 MOST_STORED = 16
 """Checkpoints that are remembered to go back to."""
 
@@ -181,7 +183,7 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost) -> list[m.Comm
             commands += run.fail("RecoveryError", f"workers cannot be started: {event.cause}")
         return commands
     if run.state == State.SHUTTING_DOWN:
-        return kills + (_save(run) if set(savers) & set(members) else [])
+        return kills + (_save(run) if run.savers() != savers else [])
     recovery = run.history.begin(event.at, event.cause, event.noticed_by, len(run.world))
     recovery.lost += working
     for member in working:
@@ -273,7 +275,7 @@ def _on_completed(run: RunState, event: m.Completed) -> list[m.Command]:
     digests = {e.member: (e.digest,) for e in run.answers.values() if isinstance(e, m.Completed)}
     if differing_in_stages(run.world, digests, run.rules.stages):
         return run.fail("RecoveryError", f"the replicas differ at the end of the run: {digests}")
-    run.history.close(event.at)
+    run.history.close(event.at, run.rules.max_steps)
     run.result["digest"] = ":".join(digests[member][0] for member in run.world[: run.rules.stages])
     run.step = run.rules.max_steps
     run.state = State.SHUTTING_DOWN
@@ -281,11 +283,14 @@ def _on_completed(run: RunState, event: m.Completed) -> list[m.Command]:
 
 
 def _save(run: RunState) -> list[m.Command]:
-    savers, run.answers = run.savers(), {}
+    """A stage that has been saved is in storage, whatever becomes of who saved it."""
+    run.answers = {member: answer for member, answer in run.answers.items() if isinstance(answer, m.Saved)}
+    savers = run.savers()
     if len(savers) < run.rules.stages:
         what = "every worker was" if run.rules.stages == 1 else "every worker of a stage was"
         return run.fail("NoSurvivorError", f"{what} lost before the final state was saved")
-    return [m.Save(savers), m.SetTimer(f"save {savers}", run.rules.phase_timeout, run.incarnation)]
+    asked = tuple(member for member in savers if member not in run.answers)
+    return [m.Save(asked, run.world), m.SetTimer(f"save {savers}", run.rules.phase_timeout, run.incarnation)]
 
 
 def _on_saved(run: RunState, event: m.Saved) -> list[m.Command]:
@@ -298,7 +303,7 @@ def _on_task_failed(run: RunState, event: m.TaskFailed) -> list[m.Command]:
         # The same could be built elsewhere, and those who train need not end for a node that lacks something.
         cause = f"it could not be set up: {event.message}"
         return _lose(run, [event.member], m.WorkerLost(at=event.at, member=event.member, cause=cause, noticed_by="supervisor"))
-    if event.kind == "non_finite" and run.rules.roll_back and event.step not in run.rolled_back and run.state in TRAINING:
+    if event.kind == "non_finite" and run.rules.roll_back and event.step not in run.rolled_back and run.state in COMPUTING:
         run.rolled_back.add(event.step)
         run.going_back, run.spoilt = "the loss or a gradient was not finite", event.step
         return phases.suspect(run, event.at, f"the loss of step {event.step} is not finite", event.member)

@@ -412,8 +412,8 @@ class Saved(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFailed(Event):
-    """The user's own code raised, or the loss is not finite. Of that all ranks tell, so it belongs to an incarnation; so does
-    what a worker could not do in a recovery, which may be asked of it again.
+    """The user's own code raised, or the loss is not finite. Of that all ranks tell, so it belongs to an incarnation, that of
+    the recovery if one completes the step; so does what a worker could not do in a recovery, which may be asked of it again.
 
     Attributes:
         rank: None if the worker did not say it, because it did not train.

@@ -65,12 +65,12 @@ class Rules:
 @dataclass(frozen=True, slots=True)
 class Leave:
     """When a member must be gone (seconds since the run began), why, and when this lapses: who lives then is not taken away.
-    And whether another is to take its place."""
+    If nobody is to take its place, by how many `fewer` workers the run may have for that; else 0."""
 
     deadline: float
     why: str
     lapses: float
-    replaced: bool = True
+    fewer: int = 0
 
 
 class MemberState(StrEnum):

@@ -149,10 +149,11 @@ class RunState:
         return []
 
     def savers(self) -> tuple[str, ...]:
-        """Who writes the final state: of each stage, the lowest rank that is left."""
+        """Who writes the final state: of each stage, the lowest rank that is left, or that wrote it before it was lost."""
+        saved = {member for member, answer in self.answers.items() if isinstance(answer, m.Saved)}
         stages = [members_of(self.world, stage, self.rules.stages) for stage in range(self.rules.stages)]
-        left = [[member for member in members if member in self.members] for members in stages]
-        return tuple(members[0] for members in left if members)
+        able = [[member for member in members if member in self.members or member in saved] for members in stages]
+        return tuple(members[0] for members in able if members)
 
     def replay_from(self, step: int) -> m.Stored | None:
         """The checkpoint to replay from, up to `step`: the newest that the log reaches back to; a checkpoint without a name is
@@ -177,13 +178,28 @@ class RunState:
 
     def why_not_fewer(self) -> str:
         """Why the run cannot have a worker less from now on; empty if it can."""
-        least, most, stages = self.rules.min_workers, self.rules.max_workers, self.rules.stages
+        least, most, stages = self.rules.min_workers, self._lasting(), self.rules.stages
         if stages > 1:
             return f"it hosts one of {stages} stages, which the others need"
         return f"num_workers asks for at least {least}, and there are no more than {most}" if most <= least else ""
 
+    def _lasting(self) -> int:
+        """How many workers it would have from now on, if nobody else left for good and nobody joined."""
+        most = self.rules.max_workers
+        return min(most, len(self.world) - sum(self.leaves_for_good(member) for member in self.world)) if self.world else most
+
+    def leaves_for_good(self, member: str) -> bool:
+        """Whether this member was told to leave, and nobody is to take its place."""
+        return member in self.leaving and self.leaving[member].fewer > 0
+
+    def one_less(self) -> int:
+        """From now on the run may have one worker less than it has; returns by how many less that is than it might have had."""
+        fewer = self.rules.max_workers - self._lasting() + 1
+        self.limit(-fewer)
+        return fewer
+
     def limit(self, change: int) -> None:
-        """The run is to have so many workers more, or less, than before."""
+        """The run may have so many workers more, or less, than before."""
         self.rules = self.roster.rules = replace(self.rules, max_workers=self.rules.max_workers + change)
 
     def lacking(self) -> int:

@@ -204,8 +204,8 @@ class Recoveries:
         if recovery is not None and cause not in recovery.cause:
             recovery.cause += f"; {lost}: {cause}"
 
-    def close(self, at: float) -> None:
-        """A step was committed, or the run completed."""
+    def close(self, at: float, max_steps: float = math.inf) -> None:
+        """A step was committed, or the run completed. After the last of `max_steps` nothing is added in another order."""
         recovery = self.open
         if recovery is None:
             return
@@ -216,6 +216,8 @@ class Recoveries:
         # the same gradients are added in another order
         resized = self._trained(recovery.step) not in (0, recovery.world_after)
         resized |= self.shared_otherwise or recovery.step < self.awake_from
+        # those of an earlier attempt may have done steps that nobody has told of
+        resized &= recovery.step < max_steps or recovery.attempts > 1
         # where survivors differed, a majority is no proof; nor is a checkpoint, to which each of them gave a part
         if (resized or recovery.repaired) and recovery.guarantee == Guarantee.EXACT:
             recovery.guarantee = Guarantee.ROUNDING

@@ -97,7 +97,8 @@ def rebuild(world: Sequence[str], digests: Digests) -> tuple[Copy, ...]:
     """What must be copied so that all of `world` hold the same state; nothing if they do.
 
     Whoever holds nothing is filled, and where holders differ, the majority is right (of two versions held by equally many,
-    the lower rank's). Only who is right sends a bucket, and all of these take turns, so that they send at once.
+    the lower rank's). Only who is right sends a bucket, and all of these take turns: one packs while another sends, and
+    to different targets they send at once.
     """
     holders = [member for member in world if member in digests]
     copies: list[Copy] = []

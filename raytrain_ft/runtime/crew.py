@@ -28,11 +28,13 @@ from raytrain_ft.errors import (
     FencedError,
     LogGapError,
     MismatchError,
+    NonFiniteLossError,
     ReplayDivergedError,
     StorageError,
     UndoRefusedError,
 )
 from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.sketch import unlike
 from raytrain_ft.policy.topology import stage_of
 from raytrain_ft.runtime import lifeline, placement
 from raytrain_ft.runtime.health import Health
@@ -51,6 +53,8 @@ CAUSE_SECONDS = 2.0
 DIED = "the process died (SIGKILL, a crash or an exit)"
 BROKEN_SECONDS = 0.05
 """Until a call is tried again whose connection broke. If the worker died, Ray knows by then."""
+_KINDS = {NonFiniteLossError: "non_finite", MismatchError: "mismatch", ConfigError: "config"}
+"""Of what a worker may raise, the first that fits; anything else is the task's."""
 
 
 class Crew:
@@ -129,9 +133,9 @@ class Crew:
             case m.Checkpoint(members, incarnation):
                 for member in members:
                     self._spawn(self._checkpoint(member, incarnation))
-            case m.Save(members):
-                for stage, member in enumerate(members):
-                    self._spawn(self._save(member, stage, len(members)))
+            case m.Save(members, world):
+                for member in members:
+                    self._spawn(self._save(member, world))
             case m.Kill(member):
                 if member in self._bringing:
                     self._bringing.pop(member).cancel()  # else one that is struck off would be started, and keep its place
@@ -234,7 +238,8 @@ class Crew:
         known = await self._call(member, "setup", seconds=START_SECONDS)
         if known is None:
             return
-        if why := differs(known, self._introductions.values()):
+        stored = self._spec.checkpoints
+        if why := differs(known, self._introductions.values(), other_data=stored is not None and "dataset" in stored.override):
             self._health.nodes.avoid(known.node, FORGIVE_SILENT_S)
             about = {"rank": None, "step": self._health.step, "kind": "mismatch", "message": why}
             self._tell(m.TaskFailed(at=self._now(), member=member, **about))
@@ -294,23 +299,30 @@ class Crew:
     # ---------------------------------------------------------------- commands
 
     async def _call(
-        self, member: str, method: str, *args: Any, incarnation: int = 0, seconds: float | None = None, load: str = ""
+        self,
+        member: str,
+        method: str,
+        *args: Any,
+        incarnation: int = 0,
+        seconds: float | None = None,
+        load: str = "",
+        step: int | None = None,
     ) -> Any:
         """Calls a worker, about an incarnation; None if it could not answer, which is then an event."""
         try:
             call = getattr(self.handle(member), method).remote(*args)
             return await asyncio.wait_for(asyncio.wrap_future(call.future()), seconds)
         except RayTaskError as error:
-            self._report(member, error, incarnation, load)
+            self._report(member, error, incarnation, load, step)
         except (RayActorError, GetTimeoutError, ValueError) as error:
             self._lost(member, _cause(error), "ray")
         except TimeoutError:
             self._lost(member, f"no answer to {method} within {seconds:g} s", "deadline")
         return None
 
-    def _report(self, member: str, error: RayTaskError, incarnation: int, load: str = "") -> None:
+    def _report(self, member: str, error: RayTaskError, incarnation: int, load: str = "", step: int | None = None) -> None:
         """What a worker's method raised, as an event. A fence that overtook the command is none. `load`: the checkpoint that
-        the worker was to load."""
+        the worker was to load. `step`: the step that it was to complete or begin anew."""
         cause = error.cause if isinstance(error.cause, BaseException) else error
         if isinstance(cause, FencedError):
             return
@@ -330,12 +342,13 @@ class Crew:
             about = {"incarnation": incarnation, "name": load, "reason": str(cause)[:1000]}
             self._tell(m.CheckpointRejected(at=self._now(), member=member, **about))
             return
-        if (incarnation or self._health.is_starting(member)) and (node := self.node_of(member)) is not None:
+        kind = next((kind for known, kind in _KINDS.items() if isinstance(cause, known)), "task")
+        unable = kind != "non_finite" and (incarnation or self._health.is_starting(member))
+        if unable and (node := self.node_of(member)) is not None:
             self._health.nodes.avoid(node, FORGIVE_SILENT_S)  # it may lack what others have: the next one is started elsewhere
-        kind = "mismatch" if isinstance(cause, MismatchError) else "config" if isinstance(cause, ConfigError) else "task"
         message = str(error) if kind == "task" else str(cause)
-        about = {"rank": None, "step": self._health.step, "kind": kind, "message": message, "incarnation": incarnation or None}
-        self._tell(m.TaskFailed(at=self._now(), member=member, **about))
+        about = {"rank": None, "step": self._health.step if step is None else step, "kind": kind, "message": message}
+        self._tell(m.TaskFailed(at=self._now(), member=member, incarnation=incarnation or None, **about))
 
     async def _ask(self, member: str, method: str, *args: Any) -> None:
         await self._call(member, method, *args)
@@ -359,7 +372,8 @@ class Crew:
         incarnation = command.incarnation
         log = (command.logged, command.since)
         asked = (command.world, incarnation, command.plan, command.load, command.holders, *log)
-        answer = await self._call(member, "reconcile", *asked, incarnation=incarnation, load=command.load)
+        step = None if command.plan is None else command.plan.step - int(command.plan.completes)
+        answer = await self._call(member, "reconcile", *asked, incarnation=incarnation, load=command.load, step=step)
         if answer is not None:
             digests, undone, kept = answer
             about = {"incarnation": incarnation, "digests": digests, "undone": undone, "kept": kept}
@@ -397,8 +411,9 @@ class Crew:
         if await self._call(member, "checkpoint", incarnation, incarnation=incarnation) is not None:
             self._tell(m.Checkpointed(at=self._now(), member=member, incarnation=incarnation))
 
-    async def _save(self, member: str, stage: int, stages: int) -> None:
-        file = "final.arrow" if stages == 1 else f"final-stage-{stage}.arrow"
+    async def _save(self, member: str, world: tuple[str, ...]) -> None:
+        stages = self._spec.rules.stages
+        file = "final.arrow" if stages == 1 else f"final-stage-{stage_of(world.index(member), stages)}.arrow"
         path = await self._call(member, "save", str(self._spec.directory / file))
         if path is not None:
             self._tell(m.Saved(at=self._now(), member=member, path=path))
@@ -427,19 +442,25 @@ class Crew:
         self._tell(m.TimerFired(at=self._now(), timer=timer, incarnation=incarnation))
 
 
-def differs(known: Introduction, others: Iterable[Introduction]) -> str:
-    """Why this worker cannot take what the others hold, or not to the bit, as far as that can be seen; empty if it can."""
+def differs(known: Introduction, others: Iterable[Introduction], *, other_data: bool = False) -> str:
+    """Why this worker cannot take what the others hold, or not to the bit, as far as that can be seen; empty if it can.
+    `other_data`: that it reads other data is known, and wanted."""
 
     def words(one: Introduction) -> str:
         return f"{one.num_parameters} parameters in {one.num_buckets} buckets, with {one.software}"
 
-    other = next((other for other in others if words(other) != words(known)), None)
-    if other is None:
-        return ""
-    return (
-        f"on node {known.host} the model has {words(known)}; on node {other.host} it has {words(other)}. Install the same code "
-        "and the same versions on every node"
-    )
+    for other in others:
+        if words(other) != words(known):
+            return (
+                f"on node {known.host} the model has {words(known)}; on node {other.host} it has {words(other)}. Install the "
+                "same code and the same versions on every node"
+            )
+        if not other_data and (found := unlike(other.samples, known.samples)):
+            return (
+                f"on node {known.host} the dataset is another one than on node {other.host}: {found}. Put the same data on "
+                'every node, or on storage that all share; or allow it: CheckpointConfig(override=("dataset",))'
+            )
+    return ""
 
 
 def _cause(error: BaseException) -> str:

@@ -215,7 +215,9 @@ class Health:
                 for member in self._heard:
                     self._heard[member] = max(self._heard[member], now - self._spec.heartbeat_timeout / 2)
             before = now
-            self._probe(member for member, heard in self._heard.items() if now - heard > self._spec.heartbeat_timeout)
+            late = now - self._spec.heartbeat_timeout
+            if min(self._heard.values(), default=now) < late:
+                self._probe(member for member, heard in self._heard.items() if heard < late)
             if now - looked > HANG_CHECK_INTERVAL_S:
                 looked = now
                 self._find_hang()
@@ -287,14 +289,14 @@ class Health:
         """A worker that lives and beats, but has been in the same place far longer than any step took."""
         if self.state not in TRAINING:
             return
-        limit = max(self._spec.hang_timeout, 10 * self._longest)
+        now, limit = time.monotonic(), max(self._spec.hang_timeout, 10 * self._longest)
         waiting: list[str] = []
         for member, beat in list(self._beats.items()):
-            if self._members.get(member) != MemberState.ACTIVE or beat.status != "running":
-                continue
-            silent = time.monotonic() - self._heard.get(member, time.monotonic())
+            silent = now - self._heard.get(member, now)
             age = beat.since + silent
-            age -= sum(seconds for ended, seconds in self._held_up if ended > time.monotonic() - age)
+            if age <= limit or self._members.get(member) != MemberState.ACTIVE or beat.status != "running":
+                continue
+            age -= sum(seconds for ended, seconds in self._held_up if ended > now - age)
             longest = max(limit, STORING_S) if beat.where == STORING else limit
             if age <= longest or beat.incarnation != self.incarnation or silent > self._spec.heartbeat_timeout:
                 continue  # a silent worker may have moved on since: silence is judged elsewhere
@@ -305,9 +307,11 @@ class Health:
                 self._beats.pop(member)
                 about = {"cause": cause, "noticed_by": "step time", "silent_s": age}
                 self._tell(m.WorkerLost(at=self._now(), member=member, **about))
+        if not waiting:
+            return
         active = [member for member, what in self._members.items() if what == MemberState.ACTIVE]
         done = [member for member in active if member in self._beats and self._beats[member].status in ("completed", "stopped")]
-        if waiting and len(waiting) == len(active) - len(done) and self._stood_still < self.incarnation:
+        if len(waiting) == len(active) - len(done) and self._stood_still < self.incarnation:
             self._stood_still = self.incarnation
             self._spawn(self._break_standstill(active))
 

@@ -18,7 +18,7 @@ from raytrain_ft.runtime.spec import Beat, RunSpec
 if TYPE_CHECKING:
     from raytrain_ft.training.attempt import Commit
 
-TOLD_POLL_S = 0.02
+TOLD_POLL_S = 0.005
 RECORD_INTERVAL_S = 1.0
 """Committed steps are merged into one record per this time; the first of an incarnation goes out at once."""
 RECORDS_PER_S = 16
@@ -64,6 +64,7 @@ class Heartbeat:
             self._close_record()
             self._status, self._detail, self._kind = "idle", "", ""
             self._incarnation = incarnation
+        self._wake.set()  # what was committed before is told before anything else can happen to this worker
 
     def running(self, incarnation: int, rank: int) -> None:
         """Training has begun in this incarnation."""
@@ -96,6 +97,13 @@ class Heartbeat:
                 return
             self._close_record()
         self._wake.set()
+
+    def tell_all(self, seconds: float) -> None:
+        """Tells at once of every step that was committed so far, and waits until that is acknowledged, but no longer than
+        this."""
+        with self._lock:
+            self._close_record()
+        self.await_told(seconds)
 
     def note(self, event: str, fields: dict[str, Any]) -> None:
         """Something that the supervisor must know. Any thread may call it."""

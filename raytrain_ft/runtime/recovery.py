@@ -8,7 +8,7 @@ whole version, so it can begin again from wherever it stands.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -99,6 +99,9 @@ def reconcile(replica: Replica, plan: Plan, transfer: Transfer, sampling: Sampli
         leads: of the survivors, this one speaks for all of what is the same everywhere.
 
     The order matters: gradients first, then updates or undo, then states (which others may have just brought up to date).
+
+    Raises:
+        NonFiniteLossError: of the step that is completed.
     """
     state = replica.state
     base = plan.step - 1 if plan.completes or plan.skips else plan.step
@@ -128,6 +131,7 @@ def reconcile(replica: Replica, plan: Plan, transfer: Transfer, sampling: Sampli
         behind = [bucket.index for bucket in state.buckets if bucket.version != plan.step]
         if behind:
             raise RecoveryError(f"step {base} would be committed without the update of buckets {behind}; the plan was {plan}")
+        replica.check_loss()
         commit = replica.commit()
     elif replica.attempt is not None:
         mending.discard(replica)
@@ -243,4 +247,4 @@ def load(replica: Replica, spec: RunSpec, name: str, fence: Fence) -> None:
         mending.discard(replica)
     if replica.undo is not None:
         replica.undo.forget()
-    durable.restore(replica.state, content, asdict(spec.sampling), spec.checkpoints.override, spec.step.pipeline)
+    durable.restore(replica.state, content, replica.loader.data, spec.checkpoints.override, spec.step.pipeline)

@@ -11,6 +11,7 @@ import ray.cloudpickle
 from raytrain_ft.policy.planning import LogChoice
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.sampling import Sampling
+from raytrain_ft.policy.sketch import Sketch
 from raytrain_ft.runtime.notices.notice import Notice, NoticeSpec
 from raytrain_ft.training.settings import StepSettings
 
@@ -165,6 +166,7 @@ class Introduction:
         lifeline: the port on `host` of a connection that ends when its process dies; 0 if it offers none.
         num_parameters, num_buckets: of the model, or of the first stage of it: the same everywhere, if the code is.
         software: versions that the bits depend on.
+        samples: what its dataset looks like; nothing if it reads none.
     """
 
     node: str
@@ -174,3 +176,4 @@ class Introduction:
     num_parameters: int
     num_buckets: int
     software: str
+    samples: tuple[Sketch, ...] = ()

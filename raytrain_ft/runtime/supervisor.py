@@ -122,7 +122,7 @@ class Supervisor:
             raise ConfigError(f"notice for {member!r}: the run has the workers {', '.join(self._machine.members)}")
         if not 0 <= deadline_s < math.inf:
             raise ConfigError(f"notice for {member!r}: deadline_s={deadline_s} is no number of seconds from now on")
-        if not replaced and (why := self._machine.why_not_fewer()):
+        if not replaced and not self._machine.leaves_for_good(member) and (why := self._machine.why_not_fewer()):
             raise ConfigError(f"{member!r} cannot leave without a replacement: {why}")
         self._health.noticed(member, Notice(deadline_s, REQUEST, reason, replaced))
 

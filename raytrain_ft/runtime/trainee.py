@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from raytrain_ft.chaos.faults import Injector
-from raytrain_ft.errors import FencedError, NonFiniteLossError
+from raytrain_ft.errors import FencedError, LogGapError, NonFiniteLossError, ReplayDivergedError
 from raytrain_ft.policy.reconcile import Copy, Marks, Plan
 from raytrain_ft.policy.topology import stage_of, waits
 from raytrain_ft.runtime import connections, recovery
@@ -35,6 +35,8 @@ from raytrain_ft.training.step import Replica
 GROUP_TIMEOUT = timedelta(seconds=30)
 FLUSH_S = 5.0
 """How long a fence waits for what was logged to be readable by others."""
+TELL_S = 1.0
+"""How long a recovery waits until the supervisor knows of the step that it has completed."""
 
 
 class Trainee:
@@ -227,6 +229,7 @@ class Trainee:
             if self.log is not None:
                 self.log.flush(FLUSH_S)  # who replays may need it
             self._heartbeat.committed(outcome.commit)
+            self._heartbeat.tell_all(TELL_S)  # else nobody could, if all who completed this step died once others were filled
         return state.digests(), outcome.undone, outcome.kept
 
     def _take_stage(self, stage: int) -> None:
@@ -312,10 +315,36 @@ class Trainee:
     def help(
         self, fence: Fence, stages: frozenset[int], load: str, until: int, team: tuple[str, ...], since: int, exact: bool
     ) -> tuple[str, ...]:
-        """Its own replica is not touched: beside it, it has one of the lost stage for as long as this takes."""
+        """Its own replica is not touched: beside it, it has one of the lost stage for as long as this takes.
+
+        Raises:
+            PeerLostError: it cannot help. Nobody needs to: it is no reason to end the run or to reject the checkpoint, but to
+                try again with less help.
+        """
         fence.check()
-        assert self._connections is not None
         stage = stage_of(self._world.index(team[0]), self._spec.rules.stages)
+        try:
+            self._replay_beside(fence, stage, stages, load, until, team, since, exact=exact)
+        except (FencedError, PeerLostError, LogGapError, ReplayDivergedError):
+            raise  # these say something of the incarnation or the log, whoever finds it
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise PeerLostError(f"{self._member} cannot help to replay stage {stage}: {what}") from error
+        return self.replica.state.digests()
+
+    def _replay_beside(
+        self,
+        fence: Fence,
+        stage: int,
+        stages: frozenset[int],
+        load: str,
+        until: int,
+        team: tuple[str, ...],
+        since: int,
+        *,
+        exact: bool,
+    ) -> None:
+        assert self._connections is not None
         helper = self._build_replica(stage, writes=False)
         if load:
             recovery.load(helper, self._spec, load, fence)
@@ -325,7 +354,6 @@ class Trainee:
                 replay.replay(helper, links, until, self._spec.step.micro_batches)
         finally:
             helper.loader.stop(timedelta(seconds=0))
-        return self.replica.state.digests()
 
     # ---------------------------------------------------------------- the end
 

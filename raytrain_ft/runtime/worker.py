@@ -85,6 +85,7 @@ class Worker:
             sum(p.numel() for bucket in buckets for p in bucket.params),
             len(buckets),
             f"Python {platform.python_version()} and torch {version('torch')}",
+            self._trainee.replica.loader.sketches,
         )
 
     def _note_no_notices(self, source: str, reason: str) -> None:

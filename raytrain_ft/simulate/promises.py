@@ -49,6 +49,7 @@ class Promises:
     _fenced: int = 0
     _to_fill: int = 0
     _answered: set[tuple[type[m.Event], str, int]] = field(default_factory=set)
+    _saved: set[int] = field(default_factory=set)
 
     def after(self, run: RunState, event: m.Event, before: State, commands: list[m.Command]) -> None:
         """An event was handled.
@@ -56,6 +57,8 @@ class Promises:
         Raises:
             PromiseBroken: something that must hold does not.
         """
+        if isinstance(event, m.Saved) and event.member in self._members:
+            self._saved.add(self._stage_in(run.world, event.member))
         if isinstance(event, m.Reconciled | m.Filled):
             self._answered.add((type(event), event.member, event.incarnation))
         kills = {command.member for command in commands if isinstance(command, m.Kill)}
@@ -77,6 +80,9 @@ class Promises:
             self._check_command(run, command, kills)
         self._members, self._had_notice = dict(run.members), dict(run.leaving)
 
+    def _stage_in(self, world: tuple[str, ...], member: str) -> int:
+        return world.index(member) % self.rules.stages
+
     def _check_command(self, run: RunState, command: m.Command, kills: set[str]) -> None:
         match command:
             case m.StartWorker(member):
@@ -96,8 +102,10 @@ class Promises:
                 self._to_fill = command.incarnation
             case m.Trim(members, _):
                 _must(set(members) <= set(run.members), "who is no member was told to trim its log")
-            case m.Save(members):
-                _must(len(members) == self.rules.stages, "not one of each stage saves")
+            case m.Save(members, world):
+                asked = [self._stage_in(world, member) for member in members]
+                _must(len({*asked, *self._saved}) == len(asked) + len(self._saved), "a stage is saved twice")
+                _must({*asked, *self._saved} == set(range(self.rules.stages)), "not every stage is saved")
             case m.Run(world, incarnation):
                 self._check_run(run, world, incarnation)
 

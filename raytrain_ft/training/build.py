@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -85,7 +85,7 @@ def build_replica(
     loader = _loader(task, sampling, reads=settings.pipeline is None or stage in (0, settings.pipeline.stages - 1))
     checkpointer = None
     if checkpoints is not None:
-        how, data = checkpoints, asdict(sampling)
+        how, data = checkpoints, loader.data
         capture(state, data, [], settings.pipeline)  # what cannot be stored is told now, not at the first checkpoint
         checkpointer = Checkpointer(
             how.target,
@@ -120,8 +120,7 @@ def _loader(task: Any, sampling: Sampling, *, reads: bool) -> Loader:
         return Loader(_Unread(sampling.dataset_size), sampling)
     dataset = task.dataset()
     augment = getattr(task, "augment", None)
-    check_deterministic(dataset, sampling, augment)
-    return Loader(dataset, sampling, augment)
+    return Loader(dataset, sampling, augment, sketches=check_deterministic(dataset, sampling, augment))
 
 
 class _Unread:

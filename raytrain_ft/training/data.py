@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
@@ -33,6 +33,7 @@ from raytrain_ft.policy.sampling import (
     sample_ids,
     share,
 )
+from raytrain_ft.policy.sketch import Sketch, as_records
 from raytrain_ft.training.random import sample_seed
 
 Augment = Callable[[Any, torch.Generator], Any]
@@ -90,6 +91,7 @@ class Loader:
         collate: Collate = default_collate,
         prefetch: int = 2,
         timeout: timedelta = timedelta(minutes=10),
+        sketches: Sequence[Sketch] = (),
     ) -> None:
         size = dataset_size(dataset)
         if size != sampling.dataset_size:
@@ -103,10 +105,16 @@ class Loader:
             raise ConfigError(f"prefetch={prefetch}: the number of steps to prepare ahead must be at least 1.")
         self._dataset, self._sampling, self._augment, self._collate = dataset, sampling, augment, collate
         self._prefetch, self._timeout_s = prefetch, timeout.total_seconds()
+        self.sketches = tuple(sketches)
         # A dataset may hold an open file, so two threads must never be inside it. After a restart the new thread
         # waits here until the old one has left the sample that it was loading.
         self._inside_dataset = threading.Lock()
         self._feed: _Feed | None = None
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What a position refers to: the order of the samples, and what they look like, as a checkpoint holds it."""
+        return asdict(self._sampling) | {"samples": as_records(self.sketches)}
 
     def start(
         self,
@@ -230,6 +238,14 @@ def dataset_size(dataset: Any) -> int:
     if size == 0:
         raise ConfigError(f"{type(dataset).__name__} is empty: check its path and filters.")
     return size
+
+
+def task_size(dataset: Any) -> int:
+    """Number of samples of what `TrainTask.dataset()` gave. Refuses in the driver, at once, what every worker would refuse."""
+    try:
+        return dataset_size(dataset)
+    except ConfigError as error:
+        raise ConfigError(f"TrainTask.dataset(): {error}") from error
 
 
 def _not_map_style(dataset: Any) -> ConfigError:

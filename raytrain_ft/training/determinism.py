@@ -1,4 +1,5 @@
-"""A look at the user's dataset before a run: does it return the same bits every time, and leave the generators alone?
+"""A look at the user's dataset before a run: does it return the same bits every time, and leave the generators alone? What it
+saw is kept as a sketch, to know the dataset again.
 
 A recovered step can only repeat what happened if its samples can be loaded again. What a dataset draws from a global
 generator depends on everything drawn before, and, since samples are loaded on a thread beside the training, it would
@@ -17,8 +18,10 @@ import torch
 
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.sampling import Sampling, sample_ids
+from raytrain_ft.policy.sketch import Sketch
 from raytrain_ft.training.data import Augment, fetch, loads_batches
 from raytrain_ft.training.random import sample_seed, seed_all
+from raytrain_ft.training.sketching import sketch_of
 
 _SAMPLES = 8
 _ROUNDS = 3
@@ -27,8 +30,9 @@ _USE_AUGMENT = f"{_UNLIKE} Move what is random into the task's augment(sample, g
 _USE_SEED = f"{_UNLIKE} Seed a generator of its own for each sample, with sample_seed(seed, epoch, id) (docs/data.md)."
 
 
-def check_deterministic(dataset: Any, sampling: Sampling, augment: Augment | None = None) -> None:
-    """Loads a few samples three times. Raises ConfigError unless each is a function of its id (and of the epoch).
+def check_deterministic(dataset: Any, sampling: Sampling, augment: Augment | None = None) -> tuple[Sketch, ...]:
+    """Loads a few samples three times, and returns their sketches: the dataset's own, without `augment`. Raises ConfigError
+    unless each is a function of its id (and of the epoch).
 
     Found are: samples whose bits differ between two loads; a dataset or an augmentation that draws from a global
     generator, or seeds it; an augmentation with other randomness than its generator's; one that writes into the
@@ -51,10 +55,17 @@ def check_deterministic(dataset: Any, sampling: Sampling, augment: Augment | Non
             for sample_id, sample in zip(ids, samples, strict=True)
         ]
 
+    seen: list[Any] = []
+
+    def looked_at() -> list[Any]:
+        seen[:] = loaded()
+        return seen
+
     saved = _global_generators()
     on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # `seed_all` seeds these, too
     try:
-        raw = _observe(loaded)
+        raw = _observe(looked_at)
+        sketches = tuple(sketch_of(sample) for sample in seen)  # before `augment` can write into them
         if batches:
             _refuse_random("dataset.load_batch", *raw, ids, _USE_SEED)
         else:
@@ -70,6 +81,7 @@ def check_deterministic(dataset: Any, sampling: Sampling, augment: Augment | Non
             torch.cuda.set_rng_state_all(on_devices)
         random.setstate(saved["random"])
         np.random.set_state(saved["numpy.random"])
+    return sketches
 
 
 def fingerprint(sample: Any) -> bytes:

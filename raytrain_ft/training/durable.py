@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from raytrain_ft.errors import MismatchError
 from raytrain_ft.policy.sampling import Position, samples_in
+from raytrain_ft.policy.sketch import of_records, unlike
 from raytrain_ft.storage.checkpoint import Content, differences
 from raytrain_ft.storage.manifest import Manifest
 from raytrain_ft.storage.tree import flatten, unflatten
@@ -28,7 +29,7 @@ def capture(
     What the next forward pass may change (buffers) is copied here; what only an update changes is not.
 
     Args:
-        data: what the position of the data refers to.
+        data: what the position of the data refers to (`Loader.data`).
         records: kept as they are.
         pipeline: of which `state` is a stage.
     """
@@ -152,7 +153,7 @@ def restore(
     """Takes over the state of a checkpoint.
 
     Args:
-        data: what the position of the data refers to in this run.
+        data: what the position of the data refers to in this run (`Loader.data`).
         override: "optimizer" keeps this run's optimizer and schedule as they are, both of them, if one of the checkpoint's is
             of another kind, or the parameters are in other groups there; "dataset" goes on with other data, from its
             beginning if the position does not exist there.
@@ -236,11 +237,15 @@ def _otherwise_spread(stored: Stored, pipeline: PipelineSettings | None) -> list
 
 
 def _other_data(stored: Stored, data: dict[str, Any]) -> list[str]:
-    return [
+    lines = [
         f"{name} {stored.data.get(name)} in the checkpoint, {data.get(name)} here"
-        for name in sorted(stored.data.keys() | data.keys())
+        for name in sorted((stored.data.keys() | data.keys()) - {"samples"})
         if stored.data.get(name) != data.get(name)
     ]
+    if lines:
+        return lines  # in another order, other samples were looked at
+    found = unlike(of_records(stored.data.get("samples", [])), of_records(data.get("samples", [])))
+    return [f"dataset of the same length with other content: {found}"] if found else []
 
 
 def _restore_optimizer(state: TrainingState, stored: Stored, tensors: dict[str, Tensor]) -> None:

@@ -217,7 +217,9 @@ class LiveOutbound:
                 f"(now {[(str(t.dtype), tuple(t.shape)) for t in tensors]}). Give every micro-batch the same shape."
             )
         for tensor in tensors:
-            self._send(tensor.contiguous(), tag(self._step, micro_batch, self._channel))
+            # else what is sent are the bytes of another tensor, which it stands for
+            plain = tensor.resolve_conj().resolve_neg()
+            self._send(plain.contiguous(), tag(self._step, micro_batch, self._channel))
 
     def _send(self, tensor: Tensor, number: int) -> None:
         self._under_way.append((tensor, self._group.post_send(tensor, self._peer, number)))

@@ -12,7 +12,7 @@ WAIT_DEADLINE = timedelta(minutes=30)
 
 
 class PeerLostError(RuntimeError):
-    """A collective failed: some peer of this incarnation is gone, or its connection is."""
+    """A collective failed: some peer of this incarnation is gone, or its connection is. Or a helper cannot help."""
 
 
 class Fence:

@@ -43,6 +43,7 @@ def cut(model: nn.Sequential, cuts: Sequence[int], stages: int) -> list[nn.Modul
     """Its stages. What they share of its parameters stays one in this process."""
     layers = list(model)
     parts = [_Part(*layers[start:stop]) for start, stop in pairwise([0, *cuts, len(layers)])]
+    parts[-1].is_last = True
     return [_stage(parts[stage::stages]) for stage in range(stages)]
 
 
@@ -62,8 +63,18 @@ def chunks_of(model: nn.Module) -> Sequence[nn.Module]:
 class _Part(nn.Sequential):
     """Some layers of a sequential model. A tuple that crosses a cut comes as several tensors, and the layer takes a tuple."""
 
+    is_last = False
+
     def forward(self, *inputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return super().forward(inputs[0] if len(inputs) == 1 else inputs)
+        """Raises TaskError: a tuple of one would cross the cut, and come as a tensor."""
+        output = super().forward(inputs[0] if len(inputs) == 1 else inputs)
+        if not self.is_last and isinstance(output, tuple | list) and len(output) == 1:
+            raise TaskError(
+                f"the last layer before a cut ({type(self[-1]).__name__}) returns a {type(output).__name__} of one, which the "
+                "layer behind the cut would get as a tensor: return the tensor itself, or cut elsewhere "
+                "(ParallelismConfig(split=...))"
+            )
+        return output
 
 
 def name_in_one_piece(name: str, stage: int, spread: Mapping[str, Any] | None, where: str) -> str:
@@ -112,6 +123,30 @@ class _Saved:
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     weights: Any = None  # what is left of a backward pass in two parts
+
+
+class _Changeable(torch.autograd.Function):
+    """The identity, of the same memory. Of a tensor that gets a gradient, a model's first layer may then change what it is
+    given in place, as that of a model in one piece may; torch forbids it for a leaf and for its views."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tensor.data  # `detach` would make a view
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient
+
+
+def has_gradient(tensor: Tensor) -> bool:
+    """Whether a gradient comes back for what is passed on."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def taken_in(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What came from another stage as this one's model takes it; each of `tensors` will get its gradient. They are the model's
+    to change: nobody else holds them."""
+    return [_Changeable.apply(one.requires_grad_()) if has_gradient(one) else one for one in tensors]
 
 
 class Stage:
@@ -217,7 +252,7 @@ class Stage:
             assert links.activations is not None
             self._await(number)
             saved.inputs = links.activations.take(number)
-            arguments = [tensor.requires_grad_(tensor.is_floating_point()) for tensor in saved.inputs]
+            arguments = taken_in(saved.inputs)
         self._probe("forward", number)
         output = self._forward_of(number, arguments)
         if self._is_last(number):
@@ -242,8 +277,8 @@ class Stage:
         """Of a stage that is not the first. The gradients of the weights are for later."""
         saved = self._saved[number]
         outputs, gradients = self._outputs(number, saved, links)
-        floating = [tensor for tensor in saved.inputs if tensor.is_floating_point()]
-        saved.weights = split_backward.of_inputs(outputs, gradients, floating, self._params[self._chunk(number)])
+        learned = [tensor for tensor in saved.inputs if has_gradient(tensor)]
+        saved.weights = split_backward.of_inputs(outputs, gradients, learned, self._params[self._chunk(number)])
         self._pass_back(number, saved, links)
 
     def _outputs(self, number: int, saved: _Saved, links: Links) -> tuple[list[Tensor], list[Tensor] | None]:
@@ -254,8 +289,8 @@ class Stage:
         assert links.gradients is not None
         self._await(number)
         gradients = links.gradients.take(number)
-        floating = [tensor for tensor in saved.outputs if tensor.is_floating_point()]
-        pairs = [(out, grad) for out, grad in zip(floating, gradients, strict=True) if out.requires_grad]
+        learned = [tensor for tensor in saved.outputs if has_gradient(tensor)]
+        pairs = [(out, grad) for out, grad in zip(learned, gradients, strict=True) if out.requires_grad]
         self._probe("backward_pass", number)
         return [out for out, _ in pairs], [grad for _, grad in pairs]
 
@@ -265,7 +300,7 @@ class Stage:
         assert links.input_gradients is not None
         self._probe("send", number)
         there = number - self._settings.micro_batches if self._stage == 0 else number
-        links.input_gradients.give(there, [_gradient(tensor) for tensor in saved.inputs if tensor.is_floating_point()])
+        links.input_gradients.give(there, [_gradient(tensor) for tensor in saved.inputs if has_gradient(tensor)])
 
     def _await(self, number: int) -> None:
         self._probe("receive", number)

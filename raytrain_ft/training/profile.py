@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from raytrain_ft.errors import FTError, TaskError
 from raytrain_ft.policy.planning import Measured
 from raytrain_ft.training.build import build_model
-from raytrain_ft.training.pipeline import chunks_of, passed_on
+from raytrain_ft.training.pipeline import chunks_of, has_gradient, passed_on, taken_in
 from raytrain_ft.training.settings import StepSettings
-from raytrain_ft.training.split import sample
+from raytrain_ft.training.split import first_inputs
 
 ROUNDS = 5
 """Micro-batches whose mean counts, after one to warm up."""
@@ -79,14 +79,14 @@ def measure_parts(task: Any, step: StepSettings, samples: int, *, rounds: int = 
         threads: of torch, as many as a worker will have; 0 leaves them as they are.
 
     Raises:
-        TaskError: the task fails on such a micro-batch.
+        TaskError: the task fails on such a micro-batch. ConfigError: its dataset has none.
     """
     assert step.pipeline is not None
     part, count = 0, step.pipeline.stages * step.pipeline.chunks
     try:
         with as_before(threads):
-            batch = sample(task, samples)
-            arguments: list[Any] = [task.inputs(batch)]
+            batch, inputs = first_inputs(task, samples)
+            arguments: list[Any] = [inputs]
             found = []
             for part in range(count):
                 chunk, stage = divmod(part, step.pipeline.stages)
@@ -126,7 +126,7 @@ class _Measurement:
             outputs = self._forward(with_loss=rounds > 0)
         if rounds:
             _backward(outputs)
-        crossing = 0 if self.loss else _size(outputs) + _size(one for one in outputs if one.is_floating_point())
+        crossing = 0 if self.loss else _size(outputs) + _size(one for one in outputs if has_gradient(one))
         state = COPIES * _size(self.model.parameters()) + _size(self.model.buffers())
         return Costs(self._seconds(rounds), crossing, state), [one.detach() for one in outputs]
 
@@ -142,7 +142,7 @@ class _Measurement:
     def _forward(self, *, with_loss: bool) -> list[Tensor]:
         arguments = self.arguments
         if self.part:
-            arguments = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in arguments]
+            arguments = taken_in([tensor.detach().clone() for tensor in arguments])  # the next round needs them as they are
         with torch.autocast("cpu", torch.bfloat16) if self.step.precision == "bf16" else nullcontext():
             output = self.model(*arguments)
             if self.loss is None:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode
 
-from raytrain_ft.errors import ConfigError
-from raytrain_ft.training.data import fetch, loads_batches
+from raytrain_ft.errors import ConfigError, FTError, TaskError
+from raytrain_ft.training.data import fetch, loads_batches, task_size
 from raytrain_ft.training.pipeline import sequential
 
 OPERATIONS_PER_BYTE = 4
@@ -58,7 +58,8 @@ def measure_cuts(task: Any, stages: int, micro_batch_size: int) -> tuple[int, ..
     """Runs one micro-batch through each layer, counts what that costs, and cuts evenly.
 
     Raises:
-        TaskError: the model is not sequential. ConfigError: it has fewer layers to train than there are stages.
+        TaskError: the model is not sequential, or a layer fails; see also `first_inputs`. ConfigError: it has fewer layers to
+            train than there are stages.
     """
     layers = list(sequential(task.model(0)))
     trained = [any(p.requires_grad for p in layer.parameters()) for layer in layers]
@@ -66,10 +67,14 @@ def measure_cuts(task: Any, stages: int, micro_batch_size: int) -> tuple[int, ..
         raise ConfigError(
             f"ParallelismConfig: {stages} parts of a model were asked for that has {sum(trained)} layers to train"
         )
-    value: Any = task.inputs(sample(task, max(1, micro_batch_size)))
+    samples = max(1, micro_batch_size)
+    _, value = first_inputs(task, samples)
     costs: list[float] = []
-    for layer in layers:
-        cost, value = _cost(layer, value)
+    for number, layer in enumerate(layers):
+        try:
+            cost, value = _cost(layer, value)
+        except Exception as error:  # the task's own code may raise anything
+            raise _failure(f"layer {number} ({type(layer).__name__}) fails on it", samples, error) from error
         costs.append(cost)
     return cut_evenly(costs, trained, stages)
 
@@ -81,10 +86,34 @@ def check_cuts(task: Any, cuts: Sequence[int]) -> None:
         raise ConfigError(f"ParallelismConfig(split={tuple(cuts)!r}): the model has {layers} layers only, numbered from 0")
 
 
-def sample(task: Any, count: int) -> Any:
-    """A batch of the first samples of a task's dataset, to measure with: of the form that a worker reads."""
+def first_inputs(task: Any, count: int) -> tuple[Any, Any]:
+    """A batch of the first samples of a task's dataset, to measure with, and what the first layer gets of it.
+
+    Raises:
+        ConfigError: the dataset is empty or not map-style. TaskError: the task's own code fails.
+    """
+    where = "it cannot be read from the dataset"
+    try:
+        batch = _sample(task, count)
+        where = "TrainTask.inputs() fails on it"
+        return batch, task.inputs(batch)
+    except FTError:
+        raise
+    except Exception as error:  # the task's own code may raise anything
+        raise _failure(where, count, error) from error
+
+
+def _failure(what: str, samples: int, error: Exception) -> TaskError:
+    return TaskError(
+        f"a micro-batch of {samples} samples was to be measured before the run: {what}: {type(error).__name__}: {error}"
+    )
+
+
+def _sample(task: Any, count: int) -> Any:
+    """Of the form that a worker reads."""
     dataset = task.dataset()
-    ids = [number % len(dataset) for number in range(count)]
+    size = task_size(dataset)
+    ids = [number % size for number in range(count)]
     if loads_batches(dataset):
         return dataset.load_batch(np.array(ids), 0, 0)
     samples = fetch(dataset, ids)

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raytrain_ft.errors import ConfigError
+from raytrain_ft.errors import ConfigError, FTError
 from raytrain_ft.training import split_backward
 from raytrain_ft.training.build import build_model
-from raytrain_ft.training.pipeline import chunks_of, passed_on
+from raytrain_ft.training.pipeline import chunks_of, has_gradient, passed_on, taken_in
 from raytrain_ft.training.profile import as_before
 from raytrain_ft.training.random import seed_all
 from raytrain_ft.training.settings import StepSettings
-from raytrain_ft.training.split import sample
+from raytrain_ft.training.split import first_inputs
 
 PASSES = 2
 """Gradients of one pass may be right, and those of the next be added to something else."""
@@ -28,13 +28,14 @@ def check_split(task: Any, step: StepSettings, samples: int) -> None:
         samples: of a micro-batch.
 
     Raises:
-        ConfigError: they differ, or torch cannot do it at all.
+        ConfigError: they differ, or torch cannot do it at all. TaskError: a part passes on what cannot be passed on; see also
+            `first_inputs`.
     """
     assert step.pipeline is not None
     count = step.pipeline.stages * step.pipeline.chunks
     with as_before():
-        batch = sample(task, samples)
-        arguments: list[Any] = [task.inputs(batch)]
+        batch, inputs = first_inputs(task, samples)
+        arguments: list[Any] = [inputs]
         for part in range(count):
             chunk, stage = divmod(part, step.pipeline.stages)
             loss = (lambda output: task.loss(output, batch)) if part == count - 1 else None
@@ -42,7 +43,7 @@ def check_split(task: Any, step: StepSettings, samples: int) -> None:
             try:
                 outputs = _compare(model, part, arguments, loss)
             except Exception as error:
-                if isinstance(error, ConfigError):
+                if isinstance(error, FTError):
                     raise
                 raise ConfigError(_refusal(part, f"{type(error).__name__}: {error}")) from error
             arguments = [output.detach() for output in outputs]
@@ -58,20 +59,20 @@ def _compare(model: nn.Module, part: int, arguments: Sequence[Any], loss: Callab
         model.zero_grad()
         sent: list[Tensor | None] = []
         for number in range(PASSES):
-            inputs = [a.detach().requires_grad_(a.is_floating_point()) for a in arguments] if part else arguments
+            inputs = [a.detach().clone() for a in arguments] if part else arguments
             seed_all(number)
-            output = model(*inputs)
+            output = model(*(taken_in(inputs) if part else inputs))
             outputs = [loss(output)] if loss is not None else passed_on(output, part)
-            ends = [one for one in split_backward.separable(outputs) if one.requires_grad and one.is_floating_point()]
+            ends = [one for one in split_backward.separable(outputs) if one.requires_grad]
             gradients = None if loss is not None else [torch.ones_like(one) for one in ends]
-            floating = [one for one in inputs if isinstance(one, Tensor) and one.is_floating_point()]
+            learned = [one for one in inputs if isinstance(one, Tensor) and has_gradient(one)]
             if split:
-                rest = split_backward.of_inputs(ends, gradients, floating, params)
-                sent += [None if one.grad is None else one.grad.clone() for one in floating]
+                rest = split_backward.of_inputs(ends, gradients, learned, params)
+                sent += [None if one.grad is None else one.grad.clone() for one in learned]
                 split_backward.of_weights(rest, params)
             else:
                 torch.autograd.backward(ends, gradients)
-                sent += [one.grad for one in floating]
+                sent += [one.grad for one in learned]
         found.append([*sent, *(None if p.grad is None else p.grad.clone() for p in params)])
     names = [*(f"input {number}" for number in range(len(found[0]) - len(params))), *(name for name, _ in named)]
     for name, *both in zip(names, *found, strict=True):

@@ -142,11 +142,7 @@ class Replica:
         if self.settings.update == "barrier":
             self._let_others_go_first(links, began)
             self.update()
-        elif not math.isfinite(self.state.loss):
-            raise NonFiniteLossError(
-                f"the loss of step {self.state.step} is {self.state.loss}, and wait-free updates have applied it. Look at "
-                'the learning rate and at this batch; RecoveryConfig(update="barrier") would have seen it first.'
-            )
+        self.check_loss()
         self.at("commit")
         return self.commit()
 
@@ -291,6 +287,18 @@ class Replica:
         with only(self.state.optimizer, bucket.params):
             self.state.optimizer.step()
         self._mark([bucket])
+
+    def check_loss(self) -> None:
+        """Before the commit of a step whose buckets were updated one by one. `update` has looked before it did anything.
+
+        Raises:
+            NonFiniteLossError: its loss is NaN or infinite.
+        """
+        if self.settings.update == "wait_free" and not math.isfinite(self.state.loss):
+            raise NonFiniteLossError(
+                f"the loss of step {self.state.step} is {self.state.loss}, and wait-free updates have applied it. Look at "
+                'the learning rate and at this batch; RecoveryConfig(update="barrier") would have seen it first.'
+            )
 
     def _mark(self, buckets: list[Bucket]) -> None:
         for bucket in buckets:

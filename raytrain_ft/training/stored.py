@@ -12,6 +12,7 @@ from torch import Tensor
 
 from raytrain_ft.errors import StorageError
 from raytrain_ft.policy.sampling import Position
+from raytrain_ft.policy.sketch import of_records
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.manifest import Manifest
 from raytrain_ft.storage.tree import unflatten
@@ -64,6 +65,7 @@ def decode(manifest: Manifest, values: Mapping[str, Any]) -> Stored:
                 "numbers": dict(numbers),
                 "settings": dict(settings),
             } if min(step, epoch, consumed) >= 0:
+                of_records(data.get("samples", []))
                 found = unflatten(settings, lambda path: torch.empty(0))
                 groups, _ = found["groups"], found["scheduler"]
                 if all(isinstance(group, dict) for group in groups):

@@ -36,8 +36,15 @@ def cluster() -> Iterator[LocalCluster]:
         yield cluster
 
 
-def train(path: Path, name: str, *, task: Any = None, workers: Any = 3, steps: int = STEPS, **arguments: Any) -> ft.Result:
-    """One run of the toy task; `arguments` are of Trainer, of RecoveryConfig where it has them, or of
+def train(path: Path, name: str, **arguments: Any) -> ft.Result:
+    """One run of the toy task, with the arguments of `trainer_of`."""
+    return trainer_of(path, name, **arguments).fit()
+
+
+def trainer_of(
+    path: Path, name: str, *, task: Any = None, workers: Any = 3, steps: int = STEPS, **arguments: Any
+) -> ft.Trainer:
+    """A trainer of the toy task; `arguments` are of Trainer, of RecoveryConfig where it has them, or of
     RunConfig."""
     checkpoints = arguments.pop("checkpoints", None)
     environment = arguments.pop("worker_runtime_env", None)
@@ -54,7 +61,7 @@ def train(path: Path, name: str, *, task: Any = None, workers: Any = 3, steps: i
             name=name, storage_path=str(path), checkpoint_config=checkpoints, worker_runtime_env=environment
         ),
         **settings,
-    ).fit()
+    )
 
 
 @pytest.fixture(scope="session")

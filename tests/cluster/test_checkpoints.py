@@ -259,6 +259,14 @@ class Longer(Toy):
         return TensorDataset(*(torch.cat([tensor, tensor[:100]]) for tensor in super().dataset().tensors))
 
 
+class Negated(Toy):
+    """Other data of the same length."""
+
+    def dataset(self) -> TensorDataset:
+        inputs, labels = super().dataset().tensors
+        return TensorDataset(-inputs, labels)
+
+
 @pytest.mark.long
 def test_a_checkpoint_of_something_else_is_refused_with_every_difference(cluster, tmp_path: Path) -> None:
     train(tmp_path, "run", steps=10, checkpoints=OFTEN)
@@ -268,6 +276,8 @@ def test_a_checkpoint_of_something_else_is_refused_with_every_difference(cluster
         assert difference in str(caught.value)
     with pytest.raises(MismatchError, match="dataset_size 500 in the checkpoint, 600 here"):
         train(tmp_path, "run", task=Longer(), checkpoints=OFTEN)
+    with pytest.raises(MismatchError, match="dataset of the same length with other content"):
+        train(tmp_path, "run", task=Negated(), checkpoints=OFTEN)
     overridden = ft.CheckpointConfig(every=5, override=("dataset",))
     assert events(train(tmp_path, "run", task=Longer(), checkpoints=overridden), "Resumed")[0]["step"] == 10
 

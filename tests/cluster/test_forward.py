@@ -57,12 +57,13 @@ def test_too_few_left_redo_the_step_exactly(undisturbed, tmp_path: Path) -> None
     assert "quorum is 90%" in recovery.reason
 
 
-def test_who_computes_in_vain_leaves_off(cluster, tmp_path: Path) -> None:
+def test_who_computes_in_vain_leaves_off(undisturbed, tmp_path: Path) -> None:
     """Rank 1 dies at the beginning of step 11, of which rank 2 has no gradients, for it is still updating: so step 11 will be
     redone, and rank 0, who has begun it, need not come to its end."""
     fault = FailAt(rank=1, step=11, phase="forward")
     result = train(tmp_path, "vain", strategy="lossy", task=Apart(), steps=16, faults=[fault])
     assert promise_kept(result) == []
+    assert result.digest == undisturbed(task=Apart(rests=False), steps=16).digest
     (recovery,) = result.recoveries
     assert (recovery.strategy, recovery.guarantee, recovery.step) == (Strategy.REPLICATION, Guarantee.EXACT, 11)
     assert recovery.fenced - recovery.detected < 3, "rank 0 rests six seconds if nobody tells it anything"

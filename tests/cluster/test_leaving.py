@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import promise_kept, train
+from click.testing import CliRunner
+from conftest import promise_kept, train, trainer_of
 from test_pipeline import pipeline
 from toy import Toy
 
 import raytrain_ft as ft
+from raytrain_ft.cli_steer import leave_command
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.audit import audit
 from raytrain_ft.policy.strategy import Guarantee
@@ -106,16 +108,20 @@ def test_who_slept_takes_part_again_when_nothing_comes_of_a_request(cluster, tmp
 def test_who_sleeps_and_then_leaves_for_good_makes_the_run_smaller(cluster, tmp_path: Path) -> None:
     """Planned downsizing (Nicolae et al., III-B), although the cluster has room for another."""
     outcome: list[ft.Result] = []
-    how = {"task": Toy(step_seconds=0.05), "workers": (2, 3), "steps": 150, "num_spares": 0}
-    thread = threading.Thread(target=lambda: outcome.append(train(tmp_path, "fewer", **how)))
+    how = {"task": Toy(step_seconds=0.05), "workers": (2, 3), "steps": 200, "num_spares": 0}
+    trainer = trainer_of(tmp_path, "fewer", **how)
+    thread = threading.Thread(target=lambda: outcome.append(trainer.fit()))
     thread.start()
     log = tmp_path / "fewer" / "events.jsonl"
     until(lambda: log.exists() and any(record["event"] == "StepsCommitted" for record in read_records(log)))
-    ft.suspend("fewer", rank=0)
-    until(lambda: any(record["event"] == "Dormant" for record in read_records(log)))
-    ft.leave("fewer", rank=0, within_s=60, replace=False)
+    said = [True, True, False]
+    for request, rank, known in ((trainer.suspend, 0, 1), (trainer.suspend, 1, 2), (trainer.resume, 1, 3)):
+        request(rank)
+        until(lambda n=known: [record["asleep"] for record in read_records(log) if record["event"] == "Dormant"] == said[:n])
+    asked = CliRunner().invoke(leave_command, [str(tmp_path / "fewer"), "0", "--within", "60", "--no-replacement"])
+    assert (asked.exit_code, asked.output) == (0, "rank 0 was asked to leave within 60 s without a replacement\n")
     with pytest.raises(ConfigError, match="at least 2, and there are no more than 2"):
-        ft.leave("fewer", rank=1, within_s=60, replace=False)
+        trainer.leave(1, within_s=60, replace=False)
     thread.join(120)
     (result,) = outcome
     assert promise_kept(result) == []

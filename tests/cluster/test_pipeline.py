@@ -389,6 +389,17 @@ def test_survivors_help_with_the_replay_and_come_back_to_their_own_state(
     assert all(before[member] == after[member] for member in survivors), "they hold what they held before they helped"
 
 
+def test_a_helper_killed_in_the_replay_is_a_stage_lost_as_well(calm_stages: ft.Result, tmp_path: Path) -> None:
+    """Rank 0 helps to replay stage 1; with it goes the only copy of stage 0, which is replayed then, too."""
+    faults = [fault(1, 9, "forward", 1), fault(0, 5, "replay")]
+    result = pipeline(tmp_path, "run", task=Alike(), max_grad_norm=0.5, faults=faults, replay_workers=3)
+    assert promise_kept(result) == []
+    assert result.digest == calm_stages.digest
+    (recovery,) = result.recoveries
+    assert (len(recovery.lost), recovery.attempts, recovery.guarantee) == (2, 2, Guarantee.EXACT)
+    assert "stages 0, 1" in recovery.reason, recovery.reason
+
+
 def test_a_log_that_is_full_means_going_back_to_the_checkpoint(undisturbed_pipeline: ft.Result, tmp_path: Path) -> None:
     result = pipeline(
         tmp_path,

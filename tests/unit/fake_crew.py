@@ -259,6 +259,8 @@ class Cluster:
             return
         if self.run.world and self._lacks_something(worker, command.incarnation):
             return
+        if self._finds_no_number(worker, command):
+            return
         worker.stop = False
         stage = command.world.index(worker.member) % self.rules.stages
         if worker.stage != stage:
@@ -280,6 +282,16 @@ class Cluster:
             worker.agreed = command.plan.step - 1 if command.plan.agreed else worker.agreed
         digests = (self._digest(worker),) if worker.filled else ()
         self._post(m.Reconciled(member=worker.member, incarnation=command.incarnation, digests=digests))
+
+    def _finds_no_number(self, worker: Worker, command: m.Reconcile) -> bool:
+        """The loss of the step that it was to complete is NaN."""
+        if not (self.rules.roll_back and command.plan is not None and command.plan.completes and worker.filled):
+            return False
+        if self.chance.random() >= 5 * self.corruption:
+            return False
+        about = {"rank": None, "step": command.plan.step - 1, "kind": "non_finite", "message": "the loss is NaN"}
+        self._post(m.TaskFailed(member=worker.member, incarnation=command.incarnation, **about))
+        return True
 
     def _digest(self, worker: Worker) -> str:
         return "other bits" if self.chance.random() < self.corruption else f"step {worker.step}"

@@ -47,6 +47,11 @@ class Bad(Layers):
         raise KeyError("labels")
 
 
+class Empty(Layers):
+    def dataset(self):
+        return []
+
+
 class Lacking(ft.TrainTask):
     pass
 
@@ -123,13 +128,14 @@ def test_a_module_and_a_target(job: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (("JOB:Layers", "--stages", "3", "--budget", "10"), "holds no boundary at all"),
         (("JOB:Layers", "--stages", "3", "--target", "1e-9"), "still leaves"),
         (("JOB:Layers", "--stages", "3", "--budget", "10", "--target", "1"), "exclude each other"),
-        (("JOB:Nobody", "--stages", "2"), "its tasks: Bad, Lacking, Layers, Sized, Whole, task"),
+        (("JOB:Nobody", "--stages", "2"), "its tasks: Bad, Empty, Lacking, Layers, Sized, Whole, task"),
         (("JOB:number", "--stages", "2"), "the task is a int"),
         (("JOB:Sized", "--stages", "2"), "Give its arguments, as in 'Sized(...)'"),
         (("JOB:Sized(open('x'))", "--stages", "2"), "plain values"),
         (("JOB:a b", "--stages", "2"), "plain values"),
         (("JOB:Lacking", "--stages", "2"), "lacks model, optimizer, dataset, loss"),
         (("JOB:Whole", "--stages", "2"), "no torch.nn.Sequential"),
+        (("JOB:Empty", "--stages", "2"), "TrainTask.dataset(): list is empty"),
         (("JOB:Bad", "--stages", "2"), "stage 1 fails on a micro-batch of 4 samples"),
         (("missing.py:Layers", "--stages", "2"), "there is no file missing.py"),
         (("no_such_module:Layers", "--stages", "2"), "cannot be imported: ModuleNotFoundError"),

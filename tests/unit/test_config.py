@@ -16,9 +16,11 @@ import torch
 
 import raytrain_ft as ft
 from raytrain_ft.errors import ConfigError, FTError
+from raytrain_ft.model_checks import check_optimizer, check_stages, choose_update
 from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.prepare import _checkpoints, _worker_options
 from raytrain_ft.settings import Keywords, TrainSettings
+from raytrain_ft.training.settings import PipelineSettings
 
 
 class Linear(ft.TrainTask):
@@ -37,6 +39,13 @@ class Linear(ft.TrainTask):
         return torch.utils.data.TensorDataset(torch.zeros(self.samples, 2))
 
     def loss(self, output: Any, batch: Any) -> Any: ...
+
+
+class Closure(Linear):
+    """Its optimizer evaluates the model as often as it likes."""
+
+    def optimizer(self, params: Any) -> Any:
+        return torch.optim.LBFGS(params)
 
 
 class Task(ft.TrainTask):
@@ -140,6 +149,7 @@ def test_amounts_of_resources_are_numbers(amount: Any) -> None:
     [
         (Linear(samples=0), {}, "empty"),
         (Linear(lock=threading.Lock()), {}, "cannot be sent to the workers"),
+        (Closure(), {}, r"gives a LBFGS, whose step\(\) cannot be called without a closure"),
         (Linear(), {"checkpoint_config": ft.CheckpointConfig(resume="require")}, "no valid checkpoint"),
         (Linear(), {"checkpoint_config": ft.CheckpointConfig(storage_path="nowhere://x")}, "no kind that pyarrow.fs knows"),
     ],
@@ -151,6 +161,29 @@ def test_what_is_refused_leaves_nothing_behind(task: ft.TrainTask, run: dict[str
         ft.Trainer(task, max_steps=1, global_batch_size=4, run_config=run_config).fit()
     assert list(tmp_path.iterdir()) == []
     assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize("recovery", [{"update": "wait_free"}, {"update": "wait_free", "strategy": "replication"}])
+def test_an_optimizer_that_needs_a_closure_is_refused_however_it_updates(recovery: dict[str, Any]) -> None:
+    """And no fallback is tried, which it would not fit either."""
+    with pytest.raises(ConfigError, match="without a closure") as refused:
+        choose_update(Closure(), ft.RecoveryConfig(**recovery))
+    assert type(refused.value) is ConfigError
+
+
+def test_an_optimizer_of_a_stage_that_needs_a_closure_is_refused() -> None:
+    pipeline = PipelineSettings(stages=2, micro_batches=2, schedule="1f1b", cuts=None, ties=())
+    with pytest.raises(ConfigError, match="without a closure"):
+        check_stages(Closure(), pipeline)
+    check_stages(Linear(), pipeline)
+
+
+@pytest.mark.parametrize("kind", ["Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "RMSprop", "SGD"])
+def test_an_optimizer_that_can_do_without_a_closure_is_not(kind: str) -> None:
+    optimizer = getattr(torch.optim, kind)([torch.nn.Parameter(torch.zeros(2, 2))], lr=0.1)
+    check_optimizer(optimizer)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps `step`
+    check_optimizer(optimizer)
 
 
 @pytest.mark.parametrize("resume", ["auto", "never"])

@@ -6,14 +6,17 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
 
-from raytrain_ft.errors import UndoRefusedError
+from raytrain_ft.errors import NonFiniteLossError, UndoRefusedError
 from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.reconcile import Plan
+from raytrain_ft.policy.sketch import Sketch
 from raytrain_ft.runtime import crew as crews
 from raytrain_ft.runtime.crew import Crew
 from raytrain_ft.runtime.spec import Introduction
@@ -55,7 +58,7 @@ def told() -> list[m.Event]:
 
 @pytest.fixture
 def crew(told: list[m.Event]) -> Crew:
-    spec: Any = SimpleNamespace(options={"num_cpus": 1}, member_name=lambda member: member)
+    spec: Any = SimpleNamespace(options={"num_cpus": 1}, member_name=lambda member: member, checkpoints=None)
     return Crew(spec, told.append, lambda: 0.0, Health())  # pyright: ignore[reportArgumentType]
 
 
@@ -200,6 +203,24 @@ def test_an_undo_that_is_refused_in_a_recovery_is_no_refusal_of_settings(
     assert getattr(event, "incarnation", None) == (incarnation or None)
 
 
+def test_a_loss_that_is_not_finite_in_a_recovery_is_told_as_that(
+    crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the step that was to be completed; and it is no reason to avoid the node."""
+    raised: Future[Any] = Future()
+    raised.set_exception(RayTaskError("reconcile", "Traceback ...", NonFiniteLossError("the loss of step 8 is nan")))
+    actor = SimpleNamespace(reconcile=Method(lambda: SimpleNamespace(future=lambda: raised)))
+    avoided: list[str] = []
+    health: Any = crew._health
+    health.nodes.avoid = lambda node, seconds: avoided.append(node)
+    monkeypatch.setattr(crew, "handle", lambda member: actor)
+    monkeypatch.setattr(crew, "node_of", lambda member: "n1")
+    asyncio.run(crew._reconcile("w0", m.Reconcile(("w0",), 2, Plan(step=9, completes=True), holders=("w0",))))
+    about: dict[str, Any] = {"rank": None, "step": 8, "kind": "non_finite", "message": "the loss of step 8 is nan"}
+    assert told == [m.TaskFailed(at=0.0, member="w0", incarnation=2, **about)]
+    assert avoided == []
+
+
 def test_a_lifeline_that_fails_leaves_it_to_ray(crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of ours there must not hide a loss."""
     failed = asyncio.Event()
@@ -231,8 +252,9 @@ def test_a_lifeline_that_fails_leaves_it_to_ray(crew: Crew, told: list[m.Event],
 def test_who_has_another_model_never_becomes_a_spare(crew: Crew, told: list[m.Event]) -> None:
     """Else that would be seen in a recovery, when it is needed."""
 
-    async def introduce(member: str, parameters: int, torch: str = "2.13") -> None:
-        known = Introduction("n1", 7, "127.0.0.1", 0, parameters, 1, f"torch {torch}")
+    async def introduce(member: str, parameters: int, torch: str = "2.13", mean: float | None = None) -> None:
+        samples = () if mean is None else (Sketch("", 1, mean, 1.0),)
+        known = Introduction("n1", 7, "127.0.0.1", 0, parameters, 1, f"torch {torch}", samples)
         crew._handles[member] = SimpleNamespace(setup=Method(lambda: answered(known)), watch=Method(lambda: asyncio.sleep(9)))
         await crew._introduce(member)
 
@@ -242,14 +264,36 @@ def test_who_has_another_model_never_becomes_a_spare(crew: Crew, told: list[m.Ev
         return SimpleNamespace(future=lambda: answer)
 
     async def run() -> None:
-        await introduce("w0", 10)
+        await introduce("w0", 10, mean=0.5)
         await introduce("w1", 11)
-        await introduce("w2", 10)
+        await introduce("w2", 10)  # a stage in the middle reads no samples
         await introduce("w3", 10, "2.12")
+        await introduce("w4", 10, mean=0.6)
+        vars(crew._spec)["checkpoints"] = SimpleNamespace(override=("dataset",))
+        await introduce("w5", 10, mean=0.6)
 
     asyncio.run(run())
-    failed, other = [event for event in told if isinstance(event, m.TaskFailed)]
+    failed, other, reads = [event for event in told if isinstance(event, m.TaskFailed)]
     assert (failed.member, failed.kind, other.member) == ("w1", "mismatch", "w3")
+    assert (reads.member, reads.kind) == ("w4", "mismatch")
+    assert "the dataset is another one than on node 127.0.0.1: of the samples" in reads.message
     assert "11 parameters in 1 buckets, with torch 2.13; on node 127.0.0.1 it has 10 parameters" in failed.message
     assert "torch 2.12" in other.message
-    assert set(crew._introductions) == {"w0", "w2"}
+    assert set(crew._introductions) == {"w0", "w2", "w5"}
+
+
+def test_each_stage_is_saved_under_its_number_also_if_others_are_saved_already(
+    crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def call(member: str, method: str, path: str) -> str:
+        return path
+
+    crew._spec = SimpleNamespace(rules=SimpleNamespace(stages=2), directory=Path("/runs"))  # pyright: ignore
+    monkeypatch.setattr(crew, "_call", call)
+
+    async def play() -> None:
+        crew.carry_out(m.Save(("w3",), ("w0", "w1", "w2", "w3")))
+        await until(lambda: bool(told))
+
+    asyncio.run(play())
+    assert told == [m.Saved(at=0.0, member="w3", path="/runs/final-stage-1.arrow")]

@@ -28,7 +28,7 @@ from raytrain_ft.errors import ConfigError, FencedError, StorageError, TaskError
 from raytrain_ft.policy.sampling import Position, Sampling, next_batch, sample_ids, share
 from raytrain_ft.settings import TrainSettings
 from raytrain_ft.training.arrow_dataset import ArrowDataset
-from raytrain_ft.training.data import Loader, MicroBatch, dataset_size
+from raytrain_ft.training.data import Loader, MicroBatch, dataset_size, task_size
 from raytrain_ft.training.determinism import check_deterministic
 from raytrain_ft.training.random import sample_seed, seed_all, step_seed
 
@@ -351,7 +351,7 @@ def test_a_stream_with_a_length_is_refused_by_the_driver_too(stream: Any) -> Non
     with pytest.raises(ConfigError, match=rf"^TrainTask\.dataset\(\): {name} is not map-style"):
         prepare._sampling(task, TrainSettings(max_steps=1, global_batch_size=4), None)
     with pytest.raises(ConfigError, match=r"^TrainTask\.dataset\(\): Squares is empty"):
-        prepare._size(Squares(0))
+        task_size(Squares(0))
 
 
 class Rows(Dataset):

@@ -22,6 +22,7 @@ from raytrain_ft.drill.played import Struck
 from raytrain_ft.drill.predict import job_of, predict, rehearse
 from raytrain_ft.errors import ScenarioError
 from raytrain_ft.scenario import Scenario, trainer_parts
+from raytrain_ft.scenario.points import STEP_PHASES
 
 SIMULATED = """
 name: simulated
@@ -241,12 +242,22 @@ def test_a_trace_in_the_simulator(tmp_path: Path) -> None:
         ("{action: drain, who: {rank: 1}, when: {seconds: 3}, notice: 5s}", "line 13: .*drain: the simulator knows kill"),
         ("{action: kill, who: {role: supervisor}, when: {seconds: 3}}", "does not lose a supervisor"),
         ("{action: kill, who: {rank: 1}, at: {phase: fence}}", "not at phases of a recovery"),
+        ("{action: kill, who: {rank: 1}, when: {step: 3}, at: {phase: fence}}", "line 13: .*not at phases of a recovery"),
         ("{action: kill, who: {rank: 1}, when: {seconds: 3}}\n  - {action: kill, who: {rank: 1}, when: {step: 3}}", "not both"),
     ],
 )
 def test_what_the_simulator_does_not_know_is_refused(event: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(ScenarioError, match=why):
         rehearse(scenario(tmp_path, f"{SIMULATED}  - {event}\n"))
+
+
+@pytest.mark.parametrize("phase", STEP_PHASES)
+def test_the_simulator_strikes_at_every_phase_of_a_step(phase: str, tmp_path: Path) -> None:
+    asked = scenario(
+        tmp_path, f"{SIMULATED}  - {{action: kill, who: {{rank: 1}}, when: {{step: 3}}, at: {{phase: {phase}}}}}\n"
+    )
+    (outcome,) = predict(asked, job_of(asked, None)).outcomes
+    assert (outcome.finished, outcome.failures) == (True, 1)
 
 
 def test_a_simulated_run_that_fails_makes_no_goodput_and_no_prediction(tmp_path: Path) -> None:

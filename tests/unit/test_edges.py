@@ -15,7 +15,7 @@ from raytrain_ft.errors import ReplayDivergedError
 from raytrain_ft.storage import tensor_log
 from raytrain_ft.storage.log_reader import LogReader
 from raytrain_ft.storage.tensor_log import Key, TensorLog
-from raytrain_ft.training.edges import HEADER_TAG, WHOLE_STEP, LiveInbound, Tap, describe
+from raytrain_ft.training.edges import HEADER_TAG, WHOLE_STEP, LiveInbound, LiveOutbound, Tap, describe
 from raytrain_ft.training.fence import Fence, PeerLostError
 
 
@@ -178,3 +178,31 @@ def within(seconds: float, call: Any) -> None:
     assert not thread.is_alive(), f"it takes longer than {seconds:g} s"
     if raised:
         raise raised[0]
+
+
+class Mailbox(Group):
+    """Keeps what is sent."""
+
+    def post_send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        self.sent = tensor
+
+
+def test_what_is_sent_are_the_bytes_of_the_tensor_itself() -> None:
+    """torch notes beside a tensor that its bytes are to be conjugated, or negated; who receives them does not know."""
+    group: Any = Mailbox()
+    waves = torch.tensor([1 + 2j, 3 - 4j])
+    for tensor in (waves.conj(), waves.conj().imag):
+        LiveOutbound(group, 1, "activation").give(0, [tensor])
+        assert torch.equal(group.sent, tensor)
+        assert not group.sent.is_conj()
+        assert not group.sent.is_neg()
+
+
+def test_a_complex_tensor_is_logged(tmp_path: Path) -> None:
+    log, waves = TensorLog(tmp_path, "w1"), torch.tensor([1 + 2j, 3 - 4j])
+    log.append(edge_key(7, 0), 1, [waves.conj(), waves.conj().imag])
+    assert log.flush(10)
+    log.close()
+    reader = LogReader(tmp_path)
+    read = reader.await_record(edge_key(7, 0), 5, lambda: None)
+    assert all(torch.equal(a, b) for a, b in zip(read, (waves.conj(), waves.conj().imag), strict=True))

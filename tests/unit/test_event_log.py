@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,26 @@ import pytest
 from raytrain_ft.errors import StorageError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.runtime import event_log
-from raytrain_ft.runtime.event_log import EventLog, read_events, read_past, read_records
+from raytrain_ft.runtime.event_log import EventLog, decode, encode, read_events, read_past, read_records
 
 EVENT = m.CapacityChanged(at=1.0, slots=3)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_comes_back_as_it_was(tmp_path: Path, loss: float) -> None:
+    """Else a supervisor that was lost could not come back after such a step, which `on_non_finite="skip"` commits."""
+    drawn: dict[str, Any] = {"rank": 0, "world_size": 1, "epoch": 0, "start": 0, "ids_digest": ""}
+    event = m.StepsCommitted(at=1.0, member="w0", incarnation=1, first_step=3, stop_step=4, loss=loss, **drawn)
+    again = decode(encode(event))
+    assert isinstance(again, m.StepsCommitted)
+    assert str(again.loss) == str(loss)
+    log = EventLog(tmp_path / "events.jsonl")
+    log.append(event)
+    log.append(EVENT)
+    log.close()
+    steps, other = read_events(log.path)
+    assert (str(steps), other) == (str(event), EVENT)
+    assert str(read_records(log.path)[0]["loss"]) == str(loss)
 
 
 @pytest.mark.parametrize("cut", [1, 5, 30])

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from raytrain_ft.runtime.heartbeat import record_interval
+from raytrain_ft.runtime import heartbeat
+from raytrain_ft.runtime.heartbeat import Heartbeat, record_interval
+from raytrain_ft.runtime.spec import Beat
 
 HOUR = 3600.0
 
@@ -32,3 +38,40 @@ def test_a_supervisor_that_comes_back_after_weeks_has_not_too_much_to_read() -> 
         weeks = 2 if workers == 64 else 4
         records = workers * weeks * 7 * 24 * HOUR / record_interval(workers, 7 * 24 * HOUR)
         assert records * 12e-6 < 120, "the workers' lease"
+
+
+@pytest.mark.parametrize("how", ["parked", "completed by a recovery"])
+def test_a_step_is_told_of_long_before_the_next_heartbeat_is_due(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be in no record if all who completed it died, while those whom they have filled go on."""
+    heard: list[Beat] = []
+
+    def hear(beat: Beat) -> bool:
+        time.sleep(0.05)
+        heard.append(beat)
+        return True
+
+    monkeypatch.setattr(heartbeat, "_record", lambda commits: {"steps": [commit.step for commit in commits]})
+    monkeypatch.setattr(heartbeat, "_shared_out", lambda commit: commit.attempt.replicas)
+    monkeypatch.setattr(heartbeat.ray, "get", lambda beat, timeout: hear(beat))
+    supervisor: Any = SimpleNamespace(beat=SimpleNamespace(remote=lambda beat: beat))
+    spec: Any = SimpleNamespace(heartbeat_interval=1e6, lease=5.0)
+    beating = Heartbeat("w0", spec, supervisor, lambda: None)
+    beating.start()
+    beating.running(1, 0)
+
+    def told(seconds: float) -> list[int]:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not any(beat.commits for beat in heard):
+            time.sleep(0.001)
+        return [step for beat in heard for record in beat.commits for step in record["steps"]]
+
+    beating._last_record = time.monotonic()  # so that another record is not due for a second
+    commit: Any = SimpleNamespace(step=10, attempt=SimpleNamespace(replicas=2))
+    beating.committed(commit)
+    assert told(0.2) == []
+    if how == "parked":
+        beating.idle(2)
+    else:
+        beating.tell_all(10.0)
+        assert (beating._closed, beating._open) == ([], [])
+    assert told(10.0) == [10]

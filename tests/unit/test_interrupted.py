@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import raytrain_ft as ft
-from raytrain_ft.errors import FencedError
+from raytrain_ft.errors import FencedError, NonFiniteLossError
 from raytrain_ft.policy.reconcile import Copy, Plan, reconcile
 from raytrain_ft.policy.sampling import Position, Sampling
 from raytrain_ft.runtime import recovery
@@ -53,6 +53,13 @@ class PartlyTrained(Task):
 
     def optimizer(self, params: Any) -> torch.optim.Optimizer:
         return super().optimizer(list(params)[:-1])
+
+
+class Spoilt(Task):
+    """The loss of every step is infinite."""
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return super().loss(output, batch) + torch.inf
 
 
 class Survivor:
@@ -198,6 +205,16 @@ def test_a_parameter_that_the_optimizer_does_not_know_needs_no_undo(first_bucket
         assert first.replica.state.digests() == second.replica.state.digests()
         for a, b in zip(first.replica.state.model.parameters(), calm.replica.state.model.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("update", ["barrier", "wait_free"])
+def test_a_recovery_commits_no_step_whose_loss_is_not_finite(update: Any) -> None:
+    with survivors(update, Spoilt()) as (first, second, _):
+        for survivor in (first, second):
+            survivor.interrupt(("reduced", 0, len(survivor.replica.state.buckets) - 1), set())
+        with pytest.raises(NonFiniteLossError, match="the loss of step 0 is inf"):
+            mend(first, second, whole_update=update == "barrier")
+        assert first.replica.state.step == second.replica.state.step == 0
 
 
 @pytest.mark.parametrize("place", AHEAD[1:], ids=lambda place: f"{place[0]}-{place[1]}")

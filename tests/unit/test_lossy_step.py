@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import TensorDataset
 import raytrain_ft as ft
 from raytrain_ft.errors import FencedError
 from raytrain_ft.policy.sampling import GlobalBatch, Position, Sampling, sample_ids
+from raytrain_ft.runtime.worker import Worker
 from raytrain_ft.training import mending
 from raytrain_ft.training.build import build_replica
 from raytrain_ft.training.fence import Fence
@@ -134,6 +136,19 @@ def test_gradients_are_computed_to_the_end_if_somebody_may_use_them(
     assert (share.step, share.whole) == (0, whole)
     first = next(replica.state.model.parameters())
     assert (first.grad is not None) is whole
+
+
+def test_a_worker_forsakes_only_the_step_that_its_last_fence_ended() -> None:
+    worker = object.__new__(Worker)
+    worker._lock = threading.Lock()
+    worker._trains, worker._fence = Fence(1), Fence(2)  # fenced as 2 while it trains as 1
+    worker.forsake(1, None)
+    assert not worker._trains.is_vain(0), "that one is over: what it says may not hold any more"
+    worker.forsake(2, 5)
+    assert (worker._trains.is_vain(4), worker._trains.is_vain(5)) == (True, False)
+    worker._trains = worker._fence = Fence(3)
+    worker.forsake(3, None)
+    assert not worker._trains.is_vain(0), "it trains again: the word came too late"
 
 
 def test_words_and_shares() -> None:

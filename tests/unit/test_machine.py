@@ -125,7 +125,7 @@ def test_a_run_without_failures() -> None:
     story.reconciled("w0", "w1")
     assert story.said == [m.Run(("w0", "w1"), 1)]
     assert story.committed(0).run.state == State.RUNNING
-    assert of(story.completed().said, m.Save) == [m.Save(("w0",))]
+    assert of(story.completed().said, m.Save) == [m.Save(("w0",), ("w0", "w1"))]
     story.tell(m.Saved(member="w0", path="p"))
     assert story.run.state == State.FINISHED
     assert story.run.result == {"digest": "d", "path": "p"}
@@ -525,6 +525,32 @@ def test_a_loss_that_is_not_finite_is_rolled_back_once() -> None:
     assert story.run.failure[0] == "NonFiniteLossError"
 
 
+@pytest.mark.parametrize("step", [5, 6])
+def test_a_loss_that_is_not_finite_in_a_recovery_is_rolled_back_as_well(step: int) -> None:
+    """w2 is lost in step 5, and the survivors complete it; or its loss was not finite before, and is not again."""
+    story = running(3, checkpoints=True, roll_back=True, wait_for_replacement=False)
+    if step == 6:
+        story.run.rolled_back.add(5)
+    story.lost("w2")
+    for member in ("w0", "w1"):
+        marks = Marks(member, 5, (5, 5), (5, 5))
+        story.tell(m.Fenced(member=member, incarnation=2, marks=marks))
+    assert story.run.plan is not None
+    assert (story.run.plan.step, story.run.plan.completes) == (6, True)
+    nan = m.TaskFailed(member="w1", rank=None, step=5, kind="non_finite", message="the loss is nan", incarnation=2)
+    story.tell(nan)
+    if step == 6:
+        assert story.run.failure == ("NonFiniteLossError", "rank 1 (w1), step 5: the loss is nan")
+        return
+    assert (story.run.state, story.run.failure) == (State.FENCE, None)
+    story.tell(replace(nan, member="w0"))
+    assert (story.run.state, story.run.incarnation) == (State.FENCE, 3), "that was before"
+    found(story.fenced("w0", "w1"), 4).reconciled("w0", "w1").committed(4)
+    recovery = story.run.recoveries[-1]
+    assert (recovery.step, recovery.attempts, recovery.strategy) == (4, 2, Strategy.CHECKPOINT)
+    assert recovery.cause == "the node died; then the loss of step 5 is not finite"
+
+
 def refused(story: Story, *members: str) -> Story:
     about = {"incarnation": story.run.incarnation, "reason": "SGD cannot be undone: lr=10.0 shrinks it to nothing"}
     story.tell(*(m.UndoRefused(member=member, **about) for member in members))
@@ -639,6 +665,15 @@ def test_completing_the_last_step_needs_no_replacement() -> None:
     assert story.run.joining == ("w0", "w2")
     story.reconciled("w0", "w2").completed()
     assert story.run.state == State.SHUTTING_DOWN
+    recovery = story.run.recoveries[0]
+    assert (recovery.world_before, recovery.world_after, recovery.guarantee) == (3, 2, Guarantee.EXACT)
+
+
+def test_the_last_step_may_have_been_done_by_fewer_in_an_earlier_attempt() -> None:
+    """w0 commits it with w2 alone, and they are fenced before anybody is told."""
+    story = running(max_steps=6, wait_for_replacement=False).lost("w1").fenced("w0", "w2").reconciled("w0", "w2")
+    story.lost("w2").fenced("w0", step=6).reconciled("w0").completed()
+    assert (story.run.state, story.run.recoveries[0].guarantee) == (State.SHUTTING_DOWN, Guarantee.ROUNDING)
 
 
 # ---------------------------------------------------------------- limits
@@ -726,6 +761,40 @@ def test_who_could_not_leave_for_good_is_counted_again() -> None:
     story.reconciled("w0", "w1", "w2")
     story.committed(5, at=6.0).tell(m.TimerFired(at=6.1, timer="leave", incarnation=2))
     assert (dict(story.run.leaving), story.run.rules.max_workers) == ({}, 4)
+
+
+def test_who_leaves_for_good_is_one_less_than_there_were_also_if_there_might_be_more() -> None:
+    """Three of at most four train, and room for a fourth comes with the request."""
+    story = running(3, slots=3, min_workers=2)
+    story.run.limit(1)
+    story.tell(replace(wished(), replaced=False), m.CapacityChanged(slots=8))
+    assert of(story.said, m.StopAtBoundary, m.StartWorker) == [m.StopAtBoundary(("w0", "w1", "w2"))]
+    story.tell(*(m.Stopped(member=f"w{rank}", incarnation=1, step=5) for rank in range(3)))
+    story.fenced("w0", "w1", "w2")
+    assert [command.world for command in story.said if isinstance(command, m.Reconcile)] == [("w0", "w2")]
+    story.reconciled("w0", "w2").committed(5)
+    assert of(story.said, m.StartWorker) == []
+    assert story.run.rules.max_workers == 2
+
+
+def test_who_may_have_more_again_gets_all_that_was_taken() -> None:
+    story = running(3, slots=3, min_workers=2)
+    story.run.limit(1)
+    story.tell(replace(wished(deadline_s=3.0), replaced=False))
+    assert (story.run.rules.max_workers, story.run.leaving["w1"].fewer) == (2, 2)
+    assert "at least 2" in story.run.why_not_fewer()
+    story.tell(replace(wished(deadline_s=3.0), member="w2", replaced=False))
+    assert ("w2" in story.run.leaving, "w2 stays" in str(story.run.warnings)) == (False, True)
+
+
+def test_who_waits_for_workers_can_have_one_less_at_once() -> None:
+    """All have gone back to a checkpoint, and nobody trains yet."""
+    story = running(3, slots=3, min_workers=2, checkpoints=True, strategy="checkpoint").lost("w2").fenced("w0", "w1")
+    found(story, 5)
+    assert story.run.members["w1"] == MemberState.SPARE
+    story.tell(replace(wished(), replaced=False))
+    assert "w1" not in story.run.members
+    assert story.run.rules.max_workers == 2
 
 
 def test_fewer_than_asked_for_or_than_stages_cannot_be() -> None:
@@ -902,10 +971,30 @@ def test_an_undo_is_on_record_even_if_the_recovery_that_did_it_was_interrupted()
 def test_the_final_state_is_saved_by_the_lowest_rank_that_is_left() -> None:
     story = running(max_steps=1).completed().lost("w2")
     assert of(story.said, m.Save, m.StartWorker) == [], "the one that saves is there, and no replacement is needed"
-    assert of(story.lost("w0").said, m.Save) == [m.Save(("w1",))]
+    assert of(story.lost("w0").said, m.Save) == [m.Save(("w1",), ("w0", "w1", "w2"))]
     assert story.fires("save ('w0',)").said == [], "that one is gone"
     assert of(story.fires("save ('w1',)").said, m.Kill) == [m.Kill("w1")]
     assert story.run.failure == ("NoSurvivorError", "every worker was lost before the final state was saved")
+
+
+def test_a_stage_that_was_saved_may_be_lost() -> None:
+    """It is in storage: it is not asked again, whoever else is, and its loss does not end the run."""
+    story = running(4, stages=2, max_steps=1).completed()
+    world = ("w0", "w1", "w2", "w3")
+    assert of(story.said, m.Save) == [m.Save(("w0", "w1"), world)]
+    story.tell(m.Saved(member="w1", path="final-stage-1.arrow"))
+    assert of(story.lost("w1").said, m.Save) == of(story.lost("w3").said, m.Save) == []
+    assert of(story.lost("w0").said, m.Save) == [m.Save(("w2",), world)], "the other stage has a replica left"
+    assert of(story.tell(m.SupervisorRestarted()), m.Save) == [m.Save(("w2",), world)]
+    story.tell(m.Saved(member="w2", path="final-stage-0.arrow"))
+    assert story.run.state == State.FINISHED
+
+
+def test_a_stage_that_was_not_saved_may_not() -> None:
+    story = running(2, stages=2, max_steps=1).completed()
+    story.tell(m.Saved(member="w1", path="final-stage-1.arrow"))
+    why = "every worker of a stage was lost before the final state was saved"
+    assert story.lost("w0").run.failure == ("NoSurvivorError", why)
 
 
 def test_replicas_that_differ_at_the_end() -> None:
@@ -930,12 +1019,13 @@ def test_a_supervisor_that_comes_back_reads_the_log_and_asks_again() -> None:
 
 def test_what_was_asked_is_asked_again() -> None:
     growing = Story(2).started("w0").fires("schedule").reconciled("w0").committed(0).started("w1")
+    ending = running(max_steps=1).completed()
     for story, state, again in (
         (Story(1), State.SCHEDULING, [m.SetTimer("schedule", 120.0, 0)]),
         (running(spares=1).to(State.RESUME), State.RESUME, [m.Run(("w0", "w1", "w3"), 2)]),
         (running(), State.RUNNING, []),
         (growing, State.RESIZING, [m.StopAtBoundary(("w0",))]),
-        (running(max_steps=1).completed(), State.SHUTTING_DOWN, [m.Save(("w0",)), m.SetTimer("save ('w0',)", 60.0, 1)]),
+        (ending, State.SHUTTING_DOWN, [m.Save(("w0",), ("w0", "w1", "w2")), m.SetTimer("save ('w0',)", 60.0, 1)]),
     ):
         assert story.run.state == state
         commands = story.tell(m.SupervisorRestarted())

@@ -110,6 +110,23 @@ def test_patience_ends_with_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(one.seconds > 0 for one in measure_parts(Layers(), settings(), 4, rounds=10**9))
 
 
+class InPlace(Layers):
+    """The second stage fails on what it has changed itself."""
+
+    def model(self, stage: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 64), nn.Sigmoid(), InverseRoot(), nn.Linear(64, 4))
+
+
+class InverseRoot(nn.Module):
+    def forward(self, x):
+        assert (x < 1).all()
+        return x.rsqrt_()
+
+
+def test_every_round_measures_the_same() -> None:
+    assert len(measure_parts(InPlace(), settings(2, (2,)), 4, rounds=3)) == 2
+
+
 class Bad(Layers):
     def loss(self, output, batch):
         raise KeyError("labels")

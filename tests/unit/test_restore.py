@@ -258,6 +258,20 @@ def test_parameters_in_other_groups_are_told_apart(storage: LocalStorage) -> Non
     assert here.digests() == old.digests()
 
 
+def test_another_dataset_of_the_same_length_is_refused(storage: LocalStorage) -> None:
+    old, here = trained(3), trained(1)
+    before = DATA | {"samples": [["a", 10, 0.5, 1.0], ["b", 10, 0.7, 1.0]]}
+    after = DATA | {"samples": [["a", 10, 0.501, 1.0], ["b", 10, 0.9, 1.0]]}
+    tensors, values = durable.capture(old, before, [])
+    save(storage.uri, old.step, dict(tensors), 2, values=values)
+    unchanged = all_of(here)
+    with pytest.raises(MismatchError, match=r"same length with other content: .* number 1 has mean 0\.7 .* there, 0\.9"):
+        durable.restore(here, mapped(storage), after)
+    assert all_of(here) == unchanged
+    durable.restore(here, mapped(storage), after, override=("dataset",))
+    assert all_of(here) == all_of(old)
+
+
 def test_a_checkpoint_of_an_earlier_version_is_taken_to_be_of_the_same(storage: LocalStorage) -> None:
     old, here = trained(3), trained(1)
     tensors, values = durable.capture(old, DATA, [])

@@ -1,8 +1,10 @@
-"""Checkpoints go to a directory that a worker's node sees as the supervisor's does, or the worker is refused."""
+"""The run's records and its checkpoints go to directories that every node sees as the supervisor's does, or who does not see
+them is refused: a worker before it builds anything, the driver before it shows anything."""
 
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +12,12 @@ from typing import Any
 import pytest
 from store import OWNER, own
 
+import raytrain_ft as ft
+from raytrain_ft import trainer as trainers
 from raytrain_ft.errors import ConfigError, StorageError
 from raytrain_ft.runtime import shared
-from raytrain_ft.runtime.shared import check_checkpoints
+from raytrain_ft.runtime.shared import check_checkpoints, check_directory
+from raytrain_ft.runtime.worker import Worker
 from raytrain_ft.storage import lock
 from raytrain_ft.storage.filesystem import LocalStorage
 from raytrain_ft.storage.lock import Owner
@@ -30,6 +35,91 @@ def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def spec(place: Path | str, directory: Path = Path("/nowhere")) -> Any:
     return SimpleNamespace(stored_in=str(place), directory=directory, run_id="run")
+
+
+# ---------------------------------------------------------------- the run's directory
+
+
+OTHERS = [None, "", "of another run"]
+"""What a node may find in its own directory of that name."""
+
+
+def run_in(directory: Path, found: str | None) -> Any:
+    """A run whose directory has this nonce on this node, or is not there."""
+    if found is not None:
+        directory.mkdir()
+        (directory / "nonce").write_text(found)
+    return SimpleNamespace(directory=directory, nonce="of this run", name="run", rules=None, stored_in="", run_id="run")
+
+
+@pytest.mark.parametrize("found", OTHERS)
+def test_a_node_that_does_not_see_the_runs_directory_is_refused(tmp_path: Path, found: str | None) -> None:
+    words = rf"RunConfig\.storage_path: node 10\.0\.0\.7 does not see the run's directory {tmp_path}/run\. Use a path that is"
+    run = run_in(tmp_path / "run", found)
+    with pytest.raises(ConfigError, match=words):
+        check_directory(run, "10.0.0.7")
+    worker, built = worker_of(run)
+    with pytest.raises(ConfigError, match=words):
+        worker._build()
+    assert built == []
+    run.directory.mkdir(exist_ok=True)
+    (run.directory / "nonce").write_text(run.nonce)
+    check_directory(run, "10.0.0.7")
+
+
+def test_a_worker_looks_for_the_place_of_checkpoints_before_it_builds_anything(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "run", "of this run")
+    run.stored_in = str(tmp_path / "checkpoints")
+    worker, built = worker_of(run)
+    with pytest.raises(ConfigError, match="does not see the run's checkpoints"):
+        worker._build()
+    assert built == []
+
+
+def worker_of(run: Any) -> tuple[Any, list[str]]:
+    """One that is to be built, and what it has built."""
+    worker: Any = object.__new__(Worker)
+    built: list[str] = []
+    worker._spec, worker._host, worker._epoch = run, "10.0.0.7", EPOCH
+    worker._trainee = SimpleNamespace(build=lambda: built.append("a model"))
+    return worker, built
+
+
+@pytest.mark.parametrize("found", [*OTHERS, "of this run"])
+def test_a_driver_that_does_not_see_the_records_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str | None
+) -> None:
+    """Else it would wait for an account that is written elsewhere, and show nothing."""
+    run, shown, handed = run_in(tmp_path / "run", found), [], []
+    account = {"state": "RUNNING"}
+    monkeypatch.setattr(trainers, "watch", lambda supervisor: iter([account]))
+    display: Any = SimpleNamespace(show=shown.append)
+    right: Any = SimpleNamespace(hand_over=lambda: handed.append(True))
+    trainer = ft.Trainer(Nothing(), max_steps=1, global_batch_size=1)
+
+    def follow() -> Any:
+        with ExitStack() as last:
+            return trainer._follow(run, None, display, last, right)
+
+    if found == run.nonce:
+        assert follow() == account
+    else:
+        with pytest.raises(ConfigError, match=rf"this one do not see the same {tmp_path}/run\. Use a path"):
+            follow()
+    assert shown == ([account] if found == run.nonce else [])
+    assert handed == [True], "the supervisor writes there, whoever sees it"
+
+
+class Nothing(ft.TrainTask):
+    """Is never run."""
+
+    def model(self, stage: int) -> Any: ...
+    def optimizer(self, params: Any) -> Any: ...
+    def dataset(self) -> Any: ...
+    def loss(self, output: Any, batch: Any) -> Any: ...
+
+
+# ---------------------------------------------------------------- the place of checkpoints
 
 
 def test_a_place_that_the_supervisor_does_not_write_to_is_refused(tmp_path: Path) -> None:

@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import raytrain_ft as ft
-from raytrain_ft.errors import ConfigError
+from raytrain_ft.errors import ConfigError, TaskError
 from raytrain_ft.training.pipeline import build_stage, passed_on
-from raytrain_ft.training.settings import PipelineSettings
+from raytrain_ft.training.profile import measure_parts
+from raytrain_ft.training.settings import PipelineSettings, StepSettings
 from raytrain_ft.training.split import cut_evenly, measure_cuts
+from raytrain_ft.training.split_check import check_split
 
 
 class Fork(nn.Module):
@@ -66,6 +68,41 @@ def test_tuples_may_cross_a_cut(stages: int) -> None:
     assert all(name[0].isdigit() for name in names), "as in a plain Sequential"
 
 
+class Wrap(nn.Module):
+    """Some models return a tuple whatever is in it."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.kind, self.layer = kind, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.kind([self.layer(x)])
+
+
+class First(nn.Module):
+    def forward(self, given: Any) -> Tensor:
+        return given[0]
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_a_tuple_of_one_is_refused_where_it_would_become_a_tensor(kind: type) -> None:
+    """A layer that takes the first of a tuple would take the first sample of a tensor."""
+    task = Task()
+    model = nn.Sequential(Wrap(kind), First(), Wrap(kind))
+    task.model = lambda stage: model  # type: ignore[method-assign]
+    inputs = torch.randn(5, 4)
+    first = build_stage(task, 0, PipelineSettings(stages=2, micro_batches=1, cuts=(1,)))
+    with pytest.raises(
+        TaskError, match=rf"last layer before a cut \(Wrap\) returns a {kind.__name__} of one.*return the tensor"
+    ):
+        first(inputs)
+    passed = inputs
+    for stage in range(2):
+        passed = build_stage(task, stage, PipelineSettings(stages=2, micro_batches=1, cuts=(2,)))(passed)
+    assert type(passed) is kind, "within a part, and at the end of the model, it may be one"
+    assert torch.equal(passed[0], model(inputs)[0])
+
+
 def test_too_many_stages_are_refused() -> None:
     with pytest.raises(ConfigError, match="has 3 layers to train"):
         measure_cuts(Task(), 4, 4)
@@ -75,3 +112,57 @@ def test_the_dearest_stage_is_as_cheap_as_can_be() -> None:
     assert cut_evenly([1, 1, 1, 9, 1, 1], [True] * 6, 3) == (3, 4)
     assert cut_evenly([5, 1, 1, 1, 1, 1], [True] * 6, 2) == (1,)
     assert cut_evenly([1, 1, 8, 1], [False, False, True, True], 2) == (3,), "each has something to train"
+
+
+class NoLength(Dataset[Any]):
+    def __getitem__(self, index: int) -> Any:
+        raise IndexError(index)
+
+
+class Failing(Task):
+    """Its method or layer `where` does what the user did not mean."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def model(self, stage: int) -> nn.Module:
+        return nn.Sequential(Fork(), Join(), nn.Linear(3, 2), nn.Linear(7 if self.where == "layer" else 2, 2))
+
+    def dataset(self) -> Any:
+        match self.where:
+            case "empty":
+                return TensorDataset(torch.zeros(0, 4))
+            case "no length":
+                return NoLength()
+            case "unreadable":
+                return [None] * 8
+        return super().dataset()
+
+    def inputs(self, batch: Any) -> Any:
+        return batch["x"] if self.where == "inputs" else batch[0]
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "words"),
+    [
+        ("empty", ConfigError, r"TrainTask.dataset\(\): TensorDataset is empty"),
+        ("no length", ConfigError, r"TrainTask.dataset\(\): NoLength is not map-style"),
+        ("unreadable", TaskError, "micro-batch of 4 samples was to be measured.*cannot be read from the dataset: TypeError: "),
+        ("inputs", TaskError, r"micro-batch of 4 samples was to be measured.*TrainTask.inputs\(\) fails on it: TypeError: "),
+    ],
+)
+@pytest.mark.parametrize("measure", ["cuts", "parts", "split"])
+def test_data_that_cannot_be_measured_with(where: str, error: type[Exception], words: str, measure: str) -> None:
+    step = StepSettings(pipeline=PipelineSettings(stages=2, micro_batches=1, cuts=(1,), schedule="zero_bubble"))
+    call = {
+        "cuts": lambda: measure_cuts(Failing(where), 2, 4),
+        "parts": lambda: measure_parts(Failing(where), step, 4),
+        "split": lambda: check_split(Failing(where), step, 4),
+    }
+    with pytest.raises(error, match=words):
+        call[measure]()
+
+
+def test_a_layer_that_fails_while_cuts_are_measured_is_named() -> None:
+    with pytest.raises(TaskError, match=r"measured before the run: layer 3 \(Linear\) fails on it: RuntimeError: mat1"):
+        measure_cuts(Failing("layer"), 2, 4)

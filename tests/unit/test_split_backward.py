@@ -123,7 +123,18 @@ class Apart(nn.Module):
 STEP = StepSettings(pipeline=PipelineSettings(stages=3, micro_batches=2, schedule="zero_bubble"))
 
 
-@pytest.mark.parametrize("part", [lambda: nn.Linear(8, 8), lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))])
+class Doubled(nn.Module):
+    """Changes its input in place: what one pass is given, the next one must be given too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.mul_(2))
+
+
+@pytest.mark.parametrize("part", [lambda: nn.Linear(8, 8), lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), Doubled])
 def test_a_model_that_can_be_trained_so_is_taken(part: Any) -> None:
     before = torch.random.get_rng_state()
     check_split(Given(part), STEP, 3)

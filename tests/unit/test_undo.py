@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,6 +34,7 @@ from torch.optim import (
     SparseAdam,
 )
 
+import raytrain_ft as ft
 from raytrain_ft.errors import ConfigError, UndoRefusedError
 from raytrain_ft.training.inverses import INVERSES
 from raytrain_ft.training.lamb import LAMB
@@ -694,3 +697,12 @@ def test_lamb_skips_what_has_no_gradient_and_names_bad_values() -> None:
     params[0].grad = torch.randn(7, 5).to_sparse()
     with pytest.raises(RuntimeError, match="dense"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("first", ["from raytrain_ft.undo import Undo", "Undo = ft.undo.Undo", "Undo = ft.Undo"])
+def test_it_is_found_wherever_it_is_looked_for_first(first: str) -> None:
+    """In an interpreter of its own each, because the first import decides what the package's attribute is; and without Ray."""
+    same = "import raytrain_ft.undo, raytrain_ft.training.undo as inner; assert ft.undo is raytrain_ft.undo"
+    same += "; assert Undo is ft.Undo is ft.undo.Undo is inner.Undo; import sys; assert 'ray' not in sys.modules"
+    subprocess.run([sys.executable, "-c", f"import raytrain_ft as ft; {first}; {same}"], check=True, timeout=120)
+    assert [getattr(ft.undo, name) for name in ("Undo", "refusals")] == [Undo, refusals]

@@ -1,0 +1,173 @@
+"""The stages of a pipeline compute what the model in one piece computes, whatever goes between them."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from raytrain_ft.training.fence import Fence
+from raytrain_ft.training.links import Links
+from raytrain_ft.training.pipeline import Stage, chunks_of, cut
+from raytrain_ft.training.settings import PipelineSettings
+from raytrain_ft.training.solo import Solo
+
+MICRO_BATCHES = 4
+
+
+class Wire:
+    """Both ends of an edge. What was given is logged by reference, and what arrives is a copy, as it is over a network."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[Tensor, Tensor]] = []
+        self._boxes: defaultdict[int, SimpleQueue[list[Tensor]]] = defaultdict(SimpleQueue)
+        self._lock = threading.Lock()
+
+    def begin(self, *about: Any) -> None: ...
+
+    def give(self, number: int, tensors: Sequence[Tensor]) -> None:
+        self.logged += [(tensor, tensor.clone()) for tensor in tensors]
+        self._box(number).put([tensor.clone() for tensor in tensors])
+
+    def take(self, number: int) -> list[Tensor]:
+        return self._box(number).get(timeout=5)
+
+    def _box(self, number: int) -> SimpleQueue[list[Tensor]]:
+        with self._lock:
+            return self._boxes[number]
+
+
+def gradients(model: nn.Sequential, batches: Sequence[Tensor], cuts: tuple[int, ...], **how: Any) -> list[Tensor | None]:
+    """Of all parameters, after one step of a pipeline; the loss is the sum of squares."""
+    settings = PipelineSettings(stages=2, micro_batches=len(batches), cuts=cuts, **how)
+    looped = settings.chunks > 1
+    there: Any = (Wire(), Wire())  # from each stage
+    back: Any = (Wire(), Wire())  # to each stage
+
+    def run(number: int, part: nn.Module) -> None:
+        chunks = chunks_of(part)
+        stage = Stage(
+            number,
+            settings,
+            [list(chunk.parameters()) for chunk in chunks],
+            forward=lambda passed, arguments: chunks[passed // len(batches)](*arguments),
+            first_inputs=lambda passed: batches[passed].clone(),
+            loss=lambda _, output: output.square().sum(),
+            arm=lambda _: None,
+            probe=lambda *_: None,
+        )
+        is_fed, feeds = looped or number == 1, looped or number == 0
+        stage.run(
+            0,
+            Links(
+                Fence(1),
+                0,
+                1,
+                Solo(Fence(1)),
+                activations=there[1 - number] if is_fed else None,
+                gradients=back[number] if feeds else None,
+                outputs=there[number] if feeds else None,
+                input_gradients=back[1 - number] if is_fed else None,
+            ),
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, range(2), cut(model, settings.cuts or (), 2)))
+    assert all(torch.equal(now, then) for wire in (*there, *back) for now, then in wire.logged), "what was sent has changed"
+    return [p.grad for p in model.parameters()]
+
+
+def in_one_piece(model: nn.Sequential, batches: Sequence[Tensor]) -> list[Tensor | None]:
+    for batch in batches:
+        model(batch.clone()).square().sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def is_trained_alike(model: Any, cuts: tuple[int, ...], **how: Any) -> bool:
+    """Whether a step gives the same gradients to the model that `model()` returns, cut and in one piece."""
+    batches = [torch.randn(3, 4, generator=torch.Generator().manual_seed(number)) for number in range(MICRO_BATCHES)]
+    torch.manual_seed(0)
+    expected = in_one_piece(model(), batches)
+    torch.manual_seed(0)
+    for whole, parts in zip(expected, gradients(model(), batches, cuts, **how), strict=True):
+        assert whole is not None
+        torch.testing.assert_close(parts, whole)
+    return True
+
+
+class Scaled(nn.Module):
+    """Changes what it is given, and a part of that once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2).add_(self.factor)
+        x[:, :2].tanh_()
+        return x * self.factor
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
+@pytest.mark.parametrize("inplace", [lambda: nn.ReLU(inplace=True), lambda: nn.Dropout(0.0, inplace=True), Scaled])
+def test_the_first_layer_of_a_stage_may_change_what_it_is_given(inplace: Any, schedule: Any) -> None:
+    def model() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(4, 8), inplace(), nn.Linear(8, 2))
+
+    assert is_trained_alike(model, (1,), schedule=schedule)
+
+
+def test_the_first_layer_of_a_chunk_may_change_what_it_is_given() -> None:
+    def model() -> nn.Sequential:
+        layers = [layer for _ in range(4) for layer in (nn.ReLU(inplace=True), nn.Linear(4, 4))]
+        return nn.Sequential(*layers)
+
+    assert is_trained_alike(model, (2, 4, 6), chunks=2)
+
+
+class Waves(nn.Module):
+    """Complex, and conjugated as torch does it: as a note beside the bytes of another tensor. Beside it, a real one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        waves = torch.view_as_complex(self.layer(x).reshape(-1, 4, 2))
+        return waves.conj(), waves.conj().imag
+
+
+class Filter(nn.Module):
+    """Complex to complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase, self.layer = nn.Parameter(torch.randn(4)), nn.Linear(4, 4)
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> Tensor:
+        waves, heights = given
+        return waves * torch.exp(1j * self.phase) + self.layer(heights)
+
+
+class Heights(nn.Module):
+    """Complex to real."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, waves: Tensor) -> Tensor:
+        return self.layer(torch.fft.ifft(waves).real)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
+@pytest.mark.parametrize("cuts", [(1,), (2,)])
+def test_complex_tensors_have_gradients_too(cuts: tuple[int, ...], schedule: Any) -> None:
+    assert is_trained_alike(lambda: nn.Sequential(Waves(), Filter(), Heights()), cuts, schedule=schedule)
