@@ -368,6 +368,14 @@ def _replay(run: RunState) -> m.Replay:
     return m.Replay(run.joining, run.incarnation, teams, stages, source.name, plan.step, run.log_incarnation, exact)
 
 
+def give_way(run: RunState) -> None:
+    """A replay was too slow. Next is one without helpers, which goes on where it stood if it can. If that is too slow as well,
+    everybody goes back: several who replay together begin at the checkpoint each time, and would be as slow again."""
+    if run.replaying and not run.help_left and _may_go_back(run):
+        run.going_back = f"the replay of {_words(run.replaying)} was too slow"
+    run.help_left = 0
+
+
 def on_log_missing(run: RunState, event: m.LogMissing) -> list[m.Command]:
     """A replay with a gap would be another training: everybody goes back to the checkpoint instead. If the model is not
     deterministic, what is done again is another training as well, and the run's record says so."""

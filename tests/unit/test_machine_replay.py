@@ -177,6 +177,37 @@ def test_a_team_that_is_too_slow_is_not_tried_again() -> None:
     assert [len(team) for team in told.replay().teams] == [1]
 
 
+def test_a_replay_that_is_too_slow_again_gives_way_to_going_back() -> None:
+    """Neighbours that are replayed together begin at the checkpoint each time: a third attempt would be as slow."""
+    told = Told()
+    for member in ("w0", "w1"):
+        told.tell(m.WorkerLost, member=member, cause="killed")
+    told.fence()
+    for _ in range(2):
+        assert told.replay().stages == (0, 1)
+        told.tell(m.TimerFired, timer="fill", incarnation=told.run.incarnation)
+        told.fence()
+    assert told.run.seeking
+    told.tell(m.CheckpointsFound, incarnation=told.run.incarnation, stored=(m.Stored("c6", 6),))
+    told.answer(m.Reconciled, told.run.joining, digests=("d",))
+    told.commit(6, 7)
+    assert told.run.state == State.RUNNING
+    recovery = told.run.recoveries[-1]
+    assert recovery.reason.startswith("the replay of stages 0, 1 was too slow: everybody goes back to step 6")
+    assert recovery.guarantee == Guarantee.EXACT
+
+
+def test_where_nobody_may_go_back_a_slow_replay_is_tried_again() -> None:
+    told = Told(strategy="replication")
+    told.tell(m.WorkerLost, member="w1", cause="killed")
+    told.fence()
+    for _ in range(3):
+        told.replay()
+        told.tell(m.TimerFired, timer="fill", incarnation=told.run.incarnation)
+        told.fence()
+    assert told.run.state == State.REPLACE
+
+
 def test_a_helper_that_is_lost_is_replaced_once() -> None:
     """Whoever it was, survivors help the next attempt as well; what a helper needs may be what brings it down, so no third."""
     told = Told(replay_workers=2)
