@@ -25,7 +25,7 @@ from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.policy.states import ENDED, State
-from raytrain_ft.runtime.heartbeat import record_interval
+from raytrain_ft.runtime.heartbeat import beat_interval, record_interval
 from raytrain_ft.runtime.notices.notice import NoticeSpec
 from raytrain_ft.runtime.spec import Beat, RunSpec
 from raytrain_ft.runtime.supervisor import Supervisor
@@ -137,8 +137,9 @@ class Nobody:
 
     def forget(self, member: str) -> None: ...
 
-    async def beat(self, beat: Beat) -> bool:
-        return bool(beat.member)
+    async def beat(self, beat: Beat) -> float | None:
+        del beat
+        return beat_interval(HEARTBEAT_S, MEMBERS)
 
 
 @dataclass
@@ -187,7 +188,7 @@ class Members:
     def __init__(self, supervisor: WithoutRay | Nobody) -> None:
         self._supervisor = supervisor
         self._living: dict[str, Member] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._spawn(self._train())
 
     def close(self) -> None:
@@ -244,22 +245,23 @@ class Members:
         self._spawn(self._beat_on(member))
 
     def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+        task: asyncio.Task[Any] = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _beat_on(self, member: Member) -> None:
         await asyncio.sleep(HEARTBEAT_S * len(self._living) / MEMBERS)  # not all at one moment
         while self._living.get(member.name) is member:
-            await self._beat(member)
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(await self._beat(member) or HEARTBEAT_S)
 
-    async def _beat(self, member: Member) -> None:
+    async def _beat(self, member: Member) -> float | None:
         beat = member.beat()
-        if await self._supervisor.beat(beat):
+        pause = await self._supervisor.beat(beat)
+        if pause is not None:
             member.commits = [commit for commit in member.commits if commit not in beat.commits]
         elif member.name in self._supervisor.machine.members:
             raise RuntimeError(f"{member.name} is a member, and its heartbeat is refused")
+        return pause
 
     async def _train(self) -> None:
         """Steps of all together, as collectives have it."""
@@ -359,10 +361,11 @@ def add_to(report: Report, quick: bool) -> None:
     report.add("control_plane_ms_per_step_64", [ms - costs.pretence_ms for ms in costs.ms_per_step])
     report.add("failure_handled_s_64", costs.handled_s)
     report.note(
-        f"control plane: {MEMBERS} members, steps of {STEP_S} s; from each a heartbeat every {HEARTBEAT_S} s, a record every "
-        f"{record_interval(MEMBERS):g} s: median {statistics.median(costs.ms_per_step):.2f} ms of CPU per step, "
-        f"{costs.pretence_ms:.2f} of it for pretending the members (no calls of Ray in either); {len(costs.handled_s)} "
-        f"losses, each handled within {max(costs.handled_s):.2f} s, the next step included"
+        f"control plane: {MEMBERS} members, steps of {STEP_S} s; from each a heartbeat every "
+        f"{beat_interval(HEARTBEAT_S, MEMBERS):g} s, a record every {record_interval(MEMBERS):g} s: median "
+        f"{statistics.median(costs.ms_per_step):.2f} ms of CPU per step, {costs.pretence_ms:.2f} of it for pretending the "
+        f"members (no calls of Ray in either); {len(costs.handled_s)} losses, each handled within "
+        f"{max(costs.handled_s):.2f} s, the next step included"
     )
 
 

@@ -22,6 +22,7 @@ from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import TRAINING, State
 from raytrain_ft.policy.topology import stage_of
 from raytrain_ft.runtime import standstill
+from raytrain_ft.runtime.heartbeat import beat_interval
 from raytrain_ft.runtime.nodes import FORGIVE_DEAD_S, FORGIVE_SILENT_S, Nodes
 from raytrain_ft.runtime.notice_board import NoticeBoard
 from raytrain_ft.runtime.notices.notice import Notice
@@ -125,6 +126,16 @@ class Health:
         heard = self._heard.get(member)
         return None if heard is None else time.monotonic() - heard
 
+    @property
+    def pace(self) -> float:
+        """Seconds between two heartbeats of a worker."""
+        return beat_interval(self._spec.heartbeat_interval, len(self._heard))
+
+    @property
+    def _timeout(self) -> float:
+        """Seconds of silence after which a worker is asked: as many heartbeats may fail to come as with few workers."""
+        return self._spec.heartbeat_timeout * self.pace / self._spec.heartbeat_interval
+
     def is_starting(self, member: str) -> bool:
         """Whether the machine still waits for this worker to become ready."""
         return self._members.get(member) == MemberState.STARTING
@@ -209,13 +220,13 @@ class Health:
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
             now = time.monotonic()
-            if now - before > self._spec.heartbeat_timeout / 2:
+            if now - before > self._timeout / 2:
                 # This process itself was held up (a suspended machine, a busy one): silence proves nothing, and no hang either.
                 self._held_up.append((now, now - before))
                 for member in self._heard:
-                    self._heard[member] = max(self._heard[member], now - self._spec.heartbeat_timeout / 2)
+                    self._heard[member] = max(self._heard[member], now - self._timeout / 2)
             before = now
-            late = now - self._spec.heartbeat_timeout
+            late = now - self._timeout
             if min(self._heard.values(), default=now) < late:
                 self._probe(member for member, heard in self._heard.items() if heard < late)
             if now - looked > HANG_CHECK_INTERVAL_S:
@@ -268,19 +279,19 @@ class Health:
             self._probing.discard(member)
 
     def _others_heard_on(self, node: str, member: str) -> bool:
-        late = time.monotonic() - self._spec.heartbeat_timeout
+        late = time.monotonic() - self._timeout
         return any(at >= late for other, at in self._heard.items() if other != member and self._crew.node_of(other) == node)
 
     def _all_silent(self) -> bool:
         """Whether nobody at all is heard: then it is rather this process, or the machine, that is held up."""
-        late = time.monotonic() - self._spec.heartbeat_timeout
+        late = time.monotonic() - self._timeout
         return len(self._heard) > 1 and all(heard < late for heard in self._heard.values())
 
     async def _is_cut_off(self) -> bool:
         """Whether it is rather this process that nobody reaches: then nobody is given up, while their leases last."""
         now = time.monotonic()
         silent = now - max(self._heard.values(), default=now)
-        late = silent > self._spec.heartbeat_timeout
+        late = silent > self._timeout
         return silent < self._spec.lease and await self.nodes.links.are_cut(silent if late else 0.0)
 
     # ---------------------------------------------------------------- hangs
@@ -298,7 +309,7 @@ class Health:
                 continue
             age -= sum(seconds for ended, seconds in self._held_up if ended > now - age)
             longest = max(limit, STORING_S) if beat.where == STORING else limit
-            if age <= longest or beat.incarnation != self.incarnation or silent > self._spec.heartbeat_timeout:
+            if age <= longest or beat.incarnation != self.incarnation or silent > self._timeout:
                 continue  # a silent worker may have moved on since: silence is judged elsewhere
             if beat.where == WAITING:
                 waiting.append(member)

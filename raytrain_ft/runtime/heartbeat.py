@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from raytrain_ft.training.attempt import Commit
 
 TOLD_POLL_S = 0.005
+BEATS_PER_S = 200
+"""About so many reach the supervisor at most, from all workers together: each costs it a good part of a millisecond."""
 RECORD_INTERVAL_S = 1.0
 """Committed steps are merged into one record per this time; the first of an incarnation goes out at once."""
 RECORDS_PER_S = 16
@@ -48,6 +50,7 @@ class Heartbeat:
         self._notes: list[tuple[str, dict[str, Any]]] = []
         self._last_record = 0.0
         self._began = time.monotonic()
+        self._pause = spec.heartbeat_interval
         self._thread = threading.Thread(target=self._beat_until_the_end, name="heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -136,24 +139,23 @@ class Heartbeat:
     def _beat_until_the_end(self) -> None:
         reached = time.monotonic()
         while True:
-            self._wake.wait(self._spec.heartbeat_interval)
+            self._wake.wait(self._pause)
             self._wake.clear()
             beat = self._beat()
             try:
-                welcome = ray.get(self._supervisor.beat.remote(beat), timeout=self._spec.lease)
+                pause = ray.get(self._supervisor.beat.remote(beat), timeout=self._spec.lease)
             except ActorDiedError:
                 os._exit(0)  # the supervisor is gone for good: the run is over, or its driver is
-            except RayError:
-                welcome = None  # it restarts; training goes on meanwhile
-            if welcome is False:
+            except RayError:  # it restarts; training goes on meanwhile
+                if time.monotonic() - reached > self._spec.lease:
+                    os._exit(0)
+                continue
+            if pause is None:
                 os._exit(0)  # this worker is no longer a member: it was given up for lost, and must not go on
-            if welcome:
-                reached = time.monotonic()
-                with self._lock:
-                    self._closed = self._closed[len(beat.commits) :]
-                    self._notes = self._notes[len(beat.notes) :]
-            elif time.monotonic() - reached > self._spec.lease:
-                os._exit(0)
+            reached, self._pause = time.monotonic(), pause
+            with self._lock:
+                self._closed = self._closed[len(beat.commits) :]
+                self._notes = self._notes[len(beat.notes) :]
 
     def _beat(self) -> Beat:
         with self._lock:
@@ -171,6 +173,11 @@ class Heartbeat:
                 tuple(self._notes),
                 self._notice(),
             )
+
+
+def beat_interval(least_s: float, workers: int) -> float:
+    """Seconds between two heartbeats of each of so many workers, if they are to be `least_s` where few would do."""
+    return max(least_s, workers / BEATS_PER_S)
 
 
 def record_interval(replicas: int, age_s: float = 0.0) -> float:

@@ -287,14 +287,15 @@ class Supervisor:
 
     # ---------------------------------------------------------------- for the workers
 
-    async def beat(self, beat: Beat) -> bool:
-        """A worker's heartbeat. False tells it that it is no longer a member and must end."""
+    async def beat(self, beat: Beat) -> float | None:
+        """A worker's heartbeat. Returns after how many seconds the next is due; None tells it that it is no longer a member
+        and must end."""
         if beat.member not in self._machine.members and self._machine.state != State.INITIALIZING:
-            return False
+            return None
         self._health.heard(beat)
         if (beat.commits or beat.notes) and self._machine.state not in ENDED:
             await self._events.join()  # they are in the log before the worker forgets them
-        return True
+        return self._health.pace
 
     async def store_set(self, incarnation: int, key: str, value: bytes) -> None:
         await self._store.set(incarnation, key, value)

@@ -18,7 +18,8 @@ from raytrain_ft.policy.states import State
 from raytrain_ft.runtime.health import NODE_DIED, Health
 from raytrain_ft.runtime.spec import Beat
 
-SPEC: Any = SimpleNamespace(heartbeat_timeout=0.2, probe_timeout=0.1, hang_timeout=0.3, lease=5.0, options={"num_cpus": 1})
+TIMES = {"heartbeat_interval": 0.05, "heartbeat_timeout": 0.2, "probe_timeout": 0.1, "hang_timeout": 0.3, "lease": 5.0}
+SPEC: Any = SimpleNamespace(options={"num_cpus": 1}, **TIMES)
 
 
 class Mute:
@@ -64,6 +65,32 @@ def test_who_answers_nothing_and_does_not_beat_is_lost() -> None:
 
 def test_a_beat_is_an_answer() -> None:
     assert told("w0", "w1") == []
+
+
+@pytest.mark.parametrize(("workers", "seconds", "asked"), [(4, 20.0, True), (100, 1.0, False)])
+def test_of_many_workers_each_may_be_silent_for_longer(workers: int, seconds: float, asked: bool) -> None:
+    """A hundred beat every half second here, so the silence after which one of four is asked says nothing."""
+    questions: list[str] = []
+    spec: Any = SimpleNamespace(**vars(SPEC) | {"heartbeat_interval": 0.1, "heartbeat_timeout": 0.5})
+
+    class Crew(Mute):
+        def handle(self, member: str) -> Any:
+            questions.append(member)
+            return super().handle(member)
+
+    async def run() -> None:
+        health = Health(spec, lambda _: None, time.monotonic)
+        health._crew = Crew()
+        for number in range(workers):
+            health.expect(f"w{number}")
+        watch = asyncio.create_task(health._watch_workers())
+        deadline = time.monotonic() + seconds
+        while not questions and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        watch.cancel()
+
+    asyncio.run(run())
+    assert bool(questions) == asked
 
 
 class Split(Mute):

@@ -1,4 +1,4 @@
-"""How often a worker tells of committed steps."""
+"""How often a worker beats, and tells of committed steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raytrain_ft.runtime import heartbeat
-from raytrain_ft.runtime.heartbeat import Heartbeat, record_interval
+from raytrain_ft.runtime.heartbeat import Heartbeat, beat_interval, record_interval
 from raytrain_ft.runtime.spec import Beat
 
 HOUR = 3600.0
@@ -40,15 +40,38 @@ def test_a_supervisor_that_comes_back_after_weeks_has_not_too_much_to_read() -> 
         assert records * 12e-6 < 120, "the workers' lease"
 
 
+@pytest.mark.parametrize(("workers", "seconds"), [(1, 0.25), (50, 0.25), (64, 0.32), (400, 2.0)])
+def test_of_many_workers_each_beats_less_often(workers: int, seconds: float) -> None:
+    assert beat_interval(0.25, workers) == seconds
+
+
+def test_a_worker_beats_as_often_as_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[float] = []
+
+    def hear(beat: Beat) -> float:
+        heard.append(time.monotonic())
+        return 0.01 if len(heard) < 5 else 1e6
+
+    monkeypatch.setattr(heartbeat.ray, "get", lambda beat, timeout: hear(beat))
+    supervisor: Any = SimpleNamespace(beat=SimpleNamespace(remote=lambda beat: beat))
+    spec: Any = SimpleNamespace(heartbeat_interval=0.01, lease=5.0)
+    Heartbeat("w0", spec, supervisor, lambda: None).start()
+    deadline = time.monotonic() + 10.0
+    while len(heard) < 5 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert len(heard) == 5
+
+
 @pytest.mark.parametrize("how", ["parked", "completed by a recovery"])
 def test_a_step_is_told_of_long_before_the_next_heartbeat_is_due(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would be in no record if all who completed it died, while those whom they have filled go on."""
     heard: list[Beat] = []
 
-    def hear(beat: Beat) -> bool:
+    def hear(beat: Beat) -> float:
         time.sleep(0.05)
         heard.append(beat)
-        return True
+        return 1e6
 
     monkeypatch.setattr(heartbeat, "_record", lambda commits: {"steps": [commit.step for commit in commits]})
     monkeypatch.setattr(heartbeat, "_shared_out", lambda commit: commit.attempt.replicas)
