@@ -20,21 +20,14 @@ import ray.cloudpickle
 import torch
 import xxhash
 
-from raytrain_ft.config import (
-    NOTICE_SOURCES,
-    CheckpointConfig,
-    ParallelismConfig,
-    RecoveryConfig,
-    RunConfig,
-    ScalingConfig,
-    check_name,
-)
+from raytrain_ft.config import NOTICE_SOURCES, ParallelismConfig, RecoveryConfig, check_name
 from raytrain_ft.errors import ConfigError, NoCheckpointError, StorageError
 from raytrain_ft.model_checks import Update, check_stages, choose_update, has_statistics, pipeline_of
 from raytrain_ft.policy.frequency import profile_steps
 from raytrain_ft.policy.planning import LogChoice
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.sampling import Sampling, steps_per_epoch
+from raytrain_ft.ray_config import CheckpointConfig, RunConfig, ScalingConfig
 from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.runtime.notices.notice import NoticeSpec
 from raytrain_ft.runtime.placement import connect

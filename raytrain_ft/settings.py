@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Required, TypedDict
 
-from ray.train import ScalingConfig
-
 from raytrain_ft.chaos.faults import FailAt
-from raytrain_ft.config import CheckpointConfig, ParallelismConfig, RecoveryConfig
+from raytrain_ft.config import ParallelismConfig, RecoveryConfig
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.fields import check_types
 from raytrain_ft.policy.forward import STRATEGIES as FORWARD
+from raytrain_ft.ray_config import CheckpointConfig, ScalingConfig
 
 
 class Keywords(TypedDict, total=False):

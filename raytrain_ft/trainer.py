@@ -19,19 +19,13 @@ from ray.exceptions import RayError
 
 from raytrain_ft import steer
 from raytrain_ft.callbacks import Callback, Callbacks
-from raytrain_ft.config import (
-    ParallelismConfig,
-    RecoveryConfig,
-    RunConfig,
-    ScalingConfig,
-    check_name,
-    check_supported,
-)
+from raytrain_ft.config import ParallelismConfig, RecoveryConfig, check_name
 from raytrain_ft.errors import ConfigError, FTError, RunActiveError
 from raytrain_ft.follow import POLL_S, abort, clean_up, kept_going, result_of, watch
 from raytrain_ft.policy.states import ENDED
 from raytrain_ft.prepare import prepare
 from raytrain_ft.progress import Display
+from raytrain_ft.ray_config import RunConfig, ScalingConfig, check_supported
 from raytrain_ft.result import Result
 from raytrain_ft.runtime.placement import ON_HEAD
 from raytrain_ft.runtime.spec import NAMESPACE, RunSpec

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from raytrain_ft.chaos.faults import FailAt
-from raytrain_ft.config import CheckpointConfig, RunConfig
 from raytrain_ft.drill.engine import Rehearsal
 from raytrain_ft.drill.faults import Planted
 from raytrain_ft.drill.grounds import Ground
 from raytrain_ft.drill.played import Played
 from raytrain_ft.drill.schedule import Schedule
 from raytrain_ft.progress import Display
+from raytrain_ft.ray_config import CheckpointConfig, RunConfig
 from raytrain_ft.scenario import Scenario, trainer_parts
 from raytrain_ft.task import TrainTask
 from raytrain_ft.trainer import Trainer

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from raytrain_ft.config import ParallelismConfig, RecoveryConfig, ScalingConfig
+from raytrain_ft.config import ParallelismConfig, RecoveryConfig
 from raytrain_ft.errors import ConfigError
+from raytrain_ft.ray_config import ScalingConfig
 from raytrain_ft.scenario.events import AT_A_POINT, IN_A_STEP, TAKES_TIME, Event, Who
 from raytrain_ft.scenario.points import BUCKET_PHASES, MICRO_BATCH_PHASES, STATES, STEP_PHASES, WORKER_PHASES
 from raytrain_ft.settings import TrainSettings

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -244,6 +246,18 @@ def test_a_place_means_the_same_in_every_process(
 def test_what_would_have_no_effect_is_refused(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         trainer(**config)
+
+
+def test_a_module_with_a_task_does_not_load_ray_train() -> None:
+    """Every worker loads it, and Ray Train with pandas behind it would be a tenth of a worker's start."""
+    program = (
+        "import sys; import raytrain_ft as ft; ft.TrainTask, ft.FailAt; "
+        "ft.RecoveryConfig(log=ft.LogConfig()), ft.ParallelismConfig(); "
+        "import raytrain_ft.runtime.worker, raytrain_ft.runtime.trainee; "
+        "print(sorted({'ray.train', 'ray.data', 'pandas', 'torch._dynamo'} & sys.modules.keys()))"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert found.stdout.strip() == "[]"
 
 
 def test_what_is_so_anyway_may_be_said() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_profile import Bad, Layers, settings
 
-from raytrain_ft.config import LogConfig, ParallelismConfig, RecoveryConfig, ScalingConfig
+from raytrain_ft.config import LogConfig, ParallelismConfig, RecoveryConfig
 from raytrain_ft.errors import ConfigError, TaskError
 from raytrain_ft.policy import logging_cost
 from raytrain_ft.policy import messages as m
@@ -20,6 +20,7 @@ from raytrain_ft.policy.planning import LogChoice
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.topology import Groups
+from raytrain_ft.ray_config import ScalingConfig
 from raytrain_ft.selective import choose_log
 from raytrain_ft.settings import TrainSettings
 from raytrain_ft.training.settings import StepSettings

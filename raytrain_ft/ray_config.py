@@ -1,0 +1,111 @@
+"""Ray Train's own classes, which users know, with what is different here: retries are on, and checkpoints write themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import ray.train
+from ray.train import ScalingConfig
+
+from raytrain_ft.errors import ConfigError
+from raytrain_ft.fields import check_types
+from raytrain_ft.policy.frequency import check_budget
+
+WITHOUT_EFFECT = (
+    *("placement_strategy", "accelerator_type", "label_selector", "topology", "use_tpu", "elastic_resize_monitor_interval_s"),
+    *("callbacks", "storage_filesystem", "logging_config"),
+    *("controller_failure_limit", "relax_collectives_on_preemption", "preemption_grace_s"),
+    *("checkpoint_score_attribute", "checkpoint_score_order"),
+)
+"""Fields of Ray Train's `ScalingConfig`, `RunConfig`, `FailureConfig` and `CheckpointConfig`."""
+
+
+@dataclass
+class FailureConfig(ray.train.FailureConfig):
+    """Ray Train's `FailureConfig` with retries on by default: lost nodes are this library's business.
+
+    `max_failures` counts lost workers (-1: no limit), `max_preemption_failures` those that a cloud took back. An
+    exception in the user's own code is never retried.
+    """
+
+    max_failures: int = -1
+
+
+@dataclass
+class CheckpointConfig(ray.train.CheckpointConfig):
+    """Ray Train's `CheckpointConfig`, and how often: checkpoints are written by themselves, as often as their budget allows.
+
+    Attributes:
+        num_to_keep: how many stay, so that there is one to fall back to if the newest is damaged; None keeps all.
+        overhead: the share of the training time that checkpoints may cost (CheckFreq's p), between 0 and 1.
+        every: "auto" chooses the interval from measurements, within `overhead`; a number of steps is taken as it is; None
+            writes no checkpoints.
+        keep_epochs: also write one at the end of every epoch, and keep these.
+        storage_path: where checkpoints go if not to the run's directory: a path, or any URI of `pyarrow.fs` ("s3://...").
+        resume: "auto" goes on from the newest valid checkpoint of a run of this name; "never" begins anew; "require" fails
+            without one.
+        override: what may differ from the checkpoint on resume: "optimizer" (and its schedule), "dataset".
+        failure_interval: mean time between failures, if known, or "measured": with it, checkpoints are no more frequent than
+            Young and Daly's interval.
+    """
+
+    num_to_keep: int | None = 2
+    overhead: float = 0.035
+    every: int | Literal["auto"] | None = "auto"
+    keep_epochs: bool = False
+    storage_path: str | None = None
+    resume: Literal["auto", "never", "require"] = "auto"
+    override: tuple[str, ...] = ()
+    failure_interval: timedelta | Literal["measured"] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        every = self.every
+        if every not in ("auto", None) and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+            raise ConfigError(f'CheckpointConfig(every={every!r}): use "auto", a number of steps of at least 1, or None')
+        if self.resume not in ("auto", "never", "require"):
+            raise ConfigError(f"CheckpointConfig(resume={self.resume!r}): use auto, never or require")
+        unknown = set(self.override) - {"optimizer", "dataset"}
+        if isinstance(self.override, str) or unknown:
+            raise ConfigError(f'CheckpointConfig(override={self.override!r}): use a tuple of "optimizer", "dataset"')
+        interval = self.failure_interval
+        if interval not in (None, "measured") and not (isinstance(interval, timedelta) and interval > timedelta()):
+            raise ConfigError(f'CheckpointConfig(failure_interval={interval!r}): use a time longer than zero, or "measured"')
+        check_types(self, CheckpointConfig)
+        check_budget(self.overhead)
+
+
+@dataclass
+class RunConfig(ray.train.RunConfig):
+    """Ray Train's `RunConfig`; only the defaults of `failure_config` and `checkpoint_config` differ."""
+
+    def __post_init__(self) -> None:
+        if self.failure_config is None:
+            self.failure_config = FailureConfig()
+        if self.checkpoint_config is None:
+            self.checkpoint_config = CheckpointConfig()
+        super().__post_init__()
+
+
+def check_supported(scaling: ScalingConfig, run: ray.train.RunConfig) -> None:
+    """Refuses what Ray Train's classes can say but has no effect here, rather than passing over it in silence.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    default = ray.train.RunConfig()
+    for given, usual in (
+        (scaling, ScalingConfig()),
+        (run, default),
+        (run.failure_config, default.failure_config),
+        (run.checkpoint_config, default.checkpoint_config),
+    ):
+        for name in WITHOUT_EFFECT:
+            wish = getattr(given, name, None)
+            if wish != getattr(usual, name, None) and (name, wish) != ("placement_strategy", "SPREAD"):  # which is so anyway
+                raise ConfigError(f"{type(given).__name__}({name}={wish!r}) has no effect here: leave it out")
+
+
+__all__ = ["CheckpointConfig", "FailureConfig", "RunConfig", "ScalingConfig"]
