@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+import ray.cloudpickle
 from toy import Toy
 
 import raytrain_ft as ft
@@ -26,7 +28,11 @@ os.environ["RAYTRAIN_FT_TESTED_BY"] = str(os.getpid())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A process can be connected to one cluster: modules with one of their own come before the shared one is started."""
+    """A process can be connected to one cluster: modules with one of their own come before the shared one is started. Tasks of
+    test modules travel as those of a script do: a worker that loaded the module would load all that the test needs, which takes
+    a second."""
+    for module in {item.module for item in items if isinstance(item, pytest.Function)}:
+        ray.cloudpickle.register_pickle_by_value(module)
     items.sort(key=lambda item: item.get_closest_marker("own_cluster") is None)
 
 
