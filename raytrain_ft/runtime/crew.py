@@ -53,6 +53,8 @@ CAUSE_SECONDS = 2.0
 DIED = "the process died (SIGKILL, a crash or an exit)"
 BROKEN_SECONDS = 0.05
 """Until a call is tried again whose connection broke. If the worker died, Ray knows by then."""
+LONGEST_PAUSE_S = 1.0
+"""Between two tries of a call, each of which waits twice as long as the one before."""
 _KINDS = {NonFiniteLossError: "non_finite", MismatchError: "mismatch", ConfigError: "config"}
 """Of what a worker may raise, the first that fits; anything else is the task's."""
 
@@ -308,17 +310,39 @@ class Crew:
         load: str = "",
         step: int | None = None,
     ) -> Any:
-        """Calls a worker, about an incarnation; None if it could not answer, which is then an event."""
+        """Calls a worker, about an incarnation; None if it could not answer, which is then an event. What is about none may
+        come twice, and is asked again if a connection breaks."""
         try:
-            call = getattr(self.handle(member), method).remote(*args)
-            return await asyncio.wait_for(asyncio.wrap_future(call.future()), seconds)
+            ask = self._answer if incarnation else self._answer_again
+            return await asyncio.wait_for(ask(member, method, *args), seconds)
         except RayTaskError as error:
             self._report(member, error, incarnation, load, step)
         except (RayActorError, GetTimeoutError, ValueError) as error:
+            if incarnation and isinstance(error, ActorUnavailableError):
+                await asyncio.sleep(2 * BROKEN_SECONDS)  # if it died, `_watch` tells first, and the incarnation is over
+                reason = f"the connection to {member} broke"
+                self._tell(m.Suspected(at=self._now(), incarnation=incarnation, reason=reason, noticed_by="supervisor"))
+                return None
             self._lost(member, _cause(error), "ray")
         except TimeoutError:
             self._lost(member, f"no answer to {method} within {seconds:g} s", "deadline")
         return None
+
+    async def _answer(self, member: str, method: str, *args: Any) -> Any:
+        return await asyncio.wrap_future(getattr(self.handle(member), method).remote(*args).future())
+
+    async def _answer_again(self, member: str, method: str, *args: Any) -> Any:
+        """A connection that broke is no death, and does not say whether the call arrived: asks again, as long as the lease."""
+        clock = asyncio.get_running_loop().time
+        deadline, pause = clock() + self._spec.lease, BROKEN_SECONDS
+        while True:
+            try:
+                return await self._answer(member, method, *args)
+            except ActorUnavailableError:
+                if clock() > deadline:
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def _report(self, member: str, error: RayTaskError, incarnation: int, load: str = "", step: int | None = None) -> None:
         """What a worker's method raised, as an event. A fence that overtook the command is none. `load`: the checkpoint that
@@ -360,7 +384,7 @@ class Crew:
 
     async def _fence(self, member: str, incarnation: int) -> None:
         try:
-            marks = await self.handle(member).fence.remote(incarnation)
+            marks = await self._answer_again(member, "fence", incarnation)
         except RayTaskError as error:
             self._report(member, error, incarnation)
         except (RayError, ValueError) as error:

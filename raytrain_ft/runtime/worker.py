@@ -53,6 +53,7 @@ class Worker:
         self._lock = threading.Lock()
         self._fence = self._trains = Fence(0)  # the latest one; the one of the latest steps
         self._ready: Future[Introduction] | None = None
+        self._parking: dict[int, Future[Marks | None]] = {}  # of the latest fence
         self._preemption = Preemption(spec.notices, self._note_no_notices)
         self._heartbeat = Heartbeat(member, spec, supervisor, self._preemption.notice)
         self._trainee = Trainee(member, spec, supervisor, epoch, self._heartbeat, self._host)
@@ -122,13 +123,18 @@ class Worker:
     # ---------------------------------------------------------------- the phases of a recovery
 
     def fence(self, incarnation: int) -> Marks | None:
-        """Ends every earlier incarnation here: leaves the step and the group, and says where this worker stands."""
+        """Ends every earlier incarnation here: leaves the step and the group, and says where this worker stands. Safe to call
+        again: the answer is the same."""
         with self._lock:
-            if incarnation <= self._fence.incarnation:
-                raise FencedError(f"incarnation {incarnation} is over; this worker is in {self._fence.incarnation}")
-            old, self._fence = self._fence, Fence(incarnation)
-        old.trip()
-        return self._training.submit(self._trainee.park, incarnation, old.incarnation).result(timeout=PARK_DEADLINE_S)
+            old = self._fence
+            if incarnation > old.incarnation:
+                self._fence = Fence(incarnation)
+                old.trip()
+                self._parking = {incarnation: self._training.submit(self._trainee.park, incarnation, old.incarnation)}
+            parking = self._parking.get(incarnation)
+        if parking is None:
+            raise FencedError(f"incarnation {incarnation} is over; this worker is in {self._fence.incarnation}")
+        return parking.result(timeout=PARK_DEADLINE_S)
 
     def forsake(self, incarnation: int, worth: int | None) -> None:
         """What is still computed of a step that the fence of this incarnation has ended is of no use, unless it is `worth`."""

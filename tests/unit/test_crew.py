@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
 
-from raytrain_ft.errors import NonFiniteLossError, UndoRefusedError
+from raytrain_ft.errors import FencedError, NonFiniteLossError, UndoRefusedError
 from raytrain_ft.policy import messages as m
-from raytrain_ft.policy.reconcile import Plan
+from raytrain_ft.policy.reconcile import Marks, Plan
 from raytrain_ft.policy.sketch import Sketch
 from raytrain_ft.runtime import crew as crews
 from raytrain_ft.runtime.crew import Crew
 from raytrain_ft.runtime.spec import Introduction
+from raytrain_ft.runtime.worker import Worker
+from raytrain_ft.training.fence import Fence
 
 
 class Method:
@@ -58,7 +61,7 @@ def told() -> list[m.Event]:
 
 @pytest.fixture
 def crew(told: list[m.Event]) -> Crew:
-    spec: Any = SimpleNamespace(options={"num_cpus": 1}, member_name=lambda member: member, checkpoints=None)
+    spec: Any = SimpleNamespace(options={"num_cpus": 1}, member_name=lambda member: member, checkpoints=None, lease=60.0)
     return Crew(spec, told.append, lambda: 0.0, Health())  # pyright: ignore[reportArgumentType]
 
 
@@ -297,3 +300,67 @@ def test_each_stage_is_saved_under_its_number_also_if_others_are_saved_already(
 
     asyncio.run(play())
     assert told == [m.Saved(at=0.0, member="w3", path="/runs/final-stage-1.arrow")]
+
+
+def answers(*outcomes: Any) -> Method:
+    """One after the other, for each call."""
+    left = list(outcomes)
+
+    def answer() -> Any:
+        future: Future[Any] = Future()
+        outcome = left.pop(0)
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+        return SimpleNamespace(future=lambda: future)
+
+    return Method(answer)
+
+
+BROKEN = ActorUnavailableError("RpcError: Socket closed", None)
+
+
+def test_a_fence_whose_connection_breaks_is_asked_for_again(crew: Crew, told: list[m.Event]) -> None:
+    marks = Marks("w0", 3, (3,), (None,))
+    crew._handles["w0"] = SimpleNamespace(fence=answers(BROKEN, BROKEN, marks))
+    asyncio.run(crew._fence("w0", 2))
+    assert told == [m.Fenced(at=0.0, member="w0", incarnation=2, marks=marks)]
+
+
+def test_a_fence_is_not_asked_for_for_ever(crew: Crew, told: list[m.Event]) -> None:
+    vars(crew._spec)["lease"] = 0.0
+    crew._handles["w0"] = SimpleNamespace(fence=answers(BROKEN, BROKEN, BROKEN))
+    asyncio.run(crew._fence("w0", 2))
+    assert [type(event) for event in told] == [m.WorkerLost]
+
+
+def test_a_recovery_whose_connection_breaks_is_suspected_and_begins_anew(crew: Crew, told: list[m.Event]) -> None:
+    """It may or may not have been carried out."""
+    crew._handles["w0"] = SimpleNamespace(reconcile=answers(BROKEN))
+    asyncio.run(crew._reconcile("w0", m.Reconcile(("w0",), 2, Plan(step=9, completes=False), holders=("w0",))))
+    why = "the connection to w0 broke"
+    assert told == [m.Suspected(at=0.0, incarnation=2, reason=why, noticed_by="supervisor")]
+
+
+def test_what_may_come_twice_is_asked_again(crew: Crew, told: list[m.Event]) -> None:
+    crew._handles["w0"] = SimpleNamespace(stop_at_boundary=answers(BROKEN, None), save=answers(BROKEN, "/runs/final.arrow"))
+    crew._spec = SimpleNamespace(rules=SimpleNamespace(stages=1), directory=Path("/runs"), lease=60.0)  # pyright: ignore
+    asyncio.run(crew._ask("w0", "stop_at_boundary"))
+    asyncio.run(crew._save("w0", ("w0",)))
+    assert told == [m.Saved(at=0.0, member="w0", path="/runs/final.arrow")]
+
+
+def test_a_fence_may_be_asked_for_twice() -> None:
+    """The first answer was lost on its way."""
+    parked: list[tuple[int, int]] = []
+    marks = Marks("w0", 3, (3,), (None,))
+    trainee = SimpleNamespace(park=lambda *about: parked.append(about) or marks)
+    about = {"_lock": Lock(), "_fence": Fence(1), "_parking": {}, "_trainee": trainee, "_training": ThreadPoolExecutor(1)}
+    worker = Worker.__new__(Worker)
+    vars(worker).update(about)
+    assert worker.fence(2) is worker.fence(2) is marks
+    assert parked == [(2, 1)]
+    assert worker.fence(3) is marks
+    with pytest.raises(FencedError, match="incarnation 2 is over; this worker is in 3"):
+        worker.fence(2)
