@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import psutil
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_ft.chaos.cluster import LocalCluster, drain_node
@@ -211,9 +211,17 @@ class Running:
     def hand(self, node: str, what: str, pid: int, *more: float) -> bool:
         """See `Ground`."""
         self.prepare([node])
+        hand = self._hands[node]
+        up, _ = ray.wait([hand.__ray_ready__.remote()], timeout=ANSWER_S)
+        if not up:
+            return False  # it would strike whenever its process has started
+        order = getattr(hand, what).remote(pid, *more)
         try:
-            done: Any = ray.get(getattr(self._hands[node], what).remote(pid, *more), timeout=ANSWER_S)
-        except (RayError, TimeoutError):
+            done: Any = ray.get(order, timeout=ANSWER_S)
+        except GetTimeoutError:
+            ray.cancel(order)
+            return False
+        except RayError:
             self._hands.pop(node, None)
             return False
         return bool(done)

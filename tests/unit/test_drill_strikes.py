@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from ray.exceptions import GetTimeoutError
 
 import raytrain_ft.drill as drill_module
 from raytrain_ft import cli_drill
@@ -327,3 +328,31 @@ def test_the_account_of_a_run_that_has_ended_says_nothing_of_the_clock(monkeypat
     state = "RUNNING"
     assert watch.look(0.0)
     assert watch.offsets == {5: 99.0}
+
+
+@pytest.mark.parametrize("up", [False, True])
+def test_no_order_is_left_with_a_hand_that_is_not_up(up: bool, others: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would carry it out whenever its process has started: somebody is struck who was taken for spared."""
+    ground = Running("10.0.0.1:6379")
+    orders = {what: SimpleNamespace(remote=lambda *about, what=what: what) for what in ("__ray_ready__", "kill")}
+    hand = ground._hands["n0"] = SimpleNamespace(**orders)
+    monkeypatch.setattr(grounds.ray, "wait", lambda calls, timeout: (calls, []) if up else ([], calls))
+    monkeypatch.setattr(grounds.ray, "get", lambda call, timeout: others.append(call) or True)
+    assert ground.hand("n0", "kill", 10) == up
+    assert others == (["kill"] if up else [])
+    assert ground._hands == {"n0": hand}, "the same one may be up the next time"
+
+
+def test_an_order_that_is_not_carried_out_in_time_is_taken_back(others: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(call: str, timeout: float) -> bool:
+        raise GetTimeoutError
+
+    ground = Running("10.0.0.1:6379")
+    orders = {what: SimpleNamespace(remote=lambda *about, what=what: what) for what in ("__ray_ready__", "kill")}
+    hand = ground._hands["n0"] = SimpleNamespace(**orders)
+    monkeypatch.setattr(grounds.ray, "wait", lambda calls, timeout: (calls, []))
+    monkeypatch.setattr(grounds.ray, "get", late)
+    monkeypatch.setattr(grounds.ray, "cancel", others.append)
+    assert not ground.hand("n0", "kill", 10)
+    assert others == ["kill"]
+    assert ground._hands == {"n0": hand}, "who is slowed is quickened by the same one"
