@@ -20,6 +20,7 @@ from raytrain_ft.drill.schedule import Due, Schedule, View, spares_one
 from raytrain_ft.drill.watch import ABORT_S, Watch
 from raytrain_ft.errors import ConfigError, FTError
 from raytrain_ft.result import Result
+from raytrain_ft.scenario import Event
 from raytrain_ft.trainer import Trainer
 
 POLL_S = 0.05
@@ -32,6 +33,8 @@ AFTERWARDS = {"freeze": "thaw", "slow_down": "quicken"}
 
 Show = Callable[[dict[str, Any]], None]
 Say = Callable[[str], None]
+Later = tuple[float, Callable[[], object], bool]
+"""When something is to be done, what, and whether also if the run has ended before."""
 
 
 class Rehearsal:
@@ -65,7 +68,7 @@ class Rehearsal:
         self._began: float | None = None
         self._struck_at = 0.0
         self._waiting: list[Due] = []
-        self._later: list[tuple[float, Callable[[], object], bool]] = []  # (when, what, also if the run has ended before)
+        self._later: list[Later] = []
         self._known: dict[int, str] = {}  # all members that there ever were, by their process
         self._gone: set[str] = set()  # members that were struck, whether or not that has been noticed
         self._seen = 0.0
@@ -155,26 +158,22 @@ class Rehearsal:
         members = schedule.members(event.who, view)
         if not members or (not due.persistent and not spares_one(members, (), view, self._gone)):
             return False
-        done = [member for member in members if self._touch(event.action, member, event.factor)]
+        done = [member for member in members if self._touch(event, view.nodes.get(member), view.pids.get(member))]
         if done:
             self._note(due, done)
-            for member in done:
-                self._end_later(event.action, event.lasts, view.nodes[member], view.pids[member])
         return bool(done)
 
-    def _touch(self, action: str, member: str, factor: float | None) -> bool:
-        node, pid = self._view.nodes.get(member), self._view.pids.get(member)
+    def _touch(self, event: Event, node: str | None, pid: int | None) -> bool:
         if node is None or pid is None:
             return False
-        more = (factor,) if factor is not None else ()
-        return self._ground.hand(node, HANDS[action], pid, *more)
+        more = (event.factor,) if event.factor is not None else ()
+        lasts, end = self._end_of(event, node, pid)
+        return self._strike_for(lasts, lambda: self._ground.hand(node, HANDS[event.action], pid, *more), end)
 
     def _strike_supervisor(self, due: Due) -> bool:
-        node, pid = self._node_of("supervisor") or "", self._view.supervisor
-        if not self._ground.hand(node, HANDS[due.what.action], pid):
+        if not self._touch(due.what, self._node_of("supervisor") or "", self._view.supervisor):
             return False
         self._note(due, ["supervisor"])
-        self._end_later(due.what.action, due.what.lasts, node, pid)
         return True
 
     def _strike_nodes(self, due: Due, schedule: Schedule) -> bool:
@@ -199,10 +198,7 @@ class Rehearsal:
         """Begins a node's absence, and sees to its end; False if the node is gone already."""
         ground, event, lasts = self._ground, due.what, due.what.lasts
         if event.action == "unplug":
-            ground.unplug(node)
-            if lasts is not None:
-                self._after(lasts, lambda: ground.plug(node), always=True)
-            return True
+            return self._strike_for(lasts, lambda: self._unplug(node), lambda: ground.plug(node))
         if event.action == "drain":
             assert event.notice is not None
             ground.drain(node, event.notice)
@@ -211,6 +207,10 @@ class Rehearsal:
             return False
         if lasts is not None:
             self._after(lasts + (event.notice or 0.0), ground.add_node)
+        return True
+
+    def _unplug(self, node: str) -> bool:
+        self._ground.unplug(node)
         return True
 
     def _kill_drained(self, node: str, due: Due) -> None:
@@ -224,12 +224,26 @@ class Rehearsal:
         self._note(due, (), node, f"{due.what.action} was not carried out: {error}")
         self.played.missed.append(due.event)
 
-    def _end_later(self, action: str, lasts: float | None, node: str, pid: int) -> None:
-        if lasts is not None and action in AFTERWARDS:
-            self._after(lasts, lambda: self._ground.hand(node, AFTERWARDS[action], pid), always=True)
+    def _end_of(self, event: Event, node: str, pid: int) -> tuple[float | None, Callable[[], object]]:
+        """After how long what is done to a process is over, if ever, and what ends it."""
+        lasts = event.lasts if event.action in AFTERWARDS else None
+        return lasts, lambda: self._ground.hand(node, AFTERWARDS[event.action], pid)
 
-    def _after(self, seconds: float, do: Callable[[], object], *, always: bool = False) -> None:
-        self._later.append((time.monotonic() + seconds, do, always))
+    def _strike_for(self, lasts: float | None, strike: Callable[[], bool], end: Callable[[], object]) -> bool:
+        """Strikes, and sees to the end of it, also if Ctrl-C comes before the strike has returned. False if there was none."""
+        if lasts is None:
+            return strike()
+        interrupted = self._after(math.inf, end, always=True)
+        done = strike()
+        if done:
+            self._after(lasts, end, always=True)
+        self._later.remove(interrupted)
+        return done
+
+    def _after(self, seconds: float, do: Callable[[], object], *, always: bool = False) -> Later:
+        later = time.monotonic() + seconds, do, always
+        self._later.append(later)
+        return later
 
     def _note(self, due: Due, members: Sequence[str] = (), node: str = "", note: str = "") -> None:
         self._add(due.event, due.what.action, self._struck_at, members, node, note)
@@ -259,7 +273,9 @@ class Rehearsal:
             if action == "kill_node" and lasts is not None:
                 self._after(lasts, self._ground.add_node)
             elif node := self._node_of(member):
-                self._end_later(action, lasts, node, pid)
+                lasts, end = self._end_of(planted.what, node, pid)
+                if lasts is not None:
+                    self._after(lasts, end, always=True)
 
     def _node_of(self, member: str | None) -> str | None:
         account = self._watch.account or {}

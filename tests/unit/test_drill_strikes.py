@@ -356,3 +356,47 @@ def test_an_order_that_is_not_carried_out_in_time_is_taken_back(others: list[str
     assert not ground.hand("n0", "kill", 10)
     assert others == ["kill"]
     assert ground._hands == {"n0": hand}, "who is slowed is quickened by the same one"
+
+
+@pytest.mark.parametrize(
+    ("event", "ended"),
+    [
+        (Event(action="freeze", who=Who(node=0), when=When(seconds=0.01), lasts=60), ("thaw", "n0", 10)),
+        (Event(action="freeze", who=Who(role="supervisor"), when=When(seconds=0.01), lasts=60), ("thaw", "head", 5)),
+        (Event(action="unplug", who=Who(node=0), when=When(seconds=0.01), lasts=60), ("plug", "n0")),
+    ],
+)
+def test_what_was_struck_in_the_moment_of_an_interruption_is_undone(
+    event: Event, ended: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes when the strike is carried out, and its call has not returned."""
+
+    class Interrupted(Ground):
+        def hand(self, node: str, what: str, pid: int, *more: float) -> bool:
+            super().hand(node, what, pid)
+            if what == "freeze":
+                raise KeyboardInterrupt
+            return True
+
+        def unplug(self, node: str) -> None:
+            self.done.append(("unplug", node))
+            raise KeyboardInterrupt
+
+        def plug(self, node: str) -> None:
+            self.done.append(("plug", node))
+
+    ground = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        play(tmp_path, scenario(event), monkeypatch=monkeypatch, ground=ground)
+    assert ground.done[1:] == [ended]
+
+
+def test_nobody_is_thawed_who_could_not_be_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(Ground):
+        def hand(self, node: str, what: str, pid: int, *more: float) -> bool:
+            super().hand(node, what, pid)
+            return False
+
+    asked = scenario(Event(action="freeze", who=Who(node=0), when=When(seconds=0.01), lasts=0.01))
+    _, ground = play(tmp_path, asked, monkeypatch=monkeypatch, ground=Gone())
+    assert {what for what, *_ in ground.done} == {"freeze"}
