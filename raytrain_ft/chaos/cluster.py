@@ -41,6 +41,14 @@ class LocalCluster:
     def __enter__(self) -> LocalCluster:
         if ray.is_initialized():
             raise ConfigError("LocalCluster: this process is connected to a Ray cluster already; call ray.shutdown() first")
+        try:
+            self._begin()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _begin(self) -> None:
         # Token authentication as Ray wants it: a token of this cluster alone, in the environment that its nodes inherit.
         self._set("RAY_AUTH_MODE", "token")
         self._set("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -52,23 +60,25 @@ class LocalCluster:
 
         head = {"num_cpus": 0, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
         head["dashboard_agent_listen_port"] = None  # any: Ray's own choice may be that of another cluster on this machine
-        self._cluster = Cluster(initialize_head=True, head_node_args=head | self._head_options())
+        self._cluster = Cluster()
+        self._cluster.add_node(**head | self._head_options())
         self._first_nodes()
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        ray.shutdown()
-        for node_id in self.node_ids():
-            self.thaw_node(node_id)  # a frozen worker would not notice the end of its raylet
-        if self._cluster is not None:
-            self._cluster.shutdown()
-        for name, value in self._environment.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        _refresh_authentication()
+        try:
+            ray.shutdown()
+            for node_id in self.node_ids():
+                self.thaw_node(node_id)  # a frozen worker would not notice the end of its raylet
+            if self._cluster is not None:
+                self._cluster.shutdown()
+        finally:
+            for name, value in self._environment.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+            _refresh_authentication()
 
     def _head_options(self) -> dict[str, Any]:
         """Of Ray, for the head node, besides the usual ones."""

@@ -44,7 +44,7 @@ class HostCluster(LocalCluster):
             self._hosts[HEAD] = self._network.machine
             super().__enter__()
         except BaseException:
-            self.__exit__(None, None, None)
+            self._network.__exit__(None, None, None)
             raise
         return self
 

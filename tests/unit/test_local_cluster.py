@@ -1,0 +1,71 @@
+"""A laptop cluster that does not come up, without one."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raytrain_ft.chaos import cluster, hosts
+from raytrain_ft.chaos.cluster import LocalCluster
+from raytrain_ft.chaos.hosts import HostCluster
+
+NOBODY = 2**22 + 1
+"""More than any process has for a number."""
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is done to a pretended cluster, whose second node for workers does not come up."""
+    done: list[str] = []
+
+    class Cluster:
+        address = "10.0.0.1:6379"
+
+        def add_node(self, **about: Any) -> Any:
+            done.append("node")
+            if done.count("node") == 3:
+                raise KeyboardInterrupt
+            process = SimpleNamespace(process=SimpleNamespace(pid=NOBODY))
+            return SimpleNamespace(node_id="n0", all_processes={"raylet": [process]})
+
+        def shutdown(self) -> None:
+            done.append("shutdown")
+
+    monkeypatch.setattr("ray.cluster_utils.Cluster", Cluster)
+    monkeypatch.setattr(cluster, "_refresh_authentication", lambda: done.append(os.environ.get("RAY_AUTH_TOKEN", "")[:4]))
+    monkeypatch.setattr(hosts, "Network", lambda: network)
+    network: Any = SimpleNamespace(machine=SimpleNamespace(address="10.0.0.1"))
+    network.__enter__ = network.__exit__ = lambda *about: done.append("network")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "mine")
+    return done
+
+
+def test_nothing_stays_of_a_cluster_that_does_not_come_up(done: list[str]) -> None:
+    before = dict(os.environ)
+    with pytest.raises(KeyboardInterrupt), LocalCluster(3):
+        pass
+    assert done[1:] == ["node", "node", "node", "shutdown", "mine"]
+    assert dict(os.environ) == before
+
+
+def test_nor_of_the_hosts_of_one(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostCluster, "_add_nodes", LocalCluster._add_nodes)
+    monkeypatch.setattr(HostCluster, "add_node", LocalCluster.add_node)
+    with pytest.raises(KeyboardInterrupt), HostCluster(3):
+        pass
+    assert done[0] == "network"
+    assert done[2:7] == ["node", "node", "node", "shutdown", "mine"]
+    assert done[-1] == "network"
+
+
+def test_nor_where_the_driver_cannot_connect(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**about: Any) -> None:
+        raise ConnectionError("no token")
+
+    monkeypatch.setattr(cluster.ray, "init", refuse)
+    with pytest.raises(ConnectionError), LocalCluster(1):
+        pass
+    assert done[1:] == ["node", "node", "shutdown", "mine"]
