@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from raytrain_ft.policy import messages as m
@@ -49,11 +50,12 @@ class Nodes:
         """For ever."""
         sees_drains = await self._sees_drains()
         while True:
-            try:
-                if sees_drains:
+            if sees_drains:
+                with suppress(Exception):  # as below
                     self._board.drained(await asyncio.to_thread(draining), members(), crew)
+            try:
                 nodes = await asyncio.to_thread(placement.nodes)
-            except Exception:  # both calls are private to Ray, whose own state may not answer: what was known holds
+            except Exception:  # the call is private to Ray, whose own state may not answer: what was known holds
                 pass
             else:
                 self.links.follow(nodes, crew.taken())
@@ -83,10 +85,12 @@ class Nodes:
             return False
         try:
             await asyncio.to_thread(draining)
-        except Exception as error:  # it is private to Ray: anything may have become of it
+        except (AttributeError, ImportError, TypeError) as error:  # it is private to Ray
             reason = f"this version of Ray does not tell of drains: {type(error).__name__}: {error}"[:300]
             self._tell(m.NoticesUnavailable(at=self._now(), member=None, source="ray", reason=reason))
             return False
+        except Exception:  # Ray's own state does not answer now
+            pass
         return True
 
 

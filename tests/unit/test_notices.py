@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 from clouds import AzureVm, Ec2, Gce, Server, reply
+from ray.exceptions import RaySystemError
 
 from raytrain_ft import RecoveryConfig
 from raytrain_ft.errors import ConfigError, MetadataError
@@ -574,3 +576,33 @@ def test_nobody_is_asked_unless_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.2)
         assert server.requests == []
         assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_question_for_drains_that_fails_once_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own state may not answer the first one, after a restart of the supervisor; and nodes are looked at meanwhile."""
+    answers: list[Any] = [RaySystemError("failed to connect to GCS"), RaySystemError("again"), {"n0": 30.0}]
+
+    def draining() -> dict[str, float]:
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(nodes, "draining", draining)
+    monkeypatch.setattr(nodes, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(nodes.placement, "nodes", list)
+    told: list[m.Event] = []
+    heed: Any = SimpleNamespace(options={"num_cpus": 1}, notices=NoticeSpec(clouds=(), detect=False, drain=True, grace_s=None))
+    watcher = nodes.Nodes(heed, told.append, lambda: 1.0, NoticeBoard(told.append, lambda: 1.0), lambda node: None)
+    crew = SimpleNamespace(taken=Counter, node_of=lambda member: "n0")
+
+    async def play() -> None:
+        watch = asyncio.create_task(watcher.watch(crew, lambda: ["w0"]))
+        for _ in range(500):
+            if len(told) > 1:
+                break
+            await asyncio.sleep(0.01)
+        watch.cancel()
+
+    asyncio.run(play())
+    assert [type(event) for event in told] == [m.CapacityChanged, m.Noticed], "nodes are counted also without an answer"
