@@ -40,8 +40,8 @@ def attach_command(run: str) -> None:
     """Follows a run that is under way until its end, and keeps it going meanwhile.
 
     RUN is the run's directory, or the name of one that is alive on the cluster. Shows what the job that started it would show;
-    leaving (Ctrl-C) does not end the run. The exit code is 0 if it finished, 1 if it failed or was ended, 2 if there is no such
-    run, 130 if you left.
+    leaving (Ctrl-C) does not end the run. The exit code is 0 if it finished, 1 if it failed, was ended or does not answer, 2 if
+    there is no such run, 130 if you left.
     """
     try:
         result = follow.attach(run)

@@ -187,7 +187,8 @@ def attach(run: str | Path, *, quiet: bool = False) -> Result:
         quiet: show nothing.
 
     Raises:
-        ConfigError: there is no such run; the errors of `Trainer.fit`: how the run ended.
+        ConfigError: there is no such run; TrainingFailedError: its supervisor does not answer; the errors of `Trainer.fit`:
+            how the run ended.
     """
     supervisor, account = find(run)
     if supervisor is None:
@@ -205,7 +206,8 @@ def stop(run: str | Path, reason: str, *, quiet: bool = False) -> Account:
     """Ends a run that is alive on the cluster, with a checkpoint of what it has come to; returns the account of its end.
 
     Raises:
-        ConfigError: there is no such run; TrainingFailedError: it was killed, and has left no word of its end.
+        ConfigError: there is no such run; TrainingFailedError: its supervisor does not answer, or it was killed, and has left
+            no word of its end.
     """
     supervisor, account = find(run)
     if supervisor is None:
@@ -247,21 +249,32 @@ def _names() -> list[str]:
 
 
 def find(run: str | Path) -> tuple[Any, Account]:
-    """The supervisor of a run and how the run stands; without a supervisor, how it ended."""
+    """The supervisor of a run and how the run stands; without a supervisor, how it ended.
+
+    Raises:
+        ConfigError: there is no such run; TrainingFailedError: its supervisor does not answer.
+    """
     directory = Path(run).resolve() if _has_records(Path(run)) else None
     ended = recorded(directory) if directory is not None else None
     if ended is not None:
         return None, ended
     name = check_name(directory.name if directory is not None else str(run))
     _connect()
+    began = time.monotonic()
     try:
         supervisor = ray.get_actor(supervisor_name(name), namespace=NAMESPACE)
         account: Any = ray.get(supervisor.follow.remote(), timeout=UNAVAILABLE_S)
-    except (ValueError, RayError) as error:
+    except (ValueError, ActorDiedError) as error:
         others = ", ".join(_names())
         there = f"alive are: {others}" if others else "no run is alive there"
         hint = "; its records have no end, so run its job again: it goes on from the newest checkpoint" if directory else ""
         raise ConfigError(f"no run named {name!r} is alive on this cluster ({there}){hint}") from error
+    except RayError as error:
+        raise TrainingFailedError(
+            f"the supervisor of the run {name!r} is there, but has not answered for {time.monotonic() - began:.0f} s: look at "
+            "its node and at the storage of its records, and ask again. If it stays silent, the workers end by themselves "
+            f"after RecoveryConfig.lease. {type(error).__name__}: {error}"
+        ) from error
     if directory is not None and account["directory"] != str(directory):
         raise ConfigError(
             f"the run named {name!r} that is alive on this cluster is in {account['directory']}, not in {directory}"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError
 
 import raytrain_ft as ft
 from raytrain_ft.cli import main
@@ -125,3 +126,36 @@ def test_a_name_that_could_be_none(tmp_path: Path) -> None:
         ft.attach(tmp_path / "no run here")
     said = CliRunner().invoke(main, ["attach", "../etc"])
     assert said.exit_code == 2
+
+
+def supervisor_that(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run "digits" is alive, and this comes of asking its supervisor."""
+
+    def answer(call: object, timeout: float) -> None:
+        raise error
+
+    asked = SimpleNamespace(follow=SimpleNamespace(remote=object))
+    monkeypatch.setattr("raytrain_ft.follow._connect", lambda: None)
+    monkeypatch.setattr("raytrain_ft.follow._names", lambda: ["digits"])
+    monkeypatch.setattr("raytrain_ft.follow.ray.get_actor", lambda name, namespace: asked)
+    monkeypatch.setattr("raytrain_ft.follow.ray.get", answer)
+
+
+@pytest.mark.parametrize("error", [GetTimeoutError("no answer"), ActorUnavailableError("restarting", None)])
+@pytest.mark.parametrize("command", ["stop", "attach"])
+def test_a_supervisor_that_does_not_answer_is_none_that_is_gone(
+    command: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor_that(error, monkeypatch)
+    said = CliRunner().invoke(main, [command, "digits"])
+    assert said.exit_code == 1, said.output
+    assert "TrainingFailedError: the supervisor of the run 'digits' is there, but has not answered for 0 s" in said.output
+    assert "the storage of its records" in said.output
+
+
+@pytest.mark.parametrize("command", ["stop", "attach"])
+def test_a_supervisor_that_is_gone_is_no_run(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor_that(ActorDiedError(), monkeypatch)
+    said = CliRunner().invoke(main, [command, "digits"])
+    assert said.exit_code == 2, said.output
+    assert "ConfigError: no run named 'digits' is alive on this cluster" in said.output
