@@ -136,6 +136,11 @@ class Health:
         """Seconds of silence after which a worker is asked: as many heartbeats may fail to come as with few workers."""
         return self._spec.heartbeat_timeout * self.pace / self._spec.heartbeat_interval
 
+    @property
+    def _patience(self) -> float:
+        """Seconds that a worker has to answer, if only by a beat: as many of these come meanwhile as with few workers."""
+        return self._spec.probe_timeout * self.pace / self._spec.heartbeat_interval
+
     def is_starting(self, member: str) -> bool:
         """Whether the machine still waits for this worker to become ready."""
         return self._members.get(member) == MemberState.STARTING
@@ -255,7 +260,7 @@ class Health:
         """A direct question with a short deadline: the confirmation of a suspicion. A beat meanwhile is an answer, too."""
         asked = time.monotonic()
         silent = asked - self._heard.get(member, asked)
-        patience = self._spec.probe_timeout * (PATIENCE_WITH_ALL if self._all_silent() else 1)
+        patience = self._patience * (PATIENCE_WITH_ALL if self._all_silent() else 1)
         try:
             ping = self._crew.handle(member).ping.remote()
             await asyncio.wait_for(asyncio.wrap_future(ping.future()), patience)
@@ -304,7 +309,7 @@ class Health:
         waiting: list[str] = []
         for member, beat in list(self._beats.items()):
             silent = now - self._heard.get(member, now)
-            age = beat.since + silent
+            age = beat.since + max(0.0, silent - self.pace)  # until its next beat is due, it may be elsewhere by now
             if age <= limit or self._members.get(member) != MemberState.ACTIVE or beat.status != "running":
                 continue
             age -= sum(seconds for ended, seconds in self._held_up if ended > now - age)

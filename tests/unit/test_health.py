@@ -261,3 +261,44 @@ def test_the_benchmark_counts_every_way_to_give_up_who_lives_as_a_false_alarm() 
         records.append({"event": "WorkerLost", "member": f"w{number}", "noticed_by": way})
     records.append({"event": "WorkerLost", "member": "w9", "noticed_by": "ray"})  # Ray refused to start it
     assert [record["noticed_by"] for record in false_alarms(records, {"w0"})] == list(ways[1:])
+
+
+MANY: Any = SimpleNamespace(**vars(SPEC) | {"heartbeat_interval": 0.1})
+"""For a hundred workers, each of which then beats every half second."""
+
+
+def test_of_many_workers_each_has_time_for_a_beat_to_answer_with() -> None:
+    """A fence asks everybody, also who was heard a moment ago and is not due for longer than few would be."""
+    events: list[m.Event] = []
+
+    async def run() -> None:
+        health = Health(MANY, events.append, time.monotonic)
+        health._crew = Mute()
+        for number in range(100):
+            health.expect(f"w{number}")
+        health.alert(["w0"])
+        await asyncio.sleep(0.3)  # however busy the machine is: the loop comes to this before it comes to what is due later
+        health.heard(beat("w0"))
+        while health._probing:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    assert events == []
+
+
+@pytest.mark.parametrize(("since", "hangs"), [(0.0, False), (0.35, True)])
+def test_of_many_workers_none_hangs_because_its_next_beat_is_not_due(
+    since: float, hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("raytrain_ft.runtime.health.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    events: list[m.Event] = []
+    health = Health(MANY, events.append, lambda: clock[0])
+    health.state, health.incarnation = State.RUNNING, 1
+    health._members = {f"w{number}": MemberState.ACTIVE for number in range(100)}
+    for member in health._members:
+        health.expect(member)
+    health.heard(beat("w0", status="running", where="forward", since=since))
+    clock[0] += 0.4
+    health._find_hang()
+    assert [type(event) for event in events] == ([m.WorkerLost] if hangs else [])
