@@ -32,6 +32,14 @@ LAPSE_AFTER_S = 60.0
 TIMER = "leave"
 REQUEST, SIGTERM, DRAIN = "request", "sigterm", "ray drain"
 """Sources that are no clouds: a person, a signal to the worker, Ray. What they say is sure, and a cloud's word may be false."""
+MAINTENANCE = "gcp maintenance"
+"""Google gives a machine with GPUs an hour, and any other a minute, by the same word."""
+HOUR_S = 3600.0
+
+
+def lapses_after(source: str) -> float:
+    """How long after its deadline what this source said may yet come true."""
+    return {REQUEST: 0.0, MAINTENANCE: HOUR_S}.get(source, LAPSE_AFTER_S)
 
 
 def noticed(run: RunState, event: m.Noticed) -> list[m.Command]:
@@ -47,7 +55,7 @@ def noticed(run: RunState, event: m.Noticed) -> list[m.Command]:
     if run.members[event.member] in IDLE and event.source in (REQUEST, SIGTERM, DRAIN):
         return [*_dismiss(run, [event.member]), *run.provision()]
     deadline, why = event.at + event.deadline_s, f"{event.source}: {event.reason}"
-    leave = Leave(deadline, why, deadline + {REQUEST: 0.0, DRAIN: math.inf}.get(event.source, LAPSE_AFTER_S))
+    leave = Leave(deadline, why, deadline + (math.inf if event.source == DRAIN else lapses_after(event.source)))
     known = run.leaving.get(event.member, leave)
     first = min(leave, known, key=lambda leave: leave.deadline)
     lapses = max(leave.lapses, known.lapses)  # what takes it away does so whatever else is said

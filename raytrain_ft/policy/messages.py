@@ -114,7 +114,8 @@ class Noticed(Event):
     sooner.
 
     Attributes:
-        source: "aws spot", "aws rebalance", "gcp", "azure", "ray drain", "sigterm" or "request".
+        source: "aws spot", "aws rebalance", "gcp", "gcp maintenance", "azure preempt" (or another kind of event), "ray drain",
+            "sigterm" or "request".
         replaced: whether another is to take its place; if not, the run has one worker less from then on.
     """
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from raytrain_ft.policy import messages as m
-from raytrain_ft.policy.leaving import DRAIN, LAPSE_AFTER_S, REQUEST
+from raytrain_ft.policy.leaving import DRAIN, REQUEST, lapses_after
 from raytrain_ft.runtime.notices.notice import NODE_STAYS, Notice
 
 SOONER_S = 1.0
@@ -43,7 +43,7 @@ class NoticeBoard:
         if self._is_refuted(node, notice.source):
             return
         self._shun(node, notice.source, until)
-        for source in [source for source in known if known[source] + (0.0 if source == REQUEST else LAPSE_AFTER_S) <= now]:
+        for source in [source for source in known if known[source] + lapses_after(source) <= now]:
             del known[source]
         if until >= min(known.values(), default=math.inf) - (0.0 if asked else SOONER_S) and notice.replaced:
             return
@@ -61,7 +61,7 @@ class NoticeBoard:
             return
         if source not in NODE_STAYS:
             gone = self._gone.setdefault(node, {})
-            until = gone[source] = min(until + LAPSE_AFTER_S, gone.get(source, math.inf))
+            until = gone[source] = min(until + lapses_after(source), gone.get(source, math.inf))
         self._avoid[node] = max(until, self._avoid.get(node, until))
 
     def drained(self, nodes: dict[str, float], members: Iterable[str], crew: Any) -> None:

@@ -717,6 +717,14 @@ def test_a_request_that_nothing_came_of_lapses_and_makes_no_later_loss_fatal() -
     assert of(story.said, m.StartWorker) == [m.StartWorker("w5")]
 
 
+@pytest.mark.parametrize(("source", "lapses"), [("aws spot", 60.0), ("gcp maintenance", 3600.0)])
+def test_what_a_cloud_said_stands_for_as_long_as_it_may_yet_come_true(source: str, lapses: float) -> None:
+    story = running(min_workers=3, slots=3)
+    story.tell(wished(deadline_s=60.0, source=source))
+    story.tell(m.TimerFired(at=60.0, timer="leave", incarnation=1))
+    assert of(story.said, m.SetTimer) == [m.SetTimer("leave", lapses, 1)]
+
+
 def test_who_leaves_sleeps_until_then_by_choice_and_wakes_if_nothing_comes_of_it() -> None:
     story = running(min_workers=3, slots=3, sleeps_on_notice=True)
     assert of(story.tell(wished()), m.Sleep) == [m.Sleep(("w1",), True)]

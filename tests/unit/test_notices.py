@@ -105,7 +105,7 @@ def test_azure_events_that_name_this_machine() -> None:
         server.events += [event("Terminate", "gpu-set_3", seconds=600), event("Preempt", "GPU-set_3", "gpu-set_4", seconds=25)]
         notice = azure.poll()
         assert notice is not None
-        assert notice.source == "azure"
+        assert notice.source == "azure preempt"
         assert 22 < notice.deadline_s <= 25
         assert "Preempt" in notice.reason
         server.events = [event("Redeploy", "gpu-set_3", seconds=None)]
@@ -606,3 +606,45 @@ def test_a_question_for_drains_that_fails_once_is_asked_again(monkeypatch: pytes
 
     asyncio.run(play())
     assert [type(event) for event in told] == [m.CapacityChanged, m.Noticed], "nodes are counted also without an answer"
+
+
+def test_maintenance_of_a_google_machine_may_come_an_hour_later_and_is_no_preemption() -> None:
+    """A machine with GPUs has an hour from the same word for which others have a minute: it is no refuge until then."""
+    told: list[m.Event] = []
+    clock = [0.0]
+    board = NoticeBoard(told.append, lambda: clock[0])
+    with Gce() as server:
+        gcp = Gcp(Metadata(server.url))
+        server.values["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
+        maintenance = gcp.poll()
+        server.values["preempted"] = "TRUE"
+        preempted = gcp.poll()
+    assert maintenance is not None
+    assert preempted is not None
+    board.noticed("w0", "n0", maintenance)
+    clock[0] = 600.0
+    assert board.condemned() == {"n0"}
+    (noticed,) = [event for event in told if isinstance(event, m.Noticed)]
+    restarted = NoticeBoard(told.append, lambda: clock[0])
+    restarted.recall(noticed, "n0")
+    assert restarted.condemned() == {"n0"}
+    clock[0] = 3661.0
+    assert board.condemned() == set(), "nobody took it away"
+    board.noticed("w1", "n0", maintenance)
+    board.noticed("w1", "n0", preempted)
+    assert [(e.member, e.source) for e in told if isinstance(e, m.Noticed)] == [("w0", "gcp maintenance"), ("w1", "gcp")]
+
+
+def test_a_reboot_that_was_cancelled_hides_no_preemption() -> None:
+    told: list[m.Event] = []
+    clock = [0.0]
+    board = NoticeBoard(told.append, lambda: clock[0])
+    with AzureVm("gpu-set_3") as server:
+        azure = Azure(Metadata(server.url))
+        for kind, seconds, at in (("Reboot", 300, 0.0), ("Preempt", 30, 400.0)):
+            server.events = [event(kind, "gpu-set_3", seconds=seconds)]
+            clock[0] = at
+            notice = azure.poll()
+            assert notice is not None
+            board.noticed("w0", "n0", notice)
+    assert [e.source for e in told if isinstance(e, m.Noticed)] == ["azure reboot", "azure preempt"]

@@ -85,7 +85,8 @@ class Azure:
 
 
 def _notice(event: _ScheduledEvent) -> Notice:
-    return Notice(_seconds_left(event.NotBefore), "azure", f"scheduled event: {event.EventType}")
+    """Each kind is a source of its own: that a reboot was cancelled says nothing of a preemption."""
+    return Notice(_seconds_left(event.NotBefore), f"azure {event.EventType.lower()}", f"scheduled event: {event.EventType}")
 
 
 def _seconds_left(not_before: str) -> float:

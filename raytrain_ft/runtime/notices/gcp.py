@@ -1,4 +1,5 @@
-"""Google Cloud: preemption of a spot machine, 30 s ahead, and maintenance that ends the machine, 60 s ahead or more.
+"""Google Cloud: preemption of a spot machine, 30 s ahead, and maintenance that ends the machine, 60 s ahead or more
+(an hour for machines with GPUs).
 
 "Spot VMs" and "Query the metadata server for maintenance event notices" in the Compute Engine documentation.
 """
@@ -6,6 +7,7 @@
 from __future__ import annotations
 
 from raytrain_ft.errors import MetadataError
+from raytrain_ft.policy.leaving import MAINTENANCE
 from raytrain_ft.runtime.notices.metadata import Metadata
 from raytrain_ft.runtime.notices.notice import Notice
 
@@ -14,8 +16,9 @@ PREEMPTED_PATH = "/computeMetadata/v1/instance/preempted"
 MAINTENANCE_PATH = "/computeMetadata/v1/instance/maintenance-event"
 PREEMPTION_NOTICE_S = 30.0
 MAINTENANCE_NOTICE_S = 60.0
+"""What any machine has. One with GPUs has an hour, which the service does not say: it leaves early."""
 TERMINATE = "TERMINATE_ON_HOST_MAINTENANCE"
-MAINTENANCE = ("NONE", "MIGRATE_ON_HOST_MAINTENANCE", TERMINATE)
+EVENTS = ("NONE", "MIGRATE_ON_HOST_MAINTENANCE", TERMINATE)
 """A machine that migrates keeps running."""
 
 
@@ -36,8 +39,8 @@ class Gcp:
         """A preemption if there is one, else maintenance."""
         if self._one_of(PREEMPTED_PATH, ("FALSE", "TRUE")) == "TRUE":
             return Notice(PREEMPTION_NOTICE_S, "gcp", "the machine is being preempted")
-        if self._one_of(MAINTENANCE_PATH, MAINTENANCE) == TERMINATE:
-            return Notice(MAINTENANCE_NOTICE_S, "gcp", "the machine will be terminated for maintenance")
+        if self._one_of(MAINTENANCE_PATH, EVENTS) == TERMINATE:
+            return Notice(MAINTENANCE_NOTICE_S, MAINTENANCE, "the machine will be terminated for maintenance")
         return None
 
     def _one_of(self, path: str, known: tuple[str, ...]) -> str:
