@@ -143,7 +143,7 @@ class Heartbeat:
             self._wake.clear()
             beat = self._beat()
             try:
-                pause = ray.get(self._supervisor.beat.remote(beat), timeout=self._spec.lease)
+                pause: Any = ray.get(self._supervisor.beat.remote(beat), timeout=self._spec.lease)
             except ActorDiedError:
                 os._exit(0)  # the supervisor is gone for good: the run is over, or its driver is
             except RayError:  # it restarts; training goes on meanwhile
