@@ -65,15 +65,24 @@ class Ranks:
         self._carefully(lambda: dist.all_gather(found, padded, group=self._group))
         return [_value(one[: int(size)]) for one, size in zip(found, sizes, strict=True)]
 
+    def failures(self, error: FTError | None) -> list[FTError]:
+        """The errors of all ranks that have one: this rank's own first, then in the order of ranks.
+
+        Raises:
+            StorageError: a rank cannot be reached.
+        """
+        said = self.all_say(None if error is None else [type(error).__name__, str(error)])
+        found = [] if error is None else [error]
+        for rank, other in enumerate(said):
+            if other is not None and rank != self.rank:
+                kind: type[FTError] = getattr(errors, other[0], StorageError)
+                found.append(kind(f"rank {rank}: {other[1]}"))
+        return found
+
     def agree(self, error: FTError | None) -> None:
         """Raises on every rank if one of them has an error: its own, or else that of the first that has one."""
-        said = self.all_say(None if error is None else [type(error).__name__, str(error)])
-        if error is not None:
-            raise error
-        for rank, other in enumerate(said):
-            if other is not None:
-                kind = getattr(errors, other[0], StorageError)
-                raise kind(f"rank {rank}: {other[1]}")
+        for failure in self.failures(error):
+            raise failure
 
     def leave(self) -> None:
         """Gives the group up."""
@@ -87,7 +96,8 @@ class Ranks:
         except RuntimeError as error:
             raise StorageError(
                 f"rank {self.rank} of {self.count}: the others could not be reached within {self._timeout}; "
-                f"is one of them lost, or not inside checkfreq.open? ({error})"
+                "is one of them lost, or not inside checkfreq.open? Or does it still read a large checkpoint? Then give "
+                f"checkfreq.open a longer timeout=... ({error})"
             ) from error
 
 

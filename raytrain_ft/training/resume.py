@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raytrain_ft.errors import ConfigError, MismatchError, NoCheckpointError, StorageError
+from raytrain_ft.errors import ConfigError, MismatchError, StorageError
 from raytrain_ft.policy.sampling import Position
 from raytrain_ft.storage import checkpoint
+from raytrain_ft.storage import manifest as manifests
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.filesystem import Storage
 from raytrain_ft.storage.manifest import Manifest, Name
@@ -79,43 +80,24 @@ def _begun(storage: Storage) -> int:
         raise StorageError(f"{storage.uri}/{BEGUN_FILE} is damaged: remove it to go on from the newest checkpoint") from error
 
 
-def newest(storage: Storage, warn: Callable[[Name, str], None]) -> Content | None:
-    """The newest checkpoint that is whole, verified; None if there are none at all. `warn` is told of each that is passed over,
-    and why.
-
-    Raises:
-        NoCheckpointError: there are some, and all are damaged. MismatchError: it is none of ours.
-    """
+def counting(storage: Storage) -> list[Name]:
+    """The complete checkpoints that count, newest first."""
     begun = _begun(storage)
-    passed: list[str] = []
-
-    for candidate in checkpoint.found(storage):
-        if not candidate.complete or candidate.name.epoch < begun:
-            continue
-        try:
-            manifest = checkpoint.read_manifest(storage, candidate.name)
-            _stored(manifest)
-            return checkpoint.read(storage, manifest)
-        except StorageError as error:
-            passed.append(f"checkpoint {candidate.name} is passed over: {error}")
-            warn(candidate.name, passed[-1])
-    if passed:
-        raise NoCheckpointError(
-            f"{storage.uri}: no checkpoint can be read; " + "; ".join(passed) + '. resume="never" begins anew'
-        )
-    return None
+    return [found.name for found in checkpoint.found(storage) if found.complete and found.name.epoch >= begun]
 
 
-def named(storage: Storage, name: str) -> Content:
-    """A checkpoint that another rank has chosen.
+def read(storage: Storage, name: str) -> Content:
+    """A checkpoint that rank 0 found, verified.
 
     Raises:
-        StorageError: this process cannot read it.
+        StorageError: it is damaged. MismatchError: it is none of ours. ConfigError: this process does not see it at all.
     """
     parsed = Name.parse(name)
-    if parsed is None or storage.size(f"{name}/manifest.json") is None:
-        raise StorageError(f"{storage.uri} does not hold {name} here: is it a directory that all ranks share?")
-    return checkpoint.read(storage, checkpoint.read_manifest(storage, parsed))
+    if parsed is None or storage.size(f"{name}/{manifests.FILE}") is None:
+        raise ConfigError(f"{storage.uri} does not hold {name} here: is it a directory that all ranks share?")
+    manifest = checkpoint.read_manifest(storage, parsed)
+    _stored(manifest)
+    return checkpoint.read(storage, manifest)
 
 
 # ---------------------------------------------------------------- comparing, then loading

@@ -12,7 +12,7 @@ import json
 import math
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,13 +20,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from raytrain_ft.errors import ConfigError, FTError, NoCheckpointError
+from raytrain_ft.errors import ConfigError, FTError, NoCheckpointError, StorageError
 from raytrain_ft.policy.sampling import Position
 from raytrain_ft.policy.tuner import Tuner
 from raytrain_ft.storage import checkpoint, lock
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.filesystem import Storage
-from raytrain_ft.storage.manifest import Name
 from raytrain_ft.training import objects as states
 from raytrain_ft.training import resume as resuming
 from raytrain_ft.training.checkpointer import Checkpointer, Target
@@ -71,7 +70,7 @@ class Session:
         self._objects, self._loaders = objects, loaders
         self._closing = ExitStack()
         self._resumed: resuming.Plan | None = None
-        self._passed_over: list[str] = []  # checkpoints that rank 0 found to be damaged
+        self._passed_over: list[str] = []  # checkpoints that are damaged, as some rank sees them
         self._began_at = 0
         self._parts: states.Parts | None = None
         self._committed: dict[str, Position] = {}
@@ -130,37 +129,52 @@ class Session:
 
     def _resume(self, resume: str, override: Collection[str], epoch: int) -> None:
         """Every rank reads the same checkpoint, and none changes anything unless it fits on all."""
-        found: list[Content] = []
 
-        def pass_over(name: Name, reason: str) -> None:
-            self._passed_over.append(str(name))
-            self._journal.tell("CheckpointPassedOver", {"reason": reason})
-
-        def choose() -> str | None:
+        def choose() -> list[str]:
             if resume == "never":
                 resuming.begin_anew(self.storage, epoch)
-                return None
-            content = resuming.newest(self.storage, pass_over)
-            if content is None and resume == "require":
+                return []
+            names = [str(name) for name in resuming.counting(self.storage)]
+            if not names and resume == "require":
                 raise NoCheckpointError(f'{self.storage.uri} holds no checkpoint, and resume="require"')
-            found.extend([content] if content else [])
-            return str(content.manifest.name) if content else None
+            return names
 
-        def compare() -> resuming.Plan:
-            content = found[0] if found else resuming.named(self.storage, str(name))
-            return resuming.plan(content, self._objects, self._loaders, override, self._ranks.rank)
-
-        name = _by_first(self._ranks, choose)
-        if name is None:
+        names = _by_first(self._ranks, choose)
+        if not names:
             self._journal.tell("Started", {"world": self._ranks.count})
             return
-        plan = _by_all(self._ranks, compare)
+        content = self._newest(names)
+        rank = self._ranks.rank
+        plan = _by_all(self._ranks, lambda: resuming.plan(content, self._objects, self._loaders, override, rank))
         _by_all(self._ranks, lambda: resuming.load(plan))
-        resuming.set_generators(plan, self._ranks.rank)
+        resuming.set_generators(plan, rank)
         self._resumed, self.step, self._began_at = plan, plan.step, plan.step
         data = {name: loader.state_dict() for name, loader in self._loaders.items()}
         about = {"world": self._ranks.count, "world_before": plan.world, "notes": plan.notes}
-        self._journal.tell("Resumed", {"checkpoint": name, "step": self.step, "data": data, **about})
+        self._journal.tell("Resumed", {"checkpoint": str(content.manifest.name), "step": self.step, "data": data, **about})
+
+    def _newest(self, names: Sequence[str]) -> Content:
+        """The first of these checkpoints that is whole, as every rank sees it. All read it at the same time: a large one takes
+        longer than ranks wait for each other.
+
+        Raises:
+            NoCheckpointError: all are damaged. MismatchError: it is none of ours.
+        """
+        passed: list[str] = []
+        for name in names:
+            content, error = _tried(partial(resuming.read, self.storage, name))
+            failures = self._ranks.failures(error)
+            for failure in failures:
+                if not isinstance(failure, StorageError):
+                    raise failure
+            if content is not None and not failures:
+                return content
+            passed.append(f"checkpoint {name} is passed over: {failures[0]}")
+            self._passed_over.append(name)
+            self._journal.tell("CheckpointPassedOver", {"reason": passed[-1]})
+        raise NoCheckpointError(
+            f"{self.storage.uri}: no checkpoint can be read; " + "; ".join(passed) + '. resume="never" begins anew'
+        )
 
     def _tuner(self) -> Tuner:
         return Tuner(budget=self._plan.budget, window=self._plan.window, fixed=self._plan.every)
@@ -287,27 +301,24 @@ class Session:
         self._closing.close()
 
 
+def _tried(work: Callable[[], T]) -> tuple[T | None, FTError | None]:
+    """What the work gives, or its error."""
+    try:
+        return work(), None
+    except FTError as error:
+        return None, error
+
+
 def _by_first(ranks: Ranks, work: Callable[[], T]) -> T:
     """What rank 0's work gives, or its error, on every rank."""
-    value: T | None = None
-    error: FTError | None = None
-    if ranks.rank == 0:
-        try:
-            value = work()
-        except FTError as found:
-            error = found
+    value, error = _tried(work) if ranks.rank == 0 else (None, None)
     ranks.agree(error)
     return ranks.first_says(value)
 
 
 def _by_all(ranks: Ranks, work: Callable[[], T]) -> T:
     """What this rank's work gives; an error of one is an error of all."""
-    error: FTError | None = None
-    value: T | None = None
-    try:
-        value = work()
-    except FTError as found:
-        error = found
+    value, error = _tried(work)
     ranks.agree(error)
     return value  # pyright: ignore[reportReturnType]
 

@@ -1,6 +1,6 @@
 """A small training script with `raytrain_ft.checkfreq`, for tests that kill it: alone, or as ranks of gloo (RANK, WORLD_SIZE).
 
-    python checkfreq_job.py DIRECTORY --until 40 [--every 3] [--quiet]
+    python checkfreq_job.py DIRECTORY --until 40 [--every 3] [--quiet] [--timeout 120] [--reading 0]
 
 Prints the number of each step; writes the ids it read to DIRECTORY/ids-*.jsonl and its final state to DIRECTORY/final-RANK.pt.
 """
@@ -10,6 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import raytrain_ft.checkfreq as checkfreq
+from raytrain_ft.storage.checkpoint import Content
 
 SAMPLES = 60
 BATCH = 8  # 60 / 8: the last batch of an epoch is short, and 4 samples are shared out evenly by 2 ranks
@@ -47,13 +51,27 @@ def build(quiet: bool) -> nn.Sequential:
     return nn.Sequential(nn.Linear(32, 400), *inner, nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 5))
 
 
+def read_slowly(seconds: float) -> None:
+    """As if a checkpoint were so large that it takes so long to verify."""
+    verify = Content.verify
+
+    def slowly(content: Content, hashed: Callable[[int, int], None] | None = None) -> None:
+        time.sleep(seconds)
+        verify(content, hashed)
+
+    Content.verify = slowly  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     parser.add_argument("--until", type=int, required=True)
     parser.add_argument("--every", type=int, default=3)
     parser.add_argument("--quiet", action="store_true")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that ranks wait for each other")
+    parser.add_argument("--reading", type=float, default=0.0, help="seconds that it takes to verify a checkpoint")
     args = parser.parse_args()
+    read_slowly(args.reading)
 
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world > 1:
@@ -67,7 +85,7 @@ def main() -> None:
     loader = checkfreq.Loader(Noisy(0.0 if args.quiet else 0.1), global_batch_size=BATCH, seed=3)
     objects: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
 
-    with checkfreq.open(args.directory, every=args.every, **objects) as run:
+    with checkfreq.open(args.directory, every=args.every, timeout=timedelta(seconds=args.timeout), **objects) as run:
         path = args.directory / f"ids-{rank}-{world}-from-{run.step}-{os.getpid()}.jsonl"
         with path.open("w") as ids_file:
             for ids, inputs, labels in run.batches(loader, until_step=args.until):

@@ -26,11 +26,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import raytrain_ft.checkfreq as checkfreq
-from raytrain_ft.errors import ConfigError, LockedError, MismatchError, NoCheckpointError, StorageError
+from raytrain_ft.errors import ConfigError, FTError, LockedError, MismatchError, NoCheckpointError, StorageError
 from raytrain_ft.policy.sampling import Position, Sampling, next_batch, order, share
+from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.storage.tree import flatten
-from raytrain_ft.training import checkpointer
+from raytrain_ft.training import checkpointer, resume
 from raytrain_ft.training import objects as states
+from raytrain_ft.training.journal import Journal
 from raytrain_ft.training.objects import generator_states
 from raytrain_ft.training.random import sample_seed
 from raytrain_ft.training.session import Session
@@ -805,6 +807,20 @@ def test_ranks_that_pass_other_objects_are_told(tmp_path: Path) -> None:
         session = Session(ranks, cast(Any, None), cast(Any, None), objects, {}, cast(Any, None))
         with pytest.raises(ConfigError, match=message) if message else nullcontext():
             session._compare_ranks()
+
+
+def test_what_another_rank_finds_damaged_is_passed_over_on_all(run_directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Here the newest one is whole."""
+    others: list[FTError] = [StorageError("rank 1: shard-00000-of-00001.arrow is damaged")]
+    ranks: Any = SimpleNamespace(failures=lambda error: [others.pop()] if others else [])
+    storage = open_storage(str(run_directory / "checkpoints"))
+    names = [str(name) for name in resume.counting(storage)]
+    session = Session(ranks, storage, Journal(None), {}, {}, cast(Any, None))
+    assert session._newest(names).manifest.step == 10
+    assert "step-000000012-e1-i1 is passed over: rank 1: shard" in caplog.text
+    others.append(ConfigError("rank 1: it does not hold it: is it a directory that all ranks share?"))
+    with pytest.raises(ConfigError, match="all ranks share"):
+        session._newest(names)
 
 
 def test_an_epoch_in_which_nothing_is_read_is_an_error() -> None:

@@ -156,3 +156,10 @@ def test_the_same_world_has_the_same_bits(tmp_path: Path) -> None:
     complete(tmp_path / "resumed", "--until", "11", world=2)
     assert same_bits(complete(tmp_path / "resumed", "--until", "24", world=2), reference)
     check_each_once(tmp_path / "resumed", 24)
+
+
+def test_a_checkpoint_that_takes_longer_to_read_than_ranks_wait_for_each_other_is_resumed(tmp_path: Path) -> None:
+    complete(tmp_path, "--until", "4", world=2)
+    complete(tmp_path, "--until", "5", "--timeout", "12", "--reading", "15", world=2)
+    assert sorted(used(tmp_path)) == [1, 2, 3, 4, 5]
+    assert list(tmp_path.glob("ids-*-2-from-4-*.jsonl")), "it began with what was stored"
