@@ -27,12 +27,12 @@ from typing import Any, Literal
 
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.frequency import LONGEST_PROFILE, check_budget, profile_steps
-from raytrain_ft.storage import checkpoint
 from raytrain_ft.storage.filesystem import LocalStorage, Storage, open_storage
 from raytrain_ft.training import objects as states
 from raytrain_ft.training.journal import Journal
 from raytrain_ft.training.ranks import Ranks, current
 from raytrain_ft.training.resumable import Loader
+from raytrain_ft.training.resume import counting
 from raytrain_ft.training.session import Plan, Session
 from raytrain_ft.training.snapshot import check_plain
 
@@ -159,12 +159,11 @@ class Run:
         """The newest committed checkpoint as a `ray.train.Checkpoint`, for `ray.train.report(metrics, checkpoint=...)`; None if
         there is none yet, and where storage is no directory. It is read in place: report it before `keep` more are there."""
         storage = self._session.storage
-        complete = [found.name for found in checkpoint.found(storage) if found.complete]
-        if not complete or not isinstance(storage, LocalStorage):
+        if not isinstance(storage, LocalStorage) or not (names := counting(storage)):
             return None
         import ray.train
 
-        return ray.train.Checkpoint.from_directory(str(storage.root / str(complete[0])))
+        return ray.train.Checkpoint.from_directory(str(storage.root / str(names[0])))
 
     def close(self) -> None:
         """What leaving the `with` block does, for code that has none: writes the last checkpoint and waits for it."""

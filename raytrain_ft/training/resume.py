@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -74,10 +75,11 @@ def begin_anew(storage: Storage, epoch: int) -> None:
 def _begun(storage: Storage) -> int:
     if storage.size(BEGUN_FILE) is None:
         return 0
-    try:
-        return int(json.loads(storage.view(BEGUN_FILE).to_pybytes())["epoch"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise StorageError(f"{storage.uri}/{BEGUN_FILE} is damaged: remove it to go on from the newest checkpoint") from error
+    with suppress(ValueError, RecursionError):
+        match json.loads(storage.view(BEGUN_FILE).to_pybytes()):
+            case {"epoch": int(epoch)}:
+                return epoch
+    raise StorageError(f"{storage.uri}/{BEGUN_FILE} is damaged: remove it to go on from the newest checkpoint")
 
 
 def counting(storage: Storage) -> list[Name]:

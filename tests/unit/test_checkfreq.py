@@ -403,6 +403,24 @@ def test_all_damaged_is_an_error_and_never_begins_anew(run_directory: Path) -> N
         assert run.step == 3, "the earlier lineage does not come back"
 
 
+def test_a_run_that_began_anew_hands_no_checkpoint_of_the_one_before_to_ray(run_directory: Path) -> None:
+    setup = Setup()
+    with checkfreq.open(run_directory, resume="never", every=1, **setup.objects) as run:
+        assert run.ray_checkpoint() is None
+        setup.train(run, 3)
+        until(lambda: run.ray_checkpoint() is not None)
+        assert "-e2-" in Path(run.ray_checkpoint().path).name
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[" * 100_000, b'{"epoch": 1e999}', b'{"epoch": "2"}', b'{"epoch": 2.5}', b"{}", b"[2]", b"\xff"]
+)
+def test_a_damaged_note_of_a_new_beginning_is_a_typed_error(run_directory: Path, content: bytes) -> None:
+    (run_directory / "checkpoints" / resume.BEGUN_FILE).write_bytes(content)
+    with pytest.raises(StorageError, match=r"begun\.json is damaged: remove it"):
+        checkfreq.open(run_directory, **Setup().objects)
+
+
 def test_strangers_in_the_directory_are_left_alone(run_directory: Path, tmp_path: Path) -> None:
     directory = run_directory / "checkpoints"
     (directory / "step-000000099-e1-i1").mkdir()
