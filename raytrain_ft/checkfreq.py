@@ -17,9 +17,8 @@ overlaps with the next forward and backward pass; only `optimizer.step()` waits 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -147,13 +146,10 @@ class Run:
         themselves. A checkpoint begins here when it is due."""
         self._session.commit()
 
-    @contextmanager
-    def untimed(self) -> Iterator[None]:
+    def untimed(self) -> AbstractContextManager[None]:
         """Around what is no training (a validation in the midst of an epoch), so that it is not taken for slow steps. What
         happens between epochs is left out anyway."""
-        began = time.monotonic()
-        yield
-        self._session.leave_out(time.monotonic() - began)
+        return self._session.untimed()
 
     def ray_checkpoint(self) -> Any:
         """The newest committed checkpoint as a `ray.train.Checkpoint`, for `ray.train.report(metrics, checkpoint=...)`; None if

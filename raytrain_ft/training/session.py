@@ -13,7 +13,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -32,6 +32,7 @@ from raytrain_ft.training.checkpointer import Checkpointer, Target
 from raytrain_ft.training.journal import Journal
 from raytrain_ft.training.ranks import Ranks
 from raytrain_ft.training.resumable import Loader
+from raytrain_ft.training.stopwatch import Stopwatch
 
 T = TypeVar("T")
 
@@ -76,8 +77,8 @@ class Session:
         self._committed: dict[str, Position] = {}
         self._uncommitted: set[str] | None = None  # the loaders that the present step read from, if there was an update in it
         self._next_decision = 0
-        self._since: float | None = None  # when the clock was last read; None while it stands still
-        self._seconds = self._update_s = self._update_began = 0.0
+        self._watch = Stopwatch()  # runs from the first batch on
+        self._update_s = self._update_began = 0.0
 
     # ---------------------------------------------------------------- the beginning
 
@@ -225,10 +226,7 @@ class Session:
 
     def commit(self) -> None:
         """A batch is asked for: what was done since the last one is a step, if there was an update in it."""
-        now = time.monotonic()
-        if self._since is not None:
-            self._seconds += now - self._since
-        self._since = now
+        self._watch.start()
         if self._resumed is not None:
             resuming.set_generators(self._resumed, self._ranks.rank)  # something may have drawn since `begin`
             self._resumed = None
@@ -239,14 +237,11 @@ class Session:
 
     def pause(self) -> None:
         """The epoch is over: until the next batch is asked for, time is not counted."""
-        if self._since is not None:
-            self._seconds += time.monotonic() - self._since
-            self._since = None
+        self._watch.stop()
 
-    def leave_out(self, seconds: float) -> None:
-        """So much of the time since the last batch was no training."""
-        if self._since is not None:
-            self._since += seconds
+    def untimed(self) -> AbstractContextManager[None]:
+        """What is done inside is no training: its time is not counted, also where a loader is read."""
+        return self._watch.held()
 
     def _commit_step(self) -> bool:
         """Returns whether an epoch ended with this step whose end is to be kept."""
@@ -255,8 +250,8 @@ class Session:
         ended = any(self._committed[name].epoch != before[name].epoch for name in self._uncommitted)
         self._uncommitted = None
         self._checkpointer.updated(self._update_s)
-        self._checkpointer.stepped(self.step, self._seconds)
-        self._seconds = self._update_s = 0.0
+        self._checkpointer.stepped(self.step, self._watch.take())
+        self._update_s = 0.0
         return ended and self._plan.keep_epochs
 
     def _decide(self, ended: bool) -> None:

@@ -32,6 +32,7 @@ from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.storage.tree import flatten
 from raytrain_ft.training import checkpointer, resume
 from raytrain_ft.training import objects as states
+from raytrain_ft.training.checkpointer import Checkpointer
 from raytrain_ft.training.journal import Journal
 from raytrain_ft.training.objects import generator_states
 from raytrain_ft.training.random import sample_seed
@@ -282,6 +283,40 @@ def test_a_job_that_is_killed_in_its_validation_steps_its_scheduler_all_the_same
         resumed.epochs(3)
     assert resumed.scheduler.last_epoch == 3
     assert resumed.state() == undisturbed.state()
+
+
+def test_a_validation_in_the_midst_of_an_epoch_is_no_slow_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the step before it has ended or not, and though it has a loader that is followed too."""
+    clock, later = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + later[0])
+    told: list[float] = []
+    stepped = Checkpointer.stepped
+
+    def listen(self: Checkpointer, step: int, seconds: float) -> None:
+        told.append(seconds)
+        stepped(self, step, seconds)
+
+    monkeypatch.setattr(Checkpointer, "stepped", listen)
+    setup = Validated()
+
+    def validate(seconds: float) -> None:
+        for _ in setup.val:
+            later[0] += seconds / 4
+
+    with checkfreq.open(tmp_path, every=1000, **setup.objects) as run:
+        with run.untimed():
+            validate(1e6)
+        for inputs, labels in run.batches(setup.loader, until_step=9):
+            if run.step == 2:
+                later[0] += 1000.0  # reading a large batch, say
+                with run.untimed():
+                    validate(1e6)
+            setup.step(inputs, labels)
+            if run.step == 7:
+                with run.untimed():
+                    validate(1e6)
+                later[0] += 1000.0
+    assert [round(seconds / 1000) for seconds in told] == [0, 0, 1, 0, 0, 0, 1, 0, 0]
 
 
 def test_interval_is_chosen_by_itself_and_remembered(tmp_path: Path) -> None:
