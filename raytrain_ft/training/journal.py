@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import queue
+import stat
 import threading
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 log = logging.getLogger("raytrain_ft.checkfreq")
 _LEVELS = {
@@ -18,38 +21,53 @@ _LEVELS = {
 }
 
 
+LEAVE_S = 10.0
+"""How long the end of a run waits for the last lines to be written."""
+
+
 class Journal:
-    """Appends to a file, if there is one. May be used by any thread."""
+    """Appends to a file, if there is one, on a thread of its own: a disk that hangs holds nobody up. May be used by any
+    thread."""
 
     def __init__(self, path: Path | None) -> None:
         """`path`: None for none (the storage is no directory of this machine, or another rank writes it)."""
-        self._lock = threading.Lock()
         self._path = path
-        self._file: TextIO | None = None
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="journal", daemon=True)
+        if path is not None:
+            self._thread.start()
 
     def tell(self, event: str, fields: dict[str, Any]) -> None:
         """Writes an event down. A journal that cannot be written is no reason to end training: logging says it once."""
         log.log(_LEVELS.get(event, logging.INFO), "%s %s", event, " ".join(f"{k}={_short(v)}" for k, v in fields.items()))
-        if self._path is None:
-            return
-        line = json.dumps({"time": round(time.time(), 3), "event": event, **fields})
-        with self._lock:
+        if self._path is not None:
+            self._lines.put(json.dumps({"time": round(time.time(), 3), "event": event, **fields}) + "\n")
+
+    def close(self) -> None:
+        """Waits until all is written; not for ever."""
+        self._lines.put(None)
+        if self._thread.is_alive():
+            self._thread.join(LEAVE_S)
+
+    def _write(self) -> None:
+        for line in iter(self._lines.get, None):
+            if self._path is None:
+                continue
             try:
-                if self._file is None:
-                    self._path.parent.mkdir(parents=True, exist_ok=True)
-                    self._file = self._path.open("a", buffering=1)
-                self._file.write(line + "\n")
+                _append(self._path, line)
             except OSError as error:
                 log.warning("%s cannot be written (%s): this run has no journal from here on", self._path, error)
                 self._path = None
 
-    def close(self) -> None:
-        """Closes the file."""
-        with self._lock:
-            self._path = None
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+
+def _append(path: Path, line: str) -> None:
+    """The directory may hold what others have put there: a link is not followed, and nobody is waited for at a pipe."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    carefully = os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(path, "a", opener=lambda name, flags: os.open(name, flags | carefully, 0o600)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError("it is no regular file")
+        file.write(line)
 
 
 def _short(value: Any) -> Any:

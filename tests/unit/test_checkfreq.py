@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import logging
+import os
 import random
 import statistics
 import threading
@@ -31,6 +32,7 @@ from raytrain_ft.policy.sampling import Position, Sampling, next_batch, order, s
 from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.storage.tree import flatten
 from raytrain_ft.training import checkpointer, resume
+from raytrain_ft.training import journal as journals
 from raytrain_ft.training import objects as states
 from raytrain_ft.training.checkpointer import Checkpointer
 from raytrain_ft.training.journal import Journal
@@ -86,7 +88,8 @@ def trained(directory: Path, until: int, **options: Any) -> Setup:
 
 
 def journal(directory: Path, event: str) -> list[dict[str, Any]]:
-    lines = (directory / "checkfreq.jsonl").read_text().splitlines()
+    path = directory / "checkfreq.jsonl"  # which a thread writes
+    lines = path.read_text().splitlines() if path.exists() else []
     return [record for record in map(json.loads, lines) if record["event"] == event]
 
 
@@ -397,6 +400,36 @@ def test_training_goes_on_while_the_disk_cannot_be_written_and_says_so(
     assert [record["step"] for record in journal(run_directory, "CheckpointCommitted")] == [5, 15, 17]
     with checkfreq.open(run_directory, **Setup().objects) as again:
         assert again.step == 17
+
+
+def test_a_journal_that_is_a_link_or_no_file_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Others may write to the directory, and make training write elsewhere, or wait for ever."""
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    for name, make in (("link", lambda path: path.symlink_to(precious)), ("pipe", os.mkfifo), ("directory", Path.mkdir)):
+        run_directory = tmp_path / name
+        run_directory.mkdir()
+        make(run_directory / "checkfreq.jsonl")
+        caplog.clear()
+        training = threading.Thread(target=trained, args=(run_directory, 3), daemon=True)
+        training.start()
+        training.join(60)
+        assert not training.is_alive(), f"{name}: it waits for a reader"
+        assert len([record for record in caplog.records if "no journal from here on" in record.message]) == 1, name
+        assert kept(run_directory) == [(3, False)]
+    assert precious.read_text() == "mine"
+
+
+def test_a_journal_whose_disk_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = threading.Event()
+    monkeypatch.setattr(journals, "LEAVE_S", 0.1)
+    monkeypatch.setattr(journals, "_append", lambda path, line: hangs.wait(60) and None)
+    told = Journal(tmp_path / "checkfreq.jsonl")
+    telling = threading.Thread(target=lambda: (told.tell("Started", {}), told.close()), daemon=True)
+    telling.start()
+    telling.join(30)
+    assert not telling.is_alive()
+    hangs.set()
 
 
 def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
