@@ -115,6 +115,8 @@ class WriterLock:
     def release(self) -> None:
         """Gives it up; the next one need not wait."""
         self.hand_over()
+        if self._thread.is_alive():
+            return  # in a storage that hangs; it runs out by itself
         try:
             if holds(self._storage, self.owner.owner, self.owner.epoch):
                 _write(self._storage, replace(self.owner, renewed=-1))

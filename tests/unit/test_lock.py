@@ -284,6 +284,27 @@ def test_a_lock_that_was_out_of_sight_for_the_lease_is_not_written_again(
     held.release()
 
 
+def test_giving_it_up_does_not_wait_for_a_storage_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = LocalStorage(tmp_path)
+    held = acquire(storage, "run")
+    hangs, over = threading.Event(), threading.Event()
+
+    def size(name: str) -> int | None:
+        hangs.set()
+        over.wait(60)
+        return LocalStorage.size(storage, name)
+
+    with monkeypatch.context() as away:
+        away.setattr(storage, "size", size)
+        assert hangs.wait(20)
+        leaving = threading.Thread(target=held.release, daemon=True)
+        leaving.start()
+        leaving.join(20)
+        left = not leaving.is_alive()
+        over.set()
+    assert left
+
+
 class Upload:
     """Is shown when it is complete, in place of what was there."""
 
