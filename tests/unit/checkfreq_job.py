@@ -1,6 +1,6 @@
 """A small training script with `raytrain_ft.checkfreq`, for tests that kill it: alone, or as ranks of gloo (RANK, WORLD_SIZE).
 
-    python checkfreq_job.py DIRECTORY --until 40 [--every 3] [--quiet] [--timeout 120] [--reading 0]
+    python checkfreq_job.py DIRECTORY --until 40 [--every 3] [--quiet] [--total-steps 200] [--timeout 120] [--reading 0]
 
 Prints the number of each step; writes the ids it read to DIRECTORY/ids-*.jsonl and its final state to DIRECTORY/final-RANK.pt.
 """
@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--until", type=int, required=True)
     parser.add_argument("--every", type=int, default=3)
     parser.add_argument("--quiet", action="store_true")
+    parser.add_argument("--total-steps", type=int, default=200, help="of the learning rate's schedule")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that ranks wait for each other")
     parser.add_argument("--reading", type=float, default=0.0, help="seconds that it takes to verify a checkpoint")
     args = parser.parse_args()
@@ -81,7 +82,7 @@ def main() -> None:
     if world > 1:
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=200)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=args.total_steps)
     loader = checkfreq.Loader(Noisy(0.0 if args.quiet else 0.1), global_batch_size=BATCH, seed=3)
     objects: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
 

@@ -53,6 +53,13 @@ def noisy(sample: tuple[int, float], generator: torch.Generator) -> tuple[int, t
     return sample[0], sample[1] + torch.rand((), generator=generator)
 
 
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)
+
+
 def read(loader: Loader, steps: int) -> list[list[MicroBatch]]:
     return [loader.next() for _ in range(steps)]
 
@@ -180,14 +187,18 @@ def test_two_threads_are_never_inside_the_dataset() -> None:
 def test_the_thread_reads_ahead_as_far_as_it_was_told_and_ends_when_stopped() -> None:
     seen: list[int] = []
     loader = Loader(Squares(100, seen.append), Sampling(100, 4, 0), prefetch=3)
-    before = threading.active_count()
     loader.start(Position(), 0, 1)
+    assert loader._feed is not None
+    thread = loader._feed.thread
+    assert thread is not None
     read(loader, 2)
-    time.sleep(0.1)
+    until(lambda: len(seen) >= 4 * (2 + 3 + 1))
+    time.sleep(0.1)  # in which it could read more
     assert len(seen) == 4 * (2 + 3 + 1), "two delivered, three ready, one in the thread's hands"
-    assert threading.active_count() == before + 1
+    assert thread.is_alive()
     loader.stop()
-    assert threading.active_count() == before
+    thread.join(20)
+    assert not thread.is_alive()
     loader.stop()  # again: nothing to do
 
 
@@ -246,9 +257,17 @@ def test_a_fence_leaves_the_wait_for_a_hung_dataset_at_once(hang: Callable[[int]
 
 
 def test_a_hung_dataset_ends_the_wait_with_its_sample(hang: Callable[[int], None]) -> None:
-    loader = Loader(Squares(8, hang), Sampling(8, 4, 0, shuffle=False), timeout=timedelta(seconds=0.1))
+    seen: list[int] = []
+
+    def visit(i: int) -> None:
+        seen.append(i)
+        hang(i)
+
+    loader = Loader(Squares(8, visit), Sampling(8, 4, 0, shuffle=False))
     loader.start(Position(), 0, 1)
     loader.next()
+    until(lambda: 5 in seen)
+    loader._timeout_s = 0.1
     with pytest.raises(TaskError, match=r"hangs while it loads sample ids \[4, 5, 6, 7\], positions \[4, 8\) of epoch 0"):
         loader.next()
     loader.start(Position(), 0, 1)  # the old thread is still in there: the new one must not follow it

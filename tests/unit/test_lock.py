@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -31,6 +33,25 @@ def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "LEASE_S", 0.8)
     monkeypatch.setattr(lock, "RENEW_S", 0.1)
     monkeypatch.setattr(lock, "POLL_S", 0.05)
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.02)
+
+
+def until_renewed(root: Path) -> None:
+    """Somebody writes the file again."""
+    before = _renewed(root)
+    until(lambda: _renewed(root) > before)
+
+
+def _renewed(root: Path) -> int:
+    found = read_owner(LocalStorage(root))
+    assert found is not None
+    return found.renewed
 
 
 def test_a_second_owner_is_refused_and_told_who_the_first_is(tmp_path: Path) -> None:
@@ -106,23 +127,21 @@ def test_one_that_was_held_up_in_a_renewal_takes_nothing_back(tmp_path: Path) ->
     first.release()
     held = acquire(storage, "second")
     own(storage, replace(first.owner, renewed=7))
-    deadline = time.monotonic() + 10
-    while not holds(storage, "second", held.owner.epoch):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: holds(storage, "second", held.owner.epoch))
     held.release()
 
 
 def test_who_has_lost_it_finds_out_and_who_has_it_now(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     held = acquire(storage, "first")
-    time.sleep(0.4)
+    until(lambda: held.owner.renewed > 2)
     assert held.lost == ""
-    own(storage, replace(held.owner, owner="second", epoch=2))
-    deadline = time.monotonic() + 10
-    while not held.lost:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+
+    def found_out() -> bool:
+        own(storage, replace(held.owner, owner="second", epoch=2))  # again: a renewal that was under way took its place
+        return held.lost != ""
+
+    until(found_out)
     assert f"{tmp_path}: run second (process {os.getpid()} on {socket.gethostname()}) has taken the right" in held.lost
     held.release()
     assert holds(storage, "second", 2)
@@ -213,15 +232,25 @@ def test_a_lock_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     assert read_owner(storage) == OWNER
 
 
-def test_an_owner_elsewhere_that_renews_is_not_succeeded(tmp_path: Path) -> None:
+def test_an_owner_elsewhere_that_renews_is_not_succeeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "LEASE_S", 20.0)
     storage = LocalStorage(tmp_path)
     far = replace(OWNER, owner="far", host="elsewhere")
     own(storage, far)
-    timer = threading.Timer(0.2, lambda: own(LocalStorage(tmp_path), replace(far, renewed=1)))
-    timer.start()
-    with pytest.raises(LockedError, match="far"):
-        acquire(storage, "near")
-    timer.join()
+    over = threading.Event()
+
+    def renew() -> None:
+        for renewed in itertools.count(1):
+            if over.wait(0.1):
+                return
+            own(LocalStorage(tmp_path), replace(far, renewed=renewed))
+
+    with ThreadPoolExecutor(1) as pool:
+        renewing = pool.submit(renew)
+        with pytest.raises(LockedError, match="far"):
+            acquire(storage, "near")
+        over.set()
+        renewing.result(20)
 
 
 def test_whoever_lost_the_right_to_write_cannot_commit(tmp_path: Path) -> None:
@@ -239,28 +268,26 @@ def test_whoever_lost_the_right_to_write_cannot_commit(tmp_path: Path) -> None:
 
 def test_a_renewal_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = LocalStorage(tmp_path)
-    failures = iter([StorageError("the network is down")] * 3)
+    failures = [StorageError("the network is down")] * 3
 
     def view(name: str) -> object:
-        for failure in failures:
-            raise failure
+        if failures:
+            raise failures.pop()
         return LocalStorage.view(storage, name)
 
     held = acquire(storage, "run")
     monkeypatch.setattr(storage, "view", view)
-    time.sleep(1.0)
-    found = read_owner(storage)
-    assert found is not None
-    assert found.renewed > 0
+    until(lambda: not failures)
+    until_renewed(tmp_path)
     held.release()
 
 
-def test_a_lock_that_is_gone_is_written_again(tmp_path: Path) -> None:
+def test_a_lock_that_is_gone_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "LEASE_S", 20.0)
     storage = LocalStorage(tmp_path)
     held = acquire(storage, "run")
     storage.delete(lock.FILE)
-    time.sleep(0.4)
-    assert holds(storage, "run", held.owner.epoch)
+    until(lambda: holds(storage, "run", held.owner.epoch))
     held.release()
 
 
@@ -270,15 +297,18 @@ def test_a_lock_that_was_out_of_sight_for_the_lease_is_not_written_again(
     """Meanwhile there may have been another owner, whose file is the one that is gone."""
     storage = LocalStorage(tmp_path)
     held = acquire(storage, "run")
+    looked = threading.Event()
 
     def size(name: str) -> int | None:
+        looked.set()
         raise StorageError("the network is down")
 
     with monkeypatch.context() as away:
         away.setattr(storage, "size", size)
-        time.sleep(1.2)
+        assert looked.wait(20)
+        time.sleep(lock.LEASE_S)
         LocalStorage(tmp_path).delete(lock.FILE)
-    time.sleep(0.4)
+    until(lambda: held.lost != "")
     assert read_owner(storage) is None
     assert "a run that has left no name has taken the right to write" in held.lost
     held.release()
@@ -326,17 +356,17 @@ class Upload:
 
 
 class ObjectStore:
-    """Shows a file when it is whole, as object stores do; and refuses some uploads."""
+    """Shows a file when it is whole, as object stores do; and refuses an upload, the next one of the thread `refused`."""
 
     type_name = "s3"
 
     def __init__(self) -> None:
         self._files = pafs.LocalFileSystem()
-        self.refuses = 0
+        self.refused: threading.Thread | None = None
 
     def open_output_stream(self, path: str) -> Any:
-        if self.refuses:
-            self.refuses -= 1
+        if self.refused is threading.current_thread():
+            self.refused = None
             raise OSError("AWS Error SLOW_DOWN: Please reduce your request rate")
         return Upload(path)
 
@@ -348,14 +378,14 @@ def test_a_renewal_that_an_object_store_refuses_leaves_the_lock_as_it_was(tmp_pa
     store = ObjectStore()
     storage = RemoteStorage("s3://bucket/run", store, str(tmp_path))
     held = acquire(storage, "run")
-    store.refuses = 1
+    store.refused = threading.current_thread()
     with pytest.raises(StorageError, match="SLOW_DOWN"):
         storage.put(lock.FILE, [memoryview(b"{}")])
     assert holds(storage, "run", held.owner.epoch)
-    store.refuses = 1
-    time.sleep(0.5)
+    store.refused = held._thread
+    until(lambda: store.refused is None)
     assert holds(storage, "run", held.owner.epoch)
-    assert held._thread.is_alive()
+    until_renewed(tmp_path)
     held.release()
 
 
