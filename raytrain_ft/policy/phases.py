@@ -157,7 +157,7 @@ def _reconciled(run: RunState, marks: list[Marks]) -> Plan:
     if rules.stages > 1:
         return reconcile_stages(marks)
     plan = reconcile(marks, whole_update=rules.whole_update)
-    return instead(plan, marks, rules.strategy, rules.quorum) if run.recoveries[-1].lost else plan
+    return instead(plan, marks, rules.strategy, rules.quorum) if run.casualties() else plan
 
 
 def _gather(run: RunState) -> list[m.Command]:
@@ -215,7 +215,7 @@ def _why_go_back(run: RunState) -> str:
         return f"nobody holds the state of step {run.step} any more"
     if run.going_back:
         return run.going_back
-    if run.rules.strategy in ("checkpoint", "snapshot") and run.recoveries[-1].lost and run.stored:
+    if run.rules.strategy in ("checkpoint", "snapshot") and run.casualties() and run.stored:
         return f'strategy="{run.rules.strategy}"'
     return ""
 

@@ -133,6 +133,11 @@ class RunState:
             return [member for member in self.world if member in self.members]
         return [member for member in self.survivors if member in self.members]
 
+    def casualties(self) -> list[str]:
+        """Who of those that went on training last is lost since; who had notice and left is not."""
+        gone = [member for member in self.world if member not in self.members]
+        return [member for member in gone if member not in self.recoveries[-1].left]
+
     def begin_from_stored(self) -> list[m.Command]:
         """The next world begins from the newest checkpoint that nobody has rejected; if none was ever stored, from the
         beginning. If some are and all were rejected, the run ends: perhaps it is the storage that fails, and what a new

@@ -494,6 +494,25 @@ def test_nobody_else_computes_on() -> None:
     assert running(3).lost("w2").fenced_in("w0", 5) == []
 
 
+@pytest.mark.parametrize("strategy", ["lossy", "rollback", "skip", "checkpoint"])
+def test_a_suspicion_after_a_loss_is_no_second_loss(strategy: str) -> None:
+    """Everybody is there again, and has begun the step after the one in which w1 died."""
+    story = running(3, strategy=strategy, checkpoints=True, spares=1, whole_update=False).started("w3").lost("w1")
+    for member in ("w0", "w2"):
+        story.fenced_in(member, 10)
+    story.reconciled("w0", "w3", "w2", empty=["w3"]).filled("w0", "w3", "w2")
+    assert story.run.state == State.RESUME
+    about = {"step": 4, "name": "at 4", "bytes": 1, "snapshot_s": 0.0, "stall_s": 0.0, "persist_s": 0.0}
+    story.tell(m.CheckpointCommitted(member="w0", incarnation=1, **about))
+    story.tell(m.Suspected(incarnation=2, reason="a connection was reset", noticed_by="w0"))
+    for rank, member in enumerate(story.run.world):
+        share = Share(11, (0, 30), (10 * rank, 10 * rank + 10), whole=True)
+        marks = Marks(member, 11, (12, 11), (11, None), share=share)
+        story.tell(m.Fenced(member=member, incarnation=3, marks=marks))
+    assert story.run.plan is not None
+    assert (story.run.plan.step, story.run.plan.lost, story.run.plan.keep) == (11, (), ())
+
+
 def test_strategy_checkpoint_gives_up_what_survivors_hold() -> None:
     story = running(3, checkpoints=True, strategy="checkpoint", spares=1).started("w3")
     story.tell(
