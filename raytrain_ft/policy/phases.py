@@ -16,7 +16,7 @@ from raytrain_ft.policy.reconcile import Marks, Plan, reconcile, reconcile_stage
 from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, State
-from raytrain_ft.policy.strategy import Guarantee, Strategy
+from raytrain_ft.policy.strategy import Strategy
 from raytrain_ft.policy.topology import (
     between,
     groups_by_node,
@@ -323,9 +323,8 @@ def _log_from_now_on(run: RunState) -> None:
 def on_reconciled(run: RunState, event: m.Reconciled) -> list[m.Command]:
     run.void.discard(event.member)
     recovery = run.history.open
-    if recovery is not None:
-        recovery.undone = max(recovery.undone, event.undone)
-        recovery.updated_twice = max(recovery.updated_twice, event.kept)
+    if run.plan is not None:
+        run.history.carried_out(run.plan, undone=event.undone, kept=event.kept)
     if not run.all_answered(event, run.joining):
         return []
     world = run.joining
@@ -363,7 +362,7 @@ def _replay(run: RunState) -> m.Replay:
     exact = source.step >= run.rounded
     if not exact:
         run.history.rounded(source.step)
-    recovery.replay(_words(run.replaying), source.step, source.name or "the beginning", most, exact=exact)
+    recovery.replay(_words(run.replaying), source.step, source.name or "the beginning", most)
     stages = tuple(sorted(run.replaying))
     return m.Replay(run.joining, run.incarnation, teams, stages, source.name, plan.step, run.log_incarnation, exact)
 
@@ -381,7 +380,6 @@ def on_log_missing(run: RunState, event: m.LogMissing) -> list[m.Command]:
     deterministic, what is done again is another training as well, and the run's record says so."""
     run.logged_since = run.log_revived = None
     if event.diverged:
-        run.recoveries[-1].guarantee = Guarantee.ROUNDING
         run.history.rounded(-1)
     return suspect(run, event.at, f"the log cannot be replayed: {event.reason}", event.member)
 

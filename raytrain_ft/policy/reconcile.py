@@ -108,6 +108,11 @@ class Plan:
     skips: bool = False
     lost: tuple[Range, ...] = ()
 
+    @property
+    def interrupted(self) -> int:
+        """The step that it is about: completed, left out, or to be redone."""
+        return self.step - int(self.completes or self.skips)
+
 
 def reconcile(survivors: Sequence[Marks], *, whole_update: bool) -> Plan:
     """Decides how the survivors become consistent.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from raytrain_ft.policy.reconcile import Plan
+from raytrain_ft.policy.sampling import samples_in
 
 
 class Strategy(StrEnum):
@@ -39,6 +40,15 @@ class Guarantee(StrEnum):
     """Samples were lost, or parameters updated twice: the record says how many."""
 
 
+def weakest(*guarantees: Guarantee) -> Guarantee:
+    """Of several, what they keep together."""
+    return max(guarantees, key=list(Guarantee).index, default=Guarantee.EXACT)
+
+
+GOING_ON = (Strategy.LOSSY, Strategy.ROLLBACK, Strategy.SKIP)
+"""Those that go on without redoing the interrupted step."""
+
+
 @dataclass(slots=True)
 class Recovery:
     """One recovery or planned resize, from the first sign to the first step committed afterwards.
@@ -57,7 +67,7 @@ class Recovery:
         replayed: committed steps that lost stages computed again from the log, while everybody else kept them.
         undone: parameters whose update was undone (on each survivor), unless everybody went back to before it.
         updated_twice: parameters whose update was kept although their step was redone; as for `undone`.
-        samples_lost: samples whose gradients are missing in some or all of the interrupted step; as for `undone`.
+        samples_lost: samples whose gradients are missing in some or all of an interrupted step, unless it was redone.
         repaired: buckets whose hash differed between survivors and that were copied from the majority.
         world_before, world_after: numbers of workers.
         detected, fenced, reconciled, filled, resumed: seconds since the run began; of the last attempt but for the first.
@@ -99,22 +109,13 @@ class Recovery:
         self.fenced = self.reconciled = self.filled = None
 
     def follow(self, plan: Plan) -> None:
-        """The survivors are told to carry out this plan. An undo costs the guarantee even if this attempt is interrupted, or
-        refused by some of them: in the next one, the others may copy from who has carried it out."""
+        """The survivors are told to carry out this plan."""
         self.step, self.completes, self.reason = plan.step, plan.completes, plan.reason
-        if plan.undo and self.guarantee == Guarantee.EXACT:
-            self.guarantee = Guarantee.ROUNDING
         if plan.lost or plan.keep:
-            self.guarantee = Guarantee.LOSSY
             self.strategy = Strategy.SKIP if plan.skips else Strategy.ROLLBACK if plan.keep else Strategy.LOSSY
-            self.samples_lost = max(self.samples_lost, sum(stop - start for start, stop in plan.lost))
 
-    def replay(self, stages: str, step: int, source: str, workers: int, *, exact: bool) -> None:
-        """Lost stages replay from this step on, each with so many workers; nobody else goes back.
-
-        Args:
-            exact: gradients of micro-batches were added in one order throughout, now and in replays of these steps before.
-        """
+    def replay(self, stages: str, step: int, source: str, workers: int) -> None:
+        """Lost stages replay from this step on, each with so many workers; nobody else goes back."""
         self.strategy = Strategy.LOGGING
         self.replayed = max(self.replayed, self.step - step)
         if step == self.step:
@@ -123,21 +124,32 @@ class Recovery:
         self.reason += f"; {stages} had no replica left: steps {step} to {self.step - 1} are replayed from {source}"
         if workers > 1:
             self.reason += f" by {workers} workers"
-        if not exact:
-            self.guarantee = Guarantee.ROUNDING
 
-    def go_back(self, step: int, committed: int, source: str, strategy: Strategy, *, exact: bool) -> None:
-        """Everybody goes back to this step: the same samples and the same bits once more.
-
-        Args:
-            exact: that is before anything that this recovery has made inexact: nothing of it is left.
-        """
-        if exact:
-            self.guarantee, self.undone, self.updated_twice, self.samples_lost = Guarantee.EXACT, 0, 0, 0
+    def go_back(self, step: int, committed: int, source: str, strategy: Strategy) -> None:
+        """Everybody goes back to this step: the same samples and the same bits once more."""
         self.strategy = strategy
         self.redone = max(self.redone, committed - step)  # also if it goes further back than it wanted to at first
         self.step, self.completes = step, False
         self.reason += f": everybody goes back to step {step} ({source}), {self.redone} steps or a few more are done again"
+
+
+@dataclass(slots=True)
+class Cost:
+    """What a recovery has cost in one step; numbers as of a `Recovery`.
+
+    Attributes:
+        at_most: what is kept at most whatever becomes of the step, which is redone perhaps with all of its samples.
+    """
+
+    at_most: Guarantee = Guarantee.EXACT
+    samples_lost: int = 0
+    undone: int = 0
+    updated_twice: int = 0
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """What is kept."""
+        return Guarantee.LOSSY if self.samples_lost else self.at_most
 
 
 @dataclass(slots=True)
@@ -146,14 +158,14 @@ class Recoveries:
 
     Attributes:
         all: in order; the last one is perhaps still open.
-        exact_until: the last step of which every checkpoint is from before what the last recovery has made inexact; infinite
-            if that is nothing.
+        costs: by step, what the last recovery has cost. Nobody stores anything of a step before it is committed, so a
+            checkpoint of this very step is from before.
         sleepers: members that sleep. awake_from: the step from which on the last one that slept has not.
         shared_otherwise: in the last recovery, somebody slept; after it, all take part in a step.
     """
 
     all: list[Recovery] = field(default_factory=list)
-    exact_until: float = math.inf
+    costs: dict[int, Cost] = field(default_factory=dict)
     sleepers: set[str] = field(default_factory=set)
     awake_from: int = 0
     shared_otherwise: bool = False
@@ -169,25 +181,51 @@ class Recoveries:
         if recovery is None:
             recovery = Recovery(cause, noticed_by, world_before=world_size, detected=at)
             self.all.append(recovery)
-            self.exact_until, self.shared_otherwise = math.inf, bool(self.sleepers)
+            self.costs, self.shared_otherwise = {}, bool(self.sleepers)
         elif cause not in recovery.cause:
             recovery.cause += f"; then {cause}"
         return recovery
 
     def follow(self, plan: Plan) -> None:
-        """The survivors are told to carry out this plan."""
-        self.all[-1].follow(plan)
-        if plan.undo or plan.keep or plan.lost:
-            self.rounded(plan.step - int(plan.completes or plan.skips))
+        """The survivors are told to carry out this plan. An undo costs the guarantee even if this attempt is interrupted, or
+        refused by some of them: in the next one, the others may copy from who has carried it out."""
+        recovery, cost = self.all[-1], self._cost(plan.interrupted)
+        recovery.follow(plan)
+        if plan.lost or plan.interrupted == plan.step:  # who redoes it has all of its samples again
+            cost.samples_lost = samples_in(plan.lost)
+        if plan.undo or plan.keep:
+            cost.at_most = weakest(cost.at_most, Guarantee.LOSSY if plan.keep else Guarantee.ROUNDING)
+        self._add_up()
+        if recovery.strategy in GOING_ON and recovery.guarantee != Guarantee.LOSSY:
+            recovery.strategy = Strategy.REPLICATION
+
+    def carried_out(self, plan: Plan, *, undone: int, kept: int) -> None:
+        """A survivor has carried out this plan: of so many parameters the update was undone, or kept."""
+        cost = self._cost(plan.interrupted)
+        cost.undone, cost.updated_twice = max(cost.undone, undone), max(cost.updated_twice, kept)
+        self._add_up()
 
     def rounded(self, step: int) -> None:
-        """From this step on, what the recovery under way leads to is not certain to have every bit. Nobody stores anything of
-        it before a step is committed, so a checkpoint of this very step is from before."""
-        self.exact_until = min(self.exact_until, step)
+        """From this step on, what the recovery under way leads to is not certain to have every bit."""
+        cost = self._cost(step)
+        cost.at_most = weakest(cost.at_most, Guarantee.ROUNDING)
+        self._add_up()
 
     def go_back(self, step: int, committed: int, source: str, strategy: Strategy) -> None:
-        """Everybody goes back to this step."""
-        self.all[-1].go_back(step, committed, source, strategy, exact=step <= self.exact_until)
+        """Everybody goes back to this step: nothing is left of what was done inexactly in later ones, or in this one."""
+        self.costs = {at: cost for at, cost in self.costs.items() if at < step}
+        self._add_up()
+        self.all[-1].go_back(step, committed, source, strategy)
+
+    def _cost(self, step: int) -> Cost:
+        return self.costs.setdefault(step, Cost())
+
+    def _add_up(self) -> None:
+        recovery, costs = self.all[-1], self.costs.values()
+        recovery.guarantee = weakest(*(cost.guarantee for cost in costs))
+        recovery.samples_lost = sum(cost.samples_lost for cost in costs)
+        recovery.undone = sum(cost.undone for cost in costs)
+        recovery.updated_twice = sum(cost.updated_twice for cost in costs)
 
     def slept(self, member: str, step: int, *, asleep: bool) -> None:
         """This member sleeps from this step on, or does so no longer: it takes part again, or is gone."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from raytrain_ft.policy.messages import StartWorker
 from raytrain_ft.policy.reconcile import Copy, Plan
 from raytrain_ft.policy.roster import MemberState, Roster, Rules
-from raytrain_ft.policy.strategy import Guarantee, Recoveries, Strategy
+from raytrain_ft.policy.strategy import Guarantee, Recoveries, Recovery, Strategy
 from raytrain_ft.policy.world import differing, rebuild, seats, shall_wait
 
 quick = settings(max_examples=200, derandomize=True)
@@ -159,7 +159,7 @@ def test_what_was_inexact_is_gone_if_everybody_goes_back_to_before_it(plan: Plan
     recoveries = Recoveries()
     recovery = recoveries.begin(0.0, "the node died", "heartbeat", 3)
     recoveries.follow(plan)
-    recovery.undone, recovery.updated_twice = (9 if plan.undo else 0), (9 if plan.keep else 0)
+    recoveries.carried_out(plan, undone=9 * len(plan.undo), kept=9 * len(plan.keep))
     recoveries.begin(1.0, "another one died", "heartbeat", 3)
     recovery.begin_again()
     recoveries.go_back(checkpoint, 8, "the checkpoint", Strategy.CHECKPOINT)
@@ -171,6 +171,43 @@ def test_what_was_inexact_is_gone_if_everybody_goes_back_to_before_it(plan: Plan
     recoveries.follow(Plan(step=12, undo=(0,)))
     recoveries.go_back(9, 12, "a checkpoint after that", Strategy.CHECKPOINT)
     assert later.guarantee == Guarantee.EXACT, "what an earlier recovery left in a checkpoint is told by that one"
+
+
+def after(*plans: Plan) -> Recovery:
+    """One recovery, which was interrupted between these plans; of what they undo or keep, all is told."""
+    recoveries = Recoveries()
+    recovery = recoveries.begin(0.0, "the node died", "heartbeat", 3)
+    for plan in plans:
+        recovery.begin_again()
+        recoveries.follow(plan)
+        recoveries.carried_out(plan, undone=9 * len(plan.undo), kept=9 * len(plan.keep))
+    return recovery
+
+
+def test_samples_that_are_used_after_all_are_not_lost() -> None:
+    """Nobody had begun to finish the step without them when another one died, and then too few were left for the quorum."""
+    recovery = after(Plan(11, True, lost=((0, 8),)), Plan(10))
+    assert (recovery.strategy, recovery.guarantee, recovery.samples_lost) == (Strategy.REPLICATION, Guarantee.EXACT, 0)
+
+
+def test_what_two_steps_cost_is_added_up() -> None:
+    """The second one was interrupted before anything was committed; the ends of the first one's recovery are told again."""
+    assert after(Plan(11, True, lost=((0, 8),)), Plan(12, True, lost=((0, 8),))).samples_lost == 16
+    assert after(Plan(11, True, lost=((0, 8),)), Plan(11, True, lost=((0, 12),)), Plan(11)).samples_lost == 12
+    assert after(Plan(11, skips=True, lost=((0, 8),)), Plan(11)).strategy == Strategy.SKIP
+    twice = after(Plan(10, keep=(0, 1)), Plan(10, keep=(0,)), Plan(11, keep=(0,)), Plan(11))
+    assert (twice.guarantee, twice.strategy, twice.updated_twice) == (Guarantee.LOSSY, Strategy.ROLLBACK, 27)
+    undone = after(Plan(10, undo=(0, 1)), Plan(10, undo=(0,)), Plan(11, undo=(0,)))
+    assert (undone.guarantee, undone.undone) == (Guarantee.ROUNDING, 27)
+
+
+def test_going_back_takes_back_what_was_done_since() -> None:
+    recoveries = Recoveries()
+    recovery = recoveries.begin(0.0, "the node died", "heartbeat", 3)
+    recoveries.follow(Plan(8, True, lost=((0, 4),)))
+    recoveries.follow(Plan(12, True, lost=((0, 8),)))
+    recoveries.go_back(9, 12, "the checkpoint", Strategy.CHECKPOINT)
+    assert (recovery.guarantee, recovery.samples_lost) == (Guarantee.LOSSY, 4)
 
 
 @pytest.mark.parametrize(
