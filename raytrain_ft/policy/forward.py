@@ -30,6 +30,8 @@ def instead(plan: Plan, survivors: Sequence[Marks], strategy: str, quorum: float
         plan: the exact plan for these survivors.
         quorum: of the batch's samples, the share that `lossy` needs to be left, from 0 to 1.
     """
+    if sources := [marks.member for marks in survivors if marks.left_out == plan.interrupted == marks.step - 1]:
+        return _skip_again(plan.interrupted, survivors, sources)
     shares = [marks.share for marks in survivors if marks.share is not None and marks.share.step == plan.step]
     if plan.completes or not shares:  # nothing is lost: it was completed, or nobody had begun it
         return plan
@@ -99,6 +101,17 @@ def _keep(plan: Plan, survivors: Sequence[Marks]) -> Plan:
         states += [Copy(bucket, "state", leader.member, others)] if others else []
     reason = f"step {step} was partly updated: {len(keep)} buckets stay so and are updated twice, because it is redone"
     return Plan(step, False, (), (), tuple(states), reason, keep=keep)
+
+
+def _skip_again(step: int, survivors: Sequence[Marks], sources: Sequence[str]) -> Plan:
+    """An interrupted recovery has left this step out on some survivors: their versions are the next step's, but no update is in
+    their state."""
+    states: list[Copy] = []
+    for bucket in range(len(survivors[0].versions)):
+        updated = tuple(m.member for m in survivors if m.step == step and m.versions[bucket] == step + 1)
+        states += [Copy(bucket, "state", sources[bucket % len(sources)], updated)] if updated else []
+    reason = f"step {step} is skipped by all, as {len(sources)} of {len(survivors)} survivors have done: its batch is lost"
+    return Plan(step + 1, states=tuple(states), reason=reason, skips=True, lost=known_losses(survivors, step))
 
 
 def complement(batch: Range, parts: Sequence[Range]) -> tuple[Range, ...]:

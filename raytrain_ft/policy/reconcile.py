@@ -55,6 +55,7 @@ class Marks:
         agreed: what all stages agreed upon at the end of the latest step of which this survivor knows it: (step, numbers).
         share: its part in the step under way, if it has begun one.
         lost: the latest step that went on without some samples, and their positions.
+        left_out: the step that it counts as committed without an update, unless it has begun another one since.
     """
 
     member: str
@@ -65,6 +66,7 @@ class Marks:
     agreed: tuple[int, tuple[float, ...]] | None = None
     share: Share | None = None
     lost: tuple[int, tuple[Range, ...]] | None = None
+    left_out: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

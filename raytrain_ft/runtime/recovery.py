@@ -44,7 +44,8 @@ def marks(member: str, replica: Replica) -> Marks | None:
         return None
     versions = tuple(bucket.version for bucket in state.buckets)
     gradients = tuple(bucket.gradient for bucket in state.buckets)
-    return Marks(member, state.step, versions, gradients, replica.stage, state.agreed, mending.share(replica), replica.lost)
+    share, lost, left_out = mending.share(replica), replica.lost, replica.left_out
+    return Marks(member, state.step, versions, gradients, replica.stage, state.agreed, share, lost, left_out)
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,7 @@ def keep_bucket(replica: Replica, bucket: Bucket) -> int:
 
 def skip(replica: Replica, batch: GlobalBatch, after: Position) -> Commit | None:
     """The step under way is left out: it counts as committed, and nothing is updated. None if it was not begun here."""
+    replica.left_out = replica.state.step
     replica.state.tail.restore()
     for bucket in replica.state.buckets:
         bucket.version, bucket.gradient = replica.state.step + 1, None

@@ -51,6 +51,7 @@ class Replica:
         checkpoint_agreed: all ranks agreed, in the last step, that a checkpoint is due at this boundary.
         checkpointer: None writes none.
         lost: the latest step that went on without some samples, and their positions.
+        left_out: the step that a recovery left out, unless another one was begun since.
         passes: what is computed of each micro-batch of the step under way.
         leads: of those who reduce the step under way, this one speaks for what is the same everywhere.
     """
@@ -82,6 +83,7 @@ class Replica:
         self._last_commit: float | None = None
         self._skip = ""  # why the update of the step under way is left out
         self.lost: tuple[int, tuple[Range, ...]] | None = None
+        self.left_out: int | None = None
         self._said: list[int] = []  # of their sleep, by all replicas; nothing is known if the state came from another
         self._samples = 0
         self.leads = False
@@ -174,7 +176,7 @@ class Replica:
     def begin(self, micro_batches: list[MicroBatch], links: Links, began: float) -> None:
         """Starts an attempt: from here on the buffers may change, so they are saved."""
         first = micro_batches[0]
-        self._said, self._skip = [], ""
+        self._said, self._skip, self.left_out = [], "", None
         if self.lost is not None and self.lost[0] == self.state.step:
             self.lost = None  # of an attempt that came to nothing: this one has all of its samples again
         self.reducer.group = links.group

@@ -25,7 +25,8 @@ OUT_OF_STEP = ("idle", "suspect")
 @dataclass
 class Worker:
     """What a worker is, as far as the supervisor can tell: `step` steps committed, one bucket. In a pipeline, `reduced` is that
-    it knows of the agreement of all stages at the step's end. `inexact`: the incarnations that its state is not exact since."""
+    it knows of the agreement of all stages at the step's end. `left_out`: the step that it has skipped, unless it has gone on
+    since. `inexact`: the incarnations that its state is not exact since."""
 
     member: str
     ready: bool = False
@@ -39,6 +40,7 @@ class Worker:
     reduced: bool = False
     stage: int = 0
     agreed: int | None = None
+    left_out: int | None = None
     stop: bool = False
     stops_at: int | None = None
     status: str = "idle"
@@ -54,7 +56,8 @@ class Worker:
         if self.member in self.world and self.step < max_steps and chance.random() < 0.7:
             rank = self.world.index(self.member)
             share = Share(self.step, (0, len(self.world)), (rank, rank + 1), whole=chance.random() < 0.7)
-        return Marks(self.member, self.step, (self.step,), (gradient,), self.stage, agreed, share)
+        lost = None if self.left_out is None else (self.left_out, ((0, 1),))
+        return Marks(self.member, self.step, (self.step,), (gradient,), self.stage, agreed, share, lost, self.left_out)
 
 
 @dataclass
@@ -278,6 +281,11 @@ class Cluster:
             if command.plan.undo or command.plan.keep or command.plan.lost:
                 worker.inexact |= {command.incarnation}
             assert self.rules.stages == 1 or worker.reduced <= command.plan.completes
+            here = [peer for member in command.holders if (peer := self.workers.get(member)) is not None]
+            step = command.plan.interrupted
+            skipped = any(peer.left_out == step for peer in here)
+            assert command.plan.skips or not skipped, "some have left out what others are told to complete"
+            worker.left_out = step if command.plan.skips else None
             worker.step, worker.reduced = command.plan.step, False
             worker.agreed = command.plan.step - 1 if command.plan.agreed else worker.agreed
         digests = (self._digest(worker),) if worker.filled else ()
@@ -342,7 +350,7 @@ class Cluster:
     def _start_steps(self, worker: Worker, incarnation: int) -> None:
         if incarnation == worker.incarnation and worker.status == "idle":
             assert worker.filled
-            worker.status, worker.stop, worker.stops_at = "running", False, None
+            worker.status, worker.stop, worker.stops_at, worker.left_out = "running", False, None, None
             if worker.step >= self.rules.max_steps:
                 worker.status = "completed"
 

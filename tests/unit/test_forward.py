@@ -90,6 +90,18 @@ def test_skip_first_undoes_what_was_updated() -> None:
     assert (plan.step, plan.skips, plan.undo, plan.lost) == (6, True, (0,), (BATCH,))
 
 
+def test_what_one_has_skipped_all_skip() -> None:
+    """It had undone its update, and stands where it stood before, though its versions are those of the next step."""
+    lost = (5, (BATCH,))
+    skipped = Marks("w0", 6, (6, 6, 6), (None,) * 3, lost=lost, left_out=5)
+    survivors = [skipped, survivor(1, (6, 5, 5), (None,) * 3, lost=lost), Marks("w2", 5, (5, 5, 5), (None,) * 3)]
+    plan = plan_of(survivors, "skip", whole_update=False)
+    assert (plan.step, plan.skips, plan.completes, plan.undo, plan.lost) == (6, True, False, (), (BATCH,))
+    assert [(copy.what, copy.bucket, copy.source, copy.targets) for copy in plan.states] == [("state", 0, "w0", ("w1",))]
+    done = [skipped, Marks("w1", 6, (6, 6, 6), (None,) * 3, left_out=5)]
+    assert not plan_of(done, "skip", whole_update=False).skips
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_can_be_completed_exactly_is(strategy: str) -> None:
     survivors = [survivor(0, (5, 5), (5, None)), survivor(1, (5, 5), (None, 5))]

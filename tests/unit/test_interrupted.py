@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 import raytrain_ft as ft
 from raytrain_ft.errors import FencedError, NonFiniteLossError
+from raytrain_ft.policy.forward import instead
 from raytrain_ft.policy.reconcile import Copy, Plan, reconcile
 from raytrain_ft.policy.sampling import Position, Sampling
 from raytrain_ft.runtime import recovery
@@ -229,13 +230,63 @@ def test_who_leaves_in_the_midst_of_a_step_hands_over_what_was_committed(place: 
         assert heir.replica.state.digests() == calm.replica.state.digests()
 
 
-def mend(*members: Survivor, whole_update: bool) -> Plan:
-    """The survivors' part of a recovery, one after the other: each bucket's giver comes before who takes it."""
-    marks = [recovery.marks(member.name, member.replica) for member in members]
-    plan = reconcile([m for m in marks if m is not None], whole_update=whole_update)
+BEFORE_IT_IS_LEFT_OUT = [
+    ("barrier", ("data", None), ("reduce", 0)),
+    ("barrier", ("wait", 0), ("wait", 0)),
+    ("wait_free", ("data", None), ("reduce", 0)),
+    ("wait_free", ("updated", 1), ("updated", 0)),
+    ("wait_free", ("updated", 0), ("updated", 1)),
+]
+"""Where two survivors stood when they were told to leave the step out; the second alone did, before the next loss."""
+
+
+@pytest.mark.parametrize(("update", "late", "first"), BEFORE_IT_IS_LEFT_OUT, ids=str)
+def test_a_step_that_one_has_left_out_is_left_out_by_all(update: Any, late: tuple[str, Any], first: tuple[str, Any]) -> None:
+    with survivors(update) as (one, other, calm):
+        for survivor, (phase, bucket) in ((one, late), (other, first)):
+            survivor.train(STEP)
+            survivor.interrupt((phase, STEP, bucket), set())
+        about: dict[str, Any] = {"whole_update": update == "barrier", "strategy": "skip"}
+        plan = decide(one, other, **about)
+        assert (plan.skips, plan.step, len(plan.lost)) == (True, STEP + 1, 1)
+        carry_out(plan, one, other, until=other)
+        assert (one.replica.state.step, other.replica.state.step) == (STEP, STEP + 1)
+        plan = mend(one, other, **about)
+        assert (plan.skips, plan.step, len(plan.lost)) == (True, STEP + 1, 1)
+        assert one.replica.state.step == other.replica.state.step == STEP + 1
+        assert one.replica.state.position == other.replica.state.position
+        assert one.replica.state.digests() == other.replica.state.digests()
+        calm.train(STEP)
+        for a, b in zip(one.replica.state.model.parameters(), calm.replica.state.model.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        for survivor in (one, other):
+            survivor.resume()
+            survivor.train(STEP + 3)
+        assert one.replica.state.digests() == other.replica.state.digests()
+        assert one.replica.left_out is None
+
+
+def mend(*members: Survivor, whole_update: bool, strategy: str = "auto") -> Plan:
+    """The survivors' part of a recovery, one after the other."""
+    plan = decide(*members, whole_update=whole_update, strategy=strategy)
+    carry_out(plan, *members)
+    return plan
+
+
+def decide(*members: Survivor, whole_update: bool, strategy: str) -> Plan:
+    found = [recovery.marks(member.name, member.replica) for member in members]
+    marks = [m for m in found if m is not None]
+    return instead(reconcile(marks, whole_update=whole_update), marks, strategy, 0.5)
+
+
+def carry_out(plan: Plan, *members: Survivor, until: Survivor | None = None) -> None:
+    """Each bucket's giver comes before who takes it. With `until`, the others only give what they are asked for."""
     sent: dict[tuple[str, int, str], Tensor] = {}
     given = {copy.source for copy in (*plan.gradients, *plan.states)}
     for member in sorted(members, key=lambda member: member.name not in given):
         end: Any = Wire(member.name, sent)
-        recovery.reconcile(member.replica, plan, end, SAMPLING, leads=member is members[0])
-    return plan
+        if until is None or member is until:
+            recovery.reconcile(member.replica, plan, end, SAMPLING, leads=member is members[0])
+            continue
+        for copy in plan.states:
+            end.copy(copy, lambda bucket=copy.bucket, replica=member.replica: replica.state.pack(replica.state.buckets[bucket]))
