@@ -216,7 +216,7 @@ def _on_steps_committed(run: RunState, event: m.StepsCommitted) -> list[m.Comman
         return []  # a step that a recovery completed, for example: its time says nothing
     run.longest_step = max(run.longest_step, event.longest_s)
     run.long_step = max(event.longest_s, FORGETTING * run.long_step)
-    run.fruitless, run.help_left = 0, MOST_HELPED
+    run.fruitless, run.help_left, run.slow_replays = 0, MOST_HELPED, 0
     if run.state != State.RESUME:
         return []
     run.history.close(event.at)
@@ -344,7 +344,7 @@ def _on_timer_fired(run: RunState, event: m.TimerFired) -> list[m.Command]:
             return phases.replace(run, waited=True)
         case ("reconcile", State.REPLACE) | ("fill", State.REBUILD):
             if event.timer == "fill":
-                phases.give_way(run)
+                phases.give_way(run, silent)
             return phases.suspect(run, event.at, f"{event.timer}: no answer from {', '.join(silent)} in time", "deadline")
         case timer, State.SHUTTING_DOWN if timer == f"save {savers}":
             late = [member for member in savers if member not in run.answers]

@@ -367,12 +367,15 @@ def _replay(run: RunState) -> m.Replay:
     return m.Replay(run.joining, run.incarnation, teams, stages, source.name, plan.step, run.log_incarnation, exact)
 
 
-def give_way(run: RunState) -> None:
-    """A replay was too slow. Next is one without helpers, which goes on where it stood if it can. If that is too slow as well,
-    everybody goes back: several who replay together begin at the checkpoint each time, and would be as slow again."""
-    if run.replaying and not run.help_left and _may_go_back(run):
+def give_way(run: RunState, silent: list[str]) -> None:
+    """Who was silent held up REBUILD. If that was a replay, the next is one without helpers, which goes on where it stood if it
+    can. If that is too slow as well, everybody goes back: several who replay together begin at the checkpoint each time, and
+    would be as slow again."""
+    if not any(stage_of(run.joining.index(member), run.rules.stages) in run.replaying for member in silent):
+        return
+    run.help_left, run.slow_replays = 0, run.slow_replays + 1
+    if run.slow_replays > 1 and _may_go_back(run):
         run.going_back = f"the replay of {_words(run.replaying)} was too slow"
-    run.help_left = 0
 
 
 def on_log_missing(run: RunState, event: m.LogMissing) -> list[m.Command]:

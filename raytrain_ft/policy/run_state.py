@@ -56,6 +56,7 @@ class RunState:
         history: every recovery and planned resize so far.
         fruitless: incarnations in a row that committed no step.
         help_left: in how many replays survivors may still help until a step is committed.
+        slow_replays: replays that were too slow since a step was committed.
         step: steps that somebody is known to have committed.
         counts_from: the incarnation from which on steps count: everybody went back from what was committed before.
         longest_step, long_step: the longest step so far, and of late, seconds.
@@ -97,6 +98,7 @@ class RunState:
     history: Recoveries = field(default_factory=Recoveries)
     fruitless: int = 0
     help_left: int = MOST_HELPED
+    slow_replays: int = 0
     step: int = 0
     counts_from: int = 0
     longest_step: float = 0.0

@@ -197,6 +197,33 @@ def test_a_replay_that_is_too_slow_again_gives_way_to_going_back() -> None:
     assert recovery.guarantee == Guarantee.EXACT
 
 
+def test_disturbances_do_not_make_a_replay_slow() -> None:
+    """Two with helpers broke off, which were not slow; the one that goes on alone may be slow once, too."""
+    told = Told(replay_workers=2)
+    told.tell(m.WorkerLost, member="w1", cause="killed")
+    told.fence()
+    for members in (2, 2):
+        assert [len(team) for team in told.replay().teams] == [members]
+        told.tell(m.Suspected, incarnation=told.run.incarnation, reason="a collective failed", noticed_by="w3")
+        told.fence()
+    for seeking in (False, True):
+        assert [len(team) for team in told.replay().teams] == [1]
+        told.tell(m.TimerFired, timer="fill", incarnation=told.run.incarnation)
+        told.fence()
+        assert told.run.seeking is seeking
+
+
+def test_a_replay_is_not_slow_when_it_is_done_and_others_hang() -> None:
+    told = Told()
+    told.tell(m.WorkerLost, member="w1", cause="killed")
+    told.fence()
+    for _ in range(3):
+        told.answer(m.Filled, [member for team in told.replay().teams for member in team], digests=("d",), stage=1)
+        told.tell(m.TimerFired, timer="fill", incarnation=told.run.incarnation)
+        told.fence()
+        assert not told.run.seeking
+
+
 def test_where_nobody_may_go_back_a_slow_replay_is_tried_again() -> None:
     told = Told(strategy="replication")
     told.tell(m.WorkerLost, member="w1", cause="killed")
