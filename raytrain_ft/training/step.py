@@ -343,14 +343,16 @@ class Replica:
     def _lost(self, attempt: Attempt) -> tuple[tuple[Range, ...], str]:
         """The samples that the step's update went without, and why."""
         if self._skip:
-            return ((attempt.batch.start, attempt.batch.stop),), self._skip
-        if self.lost is not None and self.lost[0] == attempt.step and self.lost[1]:
+            lost, why = ((attempt.batch.start, attempt.batch.stop),), self._skip
+        elif self.lost is not None and self.lost[0] == attempt.step and self.lost[1]:
             return self.lost[1], "their gradients went down with a worker"
-        if any(self._said):
-            lost = self.state.tail.sleep.lost(self._said, attempt.batch)
+        elif any(self._said):
+            lost, why = self.state.tail.sleep.lost(self._said, attempt.batch), "a worker was told to sleep at once"
+        else:
+            return (), ""
+        if why != NOT_FINITE:  # whose samples are never read again: their position is that of a step that lost none
             self.lost = (attempt.step, lost)  # for survivors that were not told, if the step's end was interrupted
-            return lost, "a worker was told to sleep at once"
-        return (), ""
+        return lost, why
 
     def returns_lost(self) -> bool:
         """Whether what the step lost is read again. What made the loss infinite would do so again."""

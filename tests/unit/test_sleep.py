@@ -233,6 +233,7 @@ def test_nobody_is_left(pair: Pair, first: str) -> None:
     (commit,) = pair.train(1)
     assert commit.lost == ((commit.attempt.batch.start, commit.attempt.batch.stop),)
     assert commit.why == steps.NOTHING_LEFT
+    assert [replica.lost for replica in pair.replicas] == [(commit.attempt.step, commit.lost)] * 2, "for survivors to hear of"
     assert all(torch.equal(p, old) for p, old in zip(pair.replicas[0].state.model.parameters(), before, strict=True))
     assert [after.lost for after in pair.train(3)] == [()] * 3
     assert not pair.replicas[0].state.tail.sleep.asleep
