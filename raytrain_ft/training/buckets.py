@@ -1,8 +1,9 @@
 """Gradients in buckets: reduced while the backward pass goes on, updated when accepted, with a mark per bucket.
 
-A bucket's flat buffer holds ``[gradients | used | tail]``: the gradients of its parameters one after the other, one flag per
-parameter (how many ranks had a gradient for it), and, in the last bucket only, the *tail*: values that every rank must agree
-upon at the end of the step (see `tail.py`). So a step needs no collective besides those of its gradients.
+A bucket's flat buffer holds ``[gradients | used | missing | tail]``: the gradients of its parameters one after the other, one
+flag per parameter (how many ranks had a gradient for it), how many samples of the global batch are missing in them, and, in the
+last bucket only, the *tail*: values that every rank must agree upon at the end of the step (see `tail.py`). So a step needs no
+collective besides those of its gradients.
 
 The local gradient stays in ``p.grad`` until the reduced one is accepted, because a failed collective leaves its buffer
 undefined. Marks are plain numbers, `version` and `gradient`, which `policy.reconcile` reads.
@@ -50,18 +51,20 @@ class Bucket:
         """A new flat buffer. The old one may still be written to by an abandoned collective, so it is never used again."""
         first = self.params[0]
         size = sum(p.numel() for p in self.params)
-        self.flat = torch.zeros(size + len(self.params) + self.tail_size, dtype=first.dtype, device=first.device)
+        self.flat = torch.zeros(size + len(self.params) + 1 + self.tail_size, dtype=first.dtype, device=first.device)
         self.views: list[Tensor] = []
         offset = 0
         for p in self.params:
             self.views.append(self.flat[offset : offset + p.numel()].view_as(p))
             offset += p.numel()
         self.used = self.flat[offset : offset + len(self.params)]
-        self.tail = self.flat[offset + len(self.params) :]
+        self.missing = self.flat[offset + len(self.params)]
+        self.tail = self.flat[offset + len(self.params) + 1 :]
 
     def collect(self) -> None:
         """Copies the local gradients into the flat buffer; a parameter without one contributes nothing."""
         self.gradient = None
+        self.missing.zero_()
         grads = [p.grad for p in self.params]
         if all(grad is not None for grad in grads):
             torch._foreach_copy_(self.views, grads)  # type: ignore[arg-type]
@@ -170,6 +173,7 @@ class Reducer:
         self._armed = False
         self._step = 0
         self._idle: Collection[int] = ()
+        self._samples = 0
         self._missing: list[int] = []
         self._ready: set[int] = set()
         self._launched = 0
@@ -179,9 +183,10 @@ class Reducer:
             for p in bucket.params:
                 p.register_post_accumulate_grad_hook(_weakly(self))
 
-    def begin(self, step: int, idle: Collection[int] = ()) -> None:
-        """Starts an attempt at `step`: no gradients yet. Ranks that are `idle` will have none; all they say is in the tail."""
-        self._step, self._idle = step, idle
+    def begin(self, step: int, samples: int, idle: Collection[int] = ()) -> None:
+        """Starts an attempt at `step`, of so many samples of this rank: no gradients yet. Ranks that are `idle` will have none;
+        all they say is in the tail."""
+        self._step, self._samples, self._idle = step, samples, idle
         self._armed = self.complete = False
         self._interrupted = None
         self._missing = [len(bucket.params) for bucket in self.buckets]
@@ -242,6 +247,7 @@ class Reducer:
         self._probe("backward", bucket.index)
         if self._is_silent(bucket.index):
             bucket.flat.zero_()
+            bucket.missing.fill_(self._samples)  # said here: who died before the tail was reduced has not lived to say it there
             bucket.gradient = None
             for p in bucket.params:
                 p.grad = None  # else `accept` would take it that everybody used what this rank alone used

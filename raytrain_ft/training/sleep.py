@@ -38,12 +38,9 @@ class Sleep:
             self.silent_from = bucket
         return self.silent_from is not None
 
-    def say(self, samples: int, buckets: int) -> tuple[int, list[int]]:
-        """What this replica says at a step's end: of itself, and how many samples each bucket lacks because of it."""
-        word = ASLEEP if self.wanted else 0
-        if self.silent_from is None or samples == 0:
-            return word, [0] * buckets
-        return word + SILENT, [samples if bucket >= self.silent_from else 0 for bucket in range(buckets)]
+    def say(self, samples: int) -> int:
+        """What this replica, which has read so many samples, says of itself at a step's end."""
+        return (ASLEEP if self.wanted else 0) + (SILENT if self.silent_from is not None and samples else 0)
 
     def weights(self, replicas: int) -> tuple[float, ...] | None:
         """Of the replicas' shares of a batch; None if all are equal."""

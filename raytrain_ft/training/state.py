@@ -77,7 +77,7 @@ class TrainingState:
         trained = [p for p in model.parameters() if p.requires_grad]
         groups = partition(trained, bucket_bytes, first_bucket_bytes)
         last = len(groups) - 1
-        self.tail = Tail(model, len(groups), seats)
+        self.tail = Tail(model, seats)
         self.buckets = [Bucket(i, params, self.tail.size if i == last else 0) for i, params in enumerate(groups)]
         self._frozen = [(f"frozen.{name}", p) for name, p in model.named_parameters() if not p.requires_grad]
         self._buffers = [(f"buffer.{name}", place) for name, place in places(model)]

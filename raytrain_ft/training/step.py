@@ -179,12 +179,12 @@ class Replica:
         self._said, self._skip, self.left_out = [], "", None
         if self.lost is not None and self.lost[0] == self.state.step:
             self.lost = None  # of an attempt that came to nothing: this one has all of its samples again
-        self.reducer.group = links.group
-        self.reducer.begin(self.state.step, self.state.tail.sleep.asleep)
         self.state.tail.begin()
         ids = tuple(micro_batch.ids for micro_batch in micro_batches)
         leads = links.team is None or links.team.leads  # of a team, one speaks for all of what none of them changes
         self._samples = sum(len(i) for i in ids) if leads else 0
+        self.reducer.group = links.group
+        self.reducer.begin(self.state.step, self._samples, self.state.tail.sleep.asleep)
         weights = self.state.tail.sleep.weights(links.replicas)
         world = (links.replica, links.replicas, links.fence.incarnation)
         self.attempt = Attempt(self.state.step, first.batch, first.after, ids, *world, began, weights)
@@ -252,16 +252,15 @@ class Replica:
 
     def _make_up(self, buckets: list[Bucket]) -> bool:
         """The mean is over the samples that are there; whether there are any in each bucket."""
-        tail, batch = self.state.tail, len(self.attempt.batch) if self.attempt is not None else 0
-        missing = tail.missing(self.state.buckets[-1].tail)
+        batch = len(self.attempt.batch) if self.attempt is not None else 0
+        missing = torch.stack([bucket.missing.to(self.state.device, torch.float32) for bucket in buckets]).tolist()
         if batch and max(missing) >= batch:
             return False
-        for bucket in buckets:
-            lost = missing[bucket.index]
+        for bucket, lost in zip(buckets, missing, strict=True):
             if lost:
                 bucket.scale(batch / (batch - lost))
                 if bucket.tail_size:
-                    tail.scale(bucket.tail, batch / (batch - lost))
+                    self.state.tail.scale(bucket.tail, batch / (batch - lost))
         return True
 
     def _gradient_norm(self, buckets: list[Bucket]) -> Tensor | None:

@@ -1,12 +1,11 @@
 """What travels in the tail of a step's last bucket: values that every rank must agree upon when the step ends.
 
-``[loss | stop | checkpoint | missing | sleep | changes of integer buffers | changes of floating buffers]``, all summed over
-ranks: the loss weighted by samples; how many ranks were asked to stop at this step's boundary, and whether rank 0 wants a
-checkpoint of the state there (so that all stop, or begin one, at the same boundary, without a collective of its own); per
-bucket, how many samples are missing in it, and per replica, whether it sleeps from the next step on (see `sleep`); what one
-rank's forward pass changed in integer buffers, such as BatchNorm's batch counter; and the mean, by samples, of what all ranks'
-changed in floating and complex ones, such as its statistics. So no rank ever holds committed state that nobody else has, and a
-buffer that nobody changed keeps its bits.
+``[loss | stop | checkpoint | sleep | changes of integer buffers | changes of floating buffers]``, all summed over ranks: the
+loss weighted by samples; how many ranks were asked to stop at this step's boundary, and whether rank 0 wants a checkpoint of
+the state there (so that all stop, or begin one, at the same boundary, without a collective of its own); per replica, whether it
+sleeps from the next step on (see `sleep`); what one rank's forward pass changed in integer buffers, such as BatchNorm's batch
+counter; and the mean, by samples, of what all ranks' changed in floating and complex ones, such as its statistics. So no rank
+ever holds committed state that nobody else has, and a buffer that nobody changed keeps its bits.
 """
 
 from __future__ import annotations
@@ -51,13 +50,12 @@ class Tail:
         checkpoint_wanted: whether this rank wants a checkpoint of the state at the step's boundary.
     """
 
-    def __init__(self, model: nn.Module, buckets: int = 1, seats: int = 1) -> None:
+    def __init__(self, model: nn.Module, seats: int = 1) -> None:
         named = [(place, here(place)) for _, place in places(model)]
         self._floats = [place for place, b in named if b.is_floating_point() or b.is_complex()]
         self._integers = [place for place, b in named if not (b.is_floating_point() or b.is_complex())]
-        self._buckets, self._seats = buckets, seats
         self.sleep = Sleep()
-        self._start = HEADER + buckets + seats  # of the buffers
+        self._start = HEADER + seats  # of the buffers
         self._float_size = sum(b.numel() for b in self.floats)
         self.size = self._start + sum(b.numel() for b in self.integers) + self._float_size
         self.losses: list[Tensor] = []
@@ -110,10 +108,8 @@ class Tail:
         weight = 0.0 if silent else samples / batch
         for loss in [] if silent else self.losses:
             tail[0] += loss.detach().to(tail.dtype)
-        word, missing = self.sleep.say(samples, self._buckets)
-        if word:
-            tail[HEADER : HEADER + self._buckets] = torch.tensor(missing, dtype=tail.dtype)
-            tail[HEADER + self._buckets + rank] = word
+        if word := self.sleep.say(samples):
+            tail[HEADER + rank] = word
         tail[1] = 1.0 if self.stop_requested else 0.0
         tail[2] = 1.0 if self.checkpoint_wanted else 0.0
         offset = self._start
@@ -171,14 +167,9 @@ class Tail:
         if self._float_size:
             tail[-self._float_size :] *= factor
 
-    def missing(self, tail: Tensor) -> list[int]:
-        """Per bucket, how many samples of the global batch are not in it."""
-        return [int(number) for number in tail[HEADER : HEADER + self._buckets].tolist()]
-
     def said(self, tail: Tensor, replicas: int) -> list[int]:
         """What every replica says of its sleep."""
-        start = HEADER + self._buckets
-        return [int(word) for word in tail[start : start + replicas].tolist()]
+        return [int(word) for word in tail[HEADER : HEADER + replicas].tolist()]
 
     @staticmethod
     def loss(tail: Tensor) -> float:

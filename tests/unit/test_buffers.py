@@ -240,7 +240,7 @@ def test_a_gradient_that_comes_twice_is_refused_and_not_lost() -> None:
 
 
 def test_the_tail_is_as_long_as_its_buffers() -> None:
-    assert Tail(Buffered()).size == HEADER + 2 + 2 * 5 + 4 + 1 + 1 + 3 + 1 + 3 + 3 + 1
+    assert Tail(Buffered()).size == HEADER + 1 + 2 * 5 + 4 + 1 + 1 + 3 + 1 + 3 + 3 + 1
 
 
 class Extra(nn.Module):

@@ -153,13 +153,13 @@ def test_a_worker_forsakes_only_the_step_that_its_last_fence_ended() -> None:
 
 def test_words_and_shares() -> None:
     sleep = Sleep()
-    assert sleep.say(5, 3) == (0, [0, 0, 0])
+    assert sleep.say(5) == 0
     sleep.wanted = True
-    assert sleep.say(5, 3) == (ASLEEP, [0, 0, 0])
+    assert sleep.say(5) == ASLEEP
     sleep.at_once = True
     assert [sleep.is_silent(bucket) for bucket in range(1, 3)] == [True, True]
-    assert sleep.say(5, 3) == (ASLEEP | SILENT, [0, 5, 5])
-    assert sleep.say(0, 3) == (ASLEEP, [0, 0, 0])  # its share was empty: nothing is missing
+    assert sleep.say(5) == ASLEEP | SILENT
+    assert sleep.say(0) == ASLEEP  # its share was empty: nothing is missing
     batch = GlobalBatch(0, 8, 20)
     assert sleep.lost([0, ASLEEP | SILENT, 0], batch) == ((12, 16),)
     assert sleep.settle([0, ASLEEP | SILENT, 0])

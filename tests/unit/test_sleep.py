@@ -17,11 +17,13 @@ from torch.utils.data import TensorDataset
 import raytrain_ft as ft
 from raytrain_ft.errors import FencedError
 from raytrain_ft.policy.sampling import Position, Sampling
+from raytrain_ft.training import mending
 from raytrain_ft.training import step as steps
 from raytrain_ft.training.build import build_replica
-from raytrain_ft.training.fence import Fence
+from raytrain_ft.training.fence import Fence, PeerLostError
 from raytrain_ft.training.links import Links
 from raytrain_ft.training.settings import StepSettings
+from raytrain_ft.training.solo import Solo
 from raytrain_ft.training.step import Commit, Replica
 
 SAMPLING = Sampling(32, 4, seed=0, shuffle=False)
@@ -264,6 +266,36 @@ def test_what_is_lost_is_made_up_for_once() -> None:
         for replica in pair.replicas:
             replica.loader.stop()
     assert digests[0] == digests[1]
+
+
+def test_what_a_silent_replica_did_not_live_to_say_is_made_up_for(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fell silent, and died before the last bucket was reduced, in whose tail it would have said so. The survivor reduces
+    this one alone; in the others it has the sums to which the dead one gave nothing."""
+    replica, start = pair.replicas[0], pair.start
+
+    def breaks_off(rank: int, tensor: Tensor) -> Sum:
+        if pair._begun[rank] == len(replica.state.buckets) - 1:
+            raise PeerLostError("a collective failed")
+        return start(rank, tensor)
+
+    monkeypatch.setattr(pair, "start", breaks_off)
+    pair.ask(1, True, at_once=True)
+    with ThreadPoolExecutor(2) as pool:
+        for each in [pool.submit(pair._train, rank, 1) for rank in range(2)]:
+            with pytest.raises(PeerLostError):
+                each.result(30)
+    replica.reducer.abandon()
+    own = [p.grad.clone() for p in replica.state.model.parameters() if p.grad is not None]
+    last = len(replica.state.buckets) - 1
+    assert [bucket.gradient for bucket in replica.state.buckets] == [0] * last + [None]
+    replica.lost = (0, ((2, 4),))
+    alone: Any = Solo(pair.links[0].fence)
+    mending.reduce_alone(replica, [last], alone, leads=True)
+    replica.update()
+    assert replica.commit().lost == ((2, 4),)
+    grads = [p.grad for p in replica.state.model.parameters() if p.grad is not None]
+    for grad, mine in zip(grads, own, strict=True):
+        torch.testing.assert_close(grad, 2 * mine)
 
 
 def until_update(pair: Pair, pool: ThreadPoolExecutor) -> None:
