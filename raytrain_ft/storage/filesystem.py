@@ -8,7 +8,6 @@ never leave the directory, and symbolic links are not followed: the directory ma
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
 import secrets
@@ -24,6 +23,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from raytrain_ft.errors import ConfigError, StorageError
+from raytrain_ft.storage import pages
 from raytrain_ft.storage.durable import advice, sync_directory, write_durably
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -210,7 +210,7 @@ class LocalStorage:
                     raise StorageError(f"{path} is no regular file")
                 if not found.st_size:
                     return pa.py_buffer(b"")
-                return pa.py_buffer(mmap.mmap(descriptor, found.st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ))
+                return pa.py_buffer(pages.for_reading(descriptor, found.st_size))
             finally:
                 os.close(descriptor)
         except (OSError, ValueError) as error:  # ValueError: it became shorter just now

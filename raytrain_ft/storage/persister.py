@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from typing import IO, Any
 
 from raytrain_ft.errors import LockedError, StorageError
-from raytrain_ft.storage import checkpoint, lock
+from raytrain_ft.storage import checkpoint, lock, pages
 from raytrain_ft.storage.filesystem import Storage, open_storage
 from raytrain_ft.storage.manifest import Manifest, Name
 from raytrain_ft.storage.shard import Piece
@@ -159,7 +159,7 @@ class SharedMemory:
             if size > len(self.view):
                 self._unpin()
                 os.ftruncate(self.descriptor, size)
-                self.view = memoryview(mmap.mmap(self.descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE))
+                self.view = memoryview(pages.for_writing(self.descriptor, size, len(self.view)))
             return self.view[:size]
 
     def close(self) -> None:
