@@ -29,8 +29,11 @@ class _WriteBack:
         self._thread.start()
 
     def _run(self) -> None:
-        while self._wanted.wait() and not self._ended:
+        while True:
+            self._wanted.wait()
             self._wanted.clear()
+            if self._ended:  # looked at after clear(), which also wipes out what `end` has set
+                return
             try:
                 os.fdatasync(self._descriptor)
             except OSError as error:

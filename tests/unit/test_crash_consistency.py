@@ -13,9 +13,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import commits
@@ -166,6 +168,38 @@ def test_an_error_on_the_other_thread_is_not_lost(template: Path, tmp_path: Path
     with pytest.raises(StorageError, match="could not be written"):
         commits.commit(root, NEW)
     assert newest(LocalStorage(root)) == OLD
+
+
+def test_the_end_of_a_file_is_not_missed_by_the_other_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be told of the end just as it begins with what it was told of before."""
+    begins = threading.Event()
+
+    class Ended(threading.Event):
+        """Is cleared only once it was set for the second time."""
+
+        sets = 0
+
+        def set(self) -> None:
+            super().set()
+            self.sets += 1
+
+        def clear(self) -> None:
+            begins.set()
+            deadline = time.monotonic() + 10
+            while self.sets < 2 and time.monotonic() < deadline:
+                time.sleep(0.001)
+            super().clear()
+
+    with (tmp_path / "file").open("wb") as file:
+        with monkeypatch.context() as patch:
+            patch.setattr(durable, "threading", SimpleNamespace(Event=Ended, Thread=threading.Thread))
+            write_back = durable._WriteBack(file.fileno())
+        write_back.go()
+        assert begins.wait(20)
+        ending = threading.Thread(target=write_back.end, daemon=True)
+        ending.start()
+        ending.join(20)
+        assert not ending.is_alive()
 
 
 # ---------------------------------------------------------------- the same in the kernel
