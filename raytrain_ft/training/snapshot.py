@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
@@ -112,8 +112,7 @@ class Copy:
         began = time.monotonic()
         try:
             memory = self._memory.reserve(self.size)
-            if self._ready is not None:
-                self._ready()
+            self._ready()
             if self._mode == "gpu" and (clones := _cloned(self.slices)) is not None:
                 self.slices = clones
                 self.device_seconds = time.monotonic() - began
@@ -163,14 +162,13 @@ def _cloned(slices: Sequence[Slice]) -> list[Slice] | None:
             clones.append(Slice(replace(part.piece, start=0), bytes_of(part.tensor)[start : start + size].clone()))
     except torch.OutOfMemoryError:
         return None
-    torch.cuda.current_stream().synchronize()
+    _synchronize(slices)
     return clones
 
 
 def free_on_device(tensors: Sequence[tuple[str, Tensor]]) -> int:
-    """Bytes that are free on the GPU that the tensors are on; 0 without one."""
-    device = next((tensor.device for _, tensor in tensors if tensor.is_cuda), None)
-    return torch.cuda.mem_get_info(device)[0] if device is not None else 0
+    """Bytes that are free on the GPU that the tensors are on, on the fullest one of several; 0 without one."""
+    return min((torch.cuda.mem_get_info(device)[0] for device in _devices(tensor for _, tensor in tensors)), default=0)
 
 
 @torch.no_grad()
@@ -190,8 +188,7 @@ def copy_all(slices: Sequence[Slice], memory: memoryview) -> None:
             source = bytes_of(tensor)[piece.start : piece.start + piece.size]
             target[offset : offset + piece.size].copy_(source, non_blocking=True)
         offset += piece.size
-    if torch.cuda.is_initialized():
-        torch.cuda.current_stream().synchronize()
+    _synchronize(slices)
 
 
 def _pin(memory: SharedMemory) -> None:
@@ -204,22 +201,31 @@ def _pin(memory: SharedMemory) -> None:
     memory.unpin = (lambda: runtime.cudaHostUnregister(address)) if pinned else lambda: None
 
 
-def _now_on_device(slices: Sequence[Slice]) -> Callable[[], None] | None:
-    """On a GPU, the copy runs on a stream of its own, after what is queued on the training stream now."""
-    device = next((s.tensor.device for s in slices if s.tensor.is_cuda), None)
-    if device is None:
-        return None
-    marked = torch.cuda.current_stream(device).record_event()
-    stream = _stream(device)
+def _now_on_device(slices: Sequence[Slice]) -> Callable[[], None]:
+    """On each GPU, the copy runs on a stream of its own, after what is queued on the training stream now."""
+    marked = {device: torch.cuda.current_stream(device).record_event() for device in _devices(s.tensor for s in slices)}
 
     def enter() -> None:
-        torch.cuda.set_stream(stream)
-        stream.wait_event(marked)
+        for device, event in marked.items():
+            stream = _stream(device)
+            torch.cuda.set_stream(stream)
+            stream.wait_event(event)
 
     return enter
 
 
+def _synchronize(slices: Sequence[Slice]) -> None:
+    """Waits for what this thread has queued on the GPUs that the slices are on."""
+    for device in _devices(s.tensor for s in slices):
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _devices(tensors: Iterable[Tensor]) -> set[torch.device]:
+    """The GPUs that these are on."""
+    return {tensor.device for tensor in tensors if tensor.is_cuda}
+
+
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all snapshots: memory that one of them has given back is kept for this stream, and no other can use it."""
+    """One for all snapshots of a device: memory that one has given back is kept for this stream, and no other can use it."""
     return torch.cuda.Stream(device)
