@@ -28,7 +28,8 @@ POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A piece of one tensor, and the tensor that it is a piece of."""
+    """A piece of one tensor, and that tensor: an alias of it, so that its bytes stay where they are until they are copied, also
+    if a forward pass gives the parameter others (`p.data = ...`)."""
 
     piece: Piece
     tensor: Tensor
@@ -57,7 +58,7 @@ def share(tensors: Sequence[tuple[str, Tensor]], number: int, count: int) -> lis
         empty_here = size == 0 and (first <= offset < last or (offset == total and number == count - 1))
         if start < stop or empty_here:
             piece = Piece(name, str(tensor.dtype), tuple(tensor.shape), start if size else 0, max(0, stop - start))
-            found.append(Slice(piece, tensor))
+            found.append(Slice(piece, tensor.detach()))
         offset += size
     return found
 
@@ -120,10 +121,9 @@ class Copy:
             if torch.cuda.is_initialized():
                 _pin(self._memory)
             copy_all(self.slices, memory)
-            if self.device_seconds is not None:
-                self.slices = []  # the clones give back the device's memory
         except BaseException as error:  # told to whoever waits
             self.error = error
+        self.slices = []  # clones, and bytes that a parameter no longer has, are given back
         self.seconds = time.monotonic() - began
         self._done.set()
         self._then(self)

@@ -1,4 +1,4 @@
-"""Which bytes a snapshot holds: those of the moment when it was begun, of every device."""
+"""Which bytes a snapshot holds: those of the moment when it was begun, of every device, whatever training does meanwhile."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from torch import nn
 
 from raytrain_ft.storage.persister import SharedMemory
 from raytrain_ft.storage.shard import Piece
 from raytrain_ft.training import snapshot
-from raytrain_ft.training.snapshot import Copy, Slice
+from raytrain_ft.training.snapshot import Copy, Slice, share
 
 
 @pytest.fixture
@@ -21,6 +22,40 @@ def memory() -> Iterator[SharedMemory]:
     made = SharedMemory()
     yield made
     made.close()
+
+
+def test_a_parameter_that_gets_other_memory_is_stored_as_it_was(memory: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the forward pass of MoCo does it: the bytes that it had are neither freed nor overwritten while they are copied."""
+    go_on, reserve = threading.Event(), memory.reserve
+
+    def late(size: int) -> memoryview:
+        assert go_on.wait(30)
+        return reserve(size)
+
+    monkeypatch.setattr(memory, "reserve", late)
+    weight = nn.Parameter(torch.ones(2**20))
+    copy = Copy(share([("w", weight)], 0, 1), memory, lambda _: None)
+    copy.start()
+    weight.data = weight.data * 2
+    go_on.set()
+    copy.join(30)
+    assert copy.error is None
+    assert torch.frombuffer(reserve(copy.size), dtype=torch.float32).eq(1.0).all()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_snapshot_that_is_over_holds_no_memory_of_training(
+    memory: SharedMemory, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    if fails:
+        monkeypatch.setattr(memory, "reserve", lambda size: 1 / 0)
+    copy = Copy(share([("w", torch.ones(8))], 0, 1), memory, lambda _: None)
+    copy.start()
+    copy.join(30)
+    assert (copy.error is not None, copy.slices) == (fails, [])
+
+
+# ---------------------------------------------------------------- several devices
 
 
 @dataclass(frozen=True)
