@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from raytrain_ft.chaos.faults import Injector
-from raytrain_ft.errors import FencedError, LogGapError, NonFiniteLossError, ReplayDivergedError
+from raytrain_ft.errors import ConfigError, FencedError, LogGapError, NonFiniteLossError, ReplayDivergedError
 from raytrain_ft.policy.reconcile import Copy, Marks, Plan
 from raytrain_ft.policy.topology import stage_of, waits
 from raytrain_ft.runtime import connections, recovery
@@ -155,6 +155,8 @@ class Trainee:
             self._heartbeat.ended("suspect", str(error)[:300])
         except NonFiniteLossError as error:
             self._heartbeat.ended("failed", str(error), kind="non_finite")
+        except ConfigError as error:
+            self._heartbeat.ended("failed", str(error), kind="config")
         except BaseException:
             if fence.tripped:
                 return  # the error is the fence's doing: torch wraps what a hook raises

@@ -17,7 +17,7 @@ from raytrain_ft.storage.manifest import Manifest
 from raytrain_ft.storage.tree import flatten, unflatten
 from raytrain_ft.training.restore import allocate, described, fill
 from raytrain_ft.training.settings import PipelineSettings
-from raytrain_ft.training.state import TrainingState, at_home
+from raytrain_ft.training.state import TrainingState, at_home, plain
 from raytrain_ft.training.stored import UNKNOWN, Stored, check_optimizer, decode, own_values, stages_of
 
 
@@ -32,6 +32,9 @@ def capture(
         data: what the position of the data refers to (`Loader.data`).
         records: kept as they are.
         pipeline: of which `state` is a stage.
+
+    Raises:
+        ConfigError: the optimizer or the schedule keeps something that cannot be stored.
     """
     tensors = [*_weights(state), *((name, buffer.clone()) for name, buffer in _buffers(state))]
     numbers: dict[str, Any] = {}
@@ -41,7 +44,7 @@ def capture(
             if isinstance(value, Tensor):
                 tensors.append((path, value))
             else:
-                numbers[path] = flatten(value, path)[0]
+                numbers[path] = plain(value, path)
     groups = [{k: v for k, v in group.items() if k != "params"} for group in state.optimizer.param_groups]
     scheduler = state.scheduler.state_dict() if state.scheduler else None
     settings, more = flatten({"groups": groups, "scheduler": scheduler})
@@ -255,7 +258,7 @@ def _restore_optimizer(state: TrainingState, stored: Stored, tensors: dict[str, 
         prefix, _, key = path.rpartition("/")
         p = by_name[prefix]
         if path in stored.numbers:
-            state.optimizer.state[p][key] = unflatten(stored.numbers[path], lambda path: torch.empty(0))
+            state.optimizer.state[p][key] = unflatten(stored.numbers[path], tensors.__getitem__)
         else:
             state.optimizer.state[p][key] = at_home(state.optimizer, p, key, tensors[path])
     settings = unflatten(stored.settings, tensors.__getitem__)

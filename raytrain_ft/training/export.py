@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from functools import partial
 from itertools import chain, count
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from raytrain_ft.errors import StorageError
@@ -104,6 +104,7 @@ def _tensors(content: Content, wanted: Collection[str]) -> dict[str, dict[str, T
 def _updating(content: Content, stored: Stored) -> dict[str, Any]:
     """The state dicts of the optimizer, which numbers parameters in the order of its groups, and of the schedule."""
     check_optimizer(stored, content)
+    tensor = partial(restore.make, content)
     if len(stored.params) != len(stored.groups):
         raise StorageError(
             f"{content.manifest.name} has {len(stored.groups)} parameter groups, and names the parameters of "
@@ -115,10 +116,9 @@ def _updating(content: Content, stored: Stored) -> dict[str, Any]:
         name, _, key = path.removeprefix("optimizer/").rpartition("/")
         if name not in numbers:
             raise StorageError(f"{content.manifest.name}: {path} is of no parameter that the optimizer has")
-        plain = path in stored.numbers
-        value = unflatten(stored.numbers[path], lambda _: torch.empty(0)) if plain else restore.make(content, path)
-        state.setdefault(numbers[name], {})[key] = value
-    settings = unflatten(stored.settings, lambda path: restore.make(content, path))
+        skeleton = stored.numbers.get(path, {"tensor": path})
+        state.setdefault(numbers[name], {})[key] = unflatten(skeleton, tensor)
+    settings = unflatten(stored.settings, tensor)
     number = count()
     pairs = zip(settings["groups"], stored.params, strict=True)
     groups = [group | {"params": [next(number) for _ in names]} for group, names in pairs]

@@ -17,8 +17,9 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from raytrain_ft.errors import StorageError
+from raytrain_ft.errors import ConfigError, StorageError
 from raytrain_ft.policy.sampling import Position
+from raytrain_ft.storage.tree import flatten
 from raytrain_ft.training.buckets import Bucket, partition
 from raytrain_ft.training.tail import Tail, here, places
 
@@ -195,9 +196,25 @@ def at_home(optimizer: torch.optim.Optimizer, p: Tensor, key: str, value: Any) -
     return value if key in _COUNTERS and not on_device else value.to(p.device)
 
 
+def plain(value: Any, path: str) -> Any:
+    """The skeleton (see `storage.tree`) of what an optimizer keeps for a parameter besides tensors.
+
+    Raises:
+        ConfigError: it cannot be stored, or there is a tensor in it.
+    """
+    skeleton, inner = flatten(value, path)
+    if inner:
+        raise ConfigError(
+            f"{min(inner)} is a tensor that the optimizer keeps in a {type(value).__name__}: it could neither be stored nor "
+            'sent to a replacement. Let it keep each tensor under a key of its own: state[p]["GG_0"], state[p]["GG_1"]'
+        )
+    return skeleton
+
+
 def _describe(name: str, value: Any) -> list[Any]:
     if isinstance(value, Tensor):
         return [name, str(value.dtype), list(value.shape), None]
+    plain(value, name)  # refuses what JSON could not say
     return [name, None, None, value]
 
 

@@ -116,7 +116,7 @@ def _checked(skeleton: Any) -> Any:
 
 
 def check_optimizer(stored: Stored, content: Content) -> None:
-    """Whether what it keeps is of the parameters in the checkpoint, and all tensors that its settings name are there.
+    """Whether what it keeps is of the parameters in the checkpoint, and all tensors that its values name are there.
 
     Raises:
         StorageError: not so; a damaged file is named.
@@ -128,7 +128,8 @@ def check_optimizer(stored: Stored, content: Content) -> None:
         lacking.extend([path] if path not in content.pieces else [])
         return torch.empty(0)
 
-    unflatten(stored.settings, look_up)
+    for skeleton in (stored.settings, *stored.numbers.values()):
+        unflatten(skeleton, look_up)
     if lacking:
         content.verify()  # which says where the damage is, if it is damage
         raise StorageError(f"{content.manifest.name}: the optimizer's {lacking[0]} is not there, or of no parameter")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -412,6 +413,27 @@ def test_what_cannot_be_stored_is_told_before_the_first_step(cluster, tmp_path: 
     with pytest.raises(ConfigError, match=r"scheduler/notes is a builtins\.object"):
         train(tmp_path, "run", task=Unstorable(), checkpoints=OFTEN)
     train(tmp_path, "without", steps=3, task=Unstorable(), checkpoints=ft.CheckpointConfig(every=None))
+
+
+class InLists(torch.optim.SGD):
+    """Keeps matrices of a parameter in a list."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["GG"] = [torch.eye(2)]
+
+
+class Listed(Toy):
+    """What its optimizer keeps cannot be stored; there is nothing of it before the first update."""
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        return InLists(params, lr=0.01)
+
+
+def test_what_an_optimizer_cannot_have_stored_is_told_after_the_first_step(cluster, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"optimizer/.*/GG/0 .* under a key of its own"):
+        train(tmp_path, "run", task=Listed(), checkpoints=OFTEN)
 
 
 def test_no_persister_outlives_its_run(cluster, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from store import own, same_bits, save
 from torch import Tensor, nn
 
-from raytrain_ft.errors import FencedError, MismatchError, StorageError
+from raytrain_ft.errors import ConfigError, FencedError, MismatchError, StorageError
 from raytrain_ft.policy.sampling import Position
 from raytrain_ft.result import load_model
 from raytrain_ft.runtime import library, recovery
@@ -26,7 +26,7 @@ from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.filesystem import LocalStorage
 from raytrain_ft.storage.manifest import Manifest
 from raytrain_ft.training import durable, resume
-from raytrain_ft.training.export import state_of
+from raytrain_ft.training.export import state_dicts, state_of
 from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.restore import fill, make
 from raytrain_ft.training.settings import PipelineSettings, Tie
@@ -175,6 +175,47 @@ def test_the_state_is_restored_in_one_pass(storage: LocalStorage) -> None:
     durable.restore(here, mapped(storage), DATA)
     assert all_of(here) == all_of(old)
     assert here.filled
+
+
+class Shampoo(torch.optim.SGD):
+    """Keeps matrices of a parameter in a list, as some optimizers do."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["GG"] = [torch.eye(size) for size in p.shape]
+
+
+def test_an_optimizer_with_tensors_in_a_list_is_refused_once_it_has_them() -> None:
+    """Not at all would be: without them, a checkpoint would be whole to look at. The end of a run without checkpoints too."""
+    model = nn.Linear(3, 2)
+    optimizer = Shampoo(model.parameters(), lr=0.1)
+    state = TrainingState(model, optimizer, None, bucket_bytes=1000, first_bucket_bytes=1000)
+    durable.capture(state, DATA, [])
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ConfigError, match=r"optimizer/weight/GG/0 .* under a key of its own"):
+        durable.capture(state, DATA, [])
+    for use in (state.digest, state.pack):
+        with pytest.raises(ConfigError, match=r"state\.[01]\.GG/0 .* under a key of its own"):
+            use(state.buckets[0])
+
+
+@pytest.mark.parametrize("read", [lambda state, content: durable.restore(state, content, DATA), lambda _, c: state_dicts(c)])
+def test_a_checkpoint_without_the_tensors_of_a_list_is_not_taken_for_whole(
+    storage: LocalStorage, read: Callable[[TrainingState, Content], object]
+) -> None:
+    """As earlier versions wrote it."""
+    old, here = trained(2), trained(1)
+    tensors, values = durable.capture(old, DATA, [])
+    values["numbers"]["optimizer/0.weight/GG"] = {"list": [{"tensor": "optimizer/0.weight/GG/0"}]}
+    save(storage.uri, 2, dict(tensors), values=values)
+    before = all_of(here)
+    content = mapped(storage)
+    content.verify()
+    with pytest.raises(StorageError, match=r"optimizer/0\.weight/GG/0 is not there"):
+        read(here, content)
+    assert all_of(here) == before, "and nothing was changed"
 
 
 def test_what_stages_agreed_upon_before_does_not_outlive_a_restore(storage: LocalStorage) -> None:
