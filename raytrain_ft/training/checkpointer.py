@@ -250,16 +250,11 @@ class Checkpointer:
         except StorageError as error:
             self._hangs = True
             self._tell("CheckpointFailed", {"incarnation": self._incarnation, "step": step, "reason": str(error)})
-            if self._tuner is not None:
-                self._tuner.began(step)
+            self._due(step, time.monotonic() - began)
             return
         self._hangs = False
         waited = time.monotonic() - began
-        decision = None
-        if self._tuner is not None:
-            decision = self._tuner.began(step)
-            self._tuner.waited(waited)  # the next step's time contains it
-        self._note(decision)
+        self._due(step, waited)
         tensors, values = self._capture()
         slices = share(tensors, self._rank // self._stages, self._count // self._stages) + share(self._own(), 0, 1)
         pieces = [(p.name, p.dtype, p.shape, p.start, p.size) for p in (s.piece for s in slices)]
@@ -372,6 +367,13 @@ class Checkpointer:
         self._tell("CheckpointFailed", {"incarnation": job.incarnation, "step": job.step, "reason": reason})
 
     # ---------------------------------------------------------------- the interval
+
+    def _due(self, step: int, waited: float) -> None:
+        """A checkpoint is taken here, or left out, after training has waited so long for the one before."""
+        if self._tuner is not None:
+            decision = self._tuner.began(step)
+            self._tuner.waited(waited)  # the next step's time contains it
+            self._note(decision)
 
     def _note(self, decision: Decision | None) -> None:
         if decision is None or self._tuner is None or self._rank != 0:

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from raytrain_ft.errors import StorageError
+from raytrain_ft.policy.frequency import Interval
 from raytrain_ft.policy.messages import IntervalChosen
-from raytrain_ft.policy.tuner import Tuner
+from raytrain_ft.policy.tuner import Decision, Tuner
 from raytrain_ft.storage.checkpoint import KEEP_ALL
 from raytrain_ft.storage.filesystem import Storage
 from raytrain_ft.storage.manifest import Name
@@ -125,6 +126,40 @@ def test_where_others_wait_for_this_worker_its_patience_is_shorter_than_theirs(m
     one.take(10, go_on)
     assert time.monotonic() - began < 10
     assert told == [("CheckpointFailed", 10)]
+
+
+class Deciding(Tuner):
+    """Decides at every checkpoint, and notes what it is told of waits."""
+
+    def __init__(self) -> None:
+        super().__init__(budget=0.035, window=4)
+        self.waits: list[float] = []
+
+    def began(self, step: int) -> Decision:
+        interval = Interval(k=step, mode="cpu", overhead=0.0, k_persist=0, k_overhead=0)
+        return Decision(step=step, interval=interval, profile=None, observed=None, reason="moved")
+
+    def waited(self, seconds: float) -> None:
+        self.waits.append(seconds)
+
+
+def test_a_checkpoint_that_is_left_out_is_judged_like_any_other() -> None:
+    """What its interval decides is told, and the wait for the one before is no overhead of its own."""
+    tuner, told = Deciding(), []
+    one = Checkpointer(
+        Target(uri="/nowhere", owner="run", epoch=1, most_patience_s=0.2),
+        lambda: ([("w", torch.zeros(8))], {}),
+        lambda: tuner,
+        lambda event, fields: told.append((event, fields["step"])),
+        persister=lambda memory: Slow(20.0),
+    )
+    one.begin(0, 1, 1, 0)
+    one.take(5, go_on)
+    one.take(10, go_on)
+    assert told == [("IntervalChosen", 5), ("CheckpointFailed", 10), ("IntervalChosen", 10)]
+    assert len(tuner.waits) == 2
+    assert tuner.waits[1] >= 0.2
+    one.close(0.0)
 
 
 def test_a_device_without_room_does_not_cost_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
