@@ -257,7 +257,6 @@ class Checkpointer:
         self._due(step, waited)
         tensors, values = self._capture()
         slices = share(tensors, self._rank // self._stages, self._count // self._stages) + share(self._own(), 0, 1)
-        pieces = [(p.name, p.dtype, p.shape, p.start, p.size) for p in (s.piece for s in slices)]
         self._job = Job(
             uri=self._target.uri,
             owner=self._target.owner,
@@ -266,7 +265,7 @@ class Checkpointer:
             incarnation=self._incarnation,
             number=self._rank,
             count=self._count,
-            pieces=pieces,
+            pieces=[piece for piece, _ in slices],
             values=values if self._rank == 0 else {},
             kept=kept,
             keep=self._target.keep,
@@ -278,8 +277,9 @@ class Checkpointer:
         self._began_at, self._waited_s, self._stall_s = time.monotonic(), waited, 0.0
         self._outcome = Future()
         self._free = free_on_device(tensors)
+        size = sum(piece.size for piece, _ in slices)
         mode = self._tuner.mode if self._tuner is not None else "gpu"
-        self._copy = Copy(slices, self._memory, self._copied, mode if self._free > sum(piece[4] for piece in pieces) else "cpu")
+        self._copy = Copy(slices, self._memory, self._copied, mode if self._free > size else "cpu")
         self._copy.start()
 
     def finish(self, step: int, check: Callable[[], None], *, kept: bool = False) -> None:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +25,7 @@ ALIGNMENT = 4096
 POLL_S = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """A piece of one tensor, and that tensor: an alias of it, so that its bytes stay where they are until they are copied, also
     if a forward pass gives the parameter others (`p.data = ...`)."""
 
@@ -46,13 +44,14 @@ def share(tensors: Sequence[tuple[str, Tensor]], number: int, count: int) -> lis
     Raises:
         ConfigError: a tensor is of a kind that has no plain bytes (sparse, quantized, on "meta").
     """
-    total = total_size(tensors)
+    for name, tensor in tensors:
+        check_plain(name, tensor)
+    sizes = [tensor.nbytes for _, tensor in tensors]
+    total = sum(sizes)
     first, last = _cut(total, number, count), _cut(total, number + 1, count)
     found: list[Slice] = []
     offset = 0
-    for name, tensor in tensors:
-        check_plain(name, tensor)
-        size = tensor.numel() * tensor.element_size()
+    for (name, tensor), size in zip(tensors, sizes, strict=True):
         start, stop = max(first, offset) - offset, min(last, offset + size) - offset
         # a tensor without bytes belongs to whoever has the place where it would be; at the very end, to the last worker
         empty_here = size == 0 and (first <= offset < last or (offset == total and number == count - 1))
@@ -70,7 +69,7 @@ def _cut(total: int, number: int, count: int) -> int:
 
 def check_plain(name: str, tensor: Tensor) -> None:
     """Raises ConfigError for a tensor that has no bytes in a row."""
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise ConfigError(f"{name} is a {tensor.layout} tensor on {tensor.device}: only plain (strided) tensors can be stored")
 
 
@@ -157,9 +156,9 @@ def _cloned(slices: Sequence[Slice]) -> list[Slice] | None:
     """The slices, copied within their device's memory; None if it has no room for them."""
     clones = []
     try:
-        for part in slices:
-            start, size = part.piece.start, part.piece.size
-            clones.append(Slice(replace(part.piece, start=0), bytes_of(part.tensor)[start : start + size].clone()))
+        for piece, tensor in slices:
+            start, stop = piece.start, piece.start + piece.size
+            clones.append(Slice(piece._replace(start=0), bytes_of(tensor)[start:stop].clone()))
     except torch.OutOfMemoryError:
         return None
     _synchronize(slices)
@@ -178,16 +177,15 @@ def copy_all(slices: Sequence[Slice], memory: memoryview) -> None:
         return
     target = torch.frombuffer(memory, dtype=torch.uint8)
     address, offset = target.data_ptr(), 0
-    for part in slices:
-        piece, tensor = part.piece, part.tensor
-        if not piece.size:
+    for piece, tensor in slices:
+        start, size = piece.start, piece.size
+        if not size:
             continue
         if is_plain(tensor):
-            move(address + offset, tensor.data_ptr() + piece.start, piece.size)
+            move(address + offset, tensor.data_ptr() + start, size)
         else:
-            source = bytes_of(tensor)[piece.start : piece.start + piece.size]
-            target[offset : offset + piece.size].copy_(source, non_blocking=True)
-        offset += piece.size
+            target[offset : offset + size].copy_(bytes_of(tensor)[start : start + size], non_blocking=True)
+        offset += size
     _synchronize(slices)
 
 
