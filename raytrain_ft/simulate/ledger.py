@@ -26,11 +26,11 @@ class Ledger:
     lost_s: dict[str, float] = field(default_factory=dict)
     executed: int = 0
     node_s: float = 0.0
-    samples_lost: float = 0.0
     failures: int = 0
     pauses: list[float] = field(default_factory=list)
     struck_at: float | None = None
     _skipped: list[int] = field(default_factory=list)
+    _lost: list[tuple[int, float]] = field(default_factory=list)
 
     def book(self, kind: str, seconds: float) -> None:
         """So many seconds went into this."""
@@ -56,9 +56,14 @@ class Ledger:
         """This step counts as committed, and nobody computes it."""
         self._skipped.append(step)
 
+    def lost(self, step: int, samples: float) -> None:
+        """So many samples, of this step or from it on, take no part."""
+        self._lost.append((step, samples))
+
     def went_back(self, step: int) -> None:
-        """Training goes on from this step; what was skipped since is done after all."""
+        """Training goes on from this step; what was skipped or lost since is done after all."""
         self._skipped = [skipped for skipped in self._skipped if skipped < step]
+        self._lost = [(at, samples) for at, samples in self._lost if at < step]
 
     def struck(self, at: float) -> None:
         """A failure came that holds up training."""
@@ -91,7 +96,7 @@ class Ledger:
             seconds=seconds,
             useful_s=useful,
             lost_s=self.lost_s,
-            samples_lost=round(self.samples_lost),
+            samples_lost=round(sum(samples for _, samples in self._lost)),
             node_hours=hours,
             cost=hours * self.job.node_hour,
             failures=self.failures,

@@ -84,7 +84,7 @@ class _Torchft:
         if joins:
             stand = Stand(stand.step, 0.0, stand.stalled)
         self.ledger.trained(self.step, stand, job.workers)
-        self.ledger.samples_lost += (stand.step - self.step) * job.batch * self.absent / job.workers
+        self.ledger.lost(self.step, (stand.step - self.step) * job.batch * self.absent / job.workers)
         if joins:
             self.absent -= heapq.heappop(self.coming)[1]
         if stand.step > self.step:
@@ -107,7 +107,7 @@ class _Torchft:
         ready = max(self._replacement() for _ in range(max(1, failure.lost)))
         if math.isinf(ready):
             return "RecoveryError: there are no nodes left"
-        self.ledger.samples_lost += job.batch
+        self.ledger.lost(self.step, job.batch)
         self.absent += lost
         heapq.heappush(self.coming, (ready + costs.filling_s, lost))
         return ""

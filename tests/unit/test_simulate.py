@@ -177,6 +177,14 @@ def test_lossy_rollback_and_skip_lose_what_they_say() -> None:
     assert (skip.strategies, skip.samples_lost, skip.useful_s) == ({"skip": 1}, 8, 99.0)
 
 
+def test_samples_of_steps_that_are_done_again_are_not_lost() -> None:
+    losses = (Failure(step=150.6, workers=(1,)), Failure(step=160.0, lost=4))
+    job = Job(steps=200, step_s=1.0, workers=4, batch=8)
+    assert once("lossy", Listed(losses[:1]), job, every=100).samples_lost == 2
+    outcome = once("lossy", Listed(losses), job, every=100)
+    assert (outcome.strategies, outcome.samples_lost) == ({"lossy": 1, "checkpoint": 1}, 0)
+
+
 def test_torchft_drops_the_step_and_what_the_missing_one_would_have_done() -> None:
     job = Job(steps=100, step_s=1.0, workers=4, batch=8, spares=0, costs=Costs(detect_s=1.0, start_s=10.0))
     outcome = once("torchft", at_step(20.5), job)
