@@ -172,7 +172,7 @@ def strategy_of(scenario: Scenario, job: Job) -> Strategy:
     kind = KINDS.get(name, name)
     if kind == "elastic_horovod" and every is None:
         raise scenario.error(("strategy",), "snapshot in the simulator: give checkpoint_every, the steps between two snapshots")
-    stated: dict[str, Any] = {name: getattr(scenario, name) for name in ("quorum", "lost_samples", "update")}
+    stated: dict[str, Any] = {name: getattr(scenario, name) for name in ("quorum", "lost_samples", "replacement", "update")}
     return Strategy(kind=kind, every=every, **stated)  # pyright: ignore[reportArgumentType]
 
 

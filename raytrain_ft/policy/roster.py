@@ -57,6 +57,11 @@ class Rules:
         """Whether a run that is to end before its time leaves a checkpoint; snapshots in memory end with it."""
         return self.checkpoints and self.strategy != "snapshot"
 
+    @property
+    def replacement(self) -> Literal["wait", "shrink"]:
+        """What `wait_for_replacement` says, in the user's words."""
+        return "wait" if self.wait_for_replacement else "shrink"
+
     def whole(self, workers: int) -> int:
         """How many of these workers make whole replicas."""
         return workers // self.stages * self.stages

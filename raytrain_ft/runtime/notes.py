@@ -141,6 +141,7 @@ def details_of(spec: RunSpec) -> dict[str, Any]:
         "drop_last": sampling.drop_last,
         "max_steps": rules.max_steps,
         "num_workers": [rules.min_workers, rules.max_workers],
+        "replacement": rules.replacement,
         "update": spec.step.update,
         "stages": rules.stages,
     }

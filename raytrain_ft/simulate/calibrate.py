@@ -82,7 +82,7 @@ def calibrate(records: Records) -> Calibration:
         raise ConfigError("this run has too few steps to be calibrated on: use one with at least 3 between two losses")
     details = started["details"]
     recoveries = [record for record in _of(records, "Recovery") if record["lost"]]
-    step_s, begun, strategy = _step_s(stretches), _begun(records), _strategy(records, recoveries, details.get("update"))
+    step_s, begun, strategy = _step_s(stretches), _begun(records), _strategy(records, recoveries, details)
     stages = details.get("stages", 1)
     job = Job(
         name=details["name"],
@@ -208,13 +208,14 @@ def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 # ---------------------------------------------------------------- strategy and failures
 
 
-def _strategy(records: Records, recoveries: Records, update: Any) -> Strategy:
+def _strategy(records: Records, recoveries: Records, details: dict[str, Any]) -> Strategy:
     used = {r["strategy"] for r in recoveries}
     found: list[Kind] = [kind for name, kind in KINDS.items() if name in used]
     found.append("replication")
     helped = [int(number) for r in recoveries for number in HELPED.findall(r["reason"])]
     workers = max(helped, default=1)
-    return Strategy(kind=found[0], every=_interval(records), replay_workers=workers, update=update, label=found[0])
+    said: dict[str, Any] = {name: details[name] for name in ("replacement", "update") if name in details}
+    return Strategy(kind=found[0], every=_interval(records), replay_workers=workers, label=found[0], **said)
 
 
 def _interval(records: Records) -> int | None:

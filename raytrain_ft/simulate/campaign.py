@@ -34,6 +34,7 @@ from raytrain_ft.simulate.strategies import ONLY_GIVEN, Kind, Strategy, fits
 
 KINDS: tuple[Any, ...] = tuple(kind for kind in get_args(Kind) if kind != "torchft")
 UPDATES: tuple[Any, ...] = (None, "barrier", "wait_free")
+REPLACEMENTS: tuple[Any, ...] = ("wait", "shrink")
 NOTHING_STANDS = "I1 no step was committed: nothing is proven"
 """No violation of a run that failed before a step that stands."""
 NO_END = "I6 the run has 0 ends"
@@ -151,6 +152,7 @@ def _strategy(job: Job, chance: Generator) -> Strategy:
         replay_workers=int(chance.integers(1, 4)),
         quorum=float(chance.choice([0.0, 0.5, 0.9])),
         update=None if job.stages > 1 else UPDATES[chance.integers(len(UPDATES))],
+        replacement=REPLACEMENTS[chance.integers(len(REPLACEMENTS))],
     )
 
 

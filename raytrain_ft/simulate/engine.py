@@ -85,6 +85,7 @@ def rules_of(job: Job, strategy: Strategy) -> Rules:
         strategy=kinds[strategy.kind],
         quorum=strategy.quorum,
         checkpoints=saves,
+        wait_for_replacement=strategy.replacement == "wait",
         schedule_timeout=3 * costs.begin_s + 120,
         replacement_timeout=job.replacement_timeout,
         max_fruitless_recoveries=job.max_fruitless_recoveries,

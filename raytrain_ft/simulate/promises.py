@@ -156,7 +156,8 @@ class Record:
         if isinstance(event, m.RunStarted):
             workers = [self.rules.min_workers, self.rules.max_workers]
             about = {"name": event.run_id, "max_steps": self.rules.max_steps, "num_workers": workers}
-            details = {**asdict(self.sampling), **about, "stages": self.rules.stages}
+            about |= {"replacement": self.rules.replacement, "stages": self.rules.stages}
+            details = asdict(self.sampling) | about
             self._line("RunStarted", run_id=event.run_id, details=details)
         elif isinstance(event, m.StepsCommitted):
             self._line("StepsCommitted", **asdict(self._with_samples(event)))

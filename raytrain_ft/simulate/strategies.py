@@ -57,8 +57,8 @@ class Strategy:
         slowdown: what the strategy costs of a step's time without failures beyond what `Costs` says, as a share: a constant
             that is measured or fitted.
         replay_workers: how many replay one lost stage ("logging").
-        quorum, lost_samples: as in `RecoveryConfig`. There are no epochs here: samples returned at the end of one do not count
-            as lost.
+        quorum, lost_samples, replacement: as in `RecoveryConfig`. There are no epochs here: samples returned at the end of one
+            do not count as lost.
         update: the same; None: wait-free for "rollback", for which there is nothing to keep otherwise, else with a barrier.
         label: for tables and plots; by default the kind.
     """
@@ -70,6 +70,7 @@ class Strategy:
     replay_workers: int = 1
     quorum: float = 0.5
     lost_samples: Literal["drop", "return"] = "drop"
+    replacement: Literal["wait", "shrink"] = "wait"
     update: Literal["barrier", "wait_free"] | None = None
     label: str = ""
 
@@ -86,7 +87,12 @@ class Strategy:
         checks.seconds(self, "quorum")
         if self.quorum > 1:
             raise ConfigError(f"Strategy(quorum={self.quorum!r}): use a share from 0 to 1")
-        for name, allowed in (("lost_samples", ("drop", "return")), ("update", ("barrier", "wait_free", None))):
+        words_of = {
+            "lost_samples": ("drop", "return"),
+            "replacement": ("wait", "shrink"),
+            "update": ("barrier", "wait_free", None),
+        }
+        for name, allowed in words_of.items():
             if getattr(self, name) not in allowed:
                 words = ", ".join(str(word) for word in allowed)
                 raise ConfigError(f"Strategy({name}={getattr(self, name)!r}): use one of {words}")

@@ -52,6 +52,13 @@ def test_the_costs_of_replication_come_back() -> None:
     assert predicted(known) == pytest.approx(1, abs=0.001)
 
 
+def test_whether_the_run_waited_for_replacements_comes_back() -> None:
+    job = replace(JOB, spares=0, min_workers=2)
+    for how in ("wait", "shrink"):
+        known = calibrate(log_of(job, Strategy(kind="replication", replacement=how)))
+        assert known.strategy.replacement == how
+
+
 @pytest.mark.parametrize("kind", ["checkpoint", "lossy", "skip"])
 def test_other_strategies_are_recognised_and_predicted(kind: Any) -> None:
     known = calibrate(log_of(JOB, Strategy(kind=kind, every=10 if kind == "checkpoint" else None)))

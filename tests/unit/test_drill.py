@@ -192,6 +192,18 @@ def test_the_simulator_does_what_a_run_would_with_the_strategy(
     assert (recovery.quorum, recovery.lost_samples) == (asked.quorum, asked.lost_samples)
 
 
+@pytest.mark.parametrize(("replacement", "longest", "guarantee"), [("wait", 31.0, "exact"), ("shrink", 1.0, "rounding")])
+def test_the_simulator_waits_for_a_replacement_only_where_a_run_would(
+    replacement: str, longest: float, guarantee: str, tmp_path: Path
+) -> None:
+    head = SIMULATED.replace("workers: 4\nspares: 1\nnodes: 8", f"workers: [2, 4]\nspares: 0\nreplacement: {replacement}")
+    events = "  - {action: kill, who: {rank: 1}, when: {step: 100}}\n"
+    asked = scenario(tmp_path, head.replace("start_s: 3.0", "start_s: 30.0") + events)
+    (outcome,) = predict(asked, job_of(asked, None)).outcomes
+    assert outcome.pauses[0] == pytest.approx(longest, abs=1)
+    assert (outcome.finished, outcome.guarantee) == (True, guarantee)
+
+
 @pytest.mark.parametrize(
     ("point", "strategy"),
     [("phase: commit", "replication"), ("phase: updated", "replication"), ("phase: forward", "lossy"), ("bucket: 0", "lossy")],
