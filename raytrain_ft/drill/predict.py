@@ -166,12 +166,17 @@ def _spread(scenario: Scenario) -> tuple[int | None, int]:
 
 
 def strategy_of(scenario: Scenario, job: Job) -> Strategy:
-    """The scenario's strategy for the simulator. A pipeline without replicas of its stages replays from its log."""
-    every = scenario.checkpoint_every if isinstance(scenario.checkpoint_every, int) else None
+    """The scenario's strategy for the simulator. A pipeline without replicas of its stages replays from its log; "replication"
+    never goes back, so the simulator is told of no checkpoints."""
+    every = scenario.checkpoint_every
     name = "logging" if scenario.strategy == "auto" and 1 < job.stages == job.workers else scenario.strategy
     kind = KINDS.get(name, name)
-    if kind == "elastic_horovod" and every is None:
+    if kind == "elastic_horovod" and not isinstance(every, int):
         raise scenario.error(("strategy",), "snapshot in the simulator: give checkpoint_every, the steps between two snapshots")
+    if every == "auto":
+        every = Strategy(kind="checkpoint").interval(job)
+    if scenario.strategy == "replication":
+        every = None
     stated: dict[str, Any] = {name: getattr(scenario, name) for name in ("quorum", "lost_samples", "replacement", "update")}
     return Strategy(kind=kind, every=every, **stated)  # pyright: ignore[reportArgumentType]
 

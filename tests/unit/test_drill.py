@@ -204,6 +204,22 @@ def test_the_simulator_waits_for_a_replacement_only_where_a_run_would(
     assert (outcome.finished, outcome.guarantee) == (True, guarantee)
 
 
+@pytest.mark.parametrize("strategy", ["auto", "replication", "lossy", "rollback", "skip"])
+@pytest.mark.parametrize(("every", "kept"), [("auto", True), ("50", True), ("null", False)])
+def test_the_simulator_goes_back_to_checkpoints_where_a_run_would(
+    strategy: str, every: str, kept: bool, tmp_path: Path
+) -> None:
+    head = SIMULATED.replace("workers: 4", "workers: 2").replace(
+        "checkpoint_every: 50", f"checkpoint_every: {every}\nstrategy: {strategy}"
+    )
+    asked = scenario(tmp_path, head + "  - {action: kill_node, who: {ranks: [0, 1]}, when: {step: 60}}\n")
+    (outcome,) = predict(asked, job_of(asked, None)).outcomes
+    goes_back = kept and strategy != "replication"  # which never does
+    assert outcome.reason.startswith("" if goes_back else "NoSurvivorError")
+    assert (outcome.finished, outcome.guarantee, outcome.samples_lost) == (goes_back, "exact", 0)
+    assert outcome.strategies == {"checkpoint" if goes_back else "replication": 1}
+
+
 @pytest.mark.parametrize(
     ("point", "strategy"),
     [("phase: commit", "replication"), ("phase: updated", "replication"), ("phase: forward", "lossy"), ("bucket: 0", "lossy")],
