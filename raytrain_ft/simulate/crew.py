@@ -247,7 +247,7 @@ class Crew:
         where = {"incarnation": training.incarnation, "step": self.step, "epoch": 0, "why": plan.reason}
         where["returned"] = self.strategy.lost_samples == "return"
         lost = [m.SamplesLost(at=now, **where, start=start, stop=stop) for start, stop in plan.lost]
-        self.ledger.lost(self.step, sum(event.stop - event.start for event in lost if not event.returned))
+        self.ledger.lost(self.step, self.step + 1, sum(event.stop - event.start for event in lost if not event.returned))
         self.tell([committed, *lost])
 
     def _filled(self, command: m.Fill | m.Replay, members: Iterable[str], now: float) -> None:

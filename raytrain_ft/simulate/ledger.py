@@ -30,7 +30,7 @@ class Ledger:
     pauses: list[float] = field(default_factory=list)
     struck_at: float | None = None
     _skipped: list[int] = field(default_factory=list)
-    _lost: list[tuple[int, float]] = field(default_factory=list)
+    _lost: list[tuple[int, int, float]] = field(default_factory=list)
 
     def book(self, kind: str, seconds: float) -> None:
         """So many seconds went into this."""
@@ -56,14 +56,14 @@ class Ledger:
         """This step counts as committed, and nobody computes it."""
         self._skipped.append(step)
 
-    def lost(self, step: int, samples: float) -> None:
-        """So many samples, of this step or from it on, take no part."""
-        self._lost.append((step, samples))
+    def lost(self, begin: int, end: int, samples: float) -> None:
+        """Of each step from `begin` up to `end`, so many samples take no part."""
+        self._lost.append((begin, end, samples))
 
     def went_back(self, step: int) -> None:
         """Training goes on from this step; what was skipped or lost since is done after all."""
         self._skipped = [skipped for skipped in self._skipped if skipped < step]
-        self._lost = [(at, samples) for at, samples in self._lost if at < step]
+        self._lost = [(begin, min(end, step), samples) for begin, end, samples in self._lost if begin < step]
 
     def struck(self, at: float) -> None:
         """A failure came that holds up training."""
@@ -96,7 +96,7 @@ class Ledger:
             seconds=seconds,
             useful_s=useful,
             lost_s=self.lost_s,
-            samples_lost=round(sum(samples for _, samples in self._lost)),
+            samples_lost=round(sum((end - begin) * samples for begin, end, samples in self._lost)),
             node_hours=hours,
             cost=hours * self.job.node_hour,
             failures=self.failures,

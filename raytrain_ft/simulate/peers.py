@@ -3,6 +3,7 @@
 After a failure the survivors notice (`detect_s`), leave the step (`fence_s`), drop it, and form a new quorum (`rendezvous_s`).
 They go on at once with those who are left, each with its share of the batch as before, so what the missing ones would have
 contributed is lost too. A replacement takes its state from a survivor while the others go on, and joins between two steps.
+Fewer than `min_workers` wait for others; if nobody is left, the first who come load what was saved last.
 """
 
 from __future__ import annotations
@@ -22,48 +23,62 @@ from raytrain_ft.simulate.strategies import Strategy
 
 def simulate_torchft(job: Job, strategy: Strategy, failures: Iterator[Failure], seed: int) -> Outcome:
     """One run of a job."""
-    nodes = math.inf if job.spare_nodes is None else job.spares + job.spare_nodes
-    return _Torchft(job, strategy, failures, Ledger(job, strategy), [0.0] * job.spares, nodes).run(seed)
+    free = None if job.spare_nodes is None else [0.0] * job.spare_nodes
+    return _Torchft(job, strategy, failures, Ledger(job, strategy), [0.0] * job.spares, free).run(seed)
 
 
 @dataclass(slots=True)
 class _Torchft:
-    """A run. spares: when each spare is ready. nodes: on which workers can be started again. absent: workers that are missing;
-    coming: when they are back."""
+    """A run.
+
+    Attributes:
+        spares: when each spare is ready. free: when each further node is there; None: nodes are not scarce.
+        absent: workers that are missing. vacant: groups of them that have no node yet; coming: when the others are back.
+        saved: the step of the newest checkpoint. reason: why the run cannot go on.
+    """
 
     job: Job
     strategy: Strategy
     failures: Iterator[Failure]
     ledger: Ledger
     spares: list[float]
-    nodes: float
+    free: list[float] | None
     now: float = 0.0
     step: int = 0
     absent: int = 0
+    vacant: list[int] = field(default_factory=list)
     coming: list[tuple[float, int]] = field(default_factory=list)
+    saved: int | None = None
+    reason: str = ""
 
     def run(self, seed: int) -> Outcome:
         """To the run's end."""
-        job, reason, recoveries = self.job, "", 0
+        job, recoveries = self.job, 0
         self._wait("begin", job.costs.begin_s)
         failure = next(self.failures, None)
         longest = HOPELESS * (job.useful_s + job.costs.begin_s)
-        while self.step < job.steps and not reason:
+        while self.step < job.steps and not self.reason:
             if self.now > longest:
-                reason = GAVE_UP
+                self.reason = GAVE_UP
                 break
-            struck = self._train(failure)
+            struck = self._train(failure) if self.present >= (job.min_workers or 1) else self._gather(failure)
             if not struck or failure is None:
                 continue
-            self.nodes += failure.back
             if failure.lost or failure.workers:
                 recoveries += 1
-                reason = self._recover(failure)
+                self._recover(failure)
+            self._free(failure.back)
+            self._replace()
             failure = next(self.failures, None)
-        self._wait("end", 0.0 if reason else job.costs.end_s)
+        self._wait("end", 0.0 if self.reason else job.costs.end_s)
         guarantee = "lossy" if recoveries else "exact"
         counts = {"recoveries": recoveries, "strategies": {"torchft": recoveries} if recoveries else {}}
-        return self.ledger.outcome(seed, self.now, self.step, reason, guarantee=guarantee, **counts)
+        return self.ledger.outcome(seed, self.now, self.step, self.reason, guarantee=guarantee, **counts)
+
+    @property
+    def present(self) -> int:
+        """Workers that are there."""
+        return self.job.workers - self.absent
 
     def _train(self, failure: Failure | None) -> bool:
         """Until the next failure, until somebody comes back, or to the end; and whether it was the failure."""
@@ -84,45 +99,69 @@ class _Torchft:
         if joins:
             stand = Stand(stand.step, 0.0, stand.stalled)
         self.ledger.trained(self.step, stand, job.workers)
-        self.ledger.lost(self.step, (stand.step - self.step) * job.batch * self.absent / job.workers)
+        self.ledger.lost(self.step, stand.step, job.batch * self.absent / job.workers)
         if joins:
             self.absent -= heapq.heappop(self.coming)[1]
         if stand.step > self.step:
             self.ledger.resumed(min(until, self.now + pace.until(self.step + 1)))
+        self.saved = next(iter(pace.saved(until - self.now, self.strategy.durable_s(job))), self.saved)
         self._pass(until - self.now)
         self.step = stand.step
         return strikes == until < end
 
-    def _recover(self, failure: Failure) -> str:
-        """Books a recovery; why there cannot be one, or an empty string."""
-        job, costs = self.job, self.job.costs
-        lost = failure.lost * job.per_node or len(failure.workers)
+    def _gather(self, failure: Failure | None) -> bool:
+        """With too few: until somebody comes back, or the next failure; and whether it was the failure."""
+        strikes = failure.at if failure is not None and failure.at is not None else math.inf
+        comes = self.coming[0][0] if self.coming else math.inf
+        limit = self.job.replacement_timeout
+        until = max(self.now, min(strikes, comes, self.now + limit))
+        self._wait("replace", until - self.now)
+        if strikes <= until:
+            return True
+        if comes <= until:
+            self.absent -= heapq.heappop(self.coming)[1]
+        else:
+            self.reason = f"RecoveryError: {self.present} workers are left and none came within {limit:g} s"
+        return False
+
+    def _recover(self, failure: Failure) -> None:
+        """Books a recovery. Of lost processes, the nodes are still there."""
+        costs, size = self.job.costs, self.job.per_node if failure.lost else 1
+        lost = min(self.present, failure.lost * size or len(failure.workers))
         self.ledger.failures += 1
         self.ledger.struck(self.now)
-        if lost >= job.workers - self.absent:
-            return "NoSurvivorError: every worker was lost"
+        if lost == self.present and self.saved is None:
+            self.reason = "NoSurvivorError: every worker was lost"
+            return
         self._wait("detect", costs.detect_s)
         self._wait("fence", costs.fence_s)
         self._wait("replace", costs.rendezvous_s)
-        ready = max(self._replacement() for _ in range(max(1, failure.lost)))
-        if math.isinf(ready):
-            return "RecoveryError: there are no nodes left"
-        self.ledger.lost(self.step, job.batch)
         self.absent += lost
-        heapq.heappush(self.coming, (ready + costs.filling_s, lost))
-        return ""
+        self.vacant += [min(size, lost - first) for first in range(0, lost, size)]
+        self._free(len(failure.workers))
+        if self.present:
+            self.ledger.lost(self.step, self.step + 1, self.job.batch)
+            return
+        self._wait("replace", costs.load_s)
+        self.step = self.saved or 0
+        self.ledger.went_back(self.step)
 
-    def _replacement(self) -> float:
-        """When the next spare node is ready; another one is started in its place."""
-        self.nodes -= 1
-        if self.nodes < 0:
-            return math.inf
-        start = self.job.costs.start_s
-        if not self.spares:
-            return self.now + start
-        ready = max(self.now, heapq.heappop(self.spares))
-        heapq.heappush(self.spares, ready + start)
-        return ready
+    def _free(self, nodes: int) -> None:
+        if self.free is not None:
+            self.free += [self.now] * nodes
+
+    def _replace(self) -> None:
+        """Spares and new workers take the places of the missing, as far as there are nodes; then there are new spares."""
+        while self.vacant and (self.spares or self.free != []):
+            ready = max(self.now, heapq.heappop(self.spares)) if self.spares else self._started()
+            heapq.heappush(self.coming, (ready + self.job.costs.filling_s, self.vacant.pop()))
+        while len(self.spares) < self.job.spares and self.free != []:
+            heapq.heappush(self.spares, self._started())
+
+    def _started(self) -> float:
+        """When a worker that is started on the next free node is ready."""
+        there = self.now if self.free is None else max(self.now, heapq.heappop(self.free))
+        return there + self.job.costs.start_s
 
     def _wait(self, kind: str, seconds: float) -> None:
         self.ledger.book(kind, seconds)

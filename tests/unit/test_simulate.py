@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,41 @@ def test_torchft_drops_the_step_and_what_the_missing_one_would_have_done() -> No
     assert outcome.seconds == pytest.approx(100 + 0.5 + 1.0)
     assert outcome.samples_lost == 8 + 10 * 2
     assert outcome.guarantee == "lossy"
+
+
+SCARCE = Job(steps=300, step_s=1.0, workers=4, batch=8, spares=0, spare_nodes=0, costs=Costs(start_s=10.0, load_s=4.0))
+
+
+def test_torchft_goes_on_with_fewer_where_there_are_no_nodes_and_grows_when_one_comes() -> None:
+    gone = Failure(at=100.0, lost=1)
+    smaller = once("torchft", Listed((gone,)), SCARCE)
+    assert (smaller.finished, smaller.seconds, smaller.samples_lost) == (True, pytest.approx(300), 8 + 200 * 2)
+    grows = once("torchft", Listed((gone, Failure(at=200.0, back=1))), SCARCE)
+    assert (grows.finished, grows.samples_lost) == (True, 8 + 110 * 2)
+
+
+def test_torchft_loses_a_process_without_its_node() -> None:
+    outcome = once("torchft", at_step(100, 200, workers=(1,)), SCARCE)
+    assert (outcome.finished, outcome.samples_lost) == (True, 2 * (8 + 10 * 2))
+
+
+def test_torchft_waits_while_fewer_are_left_than_the_least() -> None:
+    gone, job = Failure(at=100.0, lost=2), replace(SCARCE, min_workers=3, replacement_timeout=150.0)
+    waits = once("torchft", Listed((gone, Failure(at=200.0, back=1))), job)
+    assert (waits.finished, waits.pauses) == (True, pytest.approx((111.0,)))
+    fails = once("torchft", Listed((gone,)), job)
+    assert (fails.seconds, fails.reason) == (pytest.approx(250), "RecoveryError: 2 workers are left and none came within 150 s")
+
+
+def test_torchft_goes_back_to_what_it_has_saved_when_nobody_is_left() -> None:
+    losses = Listed((Failure(at=150.5, lost=4), Failure(at=160.0, back=4)))
+    assert once("torchft", losses, SCARCE).reason.startswith("NoSurvivorError")
+    outcome = once("torchft", losses, SCARCE, every=100)
+    assert (outcome.finished, outcome.samples_lost) == (True, 0)
+    assert outcome.seconds == pytest.approx(160 + 10 + 200)
+    assert outcome.lost_s["redone"] == pytest.approx(50)
+    fewer = Listed((Failure(at=90.0, lost=1), *losses.failures))  # until step 100, and not for what is done again
+    assert once("torchft", fewer, SCARCE, every=100).samples_lost == 8 + 10 * 2
 
 
 def test_without_a_spare_training_waits_for_a_new_worker_or_goes_on_with_fewer() -> None:
