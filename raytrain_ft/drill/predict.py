@@ -271,7 +271,7 @@ class Events:
             yield self._failure(event, job, draws, self._begin_s + (when.seconds or 0.0))
 
     def _failure(self, event: Event, job: Job, draws: random.Random, at: float) -> Failure:
-        """A loss; where another node is to come after a while, it comes at once, for the spare trains meanwhile."""
+        """A loss, of nodes perhaps for a while."""
         if event.action == "bring_back":
             return Failure(at=at, back=1)
         who = event.who
@@ -284,7 +284,8 @@ class Events:
             struck = [rank for rank in ranks(who, job.workers, draws) if rank is not None]
         if event.action in ("kill_node", "unplug"):
             count = len({number % job.number_of_nodes for number in struck})  # workers go round the nodes
-            return Failure(at=at, lost=count, back=count if event.lasts is not None else 0)
+            back = count if event.lasts is not None else 0
+            return Failure(at=at, lost=count, back=back, back_s=event.lasts or 0.0)
         return Failure(at=at, workers=tuple(struck))
 
 

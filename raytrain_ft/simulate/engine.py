@@ -185,7 +185,7 @@ class Simulation:
     def _strike(self, failure: Failure, now: float) -> None:
         if failure is not self._next:
             return
-        before = self.nodes.slots
+        slots = self.nodes.slots
         if failure.lost or failure.workers:
             members = self._casualties(failure)
             self.ledger.failures += 1
@@ -193,13 +193,21 @@ class Simulation:
                 self.ledger.struck(now)
             cause = f"{failure.lost} nodes were lost" if failure.lost else "the process died"
             self.crew.lose(members, now, cause)
-        if failure.back:
-            self.nodes.add(failure.back)
+        if failure.back_s:
+            self._resize(slots, 0, now)
+            self._at(now + failure.back_s, lambda at: self._resize(self.nodes.slots, failure.back, at))
+        else:
+            self._resize(slots, failure.back, now)
+        self._next_failure()
+
+    def _resize(self, slots: int, back: int, now: float) -> None:
+        """So many nodes come back; if there is room for other than so many workers now, the supervisor will hear of it."""
+        if back:
+            self.nodes.add(back)
             self.crew.place_waiting(now)
-        if self.nodes.slots != before:
+        if self.nodes.slots != slots:
             changed = m.CapacityChanged(at=now, slots=self.nodes.slots)
             self._at(now + self.job.costs.detect_s, lambda _: self._tell([changed]))
-        self._next_failure()
 
     def _casualties(self, failure: Failure) -> list[str]:
         """Who dies: whole nodes of the present world, drawn by chance, further ones only if these do not suffice."""

@@ -25,7 +25,7 @@ class Failure:
         at: seconds since the run began.
         step: steps committed for the first time; 12.5 is in the middle of the thirteenth.
         lost: nodes lost at once. workers: or single workers lost, by rank; both may be empty where nodes only come back.
-        back: nodes that the cluster has room for again.
+        back: nodes that the cluster has room for again, `back_s` seconds later.
     """
 
     at: float | None = None
@@ -33,11 +33,12 @@ class Failure:
     lost: int = 0
     workers: tuple[int, ...] = ()
     back: int = 0
+    back_s: float = 0.0
 
     def __post_init__(self) -> None:
         if (self.at is None) == (self.step is None):
             raise ConfigError(f"{self}: give either the time (at=) or the step (step=)")
-        checks.seconds(self, "at" if self.step is None else "step")
+        checks.seconds(self, "at" if self.step is None else "step", "back_s")
         checks.whole(self, "lost", "back", least=0)
         known = isinstance(self.workers, tuple)
         if not known or any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in self.workers):

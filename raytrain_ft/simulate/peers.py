@@ -67,7 +67,7 @@ class _Torchft:
             if failure.lost or failure.workers:
                 recoveries += 1
                 self._recover(failure)
-            self._free(failure.back)
+            self._free(failure.back, failure.back_s)
             self._replace()
             failure = next(self.failures, None)
         self._wait("end", 0.0 if self.reason else job.costs.end_s)
@@ -146,9 +146,10 @@ class _Torchft:
         self.step = self.saved or 0
         self.ledger.went_back(self.step)
 
-    def _free(self, nodes: int) -> None:
+    def _free(self, nodes: int, seconds: float = 0.0) -> None:
+        """So many nodes will be free then."""
         if self.free is not None:
-            self.free += [self.now] * nodes
+            self.free = sorted([*self.free, *[self.now + seconds] * nodes])
 
     def _replace(self) -> None:
         """Spares and new workers take the places of the missing, as far as there are nodes; then there are new spares."""

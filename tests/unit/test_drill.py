@@ -204,6 +204,17 @@ def test_the_simulator_waits_for_a_replacement_only_where_a_run_would(
     assert (outcome.finished, outcome.guarantee) == (True, guarantee)
 
 
+@pytest.mark.parametrize("when", ["step: 100", "seconds: 60", "mtbf: 50s, count: 1"])
+@pytest.mark.parametrize(("spares", "nodes", "pause"), [(0, 4, 50 + 3 + 1), (0, 5, 3 + 1), (1, 5, 1)])
+def test_a_node_that_comes_after_a_while_is_not_there_before(
+    when: str, spares: int, nodes: int, pause: float, tmp_path: Path
+) -> None:
+    head = SIMULATED.replace("spares: 1\nnodes: 8", f"spares: {spares}\nnodes: {nodes}")
+    asked = scenario(tmp_path, f"{head}  - {{action: kill_node, who: {{rank: 1}}, when: {{{when}}}, lasts: 50s}}\n")
+    (outcome, *_) = predict(asked, job_of(asked, None)).outcomes
+    assert outcome.pauses == (pytest.approx(pause, abs=1),)
+
+
 @pytest.mark.parametrize("strategy", ["auto", "replication", "lossy", "rollback", "skip"])
 @pytest.mark.parametrize(("every", "kept"), [("auto", True), ("50", True), ("null", False)])
 def test_the_simulator_goes_back_to_checkpoints_where_a_run_would(

@@ -205,6 +205,17 @@ def test_torchft_goes_on_with_fewer_where_there_are_no_nodes_and_grows_when_one_
     assert (grows.finished, grows.samples_lost) == (True, 8 + 110 * 2)
 
 
+@pytest.mark.parametrize("kind", ["torchft", "replication"])
+def test_a_node_may_come_back_a_while_after_it_was_lost(kind: str) -> None:
+    at_once, later = (Listed((Failure(step=100, lost=1, back=1, back_s=seconds),)) for seconds in (0.0, 50.0))
+    job = replace(SCARCE, min_workers=3)
+    away = once(kind, later, job, replacement="shrink")
+    apart = once(kind, Listed((Failure(at=100.0, lost=1), Failure(at=150.0, back=1))), job, replacement="shrink")
+    assert away.seconds == pytest.approx(apart.seconds)
+    assert (away.lost_s, away.samples_lost) == (pytest.approx(apart.lost_s, abs=1e-5), apart.samples_lost)
+    assert once(kind, at_once, job, replacement="shrink") != away
+
+
 def test_torchft_loses_a_process_without_its_node() -> None:
     outcome = once("torchft", at_step(100, 200, workers=(1,)), SCARCE)
     assert (outcome.finished, outcome.samples_lost) == (True, 2 * (8 + 10 * 2))
@@ -351,6 +362,7 @@ def test_troubled_runs_go_everywhere() -> None:
         (lambda: once("skip", Listed(), PIPELINE), "does not go with"),
         (lambda: once("replication", Listed(), PIPELINE, update="wait_free"), "stages update when all have finished"),
         (lambda: Failure(lost=1), "either the time"),
+        (lambda: Failure(at=1.0, back=1, back_s=-1.0), r"back_s=-1.0\): use a finite number that is not negative"),
         (lambda: at_step(5, 4), "failure 2: 4 comes after 5"),
         (lambda: once("replication", at_step(5, lost=9)), "9 nodes are lost at once, and the job has 4"),
         (lambda: once("replication", at_step(5, workers=(7,))), "worker 7 is lost, and the job has workers 0 to 3"),
