@@ -94,7 +94,7 @@ def _instead(what: Simulation, kinds: tuple[Kind, ...], every: int | None, mtbf:
     """What is to be simulated instead of what the file or the run says."""
     strategies = what.strategies
     if kinds:
-        strategies = tuple(strategy for kind in kinds for strategy in _of_kind(kind, what.strategies, every))
+        strategies = tuple(strategy for kind in dict.fromkeys(kinds) for strategy in _of_kind(kind, what.strategies, every))
     if every:
         strategies = tuple(replace(strategy, every=every) for strategy in strategies)
     failures = what.failures if mtbf is None else Exponential(mtbf_s=mtbf * views.HOUR)

@@ -14,6 +14,7 @@ from typing import Any
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.scenario.file import Place, Source
 from raytrain_ft.simulate import Costs, Exponential, Failure, Failures, Job, Listed, SpotTrace, Strategy, Uniform, Weibull
+from raytrain_ft.simulate.strategies import check_names
 
 SOURCES: dict[str, type[Any]] = {"exponential": Exponential, "weibull": Weibull, "uniform": Uniform}
 """Kinds of `failures` that are a distribution; "list" gives failures one by one, "trace" reads them from a CSV file."""
@@ -45,7 +46,7 @@ class _File:
 
     def __init__(self, source: Source, fields: dict[str, Any]) -> None:
         self._source = source
-        self._values = _numbers(fields)
+        self._values = fields
 
     def _at(self, place: Place, message: str) -> str:
         return self._source.where(place) + message
@@ -65,6 +66,7 @@ class _File:
         made = tuple(self._make(Strategy, ("strategies", number), fields) for number, fields in enumerate(strategies))
         for number, strategy in enumerate(made):
             self._checked(("strategies", number), partial(strategy.check, job))
+            self._checked(("strategies", number), partial(check_names, made[: number + 1]))
         return Simulation(job, made, self._failures(job, top["failures"]))
 
     def _failures(self, job: Job, fields: Any) -> Failures:
@@ -76,7 +78,8 @@ class _File:
         if kind == "trace":
             known = self._fields(("failures",), ("kind", "path", "cycle"), fields)
             trace = self._source.directory / str(known.get("path", ""))
-            found: Failures = self._checked(("failures",), lambda: SpotTrace.read(trace, known.get("cycle", 0.0)))
+            cycle = _numbers(known.get("cycle", 0.0))
+            found: Failures = self._checked(("failures",), lambda: SpotTrace.read(trace, cycle))
         elif kind == "list":
             known = self._fields(("failures",), ("kind", "failures"), fields)
             listed = known.get("failures", [])
@@ -94,9 +97,10 @@ class _File:
         return found
 
     def _make(self, kind: type[Any], place: Place, fields: Any, **more: Any) -> Any:
-        """One of the simulator's dataclasses; lists become tuples."""
-        known = self._fields(place, [field.name for field in dataclasses.fields(kind)], fields)
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
+        """One of the simulator's dataclasses."""
+        types = {field.name: field.type for field in dataclasses.fields(kind)}
+        known = self._fields(place, list(types), fields)
+        values = {name: value if types[name] == "str" else _numbers(value) for name, value in known.items()}
         required = [
             field.name
             for field in dataclasses.fields(kind)
@@ -130,11 +134,9 @@ class _File:
 
 
 def _numbers(value: Any) -> Any:
-    """YAML takes 1e5 for text."""
-    if isinstance(value, dict):
-        return {name: _numbers(each) for name, each in value.items()}
+    """YAML takes 1e5 for text. Lists become tuples."""
     if isinstance(value, list):
-        return [_numbers(each) for each in value]
+        return tuple(_numbers(each) for each in value)
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:

@@ -33,6 +33,18 @@ def whole(owner: object, *names: str, least: int = 1) -> None:
             raise ConfigError(f"{type(owner).__name__}({name}={value!r}): use a whole number of at least {least}")
 
 
+def text(owner: object, *names: str) -> None:
+    """These fields are text.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for name in names:
+        value = getattr(owner, name)
+        if not isinstance(value, str):
+            raise ConfigError(f"{type(owner).__name__}({name}={value!r}): use text, in quotes if it looks like something else")
+
+
 def is_number(value: Any) -> bool:
     """Whether it is a number, and not a truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -101,6 +101,7 @@ class Job:
     costs: Costs = field(default_factory=Costs)
 
     def __post_init__(self) -> None:
+        checks.text(self, "name")
         checks.whole(self, "steps", "workers", "stages", "micro_batches", "batch", "max_fruitless_recoveries")
         checks.whole(self, "spares", least=0)
         checks.seconds(self, "step_s", "replacement_timeout", positive=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -82,6 +83,7 @@ class Strategy:
         elif self.kind in ONLY_GIVEN:
             raise ConfigError(f'Strategy(kind="{self.kind}", every=None): say every how many steps the state is saved')
         check_budget(self.budget)
+        checks.text(self, "label")
         checks.seconds(self, "slowdown")
         checks.whole(self, "replay_workers")
         checks.seconds(self, "quorum")
@@ -154,3 +156,15 @@ class Strategy:
         k = self.interval(job)
         saved = 0 if k is None else math.floor((job.steps - 1) / k)
         return job.steps * self.step_s(job) + saved * self.stall_s(job)
+
+
+def check_names(strategies: Sequence[Strategy]) -> None:
+    """Whether strategies can be told apart.
+
+    Raises:
+        ConfigError: two have one name.
+    """
+    names = [strategy.name for strategy in strategies]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise ConfigError(f"{name} is the name of another strategy too: give it a label")

@@ -11,7 +11,7 @@ from raytrain_ft.simulate.engine import simulate
 from raytrain_ft.simulate.failures import Exponential, Failures, Uniform, Weibull
 from raytrain_ft.simulate.model import Job
 from raytrain_ft.simulate.outcome import Summary, summarize
-from raytrain_ft.simulate.strategies import Strategy
+from raytrain_ft.simulate.strategies import Strategy, check_names
 
 SEEDS = 10
 Progress = Callable[[], object]
@@ -69,7 +69,12 @@ def sweep_intervals(
     seeds: int = SEEDS,
     progress: Progress | None = None,
 ) -> Sweep:
-    """Each strategy at each number of steps between two times that the state is saved."""
+    """Each strategy at each number of steps between two times that the state is saved.
+
+    Raises:
+        ConfigError: two strategies have one name.
+    """
+    check_names(strategies)
     found = {
         strategy.name: tuple(run_seeds(job, replace(strategy, every=k), failures, seeds, progress) for k in intervals)
         for strategy in strategies
@@ -87,7 +92,12 @@ def sweep_failures(
     *,
     at_best_interval: bool = False,
 ) -> Sweep:
-    """Each strategy at each mean time between failures; with `at_best_interval`, saving as often as is best there."""
+    """Each strategy at each mean time between failures; with `at_best_interval`, saving as often as is best there.
+
+    Raises:
+        ConfigError: two strategies have one name.
+    """
+    check_names(strategies)
     found: dict[str, tuple[Summary, ...]] = {}
     for strategy in strategies:
         summaries = []

@@ -88,6 +88,28 @@ def test_a_kind_is_simulated_as_the_file_has_it_and_lent_an_interval_only_if_it_
     assert found == {"replication": 40, "torchft": None, "elastic_horovod": 100}
 
 
+def test_text_that_looks_like_a_number_stays_text(file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    file.with_name("1e2").write_text("seconds,change\n100,-1\n")
+    trace = "kind: trace, path: 1e2, cycle: 1e3"
+    file.write_text(
+        FILE.replace("kind: weibull, mtbf_s: 1e3, shape: 0.8", trace)
+        .replace("kind: replication", 'kind: replication, label: "500"')
+        .replace("name: small", 'name: "1e5"')
+    )
+    result = invoke(file, "--seeds", 1, "--sweep", "interval", "--json", out)
+    assert result.exit_code == 0, result.output
+    found = json.loads(out.read_text())
+    assert found["job"]["name"] == "1e5"
+    assert [strategy["strategy"] for strategy in found["strategies"]] == ["global_checkpoint", "500"]
+
+
+def test_a_strategy_that_is_asked_for_twice_is_simulated_once(file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert invoke(file, "--seeds", 1, "--strategy", "lossy", "--strategy", "lossy", "--json", out).exit_code == 0
+    assert len(json.loads(out.read_text())["strategies"]) == 1
+
+
 def test_json_is_yaml_too(file: Path, tmp_path: Path) -> None:
     path = tmp_path / "job.json"
     path.write_text(json.dumps({"job": {"steps": 10, "step_s": 1.0, "workers": 2}, "failures": {"kind": "list"}}))
@@ -120,6 +142,14 @@ def test_json_is_yaml_too(file: Path, tmp_path: Path) -> None:
             "line 14: Failure(workers=1): use a list of ranks",
         ),
         ("steps: 5_000", "steps: 5_000\n  steps: 6_000", "line 4: steps is given twice"),
+        (
+            "  - {kind: replication}",
+            "  - {kind: replication}\n  - {kind: replication, every: 9}",
+            "line 14: replication is the name",
+        ),
+        ("kind: replication", "kind: replication, label: global_checkpoint", "line 13: global_checkpoint is the name"),
+        ("kind: replication", "kind: replication, label: 500", "line 13: Strategy(label=500): use text"),
+        ("name: small", "name: 5", "line 2: Job(name=5): use text"),
         ("steps: 5_000", "steps: [", "line "),
         (
             "failures: {kind: weibull, mtbf_s: 1e3, shape: 0.8}",

@@ -54,6 +54,9 @@ PAUSE = 1.0 + 0.25 + 0.5 + 2.0 + 0.125
 """Of a recovery from replicas: detect, fence, rendezvous, fill, resume."""
 
 
+TWINS = [Strategy(kind="lossy"), Strategy(kind="lossy", quorum=0.9)]
+
+
 def once(kind: str, failures: Failures, job: Job = JOB, **parameters: object) -> Outcome:
     """One run, whose account must be complete."""
     outcome = simulate(job, Strategy(kind=kind, **parameters), failures)  # pyright: ignore[reportArgumentType]
@@ -351,6 +354,9 @@ def test_troubled_runs_go_everywhere() -> None:
         (lambda: Exponential(mtbf_s=1.0, together=(0.5, 0.6)), "add up to 1"),
         (lambda: Strategy(kind="magic"), "use one of global_checkpoint"),  # pyright: ignore[reportArgumentType]
         (lambda: Strategy(kind="global_checkpoint"), "every how many steps"),
+        (lambda: Strategy(kind="lossy", label=5), r"label=5\): use text"),  # pyright: ignore[reportArgumentType]
+        (lambda: sweep_intervals(JOB, TWINS, Listed(), [5], 1), "lossy is the name of another strategy too: give it a label"),
+        (lambda: sweep_failures(JOB, TWINS, Exponential(mtbf_s=1.0), [9.0], 1), "lossy is the name of another"),
         (lambda: Strategy(kind="lossy", quorum=1.5), r"quorum=1.5\): use a share from 0 to 1"),
         (lambda: Strategy(kind="lossy", update="late"), "use one of barrier, wait_free"),  # pyright: ignore[reportArgumentType]
         (
