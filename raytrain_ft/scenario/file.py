@@ -15,6 +15,7 @@ from raytrain_ft.errors import ScenarioError
 LARGEST = 2**20
 """Bytes of a scenario's file."""
 LONGEST_VALUE = 80
+TEXT = "tag:yaml.org,2002:str"
 Place = tuple[str | int, ...]
 """Where a value is: names of fields and numbers of items, from the outermost in."""
 
@@ -41,8 +42,11 @@ class Source:
     lines: dict[Place, int] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, path: Path) -> tuple[Source, dict[str, Any]]:
+    def read(cls, path: Path, plain: Place | None = None) -> tuple[Source, dict[str, Any]]:
         """The source and its fields.
+
+        Args:
+            plain: fields whose values are plain data: in these, keys need not be text.
 
         Raises:
             ScenarioError: there is no such file, or it is no YAML mapping.
@@ -61,7 +65,7 @@ class Source:
             node = loader.get_single_node()
             if not isinstance(node, yaml.MappingNode):
                 raise ScenarioError(f"{path}, line 1: a scenario is a mapping of fields, such as `steps: 100`")
-            _note_lines(node, (), lines)
+            _note_lines(node, (), lines, plain)
             fields = loader.construct_document(node)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             mark = getattr(error, "problem_mark", None)
@@ -107,23 +111,31 @@ class Source:
         return place
 
 
-def _note_lines(node: yaml.Node, place: Place, lines: dict[Place, int]) -> None:
+def _note_lines(node: yaml.Node, place: Place, lines: dict[Place, int], plain: Place | None) -> None:
     """The line of every field and item, from 1.
 
     Raises:
-        yaml.MarkedYAMLError: a field is given twice.
+        yaml.MarkedYAMLError: a field is given twice, or its name is no text.
     """
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             name = (*place, str(key.value))
+            if isinstance(key, yaml.ScalarNode) and key.tag != TEXT and not _lies_in(plain, place):
+                raise yaml.MarkedYAMLError(
+                    problem=f"{key.value}: a field's name is text: write it in quotes", problem_mark=key.start_mark
+                )
             if name in lines:
                 raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
             lines[name] = key.start_mark.line + 1
-            _note_lines(value, name, lines)
+            _note_lines(value, name, lines, plain)
     elif isinstance(node, yaml.SequenceNode):
         for number, value in enumerate(node.value):
             lines[*place, number] = value.start_mark.line + 1
-            _note_lines(value, (*place, number), lines)
+            _note_lines(value, (*place, number), lines, plain)
+
+
+def _lies_in(outer: Place | None, place: Place) -> bool:
+    return outer is not None and len(place) > len(outer) and place[: len(outer)] == outer
 
 
 def _model_at(model: type[BaseModel] | None, place: Place) -> type[BaseModel] | None:

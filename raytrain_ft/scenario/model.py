@@ -104,7 +104,7 @@ class Scenario(Model):
         Raises:
             ScenarioError: it cannot be read, or something in it cannot be; every fault with its line.
         """
-        source, fields = Source.read(Path(path))
+        source, fields = Source.read(Path(path), plain=("job", "arguments"))
         try:
             scenario = cls.model_validate(fields)
         except ValidationError as error:

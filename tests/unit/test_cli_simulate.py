@@ -141,6 +141,9 @@ def test_json_is_yaml_too(file: Path, tmp_path: Path) -> None:
             "kind: list, failures: [{at: 5, workers: 1}]",
             "line 14: Failure(workers=1): use a list of ranks",
         ),
+        ("steps: 5_000", "steps: 5_000\n  on: 5", "line 4: on: a field's name is text: write it in quotes"),
+        ("job:", "1: 2\njob:", "line 1: 1: a field's name is text"),
+        ("load_s: 20", "load_s: 20\n    1.5: 3", "line 8: 1.5: a field's name is text"),
         ("steps: 5_000", "steps: 5_000\n  steps: 6_000", "line 4: steps is given twice"),
         (
             "  - {kind: replication}",

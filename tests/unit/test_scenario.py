@@ -81,6 +81,8 @@ BAD = {
     "a truth value": (HEAD.replace("steps: 50", "steps: yes") + "  []\n", 3, "True", "valid integer"),
     "a field twice": (HEAD + "  []\nsteps: 3\n", 9, "steps", "twice"),
     "a reference": ("name: &n test\nabout: *n\n", 2, "n", "not supported"),
+    "a name that is a truth value": (HEAD + "  []\non: 3\n", 9, "on", "a field's name is text: write it in quotes"),
+    "a name that is a number": (HEAD.replace("events", "job: {1: 2}\nevents") + "  []\n", 7, "1", "a field's name is text"),
     "a list": ("- 1\n", 1, "scenario", "mapping"),
     "no YAML": ("name: [\n", 2, "scenario", "expected"),
     "an object": ("name: !!python/object/apply:os.system ['true']\n", 1, "os.system", "could not determine a constructor"),
@@ -149,6 +151,11 @@ def test_a_job_that_is_not_there_is_refused_with_its_line(tmp_path: Path) -> Non
     scenario = load(tmp_path, HEAD.replace("events", "job: nowhere.py:Task\nevents") + "  []\n")
     with pytest.raises(ScenarioError, match=r"line 7: job\.task: there is no file .*nowhere\.py"):
         faults.task_of(scenario)
+
+
+def test_only_what_a_task_is_given_may_have_keys_that_are_no_text(tmp_path: Path) -> None:
+    scenario = load(tmp_path, HEAD.replace("events", "job: {arguments: {table: {1: [{2: 0.5}]}}}\nevents") + "  []\n")
+    assert scenario.job.arguments == {"table": {1: [{2: 0.5}]}}
 
 
 def test_python_says_the_same() -> None:
