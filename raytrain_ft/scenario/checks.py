@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from raytrain_ft.config import ParallelismConfig, RecoveryConfig
 from raytrain_ft.errors import ConfigError
-from raytrain_ft.ray_config import ScalingConfig
+from raytrain_ft.ray_config import CheckpointConfig, ScalingConfig
 from raytrain_ft.scenario.events import AT_A_POINT, IN_A_STEP, TAKES_TIME, Event, Who
 from raytrain_ft.scenario.points import BUCKET_PHASES, MICRO_BATCH_PHASES, STATES, STEP_PHASES, WORKER_PHASES
 from raytrain_ft.settings import TrainSettings
@@ -46,9 +46,14 @@ def _of_the_job(scenario: Scenario) -> Iterator[Problem]:
             yield (name,), value, str(error)
             return
     try:
-        trainer_parts(scenario)
+        settings, _, recovery, _ = trainer_parts(scenario)
     except ConfigError as error:
         yield (), None, str(error)
+        return
+    try:
+        settings.check_checkpoints(CheckpointConfig(every=scenario.checkpoint_every), recovery)
+    except ConfigError as error:
+        yield ("checkpoint_every",), scenario.checkpoint_every, str(error)
 
 
 def trainer_parts(scenario: Scenario) -> tuple[TrainSettings, ScalingConfig, RecoveryConfig, ParallelismConfig]:

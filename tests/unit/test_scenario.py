@@ -76,6 +76,14 @@ BAD = {
     "a supervisor that hangs": (event("hang", who="{role: supervisor}"), 8, "hang", "killed or frozen"),
     "no spares": (event(who="{role: spare}").replace("events", "spares: 0\nevents"), 10, "spare", "spares: 0"),
     "an unknown strategy": (HEAD.replace("events", "strategy: luck\nevents") + "  []\n", 7, "'luck'", "use one of auto"),
+    "nothing to go back to": (
+        HEAD.replace("events", "strategy: checkpoint\ncheckpoint_every: null\nevents") + "  []\n",
+        *(8, "checkpoint", 'use every="auto"'),
+    ),
+    "no snapshots": (
+        HEAD.replace("events", "checkpoint_every: null\nstrategy: snapshot\nevents") + "  []\n",
+        *(7, "snapshot", "takes none"),
+    ),
     "a batch that is too small": (HEAD.replace("32\n", "3\n", 1) + "  []\n", 1, "3", "at least 4 samples"),
     "a name that is a path": (HEAD.replace("test", "../up") + "  []\n", 1, "'../up'", "pattern"),
     "a truth value": (HEAD.replace("steps: 50", "steps: yes") + "  []\n", 3, "True", "valid integer"),
