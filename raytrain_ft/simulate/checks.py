@@ -8,17 +8,17 @@ from typing import Any
 from raytrain_ft.errors import ConfigError
 
 
-def seconds(owner: object, *names: str, positive: bool = False) -> None:
-    """These fields are finite numbers that are not negative; with `positive`, greater than 0.
+def seconds(owner: object, *names: str, positive: bool = False, least: float = 0.0) -> None:
+    """These fields are finite numbers that are not negative; with `positive`, greater than 0, or of at least `least`.
 
     Raises:
         ConfigError: one is not.
     """
     for name in names:
         value = getattr(owner, name)
-        if not is_number(value) or not math.isfinite(value) or value < 0 or (positive and value == 0):
-            allowed = "a finite number greater than 0" if positive else "a finite number that is not negative"
-            raise ConfigError(f"{type(owner).__name__}({name}={value!r}): use {allowed}")
+        if not is_number(value) or not math.isfinite(value) or value < least or (positive and value == 0):
+            allowed = f"of at least {least:g}" if least else "greater than 0" if positive else "that is not negative"
+            raise ConfigError(f"{type(owner).__name__}({name}={value!r}): use a finite number {allowed}")
 
 
 def whole(owner: object, *names: str, least: int = 1) -> None:

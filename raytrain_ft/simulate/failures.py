@@ -114,7 +114,7 @@ class Weibull:
 
     def __post_init__(self) -> None:
         _check_rate(self, self.per, self.together)
-        checks.seconds(self, "shape", positive=True)
+        checks.seconds(self, "shape", least=0.01)  # below, math.gamma overflows, and nearly all come at once
 
     def check(self, job: Job) -> None:
         """See `Failures`."""
@@ -223,7 +223,8 @@ class SpotTrace:
             lines.append(f"{path}, line {number}")
             failures.append(_of_row(row, lines[-1]))
         _check_order(failures, lines)
-        if cycle and (not checks.is_number(cycle) or not failures[-1:] or cycle <= (failures[-1].at or 0.0)):
+        possible = checks.is_number(cycle) and math.isfinite(cycle) and failures and cycle > (failures[-1].at or 0.0)
+        if cycle and not possible:
             raise ConfigError(f"SpotTrace(cycle={cycle!r}): use seconds beyond the last line of {path}")
         return cls(tuple(failures), tuple(lines), cycle)
 

@@ -128,6 +128,17 @@ def test_json_is_yaml_too(file: Path, tmp_path: Path) -> None:
         ("kind: replication", "kind: logging", 'line 13: Strategy(kind="logging") does not go with Job(stages=1): use one of'),
         ("mtbf_s: 1e3", "mtbf_s: 0", "line 14: Weibull(mtbf_s=0): use a finite number greater than 0"),
         ("mtbf_s: 1e3", "mtbf_s: .nan", "line 14: Weibull(mtbf_s=nan)"),
+        ("shape: 0.8", "shape: 0.005", "line 14: Weibull(shape=0.005): use a finite number of at least 0.01"),
+        (
+            "kind: weibull, mtbf_s: 1e3, shape: 0.8",
+            "kind: trace, path: t.csv, cycle: .nan",
+            "line 14: SpotTrace(cycle=nan): use",
+        ),
+        (
+            "kind: weibull, mtbf_s: 1e3, shape: 0.8",
+            "kind: trace, path: t.csv, cycle: .inf",
+            "line 14: SpotTrace(cycle=inf): use",
+        ),
         ("kind: weibull", "kind: sometimes", "line 14: kind='sometimes': failures are of a kind: exponential, weibull"),
         ("shape: 0.8", "together: 1", "line 14: Weibull(together=1): use a list of probabilities"),
         (
@@ -168,6 +179,7 @@ def test_json_is_yaml_too(file: Path, tmp_path: Path) -> None:
 )
 def test_what_cannot_be_is_refused_with_its_line(file: Path, old: str, new: str, message: str) -> None:
     assert old in FILE
+    file.with_name("t.csv").write_text("seconds,change\n10,-1\n")
     file.write_text(FILE.replace(old, new))
     result = invoke(file)
     assert result.exit_code == 1
