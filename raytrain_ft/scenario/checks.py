@@ -111,7 +111,7 @@ def _of_who(scenario: Scenario, event: Event) -> Iterator[Problem]:
     who, most = event.who, scenario.range[1]
     if event.action == "bring_back" or (event.when is not None and event.when.trace is not None):
         if who is not None:
-            yield ("who",), None, "nobody is named here: a trace names its nodes, and bring_back adds a node"
+            yield ("who",), None, "nobody is named here: the nodes of a trace are drawn, and bring_back adds one"
         return
     if who is None:
         yield ("action",), event.action, f"{event.action} needs who"

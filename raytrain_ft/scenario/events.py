@@ -92,7 +92,7 @@ class When(Model):
         step: while this step is computed, from 0.
         seconds: after training has begun.
         mtbf: at random (Poisson), with this mean time between two of them.
-        trace: as a recorded spot trace (CSV: seconds, lost or joined, node) says; relative to the scenario's file.
+        trace: as a recorded spot trace says (CSV: seconds,change of the number of nodes); relative to the scenario's file.
         count: with mtbf: at most so many times. speed: with trace: how much faster than it was recorded.
     """
 
@@ -154,7 +154,7 @@ class Event(Model):
         action: kill (the process), kill_node, freeze (SIGSTOP), unplug (the node's cable), drain (a notice, then the node is
             gone), slow_down, bring_back (another node joins); silence (a simulated loss: from this bucket on, zeros instead of
             gradients); exception, exit, hang (in the user's code).
-        who: not with a trace, which names its nodes, nor with bring_back.
+        who: not with a trace, whose nodes are drawn from the seed, nor with bring_back.
         at: a point inside the step; only with `when: {step: ...}` or, for the phases of a recovery, without it.
         lasts: until it is over: the process thaws, runs at full speed again, or another node takes the place of the lost one.
         factor: of slow_down: how many times slower.
