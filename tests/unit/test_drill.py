@@ -114,14 +114,20 @@ def test_a_process_of_a_run_is_frozen_thawed_and_killed() -> None:
 
 
 def test_a_slow_process_stands_still_most_of_the_time_and_no_longer_when_it_is_over() -> None:
-    hand = Hand()
+    hand, turns = Hand(), []
+
+    def wait(seconds: float) -> bool:
+        """It runs in every other turn, from the first one on."""
+        assert becomes(worker, psutil.STATUS_STOPPED) if len(turns) % 2 else becomes(worker, *GOES_ON)
+        turns.append(seconds)
+        return len(turns) > 20
+
     with process("ray::Worker") as worker:
+        hand._hold_up(worker.pid, 4.0, wait)
+        assert sum(turns[1:-1:2]) == pytest.approx(0.75 * sum(turns[:-1]))
+        assert becomes(worker, *GOES_ON)
         assert hand.slow(worker.pid, 4.0)
-        seen = []
-        for _ in range(400):
-            seen.append(worker.status() == psutil.STATUS_STOPPED)
-            time.sleep(0.0031)  # no multiple of a turn
-        assert 0.5 < sum(seen) / len(seen) < 0.95  # three quarters, give or take what the machine does
+        assert becomes(worker, psutil.STATUS_STOPPED)
         assert hand.quicken(worker.pid)
         assert becomes(worker, *GOES_ON)
         assert all(worker.status() in GOES_ON for _ in range(50))
