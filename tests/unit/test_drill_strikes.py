@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner
@@ -191,13 +191,25 @@ class Seen(Watch):
 
 
 def play(
-    path: Path, asked: Scenario, *planted: Planted, monkeypatch: pytest.MonkeyPatch, ground: Any = None
+    path: Path,
+    asked: Scenario,
+    *planted: Planted,
+    until: Callable[[Played], object],
+    monkeypatch: pytest.MonkeyPatch,
+    ground: Any = None,
 ) -> tuple[Played, Any]:
-    """A run of 0.3 s that is struck as the scenario says."""
+    """A run that is struck as the scenario says, and is over when as much has happened."""
+
+    def fit() -> Result:
+        deadline = time.monotonic() + 30
+        while not until(rehearsal.played) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return RESULT
+
     monkeypatch.setattr(engine, "Watch", Seen)
-    ground = ground or Ground()
-    trainer: Any = SimpleNamespace(fit=lambda: time.sleep(0.3) or RESULT)
-    return engine.Rehearsal(ground, trainer, path, Schedule(asked), planted).play(), ground
+    ground, trainer = ground or Ground(), SimpleNamespace(fit=fit)
+    rehearsal = engine.Rehearsal(ground, cast("Any", trainer), path, Schedule(asked), planted)
+    return rehearsal.play(), ground
 
 
 def test_nodes_that_a_recorded_market_gives_are_left_to_the_autoscaler_of_a_running_cluster(
@@ -209,7 +221,7 @@ def test_nodes_that_a_recorded_market_gives_are_left_to_the_autoscaler_of_a_runn
     ground.refuse(asked)
     monkeypatch.setattr(ground, "prepare", lambda nodes: None)
     monkeypatch.setattr(ground, "kill_node", lambda node: True)
-    played, _ = play(tmp_path, asked, monkeypatch=monkeypatch, ground=ground)
+    played, _ = play(tmp_path, asked, until=lambda played: len(played.struck) == 2, monkeypatch=monkeypatch, ground=ground)
     assert (played.error, played.missed) == (None, [])
     assert [strike.note for strike in played.struck] == ["", "left to the cluster's autoscaler"]
 
@@ -221,7 +233,7 @@ def test_a_drained_node_that_must_be_spared_is_noted_and_the_drill_goes_on(
         Event(action="freeze", who=Who(node=0), when=When(seconds=0.01), lasts=60),
         Event(action="drain", who=Who(node=1), when=When(seconds=0.02), notice=0.05),
     )
-    played, ground = play(tmp_path, asked, monkeypatch=monkeypatch)
+    played, ground = play(tmp_path, asked, until=lambda played: played.missed, monkeypatch=monkeypatch)
     assert played.missed == [1]
     assert [strike.note for strike in played.struck if strike.event == 1] == [
         "",
@@ -242,7 +254,7 @@ def test_a_drill_that_breaks_off_tells_what_it_struck_until_then(tmp_path: Path,
         Event(action="freeze", who=Who(node=0), when=When(seconds=0.01), lasts=60),
         Event(action="bring_back", when=When(seconds=0.05)),
     )
-    played, ground = play(tmp_path, asked, monkeypatch=monkeypatch, ground=Full())
+    played, ground = play(tmp_path, asked, until=lambda played: played.error, monkeypatch=monkeypatch, ground=Full())
     assert str(played.error) == "there is no room for another node"
     assert [strike.action for strike in played.struck] == ["freeze"]
     assert ground.done == [("freeze", "n0", 10), ("thaw", "n0", 10)]
@@ -272,7 +284,7 @@ def test_a_supervisor_that_froze_at_a_point_is_thawed(tmp_path: Path, monkeypatc
     planted = Planted(0, Event(action="freeze", who=Who(role="supervisor"), lasts=0.05), fault)
     (tmp_path / "faults").mkdir()
     (tmp_path / "faults" / fault.name).write_text("1.0 5 1.0")
-    played, ground = play(tmp_path, scenario(), planted, monkeypatch=monkeypatch)
+    played, ground = play(tmp_path, scenario(), planted, until=lambda played: played.struck, monkeypatch=monkeypatch)
     assert played.struck[0].members == ("supervisor",)
     assert ground.done == [("thaw", "head", 5)]
 
@@ -281,7 +293,7 @@ def test_what_comes_at_random_and_cannot_strike_is_counted(tmp_path: Path, monke
     """Two kills at once would leave nobody: the failures are rarer than they were asked for, and that is said."""
     (tmp_path / "events.jsonl").write_text("")
     asked = scenario(Event(action="kill", who=Who(count=2), when=When(mtbf=0.01)))
-    played, ground = play(tmp_path, asked, monkeypatch=monkeypatch)
+    played, ground = play(tmp_path, asked, until=lambda played: played.dropped, monkeypatch=monkeypatch)
     assert (played.struck, played.missed, ground.done) == ([], [], [])
     assert played.dropped > 0
     report = measure(asked, "nowhere", played, played)
