@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
+from typing import Any
 
 import psutil
 
@@ -113,14 +114,18 @@ class Gce(Server):
 
 
 class AzureVm(Server):
-    """Azure's: needs the header and an api-version; the first question for events is answered late if `slow_s`."""
+    """Azure's: needs the header and an api-version; questions for events are answered when `answers` is set."""
 
-    def __init__(self, name: str = "gpu-set_3", slow_s: float = 0.0) -> None:
+    def __init__(self, name: str = "gpu-set_3") -> None:
         self.name = name
         self.events: list[dict[str, object]] = []
-        self._slow_s = slow_s
-        self._ended = threading.Event()
+        self.answers = threading.Event()
+        self.answers.set()
         super().__init__(self._answer)
+
+    def __exit__(self, *error: Any) -> None:
+        self.answers.set()
+        super().__exit__(*error)
 
     def _answer(self, request: BaseHTTPRequestHandler) -> None:
         path, _, query = request.path.partition("?")
@@ -129,7 +134,6 @@ class AzureVm(Server):
         if path == "/metadata/instance/compute":
             return reply(request, 200, json.dumps({"name": self.name, "azEnvironment": "AzurePublicCloud", "vmId": "1-2"}))
         if path == "/metadata/scheduledevents":
-            slow_s, self._slow_s = self._slow_s, 0.0
-            self._ended.wait(slow_s)
+            self.answers.wait()
             return reply(request, 200, json.dumps({"DocumentIncarnation": 2, "Events": self.events}))
         return reply(request, 404)

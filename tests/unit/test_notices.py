@@ -116,18 +116,25 @@ def test_azure_events_that_name_this_machine() -> None:
 
 
 def test_azure_may_take_long_to_answer_for_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(azure_module, "EVENTS_DEADLINE_S", 0.2)
-    monkeypatch.setattr(azure_module, "FIRST_ANSWER_S", 0.3)
-    with AzureVm(slow_s=5.0) as server:
+    def deadline(seconds: float) -> None:
+        monkeypatch.setattr(azure_module, "EVENTS_DEADLINE_S", seconds)
+
+    with AzureVm() as server:
         azure = Azure(Metadata(server.url))
         server.events = [event("Preempt", "gpu-set_3")]
+        server.answers.clear()
+        deadline(0.1)
         assert azure.poll() is None  # no answer yet, which is not a fault yet
+        server.answers.set()
+        deadline(30.0)
         assert azure.poll() is not None
-    with AzureVm(slow_s=5.0) as server:
+    with AzureVm() as server:
         azure = Azure(Metadata(server.url))
+        server.answers.clear()
+        deadline(0.1)
         assert azure.poll() is None
-        time.sleep(0.3)
-        server._slow_s = 5.0
+        later = time.monotonic() + azure_module.FIRST_ANSWER_S
+        monkeypatch.setattr(azure_module, "time", SimpleNamespace(monotonic=lambda: later))
         with pytest.raises(MetadataError):
             azure.poll()
 
