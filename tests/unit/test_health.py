@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,15 @@ from raytrain_ft.runtime.spec import Beat
 
 TIMES = {"heartbeat_interval": 0.05, "heartbeat_timeout": 0.2, "probe_timeout": 0.1, "hang_timeout": 0.3, "lease": 5.0}
 SPEC: Any = SimpleNamespace(options={"num_cpus": 1}, **TIMES)
+PATIENT: Any = SimpleNamespace(**vars(SPEC) | {"heartbeat_timeout": 10.0, "probe_timeout": 0.5, "lease": 60.0})
+"""However long this process is held up, nobody has been silent for long."""
+
+
+async def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
 
 
 class Mute:
@@ -43,15 +53,15 @@ def told(*beats_of: str) -> list[m.Event]:
     events: list[m.Event] = []
 
     async def run() -> None:
-        health = Health(SPEC, events.append, time.monotonic)
+        health = Health(PATIENT, events.append, time.monotonic)
         health._crew = Mute()
         for member in ("w0", "w1"):
             health.expect(member)
         health.alert(["w0"])
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)  # it is asked
         for member in beats_of:
             health.heard(beat(member))
-        await asyncio.sleep(0.15)
+        await until(lambda: not health._probing)
 
     asyncio.run(run())
     return events
@@ -107,11 +117,12 @@ class Split(Mute):
 
 
 def standstill(unreached: dict[str, list[str]], places: dict[str, str], silent: float = 0.0) -> list[m.Event]:
-    """What is told of a world whose workers have been at these places for longer than they may, `silent` after their beats."""
+    """What is told of a world whose workers have been at these places for longer than they may, `silent` seconds after their
+    beats."""
     events: list[m.Event] = []
 
     async def run() -> None:
-        health = Health(SPEC, events.append, time.monotonic)
+        health = Health(PATIENT, events.append, time.monotonic)
         health._crew = Split(unreached)
         health.nodes.links.nodes = [{"NodeID": f"node-of-{member}"} for member in places]
         health.state, health.incarnation = State.RUNNING, 1
@@ -119,10 +130,10 @@ def standstill(unreached: dict[str, list[str]], places: dict[str, str], silent: 
         for member, where in places.items():
             health.expect(member)
             health.heard(beat(member, status="running", where=where, since=1.0))
-        await asyncio.sleep(silent)
+            health._heard[member] -= silent
         for _ in range(3):
             health._find_hang()
-            await asyncio.sleep(0.01)
+            await until(lambda: not health._tasks)
 
     asyncio.run(run())
     return events
@@ -177,7 +188,7 @@ def test_who_has_come_to_the_end_waits_for_nobody() -> None:
     events: list[m.Event] = []
 
     async def run() -> None:
-        health = Health(SPEC, events.append, time.monotonic)
+        health = Health(PATIENT, events.append, time.monotonic)
         health._crew = Split({})
         health.nodes.links.nodes = [{"NodeID": "node-of-w0"}, {"NodeID": "node-of-w1"}]
         health.state, health.incarnation = State.RUNNING, 1
@@ -187,7 +198,7 @@ def test_who_has_come_to_the_end_waits_for_nobody() -> None:
         health.heard(beat("w0", status="stopped", detail="4"))
         health.heard(beat("w1", status="running", where="wait", since=1.0))
         health._find_hang()
-        await asyncio.sleep(0.02)
+        await until(lambda: not health._tasks)
 
     asyncio.run(run())
     assert [type(event) for event in events] == [m.Stopped, m.Suspected]
@@ -207,7 +218,7 @@ def test_when_everybody_waits_and_all_reach_each_other_all_are_suspected_once() 
 
 
 def test_who_is_silent_may_have_moved_on() -> None:
-    assert standstill({}, {"w0": "wait", "w1": "forward", "w2": "wait"}, silent=0.25) == []
+    assert standstill({}, {"w0": "wait", "w1": "forward", "w2": "wait"}, silent=11.0) == []
 
 
 def test_who_is_not_waiting_holds_the_others_up() -> None:
