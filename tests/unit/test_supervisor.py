@@ -191,8 +191,11 @@ def right_of(path: Path) -> Right:
     return Right(spec)
 
 
-def test_a_supervisor_that_finds_its_disk_full_renews_the_right_when_there_is_room(small_disk: Path) -> None:
+def test_a_supervisor_that_finds_its_disk_full_renews_the_right_when_there_is_room(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else another run gets it after the lease, and two write to one directory."""
+    monkeypatch.setattr(lock, "LEASE_S", 8.0)  # however long this process is held up
     storage = LocalStorage(small_disk)
 
     async def live() -> None:
