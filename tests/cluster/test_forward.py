@@ -20,6 +20,9 @@ from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.study import Group, Worker
 from raytrain_ft.training.random import sample_seed, seed_all, step_seed
 
+RESTING = Toy(backward_seconds=0.2)
+"""So that everybody has begun the step, and updated its first bucket, when a later one is reduced. Its bits are Toy's."""
+
 
 def lost_samples(result) -> list[dict]:
     return [r for r in read_records(Path(result.path) / "events.jsonl") if r["event"] == "SamplesLost"]
@@ -28,7 +31,7 @@ def lost_samples(result) -> list[dict]:
 @pytest.mark.parametrize("update", ["barrier", "wait_free"])
 def test_survivors_finish_the_step_with_their_own_gradients(update: str, cluster, tmp_path: Path) -> None:
     faults = [FailAt(rank=1, step=10, phase="reduce", bucket=1), FailAt(rank=0, step=17, phase="backward", bucket=2)]
-    result = train(tmp_path, "lossy", strategy="lossy", update=update, faults=faults)
+    result = train(tmp_path, "lossy", strategy="lossy", update=update, task=RESTING, steps=20, faults=faults)
     assert promise_kept(result) == []
     assert [recovery.strategy for recovery in result.recoveries] == [Strategy.LOSSY] * 2
     assert all(recovery.guarantee == Guarantee.LOSSY and recovery.completes for recovery in result.recoveries)
@@ -38,19 +41,20 @@ def test_survivors_finish_the_step_with_their_own_gradients(update: str, cluster
 
 
 def test_what_was_lost_is_read_again_at_the_end_of_its_epoch(cluster, tmp_path: Path) -> None:
-    """500 samples, 16 steps an epoch, and 20 steps: what step 10 lost fills up the short batch of step 15."""
+    """500 samples, 16 steps an epoch, and 18 steps: what step 10 lost fills up the short batch of step 15."""
     fault = FailAt(rank=1, step=10, phase="reduce", bucket=1)
-    result = train(tmp_path, "returned", strategy="lossy", lost_samples="return", steps=20, faults=[fault])
+    how = {"strategy": "lossy", "lost_samples": "return", "steps": 18}
+    result = train(tmp_path, "returned", task=RESTING, faults=[fault], **how)
     assert promise_kept(result) == []
     assert [(lost["step"], lost["stop"] - lost["start"], lost["returned"]) for lost in lost_samples(result)] == [(10, 11, True)]
     found = audit(read_records(Path(result.path) / "events.jsonl"))
     assert (found.ok, found.samples_lost, found.epochs_complete) == (True, 0, 1)
-    assert found.samples_used == 500 + 4 * 32
+    assert found.samples_used == 500 + 2 * 32
 
 
 def test_too_few_left_redo_the_step_exactly(undisturbed, tmp_path: Path) -> None:
     fault = FailAt(rank=1, step=10, phase="reduce", bucket=1)
-    result = train(tmp_path, "quorum", strategy="lossy", quorum=0.9, faults=[fault])
+    result = train(tmp_path, "quorum", strategy="lossy", quorum=0.9, task=RESTING, faults=[fault])
     assert result.digest == undisturbed().digest
     (recovery,) = result.recoveries
     assert recovery.guarantee == Guarantee.EXACT
@@ -71,8 +75,7 @@ def test_who_computes_in_vain_leaves_off(undisturbed, tmp_path: Path) -> None:
 
 def test_a_partial_update_stays_and_is_counted(cluster, tmp_path: Path) -> None:
     fault = FailAt(rank=1, step=10, phase="backward", bucket=2)
-    task = Toy(backward_seconds=0.2)  # so that everybody has updated the first bucket when the last one is reduced
-    result = train(tmp_path, "rollback", strategy="rollback", update="wait_free", task=task, steps=20, faults=[fault])
+    result = train(tmp_path, "rollback", strategy="rollback", update="wait_free", task=RESTING, steps=20, faults=[fault])
     assert promise_kept(result) == []
     (recovery,) = result.recoveries
     assert (recovery.strategy, recovery.guarantee) == (Strategy.ROLLBACK, Guarantee.LOSSY)
@@ -83,7 +86,7 @@ def test_a_partial_update_stays_and_is_counted(cluster, tmp_path: Path) -> None:
 
 def test_an_interrupted_step_is_left_out(cluster, tmp_path: Path) -> None:
     fault = FailAt(rank=1, step=10, phase="reduce", bucket=1)
-    result = train(tmp_path, "skip", strategy="skip", faults=[fault])
+    result = train(tmp_path, "skip", strategy="skip", task=RESTING, steps=14, faults=[fault])
     assert promise_kept(result) == []
     (recovery,) = result.recoveries
     assert (recovery.strategy, recovery.guarantee, recovery.samples_lost) == (Strategy.SKIP, Guarantee.LOSSY, 32)
