@@ -399,7 +399,7 @@ def test_what_was_struck_in_the_moment_of_an_interruption_is_undone(
 
     ground = Interrupted()
     with pytest.raises(KeyboardInterrupt):
-        play(tmp_path, scenario(event), monkeypatch=monkeypatch, ground=ground)
+        play(tmp_path, scenario(event), until=lambda _: ground.done, monkeypatch=monkeypatch, ground=ground)
     assert ground.done[1:] == [ended]
 
 
@@ -410,5 +410,6 @@ def test_nobody_is_thawed_who_could_not_be_frozen(tmp_path: Path, monkeypatch: p
             return False
 
     asked = scenario(Event(action="freeze", who=Who(node=0), when=When(seconds=0.01), lasts=0.01))
-    _, ground = play(tmp_path, asked, monkeypatch=monkeypatch, ground=Gone())
+    ground = Gone()
+    play(tmp_path, asked, until=lambda _: len(ground.done) > 2, monkeypatch=monkeypatch, ground=ground)
     assert {what for what, *_ in ground.done} == {"freeze"}
