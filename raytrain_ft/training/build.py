@@ -82,6 +82,7 @@ def build_replica(
         stage=stage if settings.pipeline is not None else None,
         seats=settings.seats,
     )
+    seed_all(settings.seed)  # else stages whose models drew more, or less, would read other data if that is drawn as well
     loader = _loader(task, sampling, reads=settings.pipeline is None or stage in (0, settings.pipeline.stages - 1))
     checkpointer = None
     if checkpoints is not None:

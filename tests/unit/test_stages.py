@@ -12,14 +12,41 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+from raytrain_ft.policy.sampling import Sampling
+from raytrain_ft.task import TrainTask
+from raytrain_ft.training.build import build_replica
 from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.links import Links
 from raytrain_ft.training.pipeline import Stage, chunks_of, cut
-from raytrain_ft.training.settings import PipelineSettings
+from raytrain_ft.training.settings import PipelineSettings, StepSettings
 from raytrain_ft.training.solo import Solo
 
 MICRO_BATCHES = 4
+
+
+class Drawn(TrainTask):
+    """Stages of different sizes, and a dataset that is drawn from the global generator."""
+
+    def model(self, stage: int) -> nn.Module:
+        return nn.Linear(4, 4 if stage == 0 else 1)
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1)
+
+    def dataset(self) -> TensorDataset:
+        return TensorDataset(torch.randn(16, 4), torch.randn(16, 1))
+
+
+def test_all_stages_read_the_same_data_however_much_their_models_drew() -> None:
+    """The first reads the inputs and the last the targets: of the same samples."""
+    settings = StepSettings(seed=3, pipeline=PipelineSettings(stages=2, micro_batches=2))
+    sampling = Sampling(dataset_size=16, global_batch_size=8, seed=3)
+    about: Any = {"use_gpu": False, "undo_mode": "exact", "probe": None}
+    first, last = (build_replica(Drawn(), sampling, settings, stage=stage, **about).loader for stage in range(2))
+    assert first.sketches
+    assert first.sketches == last.sketches
 
 
 class Wire:
