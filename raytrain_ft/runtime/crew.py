@@ -396,7 +396,7 @@ class Crew:
         incarnation = command.incarnation
         log = (command.logged, command.since)
         asked = (command.world, incarnation, command.plan, command.load, command.holders, *log)
-        step = None if command.plan is None else command.plan.step - int(command.plan.completes)
+        step = None if command.plan is None else command.plan.interrupted
         answer = await self._call(member, "reconcile", *asked, incarnation=incarnation, load=command.load, step=step)
         if answer is not None:
             digests, undone, kept = answer

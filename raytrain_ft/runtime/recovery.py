@@ -105,7 +105,7 @@ def reconcile(replica: Replica, plan: Plan, transfer: Transfer, sampling: Sampli
         NonFiniteLossError: of the step that is completed.
     """
     state = replica.state
-    base = plan.step - 1 if plan.completes or plan.skips else plan.step
+    base = plan.interrupted
     if plan.lost:
         replica.lost = (base, plan.lost)
     if replica.attempt is not None and not (plan.completes and replica.attempt.step == base):
