@@ -7,41 +7,21 @@ the worker that did not give one.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import ray
-from ray.exceptions import (
-    ActorDiedError,
-    ActorUnavailableError,
-    GetTimeoutError,
-    ObjectLostError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-)
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
-from raytrain_ft.errors import (
-    ConfigError,
-    FencedError,
-    LogGapError,
-    MismatchError,
-    NonFiniteLossError,
-    ReplayDivergedError,
-    StorageError,
-    UndoRefusedError,
-)
 from raytrain_ft.policy import messages as m
-from raytrain_ft.policy.sketch import unlike
 from raytrain_ft.policy.topology import stage_of
 from raytrain_ft.runtime import lifeline, placement
+from raytrain_ft.runtime.calls import BROKEN_SECONDS, DIED, Calls, cause_of, differs
+from raytrain_ft.runtime.contacts import Contacts
 from raytrain_ft.runtime.health import Health
 from raytrain_ft.runtime.nodes import FORGIVE_DEAD_S, FORGIVE_SILENT_S
 from raytrain_ft.runtime.spec import NAMESPACE, Introduction, RunSpec
 from raytrain_ft.runtime.worker import Worker
-from raytrain_ft.training.fence import PeerLostError
 
 WATCH_SECONDS = 60.0
 START_SECONDS = 120.0
@@ -50,52 +30,25 @@ ROOM_SECONDS = 10.0
 ROOM_POLL_SECONDS = 0.1
 CAUSE_SECONDS = 2.0
 """How long Ray is given to tell why a process died."""
-DIED = "the process died (SIGKILL, a crash or an exit)"
-BROKEN_SECONDS = 0.05
-"""Until a call is tried again whose connection broke. If the worker died, Ray knows by then."""
-LONGEST_PAUSE_S = 1.0
-"""Between two tries of a call, each of which waits twice as long as the one before."""
-_KINDS = {NonFiniteLossError: "non_finite", MismatchError: "mismatch", ConfigError: "config"}
-"""Of what a worker may raise, the first that fits; anything else is the task's."""
 
 
 class Crew:
     """All workers of a run."""
 
-    def __init__(self, spec: RunSpec, tell: Callable[[m.Event], None], now: Callable[[], float], health: Health) -> None:
+    def __init__(
+        self, spec: RunSpec, tell: Callable[[m.Event], None], now: Callable[[], float], contacts: Contacts, health: Health
+    ) -> None:
         self._spec = spec
         self._tell = tell
         self._now = now
         self._health = health
+        self._contacts = contacts
+        self._calls = Calls(spec, tell, now, contacts, health)
         self.epoch = 0  # of the right to write checkpoints
-        self._handles: dict[str, Any] = {}
-        self._placed: dict[str, str | None] = {}
-        self._introductions: dict[str, Introduction] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._bringing: dict[str, asyncio.Task[None]] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
-        self._lines: dict[str, asyncio.Task[None]] = {}
         self._killing: set[asyncio.Task[None]] = set()
-
-    def taken(self) -> Counter[str]:
-        """Workers of ours on each node, those on their way included."""
-        return Counter(node for node in self._placed.values() if node)
-
-    def node_of(self, member: str) -> str | None:
-        """The Ray node of a worker."""
-        known = self._introductions.get(member)
-        return known.node if known else self._placed.get(member)
-
-    def pid_of(self, member: str) -> int | None:
-        """The process of a worker on its node."""
-        known = self._introductions.get(member)
-        return known.pid if known else None
-
-    def handle(self, member: str) -> Any:
-        """A worker's actor handle, found by name after the supervisor's own restart."""
-        if member not in self._handles:
-            self._handles[member] = ray.get_actor(self._spec.member_name(member), namespace=NAMESPACE)
-        return self._handles[member]
 
     def carry_out(self, command: m.Command) -> None:
         """Begins to carry a command out; the results come as events."""
@@ -110,7 +63,7 @@ class Crew:
                     self._spawn(self._fence(member, incarnation))
             case m.Forsake(members, incarnation, worth):
                 for member in members:
-                    self._spawn(self._hint(member, "forsake", incarnation, worth))
+                    self._spawn(self._calls.hint(member, "forsake", incarnation, worth))
             case m.Reconcile():
                 for member in command.world:
                     self._spawn(self._reconcile(member, command))
@@ -171,13 +124,13 @@ class Crew:
         try:
             await work
         except Exception as error:
-            self._lost(member, f"it could not be started: {error!r}", "supervisor")
+            self._calls.lost(member, f"it could not be started: {error!r}", "supervisor")
         self._bringing.pop(member, None)
 
     async def _start(self, member: str) -> None:
         node = await self._choose_node(member)
         if node is None:
-            self._lost(member, "no node has room for another worker", "supervisor")
+            self._calls.lost(member, "no node has room for another worker", "supervisor")
             return
         actor = ray.remote(Worker).options(
             name=self._spec.member_name(member),
@@ -189,9 +142,9 @@ class Crew:
         )
         supervisor = ray.get_runtime_context().current_actor
         try:
-            self._handles[member] = actor.remote(member, self._spec, supervisor, self.epoch)
+            self._contacts.handles[member] = actor.remote(member, self._spec, supervisor, self.epoch)
         except (RayError, ValueError, TypeError) as error:
-            self._lost(member, f"Ray refuses to start it: {error}", "ray")
+            self._calls.lost(member, f"Ray refuses to start it: {error}", "ray")
             return
         await self._introduce(member)
 
@@ -204,8 +157,8 @@ class Crew:
         deadline = self._now() + ROOM_SECONDS
         while True:
             nodes = await self._nodes()
-            chosen = placement.choose(nodes, wanted, self.taken(), self._health.nodes.avoided)
-            self._placed[member] = chosen  # taken from now on, whatever others are started meanwhile
+            chosen = placement.choose(nodes, wanted, self._contacts.taken(), self._health.nodes.avoided)
+            self._contacts.placed[member] = chosen  # taken from now on, whatever others are started meanwhile
             if chosen is None:
                 if self._now() > deadline:
                     return None
@@ -214,10 +167,10 @@ class Crew:
             reaction = await placement.reaction(next(n for n in nodes if n["NodeID"] == chosen))
             if reaction == "answer":
                 return chosen
-            self._placed[member] = None
+            self._contacts.placed[member] = None
             # A packet may get lost, but no cut cable refuses anything.
             self._health.nodes.avoid(chosen, FORGIVE_DEAD_S if reaction == "refusal" else FORGIVE_SILENT_S)
-            self._health.nodes.count(nodes, self)
+            self._health.nodes.count(nodes)
 
     async def _nodes(self) -> list[dict[str, Any]]:
         """None of them while Ray's own state does not answer."""
@@ -228,34 +181,36 @@ class Crew:
 
     async def _attach(self, member: str, node: str) -> None:
         try:
-            self.handle(member)
+            self._contacts.handle(member)
         except (ValueError, RayError):
-            self._lost(member, "it died while the supervisor was away", "ray")
+            self._calls.lost(member, "it died while the supervisor was away", "ray")
             return
         if node:  # who has frozen meanwhile never answers
             self._look_after(member, node)
         await self._introduce(member)
 
     async def _introduce(self, member: str) -> None:
-        known = await self._call(member, "setup", seconds=START_SECONDS)
+        known = await self._calls.call(member, "setup", seconds=START_SECONDS)
         if known is None:
             return
         stored = self._spec.checkpoints
-        if why := differs(known, self._introductions.values(), other_data=stored is not None and "dataset" in stored.override):
+        if why := differs(
+            known, self._contacts.introductions.values(), other_data=stored is not None and "dataset" in stored.override
+        ):
             self._health.nodes.avoid(known.node, FORGIVE_SILENT_S)
             about = {"rank": None, "step": self._health.step, "kind": "mismatch", "message": why}
             self._tell(m.TaskFailed(at=self._now(), member=member, **about))
             return
-        self._introductions[member] = known
+        self._contacts.introductions[member] = known
         if member not in self._watching:
             self._look_after(member, known.node)
         if known.lifeline:
-            self._lines[member] = self._spawn(self._hold(member, known))
+            self._contacts.lines[member] = self._spawn(self._hold(member, known))
         if self._health.is_starting(member):
             self._tell(m.WorkerStarted(at=self._now(), member=member, node=known.node, pid=known.pid))
 
     def _look_after(self, member: str, node: str) -> None:
-        self._placed[member] = node
+        self._contacts.placed[member] = node
         self._health.expect(member)
         self._watching[member] = self._spawn(self._watch(member))
 
@@ -263,7 +218,7 @@ class Crew:
         """The end of a process is seen here before Ray knows of it, but not its cause."""
         await lifeline.hold(known.host, known.lifeline)
         if member in self._watching:
-            self._lost(member, DIED, "lifeline")
+            self._calls.lost(member, DIED, "lifeline")
 
     async def _watch(self, member: str) -> None:
         """Ray tells of a process that has come to its end within about 10 ms by failing the call that is under way.
@@ -272,123 +227,31 @@ class Crew:
         """
         while member in self._watching:
             try:
-                await self.handle(member).watch.remote(WATCH_SECONDS)
+                await self._contacts.handle(member).watch.remote(WATCH_SECONDS)
             except ActorUnavailableError:
                 await asyncio.sleep(BROKEN_SECONDS)
             except ValueError:
                 return  # it was struck off, and is gone
             except RayError as error:
-                cause = _cause(error)
-                if not self._line_ended(member):
-                    self._lost(member, cause, "ray", preempted=bool(getattr(error, "preempted", False)))
+                cause = cause_of(error)
+                if not self._contacts.line_ended(member):
+                    self._calls.lost(member, cause, "ray", preempted=bool(getattr(error, "preempted", False)))
                 elif cause != DIED:
                     self._tell(m.CauseFound(at=self._now(), lost=member, cause=cause))
                 return
 
-    def ended_on(self, node: str) -> list[str]:
-        """Workers there whose processes were seen to end a moment ago."""
-        return [member for member in self._lines if self._line_ended(member) and self.node_of(member) == node]
-
-    def _line_ended(self, member: str) -> bool:
-        line = self._lines.get(member)
-        # One that failed tells nothing: then it is for Ray to say that the worker is lost.
-        return line is not None and line.done() and not line.cancelled() and line.exception() is None
-
-    def _lost(self, member: str, cause: str, noticed_by: str, preempted: bool = False) -> None:
-        about = {"cause": cause, "noticed_by": noticed_by, "preempted": preempted, "silent_s": self._health.silence(member)}
-        self._tell(m.WorkerLost(at=self._now(), member=member, **about))
-
     # ---------------------------------------------------------------- commands
 
-    async def _call(
-        self,
-        member: str,
-        method: str,
-        *args: Any,
-        incarnation: int = 0,
-        seconds: float | None = None,
-        load: str = "",
-        step: int | None = None,
-    ) -> Any:
-        """Calls a worker, about an incarnation; None if it could not answer, which is then an event. What is about none may
-        come twice, and is asked again if a connection breaks."""
-        try:
-            ask = self._answer if incarnation else self._answer_again
-            return await asyncio.wait_for(ask(member, method, *args), seconds)
-        except RayTaskError as error:
-            self._report(member, error, incarnation, load, step)
-        except (RayActorError, GetTimeoutError, ValueError) as error:
-            if incarnation and isinstance(error, ActorUnavailableError):
-                await asyncio.sleep(2 * BROKEN_SECONDS)  # if it died, `_watch` tells first, and the incarnation is over
-                reason = f"the connection to {member} broke"
-                self._tell(m.Suspected(at=self._now(), incarnation=incarnation, reason=reason, noticed_by="supervisor"))
-                return None
-            self._lost(member, _cause(error), "ray")
-        except TimeoutError:
-            self._lost(member, f"no answer to {method} within {seconds:g} s", "deadline")
-        return None
-
-    async def _answer(self, member: str, method: str, *args: Any) -> Any:
-        return await asyncio.wrap_future(getattr(self.handle(member), method).remote(*args).future())
-
-    async def _answer_again(self, member: str, method: str, *args: Any) -> Any:
-        """A connection that broke is no death, and does not say whether the call arrived: asks again, as long as the lease."""
-        clock = asyncio.get_running_loop().time
-        deadline, pause = clock() + self._spec.lease, BROKEN_SECONDS
-        while True:
-            try:
-                return await self._answer(member, method, *args)
-            except ActorUnavailableError:
-                if clock() > deadline:
-                    raise
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
-
-    def _report(self, member: str, error: RayTaskError, incarnation: int, load: str = "", step: int | None = None) -> None:
-        """What a worker's method raised, as an event. A fence that overtook the command is none. `load`: the checkpoint that
-        the worker was to load. `step`: the step that it was to complete or begin anew."""
-        cause = error.cause if isinstance(error.cause, BaseException) else error
-        if isinstance(cause, FencedError):
-            return
-        if isinstance(cause, PeerLostError | ObjectLostError):
-            self._tell(m.Suspected(at=self._now(), incarnation=incarnation, reason=str(cause)[:300], noticed_by=member))
-            return
-        if isinstance(cause, LogGapError | ReplayDivergedError):
-            diverged = isinstance(cause, ReplayDivergedError)
-            about = {"incarnation": incarnation, "reason": str(cause)[:1000], "diverged": diverged}
-            self._tell(m.LogMissing(at=self._now(), member=member, **about))
-            return
-        if isinstance(cause, UndoRefusedError) and incarnation:  # while a worker is set up, its settings are refused
-            reason = " ".join(str(cause).split())[:1000]
-            self._tell(m.UndoRefused(at=self._now(), member=member, incarnation=incarnation, reason=reason))
-            return
-        if load and isinstance(cause, StorageError):
-            about = {"incarnation": incarnation, "name": load, "reason": str(cause)[:1000]}
-            self._tell(m.CheckpointRejected(at=self._now(), member=member, **about))
-            return
-        kind = next((kind for known, kind in _KINDS.items() if isinstance(cause, known)), "task")
-        unable = kind != "non_finite" and (incarnation or self._health.is_starting(member))
-        if unable and (node := self.node_of(member)) is not None:
-            self._health.nodes.avoid(node, FORGIVE_SILENT_S)  # it may lack what others have: the next one is started elsewhere
-        message = str(error) if kind == "task" else str(cause)
-        about = {"rank": None, "step": self._health.step if step is None else step, "kind": kind, "message": message}
-        self._tell(m.TaskFailed(at=self._now(), member=member, incarnation=incarnation or None, **about))
-
     async def _ask(self, member: str, method: str, *args: Any) -> None:
-        await self._call(member, method, *args)
-
-    async def _hint(self, member: str, method: str, *args: Any) -> None:
-        """Tells a worker what it can do without: if that fails, it tells nothing of the worker."""
-        with suppress(RayError, ValueError):
-            await getattr(self.handle(member), method).remote(*args)
+        await self._calls.call(member, method, *args)
 
     async def _fence(self, member: str, incarnation: int) -> None:
         try:
-            marks = await self._answer_again(member, "fence", incarnation)
+            marks = await self._calls.answer_again(member, "fence", incarnation)
         except RayTaskError as error:
-            self._report(member, error, incarnation)
+            self._calls.report(member, error, incarnation)
         except (RayError, ValueError) as error:
-            self._lost(member, _cause(error), "ray")
+            self._calls.lost(member, cause_of(error), "ray")
         else:
             self._tell(m.Fenced(at=self._now(), member=member, incarnation=incarnation, marks=marks))
 
@@ -397,7 +260,7 @@ class Crew:
         log = (command.logged, command.since)
         asked = (command.world, incarnation, command.plan, command.load, command.holders, *log)
         step = None if command.plan is None else command.plan.interrupted
-        answer = await self._call(member, "reconcile", *asked, incarnation=incarnation, load=command.load, step=step)
+        answer = await self._calls.call(member, "reconcile", *asked, incarnation=incarnation, load=command.load, step=step)
         if answer is not None:
             digests, undone, kept = answer
             about = {"incarnation": incarnation, "digests": digests, "undone": undone, "kept": kept}
@@ -406,14 +269,14 @@ class Crew:
     async def _fill(self, command: m.Fill) -> None:
         extras: dict[str, Any] = {}
         for source in {source for _, source in command.whole}:
-            kept = await self._call(source, "extras", command.incarnation, incarnation=command.incarnation)
+            kept = await self._calls.call(source, "extras", command.incarnation, incarnation=command.incarnation)
             if kept is None:
                 return
             (extras[source],) = kept
         wanted = {member: extras[source] for member, source in command.whole}
         handed: dict[str, Any] = {}
         for member, giver in command.handed:
-            handed[member] = await self._call(giver, "hand_over", command.incarnation, incarnation=command.incarnation)
+            handed[member] = await self._calls.call(giver, "hand_over", command.incarnation, incarnation=command.incarnation)
             if handed[member] is None:
                 return
         for member in command.members:
@@ -426,80 +289,41 @@ class Crew:
 
     async def _await_filled(self, member: str, command: m.Fill | m.Replay, method: str, *asked: Any, load: str = "") -> None:
         incarnation = command.incarnation
-        digests = await self._call(member, method, *asked, incarnation=incarnation, load=load)
+        digests = await self._calls.call(member, method, *asked, incarnation=incarnation, load=load)
         if digests is not None:
             stage = stage_of(command.world.index(member), self._spec.rules.stages)
             self._tell(m.Filled(at=self._now(), member=member, incarnation=incarnation, digests=digests, stage=stage))
 
     async def _checkpoint(self, member: str, incarnation: int) -> None:
-        if await self._call(member, "checkpoint", incarnation, incarnation=incarnation) is not None:
+        if await self._calls.call(member, "checkpoint", incarnation, incarnation=incarnation) is not None:
             self._tell(m.Checkpointed(at=self._now(), member=member, incarnation=incarnation))
 
     async def _save(self, member: str, world: tuple[str, ...]) -> None:
         stages = self._spec.rules.stages
         file = "final.arrow" if stages == 1 else f"final-stage-{stage_of(world.index(member), stages)}.arrow"
-        path = await self._call(member, "save", str(self._spec.directory / file))
+        path = await self._calls.call(member, "save", str(self._spec.directory / file))
         if path is not None:
             self._tell(m.Saved(at=self._now(), member=member, path=path))
 
     async def _kill(self, member: str) -> None:
         """Ray kills a process that does not answer, a frozen one too, after some seconds."""
         self._health.forget(member)
-        self._placed.pop(member, None)
+        self._contacts.placed.pop(member, None)
         watching = self._watching.pop(member, None)
-        if watching is not None and self._line_ended(member):
+        if watching is not None and self._contacts.line_ended(member):
             await asyncio.wait({watching}, timeout=CAUSE_SECONDS)  # killed meanwhile, that would be all that Ray knows
-        if (line := self._lines.pop(member, None)) is not None:
+        if (line := self._contacts.lines.pop(member, None)) is not None:
             line.cancel()
         try:
-            handle = self.handle(member)
+            handle = self._contacts.handle(member)
         except ValueError:
             return
         ray.kill(handle)
         try:
             await asyncio.wait_for(asyncio.wrap_future(handle.ping.remote().future()), KILL_SECONDS)
         except (RayError, TimeoutError):
-            self._handles.pop(member, None)
+            self._contacts.handles.pop(member, None)
 
     async def _timer(self, timer: str, seconds: float, incarnation: int | None) -> None:
         await asyncio.sleep(seconds)
         self._tell(m.TimerFired(at=self._now(), timer=timer, incarnation=incarnation))
-
-
-def differs(known: Introduction, others: Iterable[Introduction], *, other_data: bool = False) -> str:
-    """Why this worker cannot take what the others hold, or not to the bit, as far as that can be seen; empty if it can.
-    `other_data`: that it reads other data is known, and wanted."""
-
-    def words(one: Introduction) -> str:
-        return f"{one.num_parameters} parameters in {one.num_buckets} buckets, with {one.software}"
-
-    for other in others:
-        if words(other) != words(known):
-            return (
-                f"on node {known.host} the model has {words(known)}; on node {other.host} it has {words(other)}. Install the "
-                "same code and the same versions on every node"
-            )
-        if not other_data and (found := unlike(other.samples, known.samples)):
-            return (
-                f"on node {known.host} the dataset is another one than on node {other.host}: {found}. Put the same data on "
-                'every node, or on storage that all share; or allow it: CheckpointConfig(override=("dataset",))'
-            )
-    return ""
-
-
-def _cause(error: BaseException) -> str:
-    """A worker's death in a line."""
-    text = " ".join(str(error).split())
-    if isinstance(error, ActorDiedError) or "actor" in text.lower():
-        for sign, words in (
-            ("OOM", "the process was killed, perhaps for memory"),
-            ("node died", "the node died"),
-            ("Failed to look up actor", "its process is gone"),
-            ("connection error code 2", DIED),
-            ("INTENDED_USER_EXIT", "the process exited"),
-            ("The actor died unexpectedly", "the process died"),
-            ("exit code", "the process exited"),
-        ):
-            if sign in text and (sign != "OOM" or ("memory usage" in text and "TaskOOM" in text)):
-                return words
-    return text[:200] or type(error).__name__

@@ -22,6 +22,7 @@ from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import TRAINING, State
 from raytrain_ft.policy.topology import stage_of
 from raytrain_ft.runtime import standstill
+from raytrain_ft.runtime.contacts import Contacts
 from raytrain_ft.runtime.heartbeat import beat_interval
 from raytrain_ft.runtime.nodes import FORGIVE_DEAD_S, FORGIVE_SILENT_S, Nodes
 from raytrain_ft.runtime.notice_board import NoticeBoard
@@ -62,10 +63,11 @@ STORING_S = 3600.0
 class Health:
     """What is known of every worker's health."""
 
-    def __init__(self, spec: RunSpec, tell: Callable[[m.Event], None], now: Callable[[], float]) -> None:
+    def __init__(self, spec: RunSpec, tell: Callable[[m.Event], None], now: Callable[[], float], contacts: Contacts) -> None:
         self._spec = spec
         self._tell = tell
         self._now = now
+        self._contacts = contacts
         self._heard: dict[str, float] = {}
         self._beats: dict[str, Beat] = {}
         self._told: dict[str, tuple[int, str]] = {}
@@ -75,8 +77,7 @@ class Health:
         self._board = NoticeBoard(tell, now)
         self._probing: set[str] = set()
         self._members: dict[str, MemberState] = {}
-        self._crew: Any = None
-        self.nodes = Nodes(spec, tell, now, self._board, self._died)
+        self.nodes = Nodes(spec, tell, now, self._board, contacts, self._died)
         self.loss: float | None = None
         self.state = State.INITIALIZING
         self.incarnation = 0
@@ -209,15 +210,14 @@ class Health:
 
     def noticed(self, member: str, notice: Notice) -> None:
         """This worker will be taken away."""
-        self._board.noticed(member, self._crew.node_of(member) if self._crew is not None else None, notice)
+        self._board.noticed(member, self._contacts.node_of(member), notice)
 
     # ---------------------------------------------------------------- silence
 
-    async def watch_cluster(self, crew: Any) -> None:
+    async def watch_cluster(self) -> None:
         """Looks at everything that changes by itself, for ever. If one part fails, all do, and whoever waits sees it."""
-        self._crew = crew
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.nodes.watch(crew, lambda: list(self._members)))
+            group.create_task(self.nodes.watch(lambda: list(self._members)))
             group.create_task(self._watch_workers())
 
     async def _watch_workers(self) -> None:
@@ -262,7 +262,7 @@ class Health:
         silent = asked - self._heard.get(member, asked)
         patience = self._patience * (PATIENCE_WITH_ALL if self._all_silent() else 1)
         try:
-            ping = self._crew.handle(member).ping.remote()
+            ping = self._contacts.handle(member).ping.remote()
             await asyncio.wait_for(asyncio.wrap_future(ping.future()), patience)
             if member in self._heard:
                 self._heard[member] = time.monotonic()
@@ -272,7 +272,7 @@ class Health:
             if isinstance(error, ActorUnavailableError):
                 await asyncio.sleep(patience)  # a connection broke, at once: a beat comes over another one
             if self._heard.get(member, math.inf) <= asked and not await self._is_cut_off():
-                node = self._crew.node_of(member)
+                node = self._contacts.node_of(member)
                 if node is not None and not self._others_heard_on(node, member):
                     # perhaps all of it is frozen or unplugged, which Ray learns after a minute
                     self.nodes.avoid(node, FORGIVE_SILENT_S)
@@ -285,7 +285,7 @@ class Health:
 
     def _others_heard_on(self, node: str, member: str) -> bool:
         late = time.monotonic() - self._timeout
-        return any(at >= late for other, at in self._heard.items() if other != member and self._crew.node_of(other) == node)
+        return any(at >= late for other, at in self._heard.items() if other != member and self._contacts.node_of(other) == node)
 
     def _all_silent(self) -> bool:
         """Whether nobody at all is heard: then it is rather this process, or the machine, that is held up."""
@@ -340,10 +340,10 @@ class Health:
 
     async def _leave_out_cut(self, members: list[str]) -> bool:
         """Gives up who cannot reach others; whether there was anybody."""
-        found = await standstill.find_cut(self._crew, members, self.nodes.links.nodes)
+        found = await standstill.find_cut(self._contacts, members, self.nodes.links.nodes)
         for member, cause in found.items():
-            if member in self._heard:
-                self.nodes.avoid(self._crew.node_of(member), FORGIVE_DEAD_S)
+            if member in self._heard and (node := self._contacts.node_of(member)) is not None:
+                self.nodes.avoid(node, FORGIVE_DEAD_S)
                 self._tell(m.WorkerLost(at=self._now(), member=member, cause=cause, noticed_by="peers"))
         return bool(found)
 
@@ -352,10 +352,10 @@ class Health:
     def _died(self, node: str) -> None:
         """A node's raylet is gone, and its workers with it or in a moment."""
         self.nodes.avoid(node, FORGIVE_DEAD_S)
-        for member in [member for member in self._members if self._crew.node_of(member) == node]:
+        for member in [member for member in self._members if self._contacts.node_of(member) == node]:
             about = {"cause": NODE_DIED, "noticed_by": "raylet", "silent_s": self.silence(member)}
             self.forget(member)
             self._tell(m.WorkerLost(at=self._now(), member=member, **about))
-        for member in self._crew.ended_on(node):
+        for member in self._contacts.ended_on(node):
             self._tell(m.CauseFound(at=self._now(), lost=member, cause=NODE_DIED))
-        self.nodes.count(self.nodes.links.nodes, self._crew)
+        self.nodes.count(self.nodes.links.nodes)

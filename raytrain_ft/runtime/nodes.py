@@ -10,6 +10,7 @@ from typing import Any
 
 from raytrain_ft.policy import messages as m
 from raytrain_ft.runtime import placement
+from raytrain_ft.runtime.contacts import Contacts
 from raytrain_ft.runtime.node_links import NodeLinks
 from raytrain_ft.runtime.notice_board import NoticeBoard
 from raytrain_ft.runtime.spec import RunSpec
@@ -36,30 +37,32 @@ class Nodes:
         tell: Callable[[m.Event], None],
         now: Callable[[], float],
         board: NoticeBoard,
+        contacts: Contacts,
         died: Callable[[str], None],
     ) -> None:
         self._spec = spec
         self._tell = tell
         self._now = now
         self._board = board
+        self._contacts = contacts
         self.links = NodeLinks(died)
         self._avoid: dict[str, float] = {}
         self._capacity: int | None = None
 
-    async def watch(self, crew: Any, members: Callable[[], list[str]]) -> None:
+    async def watch(self, members: Callable[[], list[str]]) -> None:
         """For ever."""
         sees_drains = await self._sees_drains()
         while True:
             if sees_drains:
                 with suppress(Exception):  # as below
-                    self._board.drained(await asyncio.to_thread(draining), members(), crew)
+                    self._board.drained(await asyncio.to_thread(draining), members(), self._contacts)
             try:
                 nodes = await asyncio.to_thread(placement.nodes)
             except Exception:  # the call is private to Ray, whose own state may not answer: what was known holds
                 pass
             else:
-                self.links.follow(nodes, crew.taken())
-                self.count(nodes, crew)
+                self.links.follow(nodes, self._contacts.taken())
+                self.count(nodes)
             await asyncio.sleep(INTERVAL_S)
 
     def avoid(self, node: str, seconds: float) -> None:
@@ -72,9 +75,9 @@ class Nodes:
         now = time.monotonic()
         return {node for node, until in self._avoid.items() if now < until} | self._board.condemned()
 
-    def count(self, nodes: list[dict[str, Any]], crew: Any) -> None:
+    def count(self, nodes: list[dict[str, Any]]) -> None:
         """Tells how many workers these nodes have room for, if that is news."""
-        capacity = placement.capacity(nodes, placement.demand(self._spec.options), crew.taken(), self.avoided)
+        capacity = placement.capacity(nodes, placement.demand(self._spec.options), self._contacts.taken(), self.avoided)
         if capacity != self._capacity:
             self._capacity = capacity
             self._tell(m.CapacityChanged(at=self._now(), slots=capacity))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.leaving import DRAIN, REQUEST, lapses_after
+from raytrain_ft.runtime.contacts import Contacts
 from raytrain_ft.runtime.notices.notice import NODE_STAYS, Notice
 
 SOONER_S = 1.0
@@ -64,11 +64,11 @@ class NoticeBoard:
             until = gone[source] = min(until + lapses_after(source), gone.get(source, math.inf))
         self._avoid[node] = max(until, self._avoid.get(node, until))
 
-    def drained(self, nodes: dict[str, float], members: Iterable[str], crew: Any) -> None:
+    def drained(self, nodes: dict[str, float], members: Iterable[str], contacts: Contacts) -> None:
         """Ray drains these nodes, each with so many seconds left: their workers have notice."""
         self._drained = set(nodes)
         for member in members:
-            node = crew.node_of(member)
+            node = contacts.node_of(member)
             if node in nodes:
                 self.noticed(member, node, Notice(nodes[node], DRAIN, f"Ray drains node {node[:8]}"))
 

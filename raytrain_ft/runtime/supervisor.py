@@ -29,6 +29,7 @@ from raytrain_ft.policy.measures import Measures
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, State
 from raytrain_ft.runtime import clock, health, metrics, placement
+from raytrain_ft.runtime.contacts import Contacts
 from raytrain_ft.runtime.crew import Crew
 from raytrain_ft.runtime.demand import Demand
 from raytrain_ft.runtime.event_log import PATIENCE_S, EventLog
@@ -68,10 +69,11 @@ class Supervisor:
             self._note_sleep(event)
         self._notes = Notes(spec, self._log, self._machine, self.now, written)
         self._metrics = metrics.Publisher(spec.name, measures)
-        self._health = health.Health(spec, self.tell, self.now)
+        self._contacts = Contacts(spec)
+        self._health = health.Health(spec, self.tell, self.now, self._contacts)
         self._health.recall(past)
         self._health.follow(self._machine)
-        self._crew = Crew(spec, self.tell, self.now, self._health)
+        self._crew = Crew(spec, self.tell, self.now, self._contacts, self._health)
         self._store = StoreServer()
         self._library = Library(spec)
         self._restarted = bool(past)
@@ -168,7 +170,7 @@ class Supervisor:
             self.tell(m.RunStarted(at=0.0, run_id=self._spec.run_id, **started))
         demand = Demand(f"demand:{self._spec.run_id}:", placement.demand(self._spec.options))
         asking = demand.keep(self._machine.lacking)
-        work = (self._health.watch_cluster(self._crew), self._watch_driver(), self._watch_right(), self._publish(), asking)
+        work = (self._health.watch_cluster(), self._watch_driver(), self._watch_right(), self._publish(), asking)
         watchers = [asyncio.create_task(one) for one in work]
         for watcher in watchers:
             watcher.add_done_callback(self._mind)
@@ -271,8 +273,8 @@ class Supervisor:
             "incarnation": machine.incarnation,
             "world_size": len(machine.world),
             "members": {name: str(what) for name, what in machine.members.items()},
-            "nodes": {name: self._crew.node_of(name) for name in machine.members},
-            "pids": {name: self._crew.pid_of(name) for name in machine.members},
+            "nodes": {name: self._contacts.node_of(name) for name in machine.members},
+            "pids": {name: self._contacts.pid_of(name) for name in machine.members},
             "world": list(machine.world),
             "holders": machine.holders(),
             "stored": [stored.name for stored in machine.stored],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +20,10 @@ from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.reconcile import Marks, Plan
 from raytrain_ft.policy.sketch import Sketch
 from raytrain_ft.runtime import crew as crews
+from raytrain_ft.runtime.contacts import Contacts
 from raytrain_ft.runtime.crew import Crew
+from raytrain_ft.runtime.nodes import FORGIVE_DEAD_S, FORGIVE_SILENT_S, Nodes
+from raytrain_ft.runtime.notice_board import NoticeBoard
 from raytrain_ft.runtime.spec import Introduction
 from raytrain_ft.runtime.worker import Worker
 from raytrain_ft.training.fence import Fence
@@ -62,7 +66,8 @@ def told() -> list[m.Event]:
 @pytest.fixture
 def crew(told: list[m.Event]) -> Crew:
     spec: Any = SimpleNamespace(options={"num_cpus": 1}, member_name=lambda member: member, checkpoints=None, lease=60.0)
-    return Crew(spec, told.append, lambda: 0.0, Health())  # pyright: ignore[reportArgumentType]
+    health: Any = Health()
+    return Crew(spec, told.append, lambda: 0.0, Contacts(spec), health)
 
 
 async def until(true: Callable[[], bool]) -> None:
@@ -95,19 +100,46 @@ def test_who_is_struck_off_while_a_node_is_chosen_is_not_started(
     monkeypatch.setattr(crews.placement, "nodes", lambda: [node])
     monkeypatch.setattr(crews.placement, "reaction", reaction)
     monkeypatch.setattr(crews.ray, "remote", remote)
-    monkeypatch.setattr(crew, "handle", gone)
+    monkeypatch.setattr(crew._contacts, "handle", gone)
 
     async def play() -> None:
         crew.carry_out(m.StartWorker("w5"))
-        await until(lambda: crew.taken() == Counter({"n1": 1}))
+        await until(lambda: crew._contacts.taken() == Counter({"n1": 1}))
         crew.carry_out(m.Kill("w5"))
         answered.set()
         await crew.settled()
         await asyncio.sleep(0.05)
 
     asyncio.run(play())
-    assert crew.taken() == Counter()
+    assert crew._contacts.taken() == Counter()
     assert started == told == []
+
+
+@pytest.mark.parametrize(("says", "seconds"), [("refusal", FORGIVE_DEAD_S), ("silence", FORGIVE_SILENT_S)])
+def test_a_node_whose_raylet_does_not_answer_is_left_out_and_counted_no_more(
+    says: str, seconds: float, crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def reaction(node: Any) -> str:
+        return says if node["NodeID"] == "n1" else "answer"
+
+    there: list[dict[str, Any]] = [
+        {"NodeID": name, "Alive": True, "Resources": {"CPU": 1.0}, "Available": {"CPU": 1.0}} for name in ("n1", "n2")
+    ]
+    monkeypatch.setattr(crews.placement, "nodes", lambda: there)
+    monkeypatch.setattr(crews.placement, "reaction", reaction)
+    health: Any = crew._health
+    health.nodes = Nodes(crew._spec, told.append, lambda: 0.0, NoticeBoard(told.append, lambda: 0.0), crew._contacts, fail)
+    began = time.monotonic()
+    assert asyncio.run(crew._choose_node("w5")) == "n2"
+    assert health.nodes._avoid["n1"] == pytest.approx(began + seconds, abs=5)
+    assert crew._contacts.taken() == Counter({"n2": 1})
+    (event,) = told
+    assert isinstance(event, m.CapacityChanged)
+    assert event.slots == 1
+
+
+def fail(node: str) -> None:
+    raise AssertionError(f"node {node} did not die")
 
 
 def test_a_connection_that_breaks_is_no_death(crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +149,7 @@ def test_a_connection_that_breaks_is_no_death(crew: Crew, told: list[m.Event], m
         calls.append(0.0)
         raise ActorUnavailableError("RpcError: Socket closed", None) if len(calls) < 4 else ActorDiedError()
 
-    monkeypatch.setattr(crew, "handle", lambda member: SimpleNamespace(watch=Method(broken)))
+    monkeypatch.setattr(crew._contacts, "handle", lambda member: SimpleNamespace(watch=Method(broken)))
 
     async def play() -> None:
         crew._look_after("w0", "n1")
@@ -137,7 +169,7 @@ def test_who_was_ready_is_watched_at_once_after_a_restart(
     never = asyncio.Event()
     future: Any = SimpleNamespace(future=lambda: asyncio.run_coroutine_threadsafe(never.wait(), asyncio.get_running_loop()))
     actor = SimpleNamespace(watch=Method(never.wait), setup=Method(lambda: future))
-    monkeypatch.setattr(crew, "handle", lambda member: actor)
+    monkeypatch.setattr(crew._contacts, "handle", lambda member: actor)
 
     async def play() -> None:
         crew.carry_out(m.Watch("w0", "n1"))
@@ -145,7 +177,7 @@ def test_who_was_ready_is_watched_at_once_after_a_restart(
         await asyncio.sleep(0.05)
 
     asyncio.run(play())
-    assert crew.taken() == Counter({"n1": 1})
+    assert crew._contacts.taken() == Counter({"n1": 1})
     health: Any = crew._health
     assert health.expected == ["w0"]
     assert told == []
@@ -170,8 +202,8 @@ def test_the_end_of_a_process_is_told_at_once_and_its_cause_when_ray_knows_it(
     gone: Future[None] = Future()
     gone.set_exception(ActorDiedError())
     handle = SimpleNamespace(watch=Method(watch), ping=Method(lambda: SimpleNamespace(future=lambda: gone)))
-    monkeypatch.setattr(crew, "handle", lambda member: handle)
-    monkeypatch.setattr(crew, "_call", call)
+    monkeypatch.setattr(crew._contacts, "handle", lambda member: handle)
+    monkeypatch.setattr(crew._calls, "call", call)
     monkeypatch.setattr(crews.lifeline, "hold", hold)
     monkeypatch.setattr(crews.ray, "kill", lambda handle: killed.append(known.is_set()))
 
@@ -200,7 +232,7 @@ def test_an_undo_that_is_refused_in_a_recovery_is_no_refusal_of_settings(
     crew: Crew, told: list[m.Event], incarnation: int, kind: type[m.Event]
 ) -> None:
     error = RayTaskError("reconcile", "Traceback ...", UndoRefusedError("SGD cannot be undone:\n  - lr=10.0"))
-    crew._report("w0", error, incarnation)
+    crew._calls.report("w0", error, incarnation)
     (event,) = told
     assert isinstance(event, kind)
     assert getattr(event, "incarnation", None) == (incarnation or None)
@@ -216,8 +248,8 @@ def test_a_loss_that_is_not_finite_in_a_recovery_is_told_as_that(
     avoided: list[str] = []
     health: Any = crew._health
     health.nodes.avoid = lambda node, seconds: avoided.append(node)
-    monkeypatch.setattr(crew, "handle", lambda member: actor)
-    monkeypatch.setattr(crew, "node_of", lambda member: "n1")
+    monkeypatch.setattr(crew._contacts, "handle", lambda member: actor)
+    monkeypatch.setattr(crew._contacts, "node_of", lambda member: "n1")
     asyncio.run(crew._reconcile("w0", m.Reconcile(("w0",), 2, Plan(step=9, completes=True), holders=("w0",))))
     about: dict[str, Any] = {"rank": None, "step": 8, "kind": "non_finite", "message": "the loss of step 8 is nan"}
     assert told == [m.TaskFailed(at=0.0, member="w0", incarnation=2, **about)]
@@ -240,8 +272,8 @@ def test_a_lifeline_that_fails_leaves_it_to_ray(crew: Crew, told: list[m.Event],
     async def call(member: str, method: str, **_: Any) -> Introduction:
         return Introduction("n1", 7, "127.0.0.1", 4000, 10, 1, "torch 2.13")
 
-    monkeypatch.setattr(crew, "handle", lambda member: SimpleNamespace(watch=Method(watch)))
-    monkeypatch.setattr(crew, "_call", call)
+    monkeypatch.setattr(crew._contacts, "handle", lambda member: SimpleNamespace(watch=Method(watch)))
+    monkeypatch.setattr(crew._calls, "call", call)
     monkeypatch.setattr(crews.lifeline, "hold", hold)
 
     async def play() -> None:
@@ -258,7 +290,8 @@ def test_who_has_another_model_never_becomes_a_spare(crew: Crew, told: list[m.Ev
     async def introduce(member: str, parameters: int, torch: str = "2.13", mean: float | None = None) -> None:
         samples = () if mean is None else (Sketch("", 1, mean, 1.0),)
         known = Introduction("n1", 7, "127.0.0.1", 0, parameters, 1, f"torch {torch}", samples)
-        crew._handles[member] = SimpleNamespace(setup=Method(lambda: answered(known)), watch=Method(lambda: asyncio.sleep(9)))
+        actor = SimpleNamespace(setup=Method(lambda: answered(known)), watch=Method(lambda: asyncio.sleep(9)))
+        crew._contacts.handles[member] = actor
         await crew._introduce(member)
 
     def answered(known: Introduction) -> Any:
@@ -282,7 +315,7 @@ def test_who_has_another_model_never_becomes_a_spare(crew: Crew, told: list[m.Ev
     assert "the dataset is another one than on node 127.0.0.1: of the samples" in reads.message
     assert "11 parameters in 1 buckets, with torch 2.13; on node 127.0.0.1 it has 10 parameters" in failed.message
     assert "torch 2.12" in other.message
-    assert set(crew._introductions) == {"w0", "w2", "w5"}
+    assert set(crew._contacts.introductions) == {"w0", "w2", "w5"}
 
 
 def test_each_stage_is_saved_under_its_number_also_if_others_are_saved_already(
@@ -292,7 +325,7 @@ def test_each_stage_is_saved_under_its_number_also_if_others_are_saved_already(
         return path
 
     crew._spec = SimpleNamespace(rules=SimpleNamespace(stages=2), directory=Path("/runs"))  # pyright: ignore
-    monkeypatch.setattr(crew, "_call", call)
+    monkeypatch.setattr(crew._calls, "call", call)
 
     async def play() -> None:
         crew.carry_out(m.Save(("w3",), ("w0", "w1", "w2", "w3")))
@@ -323,28 +356,29 @@ BROKEN = ActorUnavailableError("RpcError: Socket closed", None)
 
 def test_a_fence_whose_connection_breaks_is_asked_for_again(crew: Crew, told: list[m.Event]) -> None:
     marks = Marks("w0", 3, (3,), (None,))
-    crew._handles["w0"] = SimpleNamespace(fence=answers(BROKEN, BROKEN, marks))
+    crew._contacts.handles["w0"] = SimpleNamespace(fence=answers(BROKEN, BROKEN, marks))
     asyncio.run(crew._fence("w0", 2))
     assert told == [m.Fenced(at=0.0, member="w0", incarnation=2, marks=marks)]
 
 
 def test_a_fence_is_not_asked_for_for_ever(crew: Crew, told: list[m.Event]) -> None:
     vars(crew._spec)["lease"] = 0.0
-    crew._handles["w0"] = SimpleNamespace(fence=answers(BROKEN, BROKEN, BROKEN))
+    crew._contacts.handles["w0"] = SimpleNamespace(fence=answers(BROKEN, BROKEN, BROKEN))
     asyncio.run(crew._fence("w0", 2))
     assert [type(event) for event in told] == [m.WorkerLost]
 
 
 def test_a_recovery_whose_connection_breaks_is_suspected_and_begins_anew(crew: Crew, told: list[m.Event]) -> None:
     """It may or may not have been carried out."""
-    crew._handles["w0"] = SimpleNamespace(reconcile=answers(BROKEN))
+    crew._contacts.handles["w0"] = SimpleNamespace(reconcile=answers(BROKEN))
     asyncio.run(crew._reconcile("w0", m.Reconcile(("w0",), 2, Plan(step=9, completes=False), holders=("w0",))))
     why = "the connection to w0 broke"
     assert told == [m.Suspected(at=0.0, incarnation=2, reason=why, noticed_by="supervisor")]
 
 
 def test_what_may_come_twice_is_asked_again(crew: Crew, told: list[m.Event]) -> None:
-    crew._handles["w0"] = SimpleNamespace(stop_at_boundary=answers(BROKEN, None), save=answers(BROKEN, "/runs/final.arrow"))
+    actor = SimpleNamespace(stop_at_boundary=answers(BROKEN, None), save=answers(BROKEN, "/runs/final.arrow"))
+    crew._contacts.handles["w0"] = actor
     crew._spec = SimpleNamespace(rules=SimpleNamespace(stages=1), directory=Path("/runs"), lease=60.0)  # pyright: ignore
     asyncio.run(crew._ask("w0", "stop_at_boundary"))
     asyncio.run(crew._save("w0", ("w0",)))

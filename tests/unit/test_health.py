@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from benchmarks.detection import false_alarms
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.states import State
+from raytrain_ft.runtime.contacts import Contacts
 from raytrain_ft.runtime.health import NODE_DIED, Health
 from raytrain_ft.runtime.spec import Beat
 
@@ -32,8 +32,11 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.01)
 
 
-class Mute:
-    """A crew whose workers answer no question."""
+class Mute(Contacts):
+    """Workers that answer no question."""
+
+    def __init__(self) -> None:
+        super().__init__(SPEC)
 
     def handle(self, member: str) -> Any:
         call = SimpleNamespace(future=Future)
@@ -53,8 +56,7 @@ def told(*beats_of: str) -> list[m.Event]:
     events: list[m.Event] = []
 
     async def run() -> None:
-        health = Health(PATIENT, events.append, time.monotonic)
-        health._crew = Mute()
+        health = Health(PATIENT, events.append, time.monotonic, Mute())
         for member in ("w0", "w1"):
             health.expect(member)
         health.alert(["w0"])
@@ -83,14 +85,13 @@ def test_of_many_workers_each_may_be_silent_for_longer(workers: int, seconds: fl
     questions: list[str] = []
     spec: Any = SimpleNamespace(**vars(SPEC) | {"heartbeat_interval": 0.1, "heartbeat_timeout": 0.5})
 
-    class Crew(Mute):
+    class Asked(Mute):
         def handle(self, member: str) -> Any:
             questions.append(member)
             return super().handle(member)
 
     async def run() -> None:
-        health = Health(spec, lambda _: None, time.monotonic)
-        health._crew = Crew()
+        health = Health(spec, lambda _: None, time.monotonic, Asked())
         for number in range(workers):
             health.expect(f"w{number}")
         watch = asyncio.create_task(health._watch_workers())
@@ -104,9 +105,10 @@ def test_of_many_workers_each_may_be_silent_for_longer(workers: int, seconds: fl
 
 
 class Split(Mute):
-    """A crew whose workers say whom they do not reach."""
+    """Workers that say whom they do not reach."""
 
     def __init__(self, unreached: dict[str, list[str]]) -> None:
+        super().__init__()
         self.unreached = unreached
 
     def handle(self, member: str) -> Any:
@@ -122,8 +124,7 @@ def standstill(unreached: dict[str, list[str]], places: dict[str, str], silent: 
     events: list[m.Event] = []
 
     async def run() -> None:
-        health = Health(PATIENT, events.append, time.monotonic)
-        health._crew = Split(unreached)
+        health = Health(PATIENT, events.append, time.monotonic, Split(unreached))
         health.nodes.links.nodes = [{"NodeID": f"node-of-{member}"} for member in places]
         health.state, health.incarnation = State.RUNNING, 1
         health._members = dict.fromkeys(places, MemberState.ACTIVE)
@@ -144,8 +145,7 @@ def test_a_machine_that_was_suspended_hangs_nowhere() -> None:
     events: list[m.Event] = []
 
     async def run() -> None:
-        health = Health(SPEC, events.append, time.monotonic)
-        health._crew = Split({})
+        health = Health(SPEC, events.append, time.monotonic, Split({}))
         health.state, health.incarnation = State.RUNNING, 1
         health._members = dict.fromkeys(("w0", "w1"), MemberState.ACTIVE)
         for member in health._members:
@@ -168,7 +168,7 @@ def test_a_machine_that_was_suspended_hangs_nowhere() -> None:
 def test_what_a_world_had_reached_does_not_count_for_the_next_one() -> None:
     async def run() -> None:
         machine: Any = SimpleNamespace(members={}, state=State.RUNNING, incarnation=1, step=9, longest_step=0.0, fruitless=0)
-        health = Health(SPEC, lambda _: None, time.monotonic)
+        health = Health(SPEC, lambda _: None, time.monotonic, Mute())
         health.follow(machine)
         health.heard(beat("w0", status="running", step=9))
         machine.state, machine.incarnation = State.FENCE, 2
@@ -188,8 +188,7 @@ def test_who_has_come_to_the_end_waits_for_nobody() -> None:
     events: list[m.Event] = []
 
     async def run() -> None:
-        health = Health(PATIENT, events.append, time.monotonic)
-        health._crew = Split({})
+        health = Health(PATIENT, events.append, time.monotonic, Split({}))
         health.nodes.links.nodes = [{"NodeID": "node-of-w0"}, {"NodeID": "node-of-w1"}]
         health.state, health.incarnation = State.RUNNING, 1
         health._members = dict.fromkeys(("w0", "w1"), MemberState.ACTIVE)
@@ -240,11 +239,11 @@ def test_a_watcher_that_fails_is_seen(part: str, monkeypatch: pytest.MonkeyPatch
         await asyncio.sleep(60)
 
     async def run() -> None:
-        health = Health(SPEC, lambda _: None, time.monotonic)
+        health = Health(SPEC, lambda _: None, time.monotonic, Mute())
         monkeypatch.setattr(health.nodes, "watch", fail if part == "nodes" else last)
         monkeypatch.setattr(health, "_watch_workers", fail if part == "workers" else last)
         with pytest.raises(ExceptionGroup) as seen:
-            await asyncio.wait_for(health.watch_cluster(Mute()), 5)
+            await asyncio.wait_for(health.watch_cluster(), 5)
         assert seen.group_contains(KeyError, match="nodes has changed")
 
     asyncio.run(run())
@@ -253,13 +252,17 @@ def test_a_watcher_that_fails_is_seen(part: str, monkeypatch: pytest.MonkeyPatch
 def test_a_node_that_dies_explains_workers_whose_end_was_seen_before() -> None:
     """On a machine that is switched off, processes end in any order."""
     events: list[m.Event] = []
-    health = Health(SPEC, events.append, time.monotonic)
-    health._members = {"w1": MemberState.ACTIVE, "w2": MemberState.ACTIVE}
-    gone = ["w0"]
-    where = {"w0": "n1", "w1": "n1", "w2": "n2"}
-    about = {"taken": Counter, "node_of": where.get}
-    health._crew = SimpleNamespace(ended_on=lambda node: [member for member in gone if where[member] == node], **about)
-    health._died("n1")
+
+    async def run() -> None:
+        contacts = Contacts(SPEC)
+        contacts.placed |= {"w0": "n1", "w1": "n1", "w2": "n2"}
+        contacts.lines["w0"] = asyncio.create_task(asyncio.sleep(0))
+        await contacts.lines["w0"]
+        health = Health(SPEC, events.append, time.monotonic, contacts)
+        health._members = {"w1": MemberState.ACTIVE, "w2": MemberState.ACTIVE}
+        health._died("n1")
+
+    asyncio.run(run())
     assert [event.member for event in events if isinstance(event, m.WorkerLost)] == ["w1"]
     assert [(event.lost, event.cause) for event in events if isinstance(event, m.CauseFound)] == [("w0", NODE_DIED)]
 
@@ -283,8 +286,7 @@ def test_of_many_workers_each_has_time_for_a_beat_to_answer_with() -> None:
     events: list[m.Event] = []
 
     async def run() -> None:
-        health = Health(MANY, events.append, time.monotonic)
-        health._crew = Mute()
+        health = Health(MANY, events.append, time.monotonic, Mute())
         for number in range(100):
             health.expect(f"w{number}")
         health.alert(["w0"])
@@ -304,7 +306,7 @@ def test_of_many_workers_none_hangs_because_its_next_beat_is_not_due(
     clock = [100.0]
     monkeypatch.setattr("raytrain_ft.runtime.health.time", SimpleNamespace(monotonic=lambda: clock[0]))
     events: list[m.Event] = []
-    health = Health(MANY, events.append, lambda: clock[0])
+    health = Health(MANY, events.append, lambda: clock[0], Mute())
     health.state, health.incarnation = State.RUNNING, 1
     health._members = {f"w{number}": MemberState.ACTIVE for number in range(100)}
     for member in health._members:

@@ -12,7 +12,8 @@ from ray.exceptions import RayTaskError
 from raytrain_ft.errors import FencedError, LogGapError, ReplayDivergedError, StorageError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.runtime import recovery, trainee
-from raytrain_ft.runtime.crew import Crew
+from raytrain_ft.runtime.calls import Calls
+from raytrain_ft.runtime.contacts import Contacts
 from raytrain_ft.runtime.trainee import Trainee
 from raytrain_ft.training.fence import Fence, PeerLostError
 
@@ -52,8 +53,8 @@ def told(error: Exception) -> m.Event:
     events: list[m.Event] = []
     health: Any = SimpleNamespace(step=13, is_starting=lambda _: False, nodes=None)
     spec: Any = SimpleNamespace()
-    crew = Crew(spec, events.append, lambda: 0.0, health)
-    crew._report("w0", RayTaskError("replay", "Traceback ...", error), 3, "step-000000006-e1-i1")
+    calls = Calls(spec, events.append, lambda: 0.0, Contacts(spec), health)
+    calls.report("w0", RayTaskError("replay", "Traceback ...", error), 3, "step-000000006-e1-i1")
     return events[0]
 
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -26,6 +25,7 @@ from raytrain_ft.errors import ConfigError, MetadataError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.leaving import DRAIN, LAPSE_AFTER_S, REQUEST, SIGTERM
 from raytrain_ft.runtime import nodes
+from raytrain_ft.runtime.contacts import Contacts
 from raytrain_ft.runtime.notice_board import NoticeBoard
 from raytrain_ft.runtime.notices import azure as azure_module
 from raytrain_ft.runtime.notices.aws import Aws
@@ -427,7 +427,8 @@ def test_a_version_of_ray_that_does_not_tell_of_drains_is_on_record(monkeypatch:
     monkeypatch.setattr(nodes, "draining", missing)
     told: list[m.Event] = []
     heed: Any = SimpleNamespace(notices=NoticeSpec(clouds=(), detect=False, drain=True, grace_s=None))
-    watcher = nodes.Nodes(heed, told.append, lambda: 1.0, NoticeBoard(told.append, lambda: 1.0), lambda node: None)
+    board = NoticeBoard(told.append, lambda: 1.0)
+    watcher = nodes.Nodes(heed, told.append, lambda: 1.0, board, Contacts(heed), lambda node: None)
     assert not asyncio.run(watcher._sees_drains())
     assert [(e.source, e.member) for e in told if isinstance(e, m.NoticesUnavailable)] == [("ray", None)]
 
@@ -600,11 +601,12 @@ def test_a_question_for_drains_that_fails_once_is_asked_again(monkeypatch: pytes
     monkeypatch.setattr(nodes.placement, "nodes", list)
     told: list[m.Event] = []
     heed: Any = SimpleNamespace(options={"num_cpus": 1}, notices=NoticeSpec(clouds=(), detect=False, drain=True, grace_s=None))
-    watcher = nodes.Nodes(heed, told.append, lambda: 1.0, NoticeBoard(told.append, lambda: 1.0), lambda node: None)
-    crew = SimpleNamespace(taken=Counter, node_of=lambda member: "n0")
+    contacts = Contacts(heed)
+    contacts.placed["w0"] = "n0"
+    watcher = nodes.Nodes(heed, told.append, lambda: 1.0, NoticeBoard(told.append, lambda: 1.0), contacts, lambda node: None)
 
     async def play() -> None:
-        watch = asyncio.create_task(watcher.watch(crew, lambda: ["w0"]))
+        watch = asyncio.create_task(watcher.watch(lambda: ["w0"]))
         for _ in range(500):
             if len(told) > 1:
                 break
