@@ -63,13 +63,14 @@ def worth_finishing(survivors: Iterable[Marks], gone: Sequence[int], size: int, 
 
 def _finish(plan: Plan, survivors: Sequence[Marks], shares: Sequence[Share], quorum: float) -> Plan:
     step = plan.step
-    if len(shares) < len(survivors) or not all(share.whole for share in shares):
-        return replace(plan, reason=f"{plan.reason}, because some survivor has no gradients of its own to finish it with")
     start, stop = shares[0].batch
     lost = complement(shares[0].batch, [share.mine for share in shares])
     left = 1 - samples_in(lost) / (stop - start)
-    if left < quorum or left <= 0:
+    all_began = len(shares) == len(survivors)
+    if all_began and (left < quorum or left <= 0):  # first: survivors may have left their gradients for it (`worth_finishing`)
         return replace(plan, reason=f"{plan.reason}, because {left:.0%} of its batch are left and the quorum is {quorum:.0%}")
+    if not all_began or not all(share.whole for share in shares):
+        return replace(plan, reason=f"{plan.reason}, because some survivor has no gradients of its own to finish it with")
     gradients: list[Copy] = []
     states: list[Copy] = []
     mean: list[int] = []

@@ -108,6 +108,7 @@ def _on_capacity_changed(run: RunState, event: m.CapacityChanged) -> list[m.Comm
 
 def _on_worker_started(run: RunState, event: m.WorkerStarted) -> list[m.Command]:
     run.roster.ready(event.member, event.node)
+    run.longest_build = max(run.longest_build, event.build_s)
     return _resize(run, event.at) if run.state == State.RUNNING else _go_on_waiting(run)
 
 
@@ -232,13 +233,15 @@ def _on_samples_lost(run: RunState, event: m.SamplesLost) -> list[m.Command]:
 
 
 def _on_checkpoint_committed(run: RunState, event: m.CheckpointCommitted) -> list[m.Command]:
+    if event.incarnation < run.counts_from:
+        return []  # everybody has gone back to before it: it is of another training than what is logged since
     run.stored = [m.Stored(event.name, event.step), *run.stored][:MOST_STORED]
     if not run.rules.logging or run.state not in TRAINING:
         return []  # in a recovery, the log may be being replayed from an older checkpoint: the next one trims it
     if run.logged_since is not None:
         run.logged_since = max(run.logged_since, event.step)
     elif run.log_revived is None:  # it broke off; the trimming that follows revives it, from one of the next steps on
-        run.log_revived = run.step + 2
+        run.log_revived = max(run.step, event.step) + 2
     elif event.step >= run.log_revived:
         run.logged_since = event.step
     return [m.Trim(tuple(member for member in run.world if member in run.members), event.step)]

@@ -77,11 +77,12 @@ class CapacityChanged(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStarted(Event):
-    """A worker has built its model and waits for work: a spare."""
+    """A worker has built its model, which took `build_s` seconds, and waits for work: a spare."""
 
     member: str
     node: str
     pid: int
+    build_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,12 +304,13 @@ class UndoRefused(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogFailed(Event):
-    """A worker cannot log any more (a full disk, or its quota). Training goes on."""
+    """A worker cannot log any more (a full disk, or its quota). Training goes on. `number`: of its failures, from 1."""
 
     member: str
     incarnation: int
     step: int
     reason: str
+    number: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

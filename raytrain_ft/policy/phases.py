@@ -29,8 +29,8 @@ from raytrain_ft.policy.topology import (
 )
 from raytrain_ft.policy.world import differing_in_stages, rebuild_stages, seats, seats_in_stages, shall_wait
 
-REPLAY_PATIENCE = 3
-"""Times the longest step that a replayed step may take."""
+PATIENCE = 3
+"""Times the longest one so far that a step, a replayed step, or building a model may take."""
 
 
 def suspect(run: RunState, at: float, reason: str, noticed_by: str) -> list[m.Command]:
@@ -44,7 +44,7 @@ def suspect(run: RunState, at: float, reason: str, noticed_by: str) -> list[m.Co
 
 def fence(run: RunState, at: float) -> list[m.Command]:
     """Whoever trains, or was about to, leaves what it is doing and says where it stands."""
-    recovery = run.recoveries[-1]
+    recovery, seconds = run.recoveries[-1], _seconds_to_leave(run)
     recovery.begin_again()
     run.fruitless += 1
     if run.fruitless > run.rules.max_fruitless_recoveries:
@@ -60,8 +60,18 @@ def fence(run: RunState, at: float) -> list[m.Command]:
     members = run.roster.taking_part()
     if not members:
         return take_stock(run, at)
-    seconds = max(run.rules.fence_timeout, 3 * run.longest_step)
     return [m.Fence(members, run.incarnation), m.SetTimer("fence", seconds, run.incarnation)]
+
+
+def _seconds_to_leave(run: RunState) -> float:
+    """How long a fence waits. Nothing interrupts who builds a model: another stage than its own, the same one as new, or as a
+    helper in a replay that of others."""
+    late = [member for member in run.joining if member not in run.answers]
+    anew = run.plan is None or run.rules.stages > 1
+    joins = run.state == State.REPLACE and anew and any(member not in run.survivors for member in late)
+    again = run.state == State.FENCE  # the supervisor was lost during one, and what came before it is not known any more
+    builds = joins or again or (run.state == State.REBUILD and bool(run.replaying and late))
+    return max(run.rules.fence_timeout, PATIENCE * run.longest_step, PATIENCE * run.longest_build if builds else 0.0)
 
 
 def on_fenced(run: RunState, event: m.Fenced) -> list[m.Command]:
@@ -290,7 +300,8 @@ def join(run: RunState, world: tuple[str, ...]) -> list[m.Command]:
     if run.plan is not None:
         run.history.follow(run.plan)
     _log_from_now_on(run)
-    timer = m.SetTimer("reconcile", run.rules.phase_timeout, run.incarnation)
+    seconds = run.rules.phase_timeout + PATIENCE * run.longest_build  # who takes another stage builds it
+    timer = m.SetTimer("reconcile", seconds, run.incarnation)
     load = run.load.name if run.load is not None else ""
     holders = tuple(run.survivors)
     log = (tuple(sorted(run.logged)), run.log_incarnation)
@@ -343,8 +354,8 @@ def on_reconciled(run: RunState, event: m.Reconciled) -> list[m.Command]:
     commands: list[m.Command] = [_replay(run)] if run.replaying else []
     busy = {member for command in commands if isinstance(command, m.Replay) for team in command.teams for member in team}
     fill = m.Fill(world, run.incarnation, tuple(member for member in world if member not in busy), copies, whole, handed)
-    seconds = run.rules.phase_timeout + REPLAY_PATIENCE * run.longest_step * run.recoveries[-1].replayed if busy else 0.0
-    timer = m.SetTimer("fill", max(seconds, run.rules.phase_timeout), run.incarnation)
+    seconds = PATIENCE * (run.longest_build + run.longest_step * run.recoveries[-1].replayed) if busy else 0.0
+    timer = m.SetTimer("fill", run.rules.phase_timeout + seconds, run.incarnation)
     return [fill, *commands, timer]
 
 

@@ -60,6 +60,7 @@ class RunState:
         step: steps that somebody is known to have committed.
         counts_from: the incarnation from which on steps count: everybody went back from what was committed before.
         longest_step, long_step: the longest step so far, and of late, seconds.
+        longest_build: the longest time that a worker took to build its model, seconds.
         abort_reason: why the run is to end before its time, once somebody has asked for that.
         failure: (error class name, message) once ERRORED or ABORTED.
         result: what is to be told of a finished run.
@@ -103,6 +104,7 @@ class RunState:
     counts_from: int = 0
     longest_step: float = 0.0
     long_step: float = 0.0
+    longest_build: float = 0.0
     abort_reason: str = ""
     failure: tuple[str, str] | None = None
     result: dict[str, str] = field(default_factory=dict)

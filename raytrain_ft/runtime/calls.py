@@ -106,8 +106,9 @@ class Calls:
         cause = error.cause if isinstance(error.cause, BaseException) else error
         if isinstance(cause, FencedError):
             return
-        if isinstance(cause, PeerLostError | ObjectLostError):
-            self._tell(m.Suspected(at=self._now(), incarnation=incarnation, reason=str(cause)[:300], noticed_by=member))
+        if isinstance(cause, PeerLostError | ObjectLostError) or (incarnation and isinstance(cause, TimeoutError)):
+            reason = str(cause)[:300] or f"{member} ran into a deadline"
+            self._tell(m.Suspected(at=self._now(), incarnation=incarnation, reason=reason, noticed_by=member))
             return
         if isinstance(cause, LogGapError | ReplayDivergedError):
             diverged = isinstance(cause, ReplayDivergedError)

@@ -111,9 +111,10 @@ class Connections:
             reader.close()
 
     def _join_team(self, stage: int, size: int, number: int) -> Team:
-        fence = self._world.fence
-        store = RayStore(self._supervisor, fence, self._timeout, f"team-{stage}/")
-        self._team = process_group.build(store, number, size, fence, host=self._host, timeout=self._timeout, default=False)
+        """Whoever helps builds the stage first, and loads its checkpoint."""
+        fence, timeout = self._world.fence, max(self._timeout, timedelta(seconds=self._spec.rules.phase_timeout))
+        store = RayStore(self._supervisor, fence, timeout, f"team-{stage}/")
+        self._team = process_group.build(store, number, size, fence, host=self._host, timeout=timeout, default=False)
         pipeline = self._spec.step.pipeline
         assert pipeline is not None
         return Team(self._team, pipeline.micro_batches, exact=self._spec.rules.exact_sums, chunks=pipeline.chunks)

@@ -207,7 +207,8 @@ class Crew:
         if known.lifeline:
             self._contacts.lines[member] = self._spawn(self._hold(member, known))
         if self._health.is_starting(member):
-            self._tell(m.WorkerStarted(at=self._now(), member=member, node=known.node, pid=known.pid))
+            about = {"node": known.node, "pid": known.pid, "build_s": known.build_s}
+            self._tell(m.WorkerStarted(at=self._now(), member=member, **about))
 
     def _look_after(self, member: str, node: str) -> None:
         self._contacts.placed[member] = node

@@ -47,8 +47,8 @@ Note = (
     | m.LogWritten
     | m.NoticesUnavailable
 )
-IDENTITY = ("incarnation", "step", "source")
-"""What tells two notes of the same kind and worker apart: a step has at most one."""
+IDENTITY = ("incarnation", "step", "source", "number")
+"""What tells two notes of the same kind and worker apart."""
 NOTES: dict[str, type[Note]] = {cls.__name__: cls for cls in get_args(Note)}
 WAITING = "wait"
 """The place where a worker waits for others: who is elsewhere holds them up."""

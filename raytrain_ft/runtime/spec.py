@@ -167,6 +167,7 @@ class Introduction:
         num_parameters, num_buckets: of the model, or of the first stage of it: the same everywhere, if the code is.
         software: versions that the bits depend on.
         samples: what its dataset looks like; nothing if it reads none.
+        build_s: how long it took to build the model, seconds.
     """
 
     node: str
@@ -177,3 +178,4 @@ class Introduction:
     num_buckets: int
     software: str
     samples: tuple[Sketch, ...] = ()
+    build_s: float = 0.0

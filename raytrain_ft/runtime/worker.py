@@ -10,6 +10,7 @@ import asyncio
 import os
 import platform
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
 
 TELL_S = 5.0
 """How long a worker that is about to end tries to tell the supervisor what is left to tell."""
-PARK_DEADLINE_S = 3600.0
-"""How long a fence waits for the training thread. A backstop: the supervisor's own deadline comes long before."""
+JOB_DEADLINE_S = 24 * 3600.0
+"""How long a command waits for the training thread. A backstop: the supervisor's own deadline comes before, that of the replay
+of many long steps after hours."""
 
 
 class Worker:
@@ -69,12 +71,14 @@ class Worker:
         with self._lock:
             if self._ready is None:
                 self._ready = self._training.submit(self._build)
-        return self._ready.result(timeout=PARK_DEADLINE_S)
+        return self._ready.result(timeout=JOB_DEADLINE_S)
 
     def _build(self) -> Introduction:
         check_directory(self._spec, self._host)
         check_checkpoints(self._spec, self._epoch, self._host)
+        began = time.monotonic()
         self._trainee.build()
+        took = time.monotonic() - began
         self._preemption.start()
         self._heartbeat.start()
         buckets = self._trainee.replica.state.buckets
@@ -87,6 +91,7 @@ class Worker:
             len(buckets),
             f"Python {platform.python_version()} and torch {version('torch')}",
             self._trainee.replica.loader.sketches,
+            took,
         )
 
     def _note_no_notices(self, source: str, reason: str) -> None:
@@ -134,7 +139,7 @@ class Worker:
             parking = self._parking.get(incarnation)
         if parking is None:
             raise FencedError(f"incarnation {incarnation} is over; this worker is in {self._fence.incarnation}")
-        return parking.result(timeout=PARK_DEADLINE_S)
+        return parking.result(timeout=JOB_DEADLINE_S)
 
     def forsake(self, incarnation: int, worth: int | None) -> None:
         """What is still computed of a step that the fence of this incarnation has ended is of no use, unless it is `worth`."""
@@ -163,7 +168,7 @@ class Worker:
         """
         fence = self._enter(incarnation)
         job = self._training.submit(self._trainee.reconcile, fence, world, plan, load, holders, frozenset(logged), since)
-        return job.result(timeout=PARK_DEADLINE_S)
+        return job.result(timeout=JOB_DEADLINE_S)
 
     def _enter(self, incarnation: int) -> Fence:
         with self._lock:
@@ -177,19 +182,19 @@ class Worker:
     def extras(self, incarnation: int) -> tuple[ray.ObjectRef]:
         """What replacements need besides the buckets, in the object store: the supervisor only passes it on."""
         self._enter(incarnation)
-        return (ray.put(self._training.submit(self._trainee.extras).result(timeout=PARK_DEADLINE_S)),)
+        return (ray.put(self._training.submit(self._trainee.extras).result(timeout=JOB_DEADLINE_S)),)
 
     def hand_over(self, incarnation: int) -> tuple[ray.ObjectRef]:
         """This worker leaves, and nobody else holds its state: the whole of it, in the object store."""
         self._enter(incarnation)
-        return (ray.put(self._training.submit(self._trainee.pack).result(timeout=PARK_DEADLINE_S)),)
+        return (ray.put(self._training.submit(self._trainee.pack).result(timeout=JOB_DEADLINE_S)),)
 
     def fill(
         self, incarnation: int, copies: tuple[Copy, ...], extras: Extras | None, handed: Packed | None = None
     ) -> tuple[str, ...]:
         """Copies state bucket by bucket, and takes over `extras` or what was handed over; returns the hash per bucket."""
         fence = self._enter(incarnation)
-        return self._training.submit(self._trainee.fill, fence, copies, extras, handed).result(timeout=PARK_DEADLINE_S)
+        return self._training.submit(self._trainee.fill, fence, copies, extras, handed).result(timeout=JOB_DEADLINE_S)
 
     def replay(
         self, incarnation: int, stages: tuple[int, ...], load: str, until: int, team: tuple[str, ...], since: int, exact: bool
@@ -206,7 +211,7 @@ class Worker:
         fence = self._enter(incarnation)
         job = self._trainee.replay if team[0] == self._member else self._trainee.help
         about = (fence, frozenset(stages), load, until, team, since, exact)
-        return self._training.submit(job, *about).result(timeout=PARK_DEADLINE_S)
+        return self._training.submit(job, *about).result(timeout=JOB_DEADLINE_S)
 
     def trim(self, step: int) -> None:
         """A checkpoint of this step is durable: what was logged before it is not needed any more."""
@@ -227,10 +232,10 @@ class Worker:
         """The last checkpoint of a run that is to end, of the boundary at which everybody has stopped. Returns the step when it
         is durable, or will never be, and the supervisor has been told which of the two."""
         fence = self._enter(incarnation)
-        self._training.submit(self._trainee.finish, fence).result(timeout=PARK_DEADLINE_S)
+        self._training.submit(self._trainee.finish, fence).result(timeout=JOB_DEADLINE_S)
         self._heartbeat.await_told(TELL_S)
         return self._trainee.replica.state.step
 
     def save(self, path: str) -> str:
         """Writes the model's final state as an Arrow file; returns its path."""
-        return self._training.submit(self._trainee.save, path).result(timeout=PARK_DEADLINE_S)
+        return self._training.submit(self._trainee.save, path).result(timeout=JOB_DEADLINE_S)

@@ -82,8 +82,8 @@ class TensorLog:
         quota_bytes: How much may lie on the disk at one time; beyond that the log fails.
         beside: How much else counts towards the quota now, bytes; asked by the log's thread.
         synchronous: `append` writes before it returns. For comparison.
-        tell: Is told ("LogFailed", {"member", "incarnation", "step", "reason"}) when the log fails, once until a `trim` or
-            `begin` revives it; from the log's thread.
+        tell: Is told ("LogFailed", {"member", "incarnation", "step", "reason", "number"}) when the log fails, once until a
+            `trim` or `begin` revives it; from the log's thread. The number is that of the failure, from 1.
 
     Raises:
         StorageError: the member's name cannot be that of a file.
@@ -115,6 +115,7 @@ class TensorLog:
         self._overdue = False  # no bubble came: what is in the queue is written without one
         self._stalled_s = 0.0
         self._failed = ""
+        self._told = 0  # failures
         self._began = 0
         self._closed = False
         lock = threading.Lock()
@@ -348,6 +349,8 @@ class TensorLog:
             self._say(reason, item)
 
     def _say(self, reason: str, record: Record) -> None:
-        about = {"member": self._member, "incarnation": record.incarnation, "step": record.key.step, "reason": reason}
+        self._told += 1
+        where = {"member": self._member, "incarnation": record.incarnation, "step": record.key.step}
+        about = {**where, "reason": reason, "number": self._told}
         with suppress(Exception):  # the listener's trouble is not the log's
             self._tell("LogFailed", about)

@@ -238,6 +238,16 @@ def test_an_undo_that_is_refused_in_a_recovery_is_no_refusal_of_settings(
     assert getattr(event, "incarnation", None) == (incarnation or None)
 
 
+@pytest.mark.parametrize(("incarnation", "kind"), [(0, m.TaskFailed), (2, m.Suspected)])
+def test_a_deadline_that_a_recovery_ran_into_is_no_error_of_the_task(
+    crew: Crew, told: list[m.Event], incarnation: int, kind: type[m.Event]
+) -> None:
+    """That of a long replay, say: the worker is as good as before."""
+    crew._calls.report("w0", RayTaskError("replay", "Traceback ...", TimeoutError()), incarnation)
+    (event,) = told
+    assert isinstance(event, kind)
+
+
 def test_a_loss_that_is_not_finite_in_a_recovery_is_told_as_that(
     crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,9 +39,11 @@ def test_lossy_with_wait_free_updates_takes_the_state_where_the_gradient_was_use
     assert plan.undo == ()
 
 
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("quorum", [0.6, 1.0])
-def test_fewer_samples_than_the_quorum_are_redone(quorum: float) -> None:
-    survivors = [survivor(0, (5,), (None,)), survivor(1, (5,), (None,))]
+def test_fewer_samples_than_the_quorum_are_redone(quorum: float, whole: bool) -> None:
+    """Who was told that it is in vain may have left its gradients: that is not why."""
+    survivors = [survivor(0, (5,), (None,)), survivor(1, (5,), (None,), whole=whole)]
     plan = plan_of(survivors, "lossy", quorum)
     assert (plan.step, plan.completes, plan.lost) == (5, False, ())
     assert "quorum" in plan.reason

@@ -79,6 +79,16 @@ def test_a_beat_is_an_answer() -> None:
     assert told("w0", "w1") == []
 
 
+def test_a_log_may_fail_twice_in_a_step() -> None:
+    """It was revived between the two; and what a beat tells again, because the first was not acknowledged, is told once."""
+    events: list[m.Event] = []
+    health = Health(PATIENT, events.append, time.monotonic, Mute())
+    for number in (1, 2, 2):
+        about = {"incarnation": 1, "step": 3, "reason": "disk full", "number": number}
+        health.heard(beat("w0", notes=(("LogFailed", about),)))
+    assert [event.number for event in events if isinstance(event, m.LogFailed)] == [1, 2]
+
+
 @pytest.mark.parametrize(("workers", "seconds", "asked"), [(4, 20.0, True), (100, 1.0, False)])
 def test_of_many_workers_each_may_be_silent_for_longer(workers: int, seconds: float, asked: bool) -> None:
     """A hundred beat every half second here, so the silence after which one of four is asked says nothing."""

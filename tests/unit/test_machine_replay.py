@@ -17,6 +17,7 @@ from raytrain_ft.policy.strategy import Guarantee
 from raytrain_ft.policy.topology import waits
 
 STAGES = 3
+BUILD_S = 20.0
 AT = {"node": "n9", "pid": 1}
 ABOUT = {"bytes": 1, "snapshot_s": 0.0, "stall_s": 0.0, "persist_s": 0.0}
 
@@ -32,10 +33,15 @@ class Told:
         self.tell(m.RunStarted, run_id="r")
         self.tell(m.CapacityChanged, slots=5)
         for number in range(5):
-            self.tell(m.WorkerStarted, member=f"w{number}", node=f"n{number}", pid=1)
+            self.tell(m.WorkerStarted, member=f"w{number}", node=f"n{number}", pid=1, build_s=BUILD_S)
         self.answer(m.Reconciled, self.run.joining, digests=("d",))
         self.commit(0, 13)
         self.tell(m.CheckpointCommitted, member="w0", incarnation=1, step=6, name="c6", **ABOUT)
+
+    def seconds(self, commands: list[m.Command]) -> float:
+        """Of the deadline that these set."""
+        (timer,) = [command for command in commands if isinstance(command, m.SetTimer)]
+        return timer.seconds
 
     def tell(self, event: Any, **about: Any) -> list[m.Command]:
         self.at += 0.1
@@ -56,11 +62,11 @@ class Told:
             self.tell(m.StepsCommitted, member=member, **where, **about)
 
     def fence(self) -> None:
-        """Those of the first world who are left stand between two steps; others hold nothing."""
+        """Those of the first world who are left stand between two steps; others hold nothing. What comes of it is `joined`."""
         for member in [member for member, state in self.run.members.items() if state == MemberState.ACTIVE]:
             rank = int(member[1:])
             marks = Marks(member, 13, (13,), (None,), rank) if rank < STAGES else None
-            self.tell(m.Fenced, member=member, incarnation=self.run.incarnation, marks=marks)
+            self.joined = self.tell(m.Fenced, member=member, incarnation=self.run.incarnation, marks=marks)
 
     def replay(self) -> m.Replay:
         """The replay that begins when all have joined."""
@@ -253,6 +259,57 @@ def test_a_helper_that_is_lost_is_replaced_once() -> None:
     told.start()
     told.fence()
     assert [len(team) for team in told.replay().teams] == [2], "another recovery"
+
+
+@pytest.mark.parametrize(("helpers", "building"), [(0, False), (1, True)])
+def test_nobody_who_builds_a_stage_is_given_up_for_it(helpers: int, building: bool) -> None:
+    """Building is not interrupted by a fence: neither that of a newcomer that takes the lost stage's place, nor that of a
+    survivor that helps to replay it, and that holds the only copy of its own stage."""
+    told = Told(replay_workers=1 + helpers)
+    assert told.seconds(told.tell(m.WorkerLost, member="w1", cause="killed")) == told.run.rules.fence_timeout, "all train"
+    told.fence()
+    assert told.run.state == State.REPLACE
+    if building:
+        replay = told.replay()
+        assert [len(team) for team in replay.teams] == [2]
+    again = told.tell(m.Suspected, incarnation=told.run.incarnation, reason="a collective failed", noticed_by="w3")
+    assert told.seconds(again) == 3 * BUILD_S
+    assert told.seconds(told.tell(m.SupervisorRestarted)) == 3 * BUILD_S
+    told.fence()
+    told.answer(m.Reconciled, told.run.joining, digests=("d",))
+    told.answer(m.Filled, told.run.joining, digests=("d",))
+    told.commit(13, 14)
+    assert told.seconds(told.tell(m.WorkerLost, member="w0", cause="killed")) == told.run.rules.fence_timeout, "all train again"
+
+
+def test_who_takes_another_stage_has_the_time_to_build_it() -> None:
+    told = Told()
+    told.tell(m.WorkerLost, member="w1", cause="killed")
+    told.fence()
+    assert told.run.state == State.REPLACE
+    assert (
+        told.seconds([c for c in told.joined if c != m.SetTimer("replacement", 60.0, told.run.incarnation)])
+        == told.run.rules.phase_timeout + 3 * BUILD_S
+    )
+
+
+def test_a_checkpoint_of_before_everybody_went_back_says_nothing_of_the_log_since(lost: Told) -> None:
+    """It was being stored when they went back, and is told late."""
+    went_back(lost, 6, reason="a gap", diverged=False)
+    assert lost.run.logged_since == 6
+    late = {"member": "w0", "incarnation": 1, "step": 12, "name": "c12", **ABOUT}
+    assert lost.tell(m.CheckpointCommitted, **late) == []
+    assert lost.run.logged_since == 6
+    assert lost.run.stored[0].name == "c6", "what is replayed begins with what everybody went on from"
+
+
+def test_a_log_that_broke_off_is_not_whole_before_the_step_of_the_checkpoint_that_revived_it() -> None:
+    """Steps are told in records of several seconds: the newest that is known may be before the checkpoint's own."""
+    told = Told()
+    told.tell(m.LogFailed, member="w0", incarnation=1, step=13, reason="disk full")
+    for step, since in ((40, None), (41, None), (42, 42)):
+        told.tell(m.CheckpointCommitted, member="w0", incarnation=1, step=step, name=f"c{step}", **ABOUT)
+        assert told.run.logged_since == since
 
 
 def test_what_was_rounded_is_not_compared_until_the_next_checkpoint() -> None:
