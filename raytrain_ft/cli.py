@@ -103,8 +103,9 @@ def events(run: Path) -> None:
     for name, count in sorted(Counter(record["event"] for record in records).items()):
         console.print(f"{count:8,}  {name}")
     for record in records:
-        if record["event"] in ("WorkerLost", "Suspected", "TaskFailed", "SupervisorRestarted", "RunFailed"):
-            what = record.get("cause") or record.get("reason") or record.get("message") or record.get("error") or ""
+        late = record["event"] == "TimerFired" and record["timer"].startswith(("fence", "save"))  # who did not answer is lost
+        if late or record["event"] in ("WorkerLost", "Suspected", "TaskFailed", "SupervisorRestarted", "RunFailed"):
+            what = next((record[key] for key in ("cause", "reason", "message", "error", "timer") if record.get(key)), "")
             console.print(f"{record['at']:9.2f} s  {record['event']}  {record.get('member', '')}  {what}", markup=False)
 
 

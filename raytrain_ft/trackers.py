@@ -119,7 +119,7 @@ def _events(file: Path) -> Iterator[Any]:
 
 
 class MLflow(Callback):
-    """One MLflow run per run, named like it. Needs `pip install raytrain_ft[mlflow]`.
+    """One MLflow run per run, named like it. Needs `pip install -e '.[mlflow]'` in the clone.
 
     Args:
         tracking_uri: as MLflow takes it; None is MLflow's own choice (MLFLOW_TRACKING_URI).
@@ -133,7 +133,7 @@ class MLflow(Callback):
         try:
             from mlflow.tracking import MlflowClient
         except ImportError as error:
-            raise ConfigError("MLflow is not installed: pip install raytrain_ft[mlflow]") from error
+            raise ConfigError("MLflow is not installed: pip install -e '.[mlflow]' in the clone of raytrain_ft") from error
         self._client: Any = MlflowClient(tracking_uri)
         self._experiment = experiment
         self._recoveries = 0
@@ -180,7 +180,7 @@ class MLflow(Callback):
 
 
 class WandB(Callback):
-    """One Weights & Biases run per run, named like it. Needs `pip install raytrain_ft[wandb]`.
+    """One Weights & Biases run per run, named like it. Needs `pip install -e '.[wandb]'` in the clone.
 
     Args:
         project: its name.
@@ -194,7 +194,7 @@ class WandB(Callback):
         try:
             import wandb
         except ImportError as error:
-            raise ConfigError("wandb is not installed: pip install raytrain_ft[wandb]") from error
+            raise ConfigError("wandb is not installed: pip install -e '.[wandb]' in the clone of raytrain_ft") from error
         self._wandb: Any = wandb
         self._project, self._mode = project, mode
 

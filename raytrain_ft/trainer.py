@@ -25,7 +25,7 @@ from raytrain_ft.follow import POLL_S, abort, clean_up, kept_going, result_of, w
 from raytrain_ft.policy.states import ENDED
 from raytrain_ft.prepare import prepare
 from raytrain_ft.progress import Display
-from raytrain_ft.ray_config import RunConfig, ScalingConfig, check_supported
+from raytrain_ft.ray_config import CheckpointConfig, RunConfig, ScalingConfig, check_supported
 from raytrain_ft.result import Result
 from raytrain_ft.runtime.placement import ON_HEAD
 from raytrain_ft.runtime.spec import NAMESPACE, RunSpec
@@ -108,7 +108,7 @@ class Trainer:
         self._settings = TrainSettings(**settings)
         self._settings.check(self._scaling, self._recovery, self._parallelism)
         check_supported(self._scaling, self._run)
-        _warn_of_no_recovery(self._run)
+        _warn_of_defaults(self._run)
         check_name(str(self._run.name))
 
     def fit(self) -> Result:
@@ -188,8 +188,15 @@ def _config(name: str, given: Any, *kinds: type) -> Any:
     return given
 
 
-def _warn_of_no_recovery(run: Any) -> None:
-    """Whether Ray's default was chosen or not cannot be told."""
+def _warn_of_defaults(run: Any) -> None:
+    """Of Ray's own, which are not what a run with failures needs. Whether they were chosen or not cannot be told."""
+    stored = run.checkpoint_config
+    if stored is not None and not isinstance(stored, CheckpointConfig) and stored.num_to_keep is None:
+        warnings.warn(
+            "Trainer(run_config=...) has Ray's CheckpointConfig(num_to_keep=None): every checkpoint stays, and there is one "
+            "every few dozen steps. Use raytrain_ft.CheckpointConfig, which keeps the last two, or give num_to_keep.",
+            stacklevel=3,
+        )
     if not isinstance(run, RunConfig) and run.failure_config.max_failures == 0:
         warnings.warn(
             "Trainer(run_config=ray.train.RunConfig(...)) has Ray's FailureConfig(max_failures=0): the first lost worker ends "

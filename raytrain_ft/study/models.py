@@ -77,7 +77,7 @@ def data(model: str) -> Data:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
     except ImportError as error:
-        raise ConfigError("the study's images come with scikit-learn: pip install 'raytrain_ft[jobs]'") from error
+        raise ConfigError("the study's images come with scikit-learn: pip install scikit-learn") from error
     pixels, digits = load_digits(return_X_y=True)
     parts = train_test_split(pixels, digits, test_size=0.25, random_state=0, stratify=digits)
     inputs, held_out = (torch.tensor(part, dtype=torch.float32) / 16 for part in parts[:2])

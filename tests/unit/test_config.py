@@ -266,11 +266,19 @@ def test_what_is_so_anyway_may_be_said() -> None:
 
 def test_a_default_of_rays_that_allows_no_loss_is_warned_of() -> None:
     with pytest.warns(UserWarning, match="the first lost worker ends the run"):
-        trainer(run_config=ray.train.RunConfig())
+        trainer(run_config=ray.train.RunConfig(checkpoint_config=ft.CheckpointConfig()))
     with warnings.catch_warnings(action="error"):
         trainer()
-        trainer(run_config=ray.train.RunConfig(failure_config=ft.FailureConfig()))
+        trainer(run_config=ray.train.RunConfig(failure_config=ft.FailureConfig(), checkpoint_config=ft.CheckpointConfig()))
         trainer(run_config=ft.RunConfig(failure_config=ft.FailureConfig(max_failures=0)))
+
+
+def test_a_default_of_rays_that_keeps_every_checkpoint_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="every checkpoint stays"):
+        trainer(run_config=ray.train.RunConfig(failure_config=ft.FailureConfig()))
+    with warnings.catch_warnings(action="error"):
+        trainer(run_config=ft.RunConfig(checkpoint_config=ray.train.CheckpointConfig(num_to_keep=3)))
+        trainer(run_config=ft.RunConfig(checkpoint_config=ft.CheckpointConfig(num_to_keep=None)))
 
 
 def test_memory_is_asked_for_as_ray_wants_it() -> None:
