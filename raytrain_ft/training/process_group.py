@@ -78,9 +78,7 @@ class FencedWork(dist.Work):
         if self._on_device:
             return None if self._inner.is_success() else RuntimeError("NCCL gave it up")
         if self._future is None:
-            return self._error if hasattr(self, "_error") else RuntimeError("not finished")
-        if not self._future.done():  # woken by the fence
-            return RuntimeError("not finished")
+            return self._error
         try:
             self._future.value()
         except RuntimeError as error:
@@ -112,7 +110,10 @@ class FencedWork(dist.Work):
             time.sleep(DEVICE_POLL_S)
 
     def is_completed(self) -> bool:
-        return self._inner.is_completed() if self._on_device else self._done.is_set()
+        if self._on_device:
+            return self._inner.is_completed()
+        # Not `_done`, which the fence sets as well: gloo is then still at work.
+        return hasattr(self, "_error") if self._future is None else self._future.done()
 
     def is_success(self) -> bool:
         return self.succeeded()

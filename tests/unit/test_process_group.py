@@ -88,6 +88,32 @@ def test_who_waits_for_a_peer_that_is_gone_is_left_and_released_too() -> None:
     until(lambda: held()[0] <= settled[0] + 6 and held()[1] <= settled[1] + 10)
 
 
+def test_who_waited_when_the_fence_came_leaves_a_group_that_is_not_quiet() -> None:
+    """The fence wakes the wait, but gloo is still at work: destroying the group now would take until the peer has gone."""
+    mine, other = groups(0)
+    work = reduce(mine)  # the other never takes part
+    ended: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            work.wait()
+        except FencedError as error:
+            ended.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    until(lambda: mine.fence._waiters)
+    process_group.abandon(mine)
+    waiter.join(5)
+    assert len(ended) == 1
+    assert not work.is_completed()
+    assert mine in process_group._abandoned
+    process_group.abandon(other)
+    until(work.is_completed)
+    process_group.leave(None)
+    assert process_group._abandoned == []
+
+
 def test_what_was_posted_and_never_comes_is_given_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group, "WAIT_DEADLINE", timedelta(seconds=1))
     before = 0, 0
