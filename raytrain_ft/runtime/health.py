@@ -167,8 +167,9 @@ class Health:
 
     def _record(self, member: str, commit: dict[str, Any]) -> None:
         key = (member, commit["incarnation"])
-        if self._recorded.get(key, -1) >= commit["stop_step"]:
-            return  # its acknowledgement was lost
+        if self._recorded.get(key, -1) >= commit["stop_step"]:  # its acknowledgement was lost, with the supervisor perhaps,
+            self.samples_lost(commit)  # and what follows the record with it
+            return
         self._recorded[key] = commit["stop_step"]
         self.loss = commit["loss"]
         fields = {name: value for name, value in commit.items() if name != "lost"}

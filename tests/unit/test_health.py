@@ -48,7 +48,7 @@ class Mute(Contacts):
 
 def beat(member: str, **about: Any) -> Beat:
     fields = {"incarnation": 1, "rank": 0, "status": "idle", "detail": "", "kind": "", "step": 0, "where": "", "since": 0.0}
-    return Beat(member=member, commits=(), **(fields | about))
+    return Beat(member=member, **({"commits": ()} | fields | about))
 
 
 def told(*beats_of: str) -> list[m.Event]:
@@ -87,6 +87,19 @@ def test_a_log_may_fail_twice_in_a_step() -> None:
         about = {"incarnation": 1, "step": 3, "reason": "disk full", "number": number}
         health.heard(beat("w0", notes=(("LogFailed", about),)))
     assert [event.number for event in events if isinstance(event, m.LogFailed)] == [1, 2]
+
+
+def test_samples_that_were_lost_are_told_though_the_supervisor_fell_before_it_said_so() -> None:
+    """Its log has that the step was committed, and not yet what it went without: the worker tells both again."""
+    events: list[m.Event] = []
+    health = Health(PATIENT, events.append, time.monotonic, Mute())
+    where = {"rank": 0, "world_size": 1, "epoch": 0, "start": 0, "ids_digest": "", "loss": 1.0, "longest_s": 0.1}
+    steps = {"incarnation": 1, "first_step": 3, "stop_step": 4, **where}
+    lost = {"step": 3, "epoch": 0, "start": 0, "stop": 8, "why": "the loss of step 3 is nan"}
+    health.recall([m.StepsCommitted(at=1.0, member="w0", **steps)])  # pyright: ignore[reportArgumentType]
+    for _ in range(2):
+        health.heard(beat("w0", status="running", commits=({**steps, "lost": (lost,)},)))
+    assert [type(event) for event in events] == [m.SamplesLost]
 
 
 @pytest.mark.parametrize(("workers", "seconds", "asked"), [(4, 20.0, True), (100, 1.0, False)])
