@@ -155,8 +155,8 @@ class RecoveryConfig:
             "sleep", so that strategy="lossy" loses no sample with it if its node goes sooner than was said; not in a pipeline.
         sigterm_grace: how long a worker goes on after SIGTERM at most: as long as whoever sends it waits before SIGKILL.
         hang_timeout: a step that makes no progress for this long, and for ten times the longest step so far, is suspect.
-        fence_timeout: the least time that a survivor has to leave its step (three times the longest step if longer; where
-            somebody may be building a model, three times as long as that ever took).
+        fence_timeout: the least time that a survivor has to leave its step (three times the longest step if longer; in the
+            first step `hang_timeout`; where somebody may be building a model, three times as long as that ever took).
         phase_timeout: how long each exchange of a recovery (load, transfer, hand-over), and saving the final state, may take
             before it is tried in another way; by default a minute, and another for every 100 million parameters.
         schedule_timeout: how long to wait at the start for enough workers.

@@ -217,6 +217,7 @@ def _rules(
         schedule_timeout=recovery.schedule_timeout.total_seconds(),
         replacement_timeout=recovery.replacement_timeout.total_seconds(),
         fence_timeout=recovery.fence_timeout.total_seconds(),
+        hang_timeout=recovery.hang_timeout.total_seconds(),
         stop_timeout=recovery.stop_timeout.total_seconds(),
         max_failures=failure.max_failures if failure else -1,
         max_preemption_failures=getattr(failure, "max_preemption_failures", -1),

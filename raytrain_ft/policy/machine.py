@@ -184,7 +184,7 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost) -> list[m.Comm
             commands += run.fail("RecoveryError", f"workers cannot be started: {event.cause}")
         return commands
     if run.state == State.SHUTTING_DOWN:
-        return kills + (_save(run) if run.savers() != savers else [])
+        return kills + (_save(run, savers) if run.savers() != savers else [])
     recovery = run.history.begin(event.at, event.cause, event.noticed_by, len(run.world))
     recovery.lost += working
     for member in working:
@@ -285,15 +285,16 @@ def _on_completed(run: RunState, event: m.Completed) -> list[m.Command]:
     return _save(run)
 
 
-def _save(run: RunState) -> list[m.Command]:
-    """A stage that has been saved is in storage, whatever becomes of who saved it."""
+def _save(run: RunState, asked: tuple[str, ...] = ()) -> list[m.Command]:
+    """A stage that has been saved is in storage, whatever becomes of who saved it. Who was `asked` before is still at it: asked
+    again it would write twice, and the end of the run would break the second one off."""
     run.answers = {member: answer for member, answer in run.answers.items() if isinstance(answer, m.Saved)}
     savers = run.savers()
     if len(savers) < run.rules.stages:
         what = "every worker was" if run.rules.stages == 1 else "every worker of a stage was"
         return run.fail("NoSurvivorError", f"{what} lost before the final state was saved")
-    asked = tuple(member for member in savers if member not in run.answers)
-    return [m.Save(asked, run.world), m.SetTimer(f"save {savers}", run.rules.phase_timeout, run.incarnation)]
+    others = tuple(member for member in savers if member not in run.answers and member not in asked)
+    return [m.Save(others, run.world), m.SetTimer(f"save {savers}", run.rules.phase_timeout, run.incarnation)]
 
 
 def _on_saved(run: RunState, event: m.Saved) -> list[m.Command]:

@@ -15,7 +15,7 @@ from raytrain_ft.policy.forward import instead, worth_finishing
 from raytrain_ft.policy.reconcile import Marks, Plan, reconcile, reconcile_stages
 from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.run_state import RunState
-from raytrain_ft.policy.states import ENDED, State
+from raytrain_ft.policy.states import ENDED, TRAINING, State
 from raytrain_ft.policy.strategy import Strategy
 from raytrain_ft.policy.topology import (
     between,
@@ -64,14 +64,16 @@ def fence(run: RunState, at: float) -> list[m.Command]:
 
 
 def _seconds_to_leave(run: RunState) -> float:
-    """How long a fence waits. Nothing interrupts who builds a model: another stage than its own, the same one as new, or as a
-    helper in a replay that of others."""
+    """How long a fence waits. Nothing interrupts a forward pass, which in the first step may take any time that is no hang; nor
+    who builds a model: another stage than its own, the same one as new, or as a helper in a replay that of others."""
     late = [member for member in run.joining if member not in run.answers]
     anew = run.plan is None or run.rules.stages > 1
     joins = run.state == State.REPLACE and anew and any(member not in run.survivors for member in late)
     again = run.state == State.FENCE  # the supervisor was lost during one, and what came before it is not known any more
     builds = joins or again or (run.state == State.REBUILD and bool(run.replaying and late))
-    return max(run.rules.fence_timeout, PATIENCE * run.longest_step, PATIENCE * run.longest_build if builds else 0.0)
+    first = not run.longest_step and (again or run.state in TRAINING)
+    longest_pass = run.rules.hang_timeout if first else PATIENCE * run.longest_step
+    return max(run.rules.fence_timeout, longest_pass, PATIENCE * run.longest_build if builds else 0.0)
 
 
 def on_fenced(run: RunState, event: m.Fenced) -> list[m.Command]:

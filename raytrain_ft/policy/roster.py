@@ -45,6 +45,7 @@ class Rules:
     schedule_timeout: float = 120.0
     replacement_timeout: float = 60.0
     fence_timeout: float = 10.0
+    hang_timeout: float = 60.0
     phase_timeout: float = 60.0
     stop_timeout: float = 30.0
     max_failures: int = -1

@@ -50,6 +50,7 @@ class Promises:
     _to_fill: int = 0
     _answered: set[tuple[type[m.Event], str, int]] = field(default_factory=set)
     _saved: set[int] = field(default_factory=set)
+    _saving: dict[str, int] = field(default_factory=dict)
 
     def after(self, run: RunState, event: m.Event, before: State, commands: list[m.Command]) -> None:
         """An event was handled.
@@ -59,11 +60,16 @@ class Promises:
         """
         if isinstance(event, m.Saved) and event.member in self._members:
             self._saved.add(self._stage_in(run.world, event.member))
+            self._saving.pop(event.member, None)
+        if isinstance(event, m.SupervisorRestarted):
+            self._saving.clear()  # perhaps nobody was asked any more
         if isinstance(event, m.Reconciled | m.Filled):
             self._answered.add((type(event), event.member, event.incarnation))
         kills = {command.member for command in commands if isinstance(command, m.Kill)}
         lost = self._members.keys() - run.members.keys()
         _must(lost <= kills, "a member was lost and not killed")
+        for member in lost:
+            self._saving.pop(member, None)
         _must(len(set(run.world)) == len(run.world) <= self.rules.max_workers, "a world has a member twice, or too many")
         _must(len(run.world) % self.rules.stages == 0, "a world is not of whole replicas")
         if run.state in TRAINING | {State.REBUILD}:
@@ -103,9 +109,11 @@ class Promises:
             case m.Trim(members, _):
                 _must(set(members) <= set(run.members), "who is no member was told to trim its log")
             case m.Save(members, world):
-                asked = [self._stage_in(world, member) for member in members]
-                _must(len({*asked, *self._saved}) == len(asked) + len(self._saved), "a stage is saved twice")
-                _must({*asked, *self._saved} == set(range(self.rules.stages)), "not every stage is saved")
+                _must(not self._saving.keys() & set(members), "who saves is asked again")
+                self._saving |= {member: self._stage_in(world, member) for member in members}
+                saved = sorted([*self._saving.values(), *self._saved])
+                _must(len(set(saved)) == len(saved), "a stage is saved twice")
+                _must(saved == list(range(self.rules.stages)), "not every stage is saved")
             case m.Run(world, incarnation):
                 self._check_run(run, world, incarnation)
 

@@ -341,6 +341,14 @@ def test_the_deadline_of_a_fence_leaves_time_for_the_longest_step() -> None:
     assert of(story.lost("w2").said, m.SetTimer) == [m.SetTimer("fence", 60.0, 2)]
 
 
+def test_the_deadline_of_a_fence_in_the_first_step_is_that_of_a_hang() -> None:
+    """Nobody knows yet how long a forward pass takes, which nothing interrupts: who computes it is not given up for that."""
+    story = Story(hang_timeout=300.0).started("w0", "w1", "w2").reconciled("w0", "w1", "w2")
+    assert story.run.state == State.RESUME
+    assert of(story.lost("w0").said, m.SetTimer) == [m.SetTimer("fence", 300.0, story.run.incarnation)]
+    assert of(story.tell(m.SupervisorRestarted()), m.SetTimer) == [m.SetTimer("fence", 300.0, story.run.incarnation)]
+
+
 def test_a_suspicion_while_workers_are_awaited_is_about_nothing() -> None:
     story = running().lost("w1").fenced("w0", "w2")
     story.tell(m.Suspected(incarnation=2, reason="a collective failed", noticed_by="w0"))
@@ -1015,6 +1023,15 @@ def test_a_stage_that_was_saved_may_be_lost() -> None:
     assert of(story.tell(m.SupervisorRestarted()), m.Save) == [m.Save(("w2",), world)]
     story.tell(m.Saved(member="w2", path="final-stage-0.arrow"))
     assert story.run.state == State.FINISHED
+
+
+def test_who_saves_is_not_asked_again_when_another_saver_is_lost() -> None:
+    """It would write twice, and the end of the run would come in the middle of the second time. A supervisor that comes back
+    cannot know whether it was asked."""
+    story = running(4, stages=2, max_steps=1).completed()
+    world = ("w0", "w1", "w2", "w3")
+    assert of(story.lost("w1").said, m.Save) == [m.Save(("w3",), world)]
+    assert of(story.tell(m.SupervisorRestarted()), m.Save) == [m.Save(("w0", "w3"), world)]
 
 
 def test_a_stage_that_was_not_saved_may_not() -> None:
