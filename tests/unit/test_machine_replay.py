@@ -22,6 +22,12 @@ AT = {"node": "n9", "pid": 1}
 ABOUT = {"bytes": 1, "snapshot_s": 0.0, "stall_s": 0.0, "persist_s": 0.0}
 
 
+def seconds_of(commands: list[m.Command]) -> float:
+    """The deadline that these set."""
+    (timer,) = [command for command in commands if isinstance(command, m.SetTimer)]
+    return timer.seconds
+
+
 class Told:
     """A run of three stages and a spare in step 13, with a checkpoint of step 6, and what it was told."""
 
@@ -37,11 +43,6 @@ class Told:
         self.answer(m.Reconciled, self.run.joining, digests=("d",))
         self.commit(0, 13)
         self.tell(m.CheckpointCommitted, member="w0", incarnation=1, step=6, name="c6", **ABOUT)
-
-    def seconds(self, commands: list[m.Command]) -> float:
-        """Of the deadline that these set."""
-        (timer,) = [command for command in commands if isinstance(command, m.SetTimer)]
-        return timer.seconds
 
     def tell(self, event: Any, **about: Any) -> list[m.Command]:
         self.at += 0.1
@@ -266,20 +267,20 @@ def test_nobody_who_builds_a_stage_is_given_up_for_it(helpers: int, building: bo
     """Building is not interrupted by a fence: neither that of a newcomer that takes the lost stage's place, nor that of a
     survivor that helps to replay it, and that holds the only copy of its own stage."""
     told = Told(replay_workers=1 + helpers)
-    assert told.seconds(told.tell(m.WorkerLost, member="w1", cause="killed")) == told.run.rules.fence_timeout, "all train"
+    assert seconds_of(told.tell(m.WorkerLost, member="w1", cause="killed")) == told.run.rules.fence_timeout, "all train"
     told.fence()
     assert told.run.state == State.REPLACE
     if building:
         replay = told.replay()
         assert [len(team) for team in replay.teams] == [2]
     again = told.tell(m.Suspected, incarnation=told.run.incarnation, reason="a collective failed", noticed_by="w3")
-    assert told.seconds(again) == 3 * BUILD_S
-    assert told.seconds(told.tell(m.SupervisorRestarted)) == 3 * BUILD_S
+    assert seconds_of(again) == 3 * BUILD_S
+    assert seconds_of(told.tell(m.SupervisorRestarted)) == 3 * BUILD_S
     told.fence()
     told.answer(m.Reconciled, told.run.joining, digests=("d",))
     told.answer(m.Filled, told.run.joining, digests=("d",))
     told.commit(13, 14)
-    assert told.seconds(told.tell(m.WorkerLost, member="w0", cause="killed")) == told.run.rules.fence_timeout, "all train again"
+    assert seconds_of(told.tell(m.WorkerLost, member="w0", cause="killed")) == told.run.rules.fence_timeout, "all train again"
 
 
 def test_who_takes_another_stage_has_the_time_to_build_it() -> None:
@@ -288,7 +289,7 @@ def test_who_takes_another_stage_has_the_time_to_build_it() -> None:
     told.fence()
     assert told.run.state == State.REPLACE
     assert (
-        told.seconds([c for c in told.joined if c != m.SetTimer("replacement", 60.0, told.run.incarnation)])
+        seconds_of([c for c in told.joined if c != m.SetTimer("replacement", 60.0, told.run.incarnation)])
         == told.run.rules.phase_timeout + 3 * BUILD_S
     )
 
