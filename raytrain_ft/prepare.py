@@ -112,6 +112,7 @@ def prepare(
         heartbeat_timeout=recovery.heartbeat_timeout.total_seconds(),
         probe_timeout=recovery.probe_timeout.total_seconds(),
         hang_timeout=recovery.hang_timeout.total_seconds(),
+        setup_timeout=recovery.setup_timeout.total_seconds(),
         lease=recovery.lease.total_seconds(),
         driver_timeout=recovery.driver_timeout.total_seconds(),
     )

@@ -53,8 +53,12 @@ class TrainTask:
         "3.head.weight")]``; the number is what `model` was asked for. What a cut tears apart is found by itself."""
         return ()
 
-    # def augment(self, sample, generator): a random change of one sample, drawn from `generator` alone. Optional: that it
-    # is absent here is how the loader knows that there is nothing to do.
+    # Two more are optional: that they are absent here is how the loader knows that there is nothing to do.
+    #
+    # def augment(self, sample, generator): a random change of one sample, drawn from `generator` alone.
+    #
+    # def collate(self, samples): a batch from a list of samples, such as texts of different lengths padded to the longest.
+    # Draws nothing. By default torch's `default_collate`.
 
 
 def check_task(task: Any) -> None:

@@ -129,10 +129,17 @@ def _begin(run: RunState, *, waited: bool = False) -> list[m.Command]:
         return phases.join(run, tuple(spares[: rules.whole(min(rules.max_workers, len(spares)))]))
     if not waited:
         return []
+    under_way = len(run.roster.of(MemberState.STARTING))
+    remedy = (
+        f"{under_way} more were still being set up: raise RecoveryConfig(schedule_timeout=...), or have TrainTask.model() and "
+        "dataset() take less time"
+        if under_way
+        else "Add nodes, lower num_workers or resources_per_worker"
+    )
     return run.fail(
         "ConfigError",
         f"{len(spares)} workers could be placed within {rules.schedule_timeout:g} s, num_workers asks for at least "
-        f"{rules.min_workers}. Add nodes, lower num_workers or resources_per_worker.",
+        f"{rules.min_workers}. {remedy}.",
     )
 
 

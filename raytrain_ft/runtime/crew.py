@@ -24,7 +24,6 @@ from raytrain_ft.runtime.spec import NAMESPACE, Introduction, RunSpec
 from raytrain_ft.runtime.worker import Worker
 
 WATCH_SECONDS = 60.0
-START_SECONDS = 120.0
 KILL_SECONDS = 30.0
 ROOM_SECONDS = 10.0
 ROOM_POLL_SECONDS = 0.1
@@ -190,7 +189,7 @@ class Crew:
         await self._introduce(member)
 
     async def _introduce(self, member: str) -> None:
-        known = await self._calls.call(member, "setup", seconds=START_SECONDS)
+        known = await self._calls.call(member, "setup", seconds=self._spec.setup_timeout)
         if known is None:
             return
         stored = self._spec.checkpoints

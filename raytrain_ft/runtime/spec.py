@@ -94,6 +94,7 @@ class RunSpec:
     heartbeat_timeout: float
     probe_timeout: float
     hang_timeout: float
+    setup_timeout: float
     lease: float
     driver_timeout: float
 

@@ -16,7 +16,7 @@ from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.policy.tuner import Tuner
 from raytrain_ft.storage.persister import Persister, SharedMemory
 from raytrain_ft.training.checkpointer import AnyPersister, Checkpointer, Target, Tell
-from raytrain_ft.training.data import Loader
+from raytrain_ft.training.data import Loader, augment_of, collate_of
 from raytrain_ft.training.determinism import check_deterministic
 from raytrain_ft.training.durable import capture
 from raytrain_ft.training.pipeline import build_stage
@@ -83,7 +83,7 @@ def build_replica(
         seats=settings.seats,
     )
     seed_all(settings.seed)  # else stages whose models drew more, or less, would read other data if that is drawn as well
-    loader = _loader(task, sampling, reads=settings.pipeline is None or stage in (0, settings.pipeline.stages - 1))
+    loader = build_loader(task, sampling, reads=settings.pipeline is None or stage in (0, settings.pipeline.stages - 1))
     checkpointer = None
     if checkpoints is not None:
         how, data = checkpoints, loader.data
@@ -115,13 +115,14 @@ def build_model(task: Any, stage: int, settings: StepSettings) -> torch.nn.Modul
     return model
 
 
-def _loader(task: Any, sampling: Sampling, *, reads: bool) -> Loader:
+def build_loader(task: Any, sampling: Sampling, *, reads: bool) -> Loader:
     """A stage in the middle knows what its step is about, and needs none of it."""
     if not reads:
         return Loader(_Unread(sampling.dataset_size), sampling)
     dataset = task.dataset()
-    augment = getattr(task, "augment", None)
-    return Loader(dataset, sampling, augment, sketches=check_deterministic(dataset, sampling, augment))
+    augment, collate = augment_of(task), collate_of(task)
+    sketches = check_deterministic(dataset, sampling, augment, collate)
+    return Loader(dataset, sampling, augment, collate, sketches=sketches)
 
 
 class _Unread:

@@ -53,6 +53,16 @@ class BatchSource(Protocol):
         ...
 
 
+def augment_of(task: Any) -> Augment | None:
+    """The task's `augment`, if it has one."""
+    return getattr(task, "augment", None)
+
+
+def collate_of(task: Any) -> Collate:
+    """The task's `collate`, or torch's."""
+    return getattr(task, "collate", default_collate)
+
+
 def loads_batches(dataset: Any) -> TypeGuard[BatchSource]:
     """Whether it is a `BatchSource`. What can be read by index is not, whatever other methods it has."""
     return isinstance(dataset, BatchSource) and not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__getitems__")
@@ -99,7 +109,7 @@ class Loader:
         if loads_batches(dataset) and (augment is not None or collate is not default_collate):
             raise ConfigError(
                 f"{type(dataset).__name__} augments and collates by itself: leave out the task's augment (DaliImages has "
-                "an argument of that name), and collate."
+                "an argument of that name) and its collate."
             )
         if prefetch < 1:
             raise ConfigError(f"prefetch={prefetch}: the number of steps to prepare ahead must be at least 1.")

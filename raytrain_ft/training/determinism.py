@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.sampling import Sampling, sample_ids
 from raytrain_ft.policy.sketch import Sketch
-from raytrain_ft.training.data import Augment, fetch, loads_batches
+from raytrain_ft.training.data import Augment, Collate, fetch, loads_batches
 from raytrain_ft.training.random import sample_seed, seed_all
 from raytrain_ft.training.sketching import sketch_of
 
@@ -27,16 +28,19 @@ _SAMPLES = 8
 _ROUNDS = 3
 _UNLIKE = "A recovered step could not load the same samples again."
 _USE_AUGMENT = f"{_UNLIKE} Move what is random into the task's augment(sample, generator), and draw from that generator alone."
+_DRAW_BEFORE = f"{_UNLIKE} Draw in the task's augment(sample, generator), sample by sample; collate only puts them together."
 _USE_SEED = f"{_UNLIKE} Seed a generator of its own for each sample, with sample_seed(seed, epoch, id) (docs/data.md)."
 
 
-def check_deterministic(dataset: Any, sampling: Sampling, augment: Augment | None = None) -> tuple[Sketch, ...]:
+def check_deterministic(
+    dataset: Any, sampling: Sampling, augment: Augment | None = None, collate: Collate = default_collate
+) -> tuple[Sketch, ...]:
     """Loads a few samples three times, and returns their sketches: the dataset's own, without `augment`. Raises ConfigError
     unless each is a function of its id (and of the epoch).
 
-    Found are: samples whose bits differ between two loads; a dataset or an augmentation that draws from a global
-    generator, or seeds it; an augmentation with other randomness than its generator's; one that writes into the
-    dataset. The global generators are put back as they were.
+    Found are: samples whose bits differ between two loads; a dataset, an augmentation or a collation that draws from a
+    global generator, or seeds it; an augmentation with other randomness than its generator's, a collation with any; one that
+    writes into the dataset. The global generators are put back as they were.
     """
     ids = sample_ids(sampling, 0, range(min(_SAMPLES, sampling.dataset_size))).tolist()
     batches = loads_batches(dataset)
@@ -75,6 +79,12 @@ def check_deterministic(dataset: Any, sampling: Sampling, augment: Augment | Non
             if _observe(loaded)[0][0] != raw[0][0]:
                 raise ConfigError("augment writes into the dataset's own sample: it must return a new one.")
             _refuse_random("augment", *drawn, ids, _USE_AUGMENT)
+        if collate is not default_collate and not batches:
+            samples = loaded() if augment is None else augmented()
+            together = _observe(lambda: [collate(list(samples))])
+            if _observe(loaded)[0][0] != raw[0][0]:
+                raise ConfigError("collate writes into the dataset's own samples: it must return new ones.")
+            _refuse_random("collate", *together, ids[:1], _DRAW_BEFORE)
     finally:
         torch.set_rng_state(saved["torch"])
         if on_devices:

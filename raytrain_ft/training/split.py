@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode
 
 from raytrain_ft.errors import ConfigError, FTError, TaskError
-from raytrain_ft.training.data import fetch, loads_batches, task_size
+from raytrain_ft.training.data import augment_of, collate_of, fetch, loads_batches, task_size
 from raytrain_ft.training.pipeline import sequential
 
 OPERATIONS_PER_BYTE = 4
@@ -117,11 +116,11 @@ def _sample(task: Any, count: int) -> Any:
     if loads_batches(dataset):
         return dataset.load_batch(np.array(ids), 0, 0)
     samples = fetch(dataset, ids)
-    augment = getattr(task, "augment", None)
+    augment = augment_of(task)
     if augment is not None:
         generator = torch.Generator().manual_seed(0)
         samples = [augment(one, generator) for one in samples]
-    return default_collate(samples)
+    return collate_of(task)(samples)
 
 
 @torch.no_grad()

@@ -65,7 +65,7 @@ def told() -> list[m.Event]:
 
 @pytest.fixture
 def crew(told: list[m.Event]) -> Crew:
-    spec: Any = SimpleNamespace(options={"num_cpus": 1}, member_name=lambda member: member, checkpoints=None, lease=60.0)
+    spec: Any = SimpleNamespace(options={"num_cpus": 1}, member_name=lambda member: member, checkpoints=None, lease=60.0, setup_timeout=60.0)
     health: Any = Health()
     return Crew(spec, told.append, lambda: 0.0, Contacts(spec), health)
 
@@ -225,6 +225,19 @@ def test_the_end_of_a_process_is_told_at_once_and_its_cause_when_ray_knows_it(
     assert told[1].lost == "w0"
     assert "memory" in told[1].cause
     assert killed == [True]
+
+
+def test_who_takes_longer_than_allowed_to_be_set_up_is_given_up(
+    crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never: Future[None] = Future()
+    handle = SimpleNamespace(setup=Method(lambda: SimpleNamespace(future=lambda: never)))
+    monkeypatch.setattr(crew._contacts, "handle", lambda member: handle)
+    crew._spec.setup_timeout = 0.05  # pyright: ignore[reportAttributeAccessIssue]
+    asyncio.run(crew._introduce("w0"))
+    (event,) = told
+    assert isinstance(event, m.WorkerLost)
+    assert (event.cause, event.noticed_by) == ("no answer to setup within 0.05 s", "deadline")
 
 
 @pytest.mark.parametrize(("incarnation", "kind"), [(0, m.TaskFailed), (2, m.UndoRefused)])

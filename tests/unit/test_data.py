@@ -23,11 +23,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-from raytrain_ft import prepare
+from raytrain_ft import TrainTask, prepare
 from raytrain_ft.errors import ConfigError, FencedError, StorageError, TaskError
 from raytrain_ft.policy.sampling import Position, Sampling, next_batch, sample_ids, share
 from raytrain_ft.settings import TrainSettings
 from raytrain_ft.training.arrow_dataset import ArrowDataset
+from raytrain_ft.training.build import build_loader
 from raytrain_ft.training.data import Loader, MicroBatch, dataset_size, task_size
 from raytrain_ft.training.determinism import check_deterministic
 from raytrain_ft.training.random import sample_seed, seed_all, step_seed
@@ -438,6 +439,38 @@ def test_an_augmentation_with_other_randomness_or_that_writes_is_refused() -> No
         check_deterministic(Rows(lambda i: kept[i]), Sampling(20, 4, 0), lambda x, g: x.add_(1))
     with pytest.raises(ConfigError, match="augment returned other bits"):
         check_deterministic(Squares(20), Sampling(20, 4, 0), lambda x, g: torch.rand((), generator=_own))
+
+
+def test_a_collation_that_draws_or_writes_is_refused() -> None:
+    kept = torch.zeros(20, 2)
+    draws: list[tuple[Callable[[list[Any]], Any], str]] = [
+        (lambda samples: torch.tensor([s[1] for s in samples]) + torch.rand(()), "collate draws from, or seeds, the global"),
+        (lambda samples: torch.rand((), generator=_own), "collate returned other bits"),
+    ]
+    for collate, words in draws:
+        with pytest.raises(ConfigError, match=rf"{words}.*augment\(sample, generator\)"):
+            check_deterministic(Squares(20), Sampling(20, 4, 0), None, collate)
+    with pytest.raises(ConfigError, match="collate writes into the dataset's own samples"):
+        check_deterministic(Rows(lambda i: kept[i]), Sampling(20, 4, 0), None, lambda samples: [s.fill_(1) for s in samples])
+
+
+def test_a_task_may_put_samples_together_itself() -> None:
+    class Texts(TrainTask):
+        def dataset(self) -> Any:
+            return Rows(lambda i: torch.arange(i + 1))
+
+        def augment(self, sample: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+            return sample + torch.randint(10, sample.shape, generator=generator)
+
+        def collate(self, samples: list[torch.Tensor]) -> torch.Tensor:
+            return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=-1)
+
+    loader = build_loader(Texts(), Sampling(20, 4, 0, shuffle=False), reads=True)
+    loader.start(Position(0, 4), 0, 1)
+    [micro_batch] = loader.next()
+    loader.stop()
+    assert micro_batch.data.shape == (4, 8)
+    assert (micro_batch.data == -1).sum(1).tolist() == [3, 2, 1, 0]
 
 
 # ---------------------------------------------------------------- random streams
