@@ -160,8 +160,8 @@ class RecoveryConfig:
         phase_timeout: how long each exchange of a recovery (load, transfer, hand-over), and saving the final state, may take
             before it is tried in another way; by default a minute, and another for every 100 million parameters.
         schedule_timeout: how long to wait at the start for enough workers.
-        setup_timeout: how long a worker may take to build its model and to open its dataset before it is given up. If that takes
-            minutes, `schedule_timeout` must allow for it, and `replacement_timeout` where there may be no spare.
+        setup_timeout: how long a worker may take to build its model and to open its dataset before it is given up. If that
+            takes minutes, `schedule_timeout` must allow for it, and `replacement_timeout` where there may be no spare.
         lease: a worker that has not reached the supervisor for this long stops itself.
         driver_timeout: a run that nobody has followed for this long, neither the job that started it nor `raytrain-ft attach`,
             saves a checkpoint and ends. With hours, a run outlives its driver.

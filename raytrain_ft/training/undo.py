@@ -11,7 +11,7 @@ serves any loop that calls ``optimizer.step()``, for all parameters at once or b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -206,19 +206,20 @@ class Undo:
         """Puts together what one batched operation can undo. Every microsecond here is one per parameter of the model."""
         known, own = self._optimizer.state, self._inverse.state
         entries = [known.get(r.parameter, _NO_STATE) for r in records]
-        steps = _numbers([entry.get("step", 0) for entry in entries])
+        steps = _numbers([entry.get("step", 0.0) for entry in entries])
         scalars = _numbers([entry.get("mu_product", r.scalar) for entry, r in zip(entries, records, strict=True)])
-        hypers = {id(hyper): str(hyper) for hyper in {id(r.update): r.update.hyper for r in records}.values()}
-        alike: dict[Any, list[int]] = {}
-        for i, (r, entry, t) in enumerate(zip(records, entries, steps, strict=True)):
-            p, update = r.parameter, r.update
+        ways: dict[int, tuple[bool, str]] = {}
+        kinds = []
+        for r, entry, t in zip(records, entries, steps, strict=True):
+            p, _, fresh, _, _, update = r
+            way = ways.get(id(update)) or ways.setdefault(id(update), (update.overwritten, str(update.hyper)))
             names = tuple([name for name in own if entry.get(name) is not None])
-            first = t == 1 if t else r.fresh
-            key = (p.device, p.dtype, t, first, update.overwritten, names, hypers[id(update.hyper)])
-            alike.setdefault(key, []).append(i)
+            kinds.append((p.device, p.dtype, t, t == 1 if t else fresh, names, way))
+        # One kind nearly always, a few at most: to look for each is quicker than to sort every parameter into its place.
+        groups = {kind: [i for i, other in enumerate(kinds) if other == kind] for kind in dict.fromkeys(kinds)}
         return [
             _Cohort(names, int(t), first, [records[i] for i in same], [entries[i] for i in same], [scalars[i] for i in same])
-            for (_, _, t, first, _, names, _), same in alike.items()
+            for (_, _, t, first, names, _), same in groups.items()
         ]
 
     def _objections(self, cohort: _Cohort) -> list[str]:
@@ -284,11 +285,14 @@ class _Cohort:
         params, gradients, *_ = zip(*self.records, strict=True)
         states = [[entry[name] for entry in self.entries] for name in self.names]
         limit = (block or 0) if params[0].is_cpu else _DEVICE_BLOCK
+        sizes = [p.numel() for p in params]
+        if sum(sizes) <= limit:
+            yield self._batch([params, gradients, *states], self.scalars)
+            return
         pieces: list[tuple[Tensor, ...]] = []
         scalars: list[float] = []
         size = 0
-        for tensors, scalar in zip(zip(params, gradients, *states, strict=True), self.scalars, strict=True):
-            length = tensors[0].numel()
+        for tensors, length, scalar in zip(zip(params, gradients, *states, strict=True), sizes, self.scalars, strict=True):
             if block is None or length <= limit or not all(t.is_contiguous() for t in tensors):
                 cut = [tensors]
             else:
@@ -298,13 +302,13 @@ class _Cohort:
                 scalars.append(scalar)
                 size += length
                 if size >= limit:
-                    yield self._batch(pieces, scalars)
+                    yield self._batch(zip(*pieces, strict=True), scalars)
                     pieces, scalars, size = [], [], 0
         if pieces:
-            yield self._batch(pieces, scalars)
+            yield self._batch(zip(*pieces, strict=True), scalars)
 
-    def _batch(self, pieces: list[tuple[Tensor, ...]], scalars: list[float]) -> Batch:
-        x, g, *state = (list(column) for column in zip(*pieces, strict=True))
+    def _batch(self, columns: Iterable[Sequence[Tensor]], scalars: list[float]) -> Batch:
+        x, g, *state = map(list, columns)
         named = dict(zip(self.names, state, strict=True))
         return Batch(x, g, named, scalars, self.update.hyper, self.t, self.first, self.update.overwritten)
 
@@ -321,8 +325,8 @@ def _version(t: Tensor) -> int | None:
 
 def _skipped(records: list[Record]) -> list[bool]:
     """Whether a GradScaler made each step leave everything as it was, because a gradient was infinite."""
-    updates = {id(r.update): r.update for r in records}
-    skipped = {key: flag is not None and flag.item() != 0 for key, (_, _, flag) in updates.items()}
+    flags = {id(r.update): r.update.found_inf for r in records}
+    skipped = {key: flag is not None and flag.item() != 0 for key, flag in flags.items()}
     return [skipped[id(r.update)] for r in records]
 
 

@@ -65,7 +65,8 @@ def told() -> list[m.Event]:
 
 @pytest.fixture
 def crew(told: list[m.Event]) -> Crew:
-    spec: Any = SimpleNamespace(options={"num_cpus": 1}, member_name=lambda member: member, checkpoints=None, lease=60.0, setup_timeout=60.0)
+    about = {"options": {"num_cpus": 1}, "checkpoints": None, "lease": 60.0, "setup_timeout": 60.0}
+    spec: Any = SimpleNamespace(**about, member_name=lambda member: member)
     health: Any = Health()
     return Crew(spec, told.append, lambda: 0.0, Contacts(spec), health)
 

@@ -142,7 +142,7 @@ def test_too_few_workers_at_the_start() -> None:
 
 
 def test_workers_that_are_still_being_set_up_at_the_deadline_are_no_want_of_nodes() -> None:
-    story = Story(2).started("w0").fires("schedule")
+    story = Story(2, min_workers=2).started("w0").fires("schedule")
     assert story.run.failure is not None
     assert "1 more were still being set up: raise RecoveryConfig(schedule_timeout=...)" in story.run.failure[1]
     assert "Add nodes" not in story.run.failure[1]
