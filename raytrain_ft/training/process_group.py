@@ -185,6 +185,14 @@ class FencedGroup(dist.ProcessGroup):
             exchange(self.start, tensor, parts.view(-1), [tensor.numel()] * self._size).wait()
         return parts
 
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """Of every rank, by rank, the part that it has for this one: [ranks, elements of a part]. `tensor` has as many elements
+        for each rank. Waits; raises as `start` and its work do."""
+        parts = torch.empty((self._size, tensor.numel() // self._size), dtype=tensor.dtype, device=tensor.device)
+        each = [parts.shape[1]] * self._size
+        self.start("alltoall_base", parts.view(-1), tensor.reshape(-1), each, each, dist.AllToAllOptions()).wait()
+        return parts
+
     def leave(self) -> None:
         """Nobody begins to wait in it from now on."""
         self._waits_end = time.monotonic() + WAIT_DEADLINE.total_seconds()

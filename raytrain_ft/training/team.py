@@ -1,14 +1,13 @@
 """Several workers that replay one lost stage together: each takes some of the micro-batches, and all make the same updates.
 
 SWIFT, section 5.2. There gradients are summed by an all-reduce, so in another order than in training, and the result is another
-by rounding. Here that is one of two ways; the other passes every micro-batch's gradient to everybody, and all add them in the
-order in which a stage by itself would have: the same bits, for more bytes.
+by rounding. Here that is one of two ways. In the other each worker gets its part of every micro-batch's gradient, adds these in
+the order in which a stage by itself would have, and passes the sums on: the same bits, for more bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ class Team:
         self.numbers = tuple(range(group.rank(), micro_batches, group.size()))
         self.leads = group.rank() == 0
         self.sums: FencedGroup | Solo = Solo(group.fence) if exact else group
-        self._collected: dict[int, Tensor] = {}
+        self._collected: dict[int, list[Tensor | None]] = {}
 
     @property
     def fence(self) -> Fence:
@@ -54,7 +53,7 @@ class Team:
             params: of its chunk.
         """
         if self.exact:
-            self._collected[number] = _pack([p.grad for p in params], params)
+            self._collected[number] = [p.grad for p in params]
             for p in params:
                 p.grad = None
 
@@ -63,30 +62,56 @@ class Team:
         """Gives every parameter, by chunk, the sum of its gradients over all micro-batches, in their order."""
         if not self.exact:
             return
-        ranks = self._group.size()
-        for chunk, first in product(range(self._chunks), range(0, self._count, ranks)):  # of all ranks, the next one of each
-            params = chunks[chunk]
-            mine = self._collected.pop(chunk * self._count + first + self._group.rank(), None)
-            if mine is None:  # there are not as many left as ranks
-                mine = _pack([None for _ in params], params)
-            for packed in self._group.all_gather(mine):
-                for p, gradient in zip(params, _unpack(packed, params), strict=True):
-                    if gradient is not None:
-                        p.grad = gradient if p.grad is None else p.grad.add_(gradient)
+        rounds = range(0, self._count, self._group.size())  # of all ranks, the next one of each
+        for chunk, params in enumerate(chunks):
+            places = [chunk * self._count + first + self._group.rank() for first in rounds]
+            # fewer may be left at the end than there are ranks
+            mine = [self._collected.pop(place, [None] * len(params)) for place in places]
+            there = self._all_there(mine)
+            for dtype in dict.fromkeys(p.dtype for p in params):
+                which = [i for i, p in enumerate(params) if p.dtype == dtype]
+                self._add([params[i] for i in which], [[one[i] for i in which] for one in mine], there[:, which].tolist())
+
+    def _all_there(self, mine: list[list[Tensor | None]]) -> Tensor:
+        """Of every micro-batch, in order, and every parameter: whether it has a gradient. bool [rounds * ranks, params]."""
+        flags = torch.tensor([[gradient is not None for gradient in one] for one in mine], dtype=torch.uint8)
+        found = self._group.all_gather(flags.view(-1)).view(self._group.size(), *flags.shape)
+        return found.transpose(0, 1).flatten(0, 1).bool()
+
+    def _add(self, params: list[Parameter], mine: list[list[Tensor | None]], there: list[list[bool]]) -> None:
+        """Adds gradients of one dtype. Each rank does so for one part of all elements, whatever tensors that cuts through.
+
+        Args:
+            mine: by round, this rank's. there: of every micro-batch, which there are.
+        """
+        ranks, rank = self._group.size(), self._group.rank()
+        sizes = [p.numel() for p in params]
+        part = -(-sum(sizes) // ranks)
+        pieces = _pieces(sizes, part * rank, part * (rank + 1))
+        sums, begun = torch.zeros(part, dtype=params[0].dtype), [False] * len(params)
+        micro_batches = iter(there)
+        for gradients in mine:
+            flat = torch.zeros(part * ranks, dtype=params[0].dtype)
+            for view, gradient in zip(flat[: sum(sizes)].split(sizes), gradients, strict=True):
+                if gradient is not None:
+                    view.copy_(gradient.reshape(-1))
+            for theirs, has in zip(self._group.all_to_all(flat), micro_batches, strict=False):
+                for i, start, stop in pieces:
+                    if has[i]:  # a sum begins with a copy: zero and -0.0 are not the same bits
+                        place = sums[start:stop]
+                        place.add_(theirs[start:stop]) if begun[i] else place.copy_(theirs[start:stop])
+                        begun[i] = True
+        whole = self._group.all_gather(sums).view(-1)[: sum(sizes)]
+        for p, total, used in zip(params, whole.split(sizes), zip(*there, strict=True), strict=True):
+            p.grad = total.view_as(p) if any(used) else None
 
 
-def _pack(gradients: Sequence[Tensor | None], params: Sequence[Parameter]) -> Tensor:
-    """Gradients as bytes: which there are, and then all of them."""
-    there = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
-    filled = [torch.zeros_like(p) if g is None else g for p, g in zip(params, gradients, strict=True)]
-    return torch.cat([there, *(g.detach().contiguous().reshape(-1).view(torch.uint8) for g in filled)])
-
-
-def _unpack(packed: Tensor, params: Sequence[Parameter]) -> list[Tensor | None]:
-    found: list[Tensor | None] = []
-    at = len(params)
-    for there, p in zip(packed[:at].tolist(), params, strict=True):
-        size = p.numel() * p.element_size()
-        found.append(packed[at : at + size].clone().view(p.dtype).reshape(p.shape) if there else None)
-        at += size
+def _pieces(sizes: Sequence[int], first: int, last: int) -> list[tuple[int, int, int]]:
+    """What lies in [first, last) of tensors of these sizes, one after the other: number, beginning and end, from `first` on."""
+    found, offset = [], 0
+    for number, size in enumerate(sizes):
+        start, stop = max(offset, first), min(offset + size, last)
+        if start < stop:
+            found.append((number, start - first, stop - first))
+        offset += size
     return found
