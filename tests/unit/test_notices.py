@@ -559,6 +559,21 @@ def test_a_node_that_a_cloud_takes_away_is_avoided_whatever_else_is_said() -> No
     assert board.condemned() == {"n0"}
 
 
+def test_a_node_that_goes_is_told_from_one_that_ray_drains_and_one_that_stays() -> None:
+    clock = [0.0]
+    board = NoticeBoard(lambda event: None, lambda: clock[0])
+    contacts = Contacts(SimpleNamespace())  # pyright: ignore[reportArgumentType]
+    contacts.placed |= {"w0": "n0", "w1": "n1", "w2": "n2"}
+    board.noticed("w0", "n0", Notice(30.0, "aws spot", "terminate"))
+    board.noticed("w1", "n1", Notice(30.0, "aws spot", "terminate"))
+    board.noticed("w2", "n2", Notice(30.0, REQUEST, "a person asked for it"))
+    board.drained({"n1": 20.0}, ["w0", "w1", "w2"], contacts)
+    assert board.condemned() == {"n0", "n1", "n2"}
+    assert board.going() == {"n0"}
+    clock[0] = 30.0 + LAPSE_AFTER_S
+    assert board.going() == set(), "nobody took n0 away"
+
+
 def test_settings_are_checked() -> None:
     with pytest.raises(ConfigError, match="preemption"):
         RecoveryConfig(preemption=("ibm",))
