@@ -223,7 +223,8 @@ class Crew:
     async def _watch(self, member: str) -> None:
         """Ray tells of a process that has come to its end within about 10 ms by failing the call that is under way.
 
-        A connection that broke is no death: heartbeats come over another one, and tell if they do not come any more.
+        A connection that broke is no death: heartbeats come over another one, and tell if they do not come any more. Nor is it
+        news that a worker ends that is killed here, because it leaves or is known to be lost.
         """
         while member in self._watching:
             try:
@@ -234,10 +235,11 @@ class Crew:
                 return  # it was struck off, and is gone
             except RayError as error:
                 cause = cause_of(error)
-                if not self._contacts.line_ended(member):
+                if self._contacts.line_ended(member):
+                    if cause != DIED:
+                        self._tell(m.CauseFound(at=self._now(), lost=member, cause=cause))
+                elif member in self._watching:
                     self._calls.lost(member, cause, "ray", preempted=bool(getattr(error, "preempted", False)))
-                elif cause != DIED:
-                    self._tell(m.CauseFound(at=self._now(), lost=member, cause=cause))
                 return
 
     # ---------------------------------------------------------------- commands

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,6 +22,8 @@ INTERVAL_S = 1.0
 COUNTED_WITHIN_S = 3.0
 """How long it may take until room that came is counted. It must not be asked for again meanwhile: it would be taken again."""
 CLOSE_S = 10.0
+WAITING = ("PENDING", "PREPARED", "RESCHEDULING")
+"""States of a group that was not placed yet, or not again since its node died."""
 
 
 class Demand:
@@ -29,7 +31,9 @@ class Demand:
 
     Ray's autoscaler starts nodes for whatever waits to be placed, on a cloud, on Kubernetes and in tests alike. A placement
     group needs no process to wait, it belongs to this run alone (`request_resources` would overwrite what other runs ask for),
-    and it goes with the supervisor. One that was placed is given up again: its room is counted, and a worker takes it.
+    and it goes with the supervisor. One that was placed is given up again: its room is counted, and a worker takes it. But no
+    worker goes to a node that will be taken away, of which Ray knows nothing: a group that was placed there stays as long as
+    anything is missing. Else the next one would be placed there, too, and no autoscaler would see one that waits.
 
     Args:
         prefix: of the groups' names, unique to the run.
@@ -39,20 +43,24 @@ class Demand:
     def __init__(self, prefix: str, bundle: dict[str, float]) -> None:
         self._prefix = prefix
         self._bundle = bundle
-        self._waiting: list[PlacementGroup] = []
+        self._groups: list[PlacementGroup] = []
         self._came: list[float] = []
         self._thread = ThreadPoolExecutor(1, "demand")  # one call after the other, also if nobody waits for it any more
         self._made = 0
 
-    async def keep(self, missing: Callable[[], int]) -> None:
-        """Asks for as many workers as are missing, for ever; what somebody of this run's name left behind is taken back."""
+    async def keep(self, missing: Callable[[], int], going: Callable[[], Collection[str]]) -> None:
+        """Asks for as many workers as are missing, for ever; what somebody of this run's name left behind is taken back.
+
+        Args:
+            going: the nodes that will be taken away.
+        """
         earlier = True
         while True:
             with contextlib.suppress(RayError):  # asked again in a moment
                 if earlier:
                     await self._in_thread(self.forget_earlier)
                 earlier = False
-                await self._in_thread(self.adjust, missing())
+                await self._in_thread(self.adjust, missing(), going())
             await asyncio.sleep(INTERVAL_S)
 
     async def close(self) -> None:
@@ -61,24 +69,28 @@ class Demand:
             await asyncio.wait_for(self._in_thread(self.adjust, 0), CLOSE_S)
         self._thread.shutdown(wait=False)
 
-    def adjust(self, missing: int) -> None:
+    def adjust(self, missing: int, going: Collection[str] = ()) -> None:
         """Has so many groups wait. Calls Ray and waits for its answers."""
         now = time.monotonic()
         self._came = [at for at in self._came if now - at < COUNTED_WITHIN_S]
-        for group in list(self._waiting):
-            if placement_group_table(group).get("state") != "PENDING":
+        waiting: list[PlacementGroup] = []
+        for group in list(self._groups):
+            node = _node_of(group)
+            if node is None:
+                waiting.append(group)
+            elif not missing or node not in going:
                 self._came.append(now)
                 self._give_up(group)
         wanted = max(0, missing - len(self._came))
-        for group in self._waiting[wanted:]:
+        for group in waiting[wanted:]:
             self._give_up(group)
-        while len(self._waiting) < wanted and self._bundle:
+        for _ in range(wanted - len(waiting) if self._bundle else 0):
             self._made += 1
-            self._waiting.append(placement_group([self._bundle], name=f"{self._prefix}{self._made}"))
+            self._groups.append(placement_group([self._bundle], name=f"{self._prefix}{self._made}"))
 
     def _give_up(self, group: PlacementGroup) -> None:
-        self._waiting.remove(group)
         remove_placement_group(group)
+        self._groups.remove(group)  # not before: one that could not be taken back now is taken back later
 
     def forget_earlier(self) -> None:
         """This supervisor may be the second: Ray started it again, and what the first one asked for still waits."""
@@ -90,3 +102,11 @@ class Demand:
 
     async def _in_thread(self, call: Callable[..., Any], *args: Any) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
+
+
+def _node_of(group: PlacementGroup) -> str | None:
+    """Where it was placed; None as long as it waits, and empty if somebody removed it."""
+    known = placement_group_table(group)
+    if known.get("state") in WAITING:
+        return None
+    return known["bundles_to_node_id"][0] if known.get("state") == "CREATED" else ""

@@ -159,8 +159,8 @@ class Health:
             self._record(beat.member, commit)
         for name, fields in beat.notes:
             self._note(beat.member, name, fields)
-        if beat.notice is not None:
-            self.noticed(beat.member, beat.notice)
+        for notice in beat.notices:
+            self.noticed(beat.member, notice)
         if self._told.get(beat.member) != (beat.incarnation, beat.status):
             self._told[beat.member] = (beat.incarnation, beat.status)
             self._tell_status(beat)

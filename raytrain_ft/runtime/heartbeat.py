@@ -34,11 +34,11 @@ and a run of weeks must not be too long to be read."""
 class Heartbeat:
     """One thread that tells the supervisor how this worker is."""
 
-    def __init__(self, member: str, spec: RunSpec, supervisor: Any, notice: Callable[[], Notice | None]) -> None:
+    def __init__(self, member: str, spec: RunSpec, supervisor: Any, notices: Callable[[], tuple[Notice, ...]]) -> None:
         self._member = member
         self._spec = spec
         self._supervisor = supervisor
-        self._notice = notice  # what stands of this process's end, told again with every beat
+        self._notices = notices  # what stands of this process's end, told again with every beat
         self._wake = threading.Event()
         self._lock = threading.Lock()
         self._status, self._detail, self._kind = "idle", "", ""
@@ -171,7 +171,7 @@ class Heartbeat:
                 time.monotonic() - self._since,
                 tuple(self._closed),
                 tuple(self._notes),
-                self._notice(),
+                self._notices(),
             )
 
 

@@ -75,6 +75,10 @@ class Nodes:
         now = time.monotonic()
         return {node for node, until in self._avoid.items() if now < until} | self._board.condemned()
 
+    def going(self) -> set[str]:
+        """Nodes that will be taken away, where Ray still places what it is asked to."""
+        return self._board.going()
+
     def count(self, nodes: list[dict[str, Any]]) -> None:
         """Tells how many workers these nodes have room for, if that is news."""
         capacity = placement.capacity(nodes, placement.demand(self._spec.options), self._contacts.taken(), self.avoided)

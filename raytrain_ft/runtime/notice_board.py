@@ -76,3 +76,8 @@ class NoticeBoard:
         """Nodes where nothing should be placed now."""
         now = self._now()
         return {node for node, until in self._avoid.items() if now < until} | self._drained
+
+    def going(self) -> set[str]:
+        """Nodes that will be taken away, of which Ray knows nothing: one that it drains ends once nothing is left there."""
+        now = self._now()
+        return {node for node, gone in self._gone.items() if now < max(gone.values())} - self._drained

@@ -59,15 +59,13 @@ class Preemption:
         if self._sources or self._spec.grace_s is not None:
             self._thread.start()
 
-    def notice(self) -> Notice | None:
-        """The most urgent notice that stands, with the seconds that are left now. Any thread may ask."""
+    def notices(self) -> tuple[Notice, ...]:
+        """Every notice that stands, with the seconds that are left now, the most urgent first: which of them is to be believed
+        is not known here. Any thread may ask."""
         now = time.monotonic()
         told = list(self._standing.values())  # one operation, so that a signal cannot come in between
-        standing = [(until, notice) for until, notice in told if now < until + LAPSE_AFTER_S]
-        if not standing:
-            return None
-        until, notice = min(standing, key=lambda known: known[0])
-        return replace(notice, deadline_s=max(until - now, 0.0))
+        standing = sorted((known for known in told if now < known[0] + LAPSE_AFTER_S), key=lambda known: known[0])
+        return tuple(replace(notice, deadline_s=max(until - now, 0.0)) for until, notice in standing)
 
     def _take(self, notice: Notice) -> None:
         """The most urgent word of a source stands: it may be in more of a hurry than it said, and takes nothing back."""
@@ -111,13 +109,13 @@ class Preemption:
 
     def _ask(self, source: Source) -> None:
         try:
-            notice = source.poll()
+            notices = source.poll()
         except Exception as error:  # of ours too: this thread must go on, and training must not notice
             if source.name not in self._failed:
                 self._failed.add(source.name)
                 self._complain(source.name, f"{type(error).__name__}: {error}"[:300])
         else:
-            if notice is not None:
+            for notice in notices:
                 self._take(notice)
 
     def _rest(self, seconds: float) -> None:

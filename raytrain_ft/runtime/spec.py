@@ -142,7 +142,7 @@ class Beat:
         since: seconds that it has been at it.
         commits: steps committed and not yet acknowledged.
         notes: what is to be told of checkpoints and not yet acknowledged: (event, fields).
-        notice: that this worker will be taken away, with the seconds that are left.
+        notices: that this worker will be taken away, with the seconds that are left; the most urgent first.
     """
 
     member: str
@@ -156,7 +156,7 @@ class Beat:
     since: float
     commits: tuple[dict[str, Any], ...]
     notes: tuple[tuple[str, dict[str, Any]], ...] = ()
-    notice: Notice | None = None
+    notices: tuple[Notice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

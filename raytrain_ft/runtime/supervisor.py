@@ -169,7 +169,7 @@ class Supervisor:
             started = {"incarnation": self._spec.incarnation, "stored": stored, "details": details}
             self.tell(m.RunStarted(at=0.0, run_id=self._spec.run_id, **started))
         demand = Demand(f"demand:{self._spec.run_id}:", placement.demand(self._spec.options))
-        asking = demand.keep(self._machine.lacking)
+        asking = demand.keep(self._machine.lacking, self._health.nodes.going)
         work = (self._health.watch_cluster(), self._watch_driver(), self._watch_right(), self._publish(), asking)
         watchers = [asyncio.create_task(one) for one in work]
         for watcher in watchers:

@@ -57,7 +57,7 @@ class Worker:
         self._ready: Future[Introduction] | None = None
         self._parking: dict[int, Future[Marks | None]] = {}  # of the latest fence
         self._preemption = Preemption(spec.notices, self._note_no_notices)
-        self._heartbeat = Heartbeat(member, spec, supervisor, self._preemption.notice)
+        self._heartbeat = Heartbeat(member, spec, supervisor, self._preemption.notices)
         self._trainee = Trainee(member, spec, supervisor, epoch, self._heartbeat, self._host)
 
     def __repr__(self) -> str:

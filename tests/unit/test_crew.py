@@ -228,6 +228,30 @@ def test_the_end_of_a_process_is_told_at_once_and_its_cause_when_ray_knows_it(
     assert killed == [True]
 
 
+def test_the_end_of_who_leaves_is_no_loss(crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lives until it is killed, and Ray then fails the call that watches it."""
+    killed = asyncio.Event()
+
+    async def watch() -> None:
+        await killed.wait()
+        raise ActorDiedError
+
+    crew._contacts.handles["w0"] = SimpleNamespace(watch=Method(watch), ping=answers(ActorDiedError()))
+    monkeypatch.setattr(crews.ray, "kill", lambda handle: killed.set())
+
+    async def play() -> None:
+        crew._look_after("w0", "n1")
+        watching = crew._watching["w0"]
+        await asyncio.sleep(0)
+        crew.carry_out(m.Kill("w0"))
+        await asyncio.wait_for(watching, 5)
+        await crew.settled()
+
+    asyncio.run(play())
+    assert killed.is_set()
+    assert told == []
+
+
 def test_who_takes_longer_than_allowed_to_be_set_up_is_given_up(
     crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:

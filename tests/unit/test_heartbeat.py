@@ -55,7 +55,7 @@ def test_a_worker_beats_as_often_as_it_is_told_to(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(heartbeat.ray, "get", lambda beat, timeout: hear(beat))
     supervisor: Any = SimpleNamespace(beat=SimpleNamespace(remote=lambda beat: beat))
     spec: Any = SimpleNamespace(heartbeat_interval=0.01, lease=5.0)
-    Heartbeat("w0", spec, supervisor, lambda: None).start()
+    Heartbeat("w0", spec, supervisor, tuple).start()
     deadline = time.monotonic() + 10.0
     while len(heard) < 5 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -78,7 +78,7 @@ def test_a_step_is_told_of_long_before_the_next_heartbeat_is_due(how: str, monke
     monkeypatch.setattr(heartbeat.ray, "get", lambda beat, timeout: hear(beat))
     supervisor: Any = SimpleNamespace(beat=SimpleNamespace(remote=lambda beat: beat))
     spec: Any = SimpleNamespace(heartbeat_interval=1e6, lease=5.0)
-    beating = Heartbeat("w0", spec, supervisor, lambda: None)
+    beating = Heartbeat("w0", spec, supervisor, tuple)
     beating.start()
     beating.running(1, 0)
 

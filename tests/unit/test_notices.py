@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler
@@ -26,6 +27,8 @@ from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.leaving import DRAIN, LAPSE_AFTER_S, REQUEST, SIGTERM
 from raytrain_ft.runtime import nodes
 from raytrain_ft.runtime.contacts import Contacts
+from raytrain_ft.runtime.health import Health
+from raytrain_ft.runtime.heartbeat import Heartbeat
 from raytrain_ft.runtime.notice_board import NoticeBoard
 from raytrain_ft.runtime.notices import azure as azure_module
 from raytrain_ft.runtime.notices.aws import Aws
@@ -51,15 +54,13 @@ def test_aws_interruption_and_rebalance_with_tokens() -> None:
     with Ec2() as server:
         aws = Aws(Metadata(server.url))
         assert aws.detect()
-        assert aws.poll() is None
+        assert aws.poll() == []
         server.rebalance = json.dumps({"noticeTime": iso(in_seconds(-3))})
-        advice = aws.poll()
-        assert advice is not None
+        (advice,) = aws.poll()
         assert (advice.source, advice.deadline_s) == ("aws rebalance", 120.0)
         server.spot = json.dumps({"action": "terminate", "time": iso(in_seconds(90))})
         server.tokens.clear()  # the token is not known any more: a new one is fetched
-        notice = aws.poll()
-        assert notice is not None
+        (notice,) = aws.poll()
         assert notice.source == "aws spot"
         assert 87 < notice.deadline_s <= 90
         assert "terminate" in notice.reason
@@ -78,11 +79,11 @@ def test_google_preemption_and_maintenance(value: dict[str, str], seconds: float
     with Gce() as server:
         gcp = Gcp(Metadata(server.url))
         assert gcp.detect()
-        assert gcp.poll() is None
+        assert gcp.poll() == []
         server.values.update(value)
-        notice = gcp.poll()
-        assert (notice.deadline_s if notice else None) == seconds
-        assert words in (notice.reason if notice else "")
+        notices = gcp.poll()
+        assert [notice.deadline_s for notice in notices] == ([] if seconds is None else [seconds])
+        assert all(words in notice.reason for notice in notices)
 
 
 def event(kind: str, *machines: str, seconds: float | None = 300) -> dict[str, object]:
@@ -99,18 +100,16 @@ def test_azure_events_that_name_this_machine() -> None:
     with AzureVm("gpu-set_3") as server:
         azure = Azure(Metadata(server.url))
         assert azure.detect()
-        assert azure.poll() is None
+        assert azure.poll() == []
         server.events = [event("Preempt", "gpu-set_4"), event("Freeze", "gpu-set_3"), event("Reboot", "gpu-set_33")]
-        assert azure.poll() is None  # others go, and this one is frozen for a moment
+        assert azure.poll() == []  # others go, and this one is frozen for a moment
         server.events += [event("Terminate", "gpu-set_3", seconds=600), event("Preempt", "GPU-set_3", "gpu-set_4", seconds=25)]
-        notice = azure.poll()
-        assert notice is not None
-        assert notice.source == "azure preempt"
-        assert 22 < notice.deadline_s <= 25
-        assert "Preempt" in notice.reason
+        terminate, preempt = azure.poll()
+        assert (terminate.source, preempt.source) == ("azure terminate", "azure preempt")
+        assert 22 < preempt.deadline_s <= 25
+        assert "Preempt" in preempt.reason
         server.events = [event("Redeploy", "gpu-set_3", seconds=None)]
-        notice = azure.poll()
-        assert notice is not None
+        (notice,) = azure.poll()
         assert notice.deadline_s == 0
         assert not any("POST" in request for request in server.requests)  # nothing was acknowledged
 
@@ -124,15 +123,15 @@ def test_azure_may_take_long_to_answer_for_the_first_time(monkeypatch: pytest.Mo
         server.events = [event("Preempt", "gpu-set_3")]
         server.answers.clear()
         deadline(0.1)
-        assert azure.poll() is None  # no answer yet, which is not a fault yet
+        assert azure.poll() == []  # no answer yet, which is not a fault yet
         server.answers.set()
         deadline(30.0)
-        assert azure.poll() is not None
+        assert len(azure.poll()) == 1
     with AzureVm() as server:
         azure = Azure(Metadata(server.url))
         server.answers.clear()
         deadline(0.1)
-        assert azure.poll() is None
+        assert azure.poll() == []
         later = time.monotonic() + azure_module.FIRST_ANSWER_S
         monkeypatch.setattr(azure_module, "time", SimpleNamespace(monotonic=lambda: later))
         with pytest.raises(MetadataError):
@@ -284,8 +283,7 @@ def test_a_time_that_cannot_be_is_brought_within_reason() -> None:
     with Ec2() as server:
         for moment, least, most in (("1999-01-01T00:00:00Z", 0, 0), ("9999-12-31T23:59:59Z", 120, 120)):
             server.spot = json.dumps({"action": "stop", "time": moment})
-            notice = Aws(Metadata(server.url)).poll()
-            assert notice is not None
+            (notice,) = Aws(Metadata(server.url)).poll()
             assert least <= notice.deadline_s <= most
 
 
@@ -344,19 +342,16 @@ def test_the_cloud_is_found_and_its_most_urgent_notice_stands(monkeypatch: pytes
         preemption = Preemption(spec("gcp", "azure", "aws", detect=True), lambda *what: complaints.append(what))
         preemption.start()
         assert until(lambda: any("spot" in request for request in server.requests))
-        assert preemption.notice() is None
+        assert preemption.notices() == ()
         server.spot = json.dumps({"action": "terminate", "time": iso(in_seconds(100))})
-        assert until(lambda: preemption.notice() is not None)
-        first = preemption.notice()
+        assert until(lambda: preemption.notices() != ())
+        first = seconds_left(preemption)
         server.spot = json.dumps({"action": "terminate", "time": iso(in_seconds(110))})  # a service that changes its mind
         count = len(server.requests)
         assert until(lambda: len(server.requests) > count + 2)
-        second = preemption.notice()
-        assert first is not None
-        assert second is not None
-        assert 80 < second.deadline_s < first.deadline_s <= 100
+        assert 80 < seconds_left(preemption) < first <= 100
         server.spot = json.dumps({"action": "terminate", "time": iso(in_seconds(20))})  # it is in more of a hurry
-        assert until(lambda: (known := preemption.notice()) is not None and known.deadline_s <= 20)
+        assert until(lambda: seconds_left(preemption) <= 20)
     assert until(lambda: bool(complaints))
     time.sleep(0.3)
     assert [source for source, _ in complaints] == ["aws"]  # the service is gone: said once
@@ -364,8 +359,8 @@ def test_the_cloud_is_found_and_its_most_urgent_notice_stands(monkeypatch: pytes
 
 
 def seconds_left(preemption: Preemption) -> float:
-    known = preemption.notice()
-    return math.inf if known is None else known.deadline_s
+    """Of its most urgent notice."""
+    return next((notice.deadline_s for notice in preemption.notices()), math.inf)
 
 
 def test_a_second_event_of_a_cloud_may_be_more_urgent_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,7 +401,7 @@ def test_a_source_with_a_bug_does_not_end_the_thread(monkeypatch: pytest.MonkeyP
         def detect(self) -> bool:
             return True
 
-        def poll(self) -> Notice | None:
+        def poll(self) -> list[Notice]:
             Broken.polls += 1
             raise RecursionError("a bug")
 
@@ -417,7 +412,7 @@ def test_a_source_with_a_bug_does_not_end_the_thread(monkeypatch: pytest.MonkeyP
     preemption.start()
     assert until(lambda: Broken.polls > 3)
     assert complaints == [("broken", "RecursionError: a bug")]
-    assert preemption.notice() is None
+    assert preemption.notices() == ()
 
 
 def test_a_version_of_ray_that_does_not_tell_of_drains_is_on_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,8 +445,7 @@ child.terminate()
 child.join(10)
 print("ready", child.exitcode, flush=True)
 while True:
-    notice = preemption.notice()
-    if notice:
+    for notice in preemption.notices():
         print(notice.source, notice.deadline_s, flush=True)
     time.sleep(0.05)
 """
@@ -565,6 +559,21 @@ def test_a_node_that_a_cloud_takes_away_is_avoided_whatever_else_is_said() -> No
     assert board.condemned() == {"n0"}
 
 
+def test_a_node_that_goes_is_told_from_one_that_ray_drains_and_one_that_stays() -> None:
+    clock = [0.0]
+    board = NoticeBoard(lambda event: None, lambda: clock[0])
+    contacts = Contacts(SimpleNamespace())  # pyright: ignore[reportArgumentType]
+    contacts.placed |= {"w0": "n0", "w1": "n1", "w2": "n2"}
+    board.noticed("w0", "n0", Notice(30.0, "aws spot", "terminate"))
+    board.noticed("w1", "n1", Notice(30.0, "aws spot", "terminate"))
+    board.noticed("w2", "n2", Notice(30.0, REQUEST, "a person asked for it"))
+    board.drained({"n1": 20.0}, ["w0", "w1", "w2"], contacts)
+    assert board.condemned() == {"n0", "n1", "n2"}
+    assert board.going() == {"n0"}
+    clock[0] = 30.0 + LAPSE_AFTER_S
+    assert board.going() == set(), "nobody took n0 away"
+
+
 def test_settings_are_checked() -> None:
     with pytest.raises(ConfigError, match="preemption"):
         RecoveryConfig(preemption=("ibm",))
@@ -625,11 +634,9 @@ def test_maintenance_of_a_google_machine_may_come_an_hour_later_and_is_no_preemp
     with Gce() as server:
         gcp = Gcp(Metadata(server.url))
         server.values["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
-        maintenance = gcp.poll()
+        (maintenance,) = gcp.poll()
         server.values["preempted"] = "TRUE"
-        preempted = gcp.poll()
-    assert maintenance is not None
-    assert preempted is not None
+        (preempted,) = gcp.poll()
     board.noticed("w0", "n0", maintenance)
     clock[0] = 600.0
     assert board.condemned() == {"n0"}
@@ -644,16 +651,42 @@ def test_maintenance_of_a_google_machine_may_come_an_hour_later_and_is_no_preemp
     assert [(e.member, e.source) for e in told if isinstance(e, m.Noticed)] == [("w0", "gcp maintenance"), ("w1", "gcp")]
 
 
-def test_a_reboot_that_was_cancelled_hides_no_preemption() -> None:
+@pytest.mark.parametrize("listed", [False, True], ids=["not listed any more", "still listed"])
+def test_a_reboot_that_did_not_come_hides_no_preemption(listed: bool) -> None:
     told: list[m.Event] = []
     clock = [0.0]
     board = NoticeBoard(told.append, lambda: clock[0])
     with AzureVm("gpu-set_3") as server:
         azure = Azure(Metadata(server.url))
-        for kind, seconds, at in (("Reboot", 300, 0.0), ("Preempt", 30, 400.0)):
-            server.events = [event(kind, "gpu-set_3", seconds=seconds)]
-            clock[0] = at
-            notice = azure.poll()
-            assert notice is not None
-            board.noticed("w0", "n0", notice)
+        overdue = [event("Reboot", "gpu-set_3", seconds=-100)] if listed else []
+        preempt = event("Preempt", "gpu-set_3", seconds=30)
+        for events, at in (([event("Reboot", "gpu-set_3")], 0.0), ([*overdue, preempt], 400.0)):
+            server.events, clock[0] = events, at
+            for notice in azure.poll():
+                board.noticed("w0", "n0", notice)
     assert [e.source for e in told if isinstance(e, m.Noticed)] == ["azure reboot", "azure preempt"]
+
+
+def test_advice_that_nothing_came_of_hides_no_interruption() -> None:
+    """A worker that was started there later hears the advice anew, and takes it for more urgent than what comes after it."""
+    told: list[m.Event] = []
+    clock = [0.0]
+    about: Any = SimpleNamespace()
+    contacts = Contacts(about)
+    contacts.placed |= {"w0": "n0", "w1": "n0"}
+    health = Health(about, told.append, lambda: clock[0], contacts)
+
+    def hears(member: str, *notices: Notice) -> None:
+        preemption = Preemption(spec("aws"), lambda *_: None)
+        for notice in notices:
+            preemption._take(notice)
+        beating = Heartbeat(member, SimpleNamespace(heartbeat_interval=1.0), None, preemption.notices)  # pyright: ignore
+        health.heard(beating._beat())
+
+    advice = Notice(120.0, "aws rebalance", "advice")
+    hears("w0", advice)
+    clock[0] = 120.0 + LAPSE_AFTER_S
+    hears("w1", advice)
+    clock[0] += 30.0
+    hears("w1", replace(advice, deadline_s=90.0), Notice(120.0, "aws spot", "terminate"))
+    assert [(e.member, e.source) for e in told if isinstance(e, m.Noticed)] == [("w0", "aws rebalance"), ("w1", "aws spot")]

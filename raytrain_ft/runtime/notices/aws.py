@@ -52,18 +52,18 @@ class Aws:
         self._renew()
         return True
 
-    def poll(self) -> Notice | None:
+    def poll(self) -> list[Notice]:
         """An interruption if there is one, else a recommendation."""
         reply = self._get(SPOT_PATH)
         if reply.status != 404:
             action = _parse(_Action, reply)
             reason = f"the spot instance will {action.action} at {action.time.isoformat()}"
-            return Notice(seconds_until(action.time, SPOT_NOTICE_S), "aws spot", reason)
+            return [Notice(seconds_until(action.time, SPOT_NOTICE_S), "aws spot", reason)]
         reply = self._get(REBALANCE_PATH)
         if reply.status != 404:
             noticed = _parse(_Recommendation, reply).noticeTime
-            return Notice(SPOT_NOTICE_S, "aws rebalance", f"rebalancing recommended since {noticed.isoformat()}")
-        return None
+            return [Notice(SPOT_NOTICE_S, "aws rebalance", f"rebalancing recommended since {noticed.isoformat()}")]
+        return []
 
     def _get(self, path: str) -> Reply:
         if time.monotonic() > self._renew_at:

@@ -62,19 +62,19 @@ class Azure:
         self._machine = self._machine or self._get(MACHINE_PATH, _Machine).name
         return True
 
-    def poll(self) -> Notice | None:
-        """The first of the events that end this machine."""
+    def poll(self) -> list[Notice]:
+        """The events that end this machine. One may be listed long after it should have come, and hides no other."""
         self.detect()
         self._patient_until = self._patient_until or time.monotonic() + FIRST_ANSWER_S
         try:
             events = self._get(EVENTS_PATH, _ScheduledEvents, EVENTS_DEADLINE_S).Events
         except MetadataError:
             if not self._answered and time.monotonic() < self._patient_until:
-                return None
+                return []
             raise
         self._answered = True
         mine = [e for e in events if e.EventType in ENDING and self._machine.casefold() in map(str.casefold, e.Resources)]
-        return min(map(_notice, mine), key=lambda notice: notice.deadline_s, default=None)
+        return [_notice(event) for event in mine]
 
     def _get(self, path: str, model: type[Model], deadline_s: float = DEADLINE_S) -> Model:
         text = self._metadata.get(path, HEADER, deadline_s).text()

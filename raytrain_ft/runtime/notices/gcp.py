@@ -35,13 +35,13 @@ class Gcp:
         self._get("/computeMetadata/v1/instance/id")
         return True
 
-    def poll(self) -> Notice | None:
+    def poll(self) -> list[Notice]:
         """A preemption if there is one, else maintenance."""
         if self._one_of(PREEMPTED_PATH, ("FALSE", "TRUE")) == "TRUE":
-            return Notice(PREEMPTION_NOTICE_S, "gcp", "the machine is being preempted")
+            return [Notice(PREEMPTION_NOTICE_S, "gcp", "the machine is being preempted")]
         if self._one_of(MAINTENANCE_PATH, EVENTS) == TERMINATE:
-            return Notice(MAINTENANCE_NOTICE_S, MAINTENANCE, "the machine will be terminated for maintenance")
-        return None
+            return [Notice(MAINTENANCE_NOTICE_S, MAINTENANCE, "the machine will be terminated for maintenance")]
+        return []
 
     def _one_of(self, path: str, known: tuple[str, ...]) -> str:
         value = self._get(path)

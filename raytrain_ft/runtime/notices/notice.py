@@ -55,8 +55,8 @@ class Source(Protocol):
         """Whether this is a machine of this cloud."""
         ...
 
-    def poll(self) -> Notice | None:
-        """What stands now, if anything does.
+    def poll(self) -> list[Notice]:
+        """What stands now.
 
         Raises:
             MetadataError: no answer in time, or none that can be believed.
