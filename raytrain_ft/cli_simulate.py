@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +18,18 @@ from rich.table import Table
 from raytrain_ft import simulation_views as views
 from raytrain_ft.errors import FTError
 from raytrain_ft.runtime.event_log import read_records
-from raytrain_ft.simulate import Exponential, Listed, Strategy, Uniform, Weibull, best_interval, compare, simulate
+from raytrain_ft.simulate import (
+    Exponential,
+    Failures,
+    Job,
+    Listed,
+    Strategy,
+    Uniform,
+    Weibull,
+    best_interval,
+    compare,
+    simulate,
+)
 from raytrain_ft.simulate import sweep_failures as sweep_mtbf
 from raytrain_ft.simulate.calibrate import calibrate
 from raytrain_ft.simulate.presets import jobs
@@ -145,6 +157,7 @@ def _study(
     more: dict[str, Any],
 ) -> None:
     job, strategies, failures = what.job, what.strategies, what.failures
+    times = _times_between(job, failures) if "mtbf" in sweeps else []
     saving = [strategy for strategy in strategies if strategy.interval(job) is not None]
     if best:
         with _progress("best interval", len(saving)) as done:
@@ -160,10 +173,8 @@ def _study(
         points = sorted({round(point) for point in np.geomspace(max(1, job.steps // 20_000), max(2, job.steps // 50), POINTS)})
         with _progress("intervals", len(saving) * len(points) * seeds) as done:
             swept.append(sweep_intervals(job, saving, failures, points, seeds, done))
-    if "mtbf" in sweeps:
-        if not isinstance(failures, Exponential | Weibull | Uniform):
-            raise click.ClickException("a sweep over mtbf needs failures of a distribution: exponential, weibull or uniform")
-        times = [float(point) for point in np.geomspace(failures.mtbf_s / 8, failures.mtbf_s * 8, POINTS)]
+    if times:
+        assert isinstance(failures, Exponential | Weibull | Uniform)
         with _progress("times between failures", len(strategies) * len(times)) as done:
             swept.append(sweep_mtbf(job, strategies, failures, times, seeds, done))
     for sweep in swept:
@@ -175,6 +186,21 @@ def _study(
             views.plot_sweep(job, sweep, plots / f"{sweep.variable.removesuffix('_s')}.png")
         console.print(f"plots are in {plots}", markup=False)
     _write(json_path, views.as_json(job, summaries, swept, **more))
+
+
+def _times_between(job: Job, failures: Failures) -> list[float]:
+    """Around what these failures have by themselves, seconds of the whole cluster.
+
+    Raises:
+        click.ClickException: they have no such time.
+    """
+    mean_s = failures.mean_s(job) if isinstance(failures, Exponential | Weibull | Uniform) else math.inf
+    if not math.isfinite(mean_s):
+        raise click.ClickException(
+            "a sweep over mtbf needs failures of a distribution: exponential, weibull or uniform; if their number is given, "
+            "at least 1"
+        )
+    return [float(point) for point in np.geomspace(mean_s / 8, mean_s * 8, POINTS)]
 
 
 def _write(path: Path | None, text: str) -> None:
