@@ -29,6 +29,16 @@ class _Loader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(problem=f"*{event.anchor}: references are not supported", problem_mark=event.start_mark)
         return super().compose_node(parent, index)
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError) as error:  # looks like a date, or is tagged as a number, and is none
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.MarkedYAMLError(
+                problem=f"{_short(self.construct_scalar(node))}: there is no such {kind}; if it is text, write it in quotes",
+                problem_mark=node.start_mark,
+            ) from error
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -59,18 +69,24 @@ class Source:
             raise ScenarioError(f"{path} cannot be read: {error}") from error
         if len(data) > LARGEST:
             raise ScenarioError(f"{path} is larger than a scenario can be ({LARGEST:,} bytes)")
+        strange = _Loader.NON_PRINTABLE.search(text)
+        if strange is not None:
+            line = text.count("\n", 0, strange.start()) + 1
+            raise ScenarioError(f"{path}, line {line}: {strange[0]!r}: there is no place for such a character: take it out")
         loader = _Loader(text)
         lines: dict[Place, int] = {(): 1}
         try:
             node = loader.get_single_node()
             if not isinstance(node, yaml.MappingNode):
-                raise ScenarioError(f"{path}, line 1: a scenario is a mapping of fields, such as `steps: 100`")
+                raise yaml.MarkedYAMLError(
+                    problem="a scenario is a mapping of fields, such as `steps: 100`",
+                    problem_mark=getattr(node, "start_mark", None),
+                )
             _note_lines(node, (), lines, plain)
             fields = loader.construct_document(node)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
-            mark = getattr(error, "problem_mark", None)
-            where = f"{path}, line {mark.line + 1}" if mark is not None else str(path)
-            raise ScenarioError(f"{where}: {getattr(error, 'problem', None) or error}") from error
+        except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+            mark = getattr(error, "problem_mark", None) or loader.get_mark()
+            raise ScenarioError(f"{path}, line {mark.line + 1}: {getattr(error, 'problem', None) or error}") from error
         finally:
             loader.dispose()
         return cls(path, lines), fields
@@ -162,7 +178,10 @@ def _words(fault: Any, place: Place, root: type[BaseModel]) -> str:
         return f"there is no such field{hint}. Allowed here: {', '.join(model.model_fields)}".replace("?.", "?")
     if fault["type"] == "missing":
         return "this field is required"
-    value = repr(fault["input"])
-    shown = value if len(value) <= LONGEST_VALUE else value[:LONGEST_VALUE] + "…"
     plain = isinstance(fault["input"], str | int | float | bool)
-    return f"{shown}: {fault['msg']}" if plain else fault["msg"]
+    return f"{_short(fault['input'])}: {fault['msg']}" if plain else fault["msg"]
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= LONGEST_VALUE else shown[:LONGEST_VALUE] + "…"
