@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,6 +19,8 @@ LONGEST_VALUE = 80
 TEXT = "tag:yaml.org,2002:str"
 Place = tuple[str | int, ...]
 """Where a value is: names of fields and numbers of items, from the outermost in."""
+FIELD = re.compile(r"^(\w+)\((\w+)=")
+"""What a message of a check begins with: the class and the field that it is about."""
 
 
 class _Loader(yaml.SafeLoader):
