@@ -54,7 +54,11 @@ OUT = click.Path(dir_okay=False, path_type=Path)
     "--strategy", "kinds", multiple=True, type=click.Choice(get_args(Kind)), help="Instead of the file's; repeatable."
 )
 @click.option("--every", type=click.IntRange(min=1), help="Steps between checkpoints, for all strategies.")
-@click.option("--mtbf", type=float, help="Hours between failures of the whole cluster, instead of the file's failures.")
+@click.option(
+    "--mtbf",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Hours between failures of the whole cluster, instead of the file's failures.",
+)
 @click.option("--seeds", type=click.IntRange(min=1), show_default=str(SEEDS), help="Runs of each strategy.")
 @click.option("--sweep", "sweeps", multiple=True, type=click.Choice(["interval", "mtbf"]), help="Vary this; repeatable.")
 @click.option("--best-interval", "best", is_flag=True, help="Save as often as takes the least time.")
@@ -86,7 +90,7 @@ def simulate_command(
     try:
         if from_run is not None:
             what, more = _predict(from_run)
-            if not (kinds or every or mtbf or seeds or sweeps or best or plots):
+            if not (kinds or every or mtbf is not None or seeds or sweeps or best or plots):
                 _write(json_path, views.as_json(what.job, [], **more))
                 return
         else:

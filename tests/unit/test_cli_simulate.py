@@ -223,6 +223,16 @@ def test_a_trace_is_found_beside_its_file_and_refused_with_its_line(file: Path) 
     assert invoke(file, "--seeds", 1).exit_code == 0
 
 
+@pytest.mark.parametrize("hours", ["0", "-1"])
+def test_failures_without_a_time_between_them_are_refused_for_a_file_and_for_a_run(hours: str, file: Path) -> None:
+    run = Path(__file__).parent / "recorded" / "replication"
+    for what in ([file], ["--from-run", run]):
+        result = invoke(*what, "--mtbf", hours)
+        assert result.exit_code == 2
+        assert "Invalid value for '--mtbf'" in result.output
+        assert "predicted" not in result.output
+
+
 def test_one_of_a_file_and_a_run(file: Path, tmp_path: Path) -> None:
     assert invoke().exit_code == 2
     assert invoke(file, "--from-run", tmp_path).exit_code == 2
