@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from raytrain_ft import output
 from raytrain_ft import simulation_views as views
 from raytrain_ft.errors import FTError
 from raytrain_ft.runtime.event_log import read_records
@@ -43,7 +44,6 @@ POINTS = 15
 """Of a sweep."""
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 RUN = click.Path(exists=True, file_okay=False, path_type=Path)
-OUT = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command("simulate")
@@ -62,8 +62,8 @@ OUT = click.Path(dir_okay=False, path_type=Path)
 @click.option("--seeds", type=click.IntRange(min=1), show_default=str(SEEDS), help="Runs of each strategy.")
 @click.option("--sweep", "sweeps", multiple=True, type=click.Choice(["interval", "mtbf"]), help="Vary this; repeatable.")
 @click.option("--best-interval", "best", is_flag=True, help="Save as often as takes the least time.")
-@click.option("--plots", type=click.Path(file_okay=False, path_type=Path), help="A directory: writes plots there.")
-@click.option("--json", "json_path", type=OUT, help="A file: writes everything there.")
+@click.option("--plots", type=output.DIRECTORY, help="A directory: writes plots there.")
+@click.option("--json", "json_path", type=output.FILE, help="A file: writes everything there.")
 def simulate_command(
     file: Path | None,
     from_run: Path | None,
@@ -87,11 +87,12 @@ def simulate_command(
         raise click.UsageError("give one of a FILE, --from-run RUN and --preset NAME")
     if preset is not None and mtbf is None:
         raise click.UsageError("a preset says nothing of failures: give --mtbf, the hours between two of them")
+    output.try_out(plots, json_path)
     try:
         if from_run is not None:
             what, more = _predict(from_run)
             if not (kinds or every or mtbf is not None or seeds or sweeps or best or plots):
-                _write(json_path, views.as_json(what.job, [], **more))
+                output.write(json_path, views.as_json(what.job, [], **more))
                 return
         else:
             what, more = _of_the_papers(preset) if preset is not None else load(file or Path()), {}
@@ -184,12 +185,13 @@ def _study(
     for sweep in swept:
         console.print(views.sweep_table(sweep))
     if plots is not None:
-        plots.mkdir(parents=True, exist_ok=True)
-        views.plot_losses(job, summaries, plots / "losses.png")
-        for sweep in swept:
-            views.plot_sweep(job, sweep, plots / f"{sweep.variable.removesuffix('_s')}.png")
+        with output.told(plots):
+            plots.mkdir(parents=True, exist_ok=True)
+            views.plot_losses(job, summaries, plots / "losses.png")
+            for sweep in swept:
+                views.plot_sweep(job, sweep, plots / f"{sweep.variable.removesuffix('_s')}.png")
         console.print(f"plots are in {plots}", markup=False)
-    _write(json_path, views.as_json(job, summaries, swept, **more))
+    output.write(json_path, views.as_json(job, summaries, swept, **more))
 
 
 def _times_between(job: Job, failures: Failures) -> list[float]:
@@ -205,12 +207,6 @@ def _times_between(job: Job, failures: Failures) -> list[float]:
             "at least 1"
         )
     return [float(point) for point in np.geomspace(mean_s / 8, mean_s * 8, POINTS)]
-
-
-def _write(path: Path | None, text: str) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
 
 
 @contextmanager
