@@ -48,7 +48,7 @@ class Source:
     """Where a scenario's fields came from; empty if it was made in Python.
 
     Attributes:
-        path: of the file. lines: of each field and item.
+        path: of the file. lines: of each field and item, in a YAML file.
     """
 
     path: Path | None = None
@@ -108,26 +108,29 @@ class Source:
         """The file and the line of a place, or of what it lies in, for the beginning of a message."""
         while place and place not in self.lines:
             place = place[:-1]
-        return f"{self.path}, line {self.lines.get(place, 1)}: " if self.path is not None else ""
+        if self.path is None:
+            return ""
+        return f"{self.path}, line {self.lines[place]}: " if place in self.lines else f"{self.path}: "
 
     def explain(self, error: ValidationError, root: type[BaseModel]) -> str:
         """Every fault on a line of its own, in the order of the file."""
         found: dict[Place, str] = {}
         for fault in error.errors(include_url=False):
-            place = self._place(fault["loc"], root)
+            place = _place(fault, root)
             if place not in found:  # of a union, pydantic says each of its members' complaints
                 found[place] = self.at(place, _words(fault, place, root))
         order = sorted(found, key=lambda place: self.lines.get(place, 0))
         return "\n".join(found[place] for place in order)
 
-    def _place(self, loc: Place, root: type[BaseModel]) -> Place:
-        """A place without what pydantic puts in it for the members of a union."""
-        place: Place = ()
-        for part in loc:
-            model = _model_at(root, place)
-            if isinstance(part, int) or (model is not None and (part in model.model_fields or (*place, part) in self.lines)):
-                place = (*place, part)
-        return place
+
+def _place(fault: Any, root: type[BaseModel]) -> Place:
+    """The place of a fault, without what pydantic puts in it for the members of a union."""
+    place: Place = ()
+    for part in fault["loc"]:
+        model = _model_at(root, place)
+        if isinstance(part, int) or (model is not None and part in model.model_fields):
+            place = (*place, part)
+    return (*place, fault["loc"][-1]) if fault["type"] == "extra_forbidden" else place
 
 
 def _note_lines(node: yaml.Node, place: Place, lines: dict[Place, int], plain: Place | None) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from pydantic import ValidationError
 
+from raytrain_ft.cli import main
 from raytrain_ft.drill import drill, faults
 from raytrain_ft.drill.measure import violations
 from raytrain_ft.drill.played import Played
@@ -134,6 +136,76 @@ def test_what_cannot_be_is_refused_with_line_value_and_what_is_allowed(case: str
     assert f"scenario.yaml, line {line}: " in message
     assert value in message
     assert allowed in message
+
+
+PYTHON = "from raytrain_ft.scenario import *\n\n"
+BAD_PYTHON = {
+    "nobody": (PYTHON + "Who()\n", ", line 3: nothing is given: give exactly one of rank, ranks, node"),
+    "a rank that cannot be": (PYTHON + "who = [\n    Who(rank=-1),\n]\n", ", line 4: rank: -1: Input should be greater than"),
+    "an unknown action": (PYTHON + "Event(action='kil')\n", ", line 3: action: 'kil': Input should be 'kill', 'kill_node'"),
+    "an unknown field": (PYTHON + "Who(rnak=1)\n", ", line 3: rnak: there is no such field; did you mean 'rank'? Allowed here"),
+    "a missing field": (PYTHON + "Scenario(name='x', workers=2, batch=8)\n", ", line 3: steps: this field is required"),
+    "more casualties than workers": (
+        PYTHON + "e = Event(action='kill', who=Who(count=3), when=When(step=1))\n"
+        "scenario = Scenario(name='x', workers=2, steps=9, batch=8, events=(e,))\n",
+        ", line 4: events.0.who.count: 3: more casualties than there are workers: use 1 to 2",
+    ),
+    "an error": ("def f():\n    raise KeyError('a')\n\n\nf()\n", ", line 2: cannot be imported: KeyError: 'a'"),
+    "an error elsewhere": ("import json\n\njson.loads('[')\n", ", line 3: cannot be imported: JSONDecodeError"),
+    "no Python": ("x = 1\nname: [\n", ", line 2: cannot be imported: SyntaxError: '[' was never closed"),
+    "an end": ("import sys\nsys.exit(0)\n", ", line 2: cannot be imported: SystemExit: 0"),
+    "no scenario": ("x = 1\n", ": it has no `scenario`: write scenario = Scenario(...)"),
+    "another scenario": ("scenario = {'workers': 2}\n", ": its `scenario` is a dict: write scenario = Scenario(...)"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PYTHON)
+def test_a_python_file_that_makes_no_scenario_is_refused_with_its_line(case: str, tmp_path: Path) -> None:
+    text, words = BAD_PYTHON[case]
+    path = tmp_path / "a_scenario.py"
+    path.write_text(text)
+    with pytest.raises(ScenarioError) as refused:
+        Scenario.load(path)
+    assert str(refused.value).startswith(f"{path}{words}")
+
+
+def test_a_python_file_makes_a_scenario_as_any_other(tmp_path: Path) -> None:
+    path = tmp_path / "a_scenario.py"
+    path.write_text(
+        "from raytrain_ft.scenario import *\n"
+        "events = [Event(action='kill', who=Who(rank=rank), when=When(step=5 + rank)) for rank in range(4)]\n"
+        "scenario = Scenario(name='test', job='job.py:Task', workers=4, steps=50, batch=32, events=tuple(events))\n"
+        "assert __name__ != '__main__'\n"
+    )
+    scenario = Scenario.load(str(path))
+    assert [(event.who.rank, event.when.step) for event in scenario.events if event.who and event.when] == [
+        *((0, 5), (1, 6), (2, 7), (3, 8))
+    ]
+    assert scenario.relative("job.py") == tmp_path / "job.py"
+    assert str(scenario.error(("events", 0), "no")) == f"{path}: events.0: no"
+    with pytest.raises(ScenarioError, match=r"a_scenario\.py: job\.task: there is no file"):
+        faults.task_of(scenario)
+
+
+def test_a_python_file_may_read_another_file(tmp_path: Path) -> None:
+    read = load(tmp_path, HEAD + "  []\n")
+    path = tmp_path / "a_scenario.py"
+    path.write_text(
+        f"from raytrain_ft.scenario import Scenario\n\nscenario = Scenario.load({str(tmp_path / 'scenario.yaml')!r})\n"
+    )
+    assert Scenario.load(path) == read
+    assert str(Scenario.load(path).error(("steps",), "no")) == str(read.error(("steps",), "no"))
+    with pytest.raises(ScenarioError, match=r"there is no file .*none\.py"):
+        Scenario.load(tmp_path / "none.py")
+
+
+@pytest.mark.parametrize(("name", "text"), [("bad.yaml", "name: \x1b\n"), ("bad.py", "raise SystemExit\n")])
+def test_nothing_is_struck_for_a_file_that_is_refused(name: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    answer = CliRunner().invoke(main, ["drill", str(path)])
+    assert answer.exit_code == 2
+    assert f"Error: {path}, line 1: " in answer.output
 
 
 def test_every_fault_is_told_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
@@ -323,7 +395,9 @@ def test_a_trace_takes_and_gives_nodes_in_its_order_at_its_speed(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parents[2] / "jobs" / "scenarios").glob("*.yaml")), ids=lambda p: p.stem
+    "path",
+    sorted(path for path in (Path(__file__).parents[2] / "jobs" / "scenarios").iterdir() if path.suffix in (".yaml", ".py")),
+    ids=lambda p: p.stem,
 )
 def test_the_examples_can_be_carried_out(path: Path) -> None:
     scenario = Scenario.load(path)
