@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.table import Table
 
+from raytrain_ft import output
 from raytrain_ft.cli_attach import attach_command, list_command, stop_command
 from raytrain_ft.cli_checkpoints import checkpoints
 from raytrain_ft.cli_cluster import check_cluster
@@ -113,16 +115,23 @@ def events(run: Path) -> None:
 @RUN
 def timeline(run: Path) -> None:
     """Writes timeline.json, which ui.perfetto.dev and chrome://tracing open."""
-    _records(run)
-    console.print(str(timelines.write(run)), markup=False)
+    _write(run, timelines.write)
 
 
 @main.command()
 @RUN
 def report(run: Path) -> None:
     """Writes report.html: steps, losses, recoveries and checkpoints of a run in pictures."""
+    _write(run, reports.write)
+
+
+def _write(run: Path, make: Callable[[Path], Path]) -> None:
+    """Makes a file of a run's records, beside them."""
+    output.try_out(run)
     _records(run)
-    console.print(str(reports.write(run)), markup=False)
+    with output.told(run):
+        path = make(run)
+    console.print(str(path), markup=False)
 
 
 @main.command()
@@ -131,7 +140,8 @@ def dashboard(out: Path | None) -> None:
     """Writes a Grafana dashboard of all runs of the cluster: call it on the head node."""
     place = out or dashboards.directory()
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+        with output.told(out):
+            out.mkdir(parents=True, exist_ok=True)
     elif not place.is_dir():
         raise click.ClickException(f"{place} is not there: no Ray dashboard has run on this machine; give --out DIR")
     try:

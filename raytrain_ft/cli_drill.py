@@ -49,8 +49,9 @@ def drill_command(
     run: Path | None,
     quiet: bool,
 ) -> None:
-    """Rehearses SCENARIO, a YAML file, and says whether its thresholds were kept.
+    """Rehearses SCENARIO, and says whether its thresholds were kept.
 
+    SCENARIO is a YAML file, or a Python file that says scenario = Scenario(...) and is executed like any job (docs/drills.md).
     The job is trained twice, undisturbed and struck. Exit code 0: all thresholds kept; 1: not, or the drill broke off;
     2: refused, nothing was struck.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,10 +15,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from raytrain_ft import output
 from raytrain_ft import simulation_views as views
 from raytrain_ft.errors import FTError
 from raytrain_ft.runtime.event_log import read_records
-from raytrain_ft.simulate import Exponential, Listed, Strategy, Uniform, Weibull, best_interval, compare, simulate
+from raytrain_ft.simulate import (
+    Exponential,
+    Failures,
+    Job,
+    Listed,
+    Strategy,
+    Uniform,
+    Weibull,
+    best_interval,
+    compare,
+    simulate,
+)
 from raytrain_ft.simulate import sweep_failures as sweep_mtbf
 from raytrain_ft.simulate.calibrate import calibrate
 from raytrain_ft.simulate.presets import jobs
@@ -31,7 +44,6 @@ POINTS = 15
 """Of a sweep."""
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 RUN = click.Path(exists=True, file_okay=False, path_type=Path)
-OUT = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command("simulate")
@@ -42,12 +54,16 @@ OUT = click.Path(dir_okay=False, path_type=Path)
     "--strategy", "kinds", multiple=True, type=click.Choice(get_args(Kind)), help="Instead of the file's; repeatable."
 )
 @click.option("--every", type=click.IntRange(min=1), help="Steps between checkpoints, for all strategies.")
-@click.option("--mtbf", type=float, help="Hours between failures of the whole cluster, instead of the file's failures.")
+@click.option(
+    "--mtbf",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Hours between failures of the whole cluster, instead of the file's failures.",
+)
 @click.option("--seeds", type=click.IntRange(min=1), show_default=str(SEEDS), help="Runs of each strategy.")
 @click.option("--sweep", "sweeps", multiple=True, type=click.Choice(["interval", "mtbf"]), help="Vary this; repeatable.")
 @click.option("--best-interval", "best", is_flag=True, help="Save as often as takes the least time.")
-@click.option("--plots", type=click.Path(file_okay=False, path_type=Path), help="A directory: writes plots there.")
-@click.option("--json", "json_path", type=OUT, help="A file: writes everything there.")
+@click.option("--plots", type=output.DIRECTORY, help="A directory: writes plots there.")
+@click.option("--json", "json_path", type=output.FILE, help="A file: writes everything there.")
 def simulate_command(
     file: Path | None,
     from_run: Path | None,
@@ -71,11 +87,12 @@ def simulate_command(
         raise click.UsageError("give one of a FILE, --from-run RUN and --preset NAME")
     if preset is not None and mtbf is None:
         raise click.UsageError("a preset says nothing of failures: give --mtbf, the hours between two of them")
+    output.try_out(plots, json_path)
     try:
         if from_run is not None:
             what, more = _predict(from_run)
-            if not (kinds or every or mtbf or seeds or sweeps or best or plots):
-                _write(json_path, views.as_json(what.job, [], **more))
+            if not (kinds or every or mtbf is not None or seeds or sweeps or best or plots):
+                output.write(json_path, views.as_json(what.job, [], **more))
                 return
         else:
             what, more = _of_the_papers(preset) if preset is not None else load(file or Path()), {}
@@ -145,6 +162,7 @@ def _study(
     more: dict[str, Any],
 ) -> None:
     job, strategies, failures = what.job, what.strategies, what.failures
+    times = _times_between(job, failures) if "mtbf" in sweeps else []
     saving = [strategy for strategy in strategies if strategy.interval(job) is not None]
     if best:
         with _progress("best interval", len(saving)) as done:
@@ -160,27 +178,35 @@ def _study(
         points = sorted({round(point) for point in np.geomspace(max(1, job.steps // 20_000), max(2, job.steps // 50), POINTS)})
         with _progress("intervals", len(saving) * len(points) * seeds) as done:
             swept.append(sweep_intervals(job, saving, failures, points, seeds, done))
-    if "mtbf" in sweeps:
-        if not isinstance(failures, Exponential | Weibull | Uniform):
-            raise click.ClickException("a sweep over mtbf needs failures of a distribution: exponential, weibull or uniform")
-        times = [float(point) for point in np.geomspace(failures.mtbf_s / 8, failures.mtbf_s * 8, POINTS)]
+    if times:
+        assert isinstance(failures, Exponential | Weibull | Uniform)
         with _progress("times between failures", len(strategies) * len(times)) as done:
             swept.append(sweep_mtbf(job, strategies, failures, times, seeds, done))
     for sweep in swept:
         console.print(views.sweep_table(sweep))
     if plots is not None:
-        plots.mkdir(parents=True, exist_ok=True)
-        views.plot_losses(job, summaries, plots / "losses.png")
-        for sweep in swept:
-            views.plot_sweep(job, sweep, plots / f"{sweep.variable.removesuffix('_s')}.png")
+        with output.told(plots):
+            plots.mkdir(parents=True, exist_ok=True)
+            views.plot_losses(job, summaries, plots / "losses.png")
+            for sweep in swept:
+                views.plot_sweep(job, sweep, plots / f"{sweep.variable.removesuffix('_s')}.png")
         console.print(f"plots are in {plots}", markup=False)
-    _write(json_path, views.as_json(job, summaries, swept, **more))
+    output.write(json_path, views.as_json(job, summaries, swept, **more))
 
 
-def _write(path: Path | None, text: str) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
+def _times_between(job: Job, failures: Failures) -> list[float]:
+    """Around what these failures have by themselves, seconds of the whole cluster.
+
+    Raises:
+        click.ClickException: they have no such time.
+    """
+    mean_s = failures.mean_s(job) if isinstance(failures, Exponential | Weibull | Uniform) else math.inf
+    if not math.isfinite(mean_s):
+        raise click.ClickException(
+            "a sweep over mtbf needs failures of a distribution: exponential, weibull or uniform; if their number is given, "
+            "at least 1"
+        )
+    return [float(point) for point in np.geomspace(mean_s / 8, mean_s * 8, POINTS)]
 
 
 @contextmanager

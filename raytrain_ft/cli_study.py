@@ -8,6 +8,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from raytrain_ft import output
 from raytrain_ft import study_views as views
 from raytrain_ft.errors import FTError
 from raytrain_ft.study import ModelStudy, Plan, run
@@ -28,14 +29,15 @@ DEFAULT = Plan(
 @click.command("study")
 @click.argument("scenario", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--quick", "is_quick", is_flag=True, help="Two trainings of each model, one early point: to see that it runs.")
-@click.option("--plots", type=click.Path(file_okay=False, path_type=Path), help="A directory: writes plots there.")
-@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="A file: writes everything there.")
+@click.option("--plots", type=output.DIRECTORY, help="A directory: writes plots there.")
+@click.option("--json", "json_path", type=output.FILE, help="A file: writes everything there.")
 def study_command(scenario: Path | None, is_quick: bool, plots: Path | None, json_path: Path | None) -> None:
     """Cuts mini-batches in the middle of back-propagation, and compares what each strategy makes of them.
 
     SCENARIO is a YAML file (docs/study.md); without one, both models are studied at several points of their training. Workers
     are emulated in this process: no cluster is needed.
     """
+    output.try_out(plots, json_path)
     try:
         plan = load_plan(scenario) if scenario is not None else DEFAULT
         plan = quick(plan) if is_quick else plan
@@ -49,8 +51,7 @@ def study_command(scenario: Path | None, is_quick: bool, plots: Path | None, jso
     for table in views.tables(results):
         console.print(table)
     if plots is not None:
-        views.plot(results, plots)
+        with output.told(plots):
+            views.plot(results, plots)
         console.print(f"plots are in {plots}", markup=False)
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(views.as_json(results) + "\n")
+    output.write(json_path, views.as_json(results))

@@ -1,4 +1,4 @@
-"""Tasks by name: from a Python file or a module, as `raytrain-ft plan` and scenarios give them."""
+"""What Python files and modules make: tasks by name, as `raytrain-ft plan` and scenarios give them; scenarios themselves."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def load_task(job: str, arguments: dict[str, Any] | None = None) -> TrainTask:
         raise ConfigError(f"{expression!r}: give the name of a task, or Name(...) with plain values: {error}") from error
     if not isinstance(name, ast.Name):
         raise ConfigError(f"{expression!r}: give the name of a task, or Name(...) with plain values")
-    module = _import(place)
+    module = load_module(place)
     found: Any = getattr(module, name.id, None)
     if found is None:
         tasks = sorted(key for key, value in vars(module).items() if _is_task(value, module.__name__))
@@ -52,27 +53,46 @@ def load_task(job: str, arguments: dict[str, Any] | None = None) -> TrainTask:
     return found
 
 
-def _import(place: str) -> Any:
+def load_module(place: str) -> Any:
+    """A module by its name, or what a Python file defines, which is executed.
+
+    Raises:
+        ConfigError: there is no such file or module, or it raises; the message has the line of the file.
+    """
+    if place.endswith(".py") and not Path(place).is_file():
+        raise ConfigError(f"there is no file {place}")
     try:
-        if not place.endswith(".py"):
-            if "" not in sys.path:
-                sys.path.insert(0, "")
-            return importlib.import_module(place)
-        path = Path(place).resolve()
-        if not path.is_file():
-            raise ConfigError(f"there is no file {place}")
-        sys.path.insert(0, str(path.parent))
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module  # dataclasses and pickle look their module up
-        spec.loader.exec_module(module)
-        return module
-    except ConfigError:
-        raise
-    except Exception as error:  # the job's own code may raise anything
-        raise ConfigError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
+        return _executed(Path(place).resolve()) if place.endswith(".py") else _imported(place)
+    except (Exception, SystemExit) as error:  # the job's own code may raise anything
+        line = line_of(error, place)
+        where = f"{place}, line {line}" if line is not None else place
+        raise ConfigError(f"{where}: cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def line_of(error: BaseException, place: str) -> int | None:
+    """The line of a Python file in which an error was raised, as far as it is known."""
+    path = str(Path(place).resolve())
+    if isinstance(error, SyntaxError) and error.filename == path:
+        return error.lineno
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == path]
+    return lines[-1] if lines else None
+
+
+def _executed(path: Path) -> Any:
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and pickle look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _imported(name: str) -> Any:
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    return importlib.import_module(name)
 
 
 def _is_task(value: Any, module: str) -> bool:

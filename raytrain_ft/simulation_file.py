@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -12,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_ft.errors import ConfigError
-from raytrain_ft.scenario.file import Place, Source
+from raytrain_ft.scenario.file import FIELD, Place, Source
 from raytrain_ft.simulate import Costs, Exponential, Failure, Failures, Job, Listed, SpotTrace, Strategy, Uniform, Weibull
 from raytrain_ft.simulate.strategies import check_names
 
 SOURCES: dict[str, type[Any]] = {"exponential": Exponential, "weibull": Weibull, "uniform": Uniform}
 """Kinds of `failures` that are a distribution; "list" gives failures one by one, "trace" reads them from a CSV file."""
-FIELD = re.compile(r"^(\w+)\((\w+)=")
-"""What a message of a check begins with: the class and the field that it is about."""
 
 
 @dataclass(frozen=True, slots=True)

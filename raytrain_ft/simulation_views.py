@@ -75,7 +75,8 @@ def _number(value: float, how: str) -> str:
 def sweep_table(sweep: Sweep) -> Table:
     """One row per point, one column per strategy; the least time of each strategy is marked."""
     by_interval = sweep.variable == "interval"
-    shown = Table(title="time to finish by the interval" if by_interval else "time to finish by the time between failures")
+    what = "the interval" if by_interval else "the time between failures of the whole cluster"
+    shown = Table(title=f"time to finish by {what}")
     shown.add_column("saves every" if by_interval else "failure every", justify="right")
     for name in sweep.summaries:
         shown.add_column(name, justify="right")
@@ -148,7 +149,8 @@ def plot_sweep(job: Job, sweep: Sweep, path: Path) -> None:
     axes.set_yscale("log")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    axes.set_xlabel("steps between two times that the state is saved" if by_interval else "hours between failures")
+    xlabel = "steps between two times that the state is saved" if by_interval else "hours between failures of the cluster"
+    axes.set_xlabel(xlabel)
     axes.set_ylabel(f"hours beyond the {job.useful_s / HOUR:,.1f} h of steps")
     axes.set_title(job.name)
     _finish(axes)

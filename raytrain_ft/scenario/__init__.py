@@ -1,6 +1,7 @@
 """Scenarios: which job, and what happens to it. The same one drives a laptop cluster, a running cluster and the simulator.
 
     scenario = Scenario.load("jobs/scenarios/node_loss.yaml")   # or Scenario(name=..., steps=..., events=(Event(...),), ...)
+    scenario = Scenario.load("jobs/scenarios/every_phase.py")   # which is executed, and says scenario = Scenario(...)
 
 What cannot be is refused here, before anything starts: `load` raises `ScenarioError` with file and line, the constructors raise
 pydantic's `ValidationError`. What only the model can tell (how many buckets it has) is checked by `drill`.

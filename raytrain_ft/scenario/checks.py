@@ -11,6 +11,7 @@ from raytrain_ft.config import ParallelismConfig, RecoveryConfig
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.ray_config import CheckpointConfig, ScalingConfig
 from raytrain_ft.scenario.events import AT_A_POINT, IN_A_STEP, TAKES_TIME, Event, Who
+from raytrain_ft.scenario.file import FIELD, Place
 from raytrain_ft.scenario.points import BUCKET_PHASES, MICRO_BATCH_PHASES, STATES, STEP_PHASES, WORKER_PHASES
 from raytrain_ft.settings import TrainSettings
 from raytrain_ft.simulate import Costs
@@ -18,8 +19,18 @@ from raytrain_ft.simulate import Costs
 if TYPE_CHECKING:
     from raytrain_ft.scenario.model import Scenario
 
-Problem = tuple[tuple[str | int, ...], Any, str]
+Problem = tuple[Place, Any, str]
 """The place of a field, its value, and what is wrong with it."""
+NAMES = {
+    "max_steps": "steps",
+    "global_batch_size": "batch",
+    "gradient_accumulation_steps": "micro_batches",
+    "num_workers": "workers",
+    "num_spares": "spares",
+    "pipeline_parallel_degree": "stages",
+    "num_pp_microbatches": "micro_batches",
+}
+"""Of arguments of `Trainer` and its configurations: what a scenario calls them, where that is something else."""
 
 
 def problems(scenario: Scenario) -> Iterator[Problem]:
@@ -38,17 +49,12 @@ def _of_the_job(scenario: Scenario) -> Iterator[Problem]:
     if least > most:
         yield ("workers",), scenario.workers, "the least number of workers is greater than the most"
         return
-    for name in ("strategy", "lost_samples", "update", "replacement"):
-        value: Any = getattr(scenario, name)
-        try:
-            RecoveryConfig(**{name: value})
-        except ConfigError as error:
-            yield (name,), value, str(error)
-            return
     try:
         settings, _, recovery, _ = trainer_parts(scenario)
     except ConfigError as error:
-        yield (), None, str(error)
+        named = FIELD.match(str(error))
+        name = NAMES.get(named[2], named[2]) if named else ""
+        yield (name,) if name else (), getattr(scenario, name, None), str(error)
         return
     try:
         settings.check_checkpoints(CheckpointConfig(every=scenario.checkpoint_every), recovery)

@@ -9,6 +9,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import PydanticCustomError
 
 UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+LONGEST = 1e9
+"""Seconds, some 30 years: what clocks and timers of Python can take."""
 DURATION = re.compile(rf"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*({'|'.join(UNITS)})\s*", re.IGNORECASE)
 
 Action = Literal[
@@ -44,7 +46,7 @@ def _share(value: Any) -> Any:
     return value
 
 
-Seconds = Annotated[float, BeforeValidator(_seconds), Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, BeforeValidator(_seconds), Field(gt=0, le=LONGEST)]
 Share = Annotated[float, BeforeValidator(_share), Field(gt=0, le=1, allow_inf_nan=False)]
 ShareBelowAll = Annotated[float, BeforeValidator(_share), Field(ge=0, lt=1, allow_inf_nan=False)]
 ShareOrNone = Annotated[float, BeforeValidator(_share), Field(ge=0, le=1, allow_inf_nan=False)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,6 +19,8 @@ LONGEST_VALUE = 80
 TEXT = "tag:yaml.org,2002:str"
 Place = tuple[str | int, ...]
 """Where a value is: names of fields and numbers of items, from the outermost in."""
+FIELD = re.compile(r"^(\w+)\((\w+)=")
+"""What a message of a check begins with: the class and the field that it is about."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -29,13 +32,23 @@ class _Loader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(problem=f"*{event.anchor}: references are not supported", problem_mark=event.start_mark)
         return super().compose_node(parent, index)
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError) as error:  # looks like a date, or is tagged as a number, and is none
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.MarkedYAMLError(
+                problem=f"{_short(self.construct_scalar(node))}: there is no such {kind}; if it is text, write it in quotes",
+                problem_mark=node.start_mark,
+            ) from error
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """Where a scenario's fields came from; empty if it was made in Python.
 
     Attributes:
-        path: of the file. lines: of each field and item.
+        path: of the file. lines: of each field and item, in a YAML file.
     """
 
     path: Path | None = None
@@ -59,18 +72,24 @@ class Source:
             raise ScenarioError(f"{path} cannot be read: {error}") from error
         if len(data) > LARGEST:
             raise ScenarioError(f"{path} is larger than a scenario can be ({LARGEST:,} bytes)")
+        strange = _Loader.NON_PRINTABLE.search(text)
+        if strange is not None:
+            line = text.count("\n", 0, strange.start()) + 1
+            raise ScenarioError(f"{path}, line {line}: {strange[0]!r}: there is no place for such a character: take it out")
         loader = _Loader(text)
         lines: dict[Place, int] = {(): 1}
         try:
             node = loader.get_single_node()
             if not isinstance(node, yaml.MappingNode):
-                raise ScenarioError(f"{path}, line 1: a scenario is a mapping of fields, such as `steps: 100`")
+                raise yaml.MarkedYAMLError(
+                    problem="a scenario is a mapping of fields, such as `steps: 100`",
+                    problem_mark=getattr(node, "start_mark", None),
+                )
             _note_lines(node, (), lines, plain)
             fields = loader.construct_document(node)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
-            mark = getattr(error, "problem_mark", None)
-            where = f"{path}, line {mark.line + 1}" if mark is not None else str(path)
-            raise ScenarioError(f"{where}: {getattr(error, 'problem', None) or error}") from error
+        except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+            mark = getattr(error, "problem_mark", None) or loader.get_mark()
+            raise ScenarioError(f"{path}, line {mark.line + 1}: {getattr(error, 'problem', None) or error}") from error
         finally:
             loader.dispose()
         return cls(path, lines), fields
@@ -89,26 +108,29 @@ class Source:
         """The file and the line of a place, or of what it lies in, for the beginning of a message."""
         while place and place not in self.lines:
             place = place[:-1]
-        return f"{self.path}, line {self.lines.get(place, 1)}: " if self.path is not None else ""
+        if self.path is None:
+            return ""
+        return f"{self.path}, line {self.lines[place]}: " if place in self.lines else f"{self.path}: "
 
     def explain(self, error: ValidationError, root: type[BaseModel]) -> str:
         """Every fault on a line of its own, in the order of the file."""
         found: dict[Place, str] = {}
         for fault in error.errors(include_url=False):
-            place = self._place(fault["loc"], root)
+            place = _place(fault, root)
             if place not in found:  # of a union, pydantic says each of its members' complaints
                 found[place] = self.at(place, _words(fault, place, root))
         order = sorted(found, key=lambda place: self.lines.get(place, 0))
         return "\n".join(found[place] for place in order)
 
-    def _place(self, loc: Place, root: type[BaseModel]) -> Place:
-        """A place without what pydantic puts in it for the members of a union."""
-        place: Place = ()
-        for part in loc:
-            model = _model_at(root, place)
-            if isinstance(part, int) or (model is not None and (part in model.model_fields or (*place, part) in self.lines)):
-                place = (*place, part)
-        return place
+
+def _place(fault: Any, root: type[BaseModel]) -> Place:
+    """The place of a fault, without what pydantic puts in it for the members of a union."""
+    place: Place = ()
+    for part in fault["loc"]:
+        model = _model_at(root, place)
+        if isinstance(part, int) or (model is not None and part in model.model_fields):
+            place = (*place, part)
+    return (*place, fault["loc"][-1]) if fault["type"] == "extra_forbidden" else place
 
 
 def _note_lines(node: yaml.Node, place: Place, lines: dict[Place, int], plain: Place | None) -> None:
@@ -162,7 +184,10 @@ def _words(fault: Any, place: Place, root: type[BaseModel]) -> str:
         return f"there is no such field{hint}. Allowed here: {', '.join(model.model_fields)}".replace("?.", "?")
     if fault["type"] == "missing":
         return "this field is required"
-    value = repr(fault["input"])
-    shown = value if len(value) <= LONGEST_VALUE else value[:LONGEST_VALUE] + "…"
     plain = isinstance(fault["input"], str | int | float | bool)
-    return f"{shown}: {fault['msg']}" if plain else fault["msg"]
+    return f"{_short(fault['input'])}: {fault['msg']}" if plain else fault["msg"]
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= LONGEST_VALUE else shown[:LONGEST_VALUE] + "…"

@@ -9,9 +9,10 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, model
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from raytrain_ft.config import NAME
-from raytrain_ft.errors import ScenarioError
+from raytrain_ft.errors import ConfigError, ScenarioError
+from raytrain_ft.loading import line_of, load_module
 from raytrain_ft.scenario.checks import problems
-from raytrain_ft.scenario.events import Event, Index, Model, Seconds, Share, ShareOrNone, Whole
+from raytrain_ft.scenario.events import Event, Index, Model, Point, Seconds, Share, ShareOrNone, When, Who, Whole
 from raytrain_ft.scenario.file import Source
 
 
@@ -99,12 +100,15 @@ class Scenario(Model):
 
     @classmethod
     def load(cls, path: str | Path) -> Scenario:
-        """Reads a YAML file.
+        """Reads a YAML file; or executes a Python file, as any job's, and takes what it calls `scenario`.
 
         Raises:
             ScenarioError: it cannot be read, or something in it cannot be; every fault with its line.
         """
-        source, fields = Source.read(Path(path), plain=("job", "arguments"))
+        path = Path(path)
+        if path.suffix == ".py":
+            return _made_in(path)
+        source, fields = Source.read(path, plain=("job", "arguments"))
         try:
             scenario = cls.model_validate(fields)
         except ValidationError as error:
@@ -139,3 +143,25 @@ class Scenario(Model):
         if found:
             raise ValidationError.from_exception_data("Scenario", found)
         return self
+
+
+MODELS = {model.__name__: model for model in (Scenario, Event, Who, When, Point, Job, Thresholds, Assumed)}
+"""By the names that pydantic's errors have for them."""
+
+
+def _made_in(path: Path) -> Scenario:
+    """What a Python file calls `scenario`."""
+    try:
+        found = getattr(load_module(str(path)), "scenario", None)
+    except ConfigError as error:
+        cause = error.__cause__
+        if not isinstance(cause, ValidationError) or cause.title not in MODELS:
+            raise ScenarioError(str(error)) from error
+        source = Source(path, {(): line_of(cause, str(path)) or 1})
+        raise ScenarioError(source.explain(cause, MODELS[cause.title])) from error
+    if not isinstance(found, Scenario):
+        what = "it has no `scenario`" if found is None else f"its `scenario` is a {type(found).__name__}"
+        raise ScenarioError(f"{path}: {what}: write scenario = Scenario(...), of raytrain_ft.scenario")
+    if found._source.path is None:  # else it is one that was read from a file
+        found._source = Source(path)
+    return found

@@ -6,7 +6,7 @@ import csv
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -93,8 +93,16 @@ class Exponential:
     def draw(self, job: Job, chance: Generator) -> Iterator[Failure]:
         """See `Failures`."""
         self.check(job)
-        mean = self.mtbf_s / (job.number_of_nodes if self.per == "node" else 1)
+        mean = self.mean_s(job)
         return _renewals(job, chance, self.together, lambda: chance.exponential(mean))
+
+    def mean_s(self, job: Job) -> float:
+        """Mean time between failures of the whole cluster."""
+        return self.mtbf_s / _sources(self.per, job)
+
+    def with_mean(self, job: Job, mean_s: float) -> Exponential:
+        """The same with another mean time between failures of the whole cluster."""
+        return replace(self, mtbf_s=mean_s * _sources(self.per, job))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +132,15 @@ class Weibull:
         """See `Failures`."""
         self.check(job)
         scale = self.mtbf_s / math.gamma(1 + 1 / self.shape)
-        sources = job.number_of_nodes if self.per == "node" else 1
-        return _renewals(job, chance, self.together, lambda: scale * chance.weibull(self.shape), sources)
+        return _renewals(job, chance, self.together, lambda: scale * chance.weibull(self.shape), _sources(self.per, job))
+
+    def mean_s(self, job: Job) -> float:
+        """Mean time between failures of the whole cluster."""
+        return self.mtbf_s / _sources(self.per, job)
+
+    def with_mean(self, job: Job, mean_s: float) -> Weibull:
+        """The same with another mean time between failures of the whole cluster."""
+        return replace(self, mtbf_s=mean_s * _sources(self.per, job))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +172,17 @@ class Uniform:
         number = round(job.useful_s / self.mtbf_s) if self.number is None else self.number
         for step in sorted(chance.uniform(0, job.steps, number)):
             yield Failure(step=float(step), lost=_how_many(chance, self.together))
+
+    def mean_s(self, job: Job) -> float:
+        """Time between failures of the whole cluster; infinite if there are none."""
+        if self.number is None:
+            return self.mtbf_s
+        return job.useful_s / self.number if self.number else math.inf
+
+    def with_mean(self, job: Job, mean_s: float) -> Uniform:
+        """The same with another time between failures, also if it was their number that was given."""
+        del job
+        return replace(self, mtbf_s=mean_s, number=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +292,10 @@ def _of_row(row: Sequence[str], line: str) -> Failure:
     if not math.isfinite(seconds) or seconds < 0 or not nodes:
         raise ConfigError(f"{line}: {','.join(row)!r}: the time is finite and not negative, the change is not 0")
     return Failure(at=seconds, lost=max(0, -nodes), back=max(0, nodes))
+
+
+def _sources(per: Per, job: Job) -> int:
+    return job.number_of_nodes if per == "node" else 1
 
 
 def _renewals(job: Job, chance: Generator, together: tuple[float, ...], gap, sources: int = 1) -> Iterator[Failure]:

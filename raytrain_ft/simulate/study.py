@@ -23,7 +23,7 @@ class Sweep:
     """Summaries of each strategy (by name) at each point of one variable.
 
     Attributes:
-        variable: "interval" (steps) or "mtbf_s" (seconds).
+        variable: "interval" (steps) or "mtbf_s" (seconds, of the whole cluster).
     """
 
     variable: str
@@ -92,7 +92,8 @@ def sweep_failures(
     *,
     at_best_interval: bool = False,
 ) -> Sweep:
-    """Each strategy at each mean time between failures; with `at_best_interval`, saving as often as is best there.
+    """Each strategy at each mean time between failures of the whole cluster; with `at_best_interval`, saving as often as is
+    best there.
 
     Raises:
         ConfigError: two strategies have one name.
@@ -102,7 +103,7 @@ def sweep_failures(
     for strategy in strategies:
         summaries = []
         for mtbf_s in mtbfs_s:
-            source = replace(failures, mtbf_s=mtbf_s)
+            source = failures.with_mean(job, mtbf_s)
             saves = at_best_interval and strategy.interval(job) is not None
             summary = best_interval(job, strategy, source, seeds)[1] if saves else run_seeds(job, strategy, source, seeds)
             summaries.append(summary)

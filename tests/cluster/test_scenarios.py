@@ -14,7 +14,8 @@ from raytrain_ft.chaos import network
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
-SCENARIOS = sorted((Path(__file__).parents[2] / "jobs" / "scenarios").glob("*.yaml"))
+PLACE = Path(__file__).parents[2] / "jobs" / "scenarios"
+SCENARIOS = sorted(path for path in PLACE.iterdir() if path.suffix in (".yaml", ".py"))
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda path: path.stem)

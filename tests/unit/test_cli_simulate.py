@@ -53,6 +53,33 @@ def test_a_file_is_simulated(file: Path, tmp_path: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in plots.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("failures", "mean_s"),
+    [("exponential, mtbf_s: 2000", 2000), ("weibull, mtbf_s: 2000, per: node", 500), ("uniform, number: 5", 1000)],
+)
+def test_a_sweep_over_failures_is_around_those_of_the_whole_cluster(
+    failures: str, mean_s: float, file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.json"
+    file.write_text(FILE.replace("weibull, mtbf_s: 1e3, shape: 0.8", failures))
+    result = invoke(file, "--seeds", 1, "--strategy", "replication", "--sweep", "mtbf", "--json", out)
+    assert result.exit_code == 0, result.output
+    assert "by the time between failures of the whole cluster" in result.output
+    (sweep,) = json.loads(out.read_text())["sweeps"]
+    assert sweep["points"][len(sweep["points"]) // 2] == pytest.approx(mean_s)
+    often, rarely = (sweep["strategies"]["replication"][number]["failures"] for number in (0, -1))
+    assert often > 10
+    assert rarely < 5
+
+
+@pytest.mark.parametrize("failures", ["uniform, number: 0", "list"])
+def test_a_sweep_over_failures_needs_some_and_says_so_first(failures: str, file: Path) -> None:
+    file.write_text(FILE.replace("weibull, mtbf_s: 1e3, shape: 0.8", failures))
+    result = invoke(file, "--sweep", "mtbf")
+    assert result.exit_code == 1
+    assert result.output.startswith("Error: a sweep over mtbf needs failures of a distribution")
+
+
 def test_a_model_of_the_papers_is_simulated_by_its_name(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     chosen = ["--strategy", "global_checkpoint", "--every", 5004, "--seeds", 2, "--json", out]
@@ -194,6 +221,16 @@ def test_a_trace_is_found_beside_its_file_and_refused_with_its_line(file: Path) 
     assert "trace.csv, line 3: 50 comes after 100" in result.output
     file.with_name("trace.csv").write_text("seconds,change\n100,-1\n500,1\n")
     assert invoke(file, "--seeds", 1).exit_code == 0
+
+
+@pytest.mark.parametrize("hours", ["0", "-1"])
+def test_failures_without_a_time_between_them_are_refused_for_a_file_and_for_a_run(hours: str, file: Path) -> None:
+    run = Path(__file__).parent / "recorded" / "replication"
+    for what in ([file], ["--from-run", run]):
+        result = invoke(*what, "--mtbf", hours)
+        assert result.exit_code == 2
+        assert "Invalid value for '--mtbf'" in result.output
+        assert "predicted" not in result.output
 
 
 def test_one_of_a_file_and_a_run(file: Path, tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from pydantic import ValidationError
 
+from raytrain_ft.cli import main
 from raytrain_ft.drill import drill, faults
 from raytrain_ft.drill.measure import violations
 from raytrain_ft.drill.played import Played
@@ -47,7 +49,7 @@ BAD = {
     "a step beyond the end": (event(when="{step: 50}"), 10, "50", "use 0 to 49"),
     "a rate of zero": (event(when="{mtbf: 0}"), 10, "0", "greater than 0"),
     "a negative rate": (event(when="{mtbf: -3}"), 10, "-3", "greater than 0"),
-    "an infinite rate": (event(when="{mtbf: .inf}"), 10, "inf", "finite"),
+    "an infinite rate": (event(when="{mtbf: .inf}"), 10, "inf", "less than or equal to 1000000000"),
     "a rate that is no number": (event(when="{mtbf: .nan}"), 10, "nan", "greater than 0"),
     "no duration": (event(when="{mtbf: often}"), 10, "'often'", "30s, 5min, 17h"),
     "no time": (event(when=""), 8, "kill", "say when"),
@@ -84,7 +86,22 @@ BAD = {
         HEAD.replace("events", "checkpoint_every: null\nstrategy: snapshot\nevents") + "  []\n",
         *(7, "snapshot", "takes none"),
     ),
-    "a batch that is too small": (HEAD.replace("32\n", "3\n", 1) + "  []\n", 1, "3", "at least 4 samples"),
+    "a batch that is too small": (HEAD.replace("32\n", "3\n", 1) + "  []\n", 4, "3", "at least 4 samples"),
+    "workers that the stages do not divide": (
+        HEAD.replace("workers: 4", "workers: 5") + "  []\nstages: 2\n",
+        *(2, "5", "2 stages need a multiple of 2 workers"),
+    ),
+    "a batch that the stages do not divide": (
+        HEAD.replace("batch: 32", "batch: 33") + "  []\nstages: 2\n",
+        *(4, "33", "need a multiple of 8"),
+    ),
+    "too many micro-batches": (HEAD + "  []\nstages: 2\nmicro_batches: 9999\n", 10, "9999", "use 4096 at most"),
+    "a strategy that no pipeline has": (HEAD + "  []\nstages: 2\nstrategy: lossy\n", 10, "'lossy'", "not go with a pipeline"),
+    "an update that no pipeline has": (HEAD + "  []\nstages: 2\nupdate: wait_free\n", 10, "'wait_free'", "with a pipeline"),
+    "a log without a pipeline": (HEAD + "  []\nstrategy: logging\n", 9, "'logging'", "only a pipeline logs anything"),
+    "a number that shrinks": (HEAD + "  []\nreplacement: shrink\n", 9, "'shrink'", "give a range"),
+    "a time that no clock knows": (HEAD + "  []\nhang_timeout: 1.0e+20\n", 9, "1e+20", "less than or equal to 1000000000"),
+    "a time that is hardly one": (HEAD + "  []\nhang_timeout: 1.0e-9\n", 9, "1e-09", "longer than zero"),
     "a name that is a path": (HEAD.replace("test", "../up") + "  []\n", 1, "'../up'", "pattern"),
     "a truth value": (HEAD.replace("steps: 50", "steps: yes") + "  []\n", 3, "True", "valid integer"),
     "a field twice": (HEAD + "  []\nsteps: 3\n", 9, "steps", "twice"),
@@ -93,6 +110,19 @@ BAD = {
     "a name that is a number": (HEAD.replace("events", "job: {1: 2}\nevents") + "  []\n", 7, "1", "a field's name is text"),
     "a list": ("- 1\n", 1, "scenario", "mapping"),
     "no YAML": ("name: [\n", 2, "scenario", "expected"),
+    "an empty file": ("", 1, "scenario", "mapping"),
+    "an escape": (HEAD + "  []\nabout: a\x1b[31m\n", 9, r"'\x1b'", "take it out"),
+    "a null byte": (HEAD.replace("events", "about: a\0\nevents") + "  []\n", 7, r"'\x00'", "take it out"),
+    "a form feed": ("\f" + HEAD + "  []\n", 1, r"'\x0c'", "take it out"),
+    "a character that was deleted": (HEAD + "  []\nabout: \x7f\n", 9, r"'\x7f'", "take it out"),
+    "a character that no code has": (HEAD + '  []\nabout: "\\UFFFFFFFF"\n', 9, "too large", "int"),
+    "a day that there is not": (HEAD + "  []\nabout: 2026-02-30\n", 9, "'2026-02-30'", "no such timestamp; if it is text"),
+    "a number that is none": (HEAD + "  []\nabout: !!int x\n", 9, "'x'", "no such int"),
+    "a time that is none": (HEAD + "  []\nabout: !!timestamp x\n", 9, "'x'", "no such timestamp"),
+    "a truth value that is none": (HEAD + "  []\nabout: !!bool x\n", 9, "'x'", "no such bool"),
+    "an empty number": (HEAD + "  []\nabout: !!int ''\n", 9, "''", "no such int"),
+    "a number of too many digits": (HEAD + f"  []\nseed: {'9' * 5000}\n", 9, f"{'9' * 79}…: ", "no such int"),
+    "too many brackets": (HEAD + "  []\nabout:\n  " + "[" * 3000 + "\n", 10, "", "recursion"),
     "an object": ("name: !!python/object/apply:os.system ['true']\n", 1, "os.system", "could not determine a constructor"),
 }
 
@@ -106,6 +136,76 @@ def test_what_cannot_be_is_refused_with_line_value_and_what_is_allowed(case: str
     assert f"scenario.yaml, line {line}: " in message
     assert value in message
     assert allowed in message
+
+
+PYTHON = "from raytrain_ft.scenario import *\n\n"
+BAD_PYTHON = {
+    "nobody": (PYTHON + "Who()\n", ", line 3: nothing is given: give exactly one of rank, ranks, node"),
+    "a rank that cannot be": (PYTHON + "who = [\n    Who(rank=-1),\n]\n", ", line 4: rank: -1: Input should be greater than"),
+    "an unknown action": (PYTHON + "Event(action='kil')\n", ", line 3: action: 'kil': Input should be 'kill', 'kill_node'"),
+    "an unknown field": (PYTHON + "Who(rnak=1)\n", ", line 3: rnak: there is no such field; did you mean 'rank'? Allowed here"),
+    "a missing field": (PYTHON + "Scenario(name='x', workers=2, batch=8)\n", ", line 3: steps: this field is required"),
+    "more casualties than workers": (
+        PYTHON + "e = Event(action='kill', who=Who(count=3), when=When(step=1))\n"
+        "scenario = Scenario(name='x', workers=2, steps=9, batch=8, events=(e,))\n",
+        ", line 4: events.0.who.count: 3: more casualties than there are workers: use 1 to 2",
+    ),
+    "an error": ("def f():\n    raise KeyError('a')\n\n\nf()\n", ", line 2: cannot be imported: KeyError: 'a'"),
+    "an error elsewhere": ("import json\n\njson.loads('[')\n", ", line 3: cannot be imported: JSONDecodeError"),
+    "no Python": ("x = 1\nname: [\n", ", line 2: cannot be imported: SyntaxError: '[' was never closed"),
+    "an end": ("import sys\nsys.exit(0)\n", ", line 2: cannot be imported: SystemExit: 0"),
+    "no scenario": ("x = 1\n", ": it has no `scenario`: write scenario = Scenario(...)"),
+    "another scenario": ("scenario = {'workers': 2}\n", ": its `scenario` is a dict: write scenario = Scenario(...)"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PYTHON)
+def test_a_python_file_that_makes_no_scenario_is_refused_with_its_line(case: str, tmp_path: Path) -> None:
+    text, words = BAD_PYTHON[case]
+    path = tmp_path / "a_scenario.py"
+    path.write_text(text)
+    with pytest.raises(ScenarioError) as refused:
+        Scenario.load(path)
+    assert str(refused.value).startswith(f"{path}{words}")
+
+
+def test_a_python_file_makes_a_scenario_as_any_other(tmp_path: Path) -> None:
+    path = tmp_path / "a_scenario.py"
+    path.write_text(
+        "from raytrain_ft.scenario import *\n"
+        "events = [Event(action='kill', who=Who(rank=rank), when=When(step=5 + rank)) for rank in range(4)]\n"
+        "scenario = Scenario(name='test', job='job.py:Task', workers=4, steps=50, batch=32, events=tuple(events))\n"
+        "assert __name__ != '__main__'\n"
+    )
+    scenario = Scenario.load(str(path))
+    assert [(event.who.rank, event.when.step) for event in scenario.events if event.who and event.when] == [
+        *((0, 5), (1, 6), (2, 7), (3, 8))
+    ]
+    assert scenario.relative("job.py") == tmp_path / "job.py"
+    assert str(scenario.error(("events", 0), "no")) == f"{path}: events.0: no"
+    with pytest.raises(ScenarioError, match=r"a_scenario\.py: job\.task: there is no file"):
+        faults.task_of(scenario)
+
+
+def test_a_python_file_may_read_another_file(tmp_path: Path) -> None:
+    read = load(tmp_path, HEAD + "  []\n")
+    path = tmp_path / "a_scenario.py"
+    path.write_text(
+        f"from raytrain_ft.scenario import Scenario\n\nscenario = Scenario.load({str(tmp_path / 'scenario.yaml')!r})\n"
+    )
+    assert Scenario.load(path) == read
+    assert str(Scenario.load(path).error(("steps",), "no")) == str(read.error(("steps",), "no"))
+    with pytest.raises(ScenarioError, match=r"there is no file .*none\.py"):
+        Scenario.load(tmp_path / "none.py")
+
+
+@pytest.mark.parametrize(("name", "text"), [("bad.yaml", "name: \x1b\n"), ("bad.py", "raise SystemExit\n")])
+def test_nothing_is_struck_for_a_file_that_is_refused(name: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    answer = CliRunner().invoke(main, ["drill", str(path)])
+    assert answer.exit_code == 2
+    assert f"Error: {path}, line 1: " in answer.output
 
 
 def test_every_fault_is_told_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
@@ -295,7 +395,9 @@ def test_a_trace_takes_and_gives_nodes_in_its_order_at_its_speed(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parents[2] / "jobs" / "scenarios").glob("*.yaml")), ids=lambda p: p.stem
+    "path",
+    sorted(path for path in (Path(__file__).parents[2] / "jobs" / "scenarios").iterdir() if path.suffix in (".yaml", ".py")),
+    ids=lambda p: p.stem,
 )
 def test_the_examples_can_be_carried_out(path: Path) -> None:
     scenario = Scenario.load(path)

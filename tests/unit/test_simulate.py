@@ -303,6 +303,16 @@ def test_more_failures_take_longer() -> None:
     assert all(ours.seconds < theirs.seconds for ours, theirs in pairs)
 
 
+def test_a_sweep_over_failures_is_of_the_whole_cluster_and_varies_a_given_number() -> None:
+    job = Job(steps=20_000, step_s=1.0, workers=4, costs=COSTS)
+    sources = [Exponential(mtbf_s=9.0), Exponential(mtbf_s=9.0, per="node"), Weibull(mtbf_s=9.0, per="node"), Uniform(number=9)]
+    for source in sources:
+        swept = sweep_failures(job, [Strategy(kind="replication")], source, [200.0, 1000.0], seeds=5)
+        often, rarely = (summary.failures for summary in swept.summaries["replication"])
+        assert often == pytest.approx(100, rel=0.2)
+        assert rarely == pytest.approx(20, rel=0.4)
+
+
 def test_failures_come_as_often_as_they_are_said_to() -> None:
     job = Job(steps=100, step_s=1.0, workers=10)
     for source in (Exponential(mtbf_s=100.0), Weibull(mtbf_s=1000.0, shape=0.6, per="node", together=(0.5, 0.5))):

@@ -1,0 +1,89 @@
+"""Commands that write files: a place that cannot be written is told in a line, before anything is worked out if that can be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from raytrain_ft import cli, cli_simulate, cli_study, output
+from raytrain_ft.cli import main
+
+RUN = Path(__file__).parent / "recorded" / "replication"
+JOB = {"job": {"steps": 10, "step_s": 1.0, "workers": 2}, "failures": {"kind": "list", "failures": [{"step": 5, "lost": 1}]}}
+
+
+def refused(*arguments: object) -> str:
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)  # no traceback
+    return result.output
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(JOB))
+    return path
+
+
+@pytest.fixture
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever begins to work fails the test."""
+
+    def work(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the work has begun")
+
+    monkeypatch.setattr(cli_simulate, "compare", work)
+    monkeypatch.setattr(cli_simulate, "calibrate", work)
+    monkeypatch.setattr(cli_study, "run", work)
+    monkeypatch.setattr(cli.reports, "write", work)
+    monkeypatch.setattr(cli.timelines, "write", work)
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize("option", ["--json", "--plots"])
+def test_a_place_that_cannot_be_is_refused_before_the_work(option: str, job: Path) -> None:
+    place = job / "beside" / "out"  # a file is no directory
+    for command in (["simulate", job], ["simulate", "--from-run", RUN], ["study"]):
+        told = refused(*command, option, place)
+        assert told.startswith(f"Error: {place} cannot be written: Not a directory; use a place with room where you may write")
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize("command", ["report", "timeline"])
+def test_a_run_on_a_read_only_disk_gets_no_file(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(**_: Any) -> Any:
+        raise OSError(30, "Read-only file system")
+
+    (tmp_path / "events.jsonl").write_text("")
+    monkeypatch.setattr(output, "TemporaryFile", read_only)
+    assert refused(command, tmp_path).startswith(f"Error: {tmp_path} cannot be written: Read-only file system; use a place")
+
+
+def test_a_disk_that_fills_up_meanwhile_is_told(job: Path) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full: not Linux")
+    assert "Error: /dev/full cannot be written: No space left on device" in refused("simulate", job, "--json", full)
+
+
+def test_what_turns_out_to_be_in_the_way_is_told(job: Path, tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text("")
+    for name in ("report.html", "timeline.json", "losses.png"):
+        (tmp_path / name).mkdir()
+    for command in (["report", tmp_path], ["timeline", tmp_path], ["simulate", job, "--plots", tmp_path]):
+        assert f"Error: {tmp_path} cannot be written: Is a directory" in refused(*command)
+    assert f"Error: {job / 'out'} cannot be written: Not a directory" in refused("dashboard", "--out", job / "out")
+
+
+def test_trying_makes_nothing_and_touches_nothing(tmp_path: Path) -> None:
+    there = tmp_path / "there.json"
+    there.write_text("as it was")
+    output.try_out(None, there, tmp_path / "new.json", tmp_path / "new" / "plots", tmp_path)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("there.json", "as it was")]
+    output.write(tmp_path / "new" / "out.json", "{}")
+    assert (tmp_path / "new" / "out.json").read_text() == "{}\n"
