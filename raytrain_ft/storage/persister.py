@@ -154,12 +154,20 @@ class SharedMemory:
         self._growing = threading.Lock()
 
     def reserve(self, size: int) -> memoryview:
-        """At least this many bytes, the first of which are the first of the memory."""
+        """At least this many bytes, the first of which are the first of the memory.
+
+        Raises:
+            OSError: there is not so much memory.
+        """
         with self._growing:
             if size > len(self.view):
                 self._unpin()
                 os.ftruncate(self.descriptor, size)
-                self.view = memoryview(pages.for_writing(self.descriptor, size, len(self.view)))
+                try:
+                    self.view = memoryview(pages.for_writing(self.descriptor, size, len(self.view)))
+                except OSError:
+                    os.ftruncate(self.descriptor, len(self.view))  # what there was of it is needed elsewhere
+                    raise
             return self.view[:size]
 
     def close(self) -> None:
