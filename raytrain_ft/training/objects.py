@@ -12,6 +12,7 @@ import json
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -208,6 +209,31 @@ def put_together(content: Content, skeleton: Any, rank: int) -> Any:
 def put_back(value: Any, state: Any) -> None:
     """Loads a state dict into an object."""
     bare(value).load_state_dict(state)
+    if isinstance(value, torch.optim.Optimizer):
+        _undo_casts(value, state)
+
+
+def _undo_casts(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """torch casts all that an optimizer keeps for a parameter to the parameter's dtype as it loads it. What was stored in
+    another one takes its place again."""
+    match state:
+        case {"state": dict(stored), "param_groups": list(groups)}:
+            numbers = chain.from_iterable(group["params"] for group in groups)
+            params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+            for number, p in zip(numbers, params, strict=True):
+                if number in stored and p in optimizer.state:
+                    optimizer.state[p] = _not_cast(optimizer.state[p], stored[number])
+
+
+def _not_cast(loaded: Any, stored: Any) -> Any:
+    if isinstance(loaded, Tensor) and isinstance(stored, Tensor):
+        cast = loaded.dtype != stored.dtype and torch.equal(loaded, stored.to(loaded))
+        return stored.to(loaded.device) if cast else loaded
+    if isinstance(loaded, dict) and isinstance(stored, dict):
+        loaded.update({key: _not_cast(one, stored.get(key)) for key, one in loaded.items()})
+    elif isinstance(loaded, list | tuple) and isinstance(stored, list | tuple) and len(loaded) == len(stored):
+        return type(loaded)(map(_not_cast, loaded, stored))
+    return loaded
 
 
 # ---------------------------------------------------------------- random generators

@@ -131,6 +131,48 @@ def test_resume_has_the_same_bits(tmp_path: Path) -> None:
     assert (setup.state(), torch.rand(2).tolist()) == expected[:2]
 
 
+class Exact(torch.optim.Optimizer):
+    """Sums gradients in single precision, whatever its parameters are, and counts its steps in whole numbers."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state |= {"sums": [torch.zeros_like(p, dtype=torch.float32)], "count": torch.zeros(3, dtype=torch.uint8)}
+                state["sums"][0].mul_(0.9).add_(p.grad)
+                state["count"] += 1
+                p.sub_(group["lr"] * state["sums"][0])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD, Exact])
+def test_what_an_optimizer_keeps_more_exactly_than_parameters_is_not_rounded(
+    tmp_path: Path, kind: Callable[..., torch.optim.Optimizer]
+) -> None:
+    def train(directory: Path, until: int) -> Setup:
+        setup = Setup()
+        setup.model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)).to(torch.bfloat16)
+        setup.optimizer = kind(setup.model.parameters())
+        setup.scheduler = torch.optim.lr_scheduler.StepLR(setup.optimizer, 7, 0.5)
+        with checkfreq.open(directory, every=5, **setup.objects) as run:
+            for inputs, labels in run.batches(setup.loader, until_step=until):
+                setup.step(inputs.to(torch.bfloat16), labels)
+        return setup
+
+    torch.manual_seed(1)
+    reference = train(tmp_path / "a", 23)
+    torch.manual_seed(1)
+    train(tmp_path / "b", 9)
+    resumed = train(tmp_path / "b", 23)
+    assert resumed.state() == reference.state()
+    kinds = [[t.dtype for t in flatten(one.optimizer.state_dict())[1].values()] for one in (resumed, reference)]
+    assert kinds[0] == kinds[1]
+
+
 def test_all_that_a_loop_does_after_its_update_belongs_to_the_step(tmp_path: Path) -> None:
     """A scheduler that follows the validation after each epoch, whose loader draws from torch's generator."""
 
