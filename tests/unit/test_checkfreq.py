@@ -6,12 +6,14 @@ import gc
 import itertools
 import json
 import logging
+import math
 import os
 import random
+import re
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +33,7 @@ from raytrain_ft.errors import ConfigError, FTError, LockedError, MismatchError,
 from raytrain_ft.policy.sampling import Position, Sampling, next_batch, order, share
 from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.storage.tree import flatten
-from raytrain_ft.training import checkpointer, resume
+from raytrain_ft.training import checkpointer, resume, snapshot
 from raytrain_ft.training import journal as journals
 from raytrain_ft.training import objects as states
 from raytrain_ft.training.checkpointer import Checkpointer
@@ -245,6 +247,61 @@ def test_average_is_restored_and_stored_once_over(tmp_path: Path) -> None:
     first, count = train(5)
     assert count == 5
     assert train(5) == (first, 5)
+
+
+def test_an_average_that_moves_on_without_an_update_costs_the_checkpoint_and_never_tears_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GradScaler leaves out the optimizer's step where gradients are infinite, and nothing waits for the copy."""
+    setup, scaler = Setup(), torch.amp.GradScaler("cpu")
+    average = torch.optim.swa_utils.AveragedModel(setup.model)
+    go_on, copy_all = threading.Event(), snapshot.copy_all
+
+    def late(slices: Sequence[snapshot.Slice], memory: memoryview) -> None:
+        assert go_on.wait(30)
+        copy_all(slices, memory)
+
+    monkeypatch.setattr(snapshot, "copy_all", late)
+    with checkfreq.open(tmp_path, every=1, keep=9, average=average, **setup.objects):
+        for number, (inputs, labels) in zip(range(4), setup.loader, strict=False):
+            setup.optimizer.zero_grad()
+            scaled = scaler.scale(F.cross_entropy(setup.model(inputs * (math.inf if number == 1 else 1.0)), labels))
+            scaled.backward()
+            scaler.step(setup.optimizer)
+            scaler.update()
+            average.update_parameters(setup.model)
+            if number == 1:
+                go_on.set()
+    (failed,) = journal(tmp_path, "CheckpointFailed")
+    assert failed["step"] == 1
+    assert re.search(
+        r"the snapshot failed: average/module\.0\.(bias|weight).* changed while .*run\.update\(\)", failed["reason"]
+    )
+    assert [record["step"] for record in journal(tmp_path, "CheckpointCommitted")] == [2, 3]
+
+
+def test_a_learning_rate_that_is_a_tensor_is_stored_as_it_was(tmp_path: Path) -> None:
+    def make() -> Setup:
+        setup = Setup()
+        setup.optimizer = torch.optim.AdamW(setup.model.parameters(), lr=torch.tensor(0.01))
+        setup.scheduler = torch.optim.lr_scheduler.StepLR(setup.optimizer, 7, 0.5)
+        return setup
+
+    def train(directory: Path, until: int) -> Setup:
+        setup = make()
+        with checkfreq.open(directory, every=5, **setup.objects) as run:
+            setup.train(run, until)
+        return setup
+
+    optimizer = make().optimizer
+    parts = states.take_apart({"optimizer": optimizer})
+    optimizer.param_groups[0]["lr"].fill_(1.0)
+    assert parts.own["optimizer/param_groups/0/lr"] == 0.01
+    torch.manual_seed(1)
+    reference = train(tmp_path / "a", 23)
+    torch.manual_seed(1)
+    train(tmp_path / "b", 9)
+    assert train(tmp_path / "b", 23).state() == reference.state()
 
 
 def test_error_keeps_what_was_committed_and_writes_no_last_one(tmp_path: Path) -> None:
