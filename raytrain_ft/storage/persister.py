@@ -3,7 +3,9 @@
 The snapshot lies in memory that both processes map (a memfd: it has no name, and is gone when both are), and so does the job,
 which of a large model is longer than a pipe takes in: a process that is frozen must not hold up who writes to it. Lines of
 JSON on pipes say that there is a job, and how it ended. At most one job is under way, and it is never abandoned (CheckFreq,
-section 4.3.1): when the worker is lost in the midst of one, it is brought to its end before this process ends too.
+section 4.3.1): when the worker is lost in the midst of one, it is brought to its end before this process ends too. So what ends
+a worker together with all its processes does not reach this one, which has a session of its own (torchrun signals the groups of
+all ranks when one of them fails), and it ignores a request to end.
 """
 
 from __future__ import annotations
@@ -12,17 +14,18 @@ import json
 import mmap
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import IO, Any
+from typing import Any
 
 from raytrain_ft.errors import LockedError, StorageError
 from raytrain_ft.storage import checkpoint, lock, pages
@@ -34,6 +37,9 @@ NICENESS = 10
 """Added to the worker's own: where training needs every core, it comes first."""
 KILL_S = 5.0
 """How long the end of a process that was killed is waited for."""
+POLL_S = 1.0
+"""How often it is looked whether the worker still lives."""
+LINES_BYTES = 2**16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,12 +160,20 @@ class SharedMemory:
         self._growing = threading.Lock()
 
     def reserve(self, size: int) -> memoryview:
-        """At least this many bytes, the first of which are the first of the memory."""
+        """At least this many bytes, the first of which are the first of the memory.
+
+        Raises:
+            OSError: there is not so much memory.
+        """
         with self._growing:
             if size > len(self.view):
                 self._unpin()
                 os.ftruncate(self.descriptor, size)
-                self.view = memoryview(pages.for_writing(self.descriptor, size, len(self.view)))
+                try:
+                    self.view = memoryview(pages.for_writing(self.descriptor, size, len(self.view)))
+                except OSError:
+                    os.ftruncate(self.descriptor, len(self.view))  # what there was of it is needed elsewhere
+                    raise
             return self.view[:size]
 
     def close(self) -> None:
@@ -198,10 +212,11 @@ class Persister:
         path = os.pathsep.join(entry for entry in sys.path if entry)
         descriptors = [self._memory.descriptor, self._described.fileno()]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "raytrain_ft.storage.persister", *map(str, descriptors)],
+            [sys.executable, "-m", "raytrain_ft.storage.persister", *map(str, [*descriptors, os.getpid()])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=descriptors,
+            start_new_session=True,
             env=os.environ | {"PYTHONPATH": path},
         )
         assert self._process.stdin is not None
@@ -283,14 +298,15 @@ class Persister:
 def main() -> None:
     """Body of the process: jobs from standard input until it ends, or says that there are no more."""
     os.nice(NICENESS)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver: a job is brought to its end
+    for number in (signal.SIGINT, signal.SIGTERM):  # they are for the driver and the worker: a job is brought to its end
+        signal.signal(number, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints is no answer
-    descriptor, described = map(int, sys.argv[1:])
+    descriptor, described, worker = map(int, sys.argv[1:])
     mapped = memoryview(b"")  # it grows only, so what is mapped once stays so
     jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
     cancelled: set[str] = set()
-    threading.Thread(target=_read, args=(sys.stdin, described, jobs, cancelled), name="jobs", daemon=True).start()
+    threading.Thread(target=_read, args=(worker, described, jobs, cancelled), name="jobs", daemon=True).start()
     while (job := jobs.get()) is not None:
         began = time.monotonic()
 
@@ -310,9 +326,8 @@ def main() -> None:
         cancelled.discard(str(job.name))
 
 
-def _read(stream: IO[str], described: int, jobs: queue.SimpleQueue[Job | None], cancelled: set[str]) -> None:
-    for line in stream:
-        message = json.loads(line)
+def _read(worker: int, described: int, jobs: queue.SimpleQueue[Job | None], cancelled: set[str]) -> None:
+    for message in map(json.loads, _lines(worker)):
         if "end" in message:
             break
         if "cancel" in message:
@@ -320,6 +335,19 @@ def _read(stream: IO[str], described: int, jobs: queue.SimpleQueue[Job | None], 
         else:
             jobs.put(Job(**json.loads(os.pread(described, message["job"], 0))))
     jobs.put(None)
+
+
+def _lines(worker: int) -> Iterator[bytes]:
+    """Lines of standard input until it ends, or the worker has: processes that it forked may hold the pipe open."""
+    descriptor, rest = sys.stdin.fileno(), b""
+    while True:
+        alive = os.getppid() == worker
+        readable, _, _ = select.select([descriptor], [], [], POLL_S if alive else 0.0)
+        read = os.read(descriptor, LINES_BYTES) if readable else b""
+        if not read and (readable or not alive):
+            return
+        *lines, rest = (rest + read).split(b"\n")
+        yield from lines
 
 
 if __name__ == "__main__":

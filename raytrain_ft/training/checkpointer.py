@@ -265,7 +265,7 @@ class Checkpointer:
             incarnation=self._incarnation,
             number=self._rank,
             count=self._count,
-            pieces=[piece for piece, _ in slices],
+            pieces=[one.piece for one in slices],
             values=values if self._rank == 0 else {},
             kept=kept,
             keep=self._target.keep,
@@ -277,7 +277,7 @@ class Checkpointer:
         self._began_at, self._waited_s, self._stall_s = time.monotonic(), waited, 0.0
         self._outcome = Future()
         self._free = free_on_device(tensors)
-        size = sum(piece.size for piece, _ in slices)
+        size = sum(one.piece.size for one in slices)
         mode = self._tuner.mode if self._tuner is not None else "gpu"
         self._copy = Copy(slices, self._memory, self._copied, mode if self._free > size else "cpu")
         self._copy.start()

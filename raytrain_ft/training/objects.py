@@ -2,16 +2,17 @@
 
 Two kinds of state. *Shared*: parameters of modules and what optimizers keep for them. It is the same on every rank, changes
 in the weight update only, and is copied while the next step computes; each rank stores a part of it. *Own*: everything else,
-that is buffers, schedulers, scalers, random generators. It may differ between ranks and may change at any time, so it is copied
-at once, and each rank stores its own.
+that is buffers, hyper-parameters, schedulers, scalers, random generators. It may differ between ranks and may change at any
+time, so it is copied at once, and each rank stores its own.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -79,10 +80,10 @@ def take_apart(objects: Mapping[str, Any]) -> Parts:
     own: dict[str, Tensor] = {}
     for name, value in objects.items():
         skeletons[name], tensors = flatten(_state(value), name)
-        common = _addresses(value)
+        is_shared = _shared(name, value)
         for path, tensor in tensors.items():
             _check_whole(path, tensor)
-            if common is None or id(tensor) in common:
+            if is_shared(path, tensor):
                 shared[path] = tensor
             else:
                 own[path] = tensor.detach().clone()
@@ -96,12 +97,16 @@ def _state(value: Any) -> Any:
     return value.state_dict(keep_vars=True) if isinstance(value, nn.Module) else value.state_dict()
 
 
-def _addresses(value: Any) -> set[int] | None:
-    """Which tensors of its state are shared, by id(); None if all are."""
+def _shared(name: str, value: Any) -> Callable[[str, Tensor], bool]:
+    """Tells which tensors of its state are shared."""
     if isinstance(value, torch.optim.Optimizer):
-        return None
+        settings = (
+            f"{name}/param_groups/"  # a learning rate that is a tensor is changed in place, when a schedule takes its step
+        )
+        return lambda path, _: not path.startswith(settings)
     value = bare(value)
-    return {id(parameter) for parameter in value.parameters()} if isinstance(value, nn.Module) else set()
+    parameters = {id(parameter) for parameter in value.parameters()} if isinstance(value, nn.Module) else set()
+    return lambda _, tensor: id(tensor) in parameters
 
 
 def _check_whole(path: str, tensor: Tensor) -> None:
@@ -208,6 +213,31 @@ def put_together(content: Content, skeleton: Any, rank: int) -> Any:
 def put_back(value: Any, state: Any) -> None:
     """Loads a state dict into an object."""
     bare(value).load_state_dict(state)
+    if isinstance(value, torch.optim.Optimizer):
+        _undo_casts(value, state)
+
+
+def _undo_casts(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """torch casts all that an optimizer keeps for a parameter to the parameter's dtype as it loads it. What was stored in
+    another one takes its place again."""
+    match state:
+        case {"state": dict(stored), "param_groups": list(groups)}:
+            numbers = chain.from_iterable(group["params"] for group in groups)
+            params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+            for number, p in zip(numbers, params, strict=True):
+                if number in stored and p in optimizer.state:
+                    optimizer.state[p] = _not_cast(optimizer.state[p], stored[number])
+
+
+def _not_cast(loaded: Any, stored: Any) -> Any:
+    if isinstance(loaded, Tensor) and isinstance(stored, Tensor):
+        cast = loaded.dtype != stored.dtype and torch.equal(loaded, stored.to(loaded))
+        return stored.to(loaded.device) if cast else loaded
+    if isinstance(loaded, dict) and isinstance(stored, dict):
+        loaded.update({key: _not_cast(one, stored.get(key)) for key, one in loaded.items()})
+    elif isinstance(loaded, list | tuple) and isinstance(stored, list | tuple) and len(loaded) == len(stored):
+        return type(loaded)(map(_not_cast, loaded, stored))
+    return loaded
 
 
 # ---------------------------------------------------------------- random generators

@@ -17,20 +17,29 @@ import torch
 from torch import Tensor
 
 from raytrain_ft.errors import ConfigError, StorageError
+from raytrain_ft.storage.log_files import version_of
 from raytrain_ft.storage.persister import SharedMemory
 from raytrain_ft.storage.shard import Piece
 from raytrain_ft.training.memory import is_plain, move
 
 ALIGNMENT = 4096
 POLL_S = 0.05
+MOST_NAMES = 3
+"""Of tensors that an error names."""
 
 
 class Slice(NamedTuple):
-    """A piece of one tensor, and that tensor: an alias of it, so that its bytes stay where they are until they are copied, also
-    if a forward pass gives the parameter others (`p.data = ...`)."""
+    """A piece of one tensor.
+
+    Attributes:
+        tensor: an alias of it, so that its bytes stay where they are until they are copied, also if a forward pass gives the
+            parameter others (`p.data = ...`).
+        source: the tensor itself.
+    """
 
     piece: Piece
     tensor: Tensor
+    source: Tensor
 
 
 def total_size(tensors: Sequence[tuple[str, Tensor]]) -> int:
@@ -57,7 +66,7 @@ def share(tensors: Sequence[tuple[str, Tensor]], number: int, count: int) -> lis
         empty_here = size == 0 and (first <= offset < last or (offset == total and number == count - 1))
         if start < stop or empty_here:
             piece = Piece(name, str(tensor.dtype), tuple(tensor.shape), start if size else 0, max(0, stop - start))
-            found.append(Slice(piece, tensor.detach()))
+            found.append(Slice(piece, tensor.detach(), tensor))
         offset += size
     return found
 
@@ -93,6 +102,7 @@ class Copy:
         self, slices: Sequence[Slice], memory: SharedMemory, then: Callable[[Copy], None], mode: Literal["cpu", "gpu"] = "cpu"
     ) -> None:
         self.slices = slices
+        self._versions = [version_of(s.source) for s in slices]
         self.device_seconds: float | None = None
         self._mode = mode
         self.size = sum(s.piece.size for s in slices)
@@ -114,18 +124,30 @@ class Copy:
             memory = self._memory.reserve(self.size)
             self._ready()
             if self._mode == "gpu" and (clones := _cloned(self.slices)) is not None:
-                self.slices = clones
+                self._check_unchanged()
+                self.slices, self._versions = clones, []
                 self.device_seconds = time.monotonic() - began
                 self._done.set()
             if torch.cuda.is_initialized():
                 _pin(self._memory)
             copy_all(self.slices, memory)
+            self._check_unchanged()
         except BaseException as error:  # told to whoever waits
             self.error = error
         self.slices = []  # clones, and bytes that a parameter no longer has, are given back
         self.seconds = time.monotonic() - began
         self._done.set()
         self._then(self)
+
+    def _check_unchanged(self) -> None:
+        """Raises StorageError if somebody did not wait: the copy may hold a mix of before and after."""
+        begun = zip(self.slices, self._versions, strict=False)  # clones are nobody else's, and have none
+        changed = [one.piece.name for one, version in begun if _is_changed(one, version)]
+        if changed:
+            raise StorageError(
+                f"{', '.join(changed[:MOST_NAMES])} changed while being copied: put what changes a tensor besides the "
+                'optimizer\'s step into "with run.update():", which waits for the copy'
+            )
 
     def join(self, timeout_s: float = 5.0) -> None:
         """Waits until the copy was also handed on, which takes milliseconds unless who it goes to is frozen."""
@@ -151,14 +173,22 @@ class Copy:
         return time.monotonic() - began
 
 
+def _is_changed(one: Slice, version: int) -> bool:
+    """Whether its bytes are not those of this version any more, as far as torch counts. Memory of which it is a part may have
+    one counter for all, and a tensor that was given other memory counts what is changed there."""
+    if version_of(one.source) == version or one.source.data_ptr() != one.tensor.data_ptr():
+        return False
+    return one.source.untyped_storage().nbytes() == one.source.nbytes
+
+
 @torch.no_grad()
 def _cloned(slices: Sequence[Slice]) -> list[Slice] | None:
     """The slices, copied within their device's memory; None if it has no room for them."""
     clones = []
     try:
-        for piece, tensor in slices:
-            start, stop = piece.start, piece.start + piece.size
-            clones.append(Slice(piece._replace(start=0), bytes_of(tensor)[start:stop].clone()))
+        for piece, tensor, _ in slices:
+            clone = bytes_of(tensor)[piece.start : piece.start + piece.size].clone()
+            clones.append(Slice(piece._replace(start=0), clone, clone))
     except torch.OutOfMemoryError:
         return None
     _synchronize(slices)
@@ -177,7 +207,7 @@ def copy_all(slices: Sequence[Slice], memory: memoryview) -> None:
         return
     target = torch.frombuffer(memory, dtype=torch.uint8)
     address, offset = target.data_ptr(), 0
-    for piece, tensor in slices:
+    for piece, tensor, _ in slices:
         start, size = piece.start, piece.size
         if not size:
             continue

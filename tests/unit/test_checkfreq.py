@@ -6,12 +6,14 @@ import gc
 import itertools
 import json
 import logging
+import math
 import os
 import random
+import re
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +33,7 @@ from raytrain_ft.errors import ConfigError, FTError, LockedError, MismatchError,
 from raytrain_ft.policy.sampling import Position, Sampling, next_batch, order, share
 from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.storage.tree import flatten
-from raytrain_ft.training import checkpointer, resume
+from raytrain_ft.training import checkpointer, resume, snapshot
 from raytrain_ft.training import journal as journals
 from raytrain_ft.training import objects as states
 from raytrain_ft.training.checkpointer import Checkpointer
@@ -131,6 +133,48 @@ def test_resume_has_the_same_bits(tmp_path: Path) -> None:
     assert (setup.state(), torch.rand(2).tolist()) == expected[:2]
 
 
+class Exact(torch.optim.Optimizer):
+    """Sums gradients in single precision, whatever its parameters are, and counts its steps in whole numbers."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state |= {"sums": [torch.zeros_like(p, dtype=torch.float32)], "count": torch.zeros(3, dtype=torch.uint8)}
+                state["sums"][0].mul_(0.9).add_(p.grad)
+                state["count"] += 1
+                p.sub_(group["lr"] * state["sums"][0])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD, Exact])
+def test_what_an_optimizer_keeps_more_exactly_than_parameters_is_not_rounded(
+    tmp_path: Path, kind: Callable[..., torch.optim.Optimizer]
+) -> None:
+    def train(directory: Path, until: int) -> Setup:
+        setup = Setup()
+        setup.model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)).to(torch.bfloat16)
+        setup.optimizer = kind(setup.model.parameters())
+        setup.scheduler = torch.optim.lr_scheduler.StepLR(setup.optimizer, 7, 0.5)
+        with checkfreq.open(directory, every=5, **setup.objects) as run:
+            for inputs, labels in run.batches(setup.loader, until_step=until):
+                setup.step(inputs.to(torch.bfloat16), labels)
+        return setup
+
+    torch.manual_seed(1)
+    reference = train(tmp_path / "a", 23)
+    torch.manual_seed(1)
+    train(tmp_path / "b", 9)
+    resumed = train(tmp_path / "b", 23)
+    assert resumed.state() == reference.state()
+    kinds = [[t.dtype for t in flatten(one.optimizer.state_dict())[1].values()] for one in (resumed, reference)]
+    assert kinds[0] == kinds[1]
+
+
 def test_all_that_a_loop_does_after_its_update_belongs_to_the_step(tmp_path: Path) -> None:
     """A scheduler that follows the validation after each epoch, whose loader draws from torch's generator."""
 
@@ -203,6 +247,61 @@ def test_average_is_restored_and_stored_once_over(tmp_path: Path) -> None:
     first, count = train(5)
     assert count == 5
     assert train(5) == (first, 5)
+
+
+def test_an_average_that_moves_on_without_an_update_costs_the_checkpoint_and_never_tears_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GradScaler leaves out the optimizer's step where gradients are infinite, and nothing waits for the copy."""
+    setup, scaler = Setup(), torch.amp.GradScaler("cpu")
+    average = torch.optim.swa_utils.AveragedModel(setup.model)
+    go_on, copy_all = threading.Event(), snapshot.copy_all
+
+    def late(slices: Sequence[snapshot.Slice], memory: memoryview) -> None:
+        assert go_on.wait(30)
+        copy_all(slices, memory)
+
+    monkeypatch.setattr(snapshot, "copy_all", late)
+    with checkfreq.open(tmp_path, every=1, keep=9, average=average, **setup.objects):
+        for number, (inputs, labels) in zip(range(4), setup.loader, strict=False):
+            setup.optimizer.zero_grad()
+            scaled = scaler.scale(F.cross_entropy(setup.model(inputs * (math.inf if number == 1 else 1.0)), labels))
+            scaled.backward()
+            scaler.step(setup.optimizer)
+            scaler.update()
+            average.update_parameters(setup.model)
+            if number == 1:
+                go_on.set()
+    (failed,) = journal(tmp_path, "CheckpointFailed")
+    assert failed["step"] == 1
+    assert re.search(
+        r"the snapshot failed: average/module\.0\.(bias|weight).* changed while .*run\.update\(\)", failed["reason"]
+    )
+    assert [record["step"] for record in journal(tmp_path, "CheckpointCommitted")] == [2, 3]
+
+
+def test_a_learning_rate_that_is_a_tensor_is_stored_as_it_was(tmp_path: Path) -> None:
+    def make() -> Setup:
+        setup = Setup()
+        setup.optimizer = torch.optim.AdamW(setup.model.parameters(), lr=torch.tensor(0.01))
+        setup.scheduler = torch.optim.lr_scheduler.StepLR(setup.optimizer, 7, 0.5)
+        return setup
+
+    def train(directory: Path, until: int) -> Setup:
+        setup = make()
+        with checkfreq.open(directory, every=5, **setup.objects) as run:
+            setup.train(run, until)
+        return setup
+
+    optimizer = make().optimizer
+    parts = states.take_apart({"optimizer": optimizer})
+    optimizer.param_groups[0]["lr"].fill_(1.0)
+    assert parts.own["optimizer/param_groups/0/lr"] == 0.01
+    torch.manual_seed(1)
+    reference = train(tmp_path / "a", 23)
+    torch.manual_seed(1)
+    train(tmp_path / "b", 9)
+    assert train(tmp_path / "b", 23).state() == reference.state()
 
 
 def test_error_keeps_what_was_committed_and_writes_no_last_one(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -25,20 +25,26 @@ DEADLINE_S = 120
 
 @contextmanager
 def started(directory: Path, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """The job as a process in a group of its own, with its persister; gone at the end."""
+    """The job as a process, gone at the end with its persister."""
     process = subprocess.Popen(
         [sys.executable, str(JOB), str(directory), *arguments],
         stdout=subprocess.PIPE,
         text=True,
-        start_new_session=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
     )
     try:
         yield process
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            kill_with_persister(process.pid)
         process.communicate(timeout=DEADLINE_S)
+
+
+def kill_with_persister(pid: int) -> None:
+    """As a machine does that loses its power: neither sees the other's end."""
+    job = psutil.Process(pid)
+    for one in [*job.children(), job]:
+        one.kill()
 
 
 def complete(directory: Path, *arguments: str, world: int = 1) -> list[Any]:
@@ -117,7 +123,7 @@ def test_killed_anywhere_the_end_has_the_same_bits(tmp_path: Path) -> None:
             if how == "process alone":  # its persister brings the checkpoint under way to its end
                 process.kill()
             else:
-                os.killpg(process.pid, signal.SIGKILL)
+                kill_with_persister(process.pid)
             process.wait(DEADLINE_S)
             step = max([step, *(int(line) for line in process.stdout if line.endswith("\n"))])
     end = str(step + 5)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
-from raytrain_ft.storage import lock
+from raytrain_ft.storage import checkpoint, lock
 from raytrain_ft.storage.filesystem import open_storage
+from raytrain_ft.storage.manifest import FILE, Name
 from raytrain_ft.storage.persister import Job, Outcome, Persister, SharedMemory
+from raytrain_ft.storage.shard import Piece
 
 
 def test_what_was_done_to_a_mapping_is_undone_before_another_takes_its_place() -> None:
@@ -141,3 +146,61 @@ def test_one_that_is_frozen_holds_nobody_up(tmp_path: Path) -> None:
             os.kill(persister.pid, signal.SIGKILL)
         memory.close()
         right.release()
+
+
+WORKER = """
+import os, sys, time
+from raytrain_ft.storage import lock
+from raytrain_ft.storage.filesystem import open_storage
+from raytrain_ft.storage.persister import Job, Persister, SharedMemory
+
+right = lock.acquire(open_storage(sys.argv[1]), "test")
+memory = SharedMemory()
+memory.reserve(8)
+persister = Persister(memory)
+about = {"uri": sys.argv[1], "owner": "test", "epoch": right.owner.epoch, "incarnation": 1}
+persister.submit(Job(step=1, number=0, count=2, pieces=[("t", "torch.uint8", (8,), 0, 8)], **about))
+child = os.fork()
+if not child:
+    os.setsid()
+else:
+    print(right.owner.epoch, persister.pid, child, flush=True)
+time.sleep(600)
+"""
+
+
+def test_it_outlives_who_is_ended_with_all_his_processes_and_ends_after_its_job(tmp_path: Path) -> None:
+    """As torchrun does it when another rank fails. And though a process that the worker forked holds the pipe open."""
+    worker = subprocess.Popen(
+        [sys.executable, "-c", WORKER, str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert worker.stdout is not None
+    epoch, persister, child = map(int, worker.stdout.readline().split())
+    try:
+        storage, name = open_storage(str(tmp_path)), Name(1, epoch, 1)
+        until(lambda: storage.size(f"{name}/shard-00000-of-00002.json"))
+        os.killpg(worker.pid, signal.SIGTERM)
+        assert worker.wait(10) == -signal.SIGTERM
+        os.kill(persister, signal.SIGTERM)
+        checkpoint.write_shard(storage, name, 1, 2, [Piece("u", "torch.uint8", (8,), 0, 8)], memoryview(bytes(8)))
+        until(lambda: storage.size(f"{name}/{FILE}"))
+        assert lives(child)
+        until(lambda: not lives(persister))
+    finally:
+        for pid in filter(lives, (worker.pid, child, persister)):
+            os.kill(pid, signal.SIGKILL)
+        worker.communicate()
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)
