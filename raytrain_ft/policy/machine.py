@@ -218,8 +218,8 @@ def _on_suspected(run: RunState, event: m.Suspected) -> list[m.Command]:
 
 
 def _on_steps_committed(run: RunState, event: m.StepsCommitted) -> list[m.Command]:
-    if event.incarnation >= run.counts_from:
-        run.step = max(run.step, event.stop_step)
+    if event.incarnation >= run.counts_from and event.stop_step > run.step:
+        _advance(run, event.stop_step)
     if event.incarnation != run.incarnation:
         return []  # a step that a recovery completed, for example: its time says nothing
     run.longest_step = max(run.longest_step, event.longest_s)
@@ -232,6 +232,17 @@ def _on_steps_committed(run: RunState, event: m.StepsCommitted) -> list[m.Comman
         return stopping.stop(run)
     run.state = State.RUNNING
     return run.provision() + leaving.watch(run, event.at) + _resize(run, event.at)
+
+
+def _advance(run: RunState, step: int) -> None:
+    """Somebody has committed all steps before this one. A recovery that has completed one of them is not fruitless, though its
+    incarnation commit none; and what is told only now of training before it shows that it is the first in a row at most. A step
+    that was left out is no progress."""
+    run.step = step
+    if run.plan is None or step <= run.plan.interrupted:
+        run.fruitless = min(run.fruitless, 1)
+    elif run.plan.completes:
+        run.fruitless = 0
 
 
 def _on_samples_lost(run: RunState, event: m.SamplesLost) -> list[m.Command]:

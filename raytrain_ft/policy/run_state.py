@@ -54,7 +54,7 @@ class RunState:
         givers: per stage, who hands over what nobody else holds.
         answers: to what was asked last.
         history: every recovery and planned resize so far.
-        fruitless: incarnations in a row that committed no step.
+        fruitless: recoveries in a row that neither completed a step nor led to one.
         help_left: in how many replays survivors may still help until a step is committed.
         slow_replays: replays that were too slow since a step was committed.
         step: steps that somebody is known to have committed.

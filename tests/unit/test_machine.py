@@ -992,6 +992,58 @@ def test_recoveries_that_commit_a_step_each_may_go_on_for_ever() -> None:
     assert len(story.run.recoveries) == 8
 
 
+def completing(story: Story, step: int, *members: str) -> Story:
+    """These have reduced all of the step, which is completed and told under the number of before; then they train on."""
+    whole = {name: Marks(name, step, (step, step), (step, step)) for name in members}
+    story.tell(*(m.Fenced(member=name, incarnation=story.run.incarnation, marks=marks) for name, marks in whole.items()))
+    where: dict[str, Any] = {"rank": 0, "world_size": 3, "epoch": 0, "start": 0, "ids_digest": "", "loss": 1.0}
+    about = {"member": members[0], "incarnation": story.run.incarnation - 1}
+    story.tell(m.StepsCommitted(**about, first_step=step, stop_step=step + 1, **where))
+    return story.reconciled(*members)
+
+
+def test_recoveries_that_complete_a_step_each_are_not_fruitless() -> None:
+    """Steps are long, and losses frequent: none comes to its end undisturbed."""
+    story = running(max_fruitless_recoveries=1)
+    for step in range(5, 13):
+        story.tell(m.Suspected(incarnation=story.run.incarnation, reason="a collective failed", noticed_by="w0"))
+        assert story.run.state == State.FENCE
+        completing(story, step, "w0", "w1", "w2")
+    assert (story.run.state, story.run.step, story.run.fruitless) == (State.RESUME, 13, 0)
+
+
+def test_recoveries_that_only_leave_steps_out_are_fruitless() -> None:
+    story = running(6, strategy="skip", max_fruitless_recoveries=2)
+    for rank in (5, 4):
+        members = [f"w{i}" for i in range(rank)]
+        story.lost(f"w{rank}")
+        for member in members:
+            story.fenced_in(member, 10 - rank)
+        assert story.run.plan is not None
+        assert story.run.plan.skips
+        where: dict[str, Any] = {"rank": 0, "world_size": rank + 1, "epoch": 0, "start": 0, "ids_digest": "", "loss": 1.0}
+        steps = {"first_step": 10 - rank, "stop_step": 11 - rank}
+        story.tell(m.StepsCommitted(member="w0", incarnation=story.run.incarnation - 1, **steps, **where))
+        story.fires("replacement").reconciled(*members)
+    assert (story.run.state, story.run.step) == (State.RESUME, 7)
+    failure = story.lost("w3").run.failure
+    assert failure is not None
+    assert failure[0] == "RetryBudgetError"
+
+
+def test_steps_of_which_is_told_late_were_progress_before_this_recovery_and_not_in_it() -> None:
+    story = running(spares=1).to(State.RESUME)
+    suspected: dict[str, Any] = {"reason": "a collective failed", "noticed_by": "w0"}
+    story.tell(m.Suspected(incarnation=2, **suspected))
+    assert story.run.fruitless == 2, "as far as is known"
+    where: dict[str, Any] = {"rank": 0, "world_size": 3, "epoch": 0, "start": 0, "ids_digest": "", "loss": 1.0}
+    story.tell(m.StepsCommitted(member="w0", incarnation=2, first_step=5, stop_step=7, **where))
+    assert story.run.fruitless == 1
+    story.fenced("w0", "w1", "w3", step=7).reconciled("w0", "w1", "w3")
+    story.tell(m.Suspected(incarnation=3, **suspected))
+    assert story.run.fruitless == 2
+
+
 def test_an_undo_is_on_record_even_if_the_recovery_that_did_it_was_interrupted() -> None:
     """w1 carries the undo out and w0 does not; afterwards w0 copies what w1 has, and no undo is in the plan."""
     story = running(2, whole_update=False, wait_for_replacement=False)
