@@ -416,6 +416,7 @@ def resume(run: RunState, at: float) -> list[m.Command]:
     """Training goes on; the recovery ends with the first step that is committed."""
     if run.history.open is not None:
         run.history.open.filled = at
+    run.history.trains(len(run.joining))
     departed = leaving.gone(run)
     if run.state in ENDED:
         return departed

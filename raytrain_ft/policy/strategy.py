@@ -160,12 +160,15 @@ class Recoveries:
         all: in order; the last one is perhaps still open.
         costs: by step, what the last recovery has cost. Nobody stores anything of a step before it is committed, so a
             checkpoint of this very step is from before.
+        attempt: the step from which the recovery under way went on the last time, and how many trained then: nobody may have
+            told of what they committed.
         sleepers: members that sleep. awake_from: the step from which on the last one that slept has not.
         shared_otherwise: in the last recovery, somebody slept; after it, all take part in a step.
     """
 
     all: list[Recovery] = field(default_factory=list)
     costs: dict[int, Cost] = field(default_factory=dict)
+    attempt: tuple[int, int] | None = None
     sleepers: set[str] = field(default_factory=set)
     awake_from: int = 0
     shared_otherwise: bool = False
@@ -181,7 +184,7 @@ class Recoveries:
         if recovery is None:
             recovery = Recovery(cause, noticed_by, world_before=world_size, detected=at)
             self.all.append(recovery)
-            self.costs, self.shared_otherwise = {}, bool(self.sleepers)
+            self.costs, self.attempt, self.shared_otherwise = {}, None, bool(self.sleepers)
         elif cause not in recovery.cause:
             recovery.cause += f"; then {cause}"
         return recovery
@@ -189,6 +192,7 @@ class Recoveries:
     def follow(self, plan: Plan) -> None:
         """The survivors are told to carry out this plan. An undo costs the guarantee even if this attempt is interrupted, or
         refused by some of them: in the next one, the others may copy from who has carried it out."""
+        self._keep(plan.step)
         recovery, cost = self.all[-1], self._cost(plan.interrupted)
         recovery.follow(plan)
         if plan.lost or plan.interrupted == plan.step:  # who redoes it has all of its samples again
@@ -211,8 +215,26 @@ class Recoveries:
         cost.at_most = weakest(cost.at_most, Guarantee.ROUNDING)
         self._add_up()
 
+    def trains(self, workers: int) -> None:
+        """All is consistent and filled: so many train."""
+        recovery = self.open
+        if recovery is not None:
+            self.attempt = recovery.step, workers
+
+    def _keep(self, step: int) -> None:
+        """The next attempt goes on from this step. What the last one did before it stays, with sums in another order if it had
+        another number of workers."""
+        attempt, self.attempt = self.attempt, None
+        if attempt is None or step <= attempt[0]:
+            return
+        recovery, (began, workers) = self.all[-1], attempt
+        if self._trained(began) not in (0, workers):
+            self.rounded(began)
+        recovery.world_before = recovery.world_before or workers  # if nobody had trained before, somebody has now
+
     def go_back(self, step: int, committed: int, source: str, strategy: Strategy) -> None:
         """Everybody goes back to this step: nothing is left of what was done inexactly in later ones, or in this one."""
+        self._keep(step)
         self.costs = {at: cost for at, cost in self.costs.items() if at < step}
         self._add_up()
         self.all[-1].go_back(step, committed, source, strategy)

@@ -26,7 +26,8 @@ OUT_OF_STEP = ("idle", "suspect")
 class Worker:
     """What a worker is, as far as the supervisor can tell: `step` steps committed, one bucket. In a pipeline, `reduced` is that
     it knows of the agreement of all stages at the step's end. `left_out`: the step that it has skipped, unless it has gone on
-    since. `inexact`: the incarnations that its state is not exact since."""
+    since. `inexact`: the incarnations that its state is not exact since; `resized`: the present one, if more or fewer train
+    than before."""
 
     member: str
     ready: bool = False
@@ -36,6 +37,7 @@ class Worker:
     world: tuple[str, ...] = ()
     filled: bool = False
     inexact: frozenset[int] = frozenset()
+    resized: frozenset[int] = frozenset()
     step: int = 0
     reduced: bool = False
     stage: int = 0
@@ -286,7 +288,8 @@ class Cluster:
             skipped = any(peer.left_out == step for peer in here)
             assert command.plan.skips or not skipped, "some have left out what others are told to complete"
             worker.left_out = step if command.plan.skips else None
-            worker.step, worker.reduced = command.plan.step, False
+            worker.inexact |= worker.resized if worker.step < command.plan.step else frozenset()
+            worker.step, worker.reduced, worker.resized = command.plan.step, False, frozenset()
             worker.agreed = command.plan.step - 1 if command.plan.agreed else worker.agreed
         digests = (self._digest(worker),) if worker.filled else ()
         self._post(m.Reconciled(member=worker.member, incarnation=command.incarnation, digests=digests))
@@ -351,8 +354,17 @@ class Cluster:
         if incarnation == worker.incarnation and worker.status == "idle":
             assert worker.filled
             worker.status, worker.stop, worker.stops_at, worker.left_out = "running", False, None, None
+            worker.resized = frozenset({incarnation} if self._is_resized() else ())
             if worker.step >= self.rules.max_steps:
                 worker.status = "completed"
+
+    def _is_resized(self) -> bool:
+        """Whether so many train that a step that is done now is not what it would have been without the recovery under way."""
+        history = self.run.history
+        if history.open is None or history.attempt is None:
+            return False
+        step, workers = history.attempt
+        return history._trained(step) not in (0, workers)
 
     def _peers(self, worker: Worker) -> list[Worker] | None:
         """All of its world, if all of them run; then it can commit a step as soon as nobody is behind."""
@@ -372,6 +384,7 @@ class Cluster:
             worker.reduced, worker.agreed = True, worker.step
             return
         worker.agreed = worker.step
+        worker.inexact |= worker.resized
         step, worker.step, worker.reduced = worker.step, worker.step + 1, False
         place = {"rank": worker.world.index(worker.member), "world_size": len(peers), "epoch": 0, "start": 0}
         steps = {"incarnation": worker.incarnation, "first_step": step, "stop_step": step + 1}

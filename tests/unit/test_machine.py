@@ -711,6 +711,45 @@ def test_the_last_step_may_have_been_done_by_fewer_in_an_earlier_attempt() -> No
     assert (story.run.state, story.run.recoveries[0].guarantee) == (State.SHUTTING_DOWN, Guarantee.ROUNDING)
 
 
+@pytest.mark.parametrize(("done", "kept"), [(True, Guarantee.ROUNDING), (False, Guarantee.EXACT)])
+def test_a_step_that_an_attempt_did_with_another_number_of_workers_is_not_exact(done: bool, kept: Guarantee) -> None:
+    """Three train and a fourth comes, which is lost again in its first step, when all of that is reduced. The next attempt
+    begins from the step after it, with three as before. If the step is done again, nothing is left of that attempt."""
+    story = Story(4, slots=3, min_workers=2).started("w0", "w1", "w2").reconciled("w0", "w1", "w2").committed(0)
+    story.tell(m.CapacityChanged(slots=4))
+    story.started("w3").tell(*(m.Stopped(member=member, incarnation=1, step=7) for member in ("w0", "w1", "w2")))
+    story.fenced("w0", "w1", "w2", step=7).reconciled("w0", "w1", "w2", "w3", empty=["w3"]).filled("w0", "w1", "w2", "w3")
+    assert (story.run.state, story.run.world) == (State.RESUME, ("w0", "w1", "w2", "w3"))
+    story.tell(m.CapacityChanged(slots=3))
+    story.lost("w3")
+    completing(story, 7, "w0", "w1", "w2") if done else story.fenced("w0", "w1", "w2", step=7)
+    (recovery,) = story.reconciled("w0", "w1", "w2").committed(7 + done).run.recoveries
+    assert (recovery.world_before, recovery.world_after, recovery.attempts) == (3, 3, 2)
+    assert (recovery.step, recovery.guarantee) == (7 + done, kept)
+
+
+def test_a_step_that_fewer_did_before_there_were_enough_again_is_not_exact() -> None:
+    story = running(4, min_workers=2, spares=1, wait_for_replacement=False).lost("w3").fenced("w0", "w1", "w2", step=7)
+    story.started("w4").reconciled("w0", "w1", "w2")
+    assert (story.run.state, len(story.run.world)) == (State.RESUME, 3)
+    story.tell(m.Suspected(incarnation=2, reason="a collective failed", noticed_by="w0"))
+    completing(story, 7, "w0", "w1", "w2").reconciled("w0", "w1", "w2", "w4", empty=["w4"])
+    (recovery,) = story.filled("w0", "w1", "w2", "w4").committed(8).run.recoveries
+    assert (recovery.world_before, recovery.world_after, recovery.guarantee) == (4, 4, Guarantee.ROUNDING)
+
+
+def test_the_first_step_may_have_been_done_by_more_than_all_others() -> None:
+    """The first world is disturbed as it comes together, and again when it has trained, of which nobody has told."""
+    story = Story(3, min_workers=2).started("w0", "w1", "w2")
+    story.tell(m.Suspected(incarnation=1, reason="a collective failed", noticed_by="w0"))
+    story.fenced("w0", "w1", "w2", empty=["w0", "w1", "w2"]).reconciled("w0", "w1", "w2")
+    assert (story.run.state, story.run.recoveries[0].world_before) == (State.RESUME, 0)
+    story.tell(m.CapacityChanged(slots=2))
+    story.lost("w2").fenced("w0", "w1", step=1).reconciled("w0", "w1").committed(1)
+    recovery = story.run.recoveries[0]
+    assert (recovery.world_before, recovery.world_after, recovery.guarantee) == (3, 2, Guarantee.ROUNDING)
+
+
 # ---------------------------------------------------------------- limits
 
 
@@ -993,13 +1032,13 @@ def test_recoveries_that_commit_a_step_each_may_go_on_for_ever() -> None:
 
 
 def completing(story: Story, step: int, *members: str) -> Story:
-    """These have reduced all of the step, which is completed and told under the number of before; then they train on."""
+    """These have reduced all of the step, which is completed, and told under the number of before."""
     whole = {name: Marks(name, step, (step, step), (step, step)) for name in members}
     story.tell(*(m.Fenced(member=name, incarnation=story.run.incarnation, marks=marks) for name, marks in whole.items()))
     where: dict[str, Any] = {"rank": 0, "world_size": 3, "epoch": 0, "start": 0, "ids_digest": "", "loss": 1.0}
     about = {"member": members[0], "incarnation": story.run.incarnation - 1}
     story.tell(m.StepsCommitted(**about, first_step=step, stop_step=step + 1, **where))
-    return story.reconciled(*members)
+    return story
 
 
 def test_recoveries_that_complete_a_step_each_are_not_fruitless() -> None:
@@ -1008,7 +1047,7 @@ def test_recoveries_that_complete_a_step_each_are_not_fruitless() -> None:
     for step in range(5, 13):
         story.tell(m.Suspected(incarnation=story.run.incarnation, reason="a collective failed", noticed_by="w0"))
         assert story.run.state == State.FENCE
-        completing(story, step, "w0", "w1", "w2")
+        completing(story, step, "w0", "w1", "w2").reconciled("w0", "w1", "w2")
     assert (story.run.state, story.run.step, story.run.fruitless) == (State.RESUME, 13, 0)
 
 

@@ -242,6 +242,25 @@ def test_steps_that_are_done_again_by_more_or_fewer_are_not_exact(
     assert recovery.guarantee == kept
 
 
+@pytest.mark.parametrize(("checkpoint", "kept"), [(5, Guarantee.EXACT), (7, Guarantee.EXACT), (8, Guarantee.ROUNDING)])
+def test_what_an_attempt_did_with_another_number_of_workers_is_gone_if_everybody_goes_back(
+    checkpoint: int, kept: Guarantee
+) -> None:
+    """It went on from step 7. A checkpoint of a later step is of what it did."""
+    recoveries = Recoveries()
+    recovery = recoveries.begin(0.0, "1 more workers are ready", "supervisor", 3)
+    recovery.begin_again()
+    recoveries.follow(Plan(step=7))
+    recoveries.trains(4)
+    recoveries.begin(1.0, "all died", "heartbeat", 4)
+    recovery.begin_again()
+    recoveries.go_back(checkpoint, 9, "the checkpoint", Strategy.CHECKPOINT)
+    recoveries.trains(3)
+    recovery.world_after = 3
+    recoveries.close(2.0)
+    assert recovery.guarantee == kept
+
+
 def test_a_resize_that_the_end_of_the_run_overtook_is_none() -> None:
     recoveries = Recoveries()
     recoveries.begin(1.0, "1 more workers are ready", "supervisor", 2)
