@@ -89,12 +89,13 @@ class Health:
         self._held_up: deque[tuple[float, float]] = deque(maxlen=HOLD_UPS)  # of this process: when it went on, after how long
         self._fruitless = 0  # recoveries in a row
         self._stood_still = -1  # the latest incarnation in which everybody waited
+        self._resumed = time.monotonic()  # since then all active workers should train
 
     def follow(self, machine: RunState) -> None:
         """Keeps what decides about noticing in line with the machine."""
         self._members = dict(machine.members)
         if machine.state == State.RESUME and self.state != State.RESUME:
-            self.reached, self._counts_from = 0, machine.incarnation
+            self.reached, self._counts_from, self._resumed = 0, machine.incarnation, time.monotonic()
         self.state, self.incarnation = machine.state, machine.incarnation
         self.step, self._longest, self._fruitless = machine.step, machine.longest_step, machine.fruitless
 
@@ -307,6 +308,7 @@ class Health:
         if self.state not in TRAINING:
             return
         now, limit = time.monotonic(), max(self._spec.hang_timeout, 10 * self._longest)
+        self._find_idle(limit)
         waiting: list[str] = []
         for member, beat in list(self._beats.items()):
             silent = now - self._heard.get(member, now)
@@ -331,6 +333,17 @@ class Health:
         if len(waiting) == len(active) - len(done) and self._stood_still < self.incarnation:
             self._stood_still = self.incarnation
             self._spawn(self._break_standstill(active))
+
+    def _find_idle(self, limit: float) -> None:
+        """Who still says that it does nothing, long after all were told to train, was not reached by that, and others wait."""
+        held_up = sum(seconds for ended, seconds in self._held_up if ended > self._resumed)
+        for member, beat in self._beats.items():
+            idle = self._heard.get(member, 0.0) - self._resumed - held_up
+            if beat.status == "idle" and self._members.get(member) == MemberState.ACTIVE and idle > limit:
+                reason = f"{member} was told to train {idle:.0f} s ago and has not begun to"
+                about = {"incarnation": self.incarnation, "reason": reason, "noticed_by": "step time"}
+                self._tell(m.Suspected(at=self._now(), **about))
+                return
 
     async def _break_standstill(self, active: list[str]) -> None:
         """Each waits for another: some connection is gone, or somebody hangs where one seems to wait."""

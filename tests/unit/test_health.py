@@ -338,3 +338,38 @@ def test_of_many_workers_none_hangs_because_its_next_beat_is_not_due(
     clock[0] += 0.4
     health._find_hang()
     assert [type(event) for event in events] == ([m.WorkerLost] if hangs else [])
+
+
+@pytest.mark.parametrize("status", ["idle", "running"])
+def test_who_was_told_to_train_and_never_begins_is_suspected(status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command was lost. The others wait for it, so nobody else is to blame, and they do not all wait. A replacement has not
+    been in this incarnation before, and was filled long before the others were."""
+    clock = [100.0]
+    monkeypatch.setattr("raytrain_ft.runtime.health.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    events: list[m.Event] = []
+    members = dict.fromkeys(("w0", "w1"), MemberState.ACTIVE) | {"w2": MemberState.SPARE}
+    how = {"state": State.REBUILD, "incarnation": 2, "step": 9, "longest_step": 0.0, "fruitless": 1}
+    machine: Any = SimpleNamespace(members=members, **how)
+    health = Health(SPEC, events.append, lambda: clock[0], Mute())
+    health.follow(machine)
+    for member in machine.members:
+        health.expect(member)
+
+    def look(after: float) -> None:
+        clock[0] += after
+        health.heard(beat("w0", incarnation=2, status="running", where="wait", since=after))
+        health.heard(beat("w1", incarnation=2 if status == "running" else 0, status=status, where=status, since=0.0))
+        health.heard(beat("w2", incarnation=0, since=clock[0]))
+        health._find_hang()
+
+    look(after=50.0)
+    machine.state = State.RESUME
+    health.follow(machine)
+    look(after=0.2)
+    assert events == []
+    look(after=0.2)
+    if status == "running":
+        assert events == []
+        return
+    reason = "w1 was told to train 0 s ago and has not begun to"
+    assert events == [m.Suspected(at=clock[0], incarnation=2, reason=reason, noticed_by="step time")]
