@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from typing import Any
 
 import ray
 
 from raytrain_ft.runtime.spec import NAMESPACE, Introduction, RunSpec
+
+ROOM_SECONDS = 10.0
+"""How long Ray may take to see the end of a worker that was killed, a frozen one too, and to give back what it held."""
 
 
 class Contacts:
@@ -27,6 +31,26 @@ class Contacts:
         self.placed: dict[str, str | None] = {}
         self.introductions: dict[str, Introduction] = {}
         self.lines: dict[str, asyncio.Task[None]] = {}
+        self._vacated: list[tuple[str, float]] = []  # by those who are gone: the node, and until when to believe in it
+
+    def place(self, member: str, node: str | None) -> None:
+        """A worker is on this node, or on its way there, perhaps in the place of one that is gone."""
+        free = [place for place in self._vacated if place[0] == node]
+        if free and node != self.placed.get(member):
+            self._vacated.remove(free[0])
+        self.placed[member] = node
+
+    def vacate(self, member: str) -> None:
+        """This worker is gone. Its place will be free when Ray has seen that."""
+        node = self.placed.pop(member, None)
+        if node is not None:
+            self._vacated.append((node, time.monotonic() + ROOM_SECONDS))
+
+    def vacated(self) -> Counter[str]:
+        """Places on each node that are free, or about to be, because workers of ours are gone."""
+        now = time.monotonic()
+        self._vacated = [(node, until) for node, until in self._vacated if now < until]
+        return Counter(node for node, _ in self._vacated)
 
     def taken(self) -> Counter[str]:
         """Workers of ours on each node, those on their way included."""

@@ -17,7 +17,7 @@ from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.topology import stage_of
 from raytrain_ft.runtime import lifeline, placement
 from raytrain_ft.runtime.calls import BROKEN_SECONDS, DIED, Calls, cause_of, differs
-from raytrain_ft.runtime.contacts import Contacts
+from raytrain_ft.runtime.contacts import ROOM_SECONDS, Contacts
 from raytrain_ft.runtime.health import Health
 from raytrain_ft.runtime.nodes import FORGIVE_DEAD_S, FORGIVE_SILENT_S
 from raytrain_ft.runtime.spec import NAMESPACE, Introduction, RunSpec
@@ -25,7 +25,6 @@ from raytrain_ft.runtime.worker import Worker
 
 WATCH_SECONDS = 60.0
 KILL_SECONDS = 30.0
-ROOM_SECONDS = 10.0
 ROOM_POLL_SECONDS = 0.1
 CAUSE_SECONDS = 2.0
 """How long Ray is given to tell why a process died."""
@@ -157,7 +156,7 @@ class Crew:
         while True:
             nodes = await self._nodes()
             chosen = placement.choose(nodes, wanted, self._contacts.taken(), self._health.nodes.avoided)
-            self._contacts.placed[member] = chosen  # taken from now on, whatever others are started meanwhile
+            self._contacts.place(member, chosen)  # taken from now on, whatever others are started meanwhile
             if chosen is None:
                 if self._now() > deadline:
                     return None
@@ -166,7 +165,7 @@ class Crew:
             reaction = await placement.reaction(next(n for n in nodes if n["NodeID"] == chosen))
             if reaction == "answer":
                 return chosen
-            self._contacts.placed[member] = None
+            self._contacts.place(member, None)
             # A packet may get lost, but no cut cable refuses anything.
             self._health.nodes.avoid(chosen, FORGIVE_DEAD_S if reaction == "refusal" else FORGIVE_SILENT_S)
             self._health.nodes.count(nodes)
@@ -210,7 +209,7 @@ class Crew:
             self._tell(m.WorkerStarted(at=self._now(), member=member, **about))
 
     def _look_after(self, member: str, node: str) -> None:
-        self._contacts.placed[member] = node
+        self._contacts.place(member, node)
         self._health.expect(member)
         self._watching[member] = self._spawn(self._watch(member))
 
@@ -310,7 +309,7 @@ class Crew:
     async def _kill(self, member: str) -> None:
         """Ray kills a process that does not answer, a frozen one too, after some seconds."""
         self._health.forget(member)
-        self._contacts.placed.pop(member, None)
+        self._contacts.vacate(member)
         watching = self._watching.pop(member, None)
         if watching is not None and self._contacts.line_ended(member):
             await asyncio.wait({watching}, timeout=CAUSE_SECONDS)  # killed meanwhile, that would be all that Ray knows

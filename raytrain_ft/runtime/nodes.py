@@ -81,7 +81,8 @@ class Nodes:
 
     def count(self, nodes: list[dict[str, Any]]) -> None:
         """Tells how many workers these nodes have room for, if that is news."""
-        capacity = placement.capacity(nodes, placement.demand(self._spec.options), self._contacts.taken(), self.avoided)
+        wanted, ours = placement.demand(self._spec.options), self._contacts
+        capacity = placement.capacity(nodes, wanted, ours.taken(), ours.vacated(), self.avoided)
         if capacity != self._capacity:
             self._capacity = capacity
             self._tell(m.CapacityChanged(at=self._now(), slots=capacity))

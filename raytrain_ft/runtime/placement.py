@@ -28,11 +28,12 @@ def demand(options: dict[str, Any]) -> dict[str, float]:
     return {name: amount for name, amount in resources.items() if amount > 0}
 
 
-def room(node: dict[str, Any], wanted: dict[str, float], taken: int) -> int:
-    """How many workers of ours a node could host, `taken` of which are there: what others use is not to be had."""
+def room(node: dict[str, Any], wanted: dict[str, float], taken: int, vacated: int = 0) -> int:
+    """How many workers of ours a node could host, `taken` of which are there: what others use is not to be had. Those of the
+    places that were `vacated` that Ray has given back already, it shows as free."""
     if not node["Alive"]:
         return 0
-    return min(_times(node["Resources"], wanted), taken + _times(node["Available"], wanted))
+    return min(_times(node["Resources"], wanted), taken + max(vacated, _times(node["Available"], wanted)))
 
 
 def _times(resources: dict[str, float], wanted: dict[str, float]) -> int:
@@ -40,9 +41,12 @@ def _times(resources: dict[str, float], wanted: dict[str, float]) -> int:
     return min((int(resources.get(name, 0.0) / amount + 1e-6) for name, amount in wanted.items()), default=64)
 
 
-def capacity(nodes: Iterable[dict[str, Any]], wanted: dict[str, float], taken: Counter[str], avoid: set[str]) -> int:
+def capacity(
+    nodes: Iterable[dict[str, Any]], wanted: dict[str, float], taken: Counter[str], vacated: Counter[str], avoid: set[str]
+) -> int:
     """How many workers of ours the cluster could host. Nodes in `avoid` are gone although Ray does not know it yet."""
-    return sum(room(node, wanted, taken[node["NodeID"]]) for node in nodes if node["NodeID"] not in avoid)
+    here = {node["NodeID"]: node for node in nodes if node["NodeID"] not in avoid}
+    return sum(room(node, wanted, taken[name], vacated[name]) for name, node in here.items())
 
 
 def choose(nodes: list[dict[str, Any]], wanted: dict[str, float], taken: Counter[str], avoid: set[str]) -> str | None:

@@ -252,6 +252,56 @@ def test_the_end_of_who_leaves_is_no_loss(crew: Crew, told: list[m.Event], monke
     assert told == []
 
 
+def test_the_place_of_who_was_killed_is_room_while_ray_does_not_know_it(
+    crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever the room is counted: else a run that is to wait for a replacement goes on with one worker less instead."""
+    clock = [100.0]
+    monkeypatch.setattr("raytrain_ft.runtime.contacts.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    health: Any = crew._health
+    health.nodes = Nodes(crew._spec, told.append, lambda: 0.0, NoticeBoard(told.append, lambda: 0.0), crew._contacts, fail)
+    monkeypatch.setattr(crew._contacts, "handle", fail_to_find)
+    monkeypatch.setattr(crews.placement, "reaction", at_once)
+    there = {"NodeID": "n1", "Alive": True, "Resources": {"CPU": 4.0}, "Available": {"CPU": 0.0}}  # two are another run's
+    monkeypatch.setattr(crews.placement, "nodes", lambda: [there])
+
+    def slots() -> int:
+        health.nodes.count([there])
+        (event,) = told
+        assert isinstance(event, m.CapacityChanged)
+        return event.slots
+
+    async def play() -> None:
+        crew._contacts.placed |= {"w0": "n1", "w1": "n1"}
+        assert slots() == 2
+        await crew._kill("w1")
+        assert slots() == 2
+        starting = asyncio.create_task(crew._choose_node("w2"))
+        await asyncio.sleep(0.01)
+        assert not starting.done(), "the place cannot be had yet"
+        there["Available"] = {"CPU": 1.0}
+        assert slots() == 2
+        assert await starting == "n1"
+        there["Available"] = {"CPU": 0.0}
+        assert slots() == 2
+        crew._contacts.place("w2", "n1")  # as it says itself
+        await crew._kill("w2")
+        assert slots() == 2
+        clock[0] += crews.ROOM_SECONDS
+        told.clear()
+        assert slots() == 1, "it was taken by somebody else"
+
+    asyncio.run(play())
+
+
+def fail_to_find(member: str) -> Any:
+    raise ValueError(f"no actor {member}")
+
+
+async def at_once(node: Any) -> str:
+    return "answer"
+
+
 def test_who_takes_longer_than_allowed_to_be_set_up_is_given_up(
     crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
