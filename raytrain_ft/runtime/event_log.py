@@ -69,7 +69,11 @@ class EventLog:
         self._late_since: float | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.ftruncate(self._file, path.read_bytes().rfind(b"\n") + 1)  # a line that a crash cut short would damage the next one
+        try:  # a line that a crash cut short would damage the next one
+            os.ftruncate(self._file, path.read_bytes().rfind(b"\n") + 1)
+        except OSError:
+            os.close(self._file)
+            raise
 
     def append(self, event: Event) -> None:
         """Writes an event.

@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from raytrain_ft.policy import messages as m
@@ -104,9 +105,8 @@ def past_of(spec: RunSpec) -> tuple[list[m.Event], Counter[str]]:
     What an earlier run of this name left is put aside. There is no other that still runs: see `Right`.
     """
     path = spec.directory / "events.jsonl"
-    if path.exists():
-        with path.open(errors="replace") as log:
-            first = log.readline()
+    first = _first_line(path)
+    if first is not None:
         if _run_of(first) == spec.run_id:
             return read_past(path)
         kept = [int(number) for log in spec.directory.glob("events-*.jsonl") if (number := log.stem[7:]).isdecimal()]
@@ -115,6 +115,15 @@ def past_of(spec: RunSpec) -> tuple[list[m.Event], Counter[str]]:
         marker.unlink()
     (spec.directory / "nonce").write_text(spec.nonce)
     return [], Counter()
+
+
+def _first_line(path: Path) -> str | None:
+    """None if there is no such file. Whether there is one cannot always be told, which is an error."""
+    try:
+        with path.open(errors="replace") as log:
+            return log.readline()
+    except FileNotFoundError:
+        return None
 
 
 def _run_of(line: str) -> Any:

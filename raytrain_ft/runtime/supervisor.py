@@ -15,8 +15,9 @@ import os
 import shutil
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -47,6 +48,8 @@ LOG_RETRY_S = 1.0
 LINGER_S = 5.0
 """How long this process stays to tell the outcome to who follows the run; after that the records tell it."""
 
+T = TypeVar("T")
+
 
 class Supervisor:
     """One run's supervisor. Methods are called by who follows the run (`run`, `follow`), by workers (`beat`, `store_*`)."""
@@ -56,8 +59,8 @@ class Supervisor:
         self._events: asyncio.Queue[m.Event] = asyncio.Queue()
         self._chaos = Injector(spec.faults, spec.directory / "faults", "supervisor")
         self._right = Right(spec)
-        past, written = past_of(spec)
-        self._log = EventLog(spec.directory / "events.jsonl", self.now)
+        past, written = _patiently(lambda: past_of(spec))
+        self._log = _patiently(lambda: EventLog(spec.directory / "events.jsonl", self.now))
         first = past[0] if past else None
         recorded = first.details.get("clock") if isinstance(first, m.RunStarted) else None
         self._start = clock.began(recorded, past[-1].at, spec.lease) if past else time.monotonic()
@@ -353,3 +356,17 @@ class Supervisor:
         for record in self._library.records.pop(name, []):
             self._notes.stored(name, record)
             self._health.samples_lost(record)
+
+
+def _patiently(work: Callable[[], T]) -> T:
+    """Does what needs the run's directory. When this process comes back after its loss, it waits for a storage that is away as
+    long as it would have while it ran: Ray does not start an actor again whose `__init__` has failed. At the run's start there
+    is nothing to be lost, and an error is told at once."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return work()
+        except OSError:
+            if time.monotonic() > deadline or not ray.get_runtime_context().was_current_actor_reconstructed:
+                raise
+        time.sleep(LOG_RETRY_S)

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 from disks import small_file_system
 
+from benchmarks.control_plane import WithoutRay, spec_of
 from raytrain_ft.errors import ConfigError, LockedError, StorageError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, State
-from raytrain_ft.runtime import library, notes, supervisor
+from raytrain_ft.runtime import event_log, library, notes, supervisor
+from raytrain_ft.runtime.event_log import EventLog
 from raytrain_ft.runtime.library import Library
 from raytrain_ft.runtime.right import Right
 from raytrain_ft.runtime.supervisor import Supervisor
@@ -286,3 +288,68 @@ def test_a_log_whose_first_line_was_cut_is_put_aside(cut: str, tmp_path: Any) ->
     assert notes.past_of(spec) == ([], {})
     assert (tmp_path / "events-001.jsonl").read_text() == cut
     assert not (tmp_path / "events.jsonl").exists()
+
+
+@pytest.mark.parametrize("broken", ["read_past", "ftruncate"])
+@pytest.mark.parametrize("came_back", [True, False])
+def test_a_supervisor_that_comes_back_waits_for_a_storage_that_is_away(
+    came_back: bool, broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it failed instead, Ray would not start it again, and a passing error of a file server would end the run."""
+    log = EventLog(tmp_path / "events.jsonl")
+    log.append(m.RunStarted(run_id=spec_of(tmp_path).run_id))
+    log.close()
+    place: Any = notes if broken == "read_past" else event_log.os
+    monkeypatch.setattr(place, broken, away_for(3, getattr(place, broken)))
+    monkeypatch.setattr(supervisor, "LOG_RETRY_S", 0.01)
+    context = SimpleNamespace(was_current_actor_reconstructed=came_back)
+    monkeypatch.setattr(supervisor.ray, "get_runtime_context", lambda: context)
+
+    async def live() -> State:
+        one = WithoutRay(spec_of(tmp_path))
+        await one.close()
+        return one.machine.state
+
+    if came_back:
+        assert asyncio.run(live()) == State.SCHEDULING
+    else:
+        with pytest.raises(OSError, match="Stale file handle"):
+            asyncio.run(live())
+
+
+def away_for(times: int, work: Any) -> Any:
+    """What fails so often, and then works."""
+    left = [True] * times
+
+    def fail(*args: Any, **more: Any) -> Any:
+        if left:
+            left.pop()
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return work(*args, **more)
+
+    return fail
+
+
+def test_a_supervisor_that_comes_back_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = SimpleNamespace(was_current_actor_reconstructed=True)
+    monkeypatch.setattr(supervisor.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(supervisor, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(supervisor, "LOG_RETRY_S", 0.01)
+    with pytest.raises(OSError, match="Stale file handle"):
+        supervisor._patiently(away_for(10_000, dict))
+
+
+def test_whether_a_run_has_a_log_is_not_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a storage that is away: it would begin anew over the records of who trains."""
+    spec: Any = SimpleNamespace(directory=tmp_path, run_id="now", nonce="n")
+    (tmp_path / "events.jsonl").write_text('{"event":"RunStarted","run_id":"now"}\n')
+    read = Path.open
+
+    def open_but_the_log(path: Path, *args: Any, **more: Any) -> Any:
+        return away_for(1, read)() if path.name == "events.jsonl" else read(path, *args, **more)
+
+    monkeypatch.setattr(Path, "open", open_but_the_log)
+    monkeypatch.setattr(Path, "exists", lambda path: False)  # as Python 3.14 says of what it cannot tell
+    with pytest.raises(OSError, match="Stale file handle"):
+        notes.past_of(spec)
+    assert not (tmp_path / "nonce").exists()
