@@ -59,6 +59,7 @@ class Worker:
         self._preemption = Preemption(spec.notices, self._note_no_notices)
         self._heartbeat = Heartbeat(member, spec, supervisor, self._preemption.notices)
         self._trainee = Trainee(member, spec, supervisor, epoch, self._heartbeat, self._host)
+        self._heartbeat.start()  # from now on: if nobody is left who could ask for more, it ends this process
 
     def __repr__(self) -> str:
         """What Ray calls it, in logs and in its dashboard."""
@@ -67,7 +68,7 @@ class Worker:
     # ---------------------------------------------------------------- becoming ready
 
     def setup(self) -> Introduction:
-        """Builds the model and begins to beat. Safe to call again: the answer is the same."""
+        """Builds the model. Safe to call again: the answer is the same."""
         with self._lock:
             if self._ready is None:
                 self._ready = self._training.submit(self._build)
@@ -80,7 +81,6 @@ class Worker:
         self._trainee.build()
         took = time.monotonic() - began
         self._preemption.start()
-        self._heartbeat.start()
         buckets = self._trainee.replica.state.buckets
         return Introduction(
             ray.get_runtime_context().get_node_id(),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError
 
-from raytrain_ft.runtime import heartbeat
+from raytrain_ft.runtime import heartbeat, worker
 from raytrain_ft.runtime.heartbeat import Heartbeat, beat_interval, record_interval
+from raytrain_ft.runtime.notices.notice import NoticeSpec
 from raytrain_ft.runtime.spec import Beat
 
 HOUR = 3600.0
@@ -61,6 +65,30 @@ def test_a_worker_beats_as_often_as_it_is_told_to(monkeypatch: pytest.MonkeyPatc
         time.sleep(0.01)
     time.sleep(0.2)
     assert len(heard) == 5
+
+
+def test_a_worker_that_was_never_asked_for_anything_ends_when_the_supervisor_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor was lost between the two, and its driver too: nobody else would end it."""
+    ended, never = threading.Event(), threading.Event()
+
+    def end(code: int) -> None:
+        ended.set()
+        never.wait()
+
+    def gone(beat: Any, timeout: float) -> None:
+        raise ActorDiedError
+
+    monkeypatch.setattr(heartbeat.ray, "get", gone)
+    monkeypatch.setattr(heartbeat, "os", SimpleNamespace(_exit=end))
+    monkeypatch.setattr(worker, "load_compiler_late", lambda: None)
+    supervisor: Any = SimpleNamespace(beat=SimpleNamespace(remote=lambda beat: beat))
+    notices = NoticeSpec(clouds=(), detect=False, drain=False, grace_s=None)
+    about = {"notices": notices, "heartbeat_interval": 0.01, "lease": 5.0}
+    spec: Any = SimpleNamespace(name="run", directory=tmp_path, faults=(), log=None, **about)
+    worker.Worker("w0", spec, supervisor, epoch=1)
+    assert ended.wait(30)
 
 
 @pytest.mark.parametrize("how", ["parked", "completed by a recovery"])
