@@ -51,7 +51,7 @@ def spec_of(directory: Path) -> RunSpec:
         name="control-plane",
         directory=directory,
         nonce="",
-        task=b"",
+        task="",
         sampling=Sampling(dataset_size=1_000_000, global_batch_size=BATCH, seed=0),
         step=StepSettings(),
         rules=Rules(min_workers=MEMBERS, max_workers=MEMBERS, max_steps=1_000_000),

@@ -28,6 +28,7 @@ from raytrain_ft.policy.planning import LogChoice
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.sampling import Sampling, steps_per_epoch
 from raytrain_ft.ray_config import CheckpointConfig, RunConfig, ScalingConfig
+from raytrain_ft.runtime import sealed
 from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.runtime.notices.notice import NoticeSpec
 from raytrain_ft.runtime.placement import connect
@@ -53,8 +54,9 @@ def prepare(
     run: RunConfig,
     recovery: RecoveryConfig,
     parallelism: ParallelismConfig,
-) -> RunSpec:
-    """Checks what needs the task or the file system, connects to Ray, and puts together what a run is.
+) -> tuple[RunSpec, bytes]:
+    """Checks what needs the task or the file system, connects to Ray, and puts together what a run is; with the task as it
+    travels.
 
     Raises:
         ConfigError: naming value, place and remedy.
@@ -84,18 +86,18 @@ def prepare(
     rules = replace(rules, phase_timeout=_phase_timeout(recovery, model_key))
     if pipeline is not None:  # with sums in another order, copies of what stages share would differ from then on
         rules = replace(rules, joined=pipeline.joined, exact_sums=rules.exact_sums or bool(pipeline.ties))
-    sealed = _sealed(task)
+    pickled = _pickled(task)
     options = _worker_options(scaling, run)
     checkpoints = _checkpoints(run, scaling, recovery, directory, sampling, model_key, settings.max_steps)
     if not ray.is_initialized():
         connect(log_to_driver=False)
     make_directory(directory)  # last, so that what is refused leaves nothing behind
-    return RunSpec(
+    spec = RunSpec(
         run_id=uuid.uuid4().hex[:12],
         name=directory.name,
         directory=directory,
         nonce=secrets.token_hex(16),
-        task=sealed,
+        task=sealed.digest_of(pickled),
         sampling=sampling,
         step=step,
         rules=rules,
@@ -116,6 +118,7 @@ def prepare(
         lease=recovery.lease.total_seconds(),
         driver_timeout=recovery.driver_timeout.total_seconds(),
     )
+    return spec, pickled
 
 
 def _sampling(task: TrainTask, settings: TrainSettings, pipeline: PipelineSettings | None) -> Sampling:
@@ -154,8 +157,8 @@ def _step(
     )
 
 
-def _sealed(task: TrainTask) -> bytes:
-    """The task as it travels: pickled, since the supervisor only passes it on and has no use for what it is made of."""
+def _pickled(task: TrainTask) -> bytes:
+    """The task as it travels."""
     try:
         return ray.cloudpickle.dumps(task)  # pyright: ignore[reportPrivateImportUsage]
     except Exception as error:

@@ -27,6 +27,7 @@ from raytrain_ft.prepare import prepare
 from raytrain_ft.progress import Display
 from raytrain_ft.ray_config import CheckpointConfig, RunConfig, ScalingConfig, check_supported
 from raytrain_ft.result import Result
+from raytrain_ft.runtime import sealed
 from raytrain_ft.runtime.placement import ON_HEAD
 from raytrain_ft.runtime.spec import NAMESPACE, RunSpec
 from raytrain_ft.runtime.supervisor import Supervisor
@@ -117,10 +118,12 @@ class Trainer:
         Raises:
             ConfigError: something about the run cannot work; TrainingFailedError: a run that began could not be finished.
         """
-        spec = prepare(self._task, self._settings, self._scaling, self._run, self._recovery, self._parallelism)
+        spec, task = prepare(self._task, self._settings, self._scaling, self._run, self._recovery, self._parallelism)
         with ExitStack() as last:
             right = _take_directory(spec)
             last.callback(right.release)  # whatever comes: when this is over, so is the run
+            last.callback(sealed.remove, spec)
+            sealed.write(spec, task)
             return self._train(spec, right, last)
 
     def suspend(self, rank: int, *, at_once: bool = False) -> None:

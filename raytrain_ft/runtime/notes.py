@@ -16,7 +16,7 @@ from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.history import ENDS
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import State
-from raytrain_ft.runtime import report, timeline
+from raytrain_ft.runtime import report, sealed, timeline
 from raytrain_ft.runtime.event_log import EventLog, read_past
 from raytrain_ft.runtime.spec import RunSpec
 from raytrain_ft.storage.filesystem import without_credentials
@@ -113,6 +113,7 @@ def past_of(spec: RunSpec) -> tuple[list[m.Event], Counter[str]]:
         path.rename(spec.directory / f"events-{max(kept, default=0) + 1:03d}.jsonl") if first else path.unlink()
     for marker in (spec.directory / "faults").glob("*"):
         marker.unlink()
+    sealed.remove_others(spec)
     (spec.directory / "nonce").write_text(spec.nonce)
     return [], Counter()
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import ray.cloudpickle
-
 from raytrain_ft.policy.planning import LogChoice
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.sampling import Sampling
@@ -62,7 +60,7 @@ class RunSpec:
     Attributes:
         run_id: unique, also among runs of the same name.
         directory: the run's directory, visible from every node.
-        task: pickled; `load_task` is for workers.
+        task: SHA-256 of the pickled task, which lies in the directory (`sealed`).
         log: how what crosses between the stages of a pipeline is logged; None does not.
         log_choice: what was decided about that and why, for the run's record.
         nonce: what a worker must find in the directory, to prove that it is the same one.
@@ -77,7 +75,7 @@ class RunSpec:
     name: str
     directory: Path
     nonce: str
-    task: bytes
+    task: str
     sampling: Sampling
     step: StepSettings
     rules: Rules
@@ -97,10 +95,6 @@ class RunSpec:
     setup_timeout: float
     lease: float
     driver_timeout: float
-
-    def load_task(self) -> Any:
-        """The task. What it is made of is imported for this, so only a worker does it."""
-        return ray.cloudpickle.loads(self.task)
 
     @property
     def stored_in(self) -> str:

@@ -29,7 +29,7 @@ from raytrain_ft.policy.machine import handle
 from raytrain_ft.policy.measures import Measures
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, State
-from raytrain_ft.runtime import clock, health, metrics, placement
+from raytrain_ft.runtime import clock, health, metrics, placement, sealed
 from raytrain_ft.runtime.contacts import Contacts
 from raytrain_ft.runtime.crew import Crew
 from raytrain_ft.runtime.demand import Demand
@@ -195,6 +195,7 @@ class Supervisor:
             await self._library.close()
             if await self._right.is_kept():
                 shutil.rmtree(self._spec.logs, ignore_errors=True)  # nobody is left to recover
+                sealed.remove(self._spec)
         while self._log.flush() is not None and self.now() < self._ended_at + PATIENCE_S:
             await asyncio.sleep(LOG_RETRY_S)
         await self._release()

@@ -18,7 +18,7 @@ from raytrain_ft.chaos.faults import Injector
 from raytrain_ft.errors import ConfigError, FencedError, LogGapError, NonFiniteLossError, ReplayDivergedError
 from raytrain_ft.policy.reconcile import Copy, Marks, Plan
 from raytrain_ft.policy.topology import stage_of, waits
-from raytrain_ft.runtime import connections, recovery
+from raytrain_ft.runtime import connections, recovery, sealed
 from raytrain_ft.runtime.connections import Connections
 from raytrain_ft.runtime.heartbeat import Heartbeat
 from raytrain_ft.runtime.rendezvous import RayStore
@@ -69,7 +69,7 @@ class Trainee:
         """Builds the model."""
         threads = int(self._spec.options.get("num_cpus") or 1)
         torch.set_num_threads(max(1, threads))
-        self._task = self._spec.load_task()
+        self._task = sealed.load(self._spec)
         self.replica = self._build_replica()
 
     def _note(self, event: str, fields: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import promise_kept, train
+from toy import Toy
 
 from raytrain_ft import FailAt
 from raytrain_ft.policy.strategy import Guarantee
@@ -68,6 +69,25 @@ def test_the_supervisor_killed_in_every_state(undisturbed, tmp_path: Path) -> No
     assert result.digest == undisturbed().digest
     assert promise_kept(result) == []
     assert len(list((Path(result.path) / "faults").glob("supervisor-*"))) == len(states)
+
+
+class Weighty(Toy):
+    """As the task of a script whose data is a global variable: it is larger than what Ray keeps of an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ballast = bytes(300_000)
+
+
+def test_the_supervisor_killed_in_a_run_with_a_large_task(undisturbed, tmp_path: Path) -> None:
+    """And a worker after that: what takes its place needs the task, too."""
+    faults = [FailAt(role="supervisor", phase=state) for state in ("RUNNING", "REBUILD")]
+    task = Weighty()
+    result = train(tmp_path, "weighty", task=task, faults=[*faults, FailAt(rank=1, step=10, phase="forward")], num_spares=0)
+    assert result.digest == undisturbed().digest
+    assert promise_kept(result) == []
+    assert len(list((Path(result.path) / "faults").glob("supervisor-*"))) == len(faults)
+    assert list(Path(result.path).glob("*task*")) == []
 
 
 def test_a_node_killed_in_the_update(cluster, undisturbed, tmp_path: Path) -> None:

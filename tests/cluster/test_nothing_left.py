@@ -80,6 +80,7 @@ def test_when_the_driver_goes(cluster, undisturbed, end: str, tmp_path: Path) ->
     os.kill(driver.pid, signal.SIGINT if end == "ctrl-c" else signal.SIGKILL)
     driver.wait(60)
     assert until(lambda: left(cluster, before) == [], 45), left(cluster, before)
+    assert list(log.parent.glob("*task*")) == []
     records = read_records(log)
     (stored,) = [record for record in records if record["event"] == "CheckpointCommitted"]
     assert stored["step"] == max(record["stop_step"] for record in records if record["event"] == "StepsCommitted") < STEPS
