@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import ray.cloudpickle
 
+from raytrain_ft.places import Place
 from raytrain_ft.policy.planning import LogChoice
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.sampling import Sampling
@@ -24,7 +25,7 @@ class CheckpointSpec:
     """How a run writes checkpoints and resumes from them; see `CheckpointConfig`.
 
     Attributes:
-        uri: of the directory of checkpoints.
+        place: the directory of checkpoints.
         every: steps from one to the next; None chooses within `overhead`.
         keep: how many stay.
         failure_s: mean time between failures, if it is known beforehand.
@@ -33,7 +34,7 @@ class CheckpointSpec:
         resume: "auto", "never" or "require".
     """
 
-    uri: str
+    place: Place
     overhead: float
     every: int | None
     keep: int
@@ -103,9 +104,9 @@ class RunSpec:
         return ray.cloudpickle.loads(self.task)
 
     @property
-    def stored_in(self) -> str:
-        """The directory or URI of the run's checkpoints; empty if it keeps none in storage."""
-        return self.checkpoints.uri if self.checkpoints is not None and self.rules.strategy != "snapshot" else ""
+    def stored_in(self) -> Place | None:
+        """The directory of the run's checkpoints; None if it keeps none in storage."""
+        return self.checkpoints.place if self.checkpoints is not None and self.rules.strategy != "snapshot" else None
 
     @property
     def logs(self) -> Path:
