@@ -69,7 +69,7 @@ class Loop:
         self._storage = open_storage(str(directory / "checkpoints"))
         self._lock = lock.acquire(self._storage, "paced")
         self.tuner = Tuner(budget=budget, window=20, fixed=fixed)
-        target = Target(uri=self._storage.uri, owner="paced", epoch=self._lock.owner.epoch)
+        target = Target(place=self._storage.place, owner="paced", epoch=self._lock.owner.epoch)
         self._checkpointer = Checkpointer(target, self._capture, lambda: self.tuner, self._tell)
         self._checkpointer.begin(0, 1, 1, 0)
         self._step = 0

@@ -66,7 +66,7 @@ class Ours:
         copy.start()
         copy.wait(lambda: None)
         self.job = Job(
-            uri=self.storage.uri,
+            place=self.storage.place,
             owner="benchmark",
             epoch=self.lock.owner.epoch,
             step=next(self._steps),

@@ -49,7 +49,7 @@ def paced(directory: Path, megabytes: int, checkpoints: int) -> dict[str, Any]:
     del spare, source
     storage = open_storage(str(directory / "paced"))
     held = lock.acquire(storage, "paced")
-    target = Target(uri=storage.uri, owner="paced", epoch=held.owner.epoch)
+    target = Target(place=storage.place, owner="paced", epoch=held.owner.epoch)
     gc.collect()
     before = host_memory([os.getpid()])
     told: list[str] = []

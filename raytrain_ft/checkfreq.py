@@ -25,8 +25,9 @@ from types import TracebackType
 from typing import Any, Literal
 
 from raytrain_ft.errors import ConfigError
+from raytrain_ft.places import Place
 from raytrain_ft.policy.frequency import LONGEST_PROFILE, check_budget, profile_steps
-from raytrain_ft.storage.filesystem import LocalStorage, Storage, open_storage
+from raytrain_ft.storage.filesystem import LocalStorage, Storage, open_storage, within
 from raytrain_ft.training import objects as states
 from raytrain_ft.training.journal import Journal
 from raytrain_ft.training.ranks import Ranks, current
@@ -82,7 +83,7 @@ def open(
     parts = states.take_apart(others)  # what cannot be stored is told now, not at the first checkpoint
     for name, tensor in (parts.shared | parts.own).items():
         check_plain(name, tensor)
-    storage = open_storage(_inside(str(path)))
+    storage = open_storage(within(Place(str(path)), CHECKPOINTS))
     for loader in loaders.values():
         loader.check_world(current()[1])
     ranks = Ranks(timeout)
@@ -196,12 +197,6 @@ def _check(
 
 def _natural(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _inside(path: str) -> str:
-    """The directory of checkpoints of a run."""
-    base, mark, query = path.partition("?") if "://" in path else (path, "", "")
-    return f"{base.rstrip('/')}/{CHECKPOINTS}{mark}{query}"
 
 
 def _journal(storage: Storage, rank: int) -> Journal:

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -21,6 +22,7 @@ from raytrain_ft.cli_simulate import simulate_command
 from raytrain_ft.cli_steer import leave_command, resume_command, suspend_command
 from raytrain_ft.cli_study import study_command
 from raytrain_ft.errors import StorageError
+from raytrain_ft.places import told
 from raytrain_ft.policy.audit import audit as audit_records
 from raytrain_ft.progress import describe
 from raytrain_ft.result import recovery_of
@@ -33,7 +35,18 @@ console = Console(highlight=False, soft_wrap=True)
 RUN = click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
 
 
-@click.group()
+class _Main(click.Group):
+    """A URI on a command line may hold credentials: what is wrong with it is told without them."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.ClickException as error:
+            error.message = told(error.message)
+            raise
+
+
+@click.group(cls=_Main)
 @click.version_option(package_name="raytrain_ft")
 def main() -> None:
     """Looks into the runs of raytrain_ft, rehearses failures, and steers runs that are under way.

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raytrain_ft.errors import ConfigError, StorageError
+from raytrain_ft.places import Place
 from raytrain_ft.storage import checkpoint
 from raytrain_ft.storage.checkpoint import Content, Found
 from raytrain_ft.storage.filesystem import Storage, open_storage, within
@@ -30,7 +31,7 @@ from raytrain_ft.training.export import state_dicts, state_of
 
 console = Console(highlight=False, soft_wrap=True)
 LONGEST_VALUE = 200
-PLACE = click.argument("place")
+PLACE = click.argument("place", type=Place)
 WHICH = click.option("--name", "which", help="Name or step of the checkpoint; default: the newest valid one.")
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -60,7 +61,7 @@ def _clearly(command: Command) -> Command:
 @PLACE
 @click.option("--verify", is_flag=True, help="Read them all, and say which are damaged.")
 @_clearly
-def list_(place: str, verify: bool) -> None:
+def list_(place: Place, verify: bool) -> None:
     """Lists checkpoints, newest first, with those that broke off or are under way."""
     storage = _storage(place)
     table = Table("name", "step", "size", "age", "shards", "kept", "state")
@@ -81,7 +82,7 @@ def list_(place: str, verify: bool) -> None:
 @checkpoints.command()
 @PLACE
 @_clearly
-def verify(place: str) -> None:
+def verify(place: Place) -> None:
     """Reads every byte of every checkpoint. The exit code is 1 if one is damaged."""
     storage = _storage(place)
     damaged = 0
@@ -102,7 +103,7 @@ def verify(place: str) -> None:
 @PLACE
 @WHICH
 @_clearly
-def show(place: str, which: str | None) -> None:
+def show(place: Place, which: str | None) -> None:
     """Shows the tensors of a checkpoint, with a digest (XXH3, 64 bits) of each one's bytes, and its other values."""
     content = _content(_storage(place), which)
     table = Table("tensor", "dtype", "shape", "size", "digest")
@@ -128,7 +129,7 @@ def show(place: str, which: str | None) -> None:
 @click.option("--optimizer", is_flag=True, help="With safetensors: the optimizer's tensors too, under optimizer/...")
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 @_clearly
-def export(place: str, file: Path, which: str | None, kind: str, optimizer: bool, force: bool) -> None:
+def export(place: Place, file: Path, which: str | None, kind: str, optimizer: bool, force: bool) -> None:
     """Writes the state to FILE for use without raytrain_ft.
 
     safetensors: the model's tensors by the names of its state_dict(), and with --optimizer those of the optimizer. The format
@@ -155,10 +156,10 @@ def export(place: str, file: Path, which: str | None, kind: str, optimizer: bool
 # ---------------------------------------------------------------- finding
 
 
-def _storage(place: str) -> Storage:
+def _storage(place: Place) -> Storage:
     """The directory of checkpoints at a place, or within it."""
-    for uri in (place, within(place, "checkpoints")):
-        storage = open_storage(uri)
+    for one in (place, within(place, "checkpoints")):
+        storage = open_storage(one)
         if checkpoint.found(storage):
             return storage
     raise click.ClickException(f"{place} holds no checkpoints: give a run's directory, or the directory of its checkpoints")

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.fields import check_types
+from raytrain_ft.places import Place
 from raytrain_ft.policy.schedule import MOST_MICRO_BATCHES, SCHEDULES, Schedule
 
 Strategy = Literal["auto", "replication", "logging", "checkpoint", "snapshot", "lossy", "rollback", "skip"]
@@ -247,7 +248,7 @@ def check_name(name: str) -> str:
     """
     if not NAME.fullmatch(name):
         raise ConfigError(
-            f"RunConfig(name={name!r}): use up to 100 letters, digits, '.', '_' or '-', beginning with a letter or digit"
+            f"RunConfig(name={Place(name)!r}): use up to 100 letters, digits, '.', '_' or '-', beginning with a letter or digit"
         )
     return name
 

@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from raytrain_ft.errors import ConfigError
+from raytrain_ft.places import Place
 
 
 @cache
@@ -31,7 +32,8 @@ def check_types(given: Any, cls: type, called: str = "") -> None:
         value = getattr(given, name)
         try:
             adapter.validate_python(value, strict=True)
-        except ValidationError as error:
+        except ValidationError:
             wanted = re.sub(r"Literal\[(.*?)\]", r"\1", str(inspect.get_annotations(cls)[name])).replace(" | ", " or ")
             hint = ", such as timedelta(seconds=60)" if wanted.startswith("timedelta") else ""
-            raise ConfigError(f"{called or cls.__name__}({name}={value!r}): use {wanted}{hint}") from error
+            found = Place(str(value)).told(repr(value))
+            raise ConfigError(f"{called or cls.__name__}({name}={found}): use {wanted}{hint}") from None

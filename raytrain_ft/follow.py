@@ -27,6 +27,7 @@ from ray.exceptions import (
 from raytrain_ft import errors
 from raytrain_ft.config import check_name
 from raytrain_ft.errors import ConfigError, FTError, LockedError, TrainingFailedError
+from raytrain_ft.places import Place
 from raytrain_ft.policy.history import ENDS
 from raytrain_ft.policy.states import ENDED
 from raytrain_ft.progress import Display
@@ -321,7 +322,7 @@ def recorded(directory: Path) -> Account | None:
         "failure": end.get("error"),
         "result": {name: end.get(name, "") for name in ("digest", "path")},
         "seconds": end["at"],
-        "checkpoint": within(uri, names[-1]) if uri and names else None,
+        "checkpoint": str(within(Place(uri), names[-1])) if uri and names else None,
     }
 
 

@@ -23,6 +23,7 @@ import xxhash
 from raytrain_ft.config import NOTICE_SOURCES, ParallelismConfig, RecoveryConfig, check_name
 from raytrain_ft.errors import ConfigError, NoCheckpointError, StorageError
 from raytrain_ft.model_checks import Update, check_stages, choose_update, has_statistics, pipeline_of
+from raytrain_ft.places import Place
 from raytrain_ft.policy.frequency import profile_steps
 from raytrain_ft.policy.planning import LogChoice
 from raytrain_ft.policy.roster import Rules
@@ -263,33 +264,33 @@ def _checkpoints(
     how = _policy(run)
     if how.every is None:
         return None
-    place = how.storage_path or str(directory.parent)
-    local = local_path(place)  # made absolute here: supervisor and workers have other working directories
-    uri = within(str(local or place), directory.name, "checkpoints")
+    given = Place(how.storage_path or str(directory.parent))
+    local = local_path(given)  # made absolute here: supervisor and workers have other working directories
+    place = within(given if local is None else Place(str(local)), directory.name, "checkpoints")
     try:
-        stored = [manifest.step for manifest in select(open_storage(uri), warnings.warn)] if how.resume != "never" else []
+        stored = [manifest.step for manifest in select(open_storage(place), warnings.warn)] if how.resume != "never" else []
     except NoCheckpointError as error:
         raise NoCheckpointError(f'{error}. To begin anew: CheckpointConfig(resume="never")') from error
     except StorageError as error:
-        raise ConfigError(f"CheckpointConfig(storage_path={how.storage_path!r}) cannot be read: {error}") from error
+        raise ConfigError(f"CheckpointConfig(storage_path={how.storage_path and given!r}) cannot be read: {error}") from error
     if stored and recovery.strategy == "snapshot":
         warnings.warn(
             f'RecoveryConfig(strategy="snapshot") reads no checkpoints from storage: the run begins at step 0, and not from '
-            f"those in {uri}",
+            f"those in {place}",
             stacklevel=4,
         )
     if how.resume == "require" and not stored:
-        raise NoCheckpointError(f'CheckpointConfig(resume="require"): there is no valid checkpoint in {uri}')
+        raise NoCheckpointError(f'CheckpointConfig(resume="require"): there is no valid checkpoint in {place}')
     if stored and stored[0] > max_steps and recovery.strategy != "snapshot":
         raise ConfigError(
-            f"Trainer(max_steps={max_steps}): the newest checkpoint in {uri} is of step {stored[0]}. Ask for more, choose "
+            f"Trainer(max_steps={max_steps}): the newest checkpoint in {place} is of step {stored[0]}. Ask for more, choose "
             'another RunConfig(name=...), or begin anew with CheckpointConfig(resume="never")'
         )
-    depends_on = [model_key, sampling.global_batch_size, uri, torch.__version__, os.cpu_count(), scaling.use_gpu is True]
+    depends_on = [model_key, sampling.global_batch_size, str(place), torch.__version__, os.cpu_count(), scaling.use_gpu is True]
     depends_on += [how.every, how.overhead, str(how.failure_interval)]
     known = how.failure_interval if isinstance(how.failure_interval, timedelta) else None
     return CheckpointSpec(
-        uri=uri,
+        place=place,
         overhead=how.overhead,
         every=how.every if isinstance(how.every, int) else None,
         keep=how.num_to_keep or KEEP_ALL,
@@ -319,8 +320,9 @@ def directory_of(storage_path: str, name: str) -> Path:
         ConfigError: it is of a kind that is not supported.
     """
     if "://" in storage_path or HALF_A_URI.match(storage_path):
+        place = Place(storage_path)
         raise ConfigError(
-            f"RunConfig(storage_path={storage_path!r}): only paths of a file system that all nodes share are supported so far"
+            f"RunConfig(storage_path={place!r}): only paths of a file system that all nodes share are supported so far"
         )
     return Path(storage_path).expanduser().resolve() / name
 

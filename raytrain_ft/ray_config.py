@@ -43,7 +43,8 @@ class CheckpointConfig(ray.train.CheckpointConfig):
         every: "auto" chooses the interval from measurements, within `overhead`; a number of steps is taken as it is; None
             writes no checkpoints.
         keep_epochs: also write one at the end of every epoch, and keep these.
-        storage_path: where checkpoints go if not to the run's directory: a path, or any URI of `pyarrow.fs` ("s3://...").
+        storage_path: where checkpoints go if not to the run's directory: a path, or any URI of `pyarrow.fs` ("s3://..."). What
+            is told of it is without the credentials that it may hold.
         resume: "auto" goes on from the newest valid checkpoint of a run of this name; "never" begins anew; "require" fails
             without one.
         override: what may differ from the checkpoint on resume: "optimizer" (and its schedule), "dataset".

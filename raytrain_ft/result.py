@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from raytrain_ft.errors import MismatchError
+from raytrain_ft.places import Place
 from raytrain_ft.policy.strategy import Guarantee, Recovery, Strategy
 from raytrain_ft.storage.arrow import read_tensors
+from raytrain_ft.storage.filesystem import local_path
 from raytrain_ft.training.export import open_checkpoint, state_of
 from raytrain_ft.training.pipeline import name_in_one_piece, sequential
 from raytrain_ft.training.stored import spread_of
@@ -27,7 +29,8 @@ class Result:
             reconciled, filled and resumed (seconds since the run began).
         digest: hash of the final training state, bucket by bucket: two runs are bit-identical if and only if it is equal.
         seconds: how long the run took.
-        checkpoint: where the newest checkpoint is: the storage of the run's checkpoints, and its name there.
+        checkpoint: where the newest checkpoint is: the storage of the run's checkpoints, and its name there. Of a URI that held
+            credentials, without them: they are then taken from the environment.
         final_state: the file with the model's final state; of a pipeline, that of its first stage; the others lie beside it.
         error: None; a run that fails raises.
     """
@@ -66,8 +69,9 @@ def load_model(task: Any, result: Result | str) -> torch.nn.Module:
         StorageError: a file is missing or damaged. MismatchError: it is of another model, be it only smaller or
             larger; what is missing, or is too many, is named.
     """
-    place = str(result.final_state if isinstance(result, Result) else result)
-    tensors, spread = _final(Path(place)) if place.endswith(".arrow") else _stored(place)
+    place = Place(str(result.final_state if isinstance(result, Result) else result))
+    file = local_path(place)
+    tensors, spread = _final(file) if file is not None and file.suffix == ".arrow" else _stored(place)
     model = _whole(task, spread)
     wanted = model.state_dict(keep_vars=True)
     stored = {id(wanted[name]): tensor for name, tensor in tensors.items() if name in wanted}  # tied weights, by one name
@@ -95,10 +99,10 @@ def _final(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
     return whole, spread
 
 
-def _stored(place: str) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
+def _stored(place: Place) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
     """The same of a checkpoint."""
     content = open_checkpoint(place)
-    return state_of(content).get("model", {}), spread_of(content.manifest.values, place)
+    return state_of(content).get("model", {}), spread_of(content.manifest.values, str(place))
 
 
 def _whole(task: Any, spread: dict[str, Any] | None) -> torch.nn.Module:

@@ -51,15 +51,15 @@ class Library:
         try:
             return await asyncio.wait_for(asyncio.to_thread(self._open), FIND_SECONDS)
         except TimeoutError as error:
-            uri = self._spec.checkpoints.uri
-            raise StorageError(f"CheckpointConfig: the storage {uri} did not answer within {FIND_SECONDS:g} s") from error
+            place = self._spec.checkpoints.place
+            raise StorageError(f"CheckpointConfig: the storage {place} did not answer within {FIND_SECONDS:g} s") from error
 
     def _open(self) -> tuple[m.Stored, ...]:
         assert self._spec.checkpoints is not None
         if self._in_memory:
             self._start_holder()
             return ()
-        storage = open_storage(self._spec.checkpoints.uri)
+        storage = open_storage(self._spec.checkpoints.place)
         self._lock = lock.acquire(storage, self._spec.run_id)
         self.epoch = self._lock.owner.epoch
         checkpoint.sweep(storage, self.epoch, new=self._lock.new)
@@ -99,7 +99,7 @@ class Library:
         assert self._spec.checkpoints is not None
         if self._in_memory:
             return self._held()
-        storage = open_storage(self._spec.checkpoints.uri)
+        storage = open_storage(self._spec.checkpoints.place)
         epoch = self.epoch if self._spec.checkpoints.resume == "never" else None
         found = list(checkpoint.select(storage, warnings.warn, epoch))
         self.records = {str(one.name): _records(one) for one in found}

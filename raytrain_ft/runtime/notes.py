@@ -19,7 +19,6 @@ from raytrain_ft.policy.states import State
 from raytrain_ft.runtime import report, sealed, timeline
 from raytrain_ft.runtime.event_log import EventLog, read_past
 from raytrain_ft.runtime.spec import RunSpec
-from raytrain_ft.storage.filesystem import without_credentials
 
 
 class Notes:
@@ -139,8 +138,8 @@ def details_of(spec: RunSpec) -> dict[str, Any]:
     """What the log's first line says of a run, for who reads it without the program that made it."""
     sampling, rules = spec.sampling, spec.rules
     about: dict[str, Any] = {"log": spec.log_choice.as_record()} if spec.log_choice is not None else {}
-    if spec.stored_in:
-        about["checkpoints"] = without_credentials(spec.stored_in)
+    if spec.stored_in is not None:
+        about["checkpoints"] = str(spec.stored_in)
     return {
         **about,
         "name": spec.name,

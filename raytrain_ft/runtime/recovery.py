@@ -213,7 +213,7 @@ def checkpointing(spec: RunSpec, epoch: int, heartbeat: Heartbeat) -> Checkpoint
     how = spec.checkpoints
     if how is None:
         return None
-    target = Target(uri=how.uri, owner=spec.run_id, epoch=epoch, keep=how.keep, profile_key=how.profile_key)
+    target = Target(place=how.place, owner=spec.run_id, epoch=epoch, keep=how.keep, profile_key=how.profile_key)
     tuner = Tuner(budget=how.overhead, window=how.window, fixed=how.every, failure_s=how.failure_s)
     in_memory = spec.rules.strategy == "snapshot"
     return Checkpointing(
@@ -241,7 +241,7 @@ def load(replica: Replica, spec: RunSpec, name: str, fence: Fence) -> None:
     if spec.rules.strategy == "snapshot":
         content = holder.load(spec, parsed)
     else:
-        storage = open_storage(spec.checkpoints.uri)
+        storage = open_storage(spec.checkpoints.place)
         manifest = checkpoint.read_manifest(storage, parsed)
         content = checkpoint.map_shards(storage, manifest, durable.holds(manifest, replica.state.stage), fence.check)
     if replica.attempt is not None:

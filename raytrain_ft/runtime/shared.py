@@ -40,7 +40,7 @@ def check_checkpoints(spec: RunSpec, epoch: int, host: str) -> None:
     Raises:
         ConfigError: checkpoints go to a directory outside of the run's, and this node has another one there, or none.
     """
-    path = local_path(spec.stored_in) if spec.stored_in else None
+    path = local_path(spec.stored_in) if spec.stored_in is not None else None
     if path is None or path.is_relative_to(spec.directory):
         return
     storage, deadline = LocalStorage(path), time.monotonic() + CACHED_S

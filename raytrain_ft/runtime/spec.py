@@ -6,6 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+<<<<<<< HEAD
+=======
+import ray.cloudpickle
+
+from raytrain_ft.places import Place
+>>>>>>> mend-secrets
 from raytrain_ft.policy.planning import LogChoice
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.sampling import Sampling
@@ -22,7 +28,7 @@ class CheckpointSpec:
     """How a run writes checkpoints and resumes from them; see `CheckpointConfig`.
 
     Attributes:
-        uri: of the directory of checkpoints.
+        place: the directory of checkpoints.
         every: steps from one to the next; None chooses within `overhead`.
         keep: how many stay.
         failure_s: mean time between failures, if it is known beforehand.
@@ -31,7 +37,7 @@ class CheckpointSpec:
         resume: "auto", "never" or "require".
     """
 
-    uri: str
+    place: Place
     overhead: float
     every: int | None
     keep: int
@@ -97,9 +103,9 @@ class RunSpec:
     driver_timeout: float
 
     @property
-    def stored_in(self) -> str:
-        """The directory or URI of the run's checkpoints; empty if it keeps none in storage."""
-        return self.checkpoints.uri if self.checkpoints is not None and self.rules.strategy != "snapshot" else ""
+    def stored_in(self) -> Place | None:
+        """The directory of the run's checkpoints; None if it keeps none in storage."""
+        return self.checkpoints.place if self.checkpoints is not None and self.rules.strategy != "snapshot" else None
 
     @property
     def logs(self) -> Path:

@@ -263,6 +263,7 @@ class Supervisor:
     def account(self) -> dict[str, Any]:
         """State, progress and recoveries as plain data."""
         machine, spec = self._machine, self._spec
+        newest = within(spec.stored_in, machine.stored[0].name) if spec.stored_in is not None and machine.stored else None
         return {
             "name": spec.name,
             "run_id": spec.run_id,
@@ -270,7 +271,7 @@ class Supervisor:
             "max_steps": spec.rules.max_steps,
             "stop_timeout": spec.rules.stop_timeout,
             "unfollowed_s": time.monotonic() - self._followed_at,
-            "checkpoint": within(spec.stored_in, machine.stored[0].name) if spec.stored_in and machine.stored else None,
+            "checkpoint": str(newest) if newest is not None else None,
             "state": str(machine.state),
             "step": machine.step,
             "loss": self._health.loss,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import traceback
 from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from raytrain_ft.runtime.heartbeat import Heartbeat
 from raytrain_ft.runtime.rendezvous import RayStore
 from raytrain_ft.runtime.spec import RunSpec
 from raytrain_ft.storage.arrow import write_tensors
+from raytrain_ft.storage.filesystem import local_path
 from raytrain_ft.training import mending, process_group, replay
 from raytrain_ft.training.build import build_replica
 from raytrain_ft.training.fence import Fence, PeerLostError
@@ -78,7 +78,8 @@ class Trainee:
     def _checkpoint_bytes(self) -> int:
         """What its parts of checkpoints need where its log is."""
         checkpoints, checkpointer = self._spec.checkpoints, self.replica.checkpointer
-        if checkpoints is None or checkpointer is None or not Path(checkpoints.uri).is_relative_to(self._spec.directory):
+        path = local_path(checkpoints.place) if checkpoints is not None else None
+        if checkpointer is None or path is None or not path.is_relative_to(self._spec.directory):
             return 0
         return checkpointer.disk_bytes
 

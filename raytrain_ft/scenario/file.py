@@ -38,7 +38,7 @@ class _Loader(yaml.SafeLoader):
         except (ValueError, LookupError, AttributeError) as error:  # looks like a date, or is tagged as a number, and is none
             kind = node.tag.rpartition(":")[2]
             raise yaml.MarkedYAMLError(
-                problem=f"{_short(self.construct_scalar(node))}: there is no such {kind}; if it is text, write it in quotes",
+                problem=f"{_short(node.value)}: there is no such {kind}; if it is text, write it in quotes",
                 problem_mark=node.start_mark,
             ) from error
 

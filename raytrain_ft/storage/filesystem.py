@@ -13,8 +13,8 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote
@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from raytrain_ft.errors import ConfigError, StorageError
+from raytrain_ft.places import Place
 from raytrain_ft.storage import pages
 from raytrain_ft.storage.durable import advice, sync_directory, write_durably
 
@@ -42,8 +43,13 @@ hold all of a shard in memory where the network is slower than the disk."""
 
 
 class Storage(Protocol):
-    """One directory. Names are relative: "file" or "directory/file"."""
+    """One directory. Names are relative: "file" or "directory/file".
 
+    Attributes:
+        place: what `open_storage` was given; uri: the same as it may be told.
+    """
+
+    place: Place
     uri: str
 
     def put(self, name: str, parts: Iterable[memoryview]) -> None:
@@ -75,61 +81,66 @@ class Storage(Protocol):
         ...
 
 
-def open_storage(uri: str) -> Storage:
+def open_storage(place: Place | str) -> Storage:
     """The storage at a path, or at any URI that `pyarrow.fs` knows ("s3://bucket/runs", "gs://...", "hdfs://...").
 
     Raises:
         ConfigError: the URI is none, or of no known kind. StorageError: its server cannot be reached.
     """
-    local = local_path(uri)
+    place = place if isinstance(place, Place) else Place(place)
+    local = local_path(place)
     if local is not None:
         return LocalStorage(local)
     try:
-        filesystem, path = pafs.FileSystem.from_uri(uri)
+        filesystem, path = pafs.FileSystem.from_uri(place.with_credentials)
         if isinstance(filesystem, pafs.S3FileSystem):
             remake, (options,) = filesystem.__reduce__()  # a URI cannot say how long to wait
             filesystem = remake(options | S3_LIMITS)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise ConfigError(f"storage {uri!r} is of no kind that pyarrow.fs knows (s3, gs, hdfs, file): {error}") from error
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:  # which is not named as the cause: it may say the whole URI
+        raise ConfigError(
+            f"storage {place!r} is of no kind that pyarrow.fs knows (s3, gs, hdfs, file): {place.told(str(error))}"
+        ) from None
     except OSError as error:  # it asks the server where the bucket is
-        raise StorageError(f"storage {uri!r} cannot be reached: {error}") from error
+        raise StorageError(f"storage {place!r} cannot be reached: {place.told(str(error))}") from None
     if not path.strip("/"):
-        raise ConfigError(f"storage {uri!r} names no directory")
-    return RemoteStorage(uri, filesystem, path)
+        raise ConfigError(f"storage {place!r} names no directory")
+    return RemoteStorage(place, filesystem, path)
 
 
-def local_path(place: str) -> Path | None:
+def local_path(place: Place) -> Path | None:
     """The directory of this machine that a path or URI names, absolute; None if it is elsewhere.
 
     Raises:
         ConfigError: it is meant to be a URI, and is none.
     """
-    if HALF_A_URI.match(place):
+    path = place.with_credentials
+    if HALF_A_URI.match(path):
         raise ConfigError(
             f"storage {place!r} is no URI, but looks like one: write s3://bucket/path, file:///path or the like; "
             "before the path of a directory that is named so, write ./"
         )
-    if place.startswith("file://"):
-        return Path(unquote(place.removeprefix("file://")))
-    return None if "://" in place else Path(place).expanduser().absolute()
+    if path.startswith("file://"):
+        return Path(unquote(path.removeprefix("file://")))
+    return None if "://" in path else Path(path).expanduser().absolute()
 
 
-def within(place: str, *names: str) -> str:
-    """The path or URI of something inside a directory. What a URI says after "?" (of an S3 endpoint, say) stays at its end."""
-    directory, mark, query = place.partition("?") if "://" in place else (place, "", "")
-    return "/".join([directory.rstrip("/"), *names]) + mark + query
+def within(place: Place, *names: str) -> Place:
+    """The place of something inside a directory. What a URI says after "?" (of an S3 endpoint, say) stays at its end."""
+    directory, options = _apart(place)
+    return Place("/".join([directory.rstrip("/"), *names]) + options)
 
 
-def without_credentials(place: str) -> str:
-    """The same path or URI without the user and password that a URI may hold: for records."""
-    return re.sub(r"://[^/?]*@", "://", place, count=1)
-
-
-def parent(place: str) -> tuple[str, str]:
-    """The directory that a path or URI is in, and its last name: what `within` puts together."""
-    path, mark, query = place.partition("?") if "://" in place else (place, "", "")
+def parent(place: Place) -> tuple[Place, str]:
+    """The directory that a place is in, and its last name: what `within` puts together."""
+    path, options = _apart(place)
     directory, slash, name = path.rstrip("/").rpartition("/")
-    return (directory or slash or ".") + mark + query, name
+    return Place((directory or slash or ".") + options), name
+
+
+def _apart(place: Place) -> tuple[str, str]:
+    """Where it is, and what a URI says after that, from "?" on."""
+    path, mark, options = place.with_credentials.partition("?")
+    return (path, mark + options) if "://" in place.with_credentials else (place.with_credentials, "")
 
 
 def checked(name: str) -> str:
@@ -148,6 +159,7 @@ class LocalStorage:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.place = Place(str(root))
         self.uri = str(root)
         self._made: set[Path] = set()
 
@@ -264,14 +276,15 @@ def _unlink(path: Path) -> OSError | None:
 class RemoteStorage:
     """An object store, or any other file system of pyarrow."""
 
-    def __init__(self, uri: str, filesystem: Any, path: str) -> None:
-        self.uri = uri
+    def __init__(self, place: Place, filesystem: Any, path: str) -> None:
+        self.place = place
+        self.uri = str(place)
         self._filesystem = filesystem
         self._path = path.rstrip("/")
 
     def put(self, name: str, parts: Iterable[memoryview]) -> None:
         path = f"{self._path}/{checked(name)}"
-        try:
+        with self._telling(f"{path} could not be written"):
             if self._filesystem.type_name != "s3":  # which has no directories
                 self._filesystem.create_dir(path.rpartition("/")[0], recursive=True)
             if self._filesystem.type_name in OBJECT_STORES:
@@ -282,8 +295,6 @@ class RemoteStorage:
                 partial = f"{directory}/.{last}.{secrets.token_hex(8)}.partial"
                 self._write(partial, parts)
                 self._filesystem.move(partial, path)
-        except OSError as error:
-            raise StorageError(f"{path} could not be written: {error}") from error
 
     def claim(self, name: str) -> bool:
         """pyarrow has no way to write an object only where there is none: of those who see none, the last to write has it."""
@@ -314,37 +325,34 @@ class RemoteStorage:
 
     def view(self, name: str) -> pa.Buffer:
         path = f"{self._path}/{checked(name)}"
-        try:
-            with self._filesystem.open_input_file(path) as file:
-                return file.read_buffer()
-        except OSError as error:
-            raise StorageError(f"{path} cannot be read: {error}") from error
+        with self._telling(f"{path} cannot be read"), self._filesystem.open_input_file(path) as file:
+            return file.read_buffer()
 
     def names(self, directory: str = "") -> list[str]:
         path = f"{self._path}/{checked(directory)}" if directory else self._path
-        try:
+        with self._telling(f"{path} cannot be listed"):
             found = self._filesystem.get_file_info(pafs.FileSelector(path, allow_not_found=True))
-        except OSError as error:
-            raise StorageError(f"{path} cannot be listed: {error}") from error
         return sorted(info.base_name for info in found)
 
     def size(self, name: str) -> int | None:
         path = f"{self._path}/{checked(name)}"
-        try:
+        with self._telling(f"{path} cannot be read"):
             info = self._filesystem.get_file_info(path)
-        except OSError as error:
-            raise StorageError(f"{path} cannot be read: {error}") from error
         return info.size if info.type == pafs.FileType.File else None
 
     def delete(self, name: str) -> None:
         path = f"{self._path}/{name}"
-        try:
+        with self._telling(f"{path} could not be removed"), suppress(FileNotFoundError):
             kind = self._filesystem.get_file_info(path).type
             if kind == pafs.FileType.Directory:
                 self._filesystem.delete_dir(path)
             elif kind == pafs.FileType.File:
                 self._filesystem.delete_file(path)
-        except FileNotFoundError:
-            return
+
+    @contextmanager
+    def _telling(self, failure: str) -> Iterator[None]:
+        """An error of pyarrow becomes one of ours. It may name a URL with credentials, so it is not kept as the cause."""
+        try:
+            yield
         except OSError as error:
-            raise StorageError(f"{path} could not be removed: {error}") from error
+            raise StorageError(f"{failure}: {self.place.told(str(error))}") from None

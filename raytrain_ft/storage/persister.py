@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from raytrain_ft.errors import LockedError, StorageError
+from raytrain_ft.places import Place
 from raytrain_ft.storage import checkpoint, lock, pages
 from raytrain_ft.storage.filesystem import Storage, open_storage
 from raytrain_ft.storage.manifest import Manifest, Name
@@ -47,7 +48,7 @@ class Job:
     """One worker's part of a checkpoint.
 
     Attributes:
-        uri: of the directory of checkpoints.
+        place: the directory of checkpoints.
         owner, epoch: whose right to write it is (see `lock`).
         number, count: of this shard; number 0 commits when all are there.
         pieces: (name, dtype, shape, start, size) of what lies in the shared memory, one after the other.
@@ -58,7 +59,7 @@ class Job:
         timeout_s: how long to wait for the shards of others.
     """
 
-    uri: str
+    place: Place
     owner: str
     epoch: int
     step: int
@@ -104,7 +105,7 @@ def carry_out(job: Job, data: memoryview, cancelled: set[str], done: Callable[[i
     Raises:
         StorageError: it could not be; LockedError: another run writes there by now.
     """
-    storage = open_storage(job.uri)
+    storage = open_storage(job.place)
     pieces = [Piece(name, dtype, tuple(shape), start, size) for name, dtype, shape, start, size in job.pieces]
     own = checkpoint.write_shard(storage, job.name, job.number, job.count, pieces, data)
     if job.number != 0:
@@ -117,7 +118,7 @@ def carry_out(job: Job, data: memoryview, cancelled: set[str], done: Callable[[i
 
     entries = checkpoint.await_shards(storage, job.name, own, job.count, job.timeout_s, check)
     if not lock.holds(storage, job.owner, job.epoch):
-        raise LockedError(f"{job.uri}: another run has taken the right to write; {job.name} is not committed")
+        raise LockedError(f"{storage.uri}: another run has taken the right to write; {job.name} is not committed")
     manifest = Manifest(
         step=job.step,
         epoch=job.epoch,
@@ -227,7 +228,8 @@ class Persister:
         """Begins a job. The future never fails: an outcome with an error says what went wrong."""
         future: Future[Outcome] = Future()
         try:
-            content = json.dumps({name: getattr(job, name) for name in Job.__slots__}).encode()
+            about = {name: getattr(job, name) for name in Job.__slots__} | {"place": job.place.with_credentials}
+            content = json.dumps(about).encode()
             self._described.seek(0)  # the job before is over, so nobody reads it any more
             self._described.write(content)
             self.start()
@@ -333,7 +335,8 @@ def _read(worker: int, described: int, jobs: queue.SimpleQueue[Job | None], canc
         if "cancel" in message:
             cancelled.add(message["cancel"])
         else:
-            jobs.put(Job(**json.loads(os.pread(described, message["job"], 0))))
+            about = json.loads(os.pread(described, message["job"], 0))
+            jobs.put(Job(**about | {"place": Place(about["place"])}))
     jobs.put(None)
 
 

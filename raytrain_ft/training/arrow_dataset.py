@@ -19,6 +19,8 @@ import pyarrow.parquet as pq
 import torch
 
 from raytrain_ft.errors import ConfigError, StorageError
+from raytrain_ft.places import Place, told
+from raytrain_ft.storage.filesystem import local_path
 
 _SUFFIXES = (".arrow", ".feather", ".ipc", ".parquet")
 Row = dict[str, Any]
@@ -99,11 +101,13 @@ class ArrowDataset:
 
 def _resolve(path: str) -> list[tuple[pafs.FileSystem, str]]:
     """The files that `path` (a local path or a URI) stands for. Raises ConfigError when there is none."""
+    place = Place(path)
+    local = local_path(place)
     try:
-        if "://" in path:
-            filesystem, path = pafs.FileSystem.from_uri(path)
+        if local is None:
+            filesystem, path = pafs.FileSystem.from_uri(place.with_credentials)
         else:
-            filesystem, path = pafs.LocalFileSystem(), str(Path(path).expanduser().absolute())
+            filesystem, path = pafs.LocalFileSystem(), str(local)
         info = filesystem.get_file_info(path)
         if info.type == pafs.FileType.File:
             return [(filesystem, path)]
@@ -112,7 +116,7 @@ def _resolve(path: str) -> list[tuple[pafs.FileSystem, str]]:
             files = [i.path for i in inside if i.type == pafs.FileType.File and i.base_name.endswith(_SUFFIXES)]
             return [(filesystem, file) for file in files if not _is_hidden(file, info.path)]
     except (OSError, pa.ArrowException) as error:
-        raise ConfigError(f"{path} cannot be opened: {error}") from error
+        raise ConfigError(f"{place} cannot be opened: {place.told(str(error))}") from None
     raise ConfigError(f"{path} does not exist on {filesystem.type_name}. Every node must be able to read it.")
 
 
@@ -141,7 +145,7 @@ def _read(filesystem: pafs.FileSystem, path: str, columns: Sequence[str] | None)
                 "(An Arrow *stream* has no random access: write it with pyarrow.ipc.new_file.)"
             )
     except (OSError, pa.ArrowException) as error:
-        raise StorageError(f"{path} is damaged or cannot be read: {error}. Write or copy it again.") from error
+        raise StorageError(f"{path} is damaged or cannot be read: {told(str(error))}. Write or copy it again.") from None
     return table if columns is None else table.select(list(columns))
 
 

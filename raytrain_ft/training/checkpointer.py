@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from raytrain_ft.errors import StorageError
+from raytrain_ft.places import Place
 from raytrain_ft.policy.frequency import Interval, Profile
 from raytrain_ft.policy.tuner import Costs, Decision, Tuner
 from raytrain_ft.storage.checkpoint import KEEP_ALL
@@ -73,7 +74,7 @@ class Target:
     """Where checkpoints go, and by whose right.
 
     Attributes:
-        uri: of the directory of checkpoints; owner, epoch: see `storage.lock`.
+        place: the directory of checkpoints; owner, epoch: see `storage.lock`.
         keep: how many stay.
         profile_key: what k and the measurements that it comes of depend on, but for the number of workers; those of another
             key, or of other workers, are not used.
@@ -82,7 +83,7 @@ class Target:
             meanwhile, less than what they allow it.
     """
 
-    uri: str
+    place: Place
     owner: str
     epoch: int
     keep: int = 1
@@ -258,7 +259,7 @@ class Checkpointer:
         tensors, values = self._capture()
         slices = share(tensors, self._rank // self._stages, self._count // self._stages) + share(self._own(), 0, 1)
         self._job = Job(
-            uri=self._target.uri,
+            place=self._target.place,
             owner=self._target.owner,
             epoch=self._target.epoch,
             step=step,
@@ -314,7 +315,7 @@ class Checkpointer:
         while self.busy:
             assert self._outcome is not None
             if time.monotonic() >= deadline:
-                raise StorageError(f"{self._target.uri} is slow or hangs: the checkpoint before is still being written")
+                raise StorageError(f"{self._target.place} is slow or hangs: the checkpoint before is still being written")
             _wait(self._outcome, POLL_S)
             check()
 
@@ -407,7 +408,7 @@ class Checkpointer:
 
     def _stored_profile(self) -> Any:
         try:
-            storage = open_storage(self._target.uri)
+            storage = open_storage(self._target.place)
             return None if storage.size(PROFILE_FILE) is None else json.loads(storage.view(PROFILE_FILE).to_pybytes())
         except (StorageError, ValueError, RecursionError):
             return None

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from raytrain_ft.errors import StorageError
+from raytrain_ft.places import Place
 from raytrain_ft.storage import checkpoint
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.filesystem import open_storage, parent
@@ -26,11 +27,11 @@ _OF_LAYERS = (*_OF_MODEL, "optimizer")
 """What is stored by the names of a model's layers."""
 
 
-def open_checkpoint(place: str) -> Content:
+def open_checkpoint(place: Place) -> Content:
     """The verified content of one checkpoint.
 
     Args:
-        place: the path or URI of its directory, as `Result.checkpoint` has it.
+        place: its directory, as `Result.checkpoint` names it.
 
     Raises:
         StorageError: there is none, or it is damaged.

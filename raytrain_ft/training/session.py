@@ -94,7 +94,7 @@ class Session:
         right = _by_first(self._ranks, self._acquire)
         self._resume(resume, override, right["epoch"])
         target = Target(
-            uri=self.storage.uri,
+            place=self.storage.place,
             owner=right["owner"],
             epoch=right["epoch"],
             keep=self._plan.keep,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from raytrain_ft.errors import StorageError
+from raytrain_ft.places import Place
 from raytrain_ft.storage import checkpoint, lock, persister
 from raytrain_ft.storage.filesystem import LocalStorage, Storage, open_storage
 from raytrain_ft.storage.lock import Owner
@@ -20,7 +21,7 @@ def job(root: Path, step: int, number: int, incarnation: int = 1) -> persister.J
     mine = [(name, "torch.uint8", (SIZE,), 0, SIZE) for name in (("a", "b"), ("c", "d"))[number]]
     both = ("both", "torch.uint8", (2 * SIZE,), number * SIZE, SIZE)
     return persister.Job(
-        uri=str(root),
+        place=Place(str(root)),
         owner=OWNER.owner,
         epoch=OWNER.epoch,
         step=step,

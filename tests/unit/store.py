@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from raytrain_ft.errors import StorageError
+from raytrain_ft.places import Place
 from raytrain_ft.storage import checkpoint
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.filesystem import LocalStorage, Storage, open_storage
@@ -28,7 +29,7 @@ def own(storage: Storage, owner: Owner = OWNER) -> None:
     write_owner(storage, owner)
 
 
-def save(uri: str, step: int, tensors: Mapping[str, Tensor], count: int = 1, **more: object) -> None:
+def save(place: Place | str, step: int, tensors: Mapping[str, Tensor], count: int = 1, **more: object) -> None:
     """Writes and commits a checkpoint as `count` workers would; number 0 comes last, so that it need not wait."""
     pairs = list(tensors.items())
     for number in reversed(range(count)):
@@ -37,7 +38,7 @@ def save(uri: str, step: int, tensors: Mapping[str, Tensor], count: int = 1, **m
         copy_all(slices, memory)
         pieces = [(p.name, p.dtype, p.shape, p.start, p.size) for p in (part.piece for part in slices)]
         job = Job(
-            uri=uri,
+            place=place if isinstance(place, Place) else Place(place),
             step=step,
             number=number,
             count=count,

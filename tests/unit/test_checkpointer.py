@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from raytrain_ft.errors import StorageError
+from raytrain_ft.places import Place
 from raytrain_ft.policy.frequency import Interval
 from raytrain_ft.policy.messages import IntervalChosen
 from raytrain_ft.policy.tuner import Decision, Tuner
@@ -62,7 +63,7 @@ def make(told: list[tuple[str, int]]) -> Iterator[Make]:
 
     def begun(seconds: float, **target: Any) -> Checkpointer:
         found = Checkpointer(
-            Target(uri="/nowhere", owner="run", epoch=1, **target),
+            Target(place=Place("/nowhere"), owner="run", epoch=1, **target),
             lambda: ([("w", torch.zeros(8))], {}),
             lambda: Tuner(budget=0.035, window=4, fixed=5),
             lambda event, fields: told.append((event, fields["step"])) if event != "IntervalChosen" else None,
@@ -147,7 +148,7 @@ def test_a_checkpoint_that_is_left_out_is_judged_like_any_other() -> None:
     """What its interval decides is told, and the wait for the one before is no overhead of its own."""
     tuner, told = Deciding(), []
     one = Checkpointer(
-        Target(uri="/nowhere", owner="run", epoch=1, most_patience_s=0.2),
+        Target(place=Place("/nowhere"), owner="run", epoch=1, most_patience_s=0.2),
         lambda: ([("w", torch.zeros(8))], {}),
         lambda: tuner,
         lambda event, fields: told.append((event, fields["step"])),
@@ -189,7 +190,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., tuple[Checkpointer, list[di
     def begun(fixed: int | None = None) -> tuple[Checkpointer, list[dict[str, Any]]]:
         told: list[dict[str, Any]] = []
         found = Checkpointer(
-            Target(uri=str(tmp_path), owner="run", epoch=1, profile_key="same"),
+            Target(place=Place(str(tmp_path)), owner="run", epoch=1, profile_key="same"),
             lambda: ([], {}),
             lambda: Tuner(budget=0.035, window=4, fixed=fixed),
             lambda event, fields: told.append(fields) if event == "IntervalChosen" else None,
@@ -246,7 +247,7 @@ def test_every_worker_measures_and_the_first_alone_says_when(tmp_path: Path) -> 
     """Where its copies go first is each one's own affair; and who becomes the first knows what checkpoints take."""
     told: list[str] = []
     one = Checkpointer(
-        Target(uri=str(tmp_path), owner="run", epoch=1),
+        Target(place=Place(str(tmp_path)), owner="run", epoch=1),
         lambda: ([("w", torch.zeros(8))], {}),
         lambda: Tuner(budget=0.035, window=4),
         lambda event, fields: told.append(event),
@@ -269,14 +270,14 @@ def test_every_worker_measures_and_the_first_alone_says_when(tmp_path: Path) -> 
 def test_training_does_not_begin_late_for_a_storage_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = threading.Event()
 
-    def out_of_reach(uri: str) -> Storage:
+    def out_of_reach(place: Place) -> Storage:
         hangs.wait(30)
-        raise StorageError(f"{uri} is out of reach")
+        raise StorageError(f"{place} is out of reach")
 
     monkeypatch.setattr(checkpointer, "open_storage", out_of_reach)
     monkeypatch.setattr(checkpointer, "PROFILE_S", 0.1)
     one = Checkpointer(
-        Target(uri="/nowhere", owner="run", epoch=1),
+        Target(place=Place("/nowhere"), owner="run", epoch=1),
         lambda: ([], {}),
         lambda: Tuner(budget=0.035, window=4),
         lambda event, fields: None,

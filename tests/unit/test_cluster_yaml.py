@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import tomllib
@@ -73,6 +74,30 @@ def test_every_command_is_one_that_bash_can_read() -> None:
     assert len(commands) >= 10
     for command in commands:
         subprocess.run(["bash", "-n", "-c", command], check=True, timeout=10)
+
+
+APT = """#!/bin/sh
+echo "$DEBIAN_FRONTEND $NEEDRESTART_MODE $*" >> calls
+[ "$(grep -c . calls)" -gt "$HELD" ] || exit 100
+"""
+
+
+@pytest.mark.parametrize(("held", "ends"), [(0, 0), (3, 0), (10_000, 1)])
+def test_ubuntus_own_updates_hold_no_node_up_for_good(tmp_path: Path, held: int, ends: int) -> None:
+    """They hold the locks of apt for minutes after the boot, and it gives up at once where it finds one held."""
+    (command,) = (line for line in yaml.safe_load(TEXT)["initialization_commands"] if "apt-get" in line)
+    for name, does in {"apt-get": APT, "sudo": '#!/bin/sh\nexec "$@"\n', "sleep": "#!/bin/sh\n"}.items():
+        (tmp_path / name).write_text(does)
+        (tmp_path / name).chmod(0o700)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HELD": str(held)}
+    assert subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, timeout=30).returncode == ends
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert all(call.startswith("noninteractive l -qq ") for call in calls), "nobody is asked anything"
+    if ends:
+        assert len(calls) == 60, "an error that stays is told in the end"
+    else:
+        assert re.search(r" -o DPkg::Lock::Timeout=[0-9]{3} install --yes .*\bnfs-common\b", calls[-1])
+        assert calls[-2].endswith(" update"), "what it knows of is new"
 
 
 HEAD_START = "RAY_AUTH_MODE=token ~/venv/bin/ray start --head"

@@ -19,6 +19,7 @@ import torch
 import raytrain_ft as ft
 from raytrain_ft.errors import ConfigError, FTError
 from raytrain_ft.model_checks import check_optimizer, check_stages, choose_update
+from raytrain_ft.places import Place
 from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.prepare import _checkpoints, _worker_options
 from raytrain_ft.settings import Keywords, TrainSettings
@@ -223,7 +224,7 @@ def test_a_place_means_the_same_in_every_process(
     about = Path("/runs/r"), Sampling(8, 4, 0), [], 10
     spec = _checkpoints(run, ft.ScalingConfig(num_workers=1), ft.RecoveryConfig(), *about)
     assert spec is not None
-    assert spec.uri == uri.format(cwd=tmp_path)
+    assert spec.place == Place(uri.format(cwd=tmp_path))
 
 
 @pytest.mark.parametrize(

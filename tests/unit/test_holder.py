@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from raytrain_ft.places import Place
 from raytrain_ft.runtime import holder
 from raytrain_ft.storage.manifest import Name
 from raytrain_ft.storage.persister import Job, SharedMemory
@@ -45,7 +46,7 @@ def test_a_snapshot_whose_world_is_over_holds_up_no_later_one(monkeypatch: pytes
     memory = SharedMemory()
     memory.reserve(4)
     persister = holder.HolderPersister(memory, cast(Any, None))
-    about = {"uri": "memory", "owner": "run", "epoch": 0, "incarnation": 1, "pieces": [("w", "torch.uint8", (4,), 0, 4)]}
+    about = {"place": Place("here"), "owner": "run", "epoch": 0, "incarnation": 1, "pieces": [("w", "torch.uint8", (4,), 0, 4)]}
     job = Job(step=5, number=0, count=2, timeout_s=20.0, **about)
     waiting = persister.submit(job)
     persister.cancel(Name(4, 0, 1))
@@ -73,7 +74,7 @@ def test_a_cancelled_snapshot_is_not_over_before_its_bytes_were_taken(monkeypatc
     memory = SharedMemory()
     memory.reserve(4)[:] = b"ten!"
     persister = holder.HolderPersister(memory, cast(Any, None))
-    about = {"uri": "memory", "owner": "run", "epoch": 0, "incarnation": 1, "pieces": [("w", "torch.uint8", (4,), 0, 4)]}
+    about = {"place": Place("here"), "owner": "run", "epoch": 0, "incarnation": 1, "pieces": [("w", "torch.uint8", (4,), 0, 4)]}
     job = Job(step=10, number=0, count=1, timeout_s=20.0, **about)
     waiting = persister.submit(job)
     assert begun.wait(10)

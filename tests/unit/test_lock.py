@@ -23,6 +23,7 @@ import pytest
 from store import OWNER, newest, own, save, state, step_of, two_checkpoints
 
 from raytrain_ft.errors import LockedError, StorageError
+from raytrain_ft.places import Place
 from raytrain_ft.storage import checkpoint, filesystem, lock
 from raytrain_ft.storage.filesystem import LocalStorage, RemoteStorage
 from raytrain_ft.storage.lock import Owner, WriterLock, acquire, holds, read_owner, take_over
@@ -73,7 +74,7 @@ def test_of_those_who_come_at_one_moment_one_has_it(tmp_path: Path, monkeypatch:
     together = threading.Barrier(6)
 
     def come(number: int) -> WriterLock | None:
-        storage = RemoteStorage("file://", pafs.LocalFileSystem(), str(tmp_path)) if remote else LocalStorage(tmp_path)
+        storage = RemoteStorage(Place("file://"), pafs.LocalFileSystem(), str(tmp_path)) if remote else LocalStorage(tmp_path)
         claim = storage.claim
         monkeypatch.setattr(storage, "claim", lambda name: (together.wait(20), claim(name))[1])
         with suppress(LockedError):
@@ -376,7 +377,7 @@ class ObjectStore:
 
 def test_a_renewal_that_an_object_store_refuses_leaves_the_lock_as_it_was(tmp_path: Path) -> None:
     store = ObjectStore()
-    storage = RemoteStorage("s3://bucket/run", store, str(tmp_path))
+    storage = RemoteStorage(Place("s3://bucket/run"), store, str(tmp_path))
     held = acquire(storage, "run")
     store.refused = threading.current_thread()
     with pytest.raises(StorageError, match="SLOW_DOWN"):

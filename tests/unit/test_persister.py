@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from raytrain_ft.places import Place
 from raytrain_ft.storage import checkpoint, lock
 from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.storage.manifest import FILE, Name
@@ -53,7 +54,7 @@ def test_a_process_that_dies_settles_its_job_also_if_another_is_started_at_once(
 
     monkeypatch.setattr(persister, "_settle", late)
     try:
-        about = {"uri": str(tmp_path), "owner": "test", "epoch": right.owner.epoch, "incarnation": 1}
+        about = {"place": Place(str(tmp_path)), "owner": "test", "epoch": right.owner.epoch, "incarnation": 1}
         pieces = [("t", "torch.uint8", (8,), 0, 8)]
         waiting = persister.submit(Job(step=1, number=0, count=2, pieces=pieces, **about))  # the other half never comes
         first = persister.pid
@@ -119,7 +120,8 @@ def test_one_that_is_frozen_holds_nobody_up(tmp_path: Path) -> None:
     memory = SharedMemory()
     memory.reserve(8)
     persister = Persister(memory)
-    about = {"uri": str(tmp_path), "owner": "test", "epoch": right.owner.epoch, "incarnation": 1, "number": 0, "count": 1}
+    place = Place(str(tmp_path))
+    about = {"place": place, "owner": "test", "epoch": right.owner.epoch, "incarnation": 1, "number": 0, "count": 1}
     many = [(f"encoder.layer.{number}.attention.output.dense.weight", "torch.uint8", (8,), 0, 0) for number in range(10_000)]
     first = Job(step=1, pieces=[*many, ("t", "torch.uint8", (8,), 0, 8)], **about)
     outcomes: list[Outcome] = []
@@ -150,6 +152,7 @@ def test_one_that_is_frozen_holds_nobody_up(tmp_path: Path) -> None:
 
 WORKER = """
 import os, sys, time
+from raytrain_ft.places import Place
 from raytrain_ft.storage import lock
 from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.storage.persister import Job, Persister, SharedMemory
@@ -158,7 +161,7 @@ right = lock.acquire(open_storage(sys.argv[1]), "test")
 memory = SharedMemory()
 memory.reserve(8)
 persister = Persister(memory)
-about = {"uri": sys.argv[1], "owner": "test", "epoch": right.owner.epoch, "incarnation": 1}
+about = {"place": Place(sys.argv[1]), "owner": "test", "epoch": right.owner.epoch, "incarnation": 1}
 persister.submit(Job(step=1, number=0, count=2, pieces=[("t", "torch.uint8", (8,), 0, 8)], **about))
 child = os.fork()
 if not child:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -17,11 +18,25 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from store import OWNER, newest, own, save, state, step_of
 
+import raytrain_ft as ft
+from raytrain_ft.cli import main
 from raytrain_ft.errors import ConfigError, LockedError, StorageError
+from raytrain_ft.follow import recorded
+from raytrain_ft.places import Place
+from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.sampling import Sampling
+from raytrain_ft.policy.tuner import Tuner
+from raytrain_ft.prepare import _checkpoints, directory_of
+from raytrain_ft.runtime import report
+from raytrain_ft.runtime.event_log import EventLog
 from raytrain_ft.storage import checkpoint, filesystem, lock
 from raytrain_ft.storage.filesystem import Storage, open_storage, parent, within
+from raytrain_ft.training import checkpointer
+from raytrain_ft.training.checkpointer import Checkpointer, Target
+from raytrain_ft.training.export import open_checkpoint
 
 pytest.importorskip("moto.server")
 BUCKET = "bucket"
@@ -68,7 +83,7 @@ def storage(server: int, request: pytest.FixtureRequest) -> Storage:
 
 def test_checkpoints_are_written_selected_read_and_deleted(storage: Storage) -> None:
     for step in (10, 20, 30):
-        save(storage.uri, step, state(step), count=3)
+        save(storage.place, step, state(step), count=3)
     assert [(found.name.step, found.complete) for found in checkpoint.found(storage)] == [(30, True), (20, True)]
     warnings: list[str] = []
     content = newest(storage, warnings)
@@ -77,10 +92,10 @@ def test_checkpoints_are_written_selected_read_and_deleted(storage: Storage) -> 
 
 
 def test_places_within_a_uri_that_names_its_server(server: int) -> None:
-    bare = uri(server, "runs/nested")
+    bare = Place(uri(server, "runs/nested"))
     place = within(bare, "run", "checkpoints")
-    assert place == uri(server, "runs/nested/run/checkpoints")
-    assert parent(place) == (uri(server, "runs/nested/run"), "checkpoints")
+    assert place == Place(uri(server, "runs/nested/run/checkpoints"))
+    assert parent(place) == (Place(uri(server, "runs/nested/run")), "checkpoints")
     inner = open_storage(place)
     own(inner)
     inner.put("file", [memoryview(b"here")])
@@ -92,15 +107,15 @@ def test_places_within_a_uri_that_names_its_server(server: int) -> None:
     [("/a", "/a/b"), ("/a/", "/a/b"), (".", "./b"), ("s3://k/r/", "s3://k/r/b"), ("s3://k?x=/", "s3://k/b?x=/")],
 )
 def test_places_within_a_place(place: str, inside: str) -> None:
-    assert within(place, "b") == inside
-    directory, name = parent(inside)
+    assert within(Place(place), "b") == Place(inside)
+    directory, name = parent(Place(inside))
     assert name == "b"
-    assert within(directory, name) == inside
+    assert within(directory, name) == Place(inside)
 
 
 def test_a_large_tensor_takes_several_parts(storage: Storage) -> None:
     tensor = torch.arange(5_000_000, dtype=torch.int64)
-    save(storage.uri, 1, {"t": tensor}, count=2)
+    save(storage.place, 1, {"t": tensor}, count=2)
     content = newest(storage, [])
     assert content is not None
     found = b"".join(bytes(data) for _, data in content.pieces["t"])
@@ -109,7 +124,7 @@ def test_a_large_tensor_takes_several_parts(storage: Storage) -> None:
 
 def test_a_damaged_object_is_passed_over_and_named(storage: Storage) -> None:
     for step in (10, 20):
-        save(storage.uri, step, state(step))
+        save(storage.place, step, state(step))
     name = "step-000000020-e1-i1/shard-00000-of-00001.arrow"
     data = bytearray(storage.view(name).to_pybytes())
     data[len(data) // 2] ^= 1
@@ -124,11 +139,11 @@ def test_a_damaged_object_is_passed_over_and_named(storage: Storage) -> None:
 def test_the_right_to_write(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "LEASE_S", 1.0)
     monkeypatch.setattr(lock, "RENEW_S", 0.1)
-    save(storage.uri, 10, state(10))
+    save(storage.place, 10, state(10))
     held = lock.acquire(storage, "another")
     assert held.owner.epoch == OWNER.epoch + 1
     with pytest.raises(LockedError, match="not committed"):
-        save(storage.uri, 20, state(20))
+        save(storage.place, 20, state(20))
     with pytest.raises(LockedError, match="another"):
         lock.acquire(storage, "a third")
     held.release()
@@ -154,10 +169,12 @@ storage.put("step-000000020-e1-i1/" + sys.argv[2], parts())
 
 @pytest.mark.parametrize("file", ["shard-00000-of-00001.arrow", "manifest.json"])
 def test_an_upload_that_is_killed_leaves_nothing_that_is_selected(storage: Storage, file: str) -> None:
-    save(storage.uri, 10, state(10))
+    save(storage.place, 10, state(10))
     path = os.pathsep.join([str(Path(__file__).parent), *(entry for entry in sys.path if entry)])
     process = subprocess.Popen(
-        [sys.executable, "-c", UPLOAD, storage.uri, file], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}
+        [sys.executable, "-c", UPLOAD, storage.place.with_credentials, file],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": path},
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"halfway\n"
@@ -168,7 +185,7 @@ def test_an_upload_that_is_killed_leaves_nothing_that_is_selected(storage: Stora
     content = newest(storage, [])
     assert content is not None
     assert step_of(content) == 10
-    save(storage.uri, 30, state(30))
+    save(storage.place, 30, state(30))
 
 
 def test_a_put_that_fails_halfway_leaves_nothing(storage: Storage) -> None:
@@ -218,3 +235,127 @@ def test_an_endpoint_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_uri_that_cannot_be_used(bad: str) -> None:
     with pytest.raises(ConfigError):
         open_storage(bad)
+
+
+# ---------------------------------------------------------------- credentials
+
+
+SECRETS = ("SESAME", "OPENS", "THIS")
+
+
+def secret_uri(port: int, path: str, bucket: str = BUCKET) -> str:
+    """With a password that is "SESAME/OPENS", and an option that pyarrow does not know yet."""
+    return uri(port, path, bucket).replace("key:secret", "key:SESAME%2FOPENS")
+
+
+def assert_none_is_told(words: object) -> None:
+    for secret in SECRETS:
+        assert secret not in str(words)
+
+
+def trace(error: pytest.ExceptionInfo[BaseException]) -> str:
+    """All that a program prints that ends with it."""
+    return "".join(traceback.format_exception(error.value))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "s3://key:SESAME/OPENS@bucket/runs",  # "/" must be "%2F"
+        "s3://key:SESAME?OPENS@bucket/runs",
+        "s3://key:SESAME OPENS@bucket/runs",
+        "s3:/key:SESAME@bucket/runs",
+        "s3://bucket/runs?secret_key=SESAME",
+        "gs://user:SESAME@bucket/runs",
+        "gopher://key:SESAME@host/runs",
+        "abfss://runs:SESAME@account.dfs.core.windows.net/a?credential_kind=environment&client_secret=OPENS&tenant_id=THIS",
+    ],
+)
+def test_a_place_that_cannot_be_used_is_told_without_its_credentials(bad: str) -> None:
+    with pytest.raises((ConfigError, StorageError)) as error:
+        open_storage(bad).size("a/b")
+    assert_none_is_told(trace(error))
+    run = ft.RunConfig(name="digits", checkpoint_config=ft.CheckpointConfig(storage_path=bad))
+    about = Path("/runs/digits"), Sampling(8, 4, 0), [], 10
+    with pytest.raises((ConfigError, StorageError)) as error:
+        _checkpoints(run, ft.ScalingConfig(num_workers=1), ft.RecoveryConfig(), *about)
+    assert_none_is_told(trace(error))
+    for command in (["checkpoints", "list", bad], ["checkpoints", bad], ["audit", bad], ["report", bad], [bad]):
+        said = CliRunner().invoke(main, command)
+        assert said.exit_code
+        assert_none_is_told(said.output)
+    for wrong in (
+        lambda: ft.load_model(None, f"{bad}/final.arrow"),
+        lambda: ft.RunConfig(checkpoint_config=ft.CheckpointConfig(storage_path=Path(bad))),  # pyright: ignore
+        lambda: directory_of(bad, "digits"),
+        lambda: ft.attach(bad),
+        lambda: ft.ArrowDataset(bad),
+    ):
+        with pytest.raises((ConfigError, StorageError)) as error:
+            wrong()
+        assert_none_is_told(trace(error))
+
+
+def test_a_url_that_an_error_names_is_told_without_its_signature() -> None:
+    """Azure's client puts the whole one there."""
+    place = f"abfss://runs@127.0.0.1:{free_port()}/a?enable_tls=false&sv=1&sig=SESAME"
+    with pytest.raises(StorageError, match=r"http://127\.0\.0\.1:[0-9]+\. ") as error:
+        open_storage(place).size("a/b")
+    assert_none_is_told(trace(error))
+
+
+def test_nothing_that_is_told_of_checkpoints_has_the_credentials(
+    server: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever goes wrong with them: it is in the run's records, its report, and what `fit` and `attach` show."""
+    monkeypatch.setattr(checkpointer, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(lock, "LEASE_S", 1.0)
+    monkeypatch.setattr(lock, "RENEW_S", 0.1)
+    place = within(Place(secret_uri(server, "secret")), "digits", "checkpoints")
+    found = open_storage(place)
+    own(found)
+    log = EventLog(tmp_path / "events.jsonl")
+    log.append(m.RunStarted(run_id="r", details={"name": "digits", "max_steps": 30, "checkpoints": str(place)}))
+    told: list[str] = []
+
+    def tell(event: str, fields: dict[str, Any]) -> None:
+        told.append(str(fields))
+        if event == "CheckpointFailed":
+            log.append(m.CheckpointFailed(at=1.0, member="w0", **fields))
+        elif event == "CheckpointCommitted":
+            log.append(m.CheckpointCommitted(at=1.0, member="w0", **fields))
+
+    target = Target(place=place, owner=OWNER.owner, epoch=OWNER.epoch)
+    one = Checkpointer(target, lambda: ([("w", torch.zeros(8))], {}), lambda: Tuner(budget=0.5, window=4, fixed=5), tell)
+    one.begin(0, 1, 1, 0)
+    try:
+        one.take(5, lambda: None)
+        one.take(6, lambda: None)  # the one before is still being written
+        one.await_durable(lambda: None, 60.0)
+        other = lock.acquire(found, "another")
+        one.take(7, lambda: None)
+        one.await_durable(lambda: None, 60.0)
+    finally:
+        one.close(30.0)
+    with pytest.raises(LockedError) as error:
+        lock.acquire(found, "a third")
+    other.release()
+    log.note("RunFailed", at=3.0, state="ERRORED", error=["LockedError", str(error.value)])
+    log.close()
+    report.write(tmp_path)
+    written = "".join(path.read_text() for path in tmp_path.iterdir())
+    assert "is slow or hangs: the checkpoint before" in written
+    assert "another run has taken the right to write" in written
+    assert "is being written by run another" in written
+    for words in (written, told, trace(error), repr(target), f"{found.uri} {found.place} {found.place!r}"):
+        assert_none_is_told(words)
+    newest = str(within(place, "step-000000005-e1-i1"))
+    account = recorded(tmp_path)
+    assert account is not None
+    assert account["checkpoint"] == newest
+    assert newest.startswith(
+        "s3://bucket/secret/digits/checkpoints/step-000000005-e1-i1?scheme=http&endpoint_override=127.0.0.1:"
+    )
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    assert open_checkpoint(Place(newest)).manifest.step == 5, "with credentials from the environment"

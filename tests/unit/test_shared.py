@@ -15,6 +15,7 @@ from store import OWNER, own
 import raytrain_ft as ft
 from raytrain_ft import trainer as trainers
 from raytrain_ft.errors import ConfigError, StorageError
+from raytrain_ft.places import Place
 from raytrain_ft.runtime import shared
 from raytrain_ft.runtime.shared import check_checkpoints, check_directory
 from raytrain_ft.runtime.worker import Worker
@@ -34,7 +35,7 @@ def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spec(place: Path | str, directory: Path = Path("/nowhere")) -> Any:
-    return SimpleNamespace(stored_in=str(place), directory=directory, run_id="run")
+    return SimpleNamespace(stored_in=Place(str(place)) if place else None, directory=directory, run_id="run")
 
 
 # ---------------------------------------------------------------- the run's directory
@@ -49,7 +50,7 @@ def run_in(directory: Path, found: str | None) -> Any:
     if found is not None:
         directory.mkdir()
         (directory / "nonce").write_text(found)
-    return SimpleNamespace(directory=directory, nonce="of this run", name="run", rules=None, stored_in="", run_id="run")
+    return SimpleNamespace(directory=directory, nonce="of this run", name="run", rules=None, stored_in=None, run_id="run")
 
 
 @pytest.mark.parametrize("found", OTHERS)
@@ -69,7 +70,7 @@ def test_a_node_that_does_not_see_the_runs_directory_is_refused(tmp_path: Path, 
 
 def test_a_worker_looks_for_the_place_of_checkpoints_before_it_builds_anything(tmp_path: Path) -> None:
     run = run_in(tmp_path / "run", "of this run")
-    run.stored_in = str(tmp_path / "checkpoints")
+    run.stored_in = Place(str(tmp_path / "checkpoints"))
     worker, built = worker_of(run)
     with pytest.raises(ConfigError, match="does not see the run's checkpoints"):
         worker._build()

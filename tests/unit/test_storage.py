@@ -26,6 +26,7 @@ from torch import Tensor
 
 import raytrain_ft
 from raytrain_ft.errors import ConfigError, NoCheckpointError, StorageError
+from raytrain_ft.places import Place
 from raytrain_ft.storage import checkpoint, filesystem, lock, manifest, shard
 from raytrain_ft.storage.durable import sync_directory
 from raytrain_ft.storage.filesystem import LocalStorage, RemoteStorage, open_storage
@@ -569,7 +570,7 @@ def test_a_uri_and_a_path_name_the_same_directory(tmp_path: Path, monkeypatch: p
 
 def remote(root: Path) -> RemoteStorage:
     """A file system that is no object store, and shows what is written at once."""
-    return RemoteStorage(f"hdfs://name/{root}", pafs.LocalFileSystem(), str(root))
+    return RemoteStorage(Place(f"hdfs://name/{root}"), pafs.LocalFileSystem(), str(root))
 
 
 def test_a_file_is_replaced_whole_also_where_it_is_shown_at_once(tmp_path: Path) -> None:
@@ -613,5 +614,5 @@ def test_no_more_of_an_upload_is_held_in_memory_than_its_bound(monkeypatch: pyte
         open_output_stream=lambda path: Stream(),
         get_file_info=lambda path: SimpleNamespace(type=pafs.FileType.NotFound),
     )
-    RemoteStorage("s3://bucket/run", files, "bucket/run").put("a", [memoryview(bytes(300))] * 100)
+    RemoteStorage(Place("s3://bucket/run"), files, "bucket/run").put("a", [memoryview(bytes(300))] * 100)
     assert most <= 1300

@@ -16,14 +16,18 @@ from disks import small_file_system
 
 from benchmarks.control_plane import WithoutRay, spec_of
 from raytrain_ft.errors import ConfigError, LockedError, StorageError
+from raytrain_ft.places import Place
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.run_state import RunState
+from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.policy.states import ENDED, State
+from raytrain_ft.progress import Display
 from raytrain_ft.runtime import event_log, library, notes, supervisor
 from raytrain_ft.runtime.event_log import EventLog
 from raytrain_ft.runtime.library import Library
 from raytrain_ft.runtime.right import Right
+from raytrain_ft.runtime.spec import RunSpec
 from raytrain_ft.runtime.supervisor import Supervisor
 from raytrain_ft.storage import durable, lock
 from raytrain_ft.storage.filesystem import LocalStorage
@@ -83,6 +87,30 @@ def test_the_last_replica_that_is_awake_is_not_put_to_sleep() -> None:
         sleep(1, True)
 
 
+def test_what_a_run_tells_of_its_checkpoints_has_no_credentials(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In its account, at its end, and in the first line of its log."""
+    place = Place("s3://key:sesame@bucket/runs/digits/checkpoints?region=x&token=sesame")
+    spec = dict.fromkeys(RunSpec.__slots__)  # pyright: ignore
+    spec |= {"name": "digits", "checkpoints": SimpleNamespace(place=place), "directory": Path("/runs/digits")}
+    spec["rules"], spec["sampling"] = Rules(min_workers=1, max_workers=2, max_steps=30), Sampling(8, 4, 0)
+    about: Any = RunSpec(**spec | {"step": SimpleNamespace(update="barrier")})  # pyright: ignore
+    machine = RunState(about.rules)
+    machine.state, machine.stored = State.ABORTED, (m.Stored("step-000000020-e1-i1", 20),)
+    parts = {"machine": machine, "spec": about, "health": SimpleNamespace(loss=0.5), "followed_at": 0.0, "ended_at": 1.0}
+    one = bare(**parts, notes=SimpleNamespace(recoveries=list))
+    monkeypatch.setattr(supervisor.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+    account = one.account()
+    assert account["checkpoint"] == "s3://bucket/runs/digits/checkpoints/step-000000020-e1-i1?region=x"
+    Display("digits", 30).show_end(account)
+    told = capsys.readouterr().out
+    assert "goes on from s3://bucket/runs/digits/checkpoints/step-000000020-e1-i1?region=x" in told
+    details = notes.details_of(about)
+    assert details["checkpoints"] == "s3://bucket/runs/digits/checkpoints?region=x"
+    assert "sesame" not in f"{told} {account} {details} {about}"
+
+
 class Away:
     """A library whose storage is away."""
 
@@ -114,7 +142,7 @@ def test_a_run_fails_once(was_over: bool) -> None:
 
 def test_a_place_where_no_checkpoint_can_be_written_ends_a_run_before_any_worker_starts() -> None:
     """It has no crew yet. Whoever called `fit` gets this error."""
-    checkpoints = SimpleNamespace(uri="/proc/nowhere/run/checkpoints", resume="auto")  # where not even root can write
+    checkpoints = SimpleNamespace(place=Place("/proc/nowhere/run/checkpoints"), resume="auto")  # where not even root can write
     spec: Any = SimpleNamespace(checkpoints=checkpoints, rules=SimpleNamespace(strategy="auto"), run_id="r", lease=60.0)
     machine, right = SimpleNamespace(state=State.INITIALIZING), SimpleNamespace(release=lambda: None)
     one = bare(machine=machine, spec=spec, library=Library(spec), restarted=False, right=right)
