@@ -42,7 +42,7 @@ class _Main(click.Group):
         try:
             return super().invoke(ctx)
         except click.ClickException as error:
-            error.message = told(error.message)
+            error.message = told(error.message)  # pyright: ignore[reportAttributeAccessIssue] - of each kind, as it is
             raise
 
 

@@ -6,12 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-<<<<<<< HEAD
-=======
-import ray.cloudpickle
-
 from raytrain_ft.places import Place
->>>>>>> mend-secrets
 from raytrain_ft.policy.planning import LogChoice
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.sampling import Sampling
