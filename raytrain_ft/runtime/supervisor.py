@@ -346,11 +346,14 @@ class Supervisor:
             self._crew.carry_out(command)
 
     def _trim_logs_of_the_lost(self, step: int) -> None:
-        """Who is lost cannot delete what it logged; it came no further than to the step at which it is first missed."""
+        """Who is lost cannot delete what it logged, and who took its place has not logged that again. It came no further
+        than to the step at which it is first missed, which others may not have told of yet."""
+        plan = self._machine.plan
+        reached = max(self._machine.step, 0 if plan is None else plan.step)
         with suppress(OSError):  # what stays goes with the run's other logs at its end
             for path in self._spec.logs.glob("*.arrow"):
                 member = path.name.split("-")[0]
-                if member not in self._machine.members and self._lost_at.setdefault(member, self._machine.step) < step:
+                if member not in self._machine.members and self._lost_at.setdefault(member, reached) < step:
                     path.unlink(missing_ok=True)
 
     def _note_stored(self, name: str) -> None:

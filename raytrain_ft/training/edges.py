@@ -251,13 +251,40 @@ class LoggedInbound:
         return list(self._reader.await_record(self._key(self._step, micro_batch), RECORD_DEADLINE_S, self._check))
 
 
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What was logged before of what is computed again: by the worker that was lost, or by who replays it once more.
+
+    Attributes:
+        exact: it must be that again, to the bit and as far as it is there. Otherwise sums may be added in another order.
+    """
+
+    reader: LogReader
+    exact: bool
+
+    def has(self, key: Key, tensors: Sequence[Tensor]) -> bool:
+        """Whether there is a record of what is now these tensors.
+
+        Raises:
+            ReplayDivergedError: it is another one.
+        """
+        before = self.reader.head(key)
+        if before is not None and self.exact and not before.is_of(tensors):
+            where = "gradients" if key.micro_batch == WHOLE_STEP else f"of micro-batch {key.micro_batch}"
+            raise ReplayDivergedError(
+                f"stage {key.sender}, step {key.step}: the {key.kind} {where} is another than before. Is something in the "
+                "model random that is not drawn from torch, random or numpy, or are its kernels not deterministic?"
+            )
+        return before is not None
+
+
 class Tap:
     """Gives to the log what goes out on an edge, and sends it if somebody receives it: a replay has nobody to send to.
 
     Args:
         log: None if the edge is not logged.
-        past: in a replay, what was logged before, by the worker that was lost: it must be that again, to the bit and as far as
-            it is there.
+        past: in a replay, what was logged before. That is what the receiver was sent, so it is not logged again: a log that
+            took twice the room could be full, and would then be deleted, together with what the replay itself reads.
     """
 
     def __init__(
@@ -266,7 +293,7 @@ class Tap:
         log: TensorLog | None,
         key: Callable[[int, int], Key],
         fence: Fence,
-        past: LogReader | None = None,
+        past: Past | None = None,
     ) -> None:
         self._live = live
         self._log = log
@@ -283,20 +310,11 @@ class Tap:
     def give(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
         """Raises ReplayDivergedError: a replay has computed something else than what was computed before."""
         key = self._key(self._step, micro_batch)
-        if self._past is not None:
-            self._compare(self._past, key, tensors)
-        if self._log is not None and self._log.synchronous:
-            self._log.append(key, self._fence.incarnation, tensors, self._fence.check)
+        is_there = self._past is not None and self._past.has(key, tensors)
+        log = None if is_there else self._log
+        if log is not None and log.synchronous:
+            log.append(key, self._fence.incarnation, tensors, self._fence.check)
         if self._live is not None:
             self._live.give(micro_batch, tensors)
-        if self._log is not None and not self._log.synchronous:  # the neighbour need not wait for the handing over
-            self._log.append(key, self._fence.incarnation, tensors, self._fence.check)
-
-    def _compare(self, past: LogReader, key: Key, tensors: Sequence[Tensor]) -> None:
-        before = past.head(key)
-        if before is not None and not before.is_of(tensors):
-            where = "gradients" if key.micro_batch == WHOLE_STEP else f"of micro-batch {key.micro_batch}"
-            raise ReplayDivergedError(
-                f"stage {key.sender}, step {key.step}: the {key.kind} {where} is another than before. Is something in the "
-                "model random that is not drawn from torch, random or numpy, or are its kernels not deterministic?"
-            )
+        if log is not None and not log.synchronous:  # the neighbour need not wait for the handing over
+            log.append(key, self._fence.incarnation, tensors, self._fence.check)

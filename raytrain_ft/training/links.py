@@ -26,6 +26,7 @@ from raytrain_ft.training.edges import (
     LiveOutbound,
     LoggedInbound,
     Outbound,
+    Past,
     Tap,
 )
 from raytrain_ft.training.fence import Fence
@@ -120,7 +121,7 @@ class Switchboard:
         self._replicas = world.size() // stages
         self._tied = sorted({other for stages in sharing if self._stage in stages for other in stages} - {self._stage})
         self._looped = looped
-        self._past: LogReader | None = None
+        self._past: Past | None = None
 
     def live(self) -> Links:
         """For training: every edge leads to a neighbour."""
@@ -130,7 +131,7 @@ class Switchboard:
         """For a replay: edges to stages that are replayed `together` are live, all others come from the log.
 
         Args:
-            team: who replays the same stage; all of its members log what they compute of it.
+            team: who replays the same stage; all of its members log what they compute of it and nobody has logged.
             exact: that must be what was logged before, to the bit.
         """
 
@@ -144,7 +145,7 @@ class Switchboard:
             del numbers
             return reader.await_record(agreed_key(step), RECORD_DEADLINE_S, self._world.fence.check)[0]
 
-        self._past = reader if exact else None  # sums in another order may be other bits
+        self._past = Past(reader, exact)
         return self._connect(inbound, together, recall, team)
 
     def _connect(

@@ -15,7 +15,7 @@ from raytrain_ft.errors import ReplayDivergedError
 from raytrain_ft.storage import tensor_log
 from raytrain_ft.storage.log_reader import LogReader
 from raytrain_ft.storage.tensor_log import Key, TensorLog
-from raytrain_ft.training.edges import HEADER_TAG, WHOLE_STEP, LiveInbound, LiveOutbound, Tap, describe
+from raytrain_ft.training.edges import HEADER_TAG, WHOLE_STEP, LiveInbound, LiveOutbound, Past, Tap, describe
 from raytrain_ft.training.fence import Fence, PeerLostError
 
 
@@ -113,7 +113,7 @@ def sent(number: int) -> list[torch.Tensor]:
 
 def test_a_replay_that_computes_the_same_bits_does_not_diverge(logged: LogReader) -> None:
     """Not even where they are no numbers; nor if the log breaks off."""
-    edge = Tap(None, None, edge_key, Fence(2), past=logged)
+    edge = Tap(None, None, edge_key, Fence(2), Past(logged, exact=True))
     for step in (7, 8):
         edge.begin(step)
         for number in (0, 1, 2, 3, WHOLE_STEP):
@@ -122,13 +122,85 @@ def test_a_replay_that_computes_the_same_bits_does_not_diverge(logged: LogReader
 
 @pytest.mark.parametrize(("number", "what"), [(0, "of micro-batch 0"), (3, "of micro-batch 3"), (WHOLE_STEP, "tied gradients")])
 def test_a_replay_that_computes_something_else_is_noticed_wherever_it_is(logged: LogReader, number: int, what: str) -> None:
-    edge = Tap(None, None, edge_key, Fence(2), past=logged)
+    edge = Tap(None, None, edge_key, Fence(2), Past(logged, exact=True))
     edge.begin(7)
     other = sent(number)
     other[1] += 1e-6
     for wrong in (other, other[:1], [tensor.double() for tensor in sent(number)], [t[:, None] for t in sent(number)]):
         with pytest.raises(ReplayDivergedError, match=f"stage 1, step 7: .*{what}"):
             edge.give(number, wrong)
+
+
+MICRO_BATCHES = 4
+
+
+def replayed(log: TensorLog, directory: Path, steps: range, *, exact: bool = True, noise: float = 0.0) -> None:
+    """Stage 1 computes these steps again, whose log is in the directory."""
+    edge = Tap(None, log, edge_key, Fence(2), Past(LogReader(directory), exact))
+    for step in steps:
+        edge.begin(step)
+        for number in range(MICRO_BATCHES):
+            edge.give(number, [tensor + noise for tensor in large(step, number)])
+
+
+def large(step: int, number: int) -> list[torch.Tensor]:
+    return [torch.full((1000,), 10.0 * step + number)]
+
+
+def logged_by(member: str, directory: Path, steps: range, missing: tuple[int, ...] = ()) -> None:
+    """What stage 1 sent in these steps, but for micro-batches of the last one that were not written any more."""
+    log = TensorLog(directory, member)
+    for step in steps:
+        for number in range(MICRO_BATCHES):
+            if step < steps[-1] or number not in missing:
+                log.append(edge_key(step, number), 1, large(step, number))
+    log.close()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_replay_within_a_quota_does_not_delete_the_log_that_it_reads(tmp_path: Path, exact: bool) -> None:
+    """Who helps has logged as much as the lost stage: both together would be too much."""
+    logged_by("w1", tmp_path, range(6))
+    size = sum(path.stat().st_size for path in tmp_path.iterdir())
+    log = TensorLog(tmp_path, "w0", quota_bytes=int(1.2 * size))
+    sent = [Key(step, number, "activation", 0, 1) for step in range(6) for number in range(MICRO_BATCHES)]
+    for key in sent:
+        log.append(key, 1, large(0, 0))
+    assert log.flush(10)
+    replayed(log, tmp_path, range(6), exact=exact)
+    log.close()
+    assert log.stats.failed == ""
+    reader = LogReader(tmp_path)
+    assert all(map(reader.has, sent))
+
+
+def test_what_was_logged_before_and_what_was_not_is_found_by_the_next_replay(tmp_path: Path) -> None:
+    """The end of what the lost worker logged was not written. Who took its place has logged that, and nothing else."""
+    logged_by("w1", tmp_path, range(6), missing=(2, 3))
+    log = TensorLog(tmp_path, "w3")
+    replayed(log, tmp_path, range(7))
+    log.close()
+    assert log.stats.records == 2 + MICRO_BATCHES
+    again = TensorLog(tmp_path, "w4")
+    replayed(again, tmp_path, range(7))
+    again.close()
+    assert again.stats.records == 0, "a third one finds all of it"
+    reader = LogReader(tmp_path)
+    for step in range(7):
+        for number in range(MICRO_BATCHES):
+            (read,) = reader.await_record(edge_key(step, number), 5, lambda: None)
+            assert torch.equal(read, *large(step, number))
+
+
+def test_sums_in_another_order_do_not_take_the_place_of_what_was_sent(tmp_path: Path) -> None:
+    """A neighbour that is replayed later gets what it was sent before."""
+    logged_by("w1", tmp_path, range(2))
+    log = TensorLog(tmp_path, "w3")
+    replayed(log, tmp_path, range(2), exact=False, noise=1e-3)
+    log.close()
+    assert log.stats.records == 0
+    with pytest.raises(ReplayDivergedError):
+        replayed(log, tmp_path, range(2), noise=1e-3)
 
 
 class Written:

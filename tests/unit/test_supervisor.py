@@ -18,7 +18,8 @@ from benchmarks.control_plane import WithoutRay, spec_of
 from raytrain_ft.errors import ConfigError, LockedError, StorageError
 from raytrain_ft.places import Place
 from raytrain_ft.policy import messages as m
-from raytrain_ft.policy.roster import Rules
+from raytrain_ft.policy.reconcile import Plan
+from raytrain_ft.policy.roster import MemberState, Rules
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.policy.states import ENDED, State
@@ -381,3 +382,20 @@ def test_whether_a_run_has_a_log_is_not_guessed(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(OSError, match="Stale file handle"):
         notes.past_of(spec)
     assert not (tmp_path / "nonce").exists()
+
+
+def test_what_a_lost_worker_logged_stays_until_a_checkpoint_makes_it_needless(tmp_path: Path) -> None:
+    """Who took its place has not logged it again. Steps are told in records: that the world had come to step 13 may not be
+    known yet when a checkpoint of step 11 is."""
+    machine = RunState(Rules(min_workers=2, max_workers=2, max_steps=100, stages=2))
+    machine.members["w0"], machine.step, machine.plan = MemberState.ACTIVE, 10, Plan(13)
+    one = bare(machine=machine, spec=SimpleNamespace(logs=tmp_path), lost_at={})
+    names = ["w0-1-0-8-1.arrow", "w1-1-0-8-0.arrow", "w1-1-1-12-all.arrow"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"")
+    for step in (11, 12, 13):
+        one._trim_logs_of_the_lost(step)
+        assert sorted(path.name for path in tmp_path.iterdir()) == names
+        machine.step = 20
+    one._trim_logs_of_the_lost(14)
+    assert [path.name for path in tmp_path.iterdir()] == names[:1], "who lives trims its own"
