@@ -371,7 +371,7 @@ def _replay(run: RunState) -> m.Replay:
     most = max(len(team) for team in teams)
     if most > 1:
         run.help_left -= 1
-        run.rounded = run.rounded if rules.exact_sums else plan.step
+        run.rounded = run.rounded if rules.exact_sums else plan.step + 1  # nobody stores anything of a step before its commit
     exact = source.step >= run.rounded
     if not exact:
         run.history.rounded(source.step)

@@ -37,8 +37,8 @@ class RunState:
         logged_since: the step from which on the log is complete for the present world; None if it is not.
         log_revived: the step from which on a log that had broken off is whole again, if it is known.
         log_incarnation: records of earlier incarnations are of another world, and count no more.
-        rounded: the step up to which a stage was replayed with sums in another order: of steps before, a replay may compute
-            other bits than were logged.
+        rounded: since a checkpoint of an earlier step than this, a stage was replayed with sums in another order: from there, a
+            replay may compute other bits than were logged.
         plan: what the survivors do to become consistent; None if nobody holds state.
         stored: checkpoints to go back to, newest first.
         load: the checkpoint that everybody loads if nobody holds state; None: the run begins anew.
