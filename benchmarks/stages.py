@@ -6,6 +6,7 @@ Every process runs the same script, `work`; what it measures comes back as plain
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from raytrain_ft.storage.log_reader import LogReader
 from raytrain_ft.storage.tensor_log import TensorLog
 from raytrain_ft.training import process_group
 from raytrain_ft.training.build import build_replica
+from raytrain_ft.training.edges import Past
 from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.links import Links, Switchboard
 from raytrain_ft.training.process_group import FencedGroup
@@ -161,9 +163,8 @@ class Bench:
     def logged(self, number: int, stage: int, team: Team | None = None) -> Links:
         """For a replay of this stage from log `number`."""
         board = Switchboard(self.world, Solo(self.world.fence), STAGES, frozenset(), None, stage)
-        return board.replay(
-            LogReader(self.directory / f"log-{number}"), frozenset({stage}), team, exact=team is None or team.exact
-        )
+        past = Past(LogReader(self.directory / f"log-{number}"), sys.maxsize, exact=team is None or team.exact)
+        return board.replay(past, frozenset({stage}), team)
 
     def team(self, members: list[int], name: str) -> FencedGroup | None:
         """A group of some ranks; None for who is not of it."""

@@ -285,7 +285,8 @@ class CheckpointRejected(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogMissing(Event):
-    """A replay needs a record that no log has, or that is damaged; or it `diverged` from what it repeats."""
+    """A replay needs a record that no log has, or that is damaged; or it `diverged` from what it repeats, as perhaps only the
+    step after it shows."""
 
     member: str
     incarnation: int

@@ -393,10 +393,12 @@ def give_way(run: RunState, silent: list[str]) -> None:
 
 def on_log_missing(run: RunState, event: m.LogMissing) -> list[m.Command]:
     """A replay with a gap would be another training: everybody goes back to the checkpoint instead. If the model is not
-    deterministic, what is done again is another training as well, and the run's record says so."""
+    deterministic, what is done again is another training as well, and the run's record says so. Perhaps only the step after the
+    replay shows it, and other replicas of the stage, which replayed it too, do not know."""
     run.logged_since = run.log_revived = None
     if event.diverged:
         run.history.rounded(-1)
+        run.going_back = "a replay computed something else than before"
     return suspect(run, event.at, f"the log cannot be replayed: {event.reason}", event.member)
 
 

@@ -75,7 +75,7 @@ TRANSITIONS: dict[type[m.Event], dict[State, set[State]]] = {
     m.LogFailed: _stay(LIVE - {S.SCHEDULING}),
     m.LogWritten: _stay(LIVE - {S.SCHEDULING}),
     m.NoticesUnavailable: _stay(LIVE),
-    m.LogMissing: {S.REBUILD: {S.FENCE, S.ERRORED}},
+    m.LogMissing: {state: {S.FENCE, S.ERRORED} for state in (S.REBUILD, S.RESUME)},
     m.UndoRefused: {S.REPLACE: {S.FENCE, S.ERRORED}},
     m.CheckpointsFound: {S.REPLACE: {S.REPLACE, S.ERRORED}},
     m.CheckpointRejected: {S.REPLACE: {S.FENCE, S.ERRORED}, S.REBUILD: {S.FENCE, S.ERRORED}},

@@ -15,6 +15,7 @@ from raytrain_ft.runtime.spec import RunSpec
 from raytrain_ft.storage.log_reader import LogReader
 from raytrain_ft.storage.tensor_log import TensorLog
 from raytrain_ft.training import process_group
+from raytrain_ft.training.edges import Past
 from raytrain_ft.training.links import Links, Switchboard, agreed_key, data_parallel
 from raytrain_ft.training.process_group import FencedGroup
 from raytrain_ft.training.solo import Solo
@@ -63,6 +64,7 @@ class Connections:
         self._stages = spec.rules.stages
         self._team: FencedGroup | None = None
         self._links: list[Links] = []
+        self._past: Past | None = None  # what this worker has replayed in this incarnation
         self._board: Switchboard | None = None
         self._stage_group: FencedGroup | Solo | None = None
         if self._stages > 1:
@@ -87,7 +89,7 @@ class Connections:
 
     def live(self) -> Links:
         """For training."""
-        return data_parallel(self._world) if self._board is None else self._keep(self._board.live())
+        return data_parallel(self._world) if self._board is None else self._keep(self._board.live(self._past))
 
     def _keep(self, links: Links) -> Links:
         """What was sent at the end of a replay may be on its way for longer than the replay takes."""
@@ -95,20 +97,24 @@ class Connections:
         return links
 
     @contextmanager
-    def replay(self, stages: frozenset[int], stage: int, size: int, number: int, since: int, *, exact: bool) -> Iterator[Links]:
+    def replay(
+        self, stages: frozenset[int], stage: int, size: int, number: int, since: int, until: int, *, exact: bool
+    ) -> Iterator[Links]:
         """For a replay of these stages, as long as it takes.
 
         Args:
-            stage: the one that this worker replays, as `number` of a team of `size`.
+            stage: the one that this worker replays, as `number` of a team of `size`; number 0 hosts it.
             since: the incarnation from which on records count.
+            until: the step that is trained next.
             exact: it must compute what was logged before, to the bit.
         """
-        reader = LogReader(self._spec.logs, since)
+        past = Past(LogReader(self._spec.logs, since), until, exact)
         try:
             team = self._join_team(stage, size, number) if size > 1 else None
-            yield self._keep(self._switchboard(stage).replay(reader, stages, team, exact=exact))
+            yield self._keep(self._switchboard(stage).replay(past, stages, team))
         finally:
-            reader.close()
+            past.reader.close()
+        self._past = past if exact and number == 0 else None
 
     def _join_team(self, stage: int, size: int, number: int) -> Team:
         """Whoever helps builds the stage first, and loads its checkpoint."""

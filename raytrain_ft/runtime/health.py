@@ -197,6 +197,8 @@ class Health:
         match beat.status:
             case "suspect":
                 self._tell(m.Suspected(at=at, incarnation=incarnation, reason=beat.detail, noticed_by=member))
+            case "diverged":
+                self._tell(m.LogMissing(at=at, member=member, incarnation=incarnation, reason=beat.detail, diverged=True))
             case "stopped":
                 self._tell(m.Stopped(at=at, member=member, incarnation=incarnation, step=int(beat.detail)))
             case "completed":

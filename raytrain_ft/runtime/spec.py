@@ -130,7 +130,8 @@ class Beat:
     """What a worker tells the supervisor, again and again. Level, not edge: a lost beat loses nothing.
 
     Attributes:
-        status: "idle", "running", or how the latest run of steps ended: "stopped", "completed", "suspect", "failed".
+        status: "idle", "running", or how the latest run of steps ended: "stopped", "completed", "suspect", "diverged" or
+            "failed".
         detail: of the status: a reason, a digest or a traceback.
         kind: of a failure: "task", "non_finite".
         where: what the training thread is doing, and at which step.

@@ -154,6 +154,9 @@ class Trainee:
             return
         except PeerLostError as error:
             self._heartbeat.ended("suspect", str(error)[:300])
+        except ReplayDivergedError as error:
+            state.filled = False  # also for who does not hear of it in time
+            self._heartbeat.ended("diverged", str(error)[:1000])
         except NonFiniteLossError as error:
             self._heartbeat.ended("failed", str(error), kind="non_finite")
         except ConfigError as error:
@@ -309,7 +312,7 @@ class Trainee:
             self._replayed = source
         self.replica.state.filled = False
         self._first_step = False
-        with self._connections.replay(stages, self.replica.stage, len(team), 0, since, exact=exact) as links:
+        with self._connections.replay(stages, self.replica.stage, len(team), 0, since, until, exact=exact) as links:
             replay.replay(self.replica, links, until, self._spec.step.micro_batches)
         self.replica.state.filled = self._used = True
         self._replayed = ""
@@ -353,7 +356,7 @@ class Trainee:
             recovery.load(helper, self._spec, load, fence)
         try:
             number = team.index(self._member)
-            with self._connections.replay(stages, stage, len(team), number, since, exact=exact) as links:
+            with self._connections.replay(stages, stage, len(team), number, since, until, exact=exact) as links:
                 replay.replay(helper, links, until, self._spec.step.micro_batches)
         finally:
             helper.loader.stop(timedelta(seconds=0))

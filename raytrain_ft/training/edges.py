@@ -256,10 +256,12 @@ class Past:
     """What was logged before of what is computed again: by the worker that was lost, or by who replays it once more.
 
     Attributes:
+        until: no step after this one was begun before.
         exact: it must be that again, to the bit and as far as it is there. Otherwise sums may be added in another order.
     """
 
     reader: LogReader
+    until: int
     exact: bool
 
     def has(self, key: Key, tensors: Sequence[Tensor]) -> bool:
@@ -283,8 +285,9 @@ class Tap:
 
     Args:
         log: None if the edge is not logged.
-        past: in a replay, what was logged before. That is what the receiver was sent, so it is not logged again: a log that
-            took twice the room could be full, and would then be deleted, together with what the replay itself reads.
+        past: in a replay, and in the step after it, what was logged before. That is what the receiver was sent, so it is not
+            logged again: a log that took twice the room could be full, and would then be deleted, together with what the replay
+            itself reads.
     """
 
     def __init__(
@@ -304,11 +307,13 @@ class Tap:
 
     def begin(self, step: int) -> None:
         self._step = step
+        if self._past is not None and step > self._past.until:
+            self._past = None
         if self._live is not None:
             self._live.begin(step)
 
     def give(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
-        """Raises ReplayDivergedError: a replay has computed something else than what was computed before."""
+        """Raises ReplayDivergedError: what is sent is something else than before, so a replay has computed something else."""
         key = self._key(self._step, micro_batch)
         is_there = self._past is not None and self._past.has(key, tensors)
         log = None if is_there else self._log

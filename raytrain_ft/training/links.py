@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor
 
 from raytrain_ft.policy.topology import replica_of, stage_of
-from raytrain_ft.storage.log_reader import LogReader
 from raytrain_ft.storage.tensor_log import Key, TensorLog
 from raytrain_ft.training.edges import (
     RECORD_DEADLINE_S,
@@ -121,19 +120,23 @@ class Switchboard:
         self._replicas = world.size() // stages
         self._tied = sorted({other for stages in sharing if self._stage in stages for other in stages} - {self._stage})
         self._looped = looped
-        self._past: Past | None = None
 
-    def live(self) -> Links:
-        """For training: every edge leads to a neighbour."""
-        return self._connect(self._live_inbound, None, self._agree)
+    def live(self, past: Past | None = None) -> Links:
+        """For training: every edge leads to a neighbour.
 
-    def replay(self, reader: LogReader, together: frozenset[int], team: Team | None = None, *, exact: bool) -> Links:
+        Args:
+            past: what this worker has replayed. The first step that it then trains was begun before, and shows what the last
+                update has led to.
+        """
+        return self._connect(self._live_inbound, None, self._agree, past)
+
+    def replay(self, past: Past, together: frozenset[int], team: Team | None = None) -> Links:
         """For a replay: edges to stages that are replayed `together` are live, all others come from the log.
 
         Args:
             team: who replays the same stage; all of its members log what they compute of it and nobody has logged.
-            exact: that must be what was logged before, to the bit.
         """
+        reader = past.reader
 
         def inbound(neighbour: int, kind: Any) -> Inbound:
             if neighbour in together:
@@ -145,18 +148,22 @@ class Switchboard:
             del numbers
             return reader.await_record(agreed_key(step), RECORD_DEADLINE_S, self._world.fence.check)[0]
 
-        self._past = Past(reader, exact)
-        return self._connect(inbound, together, recall, team)
+        return self._connect(inbound, together, recall, past, team)
 
     def _connect(
         self,
         inbound: Callable[[int, Any], Inbound],
         together: frozenset[int] | None,
         agree: Any,
+        past: Past | None,
         team: Team | None = None,
     ) -> Links:
         is_fed, feeds = self._looped or self._stage > 0, self._looped or self._stage < self._stages - 1
         before, after = (self._stage - 1) % self._stages, (self._stage + 1) % self._stages
+
+        def outbound(neighbour: int, kind: Any) -> Outbound:
+            return self._outbound(neighbour, kind, together, past)
+
         return Links(
             self._world.fence,
             self._replica,
@@ -164,11 +171,9 @@ class Switchboard:
             self._stage_group if team is None else team.sums,
             activations=inbound(before, "activation") if is_fed else None,
             gradients=inbound(after, "gradient") if feeds else None,
-            outputs=self._outbound(after, "activation", together) if feeds else None,
-            input_gradients=self._outbound(before, "gradient", together) if is_fed else None,
-            ties=tuple(
-                TiedEdge(other, self._outbound(other, "tied", together), inbound(other, "tied")) for other in self._tied
-            ),
+            outputs=outbound(after, "activation") if feeds else None,
+            input_gradients=outbound(before, "gradient") if is_fed else None,
+            ties=tuple(TiedEdge(other, outbound(other, "tied"), inbound(other, "tied")) for other in self._tied),
             agree=agree,
             team=team,
         )
@@ -179,13 +184,13 @@ class Switchboard:
     def _live_inbound(self, neighbour: int, kind: Any) -> LiveInbound:
         return LiveInbound(self._world, self._rank(neighbour), kind, self._idle)
 
-    def _outbound(self, neighbour: int, kind: Any, together: frozenset[int] | None) -> Outbound:
+    def _outbound(self, neighbour: int, kind: Any, together: frozenset[int] | None, past: Past | None) -> Outbound:
         is_live = together is None or neighbour in together
         live = LiveOutbound(self._world, self._rank(neighbour), kind) if is_live else None
         crossed = range(min(self._stage, neighbour), max(self._stage, neighbour))
         log = self._log if not self._logged.isdisjoint(crossed) else None  # else both are lost together
         key = lambda step, number: Key(step, number, kind, self._stage, neighbour, self._replica)  # noqa: E731
-        return Tap(live, log, key, self._world.fence, self._past)
+        return Tap(live, log, key, self._world.fence, past)
 
     def _agree(self, step: int, numbers: Tensor) -> Tensor:
         with self._idle():

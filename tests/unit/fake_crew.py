@@ -19,7 +19,7 @@ from raytrain_ft.policy.states import ENDED, State
 from raytrain_ft.policy.strategy import Guarantee
 from raytrain_ft.simulate.promises import Promises
 
-OUT_OF_STEP = ("idle", "suspect")
+OUT_OF_STEP = ("idle", "suspect", "diverged")
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Worker:
     """What a worker is, as far as the supervisor can tell: `step` steps committed, one bucket. In a pipeline, `reduced` is that
     it knows of the agreement of all stages at the step's end. `left_out`: the step that it has skipped, unless it has gone on
     since. `inexact`: the incarnations that its state is not exact since; `resized`: the present one, if more or fewer train
-    than before."""
+    than before. `replayed`: the incarnation in which it has computed again what must be what was logged."""
 
     member: str
     ready: bool = False
@@ -43,6 +43,7 @@ class Worker:
     stage: int = 0
     agreed: int | None = None
     left_out: int | None = None
+    replayed: int = 0
     stop: bool = False
     stops_at: int | None = None
     status: str = "idle"
@@ -346,6 +347,7 @@ class Cluster:
                 worker.filled, worker.step, worker.reduced, worker.agreed = True, command.until, False, None
                 worker.inexact = self.inexact.get(command.load, frozenset())
                 worker.inexact |= frozenset() if command.exact else {command.incarnation}
+                worker.replayed = command.incarnation if command.exact else 0
             assert worker.filled
             assert worker.step == command.until
             self._post(m.Filled(**about, digests=(self._digest(worker),)))
@@ -357,6 +359,8 @@ class Cluster:
             worker.resized = frozenset({incarnation} if self._is_resized() else ())
             if worker.step >= self.rules.max_steps:
                 worker.status = "completed"
+            elif worker.replayed == incarnation and self.chance.random() < 2 * self.corruption:
+                worker.status, worker.filled = "diverged", False
 
     def _is_resized(self) -> bool:
         """Whether so many train that a step that is done now is not what it would have been without the recovery under way."""
@@ -434,6 +438,9 @@ class Cluster:
             self._post(m.Completed(member=member, incarnation=incarnation, digest=self._digest(worker)))
         elif worker.status == "suspect":
             self._post(m.Suspected(incarnation=incarnation, reason="a collective failed", noticed_by=member))
+        elif worker.status == "diverged":
+            about = {"reason": "the activation is another than before", "diverged": True}
+            self._post(m.LogMissing(member=member, incarnation=incarnation, **about))
 
     # ---------------------------------------------------------------- what may happen next
 

@@ -113,7 +113,7 @@ def sent(number: int) -> list[torch.Tensor]:
 
 def test_a_replay_that_computes_the_same_bits_does_not_diverge(logged: LogReader) -> None:
     """Not even where they are no numbers; nor if the log breaks off."""
-    edge = Tap(None, None, edge_key, Fence(2), Past(logged, exact=True))
+    edge = Tap(None, None, edge_key, Fence(2), Past(logged, 8, exact=True))
     for step in (7, 8):
         edge.begin(step)
         for number in (0, 1, 2, 3, WHOLE_STEP):
@@ -122,7 +122,7 @@ def test_a_replay_that_computes_the_same_bits_does_not_diverge(logged: LogReader
 
 @pytest.mark.parametrize(("number", "what"), [(0, "of micro-batch 0"), (3, "of micro-batch 3"), (WHOLE_STEP, "tied gradients")])
 def test_a_replay_that_computes_something_else_is_noticed_wherever_it_is(logged: LogReader, number: int, what: str) -> None:
-    edge = Tap(None, None, edge_key, Fence(2), Past(logged, exact=True))
+    edge = Tap(None, None, edge_key, Fence(2), Past(logged, 8, exact=True))
     edge.begin(7)
     other = sent(number)
     other[1] += 1e-6
@@ -131,12 +131,38 @@ def test_a_replay_that_computes_something_else_is_noticed_wherever_it_is(logged:
             edge.give(number, wrong)
 
 
+class Sent(list[int]):
+    """A live edge; which micro-batches were sent."""
+
+    def begin(self, step: int) -> None: ...
+
+    def give(self, micro_batch: int, tensors: Any) -> None:
+        self.append(micro_batch)
+
+
+def test_the_step_after_a_replay_shows_what_its_last_update_led_to(logged: LogReader, tmp_path: Path) -> None:
+    """It was begun before. Later ones were not: what may be found of them is of another time."""
+    live, log = Sent(), TensorLog(tmp_path / "again", "w3")
+    edge = Tap(live, log, edge_key, Fence(2), Past(logged, 7, exact=True))
+    edge.begin(7)
+    edge.give(0, sent(0))
+    with pytest.raises(ReplayDivergedError, match="stage 1, step 7"):
+        edge.give(1, sent(2))
+    assert live == [0], "nobody gets the other one"
+    early = Tap(live, log, edge_key, Fence(2), Past(logged, 6, exact=True))
+    early.begin(7)
+    early.give(1, sent(2))
+    assert live == [0, 1]
+    log.close()
+    assert log.stats.records == 1, "nor is it logged"
+
+
 MICRO_BATCHES = 4
 
 
 def replayed(log: TensorLog, directory: Path, steps: range, *, exact: bool = True, noise: float = 0.0) -> None:
     """Stage 1 computes these steps again, whose log is in the directory."""
-    edge = Tap(None, log, edge_key, Fence(2), Past(LogReader(directory), exact))
+    edge = Tap(None, log, edge_key, Fence(2), Past(LogReader(directory), steps.stop, exact))
     for step in steps:
         edge.begin(step)
         for number in range(MICRO_BATCHES):

@@ -79,6 +79,14 @@ def test_a_beat_is_an_answer() -> None:
     assert told("w0", "w1") == []
 
 
+def test_who_finds_out_in_its_first_step_that_it_replayed_something_else_says_so_once() -> None:
+    events: list[m.Event] = []
+    health = Health(PATIENT, events.append, lambda: 0.0, Mute())
+    for _ in range(2):
+        health.heard(beat("w0", status="diverged", detail="it is another than before"))
+    assert events == [m.LogMissing(member="w0", incarnation=1, reason="it is another than before", diverged=True)]
+
+
 def test_a_log_may_fail_twice_in_a_step() -> None:
     """It was revived between the two; and what a beat tells again, because the first was not acknowledged, is told once."""
     events: list[m.Event] = []

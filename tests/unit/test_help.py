@@ -1,8 +1,9 @@
-"""What a survivor that helps with a replay cannot do is not fatal: nobody needs its help."""
+"""What a survivor that helps with a replay cannot do is not fatal: nobody needs its help. And what comes after a replay."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,10 @@ from raytrain_ft.errors import FencedError, LogGapError, ReplayDivergedError, St
 from raytrain_ft.policy import messages as m
 from raytrain_ft.runtime import recovery, trainee
 from raytrain_ft.runtime.calls import Calls
+from raytrain_ft.runtime.connections import Connections
 from raytrain_ft.runtime.contacts import Contacts
 from raytrain_ft.runtime.trainee import Trainee
+from raytrain_ft.training.edges import Past
 from raytrain_ft.training.fence import Fence, PeerLostError
 
 HELP: Any = (Fence(3), frozenset({1}), "step-000000006-e1-i1", 13, ("w3", "w0"), 1, True)
@@ -84,3 +87,39 @@ def test_who_cannot_help_ends_no_run_and_rejects_no_checkpoint(
 def test_what_a_helper_finds_out_about_the_log_counts(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     with pytest.raises(type(error)):
         helper(monkeypatch, replay=error).help(*HELP)
+
+
+@pytest.mark.parametrize(("number", "exact", "compares"), [(0, True, True), (1, True, False), (0, False, False)])
+def test_who_has_replayed_its_stage_compares_its_next_step_as_well(
+    tmp_path: Path, number: int, exact: bool, compares: bool
+) -> None:
+    """Not who has only helped with it; nor who has added sums in another order."""
+    found: Any = object.__new__(Connections)
+    found._spec, found._links, found._past = SimpleNamespace(logs=tmp_path), [], None
+    pasts: list[Past | None] = []
+    found._switchboard = lambda stage: SimpleNamespace(replay=lambda past, stages, team: None)
+    found._board = SimpleNamespace(live=pasts.append)
+    with found.replay(frozenset({1}), 1, 1, number, 0, 13, exact=exact):
+        pass
+    found.live()
+    assert [past is not None and past.until for past in pasts] == [13 if compares else False]
+
+
+def test_who_computes_something_else_in_its_first_step_has_not_failed() -> None:
+    """It is no error of the task: everybody goes back."""
+    found: Any = object.__new__(Trainee)
+    ended: list[tuple[str, str]] = []
+
+    def train_step(_: Any) -> None:
+        raise ReplayDivergedError("another than before")
+
+    state = SimpleNamespace(filled=True, step=13, tail=SimpleNamespace(sleep=SimpleNamespace()))
+    found.replica = SimpleNamespace(state=state, checkpointer=None, train_step=train_step)
+    found.rank, found._world = 1, ("w0", "w3")
+    found._spec = SimpleNamespace(rules=SimpleNamespace(stages=2, max_steps=20))
+    found._connections = SimpleNamespace(live=lambda: None)
+    found._heartbeat = SimpleNamespace(ended=lambda status, detail: ended.append((status, detail)))
+    found._share_out = lambda _: None
+    found.run(Fence(3), None, ())
+    assert ended == [("diverged", "another than before")]
+    assert not state.filled, "nobody goes on from what it has"

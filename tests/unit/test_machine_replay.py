@@ -13,7 +13,7 @@ from raytrain_ft.policy.reconcile import Marks
 from raytrain_ft.policy.roster import MemberState, Rules
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import State
-from raytrain_ft.policy.strategy import Guarantee
+from raytrain_ft.policy.strategy import Guarantee, Strategy
 from raytrain_ft.policy.topology import waits
 
 STAGES = 3
@@ -116,6 +116,23 @@ def test_a_replay_that_was_not_exact_is_undone_by_going_back_to_before_it(checkp
 def test_what_is_not_deterministic_is_not_exact_wherever_it_goes_back_to(lost: Told) -> None:
     went_back(lost, 6, reason="it is another than before", diverged=True)
     assert lost.run.recoveries[0].guarantee == Guarantee.ROUNDING
+
+
+def test_a_divergence_that_the_step_after_the_replay_shows_takes_everybody_back(lost: Told) -> None:
+    """Nothing of a replay's last update is sent in the replay. Who else has computed it holds a state like all others by then,
+    from which nobody may go on."""
+    lost.answer(m.Filled, lost.run.joining, digests=("d",))
+    assert lost.run.state == State.RESUME
+    lost.answer(m.LogMissing, ["w3"], reason="it is another than before", diverged=True)
+    for rank, member in enumerate(lost.run.joining or lost.run.world):
+        lost.tell(m.Fenced, member=member, incarnation=lost.run.incarnation, marks=Marks(member, 13, (13,), (None,), rank))
+    assert lost.run.seeking, "everybody goes back"
+    lost.tell(m.CheckpointsFound, incarnation=lost.run.incarnation, stored=(m.Stored("c6", 6),))
+    lost.answer(m.Reconciled, lost.run.joining, digests=("d",))
+    lost.commit(6, 7)
+    (recovery,) = lost.run.recoveries
+    assert (recovery.strategy, recovery.guarantee) == (Strategy.CHECKPOINT, Guarantee.ROUNDING)
+    assert recovery.reason.startswith("a replay computed something else than before: everybody goes back to step 6 (c6)")
 
 
 def went_back(told: Told, checkpoint: int, **why: Any) -> None:
