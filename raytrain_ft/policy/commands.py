@@ -154,6 +154,7 @@ class Save:
 
     members: tuple[str, ...]
     world: tuple[str, ...]
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)

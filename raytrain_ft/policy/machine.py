@@ -190,8 +190,8 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost) -> list[m.Comm
         if run.state == State.SCHEDULING and run.roster.cannot_start() and not run.roster.any_starting():
             commands += run.fail("RecoveryError", f"workers cannot be started: {event.cause}")
         return commands
-    if run.state == State.SHUTTING_DOWN:
-        return kills + (_save(run, savers) if run.savers() != savers else [])
+    if run.state == State.SHUTTING_DOWN and (run.rules.stages == 1 or len(run.savers()) == run.rules.stages):
+        return kills + (_save(run, savers) if run.savers() != savers else [])  # else a stage must be had from elsewhere first
     recovery = run.history.begin(event.at, event.cause, event.noticed_by, len(run.world))
     recovery.lost += working
     for member in working:
@@ -308,11 +308,10 @@ def _save(run: RunState, asked: tuple[str, ...] = ()) -> list[m.Command]:
     again it would write twice, and the end of the run would break the second one off."""
     run.answers = {member: answer for member, answer in run.answers.items() if isinstance(answer, m.Saved)}
     savers = run.savers()
-    if len(savers) < run.rules.stages:
-        what = "every worker was" if run.rules.stages == 1 else "every worker of a stage was"
-        return run.fail("NoSurvivorError", f"{what} lost before the final state was saved")
+    if not savers:
+        return run.fail("NoSurvivorError", "every worker was lost before the final state was saved")
     others = tuple(member for member in savers if member not in run.answers and member not in asked)
-    return [m.Save(others, run.world), m.SetTimer(f"save {savers}", run.rules.phase_timeout, run.incarnation)]
+    return [m.Save(others, run.world, run.incarnation), m.SetTimer(f"save {savers}", run.rules.phase_timeout, run.incarnation)]
 
 
 def _on_saved(run: RunState, event: m.Saved) -> list[m.Command]:

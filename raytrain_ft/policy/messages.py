@@ -411,6 +411,7 @@ class Saved(Event):
     """The final state of the run is in storage."""
 
     member: str
+    incarnation: int
     path: str
 
 

@@ -65,7 +65,8 @@ def fence(run: RunState, at: float) -> list[m.Command]:
 
 def _seconds_to_leave(run: RunState) -> float:
     """How long a fence waits. Nothing interrupts a forward pass, which in the first step may take any time that is no hang; nor
-    who builds a model: another stage than its own, the same one as new, or as a helper in a replay that of others."""
+    who builds a model: another stage than its own, the same one as new, or as a helper in a replay that of others; nor who
+    saves the final state."""
     late = [member for member in run.joining if member not in run.answers]
     anew = run.plan is None or run.rules.stages > 1
     joins = run.state == State.REPLACE and anew and any(member not in run.survivors for member in late)
@@ -73,7 +74,8 @@ def _seconds_to_leave(run: RunState) -> float:
     builds = joins or again or (run.state == State.REBUILD and bool(run.replaying and late))
     first = not run.longest_step and (again or run.state in TRAINING)
     longest_pass = run.rules.hang_timeout if first else PATIENCE * run.longest_step
-    return max(run.rules.fence_timeout, longest_pass, PATIENCE * run.longest_build if builds else 0.0)
+    saving = run.rules.phase_timeout if run.step >= run.rules.max_steps else 0.0
+    return max(run.rules.fence_timeout, longest_pass, saving, PATIENCE * run.longest_build if builds else 0.0)
 
 
 def on_fenced(run: RunState, event: m.Fenced) -> list[m.Command]:

@@ -56,7 +56,7 @@ TRANSITIONS: dict[type[m.Event], dict[State, set[State]]] = {
         S.REPLACE: {S.REPLACE, S.FENCE, S.ERRORED},
         S.REBUILD: {S.REBUILD, S.FENCE, S.ERRORED},
         S.RESUME: {S.RESUME, S.FENCE, S.REPLACE, S.ERRORED},
-        S.SHUTTING_DOWN: {S.SHUTTING_DOWN, S.ERRORED},
+        S.SHUTTING_DOWN: {S.SHUTTING_DOWN, S.FENCE, S.REPLACE, S.ERRORED},
     },
     m.CauseFound: _stay(LIVE),
     m.Noticed: _stay(LIVE) | {S.RUNNING: {S.RUNNING, S.RESIZING}},
@@ -96,7 +96,7 @@ TRANSITIONS: dict[type[m.Event], dict[State, set[State]]] = {
         S.FENCE: {S.FENCE, S.REPLACE, S.ERRORED, S.ABORTED},
         S.REPLACE: {S.REPLACE, S.FENCE, S.ERRORED, S.ABORTED},
         S.REBUILD: {S.REBUILD, S.FENCE, S.ERRORED, S.ABORTED},
-        S.SHUTTING_DOWN: {S.SHUTTING_DOWN, S.ERRORED, S.ABORTED},
+        S.SHUTTING_DOWN: {S.SHUTTING_DOWN, S.FENCE, S.REPLACE, S.ERRORED, S.ABORTED},
     },
     m.AbortRequested: {state: {state, S.ABORTED} for state in LIVE - {S.SCHEDULING}}
     | {S.INITIALIZING: {S.ABORTED}, S.SCHEDULING: {S.ABORTED}}

@@ -86,9 +86,9 @@ class Crew:
             case m.Checkpoint(members, incarnation):
                 for member in members:
                     self._spawn(self._checkpoint(member, incarnation))
-            case m.Save(members, world):
+            case m.Save(members, world, incarnation):
                 for member in members:
-                    self._spawn(self._save(member, world))
+                    self._spawn(self._save(member, world, incarnation))
             case m.Kill(member):
                 if member in self._bringing:
                     self._bringing.pop(member).cancel()  # else one that is struck off would be started, and keep its place
@@ -299,12 +299,12 @@ class Crew:
         if await self._calls.call(member, "checkpoint", incarnation, incarnation=incarnation) is not None:
             self._tell(m.Checkpointed(at=self._now(), member=member, incarnation=incarnation))
 
-    async def _save(self, member: str, world: tuple[str, ...]) -> None:
+    async def _save(self, member: str, world: tuple[str, ...], incarnation: int) -> None:
         stages = self._spec.rules.stages
         file = "final.arrow" if stages == 1 else f"final-stage-{stage_of(world.index(member), stages)}.arrow"
         path = await self._calls.call(member, "save", str(self._spec.directory / file))
         if path is not None:
-            self._tell(m.Saved(at=self._now(), member=member, path=path))
+            self._tell(m.Saved(at=self._now(), member=member, incarnation=incarnation, path=path))
 
     async def _kill(self, member: str) -> None:
         """Ray kills a process that does not answer, a frozen one too, after some seconds."""

@@ -108,9 +108,10 @@ class Crew:
                 self.at(now + seconds, lambda at: self._begin(world, incarnation, at))
             case m.StopAtBoundary(members):
                 self._stop(members, now)
-            case m.Save(members):
-                saved = [m.Saved(at=now + costs.end_s, member=member, path="final") for member in reversed(members)]
-                self.at(now + costs.end_s, lambda at: self.tell(saved))
+            case m.Save(members, _, incarnation):
+                at = now + costs.end_s
+                saved = [m.Saved(at=at, member=one, incarnation=incarnation, path="final") for one in reversed(members)]
+                self.at(at, lambda _: self.tell(saved))
             case m.SetTimer(timer, seconds, incarnation):
                 fired = m.TimerFired(at=now + seconds, timer=timer, incarnation=incarnation)
                 self.at(now + seconds, lambda at: self.tell([fired]))

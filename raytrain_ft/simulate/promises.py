@@ -58,11 +58,14 @@ class Promises:
         Raises:
             PromiseBroken: something that must hold does not.
         """
-        if isinstance(event, m.Saved) and event.member in self._members:
+        if isinstance(event, m.Saved) and event.member in self._members and event.incarnation == run.incarnation:
             self._saved.add(self._stage_in(run.world, event.member))
             self._saving.pop(event.member, None)
         if isinstance(event, m.SupervisorRestarted):
             self._saving.clear()  # perhaps nobody was asked any more
+        if before == State.SHUTTING_DOWN != run.state:  # what was saved before a recovery is saved again after it
+            self._saving.clear()
+            self._saved.clear()
         if isinstance(event, m.Reconciled | m.Filled):
             self._answered.add((type(event), event.member, event.incarnation))
         kills = {command.member for command in commands if isinstance(command, m.Kill)}
@@ -108,7 +111,7 @@ class Promises:
                 self._to_fill = command.incarnation
             case m.Trim(members, _):
                 _must(set(members) <= set(run.members), "who is no member was told to trim its log")
-            case m.Save(members, world):
+            case m.Save(members, world, _):
                 _must(not self._saving.keys() & set(members), "who saves is asked again")
                 self._saving |= {member: self._stage_in(world, member) for member in members}
                 saved = sorted([*self._saving.values(), *self._saved])
@@ -142,7 +145,7 @@ class Promises:
     def _check_budgets(self, run: RunState, event: m.Event, before: State, lost: dict[str, MemberState]) -> None:
         standing = {member for member, leave in self._had_notice.items() if event.at < leave.lapses}
         warned = standing | {member for recovery in run.recoveries for member in recovery.left}
-        if before != State.SHUTTING_DOWN:
+        if before != State.SHUTTING_DOWN or run.state != before:
             for member, was in lost.items():
                 preempted = member in warned or (isinstance(event, m.WorkerLost) and event.preempted)
                 self._charged[preempted] += was in (MemberState.ACTIVE, MemberState.LEAVING)

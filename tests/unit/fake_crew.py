@@ -192,9 +192,9 @@ class Cluster:
             case m.Checkpoint(members, incarnation):
                 for member in members:
                     self._call(member, "checkpoint", lambda w: self._last_checkpoint(w, incarnation))
-            case m.Save(members):
+            case m.Save(members, _, incarnation):
                 for member in members:
-                    self._call(member, "save", lambda w: self._post(m.Saved(member=w.member, path=f"step {w.step}")))
+                    self._call(member, "save", lambda w: self._save(w, incarnation))
             case m.Kill(member):
                 self.workers.pop(member, None)
             case m.SetTimer():
@@ -416,6 +416,10 @@ class Cluster:
         if worker.world[0] == worker.member:
             self._checkpoint(worker)
         self._post(m.Checkpointed(member=worker.member, incarnation=incarnation))
+
+    def _save(self, worker: Worker, incarnation: int) -> None:
+        """Told late, perhaps, of an incarnation that is over."""
+        self._post(m.Saved(member=worker.member, incarnation=incarnation, path=f"step {worker.step}"))
 
     def _tell_of_checkpoint(self, worker: Worker, error: str) -> None:
         about = {"member": worker.member, "incarnation": worker.incarnation, "step": worker.step}

@@ -426,11 +426,11 @@ def test_each_stage_is_saved_under_its_number_also_if_others_are_saved_already(
     monkeypatch.setattr(crew._calls, "call", call)
 
     async def play() -> None:
-        crew.carry_out(m.Save(("w3",), ("w0", "w1", "w2", "w3")))
+        crew.carry_out(m.Save(("w3",), ("w0", "w1", "w2", "w3"), 3))
         await until(lambda: bool(told))
 
     asyncio.run(play())
-    assert told == [m.Saved(at=0.0, member="w3", path="/runs/final-stage-1.arrow")]
+    assert told == [m.Saved(at=0.0, member="w3", incarnation=3, path="/runs/final-stage-1.arrow")]
 
 
 def answers(*outcomes: Any) -> Method:
@@ -479,8 +479,8 @@ def test_what_may_come_twice_is_asked_again(crew: Crew, told: list[m.Event]) -> 
     crew._contacts.handles["w0"] = actor
     crew._spec = SimpleNamespace(rules=SimpleNamespace(stages=1), directory=Path("/runs"), lease=60.0)  # pyright: ignore
     asyncio.run(crew._ask("w0", "stop_at_boundary"))
-    asyncio.run(crew._save("w0", ("w0",)))
-    assert told == [m.Saved(at=0.0, member="w0", path="/runs/final.arrow")]
+    asyncio.run(crew._save("w0", ("w0",), 3))
+    assert told == [m.Saved(at=0.0, member="w0", incarnation=3, path="/runs/final.arrow")]
 
 
 def test_a_fence_may_be_asked_for_twice() -> None:

@@ -125,8 +125,8 @@ def test_a_run_without_failures() -> None:
     story.reconciled("w0", "w1")
     assert story.said == [m.Run(("w0", "w1"), 1)]
     assert story.committed(0).run.state == State.RUNNING
-    assert of(story.completed().said, m.Save) == [m.Save(("w0",), ("w0", "w1"))]
-    story.tell(m.Saved(member="w0", path="p"))
+    assert of(story.completed().said, m.Save) == [m.Save(("w0",), ("w0", "w1"), 1)]
+    story.tell(m.Saved(member="w0", incarnation=1, path="p"))
     assert story.run.state == State.FINISHED
     assert story.run.result == {"digest": "d", "path": "p"}
     assert story.said == [m.Kill("w0"), m.Kill("w1"), m.End()]
@@ -1105,7 +1105,7 @@ def test_an_undo_is_on_record_even_if_the_recovery_that_did_it_was_interrupted()
 def test_the_final_state_is_saved_by_the_lowest_rank_that_is_left() -> None:
     story = running(max_steps=1).completed().lost("w2")
     assert of(story.said, m.Save, m.StartWorker) == [], "the one that saves is there, and no replacement is needed"
-    assert of(story.lost("w0").said, m.Save) == [m.Save(("w1",), ("w0", "w1", "w2"))]
+    assert of(story.lost("w0").said, m.Save) == [m.Save(("w1",), ("w0", "w1", "w2"), 1)]
     assert story.fires("save ('w0',)").said == [], "that one is gone"
     assert of(story.fires("save ('w1',)").said, m.Kill) == [m.Kill("w1")]
     assert story.run.failure == ("NoSurvivorError", "every worker was lost before the final state was saved")
@@ -1115,12 +1115,12 @@ def test_a_stage_that_was_saved_may_be_lost() -> None:
     """It is in storage: it is not asked again, whoever else is, and its loss does not end the run."""
     story = running(4, stages=2, max_steps=1).completed()
     world = ("w0", "w1", "w2", "w3")
-    assert of(story.said, m.Save) == [m.Save(("w0", "w1"), world)]
-    story.tell(m.Saved(member="w1", path="final-stage-1.arrow"))
+    assert of(story.said, m.Save) == [m.Save(("w0", "w1"), world, 1)]
+    story.tell(m.Saved(member="w1", incarnation=1, path="final-stage-1.arrow"))
     assert of(story.lost("w1").said, m.Save) == of(story.lost("w3").said, m.Save) == []
-    assert of(story.lost("w0").said, m.Save) == [m.Save(("w2",), world)], "the other stage has a replica left"
-    assert of(story.tell(m.SupervisorRestarted()), m.Save) == [m.Save(("w2",), world)]
-    story.tell(m.Saved(member="w2", path="final-stage-0.arrow"))
+    assert of(story.lost("w0").said, m.Save) == [m.Save(("w2",), world, 1)], "the other stage has a replica left"
+    assert of(story.tell(m.SupervisorRestarted()), m.Save) == [m.Save(("w2",), world, 1)]
+    story.tell(m.Saved(member="w2", incarnation=1, path="final-stage-0.arrow"))
     assert story.run.state == State.FINISHED
 
 
@@ -1129,15 +1129,43 @@ def test_who_saves_is_not_asked_again_when_another_saver_is_lost() -> None:
     cannot know whether it was asked."""
     story = running(4, stages=2, max_steps=1).completed()
     world = ("w0", "w1", "w2", "w3")
-    assert of(story.lost("w1").said, m.Save) == [m.Save(("w3",), world)]
-    assert of(story.tell(m.SupervisorRestarted()), m.Save) == [m.Save(("w0", "w3"), world)]
+    assert of(story.lost("w1").said, m.Save) == [m.Save(("w3",), world, 1)]
+    assert of(story.tell(m.SupervisorRestarted()), m.Save) == [m.Save(("w0", "w3"), world, 1)]
 
 
 def test_a_stage_that_was_not_saved_may_not() -> None:
+    """It must be had from somewhere again, and here there is neither a log nor a checkpoint."""
     story = running(2, stages=2, max_steps=1).completed()
-    story.tell(m.Saved(member="w1", path="final-stage-1.arrow"))
-    why = "every worker of a stage was lost before the final state was saved"
-    assert story.lost("w0").run.failure == ("NoSurvivorError", why)
+    story.tell(m.Saved(member="w1", incarnation=1, path="final-stage-1.arrow"))
+    assert story.lost("w0").run.state == State.FENCE
+    story.tell(m.Fenced(member="w1", incarnation=2, marks=Marks("w1", 1, (1,), (None,), 1)))
+    assert story.run.failure is not None
+    kind, why = story.run.failure
+    assert kind == "NoSurvivorError"
+    assert why.startswith("nobody holds stage 0, and no log reaches back to a checkpoint of it (the node died)")
+
+
+def test_a_stage_that_was_not_saved_is_loaded_and_all_are_saved_anew() -> None:
+    story = running(2, stages=2, max_steps=1, checkpoints=True, spares=1).started("w2").completed()
+    story.tell(m.Saved(member="w1", incarnation=1, path="final-stage-1.arrow"))
+    wait = of(story.lost("w0").said, m.Fence, m.SetTimer)
+    assert wait == [m.Fence(("w1",), 2), m.SetTimer("fence", 60.0, 2)], "who is saving does not leave that"
+    story.tell(m.Fenced(member="w1", incarnation=2, marks=Marks("w1", 1, (1,), (None,), 1)))
+    story.tell(m.CheckpointsFound(incarnation=2, stored=(m.Stored("c1", 1),)))
+    story.reconciled("w2", "w1").completed()
+    assert of(story.said, m.Save) == [m.Save(("w2", "w1"), ("w2", "w1"), 2)]
+    late = story.tell(*(m.Saved(member=member, incarnation=1, path="of before") for member in ("w0", "w1")))
+    assert (late, story.run.state) == ([], State.SHUTTING_DOWN)
+    story.tell(*(m.Saved(member=member, incarnation=2, path=member) for member in ("w1", "w2")))
+    assert story.run.state == State.FINISHED
+    assert [recovery.strategy for recovery in story.run.recoveries] == [Strategy.CHECKPOINT]
+
+
+def test_if_everybody_is_lost_who_saves_a_pipeline_all_of_it_is_loaded() -> None:
+    story = running(2, stages=2, max_steps=1, checkpoints=True, spares=2).started("w2", "w3").completed()
+    said = story.fires("save ('w0', 'w1')").said
+    assert of(said, m.Kill, m.FindCheckpoints) == [m.Kill("w0"), m.Kill("w1"), m.FindCheckpoints(2)]
+    assert story.run.state == State.REPLACE
 
 
 def test_replicas_that_differ_at_the_end() -> None:
@@ -1168,7 +1196,7 @@ def test_what_was_asked_is_asked_again() -> None:
         (running(spares=1).to(State.RESUME), State.RESUME, [m.Run(("w0", "w1", "w3"), 2)]),
         (running(), State.RUNNING, []),
         (growing, State.RESIZING, [m.StopAtBoundary(("w0",))]),
-        (ending, State.SHUTTING_DOWN, [m.Save(("w0",), ("w0", "w1", "w2")), m.SetTimer("save ('w0',)", 60.0, 1)]),
+        (ending, State.SHUTTING_DOWN, [m.Save(("w0",), ("w0", "w1", "w2"), 1), m.SetTimer("save ('w0',)", 60.0, 1)]),
     ):
         assert story.run.state == state
         commands = story.tell(m.SupervisorRestarted())
@@ -1187,8 +1215,8 @@ def test_what_workers_say_again_after_a_restart_is_no_news() -> None:
 def test_an_illegal_event_raises_with_the_story_and_changes_nothing() -> None:
     story = running()
     before = copy.deepcopy(story.run)
-    with pytest.raises(IllegalEventError, match=r"Saved\(member=w0\) cannot come in state RUNNING") as raised:
-        story.tell(m.Saved(member="w0", path="p"))
+    with pytest.raises(IllegalEventError, match=r"Saved\(member=w0, incarnation=1\) cannot come in state RUNNING") as raised:
+        story.tell(m.Saved(member="w0", incarnation=1, path="p"))
     assert "WorkerStarted(member=w2)" in str(raised.value), "the story so far"
     assert story.run == before
 
@@ -1307,7 +1335,7 @@ def test_a_supervisor_that_comes_back_while_the_run_stops_asks_again() -> None:
 def test_the_final_state_is_still_saved() -> None:
     story = running(checkpoints=True).completed()
     story.tell(m.AbortRequested(reason="Ctrl-C"))
-    story.tell(m.Saved(member="w0", path="final.arrow"))
+    story.tell(m.Saved(member="w0", incarnation=1, path="final.arrow"))
     assert story.run.state == State.FINISHED
 
 

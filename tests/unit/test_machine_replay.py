@@ -145,6 +145,28 @@ def went_back(told: Told, checkpoint: int, **why: Any) -> None:
     assert told.run.recoveries[0].resumed is not None
 
 
+def test_a_stage_that_is_lost_before_it_was_saved_is_replayed() -> None:
+    """All steps are committed, and the others hold them; what was saved before is saved again with it."""
+    told = Told()
+    told.commit(13, 100)
+    told.answer(m.Completed, told.run.world, digest="d")
+    told.answer(m.Saved, ["w2"], path="final-stage-2.arrow")
+    told.tell(m.WorkerLost, member="w1", cause="killed")
+    assert told.run.state == State.FENCE
+    assert told.tell(m.Saved, member="w0", incarnation=1, path="final-stage-0.arrow") == [], "it comes late"
+    told.fence(100)
+    replay = told.replay()
+    assert (replay.load, replay.until, replay.stages) == ("c6", 100, (1,))
+    told.answer(m.Filled, told.run.joining, digests=("d",))
+    commands = told.answer(m.Completed, told.run.world, digest="d")
+    assert [command for command in commands if isinstance(command, m.Save)] == [m.Save(told.run.world, told.run.world, 2)]
+    told.answer(m.Saved, told.run.world, path="final")
+    assert told.run.state == State.FINISHED
+    (recovery,) = told.run.recoveries
+    assert (recovery.strategy, recovery.guarantee, recovery.lost) == (Strategy.LOGGING, Guarantee.EXACT, ["w1"])
+    assert recovery.resumed is not None
+
+
 def test_a_log_that_failed_begins_anew_with_that_of_the_others() -> None:
     """Everybody goes back, and the next loss is replayed from there: so whoever joins is told that its log begins anew."""
     told = Told()
