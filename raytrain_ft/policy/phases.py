@@ -368,7 +368,7 @@ def _replay(run: RunState) -> m.Replay:
     plan, source, recovery, rules = run.plan, run.source, run.recoveries[-1], run.rules
     assert plan is not None
     assert source is not None
-    helpers = rules.replay_workers - 1 if len(run.joining) == rules.stages and run.help_left else 0
+    helpers = _helpers(run, plan.step - source.step)
     teams = replay_teams(run.joining, run.replaying, rules.stages, helpers, rules.joined)
     most = max(len(team) for team in teams)
     if most > 1:
@@ -380,6 +380,14 @@ def _replay(run: RunState) -> m.Replay:
     recovery.replay(_words(run.replaying), source.step, source.name or "the beginning", most)
     stages = tuple(sorted(run.replaying))
     return m.Replay(run.joining, run.incarnation, teams, stages, source.name, plan.step, run.log_incarnation, exact)
+
+
+def _helpers(run: RunState, steps: int) -> int:
+    """How many survivors may help each who replays so many steps. Nobody if one alone has done that by the time that they have
+    built the stage."""
+    rules = run.rules
+    is_long = steps * run.longest_step > run.longest_build
+    return rules.replay_workers - 1 if is_long and run.help_left and len(run.joining) == rules.stages else 0
 
 
 def give_way(run: RunState, silent: list[str]) -> None:

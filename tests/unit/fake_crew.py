@@ -392,7 +392,7 @@ class Cluster:
         step, worker.step, worker.reduced = worker.step, worker.step + 1, False
         place = {"rank": worker.world.index(worker.member), "world_size": len(peers), "epoch": 0, "start": 0}
         steps = {"incarnation": worker.incarnation, "first_step": step, "stop_step": step + 1}
-        self._post(m.StepsCommitted(member=worker.member, **place, **steps, ids_digest="", loss=0.0))
+        self._post(m.StepsCommitted(member=worker.member, **place, **steps, ids_digest="", loss=0.0, longest_s=0.1))
         if self.rules.checkpoints and place["rank"] == 0 and self.chance.random() < 0.5:
             self._checkpoint(worker)
         if worker.stops_at == worker.step:

@@ -18,6 +18,7 @@ from raytrain_ft.policy.topology import waits
 
 STAGES = 3
 BUILD_S = 20.0
+STEP_S = 3.0
 AT = {"node": "n9", "pid": 1}
 ABOUT = {"bytes": 1, "snapshot_s": 0.0, "stall_s": 0.0, "persist_s": 0.0}
 
@@ -58,7 +59,7 @@ class Told:
 
     def commit(self, first: int, stop: int) -> None:
         for member in self.run.world:
-            about = {"rank": 0, "world_size": 1, "epoch": 0, "start": 0, "ids_digest": "", "loss": 0.0, "longest_s": 0.1}
+            about = {"rank": 0, "world_size": 1, "epoch": 0, "start": 0, "ids_digest": "", "loss": 0.0, "longest_s": STEP_S}
             where = {"incarnation": self.run.incarnation, "first_step": first, "stop_step": stop}
             self.tell(m.StepsCommitted, member=member, **where, **about)
 
@@ -221,6 +222,20 @@ def test_a_team_that_is_too_slow_is_not_tried_again() -> None:
     told.tell(m.TimerFired, timer="fill", incarnation=told.run.incarnation)
     told.fence()
     assert [len(team) for team in told.replay().teams] == [1]
+
+
+@pytest.mark.parametrize(("checkpoint", "workers"), [(6, 3), (12, 1)])
+def test_nobody_helps_where_one_alone_is_done_before_the_others_have_built_the_stage(checkpoint: int, workers: int) -> None:
+    told = Told(replay_workers=3, exact_sums=False)
+    told.tell(m.CheckpointCommitted, member="w0", incarnation=1, step=checkpoint, name=f"c{checkpoint}", **ABOUT)
+    told.tell(m.WorkerLost, member="w1", cause="killed")
+    told.fence()
+    replay = told.replay()
+    assert (replay.load, [len(team) for team in replay.teams]) == (f"c{checkpoint}", [workers])
+    assert replay.exact == (workers == 1)
+    told.answer(m.Filled, told.run.joining, digests=("d",))
+    told.commit(13, 14)
+    assert told.run.recoveries[-1].guarantee == (Guarantee.EXACT if workers == 1 else Guarantee.ROUNDING)
 
 
 def test_a_replay_that_is_too_slow_again_gives_way_to_going_back() -> None:
