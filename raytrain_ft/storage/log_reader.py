@@ -40,7 +40,8 @@ class LogReader:
         self._keys: dict[str, list[Key]] = {}  # of each file
         self._looking = threading.Lock()  # one looks at a time, and may take its time over it
         self._lock = threading.Lock()  # for what was found
-        self._looked: set[tuple[int, int]] = set()  # for records of these steps and receivers, at least once
+        self._looked: set[tuple[int, int]] = set()  # for records of these steps and receivers, in files that were known
+        self._listed: set[tuple[int, int]] = set()  # for these, after a look for new files
         self._ahead: _Ahead | None = None
 
     def refresh(self, key: Key | None = None) -> None:
@@ -61,12 +62,26 @@ class LogReader:
                 for name in found - self._files.keys():
                     self._files[name] = _file_of(self._directory / name)
                     self._keys[name] = []
-                files = sorted(self._files.items(), key=lambda item: (item[1].incarnation, item[1].sequence, item[0]))
-            for name, file in files:
-                if not file.ended and (key is None or file.may_hold(key)):
-                    self._look(name, file)
+            self._look_into(key)
             if key is not None:
-                self._looked.add((key.step, key.receiver))
+                self._listed.add((key.step, key.receiver))
+
+    def _look_into(self, key: Key | None) -> None:
+        """Looks into the files that are known, the highest incarnation first. What is for all is in each one's files: one that
+        has it is enough."""
+        with self._lock:
+            files = [(name, file) for name, file in self._files.items() if key is None or file.may_hold(key)]
+
+        def promise(item: tuple[str, LogFile]) -> tuple[int, bool, int]:
+            return item[1].incarnation, key is None or item[1].step <= key.step, item[1].sequence
+
+        for name, file in sorted(files, key=promise, reverse=True):
+            if not file.ended:
+                self._look(name, file)
+            if key is not None and key.receiver < 0 and key in self._keys.get(name, ()):
+                break
+        if key is not None:
+            self._looked.add((key.step, key.receiver))
 
     def _names(self) -> set[str] | None:
         self._unlisted = ""
@@ -111,12 +126,16 @@ class LogReader:
         return self.head(key) is not None
 
     def head(self, key: Key) -> Head | None:
-        """What is known of the record that counts without reading its tensors; None if `has` finds none."""
-        if (key.step, key.receiver) not in self._looked:
+        """What is known of the record that counts without reading its tensors; None if `has` finds none. Looks for new files
+        only if those that are known do not have it: what a replay reads was written before it began."""
+        like = (key.step, key.receiver)
+        if like not in self._looked:
+            with self._looking:
+                self._look_into(key)
+        if not (places := self._find(key)) and like not in self._listed:
             self.refresh(key)
-        with self._lock:
-            places = self._places.get(key)
-            return places[-1].head if places else None
+            places = self._find(key)
+        return places[-1].head if places else None
 
     def read(self, key: Key, *, incarnation: int | None = None) -> tuple[Tensor, ...]:
         """The tensors of a record that a `refresh` has found, on the CPU and for the caller to keep.
@@ -180,7 +199,11 @@ class LogReader:
             if time.monotonic() >= end:
                 raise self._gap(key, None)
             time.sleep(POLL_S)
-        return self.read(key)
+        try:
+            return self.read(key)
+        except LogGapError:
+            self.refresh()  # perhaps there is a copy of it in a file that nobody has looked into
+            return self.read(key)
 
     def prefetch(self, keys: Iterable[Key]) -> None:
         """Looks for records and reads them ahead on another thread, in this order and a bounded amount of them. Those that are

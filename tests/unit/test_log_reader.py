@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +251,55 @@ def test_only_the_files_of_a_step_are_looked_into(tmp_path: Path) -> None:
     assert reader.read(key(19))[0].item() == 119
     assert not reader.has(key(40))
     assert max(file.step for file in reader._files.values() if file.records) == 20, "one from 36 on ends with 39"
-    assert reader.has(Key(30, -1, "agreed", -1, -1))
+    assert reader.has(agreed_key(30))
+
+
+def agreed_key(step: int) -> Key:
+    return Key(step, -1, "agreed", -1, -1)
+
+
+def test_what_is_there_is_found_without_looking_for_new_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay reads thousands of records; on a network a listing of their files takes its time, and so does each file. What
+    all have agreed upon is in each one's files."""
+    listings: list[Path] = []
+    looks: list[str] = []
+    scandir, scan = os.scandir, log_reader.scan
+    monkeypatch.setattr(os, "scandir", lambda path: (listings.append(path), scandir(path))[1])
+    monkeypatch.setattr(log_reader, "scan", lambda file: (looks.append(file.path.name), scan(file))[1])
+    for member in ("w0", "w1", "w2"):
+        log_of(tmp_path, {agreed_key(step): [torch.tensor(step)] for step in range(40)}, member)
+    log_of(tmp_path, {key(step, n): [torch.tensor(step)] for step in range(40) for n in range(3)})
+    listings.clear()
+    reader = LogReader(tmp_path)
+    for step in range(40):
+        for at in (key(step, 0), key(step, 1), agreed_key(step), key(step, 2)):
+            assert reader.await_record(at, 5, lambda: None)[0].item() == step
+    assert len(listings) == 1
+    assert sum("all" in name for name in looks) == 10, "those of one worker are enough"
+    assert max(Counter(looks).values()) == 1
+    log_of(tmp_path, {key(39, 3): [torch.tensor(7)], key(40): [torch.tensor(8)]}, "w3", 2)
+    assert reader.await_record(key(39, 3), 5, lambda: None)[0].item() == 7, "in a file that came later"
+    assert reader.await_record(key(40), 5, lambda: None)[0].item() == 8
+    listed = len(listings)
+    assert not reader.has(key(40, 1))
+    assert not reader.has(key(40, 2))
+    assert len(listings) <= listed + 1
+
+
+@pytest.mark.parametrize("part", ["head", "tensors"])
+def test_what_all_agreed_upon_is_read_from_another_ones_file_if_one_is_damaged(tmp_path: Path, part: str) -> None:
+    log_of(tmp_path, {agreed_key(0): [torch.tensor(5)]}, "w0")
+    path = log_of(tmp_path, {agreed_key(0): [torch.tensor(5)]}, "w1")
+    data = bytearray(path.read_bytes())
+    data[data.rindex(b"agreed") if part == "head" else data.rindex(b"\x05" + bytes(7))] ^= 1
+    path.write_bytes(data)
+    assert LogReader(tmp_path).await_record(agreed_key(0), 5, lambda: None)[0].item() == 5
+
+
+def test_of_what_all_agreed_upon_the_highest_incarnation_counts(tmp_path: Path) -> None:
+    for incarnation, member in ((1, "w2"), (3, "w0"), (2, "w1")):
+        log_of(tmp_path, {agreed_key(0): [torch.tensor(incarnation)]}, member, incarnation)
+    assert LogReader(tmp_path).await_record(agreed_key(0), 5, lambda: None)[0].item() == 3
 
 
 def test_complete_steps(tmp_path: Path) -> None:
