@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raytrain_ft.errors import TaskError
+
 
 def _of_torch(name: str) -> Any:
     """One of the two. Imported when it is needed: what comes with it takes every worker a second of its start."""
@@ -32,9 +34,28 @@ def of_inputs(
 
     Args:
         outputs: of the stage, from `separable`; they are cut off their graph. gradients: theirs; None is that of a loss.
+
+    Raises:
+        TaskError: the gradient of a weight would be computed more than once.
     """
     grads = None if gradients is None else list(gradients)
-    return _of_torch("stage_backward_input")(list(outputs), grads, list(inputs), iter(params))[1]
+    rest = _of_torch("stage_backward_input")(list(outputs), grads, list(inputs), iter(params))[1]
+    _check_groups([group["params"] for group in rest])
+    return rest
+
+
+def _check_groups(groups: Sequence[set[Any]]) -> None:
+    """Each weight belongs into one group. One that is used twice torch puts into two of them or not, as the order of a set has
+    it, which is that of addresses: in one pass it does, and in another it does not. So no trial before the run would tell."""
+    seen: set[Any] = set()
+    for group in groups:
+        for node in seen & group:
+            raise TaskError(
+                f"torch {torch.__version__} cannot do the backward pass in two parts of a weight of shape "
+                f"{tuple(node.variable.shape)} that is used more than once: it would compute its gradient twice. Use "
+                'ParallelismConfig(schedule="1f1b")'
+            )
+        seen |= group
 
 
 @torch.no_grad()

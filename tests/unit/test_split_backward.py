@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import raytrain_ft as ft
-from raytrain_ft.errors import ConfigError
+from raytrain_ft.errors import ConfigError, TaskError
 from raytrain_ft.training import split_backward
 from raytrain_ft.training.settings import PipelineSettings, StepSettings
 from raytrain_ft.training.split_backward import of_inputs, of_weights, separable
@@ -78,6 +79,44 @@ class Sum(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(nn.functional.linear(x + self.place, self.base + self.delta))
+
+
+class Again(nn.Module):
+    """A weight that is used twice, each time with a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.biases = nn.ParameterList(torch.randn(8) for _ in range(2))
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for bias in self.biases:
+            x = torch.tanh(nn.functional.linear(x, self.weight, bias))
+        return x
+
+
+def two_parts(model: nn.Module, params: list[nn.Parameter]) -> list[Tensor | None]:
+    """Gradients, from a pass in two parts."""
+    x = torch.ones(3, 8).requires_grad_()
+    model.zero_grad()
+    output = model(x)
+    of_weights(of_inputs(separable([output]), [torch.ones_like(output)], [x], params), params)
+    return [p.grad for p in params]
+
+
+def test_a_weight_whose_gradient_would_be_computed_twice_is_refused_also_in_the_midst_of_a_run() -> None:
+    """Whether torch would depends on the order of the parameters and, for some, on where their graph lies in memory."""
+    model = Again()
+    first, second = model.biases
+    why = r"torch .* of a weight of shape \(8, 8\) that is used more than once.*schedule=\"1f1b\""
+    with pytest.raises(TaskError, match=why):
+        two_parts(model, [first, second, model.weight])
+    model(torch.ones(3, 8)).sum().backward()
+    expected = [first.grad, model.weight.grad, second.grad]
+    for _ in range(20):
+        with suppress(TaskError):
+            for whole, parts in zip(expected, two_parts(model, [first, model.weight, second]), strict=True):
+                torch.testing.assert_close(parts, whole)
 
 
 def test_what_was_sent_is_not_changed_by_what_comes_after() -> None:
