@@ -35,6 +35,8 @@ class Profile:
             that share a machine are lost together: they stay in one group, and what passes between them is not counted.
         parallel: whether surviving machines help to replay (section 5.2): a group of n is N // n times as fast.
         teams: what a run does instead: how many replay each machine if it is a group by itself; a larger group has no help.
+        tied: (machine, a later one, bytes per step, both directions) for all that share parameters: logged if they are in
+            different groups.
     """
 
     compute: tuple[float, ...]
@@ -44,6 +46,7 @@ class Profile:
     machines: int = 0
     parallel: bool = False
     teams: tuple[int, ...] = ()
+    tied: tuple[tuple[int, int, float], ...] = ()
 
     def __post_init__(self) -> None:
         stages = len(self.compute)
@@ -97,6 +100,10 @@ class Profile:
         """From one checkpoint to the next, of the boundary to the left of this machine."""
         return self.crossing[cut * (len(self.compute) // self.size) - 1] * self.interval
 
+    def shared_bytes(self, start: int, middle: int, stop: int) -> float:
+        """The same of what machines start..middle-1 share with machines middle..stop-1, if these are in other groups."""
+        return self.interval * math.fsum(size for one, other, size in self.tied if start <= one < middle <= other < stop)
+
 
 def objective(profile: Profile, groups: Groups) -> float:
     """Expected seconds of recovery per lost step: the sum of R(G) |G| / N. Every machine is equally likely to be lost."""
@@ -109,9 +116,14 @@ def objective(profile: Profile, groups: Groups) -> float:
 def log_bytes(profile: Profile, groups: Groups) -> float:
     """Bytes of log from one checkpoint to the next: the sum of what crosses between groups, times the interval."""
     total = 0.0
-    for cut in _bounds(profile, groups)[1:-1]:
-        total += profile.logged_bytes(cut)
+    for start, stop in pairwise(_bounds(profile, groups)):
+        total += _logged_bytes(profile, start, stop)
     return total
+
+
+def _logged_bytes(profile: Profile, start: int, stop: int) -> float:
+    """The part in it of what crosses from the group of machines start..stop-1 to later ones."""
+    return profile.logged_bytes(stop) + profile.shared_bytes(start, stop, profile.size) if stop < profile.size else 0.0
 
 
 def greedy(profile: Profile, budget_bytes: float) -> Groups:
@@ -127,7 +139,8 @@ def greedy(profile: Profile, budget_bytes: float) -> Groups:
         def price(index: int, bounds: list[int] = bounds) -> float:
             left, middle, right = bounds[index - 1 : index + 2]
             apart = profile.expected_seconds(left, middle) + profile.expected_seconds(middle, right)
-            return (profile.expected_seconds(left, right) - apart) / profile.logged_bytes(middle)
+            saved = profile.logged_bytes(middle) + profile.shared_bytes(left, middle, right)
+            return (profile.expected_seconds(left, right) - apart) / saved
 
         del bounds[min(range(1, len(bounds) - 1), key=price)]
     return _groups(profile, bounds)
@@ -166,11 +179,11 @@ def cheapest(profile: Profile, target_seconds: float) -> Groups:
 
 
 def arcs(profile: Profile) -> tuple[Floats, Floats]:
-    """[i, j]: expected seconds of the group of machines i..j-1, and bytes of log at its right edge."""
+    """[i, j]: expected seconds of the group of machines i..j-1, and bytes of log of what crosses to later ones."""
     size = profile.size
     seconds, logged = np.zeros((size + 1, size + 1)), np.zeros((size + 1, size + 1))
     for stop in range(1, size + 1):
-        logged[:, stop] = profile.logged_bytes(stop) if stop < size else 0.0
+        logged[:stop, stop] = [_logged_bytes(profile, start, stop) for start in range(stop)]
         seconds[:stop, stop] = [profile.expected_seconds(start, stop) for start in range(stop)]
     return seconds, logged
 

@@ -176,16 +176,9 @@ def choose_groups(measured: Measured, wish: Wish) -> Groups:
 
 
 def _within(measured: Measured, wish: Wish, together: Groups, search: Callable[[Profile, float], Groups]) -> Groups:
-    """What a search finds within the budget. It knows nothing of what stages share: if that is too much beside what it found,
-    it gets a budget without it."""
-    budget = wish.budget_bytes or 0.0
-    shared = measured.replicas * wish.interval * sum(size for _, _, size in measured.tied)
-    profile, groups = _profile(measured, wish, together), together
-    for spare in (0.0, shared):
-        groups = _expand(search(profile, max(0.0, budget - spare) / measured.replicas), together)
-        if log_per_step(measured, groups) * wish.interval <= budget:
-            break
-    return groups
+    """What a search finds within the budget."""
+    budget = (wish.budget_bytes or 0.0) / measured.replicas
+    return _expand(search(_profile(measured, wish, together), budget), together)
 
 
 def _split(stages: int, boundary: int) -> Groups:
@@ -270,12 +263,15 @@ def _team(measured: Measured, group: tuple[int, ...], replay_workers: int) -> in
 
 def _profile(measured: Measured, wish: Wish, together: Groups) -> Profile:
     """What grouping needs to know: one value for all stages that are together anyway."""
+    part = {stage: number for number, group in enumerate(together) for stage in group}
+    tied = [(*sorted((part[one], part[other])), size) for one, other, size in measured.tied]
     return Profile(
         compute=tuple(sum(measured.compute[stage] for stage in group) for group in together),
         crossing=tuple(measured.crossing[group[-1]] for group in together[:-1]),
         bandwidth=wish.bandwidth,
         interval=wish.interval,
         teams=tuple(_team(measured, group, wish.replay_workers) for group in together),
+        tied=tuple((one, other, size) for one, other, size in tied if one != other),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -89,6 +90,21 @@ def test_optimal_equals_brute_force(profile: Profile, share: float) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_optimal_equals_brute_force_on_real_numbers(seed: int, parallel: bool) -> None:
     check_against_brute_force(drawn(seed, 2 + seed % 9, parallel), share=(seed % 10) / 10)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_optimal_equals_brute_force_also_if_stages_share_parameters(seed: int) -> None:
+    """Which is logged only if they are in different groups, and may be more than all that crosses a boundary."""
+    stages = 3 + seed % 7
+    draws = np.random.default_rng(seed)
+    pairs = [sorted(draws.choice(stages, 2, replace=False).tolist()) for _ in range(1 + seed % 3)]
+    tied = tuple((one, other, float(draws.exponential(2.0))) for one, other in pairs)
+    profile = replace(drawn(seed, stages, parallel=False), tied=tied)
+    apart = tuple((stage,) for stage in range(stages))
+    assert log_bytes(profile, apart) == pytest.approx(
+        profile.interval * (sum(profile.crossing) + sum(size for _, _, size in tied))
+    )
+    check_against_brute_force(profile, share=(seed % 10) / 10)
 
 
 @settings(max_examples=50)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -55,6 +56,29 @@ def test_groups_within_a_budget(budget: int | None, groups: str) -> None:
     chosen = choose_groups(FOUR, replace(TEN, budget_bytes=budget))
     assert named(chosen) == groups
     assert budget is None or log_per_step(FOUR, chosen) * 10 <= budget
+
+
+@pytest.mark.parametrize(
+    ("tied", "budget", "groups"),
+    [
+        (((0, 1, 31.0 * MB),), 300 * MB, "0-1 | 2 | 3"),  # what is left of the budget beside what these share is nothing
+        (((0, 1, 31.0 * MB),), 760 * MB, "0 | 1 | 2 | 3"),
+        (((1, 0, 31.0 * MB),), 759 * MB, "0-1 | 2 | 3"),
+        (((2, 3, 31.0 * MB),), 300 * MB, "0 | 1 | 2-3"),  # though it takes longer than with 0 and 1 together
+        (((0, 3, 5.0 * MB), (0, 1, 31.0 * MB)), 350 * MB, "0-1 | 2 | 3"),
+        (((0, 3, 25.0 * MB),), 399 * MB, None),
+    ],
+)
+def test_stages_that_share_much_stay_together_and_others_need_not(tied: Any, budget: int, groups: str | None) -> None:
+    even = replace(FOUR, compute=(1.0, 1.0, 2.0, 2.0), crossing=(15.0 * MB,) * 3, tied=tied)
+    wish = replace(TEN, budget_bytes=budget)
+    if groups is None:
+        with pytest.raises(ConfigError, match="holds no boundary at all: the smallest takes 400 MB"):
+            choose_groups(even, wish)
+        return
+    for found in (choose_groups(even, wish), plan(even, wish).greedy):
+        assert named(found) == groups
+        assert log_per_step(even, found) * 10 <= budget
 
 
 def test_a_budget_is_of_all_replicas() -> None:
