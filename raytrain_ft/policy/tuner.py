@@ -18,7 +18,9 @@ from raytrain_ft.policy.frequency import Interval, Profile, Seen, choose
 
 SMOOTHING = 0.05
 """Weight of the newest checkpoint. Single ones say little: on real disks their times have a long tail."""
-REMEMBERED = 60
+RARE = 0.03
+"""The same where training would have to wait: one checkpoint in thirty that takes much longer is not to be forgotten soon."""
+REMEMBERED = 100
 """Checkpoints: older ones would have a weight of less than a twentieth of the newest."""
 FEWEST_FREE = 4
 """Steps without a checkpoint under way that say what a step takes by itself."""
@@ -200,7 +202,7 @@ class Tuner:
             return None
         costs_of = list(self._latest)  # at once: another thread may add to it
         seen = max(0.0, self._overhead, _mean([costs.stall for costs in costs_of]))
-        weights = _weights(len(costs_of))
+        weights = _weights(len(costs_of), RARE)
         latest = [Seen(costs.copy + costs.persist, weight) for costs, weight in zip(costs_of, weights, strict=True)]
         interval = choose(self.profile, self.budget, overhead=seen, failure_s=self.failure_s, latest=latest)
         observed = extra / base
@@ -270,9 +272,9 @@ class Tuner:
         return True
 
 
-def _weights(count: int) -> list[float]:
+def _weights(count: int, newest: float = SMOOTHING) -> list[float]:
     """Of so many checkpoints, the oldest first."""
-    return [(1 - SMOOTHING) ** age for age in reversed(range(count))]
+    return [(1 - newest) ** age for age in reversed(range(count))]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -140,12 +140,12 @@ class Machine:
         waited = max(0.0, self._durable - self.now)
         self.now += waited
         self._settle()
-        self.tuner.waited(waited)
         self._note(self.tuner.began(self.step))
+        self.tuner.waited(waited)
         self.taken.append(self.step)
         self._copied = self.now + self.copy
         self._durable = self._copied + self.persist
-        self._stall, self._told = waited, False
+        self._stall, self._told = 0.0, False
 
     def _settle(self) -> None:
         if not self._told and self.now >= self._durable:
