@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from operator import mul
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 from typing import Any, Literal
 
 from raytrain_ft.policy.frequency import Interval, Profile, Seen, choose
@@ -24,6 +24,10 @@ REMEMBERED = 100
 """Checkpoints: older ones would have a weight of less than a twentieth of the newest."""
 FEWEST_FREE = 4
 """Steps without a checkpoint under way that say what a step takes by itself."""
+HICCUP = 10
+"""Of these, one counts for no more than so many median ones. The budget is about the mean, and a median would charge steps that
+regularly take a few times as long to the checkpoints beside which they happen to be. But a pause of a minute says nothing of
+steps of a tenth of a second."""
 JUDGED_STEPS = 30
 """Steps that a judgement needs at least: a few, of which some happen to be slow, say nothing."""
 TOLERANCE = 0.1
@@ -71,6 +75,43 @@ class Costs:
     free: int = 0
 
 
+@dataclass(slots=True)
+class Stretch:
+    """The steps since the last judgement, and what came in with them.
+
+    Attributes:
+        busy: how many of them had a checkpoint under way; busy_s: what these took together; least: the shortest of them.
+        free: what each of the others took; updates: of it, its weight update.
+        costs: of the checkpoints that became durable; waited: for those that were not yet when the next one was due.
+    """
+
+    busy: int = 0
+    busy_s: float = 0.0
+    least: float = math.inf
+    free: list[float] = field(default_factory=list)
+    updates: list[float] = field(default_factory=list)
+    costs: list[Costs] = field(default_factory=list)
+    waited: float = 0.0
+
+    @property
+    def steps(self) -> int:
+        """How many there are."""
+        return self.busy + len(self.free)
+
+    @property
+    def stood(self) -> float:
+        """How long training waited: for copies, and for checkpoints that were not durable yet."""
+        return self.waited + sum(costs.stall for costs in self.costs)
+
+    def take(self, seconds: float, update_s: float, *, free: bool) -> None:
+        """One more step."""
+        if free:
+            self.free.append(seconds)
+            self.updates.append(update_s)
+        else:
+            self.busy, self.busy_s, self.least = self.busy + 1, self.busy_s + seconds, min(self.least, seconds)
+
+
 @dataclass(slots=True, kw_only=True)
 class Tuner:
     """Decides after which steps to checkpoint, where one worker's speaks for all; and where to copy to first, each for its own.
@@ -93,11 +134,7 @@ class Tuner:
     mode: Literal["cpu", "gpu"] = "gpu"
     profile: Profile | None = None
     _latest: deque[Costs] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-    _free: list[float] = field(default_factory=list)
-    _updates: list[float] = field(default_factory=list)
-    _all: list[float] = field(default_factory=list)
-    _waited: float = 0.0
-    _costs: list[Costs] = field(default_factory=list)
+    _stretch: Stretch = field(default_factory=Stretch)
     _overhead: float | None = None
     _deviation: float = 0.0
     _under_way: bool = False
@@ -105,15 +142,12 @@ class Tuner:
 
     def stepped(self, seconds: float, update_s: float, *, busy: bool) -> None:
         """Takes in a step, but for the first one of a world. `busy`: a checkpoint is under way at its end."""
-        self._all.append(seconds)
-        if not busy and not self._under_way:
-            self._free.append(seconds)
-            self._updates.append(update_s)
+        self._stretch.take(seconds, update_s, free=not busy and not self._under_way)
         self._under_way = busy
 
     def waited(self, seconds: float) -> None:
         """A checkpoint was due, and the one before was not durable yet."""
-        self._waited += seconds
+        self._stretch.waited += seconds
 
     def due(self, step: int, *, busy: bool) -> bool:
         """Whether to checkpoint after this step (`step`: steps committed by then). `busy`: the one before is under way."""
@@ -121,7 +155,7 @@ class Tuner:
             return step - self.last >= self.fixed
         if self.k:
             return step - self.last >= self.k
-        return not busy and len(self._free) >= self.window
+        return not busy and len(self._stretch.free) >= self.window
 
     def earliest(self, step: int, *, warm_up: int = 0) -> int:
         """The first step after this one at which a checkpoint may be due, by what is known now. While the first one is on its
@@ -129,24 +163,24 @@ class Tuner:
         measured."""
         if self.fixed is not None or self.k:
             return max(step + 1, self.last + (self.fixed or self.k))
-        if not self._costs and self.profile is not None:
+        if not self._stretch.costs and self.profile is not None:
             return step + 1 + (step - self.last) // 4
-        return step + max(1, self.window - len(self._free)) + warm_up
+        return step + max(1, self.window - len(self._stretch.free)) + warm_up
 
     def persisted(self, costs: Costs) -> None:
         """The latest checkpoint is durable."""
-        self._latest.append(costs)  # first: another thread judges them as soon as there are any in `_costs`
-        self._costs.append(costs)
+        self._latest.append(costs)  # first: another thread judges them as soon as there are any in the stretch
+        self._stretch.costs.append(costs)
 
     def began(self, step: int) -> Decision | None:
         """A checkpoint is taken after this step. What the intervals before it tell, once they have enough steps."""
         decision = None
         if self.profile is None:
             self._take_free()
-            self._begin_window()
-        elif self._costs and len(self._all) >= JUDGED_STEPS:
+            self._stretch = Stretch()
+        elif self._stretch.costs and self._stretch.steps >= JUDGED_STEPS:
             decision = self._judge(step)
-            self._begin_window()
+            self._stretch = Stretch()
         self.last, self._under_way = step, True
         return decision
 
@@ -164,7 +198,7 @@ class Tuner:
 
     def settle(self, step: int) -> Decision | None:
         """The first decision, as soon as the first checkpoint is durable."""
-        if self.k or self.fixed is not None or not self._costs or self.profile is None:
+        if self.k or self.fixed is not None or not self._stretch.costs or self.profile is None:
             return None
         self._take()
         interval = choose(self.profile, self.budget, failure_s=self.failure_s)
@@ -180,21 +214,18 @@ class Tuner:
         if resized:
             self._overhead = None
             self._latest.clear()
-        self._begin_window()
+        self._stretch = Stretch()
 
     # ---------------------------------------------------------------- what the intervals tell
 
-    def _begin_window(self) -> None:
-        self._all, self._free, self._updates, self._costs, self._waited = [], [], [], [], 0.0
-
     def _judge(self, step: int) -> Decision | None:
-        """Compares what the steps since the last time took with what they take without checkpoints."""
-        doubt = self._take_free()
+        """Compares what the steps that had a checkpoint under way since the last time took with what they take without."""
+        doubt, stretch = self._take_free(), self._stretch
         self._take()
         assert self.profile is not None
-        count, base = len(self._costs), self.profile.iteration * len(self._all)
-        extra = sum(self._all) - base
-        overhead = (extra - self._waited) / count  # may be negative: steps vary, and only the mean of many tells
+        count, base = len(stretch.costs), self.profile.iteration * stretch.steps
+        extra = stretch.busy_s - self.profile.iteration * stretch.busy
+        overhead = (extra - stretch.waited) / count  # may be negative: steps vary, and only the mean of many tells
         if self._overhead is None:
             self._overhead = overhead
         self._overhead += (1 - (1 - SMOOTHING) ** count) * (overhead - self._overhead)
@@ -215,17 +246,25 @@ class Tuner:
 
     def _take_free(self) -> float:
         """The time of a step without checkpoints, from those that had none under way; returns the standard error of the time
-        that all steps of the window would have taken without, seconds."""
-        free, n = self._free, len(self._all)
+        that the others would have taken without, seconds."""
+        free, n = _without_hiccups(self._stretch.free), self._stretch.busy
         if len(free) < FEWEST_FREE:
+            self._bound()
             return self._deviation * math.sqrt(n)
-        iteration, update = mean(free), mean(self._updates)
-        if self.profile is None:
-            self.profile = Profile(iteration=iteration, update=update, copy=0.0, persist=0.0)
-        else:
-            self.profile = replace(self.profile, iteration=iteration, update=update)
+        profile = self.profile or Profile(iteration=0.0, update=0.0, copy=0.0, persist=0.0)
+        self.profile = replace(profile, iteration=mean(free), update=mean(_without_hiccups(self._stretch.updates)))
         self._deviation = stdev(free)
         return self._deviation * math.sqrt(n + n * n / len(free))
+
+    def _bound(self) -> None:
+        """No step says what one takes by itself. What was known of it may be too long by now, and with the k that comes of that
+        none would ever be free again: so where training waits for longer than it may, a step takes no longer than those beside
+        a persister do without that."""
+        stretch, stood = self._stretch, self._stretch.stood
+        moved = stretch.busy_s - stood
+        if self.profile is not None and stretch.busy and stood > self.budget * moved:
+            at_most = max(moved / stretch.busy, stretch.least)
+            self.profile = replace(self.profile, iteration=min(self.profile.iteration, at_most) or self.profile.iteration)
 
     def _take(self) -> None:
         """The times of a checkpoint, from the latest ones."""
@@ -270,6 +309,11 @@ class Tuner:
             return False
         self.k, self.mode, self.profile = k, mode, profile
         return True
+
+
+def _without_hiccups(steps: Sequence[float]) -> list[float]:
+    most = HICCUP * median(steps) if steps else math.inf
+    return [min(seconds, most) for seconds in steps]
 
 
 def _weights(count: int, newest: float = SMOOTHING) -> list[float]:

@@ -316,6 +316,59 @@ def test_waiting_for_the_slowest_checkpoints_stays_within_the_budget(seed: int) 
     assert play(seed, 1, 20, copy=0.1, persist=0.3) <= 4.0
 
 
+def test_steps_that_were_measured_while_they_were_slow_do_not_count_for_ever() -> None:
+    """With the k that comes of them a checkpoint is under way in every step, so that none says what one takes by itself."""
+    simulated = Machine(Tuner(budget=0.035, window=4), iteration=0.15, update=0.01, copy=0.05, persist=3.0)
+    simulated.run(6)
+    simulated.iteration = 0.1
+    simulated.run(120)
+    assert [decision.interval.k for decision in simulated.decisions] == [21, 31]
+    assert overhead(simulated, 310, 0.1) <= 0.035, "and not 0.45: of 21 steps, for the checkpoint of 31"
+    assert simulated.tuner.profile is not None
+    assert simulated.tuner.profile.iteration == pytest.approx(0.1), "which a later run begins with"
+
+
+def budget_binds() -> Machine:
+    """Of the 60 steps from one checkpoint to the next, half have none under way."""
+    simulated = Machine(Tuner(budget=0.01, window=4), iteration=0.1, update=0.01, copy=0.15, persist=3.0)
+    simulated.run(600)
+    assert simulated.tuner.k == 60
+    return simulated
+
+
+def test_a_pause_between_checkpoints_says_nothing_of_steps() -> None:
+    simulated = budget_binds()
+    simulated.run(simulated.taken[-1] + 50 - simulated.step)
+    simulated.iteration = 60.0
+    simulated.run(1)
+    simulated.iteration = 0.1
+    assert overhead(simulated, 600, 0.1) <= 0.011
+    assert 55 <= simulated.tuner.k <= 60
+
+
+def test_a_slow_stretch_is_made_good_once_it_is_over() -> None:
+    """In which k comes down so far that no step is free any more."""
+    simulated = budget_binds()
+    simulated.iteration = 2.0
+    simulated.run(300)
+    assert simulated.tuner.k <= 5
+    simulated.iteration = 0.1
+    simulated.run(150)
+    assert overhead(simulated, 600, 0.1) <= 0.02
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_that_vary_are_not_waited_beside_for_longer_than_the_budget_allows(seed: int) -> None:
+    """The few that are free now and then may have been slow ones; nor do all the others wear down what a step takes."""
+    draws, simulated, plain = random.Random(seed), machine(0.035, copy=0.5, persist=6.4), 0.0
+    for _ in range(10_000):
+        simulated.iteration = max(0.3, draws.gauss(1, 0.4))
+        simulated.run(1)
+        plain += simulated.iteration
+    assert simulated.now / plain - 1 <= 0.035
+    assert len(simulated.taken) >= 10_000 / 10, "each takes seven steps"
+
+
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.floats(0.0, 4.0), st.floats(0.0, 20.0)), min_size=2, max_size=6), st.floats(0.02, 0.3))
 def test_never_lowered_right_after_a_raise(loads: list[tuple[float, float]], budget: float) -> None:
