@@ -24,10 +24,14 @@ REMEMBERED = 100
 """Checkpoints: older ones would have a weight of less than a twentieth of the newest."""
 FEWEST_FREE = 4
 """Steps without a checkpoint under way that say what a step takes by itself."""
+MOST_FREE = 1000
+"""The latest of them, where there are more."""
 HICCUP = 10
 """Of these, one counts for no more than so many median ones. The budget is about the mean, and a median would charge steps that
 regularly take a few times as long to the checkpoints beside which they happen to be. But a pause of a minute says nothing of
 steps of a tenth of a second."""
+DOUBLINGS = 4
+"""Until a checkpoint is durable, each that fails doubles the steps before the next, but no more often than this."""
 JUDGED_STEPS = 30
 """Steps that a judgement needs at least: a few, of which some happen to be slow, say nothing."""
 TOLERANCE = 0.1
@@ -80,23 +84,20 @@ class Stretch:
     """The steps since the last judgement, and what came in with them.
 
     Attributes:
-        busy: how many of them had a checkpoint under way; busy_s: what these took together; least: the shortest of them.
+        steps: how many; busy: of them, those that had a checkpoint under way.
+        busy_s: what these took together; least: the shortest of them.
         free: what each of the others took; updates: of it, its weight update.
         costs: of the checkpoints that became durable; waited: for those that were not yet when the next one was due.
     """
 
+    steps: int = 0
     busy: int = 0
     busy_s: float = 0.0
     least: float = math.inf
-    free: list[float] = field(default_factory=list)
-    updates: list[float] = field(default_factory=list)
+    free: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_FREE))
+    updates: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_FREE))
     costs: list[Costs] = field(default_factory=list)
     waited: float = 0.0
-
-    @property
-    def steps(self) -> int:
-        """How many there are."""
-        return self.busy + len(self.free)
 
     @property
     def stood(self) -> float:
@@ -105,6 +106,7 @@ class Stretch:
 
     def take(self, seconds: float, update_s: float, *, free: bool) -> None:
         """One more step."""
+        self.steps += 1
         if free:
             self.free.append(seconds)
             self.updates.append(update_s)
@@ -137,6 +139,7 @@ class Tuner:
     _stretch: Stretch = field(default_factory=Stretch)
     _overhead: float | None = None
     _deviation: float = 0.0
+    _tried: int = 0
     _under_way: bool = False
     _raised: bool = False
 
@@ -155,7 +158,7 @@ class Tuner:
             return step - self.last >= self.fixed
         if self.k:
             return step - self.last >= self.k
-        return not busy and len(self._stretch.free) >= self.window
+        return not busy and self._missing <= 0
 
     def earliest(self, step: int, *, warm_up: int = 0) -> int:
         """The first step after this one at which a checkpoint may be due, by what is known now. While the first one is on its
@@ -163,25 +166,31 @@ class Tuner:
         measured."""
         if self.fixed is not None or self.k:
             return max(step + 1, self.last + (self.fixed or self.k))
-        if not self._stretch.costs and self.profile is not None:
+        if self._tried:
             return step + 1 + (step - self.last) // 4
-        return step + max(1, self.window - len(self._stretch.free)) + warm_up
+        return step + max(1, self._missing) + warm_up
+
+    @property
+    def _missing(self) -> int:
+        """How many more steps are measured before a first checkpoint is taken, or tried again after some have failed."""
+        return (self.window << min(self._tried, DOUBLINGS)) - (self._stretch.steps - self._stretch.busy)
 
     def persisted(self, costs: Costs) -> None:
         """The latest checkpoint is durable."""
         self._latest.append(costs)  # first: another thread judges them as soon as there are any in the stretch
         self._stretch.costs.append(costs)
+        self._tried = 0
 
     def began(self, step: int) -> Decision | None:
         """A checkpoint is taken after this step. What the intervals before it tell, once they have enough steps."""
         decision = None
-        if self.profile is None:
+        if self.profile is None or not (self.k or self.fixed):
             self._take_free()
             self._stretch = Stretch()
-        elif self._stretch.costs and self._stretch.steps >= JUDGED_STEPS:
-            decision = self._judge(step)
+        elif self._stretch.steps >= JUDGED_STEPS:
+            decision = self._judge(step) if self._stretch.costs else None
             self._stretch = Stretch()
-        self.last, self._under_way = step, True
+        self.last, self._under_way, self._tried = step, True, self._tried + 1
         return decision
 
     def known(self, step: int) -> Decision | None:
@@ -208,9 +217,9 @@ class Tuner:
         )
 
     def disturbed(self, step: int, *, resized: bool) -> None:
-        """Training goes on at this step after a recovery: the interval tells nothing. In a world of another size steps and
-        checkpoints take another time, too, which is measured before the next decision."""
-        self.last = min(self.last, step)
+        """Training goes on at this step after a recovery: the interval tells nothing, nor a checkpoint that was broken off.
+        In a world of another size steps and checkpoints take another time, too, which is measured before the next decision."""
+        self.last, self._tried = min(self.last, step), 0
         if resized:
             self._overhead = None
             self._latest.clear()

@@ -97,6 +97,7 @@ class Machine:
 
     Attributes:
         iteration, update, copy, persist: seconds, as in `Profile`; slowed: how much slower a step is while a persister works.
+        broken: no checkpoint becomes durable.
     """
 
     tuner: Tuner
@@ -105,6 +106,7 @@ class Machine:
     copy: float = 0.5
     persist: float = 3.0
     slowed: float = 0.0
+    broken: bool = False
     now: float = 0.0
     step: int = 0
     decisions: list[Decision] = field(default_factory=list)
@@ -150,7 +152,8 @@ class Machine:
     def _settle(self) -> None:
         if not self._told and self.now >= self._durable:
             self._told = True
-            self.tuner.persisted(Costs(copy=self.copy, persist=self.persist, stall=self._stall))
+            if not self.broken:
+                self.tuner.persisted(Costs(copy=self.copy, persist=self.persist, stall=self._stall))
 
     def _note(self, decision: Decision | None) -> None:
         if decision is not None:
@@ -174,6 +177,44 @@ def test_nothing_is_written_while_measuring_and_then_the_interval_is_algorithm_1
     gaps = [b - a for a, b in pairwise(simulated.taken[1:])]
     assert set(gaps) == {4}
     assert len(simulated.decisions) == 1, "nothing changed, so nothing was decided again"
+
+
+def test_a_first_checkpoint_that_fails_is_tried_again_later_each_time_until_one_succeeds() -> None:
+    """A disk that is full is not made fuller with every step."""
+    simulated = machine(copy=0.1, persist=0.2, broken=True)
+    simulated.run(1000)
+    assert [b - a for a, b in pairwise(simulated.taken[:6])] == [11, 21, 41, 81, 81], "and the step in which one fails"
+    simulated.broken = False
+    simulated.run(200)
+    assert simulated.decisions[0].reason.startswith("profiled")
+    assert simulated.taken[-1] - simulated.taken[-2] == simulated.tuner.k == 1
+
+
+def test_a_first_checkpoint_that_is_broken_off_with_its_world_has_not_failed() -> None:
+    simulated = machine()
+    simulated.run(7)
+    simulated.tuner.disturbed(simulated.step, resized=False)
+    simulated._durable, simulated._told = 0.0, True
+    simulated.run(10)
+    assert simulated.taken[:2] == [6, 13]
+
+
+@pytest.mark.parametrize(("fixed", "recalled"), [(None, 0), (7, 0), (None, 7)])
+def test_what_is_measured_while_checkpoints_fail_is_bounded(fixed: int | None, recalled: int) -> None:
+    simulated = Machine(Tuner(budget=0.05, window=50, fixed=fixed), copy=0.1, persist=0.2, broken=True)
+    simulated.tuner.begin_from({"k": recalled, "profile": TIMES})
+    simulated.run(10_000)
+    assert simulated.tuner._stretch.steps <= 1_000
+
+
+def test_what_is_measured_while_nothing_becomes_durable_is_bounded() -> None:
+    simulated = machine(persist=math.inf)
+    simulated.run(10_000)
+    assert len(simulated.taken) == 1
+    simulated.tuner.disturbed(simulated.step, resized=False)
+    for _ in range(10_000):
+        simulated.tuner.stepped(1.0, 0.1, busy=False)
+    assert len(simulated.tuner._stretch.free) <= 1_000
 
 
 def test_a_decision_says_what_was_measured_of_the_device() -> None:
