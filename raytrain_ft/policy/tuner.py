@@ -36,6 +36,9 @@ JUDGED_STEPS = 30
 """Steps that a judgement needs at least: a few, of which some happen to be slow, say nothing."""
 TOLERANCE = 0.1
 """A k that is off by less than this share is left alone while the overhead is within its budget."""
+MOST_RECALLED = 4
+"""A k of an earlier launch counts for no more than so many times that of Algorithm 1. What is observed may ask for more, and is
+observed again; but who is stopped sooner than k steps would never get further, and a file may be damaged."""
 TIMES = ("iteration", "update", "copy", "persist", "device_copy")
 SIZES = ("size", "free")
 """What of a profile a later run begins with: seconds, and bytes."""
@@ -154,21 +157,26 @@ class Tuner:
 
     def due(self, step: int, *, busy: bool) -> bool:
         """Whether to checkpoint after this step (`step`: steps committed by then). `busy`: the one before is under way."""
-        if self.fixed is not None:
-            return step - self.last >= self.fixed
-        if self.k:
-            return step - self.last >= self.k
-        return not busy and self._missing <= 0
+        k = self.fixed or self.k
+        if k and step - self.last >= k:
+            return True
+        return not (self._stands or busy) and self._missing <= 0
 
     def earliest(self, step: int, *, warm_up: int = 0) -> int:
         """The first step after this one at which a checkpoint may be due, by what is known now. While the first one is on its
         way nothing is known: the answer then is near, and farther the longer it takes. `warm_up`: steps that will not be
         measured."""
-        if self.fixed is not None or self.k:
-            return max(step + 1, self.last + (self.fixed or self.k))
-        if self._tried:
-            return step + 1 + (step - self.last) // 4
-        return step + max(1, self._missing) + warm_up
+        k = self.fixed or self.k
+        then = max(step + 1, self.last + k)
+        if self._stands:
+            return then
+        first = step + 1 + (step - self.last) // 4 if self._tried else step + max(1, self._missing) + warm_up
+        return min(first, then) if k else first
+
+    @property
+    def _stands(self) -> bool:
+        """Whether k is relied upon: it was asked for, or a checkpoint was durable in this launch, in a world of this size."""
+        return self.fixed is not None or bool(self.k and self._latest)
 
     @property
     def _missing(self) -> int:
@@ -184,7 +192,7 @@ class Tuner:
     def began(self, step: int) -> Decision | None:
         """A checkpoint is taken after this step. What the intervals before it tell, once they have enough steps."""
         decision = None
-        if self.profile is None or not (self.k or self.fixed):
+        if self.profile is None or not self._stands:
             self._take_free()
             self._stretch = Stretch()
         elif self._stretch.steps >= JUDGED_STEPS:
@@ -206,14 +214,22 @@ class Tuner:
         return Decision(step=step, interval=interval, profile=self.profile, observed=None, reason=reason)
 
     def settle(self, step: int) -> Decision | None:
-        """The first decision, as soon as the first checkpoint is durable."""
-        if self.k or self.fixed is not None or not self._stretch.costs or self.profile is None:
+        """The first decision, as soon as the first checkpoint is durable; of a launch that recalled k, whether that can be."""
+        if self.fixed is not None or not self._stretch.costs or self.profile is None or (self.k and len(self._latest) > 1):
             return None
         self._take()
         interval = choose(self.profile, self.budget, failure_s=self.failure_s)
-        self.k, self.mode = interval.k, interval.mode
+        k = min(self.k, MOST_RECALLED * interval.k) or interval.k
+        if k == self.k:
+            return None
+        what = "lowered: far more than was measured anew" if self.k else "profiled"
+        self.k, self.mode = k, interval.mode
         return Decision(
-            step=step, interval=interval, profile=self.profile, observed=None, reason=f"profiled: {interval.reason}"
+            step=step,
+            interval=replace(interval, k=k),
+            profile=self.profile,
+            observed=None,
+            reason=f"{what}: {interval.reason}",
         )
 
     def disturbed(self, step: int, *, resized: bool) -> None:
@@ -310,7 +326,7 @@ class Tuner:
             times, sizes = {name: float(known[name]) for name in TIMES}, {name: int(known[name]) for name in SIZES}
             profile = Profile(**times, **sizes)  # pyright: ignore[reportArgumentType]
             k, mode = int(stored["k"]), stored.get("mode", "gpu")
-            choose(profile, self.budget, failure_s=self.failure_s)  # can it be reckoned with?
+            k = min(k, MOST_RECALLED * choose(profile, self.budget, failure_s=self.failure_s).k)
         except (KeyError, TypeError, ValueError, OverflowError):
             return False
         needed = (profile.iteration, profile.update, profile.copy, profile.persist)

@@ -503,9 +503,49 @@ def test_a_foreign_profile_is_left_alone(stored: dict[str, object]) -> None:
     assert tuner.k == 0
 
 
-def test_rank_0_speaks_in_time() -> None:
+def recalled(k: int, **changed: float) -> Machine:
+    """A launch that begins with this k, and a profile in which only this is changed."""
+    simulated = Machine(Tuner(budget=0.05, window=5))
+    assert simulated.tuner.begin_from({"k": k, "profile": TIMES | changed})
+    return simulated
+
+
+def test_a_launch_that_is_stopped_sooner_than_k_steps_gets_further() -> None:
+    simulated = recalled(16)
+    simulated.run(40)
+    assert simulated.taken[:3] == [6, 22, 38], "the first as soon as one that measures has its own"
+
+
+@pytest.mark.parametrize("changed", [{}, {"iteration": 1e-6}, {"persist": 1e9}])
+def test_a_recalled_interval_beyond_reason_is_not_waited_for(changed: dict[str, float]) -> None:
+    """Whatever stands in a file: after the first checkpoint it is compared with what was measured now."""
+    simulated = recalled(10**12, **changed)
+    simulated.run(100)
+    assert choose(Profile(**TIMES), 0.05).k == 4  # pyright: ignore[reportArgumentType]
+    assert simulated.tuner.k <= 4 * 4
+    assert len(simulated.taken) > 5
+
+
+def test_a_recalled_interval_that_first_fails_is_tried_again_later_each_time() -> None:
+    simulated = recalled(16)
+    simulated.broken, simulated.persist = True, 0.1
+    simulated.run(100)
+    assert [b - a for a, b in pairwise(simulated.taken)][:3] == [11, 16, 16], "but no later than is known to be affordable"
+
+
+def test_an_interval_of_a_world_of_another_size_is_looked_at_with_its_first_checkpoint() -> None:
+    simulated = machine(persist=200.0)
+    simulated.run(2000)
+    assert simulated.tuner.k == 201
+    simulated.persist = 3.0
+    simulated.tuner.disturbed(simulated.step, resized=True)
+    simulated.run(50)
+    assert simulated.tuner.k <= 16
+
+
+@pytest.mark.parametrize("simulated", [machine(copy=1.5), recalled(16), recalled(2)])
+def test_rank_0_speaks_in_time(simulated: Machine) -> None:
     """What other ranks rely on: between the steps at which rank 0 speaks, hardly a checkpoint becomes due."""
-    simulated = machine(0.05, copy=1.5)
     tuner = simulated.tuner
     speaks, delays = tuner.earliest(1), []
     for _ in range(400):
