@@ -52,6 +52,7 @@ def open(
     resume: Literal["auto", "never", "require"] = "auto",
     override: Collection[str] = (),
     timeout: timedelta = timedelta(minutes=2),
+    failure_interval: timedelta | None = None,
     **objects: Any,
 ) -> Run:
     """Begins a run or goes on with it. Use it as a context manager: its end writes the last checkpoint.
@@ -68,6 +69,8 @@ def open(
             anew and leaves earlier ones out of account.
         override: names of `objects` that may differ from the checkpoint, and then stay as they are; "dataset" for loaders.
         timeout: how long to wait for other ranks, and for storage.
+        failure_interval: mean time between failures, if known: with it, checkpoints are no more frequent than Young and Daly's
+            interval.
         objects: what is saved and restored, by names of your choice: a `Loader`, modules, optimizers, and anything else with
             state_dict() and load_state_dict(). Updates of torch optimizers are followed by themselves; see `Run.update`.
 
@@ -77,6 +80,7 @@ def open(
         LockedError: another run writes there. StorageError: the storage cannot be used.
     """
     _check(overhead, every, keep, resume, override, objects)
+    _check_failures(failure_interval)
     loaders = {name: value for name, value in objects.items() if isinstance(value, Loader)}
     others = {name: value for name, value in objects.items() if name not in loaders}
     states.check_objects(others)
@@ -94,6 +98,7 @@ def open(
         keep=keep,
         keep_epochs=keep_epochs,
         timeout_s=timeout.total_seconds(),
+        failure_s=None if failure_interval is None else failure_interval.total_seconds(),
     )
     session = Session(ranks, storage, _journal(storage, ranks.rank), others, loaders, plan)
     try:
@@ -193,6 +198,14 @@ def _check(
         raise ConfigError(f'checkfreq.open: "dataset" and "{states.GENERATORS}" mean something else; choose another keyword')
     if isinstance(override, str):
         raise ConfigError(f'checkfreq.open(override={override!r}): use a set of names, such as {{"{override}"}}')
+
+
+def _check_failures(interval: Any) -> None:
+    said = f"checkfreq.open(failure_interval={interval!r})"
+    if interval == "measured":
+        raise ConfigError(f"{said}: they are measured by the Trainer's supervisor, and there is none here: use a timedelta")
+    if interval is not None and not (isinstance(interval, timedelta) and interval > timedelta()):
+        raise ConfigError(f"{said}: use a timedelta longer than zero")
 
 
 def _natural(value: Any) -> bool:

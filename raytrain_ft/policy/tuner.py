@@ -11,21 +11,34 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from operator import mul
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 from typing import Any, Literal
 
 from raytrain_ft.policy.frequency import Interval, Profile, Seen, choose
 
 SMOOTHING = 0.05
 """Weight of the newest checkpoint. Single ones say little: on real disks their times have a long tail."""
-REMEMBERED = 60
+RARE = 0.03
+"""The same where training would have to wait: one checkpoint in thirty that takes much longer is not to be forgotten soon."""
+REMEMBERED = 100
 """Checkpoints: older ones would have a weight of less than a twentieth of the newest."""
 FEWEST_FREE = 4
 """Steps without a checkpoint under way that say what a step takes by itself."""
+MOST_FREE = 1000
+"""The latest of them, where there are more."""
+HICCUP = 10
+"""Of these, one counts for no more than so many median ones. The budget is about the mean, and a median would charge steps that
+regularly take a few times as long to the checkpoints beside which they happen to be. But a pause of a minute says nothing of
+steps of a tenth of a second."""
+DOUBLINGS = 4
+"""Until a checkpoint is durable, each that fails doubles the steps before the next, but no more often than this."""
 JUDGED_STEPS = 30
 """Steps that a judgement needs at least: a few, of which some happen to be slow, say nothing."""
 TOLERANCE = 0.1
 """A k that is off by less than this share is left alone while the overhead is within its budget."""
+MOST_RECALLED = 4
+"""A k of an earlier launch counts for no more than so many times that of Algorithm 1. What is observed may ask for more, and is
+observed again; but who is stopped sooner than k steps would never get further, and a file may be damaged."""
 TIMES = ("iteration", "update", "copy", "persist", "device_copy")
 SIZES = ("size", "free")
 """What of a profile a later run begins with: seconds, and bytes."""
@@ -69,6 +82,41 @@ class Costs:
     free: int = 0
 
 
+@dataclass(slots=True)
+class Stretch:
+    """The steps since the last judgement, and what came in with them.
+
+    Attributes:
+        steps: how many; busy: of them, those that had a checkpoint under way.
+        busy_s: what these took together; least: the shortest of them.
+        free: what each of the others took; updates: of it, its weight update.
+        costs: of the checkpoints that became durable; waited: for those that were not yet when the next one was due.
+    """
+
+    steps: int = 0
+    busy: int = 0
+    busy_s: float = 0.0
+    least: float = math.inf
+    free: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_FREE))
+    updates: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_FREE))
+    costs: list[Costs] = field(default_factory=list)
+    waited: float = 0.0
+
+    @property
+    def stood(self) -> float:
+        """How long training waited: for copies, and for checkpoints that were not durable yet."""
+        return self.waited + sum(costs.stall for costs in self.costs)
+
+    def take(self, seconds: float, update_s: float, *, free: bool) -> None:
+        """One more step."""
+        self.steps += 1
+        if free:
+            self.free.append(seconds)
+            self.updates.append(update_s)
+        else:
+            self.busy, self.busy_s, self.least = self.busy + 1, self.busy_s + seconds, min(self.least, seconds)
+
+
 @dataclass(slots=True, kw_only=True)
 class Tuner:
     """Decides after which steps to checkpoint, where one worker's speaks for all; and where to copy to first, each for its own.
@@ -91,61 +139,66 @@ class Tuner:
     mode: Literal["cpu", "gpu"] = "gpu"
     profile: Profile | None = None
     _latest: deque[Costs] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-    _free: list[float] = field(default_factory=list)
-    _updates: list[float] = field(default_factory=list)
-    _all: list[float] = field(default_factory=list)
-    _waited: float = 0.0
-    _costs: list[Costs] = field(default_factory=list)
+    _stretch: Stretch = field(default_factory=Stretch)
     _overhead: float | None = None
     _deviation: float = 0.0
+    _tried: int = 0
     _under_way: bool = False
     _raised: bool = False
 
     def stepped(self, seconds: float, update_s: float, *, busy: bool) -> None:
         """Takes in a step, but for the first one of a world. `busy`: a checkpoint is under way at its end."""
-        self._all.append(seconds)
-        if not busy and not self._under_way:
-            self._free.append(seconds)
-            self._updates.append(update_s)
+        self._stretch.take(seconds, update_s, free=not busy and not self._under_way)
         self._under_way = busy
 
     def waited(self, seconds: float) -> None:
         """A checkpoint was due, and the one before was not durable yet."""
-        self._waited += seconds
+        self._stretch.waited += seconds
 
     def due(self, step: int, *, busy: bool) -> bool:
         """Whether to checkpoint after this step (`step`: steps committed by then). `busy`: the one before is under way."""
-        if self.fixed is not None:
-            return step - self.last >= self.fixed
-        if self.k:
-            return step - self.last >= self.k
-        return not busy and len(self._free) >= self.window
+        k = self.fixed or self.k
+        if k and step - self.last >= k:
+            return True
+        return not (self._stands or busy) and self._missing <= 0
 
     def earliest(self, step: int, *, warm_up: int = 0) -> int:
         """The first step after this one at which a checkpoint may be due, by what is known now. While the first one is on its
         way nothing is known: the answer then is near, and farther the longer it takes. `warm_up`: steps that will not be
         measured."""
-        if self.fixed is not None or self.k:
-            return max(step + 1, self.last + (self.fixed or self.k))
-        if not self._costs and self.profile is not None:
-            return step + 1 + (step - self.last) // 4
-        return step + max(1, self.window - len(self._free)) + warm_up
+        k = self.fixed or self.k
+        then = max(step + 1, self.last + k)
+        if self._stands:
+            return then
+        first = step + 1 + (step - self.last) // 4 if self._tried else step + max(1, self._missing) + warm_up
+        return min(first, then) if k else first
+
+    @property
+    def _stands(self) -> bool:
+        """Whether k is relied upon: it was asked for, or a checkpoint was durable in this launch, in a world of this size."""
+        return self.fixed is not None or bool(self.k and self._latest)
+
+    @property
+    def _missing(self) -> int:
+        """How many more steps are measured before a first checkpoint is taken, or tried again after some have failed."""
+        return (self.window << min(self._tried, DOUBLINGS)) - (self._stretch.steps - self._stretch.busy)
 
     def persisted(self, costs: Costs) -> None:
         """The latest checkpoint is durable."""
-        self._latest.append(costs)  # first: another thread judges them as soon as there are any in `_costs`
-        self._costs.append(costs)
+        self._latest.append(costs)  # first: another thread judges them as soon as there are any in the stretch
+        self._stretch.costs.append(costs)
+        self._tried = 0
 
     def began(self, step: int) -> Decision | None:
         """A checkpoint is taken after this step. What the intervals before it tell, once they have enough steps."""
         decision = None
-        if self.profile is None:
+        if self.profile is None or not self._stands:
             self._take_free()
-            self._begin_window()
-        elif self._costs and len(self._all) >= JUDGED_STEPS:
-            decision = self._judge(step)
-            self._begin_window()
-        self.last, self._under_way = step, True
+            self._stretch = Stretch()
+        elif self._stretch.steps >= JUDGED_STEPS:
+            decision = self._judge(step) if self._stretch.costs else None
+            self._stretch = Stretch()
+        self.last, self._under_way, self._tried = step, True, self._tried + 1
         return decision
 
     def known(self, step: int) -> Decision | None:
@@ -161,38 +214,43 @@ class Tuner:
         return Decision(step=step, interval=interval, profile=self.profile, observed=None, reason=reason)
 
     def settle(self, step: int) -> Decision | None:
-        """The first decision, as soon as the first checkpoint is durable."""
-        if self.k or self.fixed is not None or not self._costs or self.profile is None:
+        """The first decision, as soon as the first checkpoint is durable; of a launch that recalled k, whether that can be."""
+        if self.fixed is not None or not self._stretch.costs or self.profile is None or (self.k and len(self._latest) > 1):
             return None
         self._take()
         interval = choose(self.profile, self.budget, failure_s=self.failure_s)
-        self.k, self.mode = interval.k, interval.mode
+        k = min(self.k, MOST_RECALLED * interval.k) or interval.k
+        if k == self.k:
+            return None
+        what = "lowered: far more than was measured anew" if self.k else "profiled"
+        self.k, self.mode = k, interval.mode
         return Decision(
-            step=step, interval=interval, profile=self.profile, observed=None, reason=f"profiled: {interval.reason}"
+            step=step,
+            interval=replace(interval, k=k),
+            profile=self.profile,
+            observed=None,
+            reason=f"{what}: {interval.reason}",
         )
 
     def disturbed(self, step: int, *, resized: bool) -> None:
-        """Training goes on at this step after a recovery: the interval tells nothing. In a world of another size steps and
-        checkpoints take another time, too, which is measured before the next decision."""
-        self.last = min(self.last, step)
+        """Training goes on at this step after a recovery: the interval tells nothing, nor a checkpoint that was broken off.
+        In a world of another size steps and checkpoints take another time, too, which is measured before the next decision."""
+        self.last, self._tried = min(self.last, step), 0
         if resized:
             self._overhead = None
             self._latest.clear()
-        self._begin_window()
+        self._stretch = Stretch()
 
     # ---------------------------------------------------------------- what the intervals tell
 
-    def _begin_window(self) -> None:
-        self._all, self._free, self._updates, self._costs, self._waited = [], [], [], [], 0.0
-
     def _judge(self, step: int) -> Decision | None:
-        """Compares what the steps since the last time took with what they take without checkpoints."""
-        doubt = self._take_free()
+        """Compares what the steps that had a checkpoint under way since the last time took with what they take without."""
+        doubt, stretch = self._take_free(), self._stretch
         self._take()
         assert self.profile is not None
-        count, base = len(self._costs), self.profile.iteration * len(self._all)
-        extra = sum(self._all) - base
-        overhead = (extra - self._waited) / count  # may be negative: steps vary, and only the mean of many tells
+        count, base = len(stretch.costs), self.profile.iteration * stretch.steps
+        extra = stretch.busy_s - self.profile.iteration * stretch.busy
+        overhead = (extra - stretch.waited) / count  # may be negative: steps vary, and only the mean of many tells
         if self._overhead is None:
             self._overhead = overhead
         self._overhead += (1 - (1 - SMOOTHING) ** count) * (overhead - self._overhead)
@@ -200,7 +258,7 @@ class Tuner:
             return None
         costs_of = list(self._latest)  # at once: another thread may add to it
         seen = max(0.0, self._overhead, _mean([costs.stall for costs in costs_of]))
-        weights = _weights(len(costs_of))
+        weights = _weights(len(costs_of), RARE)
         latest = [Seen(costs.copy + costs.persist, weight) for costs, weight in zip(costs_of, weights, strict=True)]
         interval = choose(self.profile, self.budget, overhead=seen, failure_s=self.failure_s, latest=latest)
         observed = extra / base
@@ -213,17 +271,25 @@ class Tuner:
 
     def _take_free(self) -> float:
         """The time of a step without checkpoints, from those that had none under way; returns the standard error of the time
-        that all steps of the window would have taken without, seconds."""
-        free, n = self._free, len(self._all)
+        that the others would have taken without, seconds."""
+        free, n = _without_hiccups(self._stretch.free), self._stretch.busy
         if len(free) < FEWEST_FREE:
+            self._bound()
             return self._deviation * math.sqrt(n)
-        iteration, update = mean(free), mean(self._updates)
-        if self.profile is None:
-            self.profile = Profile(iteration=iteration, update=update, copy=0.0, persist=0.0)
-        else:
-            self.profile = replace(self.profile, iteration=iteration, update=update)
+        profile = self.profile or Profile(iteration=0.0, update=0.0, copy=0.0, persist=0.0)
+        self.profile = replace(profile, iteration=mean(free), update=mean(_without_hiccups(self._stretch.updates)))
         self._deviation = stdev(free)
         return self._deviation * math.sqrt(n + n * n / len(free))
+
+    def _bound(self) -> None:
+        """No step says what one takes by itself. What was known of it may be too long by now, and with the k that comes of that
+        none would ever be free again: so where training waits for longer than it may, a step takes no longer than those beside
+        a persister do without that."""
+        stretch, stood = self._stretch, self._stretch.stood
+        moved = stretch.busy_s - stood
+        if self.profile is not None and stretch.busy and stood > self.budget * moved:
+            at_most = max(moved / stretch.busy, stretch.least)
+            self.profile = replace(self.profile, iteration=min(self.profile.iteration, at_most) or self.profile.iteration)
 
     def _take(self) -> None:
         """The times of a checkpoint, from the latest ones."""
@@ -260,7 +326,7 @@ class Tuner:
             times, sizes = {name: float(known[name]) for name in TIMES}, {name: int(known[name]) for name in SIZES}
             profile = Profile(**times, **sizes)  # pyright: ignore[reportArgumentType]
             k, mode = int(stored["k"]), stored.get("mode", "gpu")
-            choose(profile, self.budget, failure_s=self.failure_s)  # can it be reckoned with?
+            k = min(k, MOST_RECALLED * choose(profile, self.budget, failure_s=self.failure_s).k)
         except (KeyError, TypeError, ValueError, OverflowError):
             return False
         needed = (profile.iteration, profile.update, profile.copy, profile.persist)
@@ -270,9 +336,14 @@ class Tuner:
         return True
 
 
-def _weights(count: int) -> list[float]:
+def _without_hiccups(steps: Sequence[float]) -> list[float]:
+    most = HICCUP * median(steps) if steps else math.inf
+    return [min(seconds, most) for seconds in steps]
+
+
+def _weights(count: int, newest: float = SMOOTHING) -> list[float]:
     """Of so many checkpoints, the oldest first."""
-    return [(1 - SMOOTHING) ** age for age in reversed(range(count))]
+    return [(1 - newest) ** age for age in reversed(range(count))]
 
 
 def _mean(values: Sequence[float]) -> float:

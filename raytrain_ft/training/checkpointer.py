@@ -37,9 +37,9 @@ POLL_S = 0.05
 PROFILE_S = 5.0
 """How long the measurements of an earlier run are waited for."""
 PATIENCE_S = 10.0
-"""How long training waits at least for the checkpoint before to be durable: three times the longest so far if that is more, and
-not at all while storage hangs. At the end of a run a checkpoint is given as long as the shards of others, if that is more, also
-where it was too slow for training: there is none to hold up."""
+"""How long training waits at least for the checkpoint before to be durable: three times the longest that was, if that is more;
+not at all after one that failed or was not in time, until one is durable. At the end of a run a checkpoint is given as long as
+the shards of others, if that is more, also where it was too slow for training: there is none to hold up."""
 
 Capture = Callable[[], tuple[Sequence[tuple[str, Tensor]], dict[str, Any]]]
 """Gives the tensors of the state, by name in an order that is the same on every worker, and everything else as JSON."""
@@ -119,7 +119,7 @@ class Checkpointer:
         self._job: Job | None = None
         self._outcome: Future[Outcome] | None = None
         self._preparing: threading.Thread | None = None
-        self._hangs = False
+        self._failing = False
         self._began_at = -math.inf
         self._free = 0
         self._part = 0  # bytes of this worker's part of a checkpoint, once it is known
@@ -239,7 +239,8 @@ class Checkpointer:
 
     def take(self, step: int, check: Callable[[], None], *, kept: bool = False) -> None:
         """Begins a checkpoint of the state after `step` steps. Waits for the one before to be durable; where storage hangs,
-        this one is left out after `PATIENCE_S` and those after it at once, until it goes on: training does not hang with it.
+        this one is left out after `PATIENCE_S` and those after it at once, until the one before is over. Nor is that which is
+        begun then waited for, until one is durable: training does not hang with storage.
 
         Args:
             check: called while waiting; may raise to leave the wait.
@@ -247,13 +248,13 @@ class Checkpointer:
         """
         began = time.monotonic()
         try:
-            self.await_durable(check, 0.0 if self._hangs else min(self._patience(PATIENCE_S), self._target.most_patience_s))
+            self.await_durable(check, 0.0 if self._failing else min(self._patience(PATIENCE_S), self._target.most_patience_s))
         except StorageError as error:
-            self._hangs = True
+            self._failing = True
             self._tell("CheckpointFailed", {"incarnation": self._incarnation, "step": step, "reason": str(error)})
             self._due(step, time.monotonic() - began)
             return
-        self._hangs = False
+        self._failing = self._failed()
         waited = time.monotonic() - began
         self._due(step, waited)
         tensors, values = self._capture()
@@ -319,6 +320,12 @@ class Checkpointer:
             _wait(self._outcome, POLL_S)
             check()
 
+    def _failed(self) -> bool:
+        """Whether the latest checkpoint, which is over, is not durable; but for one that was broken off with its world."""
+        if self._job is None or self._outcome is None or self._job.incarnation != self._incarnation:
+            return False
+        return self._outcome.result().error is not None
+
     def _patience(self, least: float) -> float:
         return max(least, 3 * self._longest_s)
 
@@ -341,13 +348,14 @@ class Checkpointer:
         assert copy.seconds is not None
         # What training waits for, which on a busy machine is more than the persister's own time.
         seconds = time.monotonic() - began
-        self._longest_s = max(self._longest_s, result.seconds)
-        if result.error is not None:
+        if result.error is not None:  # and how long that took says nothing of how long one takes
             self._fail(job, result.error)
-        elif self._tuner is not None:
-            times = {"copy": copy.seconds, "persist": seconds, "device_copy": copy.device_seconds}
-            room = {"size": copy.size, "free": self._free}
-            self._tuner.persisted(Costs(stall=self._stall_s, **times, **room))  # pyright: ignore[reportArgumentType]
+        else:
+            self._longest_s = max(self._longest_s, result.seconds)
+            if self._tuner is not None:
+                times = {"copy": copy.seconds, "persist": seconds, "device_copy": copy.device_seconds}
+                room = {"size": copy.size, "free": self._free}
+                self._tuner.persisted(Costs(stall=self._stall_s, **times, **room))  # pyright: ignore[reportArgumentType]
         if result.error is None and job.number == 0:
             self._tell(
                 "CheckpointCommitted",

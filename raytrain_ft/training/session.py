@@ -39,7 +39,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a session was told; see `checkfreq.open`. `window`: steps to measure before the first checkpoint."""
+    """What a session was told; see `checkfreq.open`. `window`: steps to measure before the first checkpoint; `failure_s`: mean
+    time between failures."""
 
     budget: float
     window: int
@@ -47,6 +48,7 @@ class Plan:
     keep: int
     keep_epochs: bool
     timeout_s: float
+    failure_s: float | None
 
 
 class Session:
@@ -178,14 +180,17 @@ class Session:
         )
 
     def _tuner(self) -> Tuner:
-        return Tuner(budget=self._plan.budget, window=self._plan.window, fixed=self._plan.every)
+        plan = self._plan
+        return Tuner(budget=plan.budget, window=plan.window, fixed=plan.every, failure_s=plan.failure_s)
 
     def _profile_key(self) -> str:
         """Measurements of objects of other sizes are of no use, nor is a k for another budget."""
         batches = [loader.sampling.global_batch_size for loader in self._loaders.values()]
         size = sum(one.numel() for value in self._objects.values() for one in getattr(value, "parameters", list)())
-        devices = torch.cuda.device_count()
-        return f"batches {batches}, {size} parameters, {devices} devices, overhead {self._plan.budget}"
+        asked = f"overhead {self._plan.budget}"
+        if self._plan.failure_s is not None:
+            asked += f", failures {self._plan.failure_s} s"
+        return f"batches {batches}, {size} parameters, {torch.cuda.device_count()} devices, {asked}"
 
     def _follow(self) -> None:
         """Has the loaders and the optimizers tell of what happens."""

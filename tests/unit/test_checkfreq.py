@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -449,6 +450,17 @@ def test_interval_is_chosen_by_itself_and_remembered(tmp_path: Path) -> None:
     assert not [one for one in others if one["reason"].startswith("profiled")]
 
 
+def test_a_failure_rate_joins_in_and_an_interval_for_another_is_not_taken_over(tmp_path: Path) -> None:
+    keys = set()
+    for number, option in enumerate(({}, {"failure_interval": timedelta(hours=1)}, {"failure_interval": timedelta(hours=2)})):
+        with checkfreq.open(tmp_path / f"{number}", **option, **Setup().objects) as run:
+            checkpointer = run._session._checkpointer
+            assert checkpointer._tuner is not None
+            assert checkpointer._tuner.failure_s == (3600.0 * number or None)
+            keys.add(checkpointer._key)
+    assert len(keys) == 3
+
+
 # ---------------------------------------------------------------- a disk that cannot be written
 
 BROKEN_DISK = """
@@ -668,6 +680,9 @@ def test_groups_of_an_optimizer_are_compared(run_directory: Path) -> None:
         ({"every": 0}, "every=0"),
         ({"every": True}, "every=True"),
         ({"keep": 0}, "keep=0"),
+        ({"failure_interval": "measured"}, "supervisor, and there is none here"),
+        ({"failure_interval": timedelta()}, r"failure_interval=datetime\.timedelta\(0\).*longer than zero"),
+        ({"failure_interval": 3600}, "failure_interval=3600"),
         ({"resume": "always"}, "resume='always'"),
         ({"override": "model"}, "override='model'"),
         ({"extra": 3}, "state_dict"),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from raytrain_ft.storage.filesystem import Storage
 from raytrain_ft.storage.manifest import Name
 from raytrain_ft.storage.persister import Job, Outcome, SharedMemory
 from raytrain_ft.training import checkpointer
-from raytrain_ft.training.checkpointer import Checkpointer, Target
+from raytrain_ft.training.checkpointer import AnyPersister, Checkpointer, Target
 from raytrain_ft.training.snapshot import Copy, share
 
 
@@ -48,6 +49,23 @@ class Slow:
     def close(self, timeout_s: float) -> None: ...
 
 
+class Held(Slow):
+    """A persister whose jobs end when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.jobs: SimpleQueue[Future[Outcome]] = SimpleQueue()
+
+    def submit(self, job: Job) -> Future[Outcome]:
+        future: Future[Outcome] = Future()
+        self.jobs.put(future)
+        return future
+
+    def end(self, seconds: float, error: str | None = None) -> None:
+        """The job under way ends, after so many seconds as it says."""
+        self.jobs.get(timeout=10).set_result(Outcome(error, seconds, 1))
+
+
 Make = Callable[..., Checkpointer]
 
 
@@ -61,13 +79,13 @@ def told() -> list[tuple[str, int]]:
 def make(told: list[tuple[str, int]]) -> Iterator[Make]:
     made: list[Checkpointer] = []
 
-    def begun(seconds: float, **target: Any) -> Checkpointer:
+    def begun(storage: float | AnyPersister, **target: Any) -> Checkpointer:
         found = Checkpointer(
             Target(place=Place("/nowhere"), owner="run", epoch=1, **target),
             lambda: ([("w", torch.zeros(8))], {}),
             lambda: Tuner(budget=0.035, window=4, fixed=5),
             lambda event, fields: told.append((event, fields["step"])) if event != "IntervalChosen" else None,
-            persister=lambda memory: Slow(seconds),
+            persister=lambda memory: Slow(storage) if isinstance(storage, float) else storage,
         )
         found.begin(0, 1, 1, 0)
         made.append(found)
@@ -118,6 +136,47 @@ def test_a_storage_that_has_hung_for_long_is_not_waited_for_in_the_end(
     one.finish(12, go_on)
     assert real_time() - began < 10
     assert told == [("CheckpointFailed", 10), ("CheckpointFailed", 12)]
+
+
+def test_training_does_not_stand_still_while_checkpoints_fail(
+    make: Make, told: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk of another worker is full: whoever waits for its shard finds out after minutes, each time anew."""
+    monkeypatch.setattr(checkpointer, "PATIENCE_S", 0.1)
+    storage, waits = Held(), []
+    one = make(storage)
+    one.take(5, go_on)
+    one.take(10, lambda: waits.append(10))
+    storage.end(120.0, "no shard arrived")
+    assert one._patience(10.0) == 10.0, "that it took so long says nothing of how long one takes"
+    one.take(15, go_on)
+    one.take(20, lambda: waits.append(20))
+    one.take(25, lambda: waits.append(25))
+    storage.end(120.0, "no shard arrived")
+    one.take(30, go_on)
+    storage.end(40.0)
+    assert one._patience(10.0) == 120.0
+    monkeypatch.setattr(checkpointer, "PATIENCE_S", 0.0)
+    one.take(35, go_on)
+    one.take(40, lambda: storage.end(40.0))
+    storage.end(40.0)
+    assert set(waits) == {10}, "not at all from the first that is not in time until one is durable"
+    assert [step for event, step in told if event == "CheckpointFailed"] == [10, 5, 20, 25, 15]
+    assert [step for event, step in told if event == "CheckpointCommitted"] == [30, 35, 40]
+
+
+def test_that_a_checkpoint_was_broken_off_with_its_world_says_nothing_of_storage(
+    make: Make, told: list[tuple[str, int]]
+) -> None:
+    storage = Held()
+    one = make(storage)
+    one.take(5, go_on)
+    one.begin(0, 1, 2, 5)
+    storage.end(1.0, "the world that was writing it is over")
+    one.take(10, go_on)
+    one.take(15, lambda: storage.end(1.0))
+    storage.end(1.0)
+    assert told == [("CheckpointFailed", 5), ("CheckpointCommitted", 10), ("CheckpointCommitted", 15)]
 
 
 def test_where_others_wait_for_this_worker_its_patience_is_shorter_than_theirs(make: Make, told: list[tuple[str, int]]) -> None:

@@ -97,6 +97,7 @@ class Machine:
 
     Attributes:
         iteration, update, copy, persist: seconds, as in `Profile`; slowed: how much slower a step is while a persister works.
+        broken: no checkpoint becomes durable.
     """
 
     tuner: Tuner
@@ -105,6 +106,7 @@ class Machine:
     copy: float = 0.5
     persist: float = 3.0
     slowed: float = 0.0
+    broken: bool = False
     now: float = 0.0
     step: int = 0
     decisions: list[Decision] = field(default_factory=list)
@@ -140,17 +142,18 @@ class Machine:
         waited = max(0.0, self._durable - self.now)
         self.now += waited
         self._settle()
-        self.tuner.waited(waited)
         self._note(self.tuner.began(self.step))
+        self.tuner.waited(waited)
         self.taken.append(self.step)
         self._copied = self.now + self.copy
         self._durable = self._copied + self.persist
-        self._stall, self._told = waited, False
+        self._stall, self._told = 0.0, False
 
     def _settle(self) -> None:
         if not self._told and self.now >= self._durable:
             self._told = True
-            self.tuner.persisted(Costs(copy=self.copy, persist=self.persist, stall=self._stall))
+            if not self.broken:
+                self.tuner.persisted(Costs(copy=self.copy, persist=self.persist, stall=self._stall))
 
     def _note(self, decision: Decision | None) -> None:
         if decision is not None:
@@ -174,6 +177,44 @@ def test_nothing_is_written_while_measuring_and_then_the_interval_is_algorithm_1
     gaps = [b - a for a, b in pairwise(simulated.taken[1:])]
     assert set(gaps) == {4}
     assert len(simulated.decisions) == 1, "nothing changed, so nothing was decided again"
+
+
+def test_a_first_checkpoint_that_fails_is_tried_again_later_each_time_until_one_succeeds() -> None:
+    """A disk that is full is not made fuller with every step."""
+    simulated = machine(copy=0.1, persist=0.2, broken=True)
+    simulated.run(1000)
+    assert [b - a for a, b in pairwise(simulated.taken[:6])] == [11, 21, 41, 81, 81], "and the step in which one fails"
+    simulated.broken = False
+    simulated.run(200)
+    assert simulated.decisions[0].reason.startswith("profiled")
+    assert simulated.taken[-1] - simulated.taken[-2] == simulated.tuner.k == 1
+
+
+def test_a_first_checkpoint_that_is_broken_off_with_its_world_has_not_failed() -> None:
+    simulated = machine()
+    simulated.run(7)
+    simulated.tuner.disturbed(simulated.step, resized=False)
+    simulated._durable, simulated._told = 0.0, True
+    simulated.run(10)
+    assert simulated.taken[:2] == [6, 13]
+
+
+@pytest.mark.parametrize(("fixed", "recalled"), [(None, 0), (7, 0), (None, 7)])
+def test_what_is_measured_while_checkpoints_fail_is_bounded(fixed: int | None, recalled: int) -> None:
+    simulated = Machine(Tuner(budget=0.05, window=50, fixed=fixed), copy=0.1, persist=0.2, broken=True)
+    simulated.tuner.begin_from({"k": recalled, "profile": TIMES})
+    simulated.run(10_000)
+    assert simulated.tuner._stretch.steps <= 1_000
+
+
+def test_what_is_measured_while_nothing_becomes_durable_is_bounded() -> None:
+    simulated = machine(persist=math.inf)
+    simulated.run(10_000)
+    assert len(simulated.taken) == 1
+    simulated.tuner.disturbed(simulated.step, resized=False)
+    for _ in range(10_000):
+        simulated.tuner.stepped(1.0, 0.1, busy=False)
+    assert len(simulated.tuner._stretch.free) <= 1_000
 
 
 def test_a_decision_says_what_was_measured_of_the_device() -> None:
@@ -316,6 +357,59 @@ def test_waiting_for_the_slowest_checkpoints_stays_within_the_budget(seed: int) 
     assert play(seed, 1, 20, copy=0.1, persist=0.3) <= 4.0
 
 
+def test_steps_that_were_measured_while_they_were_slow_do_not_count_for_ever() -> None:
+    """With the k that comes of them a checkpoint is under way in every step, so that none says what one takes by itself."""
+    simulated = Machine(Tuner(budget=0.035, window=4), iteration=0.15, update=0.01, copy=0.05, persist=3.0)
+    simulated.run(6)
+    simulated.iteration = 0.1
+    simulated.run(120)
+    assert [decision.interval.k for decision in simulated.decisions] == [21, 31]
+    assert overhead(simulated, 310, 0.1) <= 0.035, "and not 0.45: of 21 steps, for the checkpoint of 31"
+    assert simulated.tuner.profile is not None
+    assert simulated.tuner.profile.iteration == pytest.approx(0.1), "which a later run begins with"
+
+
+def budget_binds() -> Machine:
+    """Of the 60 steps from one checkpoint to the next, half have none under way."""
+    simulated = Machine(Tuner(budget=0.01, window=4), iteration=0.1, update=0.01, copy=0.15, persist=3.0)
+    simulated.run(600)
+    assert simulated.tuner.k == 60
+    return simulated
+
+
+def test_a_pause_between_checkpoints_says_nothing_of_steps() -> None:
+    simulated = budget_binds()
+    simulated.run(simulated.taken[-1] + 50 - simulated.step)
+    simulated.iteration = 60.0
+    simulated.run(1)
+    simulated.iteration = 0.1
+    assert overhead(simulated, 600, 0.1) <= 0.011
+    assert 55 <= simulated.tuner.k <= 60
+
+
+def test_a_slow_stretch_is_made_good_once_it_is_over() -> None:
+    """In which k comes down so far that no step is free any more."""
+    simulated = budget_binds()
+    simulated.iteration = 2.0
+    simulated.run(300)
+    assert simulated.tuner.k <= 5
+    simulated.iteration = 0.1
+    simulated.run(150)
+    assert overhead(simulated, 600, 0.1) <= 0.02
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_that_vary_are_not_waited_beside_for_longer_than_the_budget_allows(seed: int) -> None:
+    """The few that are free now and then may have been slow ones; nor do all the others wear down what a step takes."""
+    draws, simulated, plain = random.Random(seed), machine(0.035, copy=0.5, persist=6.4), 0.0
+    for _ in range(10_000):
+        simulated.iteration = max(0.3, draws.gauss(1, 0.4))
+        simulated.run(1)
+        plain += simulated.iteration
+    assert simulated.now / plain - 1 <= 0.035
+    assert len(simulated.taken) >= 10_000 / 10, "each takes seven steps"
+
+
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.floats(0.0, 4.0), st.floats(0.0, 20.0)), min_size=2, max_size=6), st.floats(0.02, 0.3))
 def test_never_lowered_right_after_a_raise(loads: list[tuple[float, float]], budget: float) -> None:
@@ -409,9 +503,49 @@ def test_a_foreign_profile_is_left_alone(stored: dict[str, object]) -> None:
     assert tuner.k == 0
 
 
-def test_rank_0_speaks_in_time() -> None:
+def recalled(k: int, **changed: float) -> Machine:
+    """A launch that begins with this k, and a profile in which only this is changed."""
+    simulated = Machine(Tuner(budget=0.05, window=5))
+    assert simulated.tuner.begin_from({"k": k, "profile": TIMES | changed})
+    return simulated
+
+
+def test_a_launch_that_is_stopped_sooner_than_k_steps_gets_further() -> None:
+    simulated = recalled(16)
+    simulated.run(40)
+    assert simulated.taken[:3] == [6, 22, 38], "the first as soon as one that measures has its own"
+
+
+@pytest.mark.parametrize("changed", [{}, {"iteration": 1e-6}, {"persist": 1e9}])
+def test_a_recalled_interval_beyond_reason_is_not_waited_for(changed: dict[str, float]) -> None:
+    """Whatever stands in a file: after the first checkpoint it is compared with what was measured now."""
+    simulated = recalled(10**12, **changed)
+    simulated.run(100)
+    assert choose(Profile(**TIMES), 0.05).k == 4  # pyright: ignore[reportArgumentType]
+    assert simulated.tuner.k <= 4 * 4
+    assert len(simulated.taken) > 5
+
+
+def test_a_recalled_interval_that_first_fails_is_tried_again_later_each_time() -> None:
+    simulated = recalled(16)
+    simulated.broken, simulated.persist = True, 0.1
+    simulated.run(100)
+    assert [b - a for a, b in pairwise(simulated.taken)][:3] == [11, 16, 16], "but no later than is known to be affordable"
+
+
+def test_an_interval_of_a_world_of_another_size_is_looked_at_with_its_first_checkpoint() -> None:
+    simulated = machine(persist=200.0)
+    simulated.run(2000)
+    assert simulated.tuner.k == 201
+    simulated.persist = 3.0
+    simulated.tuner.disturbed(simulated.step, resized=True)
+    simulated.run(50)
+    assert simulated.tuner.k <= 16
+
+
+@pytest.mark.parametrize("simulated", [machine(copy=1.5), recalled(16), recalled(2)])
+def test_rank_0_speaks_in_time(simulated: Machine) -> None:
     """What other ranks rely on: between the steps at which rank 0 speaks, hardly a checkpoint becomes due."""
-    simulated = machine(0.05, copy=1.5)
     tuner = simulated.tuner
     speaks, delays = tuner.earliest(1), []
     for _ in range(400):
