@@ -9,6 +9,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,10 +75,12 @@ def measure(trainer: Callable[[str], TorchTrainer], num_workers: int, mtbf_s: fl
                 raise RuntimeError(f"training ended for good {until} until then: {why}")
             time.sleep(POLL_S)
             most = max(most, reached(directory))
-            if time.monotonic() >= due and living(directory):
-                os.kill(int(chance.choice(sorted(living(directory)))), signal.SIGKILL)
-                kills += 1
-                due += chance.exponential(mtbf_s)
+            victims = sorted(living(directory))
+            if time.monotonic() >= due and victims:
+                with suppress(ProcessLookupError):  # a restart may end it first: then another one dies, in the next turn
+                    os.kill(int(chance.choice(victims)), signal.SIGKILL)
+                    kills += 1
+                    due += chance.exponential(mtbf_s)
         if not kills:
             return ShareOf(why=f"no kill was drawn within {seconds:.0f} s")
         return ShareOf((most - first) / (pace * seconds), kills, seconds)
