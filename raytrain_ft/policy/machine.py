@@ -17,7 +17,7 @@ from raytrain_ft.errors import IllegalEventError
 from raytrain_ft.policy import leaving, phases, stopping
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.roster import MemberState, Rules
-from raytrain_ft.policy.run_state import MOST_HELPED, RunState
+from raytrain_ft.policy.run_state import MOST_HELPED, MOST_UNSAVED, RunState
 from raytrain_ft.policy.states import ENDED, TRAINING, TRANSITIONS, State
 from raytrain_ft.policy.world import differing_in_stages
 
@@ -192,6 +192,11 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost) -> list[m.Comm
         return commands
     if run.state == State.SHUTTING_DOWN and (run.rules.stages == 1 or len(run.savers()) == run.rules.stages):
         return kills + (_save(run, savers) if run.savers() != savers else [])  # else a stage must be had from elsewhere first
+    if run.state == State.SHUTTING_DOWN:
+        run.unsaved += 1
+        if run.unsaved >= MOST_UNSAVED:
+            why = f"{run.unsaved} times, every worker of a stage was lost before the final state was saved"
+            return kills + run.fail("NoSurvivorError", f"{why}; last cause: {event.cause}")
     recovery = run.history.begin(event.at, event.cause, event.noticed_by, len(run.world))
     recovery.lost += working
     for member in working:

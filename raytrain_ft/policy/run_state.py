@@ -15,6 +15,8 @@ from raytrain_ft.policy.topology import members_of
 
 MOST_REASONS = 4
 """Checkpoints that could not be loaded of which an error says why: the newest, since there may be one of every epoch."""
+MOST_UNSAVED = 3
+"""How often the last steps are done again because the worker that was to save a stage is gone: saving may be what ends it."""
 MOST_HELPED = 2
 """Replays of a recovery in which survivors help: if one of them is lost, another takes its place, once. What a helper needs may
 be what brings it down, and one worker alone goes on where it stood."""
@@ -57,6 +59,7 @@ class RunState:
         fruitless: recoveries in a row that neither completed a step nor led to one.
         help_left: in how many replays survivors may still help until a step is committed.
         slow_replays: replays that were too slow since a step was committed.
+        unsaved: how often a stage was lost at the end of the run before its final state was saved.
         step: steps that somebody is known to have committed.
         counts_from: the incarnation from which on steps count: everybody went back from what was committed before.
         longest_step, long_step: the longest step so far, and of late, seconds.
@@ -100,6 +103,7 @@ class RunState:
     fruitless: int = 0
     help_left: int = MOST_HELPED
     slow_replays: int = 0
+    unsaved: int = 0
     step: int = 0
     counts_from: int = 0
     longest_step: float = 0.0

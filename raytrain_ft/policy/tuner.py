@@ -31,7 +31,10 @@ HICCUP = 10
 regularly take a few times as long to the checkpoints beside which they happen to be. But a pause of a minute says nothing of
 steps of a tenth of a second."""
 DOUBLINGS = 4
-"""Until a checkpoint is durable, each that fails doubles the steps before the next, but no more often than this."""
+"""Until a checkpoint is durable, each that fails doubles the steps before the next: no more often than this, or up to the k of
+an earlier launch."""
+LIMIT = 30
+"""Of doublings, wherever k ends."""
 JUDGED_STEPS = 30
 """Steps that a judgement needs at least: a few, of which some happen to be slow, say nothing."""
 TOLERANCE = 0.1
@@ -181,7 +184,8 @@ class Tuner:
     @property
     def _missing(self) -> int:
         """How many more steps are measured before a first checkpoint is taken, or tried again after some have failed."""
-        return (self.window << min(self._tried, DOUBLINGS)) - (self._stretch.steps - self._stretch.busy)
+        doublings = min(self._tried, LIMIT if self.k else DOUBLINGS)
+        return (self.window << doublings) - (self._stretch.steps - self._stretch.busy)
 
     def persisted(self, costs: Costs) -> None:
         """The latest checkpoint is durable."""

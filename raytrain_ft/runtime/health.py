@@ -130,8 +130,8 @@ class Health:
 
     @property
     def pace(self) -> float:
-        """Seconds between two heartbeats of a worker."""
-        return beat_interval(self._spec.heartbeat_interval, len(self._heard))
+        """Seconds between two heartbeats of a worker. Those who are being set up beat as well."""
+        return beat_interval(self._spec.heartbeat_interval, max(len(self._heard), len(self._members)))
 
     @property
     def _timeout(self) -> float:

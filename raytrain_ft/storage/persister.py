@@ -40,6 +40,8 @@ KILL_S = 5.0
 """How long the end of a process that was killed is waited for."""
 POLL_S = 1.0
 """How often it is looked whether the worker still lives."""
+RIGHT_S = 5.0
+"""How often it is looked, while others are waited for, whether a later launch has the right to write."""
 LINES_BYTES = 2**16
 
 
@@ -112,13 +114,22 @@ def carry_out(job: Job, data: memoryview, cancelled: set[str], done: Callable[[i
         done(own.size)
         return
 
+    def check_right() -> None:
+        if not lock.holds(storage, job.owner, job.epoch):
+            raise LockedError(f"{storage.uri}: another run has taken the right to write; {job.name} is not committed")
+
+    looked = time.monotonic()
+
     def check() -> None:
+        nonlocal looked
         if str(job.name) in cancelled:
             raise StorageError(f"{job.name}: the world that was writing it is over")
+        if time.monotonic() - looked > RIGHT_S:
+            check_right()  # the next launch is at work: who is missing will not come, and the memory is needed
+            looked = time.monotonic()
 
     entries = checkpoint.await_shards(storage, job.name, own, job.count, job.timeout_s, check)
-    if not lock.holds(storage, job.owner, job.epoch):
-        raise LockedError(f"{storage.uri}: another run has taken the right to write; {job.name} is not committed")
+    check_right()
     manifest = Manifest(
         step=job.step,
         epoch=job.epoch,

@@ -80,8 +80,7 @@ def check_deterministic(
                 raise ConfigError("augment writes into the dataset's own sample: it must return a new one.")
             _refuse_random("augment", *drawn, ids, _USE_AUGMENT)
         if collate is not default_collate and not batches:
-            samples = loaded() if augment is None else augmented()
-            together = _observe(lambda: [collate(list(samples))])
+            together = _observe(lambda: [collate(loaded() if augment is None else augmented())])
             if _observe(loaded)[0][0] != raw[0][0]:
                 raise ConfigError("collate writes into the dataset's own samples: it must return new ones.")
             _refuse_random("collate", *together, ids[:1], _DRAW_BEFORE)

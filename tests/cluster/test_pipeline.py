@@ -32,6 +32,8 @@ STAGES = 3
 MICRO_BATCHES = 4
 UNHURRIED = 0.15
 """Seconds of a micro-batch with which a few steps take longer than a worker took to build its model: else nobody helps."""
+NONE_YET = ft.CheckpointConfig(every=100)
+"""A replay is from the beginning, so there is something to help with wherever a worker is lost."""
 
 
 class Alike(Toy):
@@ -196,7 +198,8 @@ def test_stages_of_several_chunks(cluster: Any, tmp_path: Path, schedule: str) -
     for a, b in zip(weights(Deep(), whole), weights(Deep(), calm), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     faults = [fault(1, 5, "forward", 6), fault(0, 9, "backward_pass", 5), fault(1, 13, "send", 1), fault(1, 12, "replay")]
-    result = pipeline(tmp_path, "run", **how | {"task": Deep(step_seconds=UNHURRIED)}, faults=faults)
+    how |= {"task": Deep(step_seconds=UNHURRIED), "checkpoints": NONE_YET}
+    result = pipeline(tmp_path, "run", **how, faults=faults)
     assert result.digest == calm.digest
     assert promise_kept(result) == []
     assert "by 2 workers" in result.recoveries[0].reason
@@ -271,7 +274,8 @@ def test_stages_that_share_weights_train_them_as_one(cluster: Any, tmp_path: Pat
 def test_neighbours_that_share_weights(cluster: Any, tmp_path: Path, workers: int) -> None:
     """By themselves with a helper, and with replicas all of which are lost."""
     how = {"task": TiedStages(), "split": "task", "stages": 2, "workers": workers, "micro_batches": 2, "num_spares": 2}
-    how |= {"replay_workers": 2, "task": TiedStages(UNHURRIED)} if workers == 2 else {"strategy": "logging"}
+    helped = {"replay_workers": 2, "task": TiedStages(UNHURRIED), "checkpoints": NONE_YET}
+    how |= helped if workers == 2 else {"strategy": "logging"}
     calm = pipeline(tmp_path, "calm", **how)
     assert torch.equal(*copies(calm, {0: "0.weight", 1: "1.weight"}))
     result = pipeline(tmp_path, "run", **how, faults=[fault(rank, 9, "data") for rank in range(1, workers, 2)])
@@ -376,7 +380,7 @@ def test_survivors_help_with_the_replay_and_come_back_to_their_own_state(
     in_one_piece: ft.Result, calm_stages: ft.Result, tmp_path: Path, sums: Any
 ) -> None:
     faults = [fault(1, 9, "forward", 1)]
-    how = {"max_grad_norm": 0.5, "replay_workers": 3, "replay_sums": sums}
+    how = {"max_grad_norm": 0.5, "replay_workers": 3, "replay_sums": sums, "checkpoints": NONE_YET}
     result = pipeline(tmp_path, "run", task=Alike(UNHURRIED), faults=faults, **how)
     (recovery,) = result.recoveries
     assert "by 3 workers" in recovery.reason
@@ -396,7 +400,8 @@ def test_survivors_help_with_the_replay_and_come_back_to_their_own_state(
 def test_a_helper_killed_in_the_replay_is_a_stage_lost_as_well(calm_stages: ft.Result, tmp_path: Path) -> None:
     """Rank 0 helps to replay stage 1; with it goes the only copy of stage 0, which is replayed then, too."""
     faults = [fault(1, 9, "forward", 1), fault(0, 5, "replay")]
-    result = pipeline(tmp_path, "run", task=Alike(UNHURRIED), max_grad_norm=0.5, faults=faults, replay_workers=3)
+    how = {"max_grad_norm": 0.5, "replay_workers": 3, "checkpoints": NONE_YET}
+    result = pipeline(tmp_path, "run", task=Alike(UNHURRIED), faults=faults, **how)
     assert promise_kept(result) == []
     assert result.digest == calm_stages.digest
     (recovery,) = result.recoveries

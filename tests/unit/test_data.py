@@ -454,6 +454,13 @@ def test_a_collation_that_draws_or_writes_is_refused() -> None:
         check_deterministic(Rows(lambda i: kept[i]), Sampling(20, 4, 0), None, lambda samples: [s.fill_(1) for s in samples])
 
 
+def test_a_collation_may_use_its_samples_up() -> None:
+    def collate(samples: list[dict[str, Any]]) -> Any:
+        return torch.tensor([sample.pop("label") for sample in samples])
+
+    check_deterministic(Rows(lambda i: {"label": i}), Sampling(20, 4, 0), None, collate)
+
+
 def test_a_task_may_put_samples_together_itself() -> None:
     class Texts(TrainTask):
         def dataset(self) -> Any:

@@ -1161,6 +1161,21 @@ def test_a_stage_that_was_not_saved_is_loaded_and_all_are_saved_anew() -> None:
     assert [recovery.strategy for recovery in story.run.recoveries] == [Strategy.CHECKPOINT]
 
 
+def test_a_stage_that_is_lost_whenever_it_is_saved_ends_the_run() -> None:
+    story = running(2, stages=2, max_steps=1, checkpoints=True, spares=1).started("w2").completed()
+    for number, (lost, next_one) in enumerate((("w0", "w2"), ("w2", "w3")), start=2):
+        story.lost(lost)
+        story.tell(m.Fenced(member="w1", incarnation=number, marks=Marks("w1", 1, (1,), (None,), 1)))
+        story.tell(m.CheckpointsFound(incarnation=number, stored=(m.Stored("c1", 1),)))
+        if next_one not in story.run.joining:
+            story.started(next_one)
+        story.reconciled(next_one, "w1").completed()
+    story.lost("w3")
+    assert story.run.failure is not None
+    assert story.run.failure[0] == "NoSurvivorError"
+    assert story.run.failure[1].startswith("3 times, every worker of a stage was lost before the final state was saved")
+
+
 def test_if_everybody_is_lost_who_saves_a_pipeline_all_of_it_is_loaded() -> None:
     story = running(2, stages=2, max_steps=1, checkpoints=True, spares=2).started("w2", "w3").completed()
     said = story.fires("save ('w0', 'w1')").said

@@ -16,8 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from raytrain_ft.errors import LockedError
 from raytrain_ft.places import Place
 from raytrain_ft.storage import checkpoint, lock
+from raytrain_ft.storage import persister as persisters
 from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.storage.manifest import FILE, Name
 from raytrain_ft.storage.persister import Job, Outcome, Persister, SharedMemory
@@ -35,6 +37,24 @@ def test_what_was_done_to_a_mapping_is_undone_before_another_takes_its_place() -
     memory.unpin = lambda: undone.append("large")
     memory.close()
     assert undone == ["small", "large"]
+
+
+def test_who_waits_for_shards_of_a_launch_that_is_over_leaves_when_the_next_one_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = open_storage(str(tmp_path))
+    lock.acquire(storage, "test").release()
+    second = lock.acquire(storage, "test")
+    monkeypatch.setattr(persisters, "RIGHT_S", 0.0)
+    about = {"place": Place(str(tmp_path)), "owner": "test", "epoch": second.owner.epoch - 1, "incarnation": 1}
+    pieces = [("t", "torch.uint8", (8,), 0, 8)]
+    began = time.monotonic()
+    with pytest.raises(LockedError, match="another run has taken the right to write"):
+        persisters.carry_out(
+            Job(step=1, number=0, count=2, pieces=pieces, timeout_s=60.0, **about), memoryview(bytes(8)), set()
+        )
+    assert time.monotonic() - began < 30
+    second.release()
 
 
 def test_a_process_that_dies_settles_its_job_also_if_another_is_started_at_once(
