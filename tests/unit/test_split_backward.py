@@ -108,7 +108,8 @@ def test_a_weight_whose_gradient_would_be_computed_twice_is_refused_also_in_the_
     """Whether torch would depends on the order of the parameters and, for some, on where their graph lies in memory."""
     model = Again()
     first, second = model.biases
-    why = r"torch .* of a weight of shape \(8, 8\) that is used more than once.*schedule=\"1f1b\""
+    # torch's groups may share the bias too, and which of what they share comes first is a matter of addresses
+    why = r"torch .* of a weight of shape \((8, 8|8,)\) that is used more than once.*schedule=\"1f1b\""
     with pytest.raises(TaskError, match=why):
         two_parts(model, [first, second, model.weight])
     model(torch.ones(3, 8)).sum().backward()
