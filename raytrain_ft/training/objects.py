@@ -100,9 +100,8 @@ def _state(value: Any) -> Any:
 def _shared(name: str, value: Any) -> Callable[[str, Tensor], bool]:
     """Tells which tensors of its state are shared."""
     if isinstance(value, torch.optim.Optimizer):
-        settings = (
-            f"{name}/param_groups/"  # a learning rate that is a tensor is changed in place, when a schedule takes its step
-        )
+        # a learning rate that is a tensor is changed in place, when a schedule takes its step
+        settings = f"{name}/param_groups/"
         return lambda path, _: not path.startswith(settings)
     value = bare(value)
     parameters = {id(parameter) for parameter in value.parameters()} if isinstance(value, nn.Module) else set()
