@@ -74,18 +74,23 @@ def scenario_of(mtbf: int | None, seconds: float) -> Scenario:
 
 def shares(played: Played, steps_per_s: float, window_s: float) -> list[float]:
     """Of each stretch of so many seconds: steps committed / steps that the undisturbed run commits in that time."""
+    times, steps = commits(played)
+    marks = np.linspace(times[0], times[-1], max(2, round((times[-1] - times[0]) / window_s) + 1))
+    reached = np.interp(marks, times, steps)
+    return (np.diff(reached) / np.diff(marks) / steps_per_s).tolist()
+
+
+def commits(played: Played) -> tuple[list[float], list[float]]:
+    """When so many steps were committed, from the moment at which it trains: times in seconds, and steps."""
     records = read_records(played.path / "events.jsonl")
     clock = Clock.of(records, played.offsets)
-    began = next(clock.real(r["at"]) for r in records if r["event"] == "State" and r["state"] == "RUNNING")
-    first = min(r["first_step"] for r in records if r["event"] == "StepsCommitted")
-    times, steps = [began], [float(first)]
+    times = [next(clock.real(r["at"]) for r in records if r["event"] == "State" and r["state"] == "RUNNING")]
+    steps = [float(min(r["first_step"] for r in records if r["event"] == "StepsCommitted"))]
     for record in records:
         if record["event"] == "StepsCommitted" and record["stop_step"] > steps[-1]:
             times.append(max(times[-1], clock.real(record["at"])))
             steps.append(record["stop_step"])
-    marks = np.linspace(began, times[-1], max(2, round((times[-1] - began) / window_s) + 1))
-    reached = np.interp(marks, times, steps)
-    return (np.diff(reached) / np.diff(marks) / steps_per_s).tolist()
+    return times, steps
 
 
 def mean(values: np.ndarray, axis: int = -1) -> np.ndarray:
@@ -114,13 +119,13 @@ def measure_ours(report: Report, lengths: Lengths, seed: int) -> None:
 
 
 def pace_of(report: Report, ground: Laptop, storage: Path, lengths: Lengths, number: int) -> float:
-    """Steps per second that an undisturbed run commits; a tenth as long as the others."""
+    """Steps per second that an undisturbed run commits, which is a tenth as long as the others."""
     calm = scenario_of(None, lengths.run_s / 10)
     played = finished(Runs(calm, Task(WORK), ground, storage, quiet=True).play(f"undisturbed-{number}"))
-    records = read_records(played.path / "events.jsonl")
-    seconds = training_seconds(records, Clock.of(records, played.offsets))
-    report.note(f"undisturbed: {committed(records)} steps in {seconds:.1f} s, {seconds / committed(records):.4f} s each")
-    return committed(records) / seconds
+    times, steps = commits(played)
+    count, seconds = steps[-1] - steps[1], times[-1] - times[1]  # between the first commit and the last
+    report.note(f"undisturbed: {count:.0f} steps in {seconds:.1f} s, {seconds / count:.4f} s each")
+    return count / seconds
 
 
 def finished(played: Played) -> Played:
