@@ -25,6 +25,7 @@ from raytrain_ft.storage import checkpoint
 from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.storage.manifest import Name
 from raytrain_ft.storage.persister import Persister
+from raytrain_ft.storage.tensors import bytes_of
 from raytrain_ft.training import durable, mending
 from raytrain_ft.training.attempt import Commit
 from raytrain_ft.training.build import Checkpointing
@@ -88,10 +89,6 @@ class Transfer:
         return None
 
 
-def _as_bytes(flat: Tensor) -> Tensor:
-    return flat.detach().cpu().contiguous().view(torch.uint8)
-
-
 @torch.no_grad()
 def reconcile(replica: Replica, plan: Plan, transfer: Transfer, sampling: Sampling, *, leads: bool) -> Outcome:
     """Carries out a survivor's part of the plan.
@@ -110,7 +107,7 @@ def reconcile(replica: Replica, plan: Plan, transfer: Transfer, sampling: Sampli
         replica.lost = (base, plan.lost)
     if replica.attempt is not None and not (plan.completes and replica.attempt.step == base):
         state.tail.restore()  # a step that is not completed; perhaps the next one, and others are to take this state
-    received = [(c.bucket, transfer.copy(c, lambda c=c: _as_bytes(state.buckets[c.bucket].flat))) for c in plan.gradients]
+    received = [(c.bucket, transfer.copy(c, lambda c=c: bytes_of(state.buckets[c.bucket].flat).cpu())) for c in plan.gradients]
     for index, payload in received:
         if payload is not None:
             bucket = state.buckets[index]

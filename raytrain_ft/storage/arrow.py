@@ -15,6 +15,8 @@ import xxhash
 from torch import Tensor
 
 from raytrain_ft.errors import StorageError
+from raytrain_ft.storage.durable import sync_directory
+from raytrain_ft.storage.tensors import DTYPES, bytes_of
 
 FORMAT = "raytrain_ft-tensors-1"
 _SCHEMA = pa.schema(
@@ -26,7 +28,6 @@ _SCHEMA = pa.schema(
         ("xxh3_64", pa.uint64()),
     ]
 )
-_DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
@@ -37,7 +38,7 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], values: Mappi
     with partial.open("xb") as file:
         with pa.ipc.new_file(file, schema) as writer:
             for name, tensor in tensors.items():
-                data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                data = bytes_of(tensor).cpu().numpy()
                 row = [[name], [str(tensor.dtype)], [list(tensor.shape)], [data.tobytes()]]
                 row.append([xxhash.xxh3_64_intdigest(data.data)])
                 writer.write_batch(pa.record_batch(row, schema=schema))
@@ -46,11 +47,7 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], values: Mappi
     partial.rename(path)
     for left in path.parent.glob(f".{path.name}.*.partial"):  # of a saver that died, or will find that it comes too late
         left.unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    sync_directory(path.parent)
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -71,7 +68,7 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _tensor(path: str | Path, row: dict[str, Any]) -> Tensor:
-    dtype, shape, data = _DTYPES.get(row["dtype"]), row["shape"], row["bytes"]
+    dtype, shape, data = DTYPES.get(row["dtype"]), row["shape"], row["bytes"]
     if dtype is None or len(data) != torch.Size(shape).numel() * dtype.itemsize:
         raise StorageError(f"{path}: tensor {row['name']} says {row['dtype']} {shape} but has {len(data)} bytes")
     if xxhash.xxh3_64_intdigest(data) != row["xxh3_64"]:

@@ -16,11 +16,11 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
-import torch
 import xxhash
 from torch import Tensor
 
 from raytrain_ft.storage.parts import Parts
+from raytrain_ft.storage.tensors import DTYPES, bytes_of
 
 FORMAT = "raytrain_ft-log-1"
 NAME = re.compile(
@@ -53,11 +53,6 @@ HEAD = pa.schema(
     ]
 )
 SCHEMA = HEAD.append(pa.field("data", pa.large_binary()))
-DTYPES = {
-    str(dtype): dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
-}
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -103,13 +98,12 @@ class Head:
 
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the record's tensors are these, to the bit; as far as a checksum tells, so none is read."""
-        return (self.dtypes, self.shapes, self.checksum) == (*_layout_of(tensors), _checksum(map(bytes_of, tensors)))
+        return (self.dtypes, self.shapes, self.checksum) == (*_layout_of(tensors), _checksum(map(_array_of, tensors)))
 
 
-def bytes_of(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """A tensor's bytes in its contiguous order; not copied if it is contiguous. It must lie in the CPU's memory."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy()
+def _array_of(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A tensor's bytes; it must lie in the CPU's memory."""
+    return bytes_of(tensor).numpy()
 
 
 def _layout_of(tensors: Sequence[Tensor]) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
@@ -146,7 +140,7 @@ class Encoder:
         Raises:
             ValueError: a record that no reader would take.
         """
-        arrays = [bytes_of(tensor) for tensor in tensors]
+        arrays = [_array_of(tensor) for tensor in tensors]
         dtypes, shapes = _layout_of(tensors)
         if key.kind not in get_args(Kind) or any(dtype not in DTYPES for dtype in dtypes):
             raise ValueError(f"{key} with tensors of {dtypes} cannot be logged")

@@ -17,7 +17,6 @@ import xxhash
 from torch import Tensor
 
 from raytrain_ft.storage.log_format import (
-    DTYPES,
     END,
     FILE_STEPS,
     FORMAT,
@@ -26,10 +25,10 @@ from raytrain_ft.storage.log_format import (
     SCHEMA,
     Head,
     Key,
-    bytes_of,
     decode_head,
 )
 from raytrain_ft.storage.log_pattern import MOST_PATTERNS, Pattern, pattern_of
+from raytrain_ft.storage.tensors import DTYPES, bytes_of
 
 UNREADABLE = (pa.ArrowException, OSError, ValueError, TypeError, OverflowError, EOFError, MemoryError, RuntimeError)
 """What damaged bytes may raise, by way of pyarrow or torch."""
@@ -200,7 +199,7 @@ def load(place: Place) -> tuple[Tensor, ...]:
         position = place.end - _padded(head.size)  # the tensors' bytes are the last in the batch
         hasher = xxhash.xxh3_64()
         for tensor in tensors:
-            target = bytes_of(tensor)
+            target = bytes_of(tensor).numpy()
             if data is not None:
                 target[:], data = data[: len(target)], data[len(target) :]
             else:

@@ -20,6 +20,7 @@ from torch.utils.data import default_collate
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.sampling import Sampling, sample_ids
 from raytrain_ft.policy.sketch import Sketch
+from raytrain_ft.storage.tensors import bytes_of
 from raytrain_ft.training.data import Augment, Collate, fetch, loads_batches
 from raytrain_ft.training.random import sample_seed, seed_all
 from raytrain_ft.training.sketching import sketch_of
@@ -136,7 +137,7 @@ def _digest_into(update: Callable[[bytes], None], value: Any) -> None:
     update(type(value).__name__.encode())
     if isinstance(value, torch.Tensor):
         update(f"{value.dtype}{tuple(value.shape)}".encode())
-        update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        update(bytes_of(value).cpu().numpy().tobytes())
     elif isinstance(value, (str, bytes, int, float, complex, np.generic, type(None))):
         update(repr(value).encode())
     elif isinstance(value, np.ndarray):

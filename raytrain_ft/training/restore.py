@@ -13,15 +13,11 @@ from torch import Tensor
 from raytrain_ft.errors import StorageError
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.shard import Piece
+from raytrain_ft.storage.tensors import DTYPES
 from raytrain_ft.training.memory import is_plain, move
 
 Copy = tuple[int, int, int]
 """Addresses of the source and the target, and bytes."""
-_DTYPES = {
-    str(dtype): dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
-}
 
 
 def described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -105,7 +101,7 @@ def allocate(content: Content, name: str) -> Tensor:
     if parts is None:
         raise _misfit(content, f"{name} is not there")
     first = parts[0][0]
-    dtype = _DTYPES.get(first.dtype)
+    dtype = DTYPES.get(first.dtype)
     size = sum(len(data) for _, data in parts)
     if dtype is None or min(first.shape, default=0) < 0 or math.prod(first.shape) * dtype.itemsize != size:
         raise _misfit(content, f"{name} says {first.dtype} {list(first.shape)} but has {size} bytes")

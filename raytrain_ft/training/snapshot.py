@@ -20,6 +20,7 @@ from raytrain_ft.errors import ConfigError, StorageError
 from raytrain_ft.storage.log_files import version_of
 from raytrain_ft.storage.persister import SharedMemory
 from raytrain_ft.storage.shard import Piece
+from raytrain_ft.storage.tensors import bytes_of
 from raytrain_ft.training.memory import is_plain, move
 
 ALIGNMENT = 4096
@@ -80,11 +81,6 @@ def check_plain(name: str, tensor: Tensor) -> None:
     """Raises ConfigError for a tensor that has no bytes in a row."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise ConfigError(f"{name} is a {tensor.layout} tensor on {tensor.device}: only plain (strided) tensors can be stored")
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """The tensor's bytes in contiguous order: uint8 [size]. A view where that is possible."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 class Copy:

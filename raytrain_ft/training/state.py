@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from raytrain_ft.errors import ConfigError, StorageError
 from raytrain_ft.policy.sampling import Position
+from raytrain_ft.storage.tensors import DTYPES, bytes_of
 from raytrain_ft.storage.tree import flatten
 from raytrain_ft.training.buckets import Bucket, partition
 from raytrain_ft.training.tail import Tail, here, places
@@ -106,7 +107,7 @@ class TrainingState:
         for name, value in self.slots(bucket):
             hasher.update(json.dumps(_describe(name, value)).encode())
             if isinstance(value, Tensor):
-                hasher.update(_bytes_of(value).numpy().data)
+                hasher.update(bytes_of(value).cpu().numpy().data)
         return hasher.hexdigest()
 
     def digests(self) -> tuple[str, ...]:
@@ -119,7 +120,7 @@ class TrainingState:
         header = json.dumps([_describe(name, value) for name, value in slots]).encode()
         length = len(header).to_bytes(HEADER_LENGTH_BYTES, "little")
         parts = [torch.frombuffer(bytearray(length + header), dtype=torch.uint8)]
-        parts += [_bytes_of(value) for _, value in slots if isinstance(value, Tensor)]
+        parts += [bytes_of(value).cpu() for _, value in slots if isinstance(value, Tensor)]
         return torch.cat(parts)
 
     @torch.no_grad()
@@ -139,8 +140,8 @@ class TrainingState:
             if dtype is None:
                 value = number
             else:
-                size = torch.Size(shape).numel() * _DTYPES[dtype].itemsize
-                value = packed[start : start + size].clone().view(_DTYPES[dtype]).reshape(shape)
+                size = torch.Size(shape).numel() * DTYPES[dtype].itemsize
+                value = packed[start : start + size].clone().view(DTYPES[dtype]).reshape(shape)
                 start += size
             if name == "loss":
                 self.loss = number
@@ -184,7 +185,6 @@ class TrainingState:
 _EXISTING = ("param.", "frozen.", "buffer.")
 """Slots whose tensors every worker has from the start; the optimizer's come into being with the first update."""
 _COUNTERS = ("step", "mu_product")
-_DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
 
 def at_home(optimizer: torch.optim.Optimizer, p: Tensor, key: str, value: Any) -> Any:
@@ -216,7 +216,3 @@ def _describe(name: str, value: Any) -> list[Any]:
         return [name, str(value.dtype), list(value.shape), None]
     plain(value, name)  # refuses what JSON could not say
     return [name, None, None, value]
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -16,7 +16,7 @@ import xxhash
 from torch import Tensor, nn
 
 from raytrain_ft.errors import ConfigError, TaskError
-from raytrain_ft.storage.log_format import bytes_of
+from raytrain_ft.storage.tensors import bytes_of
 from raytrain_ft.training.edges import WHOLE_STEP
 from raytrain_ft.training.links import TiedEdge
 from raytrain_ft.training.pipeline import cut, sequential
@@ -174,7 +174,7 @@ class _Part:
         self.gradient = gradient
         self.used = param.grad is not None
         # 63 bits: it travels as an int64
-        self.digest = xxhash.xxh3_64_intdigest(bytes_of(param).data) >> 1 if step % COMPARED_EVERY == 0 else 0
+        self.digest = xxhash.xxh3_64_intdigest(bytes_of(param).numpy().data) >> 1 if step % COMPARED_EVERY == 0 else 0
 
 
 def _packed(parts: Sequence[_Part]) -> list[Tensor]:
