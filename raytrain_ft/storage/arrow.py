@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,8 @@ import xxhash
 from torch import Tensor
 
 from raytrain_ft.errors import StorageError
-from raytrain_ft.storage.durable import sync_directory
+from raytrain_ft.storage.filesystem import LocalStorage
+from raytrain_ft.storage.parts import Parts
 from raytrain_ft.storage.tensors import DTYPES, bytes_of
 
 FORMAT = "raytrain_ft-tensors-1"
@@ -31,23 +30,28 @@ _SCHEMA = pa.schema(
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Writes tensors of any dtype and shape. The file appears under its name only once it is whole and on disk."""
+    """Writes tensors of any dtype and shape. The file appears under its name only once it is whole and on disk.
+
+    Raises:
+        StorageError: it could not be written; nothing is left of it.
+    """
     path = Path(path)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")  # nobody else writes into this one
-    schema = _SCHEMA.with_metadata({"format": FORMAT, "values": json.dumps(dict(values))})
-    with partial.open("xb") as file:
-        with pa.ipc.new_file(file, schema) as writer:
-            for name, tensor in tensors.items():
-                data = bytes_of(tensor).cpu().numpy()
-                row = [[name], [str(tensor.dtype)], [list(tensor.shape)], [data.tobytes()]]
-                row.append([xxhash.xxh3_64_intdigest(data.data)])
-                writer.write_batch(pa.record_batch(row, schema=schema))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
     for left in path.parent.glob(f".{path.name}.*.partial"):  # of a saver that died, or will find that it comes too late
         left.unlink(missing_ok=True)
-    sync_directory(path.parent)
+    LocalStorage(path.parent).put(path.name, _encoded(tensors, values))
+
+
+def _encoded(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> Iterator[memoryview]:
+    """The file, tensor by tensor: there is no copy of all of them at once."""
+    schema, sink = _SCHEMA.with_metadata({"format": FORMAT, "values": json.dumps(dict(values))}), Parts()
+    with pa.ipc.new_file(pa.PythonFile(sink, mode="w"), schema) as writer:
+        for name, tensor in tensors.items():
+            data = bytes_of(tensor).cpu().numpy()
+            row = [[name], [str(tensor.dtype)], [list(tensor.shape)], [data.tobytes()]]
+            row.append([xxhash.xxh3_64_intdigest(data.data)])
+            writer.write_batch(pa.record_batch(row, schema=schema))
+            yield from sink.taken()
+    yield from sink.taken()
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -147,7 +147,7 @@ class Encoder:
         if len(shapes) + sum(map(len, shapes)) > MAXNUMBERS or sum(map(len, arrays)) > MAX_RECORD_BYTES:
             raise ValueError(f"{key} has too many tensors ({len(shapes)}), or too large ones ({sum(map(len, arrays))} bytes)")
         values = self._write(Head(key, incarnation, dtypes, shapes, _checksum(arrays)), arrays)
-        parts, self._sink.parts = self._sink.parts, []  # no reference to a tensor stays here
+        parts = self._sink.taken()  # no reference to a tensor stays here
         if len(arrays) > 1 and not self._compressed and values.nbytes:
             at = next(number for number, part in enumerate(parts) if _address(part) == _address(values))
             parts[at : at + 1] = [array.data for array in arrays if len(array)]

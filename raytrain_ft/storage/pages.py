@@ -30,7 +30,8 @@ def for_reading(descriptor: int, size: int) -> mmap.mmap:
     Raises:
         OSError: some of it cannot be read.
     """
-    mapping = mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ)
+    # Private, which is the same where nothing is written: FUSE with direct I/O has no shared mappings.
+    mapping = mmap.mmap(descriptor, size, mmap.MAP_PRIVATE, mmap.PROT_READ)
     if not _populate(mapping, POPULATE_READ):
         _read_through(descriptor, size)
     return mapping

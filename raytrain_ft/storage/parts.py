@@ -18,6 +18,11 @@ class Parts:
         self.parts.append(part)
         return len(part)
 
+    def taken(self) -> list[memoryview]:
+        """What was written since it was last asked."""
+        parts, self.parts = self.parts, []
+        return parts
+
     def flush(self) -> None:
         """Nothing is held back."""
 

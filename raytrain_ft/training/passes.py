@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from raytrain_ft.errors import TaskError
+from raytrain_ft.storage.log_files import version_of
 from raytrain_ft.training.attempt import Attempt
 from raytrain_ft.training.data import MicroBatch
 from raytrain_ft.training.pipeline import chunks_of
@@ -36,10 +38,30 @@ class Passes:
         self._stage = stage
         self._attempt: Attempt | None = None
         self.micro_batches: list[MicroBatch] = []
+        # Wait-free, those that are trained are updated while the backward pass still goes on.
+        everything = settings.update == "barrier"
+        self._still = [(name, p) for name, p in state.model.named_parameters() if everything or not p.requires_grad]
+        self._versions: list[int] = []
 
     def begin(self, attempt: Attempt, micro_batches: list[MicroBatch]) -> None:
         """These are computed next."""
         self._attempt, self.micro_batches = attempt, micro_batches
+        self._versions = [version_of(p) for _, p in self._still]
+
+    def check_parameters(self) -> None:
+        """After the passes, before any update that waits for all of them.
+
+        Raises:
+            TaskError: one of them changed a parameter. Done again it would do so twice, and a snapshot, for which updates alone
+                wait, would hold some of it from before and some from after.
+        """
+        for (name, p), before in zip(self._still, self._versions, strict=True):
+            if version_of(p) != before:
+                raise TaskError(
+                    f"the forward or backward pass changed the parameter {name} in place: a step that is redone would change "
+                    "it twice, and a checkpoint might hold half of it. An average of weights (a teacher, an EMA) belongs in "
+                    "buffers (register_buffer), which are put back, or in the step() of an optimizer of your own"
+                )
 
     def inputs(self, number: int) -> Any:
         """What the model, or its first stage, reads of a micro-batch; the task may draw, too."""

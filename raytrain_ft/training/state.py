@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from raytrain_ft.errors import ConfigError, StorageError
 from raytrain_ft.policy.sampling import Position
 from raytrain_ft.storage.tensors import DTYPES, bytes_of
-from raytrain_ft.storage.tree import flatten
+from raytrain_ft.storage.tree import flatten, unflatten
 from raytrain_ft.training.buckets import Bucket, partition
 from raytrain_ft.training.tail import Tail, here, places
 
@@ -136,15 +136,15 @@ class TrainingState:
         own = {name: value for name, value in self.slots(bucket) if name.startswith(_EXISTING)}
         self._check(bucket, described, own)
         states: list[dict[str, Any]] = [{} for _ in bucket.params]
-        for name, dtype, shape, number in described:
+        for name, dtype, shape, skeleton in described:
             if dtype is None:
-                value = number
+                value = unflatten(skeleton, {}.__getitem__)  # there are no tensors in it
             else:
                 size = torch.Size(shape).numel() * DTYPES[dtype].itemsize
                 value = packed[start : start + size].clone().view(DTYPES[dtype]).reshape(shape)
                 start += size
             if name == "loss":
-                self.loss = number
+                self.loss = value
             elif name in own:
                 own[name].copy_(value)
             else:
@@ -214,5 +214,4 @@ def plain(value: Any, path: str) -> Any:
 def _describe(name: str, value: Any) -> list[Any]:
     if isinstance(value, Tensor):
         return [name, str(value.dtype), list(value.shape), None]
-    plain(value, name)  # refuses what JSON could not say
-    return [name, None, None, value]
+    return [name, None, None, plain(value, name)]

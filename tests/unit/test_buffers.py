@@ -77,6 +77,28 @@ def replica_of(task: Task, **settings: Any) -> tuple[Replica, Links]:
     return replica, Links(fence, 0, 1, Solo(fence))
 
 
+class Following(nn.Module):
+    """A teacher that follows the student: frozen parameters that each forward pass changes."""
+
+    def __init__(self, *, trained: bool = False) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(3, 2), nn.Linear(3, 2)
+        self.teacher.requires_grad_(trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.student.weight, 0.1)
+        return self.student(x) + self.teacher(x)
+
+
+@pytest.mark.parametrize(("update", "trained"), [("barrier", False), ("wait_free", False), ("barrier", True)])
+def test_a_forward_pass_that_changes_a_parameter_is_refused(update: Any, trained: bool) -> None:
+    """Nothing puts it back, so a step that is redone would change it twice; and nobody's hash would differ."""
+    replica, links = replica_of(Task(lambda: Following(trained=trained)), update=update)
+    with pytest.raises(TaskError, match=r"changed the parameter teacher\.weight"):
+        replica.train_step(links)
+
+
 def test_what_nobody_changes_keeps_its_bits() -> None:
     replica, links = replica_of(Task(Buffered))
     before = {name: buffer.clone() for name, buffer in replica.state.model.named_buffers()}

@@ -24,9 +24,9 @@ from torch import Tensor
 from raytrain_ft.errors import LogGapError, StorageError
 from raytrain_ft.storage import log_format, log_reader, log_scan
 from raytrain_ft.storage.log_format import Head
-from raytrain_ft.storage.tensors import DTYPES
 from raytrain_ft.storage.log_reader import LogReader
 from raytrain_ft.storage.tensor_log import Key, TensorLog
+from raytrain_ft.storage.tensors import DTYPES
 
 
 def key(step: int, micro_batch: int = 0) -> Key:

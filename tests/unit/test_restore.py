@@ -201,6 +201,31 @@ def test_an_optimizer_with_tensors_in_a_list_is_refused_once_it_has_them() -> No
             use(state.buckets[0])
 
 
+class Counting(torch.optim.SGD):
+    """Keeps values of many types for a parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            self.state[p].update(seen=np.int64(3), shape=p.shape, by_rank={1: 0.5}, last=float("-inf"), name=None)
+
+
+def test_what_an_optimizer_keeps_besides_tensors_is_the_same_on_a_replacement() -> None:
+    """Of the same types: who compares a shape with a list finds that they differ, on the replacement alone."""
+    old, new = (nn.Linear(3, 2) for _ in range(2))
+    states = [
+        TrainingState(model, Counting(model.parameters(), lr=0.1), None, bucket_bytes=1000, first_bucket_bytes=1000)
+        for model in (old, new)
+    ]
+    old(torch.ones(1, 3)).sum().backward()
+    states[0].optimizer.step()
+    states[1].unpack(states[1].buckets[0], states[0].pack(states[0].buckets[0]))
+    assert states[0].digests() == states[1].digests()
+    kept = states[1].optimizer.state[new.weight]
+    expected = {"seen": np.int64(3), "shape": torch.Size([2, 3]), "by_rank": {1: 0.5}, "last": float("-inf"), "name": None}
+    assert {key: (type(kept[key]), kept[key]) for key in expected} == {key: (type(v), v) for key, v in expected.items()}
+
+
 @pytest.mark.parametrize("read", [lambda state, content: durable.restore(state, content, DATA), lambda _, c: state_dicts(c)])
 def test_a_checkpoint_without_the_tensors_of_a_list_is_not_taken_for_whole(
     storage: LocalStorage, read: Callable[[TrainingState, Content], object]
