@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raytrain_ft.errors import IllegalEventError
-from raytrain_ft.policy import leaving, phases, stopping
+from raytrain_ft.policy import leaving, phases, replaying, stopping
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.roster import MemberState, Rules
 from raytrain_ft.policy.run_state import MOST_HELPED, MOST_UNSAVED, RunState
@@ -261,12 +261,7 @@ def _on_checkpoint_committed(run: RunState, event: m.CheckpointCommitted) -> lis
     run.stored = [m.Stored(event.name, event.step), *run.stored][:MOST_STORED]
     if not run.rules.logging or run.state not in TRAINING:
         return []  # in a recovery, the log may be being replayed from an older checkpoint: the next one trims it
-    if run.logged_since is not None:
-        run.logged_since = max(run.logged_since, event.step)
-    elif run.log_revived is None:  # it broke off; the trimming that follows revives it, from one of the next steps on
-        run.log_revived = max(run.step, event.step) + 2
-    elif event.step >= run.log_revived:
-        run.logged_since = event.step
+    run.log.trimmed(event.step, run.step)
     return [m.Trim(tuple(member for member in run.world if member in run.members), event.step)]
 
 
@@ -285,9 +280,9 @@ def _on_dormant(run: RunState, event: m.Dormant) -> list[m.Command]:
 
 
 def _on_log_failed(run: RunState, event: m.LogFailed) -> list[m.Command]:
-    if event.incarnation < run.log_incarnation:
+    if event.incarnation < run.log.incarnation:
         return []  # it has begun anew since
-    run.logged_since = run.log_revived = None
+    run.log.broke_off()
     run.warn(
         f"{event.member} cannot log what it sends to other stages ({event.reason}): training goes on, but until the log is "
         "whole again, a lost stage takes everybody back to the newest checkpoint"
@@ -370,7 +365,7 @@ def _on_timer_fired(run: RunState, event: m.TimerFired) -> list[m.Command]:
             return phases.replace(run, waited=True)
         case ("reconcile", State.REPLACE) | ("fill", State.REBUILD):
             if event.timer == "fill":
-                phases.give_way(run, silent)
+                replaying.give_way(run, silent)
             return phases.suspect(run, event.at, f"{event.timer}: no answer from {', '.join(silent)} in time", "deadline")
         case timer, State.SHUTTING_DOWN if timer == f"save {savers}":
             late = [member for member in savers if member not in run.answers]

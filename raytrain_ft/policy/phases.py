@@ -9,7 +9,7 @@ long is a suspicion, which the next fence confirms or refutes: one worker that h
 from __future__ import annotations
 
 from raytrain_ft.errors import RecoveryError
-from raytrain_ft.policy import leaving
+from raytrain_ft.policy import leaving, replaying
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.forward import instead, worth_finishing
 from raytrain_ft.policy.reconcile import Marks, Plan, reconcile, reconcile_stages
@@ -17,16 +17,7 @@ from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, TRAINING, State
 from raytrain_ft.policy.strategy import Strategy
-from raytrain_ft.policy.topology import (
-    between,
-    groups_by_node,
-    groups_of,
-    logged_edges,
-    replay_teams,
-    replicated,
-    stage_of,
-    to_replay,
-)
+from raytrain_ft.policy.topology import stage_of
 from raytrain_ft.policy.world import differing_in_stages, rebuild_stages, seats, seats_in_stages, shall_wait
 
 PATIENCE = 3
@@ -112,41 +103,12 @@ def take_stock(run: RunState, at: float) -> list[m.Command]:
             run.members[member] = MemberState.SPARE
     run.recoveries[-1].fenced = at
     if run.survivors and run.rules.stages > 1:
-        return _take_stock_of_stages(run)
-    why = _why_go_back(run)
-    return _go_back(run, why) if why else _go_on(run)
-
-
-def _take_stock_of_stages(run: RunState) -> list[m.Command]:
-    """In a pipeline survivors may hold some of the stages only: the others are replayed, if they can be."""
-    rules = run.rules
-    held = frozenset(marks.stage for marks in run.survivors.values())
-    run.replaying = to_replay(groups_of(run.logged, rules.stages), held, rules.stages)
-    if run.replaying and not run.world:  # nobody has trained yet: what they hold is what the run begins from
-        run.replaying = frozenset()
-        _give_up(run, list(run.survivors))
-        return _go_on(run)
-    why = _why_go_back(run)
-    run.source = run.replay_from(min(marks.step for marks in run.survivors.values()))
-    if run.replaying and not why and (held <= run.replaying or run.source is None):
-        why = f"nobody holds {_words(frozenset(range(rules.stages)) - held)}, and no log reaches back to a checkpoint of it"
+        replaying.find(run)
+    why = _why_go_back(run) or replaying.why_not(run)
     if why:
         return _go_back(run, why)
-    _give_up(run, [member for member, marks in run.survivors.items() if marks.stage in run.replaying])
+    run.give_up([member for member, marks in run.survivors.items() if marks.stage in run.replaying])
     return _go_on(run)
-
-
-def _give_up(run: RunState, members: list[str]) -> None:
-    """What these hold is no use: they are spares. They hold it until they join another world, and may be asked before."""
-    for member in members:
-        del run.survivors[member]
-        run.members[member] = MemberState.SPARE
-        run.void.add(member)
-
-
-def _words(stages: frozenset[int]) -> str:
-    names = ", ".join(str(stage) for stage in sorted(stages))
-    return f"stage {names}" if len(stages) == 1 else f"stages {names}"
 
 
 def _go_on(run: RunState) -> list[m.Command]:
@@ -237,7 +199,7 @@ def _why_go_back(run: RunState) -> str:
 def _go_back(run: RunState, why: str) -> list[m.Command]:
     """Workers are gathered while it is being looked what there is to load."""
     recovery = run.recoveries[-1]
-    if not _may_go_back(run):
+    if not run.may_go_back():
         return run.fail(
             "NoSurvivorError",
             f"{why} ({recovery.cause}) and there is no checkpoint to go back to. Spread the workers over more nodes, or allow "
@@ -246,10 +208,6 @@ def _go_back(run: RunState, why: str) -> list[m.Command]:
     recovery.reason = why
     run.state, run.seeking = State.REPLACE, True
     return [m.FindCheckpoints(run.incarnation), *run.provision()]
-
-
-def _may_go_back(run: RunState) -> bool:
-    return run.rules.checkpoints and run.rules.strategy != "replication"
 
 
 def on_checkpoints_found(run: RunState, event: m.CheckpointsFound) -> list[m.Command]:
@@ -287,7 +245,7 @@ def on_rejected(run: RunState, event: m.CheckpointRejected) -> list[m.Command]:
 
 def on_undo_refused(run: RunState, event: m.UndoRefused) -> list[m.Command]:
     """Survivors cannot return to where the step began: everybody goes back to the checkpoint instead."""
-    if not _may_go_back(run):
+    if not run.may_go_back():
         return run.fail("UndoRefusedError", f"{event.reason}. There is no checkpoint to go back to instead (CheckpointConfig)")
     run.going_back = event.reason
     return suspect(run, event.at, "an update cannot be undone", event.member)
@@ -298,41 +256,18 @@ def join(run: RunState, world: tuple[str, ...]) -> list[m.Command]:
     run.state = State.REPLACE
     run.joining, run.seated, run.answers = world, world, {}
     stages = {member: stage_of(rank, run.rules.stages) for rank, member in enumerate(world)}
-    _give_up(run, [member for member, marks in run.survivors.items() if stages.get(member) != marks.stage])
+    run.give_up([member for member, marks in run.survivors.items() if stages.get(member) != marks.stage])
     for member in world:
         run.members[member] = MemberState.ACTIVE
     if run.plan is not None:
         run.history.follow(run.plan)
-    _log_from_now_on(run)
+    replaying.log_from_now_on(run)
     seconds = run.rules.phase_timeout + PATIENCE * run.longest_build  # who takes another stage builds it
     timer = m.SetTimer("reconcile", seconds, run.incarnation)
     load = run.load.name if run.load is not None else ""
     holders = tuple(run.survivors)
-    log = (tuple(sorted(run.logged)), run.log_incarnation)
+    log = (tuple(sorted(run.log.boundaries)), run.log.incarnation)
     return [m.Reconcile(world, run.incarnation, run.plan, load, holders, *log), timer]
-
-
-def _log_from_now_on(run: RunState) -> None:
-    """What is logged in the next world. If that is more than before, or another number of replicas, the log begins anew.
-
-    Nothing between stages that are filled from replicas, unless somebody insists on it or there is no checkpoint for when all
-    replicas of a stage are lost at once.
-    """
-    rules, nodes = run.rules, run.roster.nodes
-    if not rules.logging:
-        return
-    logged = logged_edges(groups_by_node(run.joining, nodes, rules.stages))
-    if rules.groups:
-        logged &= logged_edges(rules.groups)
-    if rules.strategy == "auto" and rules.checkpoints:
-        logged -= between(replicated(run.joining, nodes, rules.stages))
-    goes_on = run.plan is not None and len(run.joining) == len(run.world) and logged <= run.logged
-    if goes_on:
-        return  # a boundary within a node is logged further: the log stays as it is
-    run.logged = logged
-    if run.plan is None or not run.replaying:
-        run.logged_since = run.plan.step if run.plan is not None else run.step
-        run.log_incarnation, run.rounded = run.incarnation, 0
 
 
 def on_reconciled(run: RunState, event: m.Reconciled) -> list[m.Command]:
@@ -355,7 +290,7 @@ def on_reconciled(run: RunState, event: m.Reconciled) -> list[m.Command]:
         return resume(run, event.at)
     run.state = State.REBUILD
     run.answers = {}
-    commands: list[m.Command] = [_replay(run)] if run.replaying else []
+    commands: list[m.Command] = [replaying.replay(run)] if run.replaying else []
     busy = {member for command in commands if isinstance(command, m.Replay) for team in command.teams for member in team}
     fill = m.Fill(world, run.incarnation, tuple(member for member in world if member not in busy), copies, whole, handed)
     seconds = PATIENCE * (run.longest_build + run.longest_step * run.recoveries[-1].replayed) if busy else 0.0
@@ -363,49 +298,11 @@ def on_reconciled(run: RunState, event: m.Reconciled) -> list[m.Command]:
     return [fill, *commands, timer]
 
 
-def _replay(run: RunState) -> m.Replay:
-    """The stages that nobody holds compute again what was committed since the newest checkpoint."""
-    plan, source, recovery, rules = run.plan, run.source, run.recoveries[-1], run.rules
-    assert plan is not None
-    assert source is not None
-    helpers = _helpers(run, plan.step - source.step)
-    teams = replay_teams(run.joining, run.replaying, rules.stages, helpers, rules.joined)
-    most = max(len(team) for team in teams)
-    if most > 1:
-        run.help_left -= 1
-        run.rounded = run.rounded if rules.exact_sums else plan.step + 1  # nobody stores anything of a step before its commit
-    exact = source.step >= run.rounded
-    if not exact:
-        run.history.rounded(source.step)
-    recovery.replay(_words(run.replaying), source.step, source.name or "the beginning", most)
-    stages = tuple(sorted(run.replaying))
-    return m.Replay(run.joining, run.incarnation, teams, stages, source.name, plan.step, run.log_incarnation, exact)
-
-
-def _helpers(run: RunState, steps: int) -> int:
-    """How many survivors may help each who replays so many steps. Nobody if one alone has done that by the time that they have
-    built the stage."""
-    rules = run.rules
-    is_long = steps * run.longest_step > run.longest_build
-    return rules.replay_workers - 1 if is_long and run.help_left and len(run.joining) == rules.stages else 0
-
-
-def give_way(run: RunState, silent: list[str]) -> None:
-    """Who was silent held up REBUILD. If that was a replay, the next is one without helpers, which goes on where it stood if it
-    can. If that is too slow as well, everybody goes back: several who replay together begin at the checkpoint each time, and
-    would be as slow again."""
-    if not any(stage_of(run.joining.index(member), run.rules.stages) in run.replaying for member in silent):
-        return
-    run.help_left, run.slow_replays = 0, run.slow_replays + 1
-    if run.slow_replays > 1 and _may_go_back(run):
-        run.going_back = f"the replay of {_words(run.replaying)} was too slow"
-
-
 def on_log_missing(run: RunState, event: m.LogMissing) -> list[m.Command]:
     """A replay with a gap would be another training: everybody goes back to the checkpoint instead. If the model is not
     deterministic, what is done again is another training as well, and the run's record says so. Perhaps only the step after the
     replay shows it, and other replicas of the stage, which replayed it too, do not know."""
-    run.logged_since = run.log_revived = None
+    run.log.broke_off()
     if event.diverged:
         run.history.rounded(-1)
         run.going_back = "a replay computed something else than before"

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.log_cover import LogCover
 from raytrain_ft.policy.reconcile import Marks, Plan
 from raytrain_ft.policy.roster import Leave, MemberState, Roster, Rules
 from raytrain_ft.policy.states import ENDED, TRAINING, State
@@ -35,12 +36,7 @@ class RunState:
         survivors: who holds state in this incarnation, and where it stood when it was fenced.
         replaying: stages that nobody holds, or that go back with such a one: they are replayed.
         source: the checkpoint that they replay from.
-        logged: boundaries between stages that are logged, each named by the stage before it.
-        logged_since: the step from which on the log is complete for the present world; None if it is not.
-        log_revived: the step from which on a log that had broken off is whole again, if it is known.
-        log_incarnation: records of earlier incarnations are of another world, and count no more.
-        rounded: since a checkpoint of an earlier step than this, a stage was replayed with sums in another order: from there, a
-            replay may compute other bits than were logged.
+        log: what is logged of what crosses between stages, and how far back that reaches.
         plan: what the survivors do to become consistent; None if nobody holds state.
         stored: checkpoints to go back to, newest first.
         load: the checkpoint that everybody loads if nobody holds state; None: the run begins anew.
@@ -81,11 +77,7 @@ class RunState:
     survivors: dict[str, Marks] = field(default_factory=dict)
     replaying: frozenset[int] = frozenset()
     source: m.Stored | None = None
-    logged: frozenset[int] = frozenset()
-    logged_since: int | None = None
-    log_revived: int | None = None
-    log_incarnation: int = 0
-    rounded: int = 0
+    log: LogCover = field(default_factory=LogCover)
     plan: Plan | None = None
     stored: list[m.Stored] = field(default_factory=list)
     load: m.Stored | None = None
@@ -168,14 +160,16 @@ class RunState:
         able = [[member for member in members if member in self.members or member in saved] for members in stages]
         return tuple(members[0] for members in able if members)
 
-    def replay_from(self, step: int) -> m.Stored | None:
-        """The checkpoint to replay from, up to `step`: the newest that the log reaches back to; a checkpoint without a name is
-        the beginning of the run. None if there is none."""
-        since = self.logged_since
-        if since is None or not self.rules.logging:
-            return None
-        usable = [one for one in self.stored if one.name not in self.rejected and since <= one.step <= step]
-        return max(usable, key=lambda one: one.step, default=m.Stored("", 0) if since == 0 else None)
+    def may_go_back(self) -> bool:
+        """Whether everybody may be taken back to a checkpoint, if there is one."""
+        return self.rules.checkpoints and self.rules.strategy != "replication"
+
+    def give_up(self, members: Iterable[str]) -> None:
+        """What these hold is no use: they are spares. They hold it until they join another world, and may be asked before."""
+        for member in members:
+            del self.survivors[member]
+            self.members[member] = MemberState.SPARE
+            self.void.add(member)
 
     def provision(self) -> list[m.Command]:
         """Starts the workers that are missing, as far as there is room.

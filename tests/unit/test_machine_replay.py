@@ -101,7 +101,7 @@ def test_after_going_back_only_what_is_logged_from_then_on_counts(lost: Told) ->
     assert lost.run.seeking, "everybody goes back"
     lost.tell(m.CheckpointsFound, incarnation=lost.run.incarnation, stored=(m.Stored("c6", 6),))
     assert lost.run.load == m.Stored("c6", 6)
-    assert lost.run.log_incarnation == lost.run.incarnation > 1
+    assert lost.run.log.incarnation == lost.run.incarnation > 1
 
 
 @pytest.mark.parametrize(("checkpoint", "kept"), [(6, Guarantee.EXACT), (13, Guarantee.ROUNDING)])
@@ -177,11 +177,11 @@ def test_a_log_that_failed_begins_anew_with_that_of_the_others() -> None:
     assert told.run.seeking
     commands = told.tell(m.CheckpointsFound, incarnation=told.run.incarnation, stored=(m.Stored("c6", 6),))
     (joining,) = [command for command in commands if isinstance(command, m.Reconcile)]
-    assert joining.since == told.run.log_incarnation == told.run.incarnation == 2
+    assert joining.since == told.run.log.incarnation == told.run.incarnation == 2
     told.tell(m.LogFailed, member="w0", incarnation=1, step=12, reason="told late, of the log before")
-    assert told.run.logged_since == 6
+    assert told.run.log.since == 6
     told.tell(m.LogFailed, member="w0", incarnation=2, step=6, reason="disk full")
-    assert told.run.logged_since is None
+    assert told.run.log.since is None
     assert [words.split(":")[0] for words in told.run.warnings] == [
         "w0 cannot log what it sends to other stages (disk full)",
     ]
@@ -351,10 +351,10 @@ def test_who_takes_another_stage_has_the_time_to_build_it() -> None:
 def test_a_checkpoint_of_before_everybody_went_back_says_nothing_of_the_log_since(lost: Told) -> None:
     """It was being stored when they went back, and is told late."""
     went_back(lost, 6, reason="a gap", diverged=False)
-    assert lost.run.logged_since == 6
+    assert lost.run.log.since == 6
     late = {"member": "w0", "incarnation": 1, "step": 12, "name": "c12", **ABOUT}
     assert lost.tell(m.CheckpointCommitted, **late) == []
-    assert lost.run.logged_since == 6
+    assert lost.run.log.since == 6
     assert lost.run.stored[0].name == "c6", "what is replayed begins with what everybody went on from"
 
 
@@ -364,7 +364,7 @@ def test_a_log_that_broke_off_is_not_whole_before_the_step_of_the_checkpoint_tha
     told.tell(m.LogFailed, member="w0", incarnation=1, step=13, reason="disk full")
     for step, since in ((40, None), (41, None), (42, 42)):
         told.tell(m.CheckpointCommitted, member="w0", incarnation=1, step=step, name=f"c{step}", **ABOUT)
-        assert told.run.logged_since == since
+        assert told.run.log.since == since
 
 
 def test_what_was_rounded_is_not_compared_until_the_next_checkpoint() -> None:
@@ -472,7 +472,7 @@ class Mixed(Told):
 
 def test_replication_and_logging_in_one_job() -> None:
     told = Mixed("abcdaefg")
-    assert told.run.logged == {0}, "the others are filled from replicas"
+    assert told.run.log.boundaries == {0}, "the others are filled from replicas"
     told.lose("w2")
     assert (told.run.replaying, told.run.seeking) == (frozenset(), False)
     told = Mixed("abcdaefg")
@@ -485,6 +485,6 @@ def test_stages_whose_log_was_not_needed_go_back_together_if_all_replicas_are_lo
     told.lose("w2", "w6")
     assert told.replay().stages == (1, 2, 3), "from what stage 0 sent to them"
     told = Mixed("abcdefgh")
-    assert told.run.logged == frozenset()
+    assert told.run.log.boundaries == frozenset()
     told.lose("w2", "w6")
     assert told.run.seeking, "everybody goes back to the checkpoint"

@@ -1,0 +1,108 @@
+"""Stages of a pipeline that nobody holds compute again what was committed since the newest checkpoint, from what their
+neighbours have logged (SWIFT, section 5): which ones, from where, by whom, and what is logged from then on."""
+
+from __future__ import annotations
+
+from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.run_state import RunState
+from raytrain_ft.policy.topology import (
+    between,
+    groups_by_node,
+    groups_of,
+    logged_edges,
+    replay_teams,
+    replicated,
+    stage_of,
+    to_replay,
+)
+
+
+def find(run: RunState) -> None:
+    """Survivors may hold some of the stages only: which ones are to be replayed, and from which checkpoint."""
+    stages = run.rules.stages
+    run.replaying = to_replay(groups_of(run.log.boundaries, stages), _held(run), stages)
+    if run.replaying and not run.world:  # nobody has trained yet: what they hold is what the run begins from
+        run.replaying = frozenset()
+        run.give_up(list(run.survivors))
+    else:
+        until = min(marks.step for marks in run.survivors.values())
+        run.source = run.log.source(run.stored, run.rejected, until) if run.rules.logging else None
+
+
+def why_not(run: RunState) -> str:
+    """Why the stages that nobody holds cannot be replayed, in words; empty if they can, or if there are none."""
+    held = _held(run)
+    if run.replaying and (held <= run.replaying or run.source is None):
+        missing = frozenset(range(run.rules.stages)) - held
+        return f"nobody holds {_words(missing)}, and no log reaches back to a checkpoint of it"
+    return ""
+
+
+def _held(run: RunState) -> frozenset[int]:
+    return frozenset(marks.stage for marks in run.survivors.values())
+
+
+def _words(stages: frozenset[int]) -> str:
+    names = ", ".join(str(stage) for stage in sorted(stages))
+    return f"stage {names}" if len(stages) == 1 else f"stages {names}"
+
+
+def log_from_now_on(run: RunState) -> None:
+    """What is logged in the next world. If that is more than before, or another number of replicas, the log begins anew.
+
+    Nothing between stages that are filled from replicas, unless somebody insists on it or there is no checkpoint for when all
+    replicas of a stage are lost at once.
+    """
+    rules, nodes = run.rules, run.roster.nodes
+    if not rules.logging:
+        return
+    boundaries = logged_edges(groups_by_node(run.joining, nodes, rules.stages))
+    if rules.groups:
+        boundaries &= logged_edges(rules.groups)
+    if rules.strategy == "auto" and rules.checkpoints:
+        boundaries -= between(replicated(run.joining, nodes, rules.stages))
+    goes_on = run.plan is not None and len(run.joining) == len(run.world) and boundaries <= run.log.boundaries
+    if goes_on:
+        return  # a boundary within a node is logged further: the log stays as it is
+    run.log.boundaries = boundaries
+    if run.plan is None or not run.replaying:
+        run.log.begin(run.plan.step if run.plan is not None else run.step, run.incarnation)
+
+
+def replay(run: RunState) -> m.Replay:
+    """They do so now."""
+    plan, source, recovery, rules = run.plan, run.source, run.recoveries[-1], run.rules
+    assert plan is not None
+    assert source is not None
+    helpers = _helpers(run, plan.step - source.step)
+    teams = replay_teams(run.joining, run.replaying, rules.stages, helpers, rules.joined)
+    most = max(len(team) for team in teams)
+    if most > 1:
+        run.help_left -= 1
+        # nobody stores anything of a step before its commit
+        run.log.rounded = run.log.rounded if rules.exact_sums else plan.step + 1
+    exact = source.step >= run.log.rounded
+    if not exact:
+        run.history.rounded(source.step)
+    recovery.replay(_words(run.replaying), source.step, source.name or "the beginning", most)
+    stages = tuple(sorted(run.replaying))
+    return m.Replay(run.joining, run.incarnation, teams, stages, source.name, plan.step, run.log.incarnation, exact)
+
+
+def _helpers(run: RunState, steps: int) -> int:
+    """How many survivors may help each who replays so many steps. Nobody if one alone has done that by the time that they have
+    built the stage."""
+    rules = run.rules
+    is_long = steps * run.longest_step > run.longest_build
+    return rules.replay_workers - 1 if is_long and run.help_left and len(run.joining) == rules.stages else 0
+
+
+def give_way(run: RunState, silent: list[str]) -> None:
+    """Who was silent held up REBUILD. If that was a replay, the next is one without helpers, which goes on where it stood if it
+    can. If that is too slow as well, everybody goes back: several who replay together begin at the checkpoint each time, and
+    would be as slow again."""
+    if not any(stage_of(run.joining.index(member), run.rules.stages) in run.replaying for member in silent):
+        return
+    run.help_left, run.slow_replays = 0, run.slow_replays + 1
+    if run.slow_replays > 1 and run.may_go_back():
+        run.going_back = f"the replay of {_words(run.replaying)} was too slow"
