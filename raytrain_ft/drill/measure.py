@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raytrain_ft.drill.numbers import WEAKER, Kind, Report, Spread, Strike
+from raytrain_ft.drill.numbers import Kind, Report, Spread, Strike
 from raytrain_ft.drill.played import Played, Struck
 from raytrain_ft.policy.audit import audit
 from raytrain_ft.policy.history import check
-from raytrain_ft.policy.strategy import Recovery
+from raytrain_ft.policy.strategy import Recovery, weakest
 from raytrain_ft.result import recovery_of
 from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.scenario import Scenario
@@ -134,7 +134,7 @@ def measure(scenario: Scenario, ground: str, played: Played, reference: Played) 
         detection=Spread.of([strike.detected_s for strike in strikes if strike.detected_s is not None]),
         pauses=Spread.of([pause for pause in pauses if pause is not None]),
         samples_lost=audit(records).samples_lost,
-        guarantee=max(["lossy" if _lost_samples(records) else "exact", *kept], key=WEAKER.index),
+        guarantee=str(weakest("lossy" if _lost_samples(records) else "exact", *kept)),
         bit_equal=bit_equal(played, reference),
         violations=tuple(violations(records, played, reference)),
         failure=f"{type(played.error).__name__}: {played.error}" if played.error is not None else "",

@@ -6,9 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-WEAKER = ("exact", "rounding", "lossy")
-"""Guarantees, the strongest first."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:

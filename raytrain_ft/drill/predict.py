@@ -17,9 +17,10 @@ from typing import Any
 from numpy.random import Generator
 
 from raytrain_ft.drill.faults import ranks, share_before
-from raytrain_ft.drill.numbers import WEAKER, Kind, Report, Spread
+from raytrain_ft.drill.numbers import Kind, Report, Spread
 from raytrain_ft.drill.verdict import verdict
 from raytrain_ft.errors import ConfigError
+from raytrain_ft.policy.strategy import weakest
 from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.scenario import Event, Scenario
 from raytrain_ft.scenario.events import WHOLE_NODES
@@ -304,7 +305,7 @@ def rehearse(scenario: Scenario, known: Job | None = None) -> Report:
     counts: Counter[str] = Counter()
     for outcome in found.outcomes:
         counts.update(outcome.strategies)
-    weakest = max((outcome.guarantee for outcome in found.outcomes), key=WEAKER.index)
+    kept = str(weakest(*(outcome.guarantee for outcome in found.outcomes)))
     report = Report(
         scenario=scenario.name,
         ground="simulator" if runs == 1 else f"simulator ({runs} seeds, means)",
@@ -316,13 +317,13 @@ def rehearse(scenario: Scenario, known: Job | None = None) -> Report:
         strikes=(),
         missed=(),
         recoveries=tuple(
-            Kind(cause="all", strategy=name, guarantee=weakest, count=round(count / runs), pause=found.pauses)
+            Kind(cause="all", strategy=name, guarantee=kept, count=round(count / runs), pause=found.pauses)
             for name, count in counts.items()
         ),
         detection=Spread.of([job.costs.detect_s]),
         pauses=found.pauses,
         samples_lost=round(found.mean("samples_lost")),
-        guarantee=weakest,
+        guarantee=kept,
         bit_equal=None,
         violations=(),
         failure=found.failure,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from raytrain_ft.drill.numbers import WEAKER, Check, Report
+from raytrain_ft.drill.numbers import Check, Report
+from raytrain_ft.policy.strategy import weakest
 from raytrain_ft.scenario import Scenario
 
 
@@ -46,7 +47,7 @@ def verdict(report: Report, scenario: Scenario) -> tuple[Check, ...]:
         if limit is not None:
             checks.append(_most(name, limit, spread.p95, "{:.3g} s"))
     if wanted.guarantee is not None:
-        kept = WEAKER.index(report.guarantee) <= WEAKER.index(wanted.guarantee)
+        kept = weakest(report.guarantee, wanted.guarantee) == wanted.guarantee
         checks.append(Check(name="guarantee", wanted=f"{wanted.guarantee} or stronger", found=report.guarantee, kept=kept))
     return tuple(checks)
 

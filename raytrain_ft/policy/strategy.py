@@ -40,9 +40,9 @@ class Guarantee(StrEnum):
     """Samples were lost, or parameters updated twice: the record says how many."""
 
 
-def weakest(*guarantees: Guarantee) -> Guarantee:
-    """Of several, what they keep together."""
-    return max(guarantees, key=list(Guarantee).index, default=Guarantee.EXACT)
+def weakest(*guarantees: str) -> Guarantee:
+    """Of several, what they keep together; exact if there are none."""
+    return max(map(Guarantee, guarantees), key=list(Guarantee).index, default=Guarantee.EXACT)
 
 
 GOING_ON = (Strategy.LOSSY, Strategy.ROLLBACK, Strategy.SKIP)

@@ -16,7 +16,7 @@ from raytrain_ft.policy.machine import handle
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, State
-from raytrain_ft.policy.strategy import Guarantee
+from raytrain_ft.policy.strategy import weakest
 from raytrain_ft.simulate.crew import Crew
 from raytrain_ft.simulate.failures import Failure, Failures
 from raytrain_ft.simulate.ledger import Ledger
@@ -129,14 +129,13 @@ class Simulation:
         self.crew.interrupt(self.now)  # of a run that is given up, what was computed since the last failure counts
         reason = "" if self.state.state == State.FINISHED else ": ".join(self.state.failure or (GAVE_UP,))
         recoveries = [recovery for recovery in self.state.recoveries if recovery.lost]
-        kept = {recovery.guarantee for recovery in self.state.recoveries}
         return self.ledger.outcome(
             self.seed,
             self.now,
             self.crew.step,
             reason,
             recoveries=len(recoveries),
-            guarantee=str(max(kept, key=list(Guarantee).index, default=Guarantee.EXACT)),
+            guarantee=str(weakest(*(recovery.guarantee for recovery in self.state.recoveries))),
             strategies={kind: sum(r.strategy == kind for r in recoveries) for kind in {str(r.strategy) for r in recoveries}},
         )
 

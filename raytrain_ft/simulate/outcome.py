@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
+from raytrain_ft.policy.strategy import weakest
+
 T_95 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
 """Student's t for 95 % (two-sided), by degrees of freedom; beyond the table 1.96 is near enough."""
 HOPELESS = 20
@@ -98,7 +100,6 @@ def summarize(outcomes: Sequence[Outcome]) -> Summary:
     """Means over runs of one strategy; of at least one run."""
     done = [outcome for outcome in outcomes if outcome.finished]
     pauses = [pause for outcome in done for pause in outcome.pauses]
-    order = ("exact", "rounding", "lossy")
 
     def mean(name: str) -> float:
         return fmean(getattr(outcome, name) for outcome in done) if done else math.nan
@@ -123,6 +124,6 @@ def summarize(outcomes: Sequence[Outcome]) -> Summary:
         recoveries=mean("recoveries"),
         pause_s=fmean(pauses) if pauses else 0.0,
         longest_pause_s=max(pauses, default=0.0),
-        guarantee=max((outcome.guarantee for outcome in outcomes), key=order.index),
+        guarantee=str(weakest(*(outcome.guarantee for outcome in outcomes))),
         reason=next((outcome.reason for outcome in outcomes if not outcome.finished), ""),
     )
