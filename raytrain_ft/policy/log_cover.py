@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raytrain_ft.policy import messages as m
 
@@ -19,6 +19,8 @@ class LogCover:
         incarnation: records of earlier ones are of another world, and count no more.
         rounded: since a checkpoint of an earlier step than this, a stage was replayed with sums in another order: from there, a
             replay may compute other bits than were logged.
+        torn: stages of which a worker was lost and filled from a replica, and the step from which on all is there again that
+            they sent: what the lost one had not written yet nobody logs again.
     """
 
     boundaries: frozenset[int] = frozenset()
@@ -26,11 +28,23 @@ class LogCover:
     revived: int | None = None
     incarnation: int = 0
     rounded: int = 0
+    torn: dict[int, int] = field(default_factory=dict)
 
     def begin(self, step: int, incarnation: int) -> None:
         """It begins anew, with this step of this incarnation."""
         self.since, self.revived = step, None
-        self.incarnation, self.rounded = incarnation, 0
+        self.incarnation, self.rounded, self.torn = incarnation, 0, {}
+
+    def goes_on(self, step: int, filled: Collection[int], replayed: Collection[int]) -> None:
+        """It goes on with this step. Of the stages `filled` a worker was lost that others can stand in for; those `replayed`
+        log all of it again."""
+        self.torn |= dict.fromkeys(filled, step)
+        for stage in replayed:
+            self.torn.pop(stage, None)
+
+    def torn_since(self, step: int) -> frozenset[int]:
+        """Stages of which something that they sent in this step or later may be missing."""
+        return frozenset(stage for stage, whole in self.torn.items() if whole > step)
 
     def broke_off(self) -> None:
         """Some of it is missing."""

@@ -14,6 +14,7 @@ from raytrain_ft.policy.topology import (
     replicated,
     stage_of,
     to_replay,
+    waits,
 )
 
 
@@ -27,6 +28,15 @@ def find(run: RunState) -> None:
     else:
         until = min(marks.step for marks in run.survivors.values())
         run.source = run.log.source(run.stored, run.rejected, until) if run.rules.logging else None
+        _join_torn_ones(run)
+
+
+def _join_torn_ones(run: RunState) -> None:
+    """Who is replayed cannot read what is missing of what a neighbour sent: that one is replayed with it, though it is held."""
+    torn, stages = run.log.torn_since(run.source.step) if run.source is not None else frozenset(), run.rules.stages
+    while more := {s for s in torn - run.replaying if waits(s, run.replaying | {s}, stages, run.rules.joined)}:
+        held = frozenset(range(stages)) - run.replaying - more
+        run.replaying = to_replay(groups_of(run.log.boundaries, stages), held, stages)
 
 
 def why_not(run: RunState) -> str:
@@ -62,10 +72,12 @@ def log_from_now_on(run: RunState) -> None:
     if rules.strategy == "auto" and rules.checkpoints:
         boundaries -= between(replicated(run.joining, nodes, rules.stages))
     goes_on = run.plan is not None and len(run.joining) == len(run.world) and boundaries <= run.log.boundaries
-    if goes_on:
-        return  # a boundary within a node is logged further: the log stays as it is
-    run.log.boundaries = boundaries
-    if run.plan is None or not run.replaying:
+    if not goes_on:  # else a boundary within a node is logged further: the log stays as it is
+        run.log.boundaries = boundaries
+    if run.plan is not None and (goes_on or run.replaying):
+        gone = {stage_of(run.world.index(member), rules.stages) for member in run.casualties()}
+        run.log.goes_on(run.plan.step, gone - run.replaying, run.replaying)
+    else:
         run.log.begin(run.plan.step if run.plan is not None else run.step, run.incarnation)
 
 

@@ -87,7 +87,7 @@ class Trainee:
         """Makes all that was logged readable, and tells how much it is."""
         if self.log is None:
             return
-        self.log.flush(FLUSH_S)
+        self.log.flush(min(FLUSH_S, self._spec.rules.fence_timeout / 2))  # who is silent for longer is given up
         if self.log.stats.records:
             stats = {name: value for name, value in asdict(self.log.stats).items() if name != "failed"}
             self._note("LogWritten", {"incarnation": incarnation, "step": self.replica.state.step, **stats})
@@ -129,7 +129,6 @@ class Trainee:
             fence.check()
             links = self._connections.live()
             assert state.filled, "told to run before it was filled"
-            replica.stop_agreed = False
             state.tail.stop_requested = False
             state.tail.sleep.asleep = frozenset()  # after a recovery all take part in a step, and then sleep again
             self._first_step = True
@@ -141,10 +140,11 @@ class Trainee:
                 commit = replica.train_step(links)
                 self._heartbeat.committed(commit)
                 self._first_step = False
-                if replica.reads_changed:
+                if commit.reads_change:
                     self._share_out(links)
-                replica.checkpoint(fence.check)
-                if replica.stop_agreed:
+                if commit.checkpoint:
+                    replica.checkpoint(fence.check)
+                if commit.stop:
                     self._heartbeat.ended("stopped", str(state.step))
                     return
             replica.finish(fence.check)
@@ -188,7 +188,7 @@ class Trainee:
         if self.replica.checkpointer is not None:
             self.replica.checkpointer.fenced()
         self.replica.loader.stop(timedelta(seconds=0))
-        self.replica.reducer.abandon()
+        self.replica.abandon()
         if self._connections is not None:
             self._connections.leave()
         process_group.abandon(self._group)

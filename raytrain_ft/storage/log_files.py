@@ -122,7 +122,11 @@ class LogFiles:
                 return file
 
     def end(self) -> None:
-        """Closes the files that are open; the next record begins a new one."""
+        """Closes the files that are open; the next record begins a new one.
+
+        Raises:
+            OSError: some of what was written is not there: NFS says so only now. The caller must `delete` the log.
+        """
         for receiver in list(self._current):
             self._end(receiver)
 
@@ -139,14 +143,14 @@ class LogFiles:
     def delete(self) -> None:
         """Deletes all files. One that cannot be deleted is tried again by `trim`."""
         for receiver in list(self._current):
-            self._close(receiver)
+            with suppress(OSError):
+                self._close(receiver)
         self._remove(self._all)
 
     def _close(self, receiver: int) -> None:
         file = self._current.pop(receiver)
         file.encoder = None
-        with suppress(OSError):
-            os.close(file.descriptor)
+        os.close(file.descriptor)
 
     def trim(self, step: int, incarnation: int = 0) -> None:
         """Deletes the files that hold nothing of `step` or later, and those of earlier incarnations. One that cannot be deleted

@@ -116,6 +116,7 @@ class TensorLog:
         self._stalled_s = 0.0
         self._failed = ""
         self._told = 0  # failures
+        self._latest = (0, 0)  # incarnation and step of the record that was handed over last
         self._began = 0
         self._closed = False
         lock = threading.Lock()
@@ -146,9 +147,10 @@ class TensorLog:
                 return
             reason = self._wait_for_room(size, check)
             if not self._closed and (not self._failed or self._trims):  # else that happened while this waited
+                self._latest = (incarnation, key.step)
                 self._put(record)
         if reason:
-            self._say(reason, record)
+            self._say(reason, incarnation, key.step)
         self._help()
 
     @contextmanager
@@ -290,7 +292,8 @@ class TensorLog:
     def _run(self) -> None:
         while self._next():
             self._carry_out(self._queue.popleft())  # in no variable of this frame: its memory is free when it is done
-        self._files.end()
+        with suppress(OSError):  # nobody is left to be told
+            self._files.end()
 
     def _next(self) -> bool:
         with self._work:
@@ -345,12 +348,12 @@ class TensorLog:
             reason = "" if self._failed else reason
             self._failed = self._failed or reason
             self._room.notify_all()
-        if reason and isinstance(item, Record):
-            self._say(reason, item)
+        if reason:
+            self._say(reason, *((item.incarnation, item.key.step) if isinstance(item, Record) else self._latest))
 
-    def _say(self, reason: str, record: Record) -> None:
+    def _say(self, reason: str, incarnation: int, step: int) -> None:
         self._told += 1
-        where = {"member": self._member, "incarnation": record.incarnation, "step": record.key.step}
+        where = {"member": self._member, "incarnation": incarnation, "step": step}
         about = {**where, "reason": reason, "number": self._told}
         with suppress(Exception):  # the listener's trouble is not the log's
             self._tell("LogFailed", about)

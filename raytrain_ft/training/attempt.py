@@ -38,6 +38,8 @@ class Commit:
     Attributes:
         lost: positions of its batch whose gradients are missing in some or all of its update, and `why`.
         returned: they will be read again at the end of their epoch.
+        stop, checkpoint: all ranks agreed to stop at this boundary, or that a checkpoint is due there.
+        reads_change: what is read next is not what followed before: other replicas sleep, or lost samples are to come again.
     """
 
     attempt: Attempt
@@ -46,6 +48,9 @@ class Commit:
     lost: tuple[Range, ...] = ()
     why: str = ""
     returned: bool = False
+    stop: bool = False
+    checkpoint: bool = False
+    reads_change: bool = False
 
 
 def keeps_gradients(optimizer: torch.optim.Optimizer) -> bool:

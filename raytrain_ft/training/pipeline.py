@@ -180,6 +180,11 @@ class Stage:
         self._probe = probe
         self._saved: dict[int, _Saved] = {}
 
+    def forget(self) -> None:
+        """Lets go of what the backward passes of an interrupted step would have needed: whole graphs, beside which a helper
+        may have to hold a second stage."""
+        self._saved = {}
+
     def run(self, step: int, links: Links) -> None:
         """One step, up to the gradients of this stage's parameters.
 

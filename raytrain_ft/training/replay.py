@@ -25,13 +25,12 @@ def replay(replica: Replica, links: Links, until: int, micro_batches: int) -> No
     state = replica.state
     if replica.attempt is not None:
         mending.discard(replica)
-    replica.reducer.abandon()
+    replica.abandon()
     replica.loader.start(state.position, links.replica, links.replicas, micro_batches)
     with _no_checkpoints(replica):
         while state.step < until:
             replica.at("replay")
             replica.train_step(links)
-    replica.stop_agreed = replica.checkpoint_agreed = False
 
 
 @contextmanager

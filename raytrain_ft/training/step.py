@@ -46,9 +46,6 @@ class Replica:
     Attributes:
         stage: the stage of a pipeline that this is a copy of; 0 without one.
         attempt: the step under way, or None between steps.
-        stop_agreed: all ranks agreed, in the last step, to stop at this boundary.
-        reads_changed: what is read next is not what followed before: other replicas sleep, or lost samples are to come again.
-        checkpoint_agreed: all ranks agreed, in the last step, that a checkpoint is due at this boundary.
         checkpointer: None writes none.
         lost: the latest step that went on without some samples, and their positions.
         left_out: the step that a recovery left out, unless another one was begun since.
@@ -74,9 +71,6 @@ class Replica:
         self.loader = loader
         self.settings = settings
         self.attempt: Attempt | None = None
-        self.stop_agreed = False
-        self.reads_changed = False
-        self.checkpoint_agreed = False
         self.checkpointer = checkpointer
         self._keep_epochs = keep_epochs
         self._probe = probe
@@ -124,7 +118,6 @@ class Replica:
             FencedError: the incarnation ended; PeerLostError: a collective failed. The marks say how far the step came.
         """
         began = time.monotonic()
-        self.stop_agreed = False
         self.at("data")
         links.fence.check()  # nobody begins a step alone: done together, it loses nothing and takes hardly longer
         self.begin(self.loader.next(links.fence.check), links, began)
@@ -149,15 +142,20 @@ class Replica:
         self.at("commit")
         return self.commit()
 
+    def abandon(self) -> None:
+        """Takes stock after a fence, and lets go of what only the rest of the step would have needed."""
+        self.reducer.abandon()
+        if self._pipeline is not None:
+            self._pipeline.forget()
+
     def checkpoint(self, check: Callable[[], None]) -> None:
-        """Begins a checkpoint of the state between two steps, if that was agreed upon.
+        """Begins a checkpoint of the state between two steps.
 
         Args:
             check: called in every wait; may raise to leave it.
         """
-        if self.checkpointer is not None and self.checkpoint_agreed:
+        if self.checkpointer is not None:
             self.at("checkpoint")
-            self.checkpoint_agreed = False
             self.checkpointer.take(self.state.step, check, kept=self._keep_epochs and self.state.position.consumed == 0)
 
     def finish(self, check: Callable[[], None]) -> None:
@@ -326,14 +324,22 @@ class Replica:
         state.tail.settled()
         self.attempt = None
         tail = state.buckets[-1].tail
-        self.stop_agreed, self.checkpoint_agreed = state.tail.stop_agreed(tail), state.tail.checkpoint_agreed(tail)
         if self.undo is not None:
             self.undo.forget()  # a committed step is never undone; its records would keep old buffers alive
         lost, why = self._lost(attempt)
         returned = bool(lost) and self.returns_lost()
         state.position = self.loader.position_after(attempt.batch, lost) if returned else attempt.after
-        self.reads_changed = state.tail.sleep.settle(self._said) or returned
-        commit = Commit(attempt, state.loss, time.monotonic() - attempt.began, lost, why, returned)
+        commit = Commit(
+            attempt,
+            state.loss,
+            time.monotonic() - attempt.began,
+            lost,
+            why,
+            returned,
+            stop=state.tail.stop_agreed(tail),
+            checkpoint=state.tail.checkpoint_agreed(tail),
+            reads_change=state.tail.sleep.settle(self._said) or returned,
+        )
         if self.checkpointer is not None:
             now = time.monotonic()
             self.checkpointer.stepped(state.step, now - (self._last_commit or attempt.began))

@@ -63,14 +63,14 @@ def test_a_step_that_is_done_again_has_all_of_its_samples_again(alone: tuple[Rep
 def test_what_a_step_lost_is_read_again_at_the_end_of_the_epoch(alone: tuple[Replica, Links]) -> None:
     replica, links = alone
     first = replica.train_step(links)
-    assert (first.returned, replica.reads_changed) == (False, False)
+    assert (first.returned, first.reads_change) == (False, False)
     replica.begin(replica.loader.next(), links, 0.0)
     replica.forward_backward()
     replica.reducer.finish()
     replica.lost = (1, ((10, 13),))  # what a recovery says
     replica.update()
     commit = replica.commit()
-    assert (commit.lost, commit.returned, replica.reads_changed) == (((10, 13),), True, True)
+    assert (commit.lost, commit.returned, commit.reads_change) == (((10, 13),), True, True)
     assert replica.state.position == Position(0, 16, ((10, 13),))
     replica.loader.start(replica.state.position, 0, 1)
     drawn = [replica.train_step(links).attempt for _ in range(3)]

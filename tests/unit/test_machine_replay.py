@@ -462,11 +462,11 @@ class Mixed(Told):
         self.commit(0, 13)
         self.tell(m.CheckpointCommitted, member="w0", incarnation=1, step=6, name="c6", **ABOUT)
 
-    def lose(self, *members: str) -> None:
+    def lose(self, *members: str, step: int = 13) -> None:
         for member in members:
             self.tell(m.WorkerLost, member=member, cause="killed")
         for member in [member for member, state in self.run.members.items() if state == MemberState.ACTIVE]:
-            marks = Marks(member, 13, (13,), (None,), int(member[1:]) % 4)
+            marks = Marks(member, step, (step,), (None,), self.run.world.index(member) % 4)
             self.tell(m.Fenced, member=member, incarnation=self.run.incarnation, marks=marks)
 
 
@@ -478,6 +478,24 @@ def test_replication_and_logging_in_one_job() -> None:
     told = Mixed("abcdaefg")
     told.lose("w0", "w4")
     assert told.replay().stages == (0,)
+
+
+@pytest.mark.parametrize(("checkpoint", "replayed"), [(False, {0, 1}), (True, {0})])
+def test_what_a_sender_lost_that_was_filled_from_a_replica_is_not_read(checkpoint: bool, replayed: set[int]) -> None:
+    """What it had not written yet is missing for good, until a checkpoint comes after it: its stage is replayed with the next
+    one, which would wait for it."""
+    told = Mixed("abcdabcd")
+    told.lose("w1")
+    told.answer(m.Reconciled, told.run.joining, digests=("d",))
+    told.answer(m.Filled, told.run.joining, digests=("d",))
+    told.commit(13, 20)
+    assert (told.run.state, told.run.log.torn) == (State.RUNNING, {1: 13})
+    if checkpoint:
+        about = {"incarnation": told.run.incarnation, "step": 14, "name": "c14", **ABOUT}
+        told.tell(m.CheckpointCommitted, member="w0", **about)
+    told.lose("w0", "w4", step=20)
+    assert told.run.replaying == replayed
+    assert not told.run.seeking
 
 
 def test_stages_whose_log_was_not_needed_go_back_together_if_all_replicas_are_lost_at_once() -> None:

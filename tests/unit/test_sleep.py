@@ -132,7 +132,7 @@ class Pair:
         replica, found = self.replicas[rank], []
         for _ in range(count):
             found.append(replica.train_step(self.links[rank]))
-            if replica.reads_changed:
+            if found[-1].reads_change:
                 replica.loader.start(replica.state.position, rank, 2, weights=replica.state.tail.sleep.weights(2))
         return found
 

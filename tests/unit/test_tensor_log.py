@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import threading
 import time
 import weakref
@@ -227,6 +229,29 @@ def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
     fill(log, range(3))
     assert not log.flush(10)
     assert len(told) == 1
+    log.close()
+
+
+def test_a_file_that_cannot_be_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS tells only then that there was no room for what was written."""
+    told = Told()
+    log = TensorLog(tmp_path, "w0", tell=told)
+    fill(log, range(3))
+    close, refused = os.close, [OSError(errno.ENOSPC, "No space left on device")]
+
+    def refusing(descriptor: int) -> None:
+        of_log = Path(f"/proc/self/fd/{descriptor}").readlink().parent == tmp_path
+        close(descriptor)
+        if of_log and refused:
+            raise refused.pop()
+
+    monkeypatch.setattr(os, "close", refusing)
+    assert not log.flush(10)
+    assert [(about["incarnation"], about["step"]) for _, about in told] == [(1, 2)]
+    assert "No space left" in told[0][1]["reason"]
+    log.trim(3)
+    fill(log, range(3, 5))
+    assert log.flush(10)
     log.close()
 
 
