@@ -33,7 +33,7 @@ from benchmarks.recovery import CommitJournal, breakdown, p95_of, wait_for
 from raytrain_ft.chaos.cluster import LocalCluster
 from raytrain_ft.policy.audit import audit
 from raytrain_ft.runtime.event_log import read_records
-from raytrain_ft.runtime.spec import NAMESPACE
+from raytrain_ft.runtime.spec import NAMESPACE, supervisor_name
 
 WORKERS = 4
 BATCH = 12  # of a replica; divides among two, three and four
@@ -232,7 +232,7 @@ def dormancies(run: Run) -> list[dict[str, Any]]:
 def ask(run: Run, journals: str, asleep: bool, at_once: bool) -> float:
     """Asks that the last rank sleep or wake; returns the seconds until the step boundary from which on it does."""
     before = len(dormancies(run))
-    supervisor: Any = ray.get_actor(f"supervisor:{run.name}", namespace=NAMESPACE)
+    supervisor: Any = ray.get_actor(supervisor_name(run.name), namespace=NAMESPACE)
     asked = time.monotonic()
     ray.get(supervisor.sleep.remote(WORKERS - 1, asleep, at_once), timeout=30)
     wait_for(lambda: len(dormancies(run)) > before, 60)

@@ -26,7 +26,7 @@ import raytrain_ft as ft
 from benchmarks.models import Work
 from benchmarks.turns import BlockClock, Turns
 from raytrain_ft.result import Result
-from raytrain_ft.runtime.spec import NAMESPACE
+from raytrain_ft.runtime.spec import NAMESPACE, supervisor_name
 
 PATIENT = ft.RecoveryConfig(num_spares=0, hang_timeout=timedelta(hours=1))  # who waits for its turn does not hang
 FINISHED = "it finished"
@@ -154,7 +154,7 @@ class Run:
     def status(self) -> dict[str, Any] | None:
         """The supervisor's account of the run; None if there is no supervisor, or it does not answer."""
         try:
-            supervisor: Any = ray.get_actor(f"supervisor:{self.name}", namespace=NAMESPACE)
+            supervisor: Any = ray.get_actor(supervisor_name(self.name), namespace=NAMESPACE)
             return ray.get(supervisor.status.remote(), timeout=5)
         except (RayError, ValueError):
             return None
@@ -175,7 +175,7 @@ class Run:
         if self._ended.is_set():
             return
         with suppress(RayError, ValueError):
-            supervisor: Any = ray.get_actor(f"supervisor:{self.name}", namespace=NAMESPACE)
+            supervisor: Any = ray.get_actor(supervisor_name(self.name), namespace=NAMESPACE)
             ray.get(supervisor.abort.remote("the benchmark is over"), timeout=30)
         self._ended.wait(30)
 

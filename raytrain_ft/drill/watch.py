@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayError
 
 from raytrain_ft.policy.states import ENDED
-from raytrain_ft.runtime.spec import NAMESPACE
+from raytrain_ft.runtime.spec import NAMESPACE, supervisor_name
 
 ABORT_S = 60.0
 
@@ -38,7 +38,7 @@ class Watch:
         deadline = time.monotonic() + seconds
         try:
             if self._asked is None:
-                self._supervisor = self._supervisor or ray.get_actor(f"supervisor:{self._name}", namespace=NAMESPACE)
+                self._supervisor = self._supervisor or ray.get_actor(supervisor_name(self._name), namespace=NAMESPACE)
                 self._asked = (self._supervisor.status.remote(), self._clock())
             call, asked = self._asked
             if not ray.wait([call], timeout=seconds)[0]:
@@ -65,7 +65,7 @@ class Watch:
     def abort(self, reason: str) -> None:
         """Ends the run, and waits for that."""
         try:
-            supervisor = ray.get_actor(f"supervisor:{self._name}", namespace=NAMESPACE)
+            supervisor = ray.get_actor(supervisor_name(self._name), namespace=NAMESPACE)
             ray.get(supervisor.abort.remote(reason), timeout=ABORT_S)
         except (RayError, ValueError, TimeoutError):
             return  # it is gone; `fit` sees to the rest

@@ -250,11 +250,6 @@ def _advance(run: RunState, step: int) -> None:
         run.fruitless = 0
 
 
-def _on_samples_lost(run: RunState, event: m.SamplesLost) -> list[m.Command]:
-    del run, event  # for the record
-    return []
-
-
 def _on_checkpoint_committed(run: RunState, event: m.CheckpointCommitted) -> list[m.Command]:
     if event.incarnation < run.counts_from:
         return []  # everybody has gone back to before it: it is of another training than what is logged since
@@ -266,7 +261,7 @@ def _on_checkpoint_committed(run: RunState, event: m.CheckpointCommitted) -> lis
 
 
 def _on_noted(
-    run: RunState, event: m.CheckpointFailed | m.IntervalChosen | m.LogWritten | m.NoticesUnavailable
+    run: RunState, event: m.CheckpointFailed | m.IntervalChosen | m.LogWritten | m.NoticesUnavailable | m.SamplesLost
 ) -> list[m.Command]:
     del run, event  # for the record
     return []
@@ -426,7 +421,7 @@ _HANDLERS: dict[type[m.Event], Callable[[RunState, Any], list[m.Command]]] = {
     m.Reconciled: phases.on_reconciled,
     m.Filled: phases.on_filled,
     m.StepsCommitted: _on_steps_committed,
-    m.SamplesLost: _on_samples_lost,
+    m.SamplesLost: _on_noted,
     m.CheckpointCommitted: _on_checkpoint_committed,
     m.CheckpointFailed: _on_noted,
     m.CheckpointRejected: phases.on_rejected,

@@ -89,11 +89,8 @@ def sweep_failures(
     mtbfs_s: Sequence[float],
     seeds: int = SEEDS,
     progress: Progress | None = None,
-    *,
-    at_best_interval: bool = False,
 ) -> Sweep:
-    """Each strategy at each mean time between failures of the whole cluster; with `at_best_interval`, saving as often as is
-    best there.
+    """Each strategy at each mean time between failures of the whole cluster.
 
     Raises:
         ConfigError: two strategies have one name.
@@ -103,10 +100,7 @@ def sweep_failures(
     for strategy in strategies:
         summaries = []
         for mtbf_s in mtbfs_s:
-            source = failures.with_mean(job, mtbf_s)
-            saves = at_best_interval and strategy.interval(job) is not None
-            summary = best_interval(job, strategy, source, seeds)[1] if saves else run_seeds(job, strategy, source, seeds)
-            summaries.append(summary)
+            summaries.append(run_seeds(job, strategy, failures.with_mean(job, mtbf_s), seeds))
             if progress is not None:
                 progress()
         found[strategy.name] = tuple(summaries)

@@ -78,10 +78,6 @@ class MicroBatch:
     batch: GlobalBatch  # what all ranks together read in this step
     after: Position  # the state of the data once this step is committed
 
-    @property
-    def epoch(self) -> int:
-        return self.batch.epoch
-
 
 class Loader:
     """Prepares `prefetch` steps ahead, on one thread. Used by one consumer thread.

@@ -20,7 +20,7 @@ from torch import Tensor
 from raytrain_ft.errors import LogGapError, NonFiniteLossError
 from raytrain_ft.policy.sampling import Range
 from raytrain_ft.training.attempt import Attempt, Commit, keeps_gradients
-from raytrain_ft.training.buckets import Bucket, Probe, Reducer, only
+from raytrain_ft.training.buckets import Bucket, Reducer, only
 from raytrain_ft.training.checkpointer import Checkpointer
 from raytrain_ft.training.data import Loader, MicroBatch
 from raytrain_ft.training.links import Links
@@ -408,6 +408,3 @@ class Replica:
 
 def _do_nothing(bucket: Bucket) -> None:
     del bucket
-
-
-__all__ = ["Attempt", "Commit", "Probe", "Replica", "StepSettings"]

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.process_group import FencedGroup
 from raytrain_ft.training.solo import Solo
 
@@ -41,10 +40,6 @@ class Team:
         self.leads = group.rank() == 0
         self.sums: FencedGroup | Solo = Solo(group.fence) if exact else group
         self._collected: dict[int, list[Tensor | None]] = {}
-
-    @property
-    def fence(self) -> Fence:
-        return self._group.fence
 
     def collect(self, number: int, params: Sequence[Parameter]) -> None:
         """Puts the gradient of a pass aside, so that the next one begins from nothing.

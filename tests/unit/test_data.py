@@ -85,8 +85,8 @@ def test_loader_equals_direct_computation_from_any_start(data: st.DataObject) ->
         assert len(pieces) == count
         assert [i for piece in pieces for i in piece.ids.tolist()] == expected
         for piece in pieces:
-            assert (piece.batch, piece.epoch, piece.after) == (batch, batch.epoch, position)
-            assert sample_ids(sampling, piece.epoch, piece.positions).tolist() == piece.ids.tolist()
+            assert (piece.batch, piece.after) == (batch, position)
+            assert sample_ids(sampling, piece.batch.epoch, piece.positions).tolist() == piece.ids.tolist()
             if len(piece.ids) == 0:
                 assert piece.data is None
             else:
@@ -180,7 +180,7 @@ def test_two_threads_are_never_inside_the_dataset() -> None:
     for start in range(10):
         loader.start(Position(start, 0), 0, 2)
         time.sleep(0.003)
-    assert loader.next()[0].epoch == 9
+    assert loader.next()[0].batch.epoch == 9
     loader.stop()
     assert worst == [1]
 
@@ -304,7 +304,7 @@ def test_an_exception_surfaces_after_the_batches_before_it(error: BaseException)
         assert "visit_that_raises" in "".join(traceback.format_exception(caught.value)), "the user's own frames"
         assert error.__notes__ == ["(raised while loading sample ids [8, 9, 10, 11], positions [8, 12) of epoch 0)"]
     loader.start(Position(1, 0), 0, 1)
-    assert loader.next()[0].epoch == 1
+    assert loader.next()[0].batch.epoch == 1
     loader.stop()
 
 

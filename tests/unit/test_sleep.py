@@ -19,12 +19,13 @@ from raytrain_ft.errors import FencedError
 from raytrain_ft.policy.sampling import Position, Sampling
 from raytrain_ft.training import mending
 from raytrain_ft.training import step as steps
+from raytrain_ft.training.attempt import Commit
 from raytrain_ft.training.build import build_replica
 from raytrain_ft.training.fence import Fence, PeerLostError
 from raytrain_ft.training.links import Links
 from raytrain_ft.training.settings import StepSettings
 from raytrain_ft.training.solo import Solo
-from raytrain_ft.training.step import Commit, Replica
+from raytrain_ft.training.step import Replica
 
 SAMPLING = Sampling(32, 4, seed=0, shuffle=False)
 
