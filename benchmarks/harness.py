@@ -196,7 +196,8 @@ class Report:
             self._estimates[key] = Estimate(float(value), float(low), float(high), n if n is not None else 1, why)
         else:
             self._estimates[key] = estimate(value, statistic)
-        self._tell(f"{key} = {self._estimates[key]}")
+        found = self._estimates[key]
+        self._tell(f"{key} = {found}" + (f": {found.why}" if found.why else ""))
 
     def absent(self, key: str, why: str) -> None:
         """Record that a metric could not be measured here (a peer or a device is missing)."""
