@@ -137,6 +137,7 @@ class TrainingState:
         self._check(bucket, described, own)
         states: list[dict[str, Any]] = [{} for _ in bucket.params]
         for name, dtype, shape, skeleton in described:
+            value: Any
             if dtype is None:
                 value = unflatten(skeleton, {}.__getitem__)  # there are no tensors in it
             else:
