@@ -30,6 +30,12 @@ HICCUP = 10
 """Of these, one counts for no more than so many median ones. The budget is about the mean, and a median would charge steps that
 regularly take a few times as long to the checkpoints beside which they happen to be. But a pause of a minute says nothing of
 steps of a tenth of a second."""
+WINDOW_S = 60.0
+"""Once a few steps are measured, a first checkpoint is put off no longer than this to measure more: who is always stopped
+before it would never get further."""
+MOST_WINDOWS = 2
+"""After so many windows without a checkpoint one is due, whatever was measured: where losses come more often than every window,
+it is never full."""
 DOUBLINGS = 4
 """Until a checkpoint is durable, each that fails doubles the steps before the next: no more often than this, or up to the k of
 an earlier launch."""
@@ -163,7 +169,9 @@ class Tuner:
         k = self.fixed or self.k
         if k and step - self.last >= k:
             return True
-        return not (self._stands or busy) and self._missing <= 0
+        if self._stands or busy:
+            return False
+        return self._missing <= 0 or (not self._tried and step >= self._latest_first)
 
     def earliest(self, step: int, *, warm_up: int = 0) -> int:
         """The first step after this one at which a checkpoint may be due, by what is known now. While the first one is on its
@@ -173,7 +181,10 @@ class Tuner:
         then = max(step + 1, self.last + k)
         if self._stands:
             return then
-        first = step + 1 + (step - self.last) // 4 if self._tried else step + max(1, self._missing) + warm_up
+        if self._tried:
+            first = step + 1 + (step - self.last) // 4
+        else:
+            first = min(step + max(1, self._missing) + warm_up, max(step + 1, self._latest_first))
         return min(first, then) if k else first
 
     @property
@@ -184,8 +195,28 @@ class Tuner:
     @property
     def _missing(self) -> int:
         """How many more steps are measured before a first checkpoint is taken, or tried again after some have failed."""
+        measured = self._stretch.steps - self._stretch.busy
+        if not self._tried:
+            return self._enough - measured
         doublings = min(self._tried, LIMIT if self.k else DOUBLINGS)
-        return (self.window << doublings) - (self._stretch.steps - self._stretch.busy)
+        return (self.window << doublings) - measured
+
+    @property
+    def _enough(self) -> int:
+        """Steps to measure before a first checkpoint: the window, or what of it fits into `WINDOW_S`, once that can be told."""
+        free = _without_hiccups(self._stretch.free)
+        count, seconds = len(free), sum(free)
+        if count < FEWEST_FREE:
+            return min(self.window, FEWEST_FREE)
+        if seconds * self.window <= WINDOW_S * count:
+            return self.window
+        return min(self.window, max(FEWEST_FREE, int(WINDOW_S * count / seconds)))
+
+    @property
+    def _latest_first(self) -> int:
+        """The step after which a first checkpoint is taken at the latest; but one that failed is tried again by the rule for
+        those, until the next disturbance."""
+        return self.last + MOST_WINDOWS * self.window
 
     def persisted(self, costs: Costs) -> None:
         """The latest checkpoint is durable."""

@@ -199,6 +199,40 @@ def test_a_first_checkpoint_that_is_broken_off_with_its_world_has_not_failed() -
     assert simulated.taken[:2] == [6, 13]
 
 
+@pytest.mark.parametrize("resized", [False, True])
+def test_losses_that_come_sooner_than_enough_is_measured_keep_no_checkpoint_away(resized: bool) -> None:
+    """Each makes the window begin anew: nothing would be written for days, and the loss of all would cost them."""
+    tuner, taken = Tuner(budget=0.035, window=50), []
+    for step in range(1, 1001):
+        tuner.stepped(0.1, 0.01, busy=False)
+        assert tuner.earliest(step - 1) <= step or not tuner.due(step, busy=False)
+        if tuner.due(step, busy=False):
+            taken.append(step)
+            tuner.began(step)  # and it is broken off, too
+        if step % 40 == 0:
+            tuner.disturbed(step, resized=resized)
+    assert taken == list(range(100, 1001, 100))
+
+
+def test_how_far_training_got_without_a_checkpoint_counts_from_the_one_that_it_resumed_from() -> None:
+    tuner = Tuner(budget=0.035, window=50, last=1000)
+    tuner.disturbed(1040, resized=False)
+    assert not tuner.due(1099, busy=False)
+    assert tuner.earliest(1099) == 1100
+    assert tuner.due(1100, busy=False)
+    assert not tuner.due(1100, busy=True)
+
+
+@pytest.mark.parametrize(("iteration", "first"), [(0.1, 51), (7.0, 9), (100.0, 5)])
+def test_slow_steps_are_not_measured_for_long_before_the_first_checkpoint(iteration: float, first: int) -> None:
+    """Who is stopped sooner each time, and is alone, would never get further."""
+    simulated = Machine(Tuner(budget=0.05, window=50), iteration=iteration, update=0.01, copy=0.01, persist=0.01)
+    assert simulated.tuner.earliest(0, warm_up=1) == 5, "before that, nothing is known of them"
+    simulated.run(60)
+    assert simulated.taken[0] == first
+    assert simulated.decisions[0].step == first + 1
+
+
 @pytest.mark.parametrize(("fixed", "recalled"), [(None, 0), (7, 0), (None, 7)])
 def test_what_is_measured_while_checkpoints_fail_is_bounded(fixed: int | None, recalled: int) -> None:
     simulated = Machine(Tuner(budget=0.05, window=50, fixed=fixed), copy=0.1, persist=0.2, broken=True)
