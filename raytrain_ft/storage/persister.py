@@ -146,13 +146,18 @@ def carry_out(job: Job, data: memoryview, cancelled: set[str], done: Callable[[i
 
 
 def _tidy(storage: Storage, job: Job) -> None:
-    """What comes after the commit. That it fails makes the checkpoint no worse."""
-    try:
+    """What comes after the commit: first what makes room, also for the rest. That one fails holds up no other, and makes the
+    checkpoint no worse."""
+
+    def write_files() -> None:
         for name, content in job.files.items():
             storage.put(name, [memoryview(content.encode())])
-        checkpoint.retain(storage, job.name, job.keep, job.rejected)
-    except Exception as error:
-        print(f"after {job.name}: {error!r}", file=sys.stderr)
+
+    for part in (lambda: checkpoint.retain(storage, job.name, job.keep, job.rejected), write_files):
+        try:
+            part()
+        except Exception as error:
+            print(f"after {job.name}: {error!r}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------- the worker's side

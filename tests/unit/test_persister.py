@@ -8,19 +8,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+from store import save, state, two_checkpoints
 
-from raytrain_ft.errors import LockedError
+from raytrain_ft.errors import LockedError, StorageError
 from raytrain_ft.places import Place
 from raytrain_ft.storage import checkpoint, lock
 from raytrain_ft.storage import persister as persisters
-from raytrain_ft.storage.filesystem import open_storage
+from raytrain_ft.storage.filesystem import LocalStorage, open_storage
 from raytrain_ft.storage.manifest import FILE, Name
 from raytrain_ft.storage.persister import Job, Outcome, Persister, SharedMemory
 from raytrain_ft.storage.shard import Piece
@@ -55,6 +56,32 @@ def test_who_waits_for_shards_of_a_launch_that_is_over_leaves_when_the_next_one_
         )
     assert time.monotonic() - began < 30
     second.release()
+
+
+def test_a_disk_on_which_nothing_can_be_written_beside_a_checkpoint_is_made_room_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Were the older ones left there for it, nothing would ever be freed."""
+    storage, put = two_checkpoints(tmp_path), LocalStorage.put
+
+    def full(storage: LocalStorage, name: str, parts: Iterable[memoryview]) -> None:
+        if name == "profile.json":
+            raise StorageError("no space left on device")
+        put(storage, name, parts)
+
+    monkeypatch.setattr(LocalStorage, "put", full)
+    save(storage.uri, 30, state(30), files={"profile.json": "{}"})
+    assert [found.name.step for found in checkpoint.found(storage)] == [30, 20]
+    assert "no space left" in capsys.readouterr().err
+
+
+def test_what_was_measured_is_stored_also_where_nothing_can_be_deleted(tmp_path: Path) -> None:
+    storage = two_checkpoints(tmp_path)
+    (tmp_path / str(Name(10, 1, 1)) / "directory").mkdir()
+    save(storage.uri, 30, state(30), files={"profile.json": "{}"})
+    assert storage.view("profile.json").to_pybytes() == b"{}"
+    assert [found.name.step for found in checkpoint.found(storage) if found.complete] == [30, 20]
+    assert (tmp_path / str(Name(10, 1, 1)) / "directory").exists()
 
 
 def test_a_process_that_dies_settles_its_job_also_if_another_is_started_at_once(
@@ -174,7 +201,7 @@ WORKER = """
 import os, sys, time
 from raytrain_ft.places import Place
 from raytrain_ft.storage import lock
-from raytrain_ft.storage.filesystem import open_storage
+from raytrain_ft.storage.filesystem import LocalStorage, open_storage
 from raytrain_ft.storage.persister import Job, Persister, SharedMemory
 
 right = lock.acquire(open_storage(sys.argv[1]), "test")
