@@ -61,7 +61,8 @@ def await_shards(
     """Waits until the other workers' shards are there; `own` is number 0.
 
     Args:
-        check: called again and again; may raise to leave the wait.
+        check: called again and again while some are missing; may raise to leave the wait. Those that are all there make a
+            checkpoint, whatever became of who wrote them.
 
     Raises:
         StorageError: they are not all there in time.
@@ -73,8 +74,8 @@ def await_shards(
             note = _note(f"{name}/{shard_file(number, count)}")
             if storage.size(note):
                 entries[number] = _read_note(storage, note)
-        check()
         if len(entries) < count:
+            check()
             if time.monotonic() > deadline:
                 raise StorageError(f"{name}: shards {missing} of {count} did not come within {timeout_s:g} s")
             time.sleep(POLL_S)

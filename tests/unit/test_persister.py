@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from commits import OWNER, SIZE, job, newest, prepare
 from store import save, state, two_checkpoints
 
 from raytrain_ft.errors import LockedError, StorageError
@@ -56,6 +57,24 @@ def test_who_waits_for_shards_of_a_launch_that_is_over_leaves_when_the_next_one_
         )
     assert time.monotonic() - began < 30
     second.release()
+
+
+def test_a_loss_does_not_cost_a_checkpoint_of_which_all_is_there(tmp_path: Path) -> None:
+    """Worker 0 was told that its world is over while it wrote its own shard, the last of them."""
+    root = tmp_path / "checkpoints"
+    prepare(root)
+    storage, last, data = LocalStorage(root), job(root, 30, 0), memoryview(bytes([30]) * 3 * SIZE)
+    cancelled = {str(last.name)}
+    with pytest.raises(StorageError, match="the world that was writing it is over"):
+        persisters.carry_out(last, data, cancelled)
+    assert newest(storage) == 20, "a shard is missing"
+    persisters.carry_out(job(root, 30, 1), data, cancelled)
+    persisters.carry_out(last, data, cancelled)
+    assert newest(storage) == 30
+    lock._write(storage, replace(OWNER, owner="another", epoch=2))
+    persisters.carry_out(job(root, 40, 1), data, set())
+    with pytest.raises(LockedError, match="not committed"):
+        persisters.carry_out(job(root, 40, 0), data, set())
 
 
 def test_a_disk_on_which_nothing_can_be_written_beside_a_checkpoint_is_made_room_on(
