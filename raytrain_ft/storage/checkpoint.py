@@ -15,9 +15,11 @@ reader falls back to when the last is damaged.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -31,6 +33,7 @@ from raytrain_ft.storage.manifest import Manifest, Name, ShardEntry, shard_file
 from raytrain_ft.storage.shard import Piece
 
 POLL_S = 0.01
+NOTE = re.compile(r"shard-[0-9]+-of-[0-9]+\.json")
 MOST_REASONS = 4
 """Checkpoints that cannot be read of which an error says why: the newest."""
 KEEP_ALL = sys.maxsize
@@ -50,8 +53,7 @@ def write_shard(storage: Storage, name: Name, number: int, count: int, pieces: S
     hashed = shards.Hashed(shards.encode(pieces, data))
     storage.put(file, hashed)
     entry = ShardEntry(hashed.size, hashed.blocks())
-    if count > 1:
-        storage.put(_note(file), [memoryview(json.dumps(asdict(entry)).encode())])
+    storage.put(_note(file), [memoryview(json.dumps(asdict(entry)).encode())])
     return entry
 
 
@@ -83,8 +85,24 @@ def await_shards(
 
 
 def commit(storage: Storage, manifest: Manifest) -> None:
-    """Makes it a checkpoint."""
-    storage.put(f"{manifest.name}/{manifests.FILE}", [memoryview(manifests.encode(manifest))])
+    """Makes it a checkpoint.
+
+    Raises:
+        StorageError: it could not be written; or it was given up meanwhile (see `give_up`), and is none.
+    """
+    file = f"{manifest.name}/{manifests.FILE}"
+    storage.put(file, [memoryview(manifests.encode(manifest))])
+    if not _is_whole(storage, manifest):
+        storage.delete(file)
+        raise StorageError(f"{manifest.name}: it was given up for a later one")
+
+
+def _is_whole(storage: Storage, manifest: Manifest) -> bool:
+    """Whether all that it consists of is there, and nobody has begun to delete it."""
+    count = len(manifest.shards)
+    files = [f"{manifest.name}/{shard_file(number, count)}" for number in range(count)]
+    there = all(storage.size(file) == entry.size for file, entry in zip(files, manifest.shards, strict=True))
+    return there and storage.size(_note(files[0])) is not None
 
 
 def _note(file: str) -> str:
@@ -112,8 +130,11 @@ class Found:
 def found(storage: Storage) -> list[Found]:
     """The checkpoints of a directory, newest first, those that are under way or broke off included. Anything else that lies
     there is passed over."""
-    names = sorted(filter(None, map(Name.parse, storage.names())), reverse=True)
-    return [Found(name, storage.size(f"{name}/{manifests.FILE}") is not None) for name in names]
+    return [Found(name, storage.size(f"{name}/{manifests.FILE}") is not None) for name in _names(storage)]
+
+
+def _names(storage: Storage) -> list[Name]:
+    return sorted(filter(None, map(Name.parse, storage.names())), reverse=True)
 
 
 def read_manifest(storage: Storage, name: Name) -> Manifest:
@@ -334,19 +355,52 @@ def _staying(storage: Storage, complete: Sequence[Name], keep: int, rejected: Co
     return stay
 
 
+def make_room(storage: Storage, name: Name) -> None:
+    """Before a checkpoint of this name is written: deletes what broke off since the newest that is complete. Else it would stay
+    until the next commit, which never comes on a disk that it fills. What is older, retention has seen to.
+
+    Raises:
+        StorageError: it cannot be told what is there.
+    """
+    for older in (one for one in _names(storage) if one < name):
+        if storage.size(f"{older}/{manifests.FILE}") is not None:
+            return
+        with suppress(StorageError):  # somebody may still be writing there; the next one tries again
+            give_up(storage, older)
+
+
+def give_up(storage: Storage, name: Name) -> None:
+    """Deletes a checkpoint that was not committed, unless it is by now.
+
+    Somebody may be about to do that: the persister of a world that is over. First its notes go, without which it would still be
+    a checkpoint; only if there is no manifest then do the shards. Who commits looks for notes and shards after that. So one of
+    the two sees what the other has done, and what is deleted was never said to be committed.
+
+    Raises:
+        StorageError: something could not be deleted.
+    """
+    for file in storage.names(str(name)):
+        if NOTE.fullmatch(file) or PARTIAL.fullmatch(file):
+            storage.delete(f"{name}/{file}")
+    if storage.size(f"{name}/{manifests.FILE}") is None:
+        storage.delete(str(name))
+
+
 def sweep(storage: Storage, epoch: int, *, new: bool) -> None:
-    """Removes what earlier writers that were killed left half written.
+    """Removes what earlier writers that were killed left half written: nobody can commit it any more.
 
     Args:
         epoch: of the present right to write. What is written with it is let be: its workers outlive a supervisor's restart, and
             may be writing now.
         new: whether nobody can have written with it before. Files beside the checkpoints do not say whose they are.
     """
-    broken = [str(one.name) for one in found(storage) if not one.complete and one.name.epoch < epoch]
-    for directory in ["", *broken] if new else broken:
-        for name in storage.names(directory):
-            if PARTIAL.fullmatch(name):
-                storage.delete(f"{directory}/{name}" if directory else name)
+    for one in found(storage):
+        if not one.complete and one.name.epoch < epoch:
+            with suppress(StorageError):  # it keeps nobody from beginning
+                give_up(storage, one.name)
+    for name in storage.names() if new else ():
+        if PARTIAL.fullmatch(name):
+            storage.delete(name)
 
 
 def differences(wanted: Mapping[str, tuple[str, tuple[int, ...]]], content: Content) -> list[str]:

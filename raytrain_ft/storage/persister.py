@@ -109,6 +109,9 @@ def carry_out(job: Job, data: memoryview, cancelled: set[str], done: Callable[[i
     """
     storage = open_storage(job.place)
     pieces = [Piece(name, dtype, tuple(shape), start, size) for name, dtype, shape, start, size in job.pieces]
+    if job.number == 0:  # one of them is enough
+        with suppress(StorageError):  # perhaps there is room without
+            checkpoint.make_room(storage, job.name)
     own = checkpoint.write_shard(storage, job.name, job.number, job.count, pieces, data)
     if job.number != 0:
         done(own.size)

@@ -34,6 +34,8 @@ from raytrain_ft.runtime import report
 from raytrain_ft.runtime.event_log import EventLog
 from raytrain_ft.storage import checkpoint, filesystem, lock
 from raytrain_ft.storage.filesystem import Storage, open_storage, parent, within
+from raytrain_ft.storage.manifest import Manifest, Name
+from raytrain_ft.storage.shard import Piece
 from raytrain_ft.training import checkpointer
 from raytrain_ft.training.checkpointer import Checkpointer, Target
 from raytrain_ft.training.export import open_checkpoint
@@ -134,6 +136,25 @@ def test_a_damaged_object_is_passed_over_and_named(storage: Storage) -> None:
     assert content is not None
     assert step_of(content) == 10
     assert name in warnings[0]
+
+
+def test_what_broke_off_is_deleted_and_cannot_be_committed_any_more(storage: Storage) -> None:
+    save(storage.place, 10, state(10))
+    piece, shards = Piece("t", "torch.uint8", (8,), 0, 8), {}
+    for name in (Name(20, 1, 1), Name(25, 1, 2), Name(30, 2, 3)):
+        shards[name] = [checkpoint.write_shard(storage, name, 0, 1, [piece], memoryview(bytes(8)))]
+    checkpoint.make_room(storage, Name(25, 1, 2))
+    assert [found.name.step for found in checkpoint.found(storage)] == [30, 25, 10]
+    checkpoint.sweep(storage, 2, new=True)
+    assert [found.name.step for found in checkpoint.found(storage)] == [30, 10]
+    for name, entries in shards.items():
+        manifest = Manifest(step=name.step, epoch=name.epoch, incarnation=name.incarnation, shards=entries)
+        if name.epoch == 2:
+            checkpoint.commit(storage, manifest)
+        else:
+            with pytest.raises(StorageError, match="given up"):
+                checkpoint.commit(storage, manifest)
+    assert [found.name.step for found in checkpoint.found(storage) if found.complete] == [30, 10]
 
 
 def test_the_right_to_write(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:

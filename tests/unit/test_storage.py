@@ -8,11 +8,12 @@ import math
 import struct
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import commits
 import numpy as np
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -29,8 +30,9 @@ from raytrain_ft.errors import ConfigError, NoCheckpointError, StorageError
 from raytrain_ft.places import Place
 from raytrain_ft.storage import checkpoint, filesystem, lock, manifest, shard
 from raytrain_ft.storage.durable import sync_directory
-from raytrain_ft.storage.filesystem import LocalStorage, RemoteStorage, open_storage
-from raytrain_ft.storage.manifest import Name
+from raytrain_ft.storage.filesystem import LocalStorage, RemoteStorage, Storage, open_storage
+from raytrain_ft.storage.manifest import Manifest, Name, ShardEntry
+from raytrain_ft.storage.persister import carry_out
 from raytrain_ft.storage.shard import Piece
 from raytrain_ft.storage.tree import flatten, unflatten
 from raytrain_ft.training.restore import fill
@@ -415,7 +417,8 @@ def test_retention_deletes_the_manifest_first(tmp_path: Path, monkeypatch: pytes
     unlink = Path.unlink
     monkeypatch.setattr(Path, "unlink", lambda path, missing_ok=False: (order.append(path.name), unlink(path, missing_ok))[1])
     assert checkpoint.retain(storage, Name(20, 1, 1), 1) == [Name(10, 1, 1)]
-    assert order == ["manifest.json", "shard-00000-of-00001.arrow"]
+    assert order[0] == "manifest.json"
+    assert set(order[1:]) == {"shard-00000-of-00001.arrow", "shard-00000-of-00001.json"}
     assert steps(storage) == [20]
 
 
@@ -458,16 +461,111 @@ def test_a_file_system_that_cannot_sync_directories_is_warned_of_once() -> None:
 
 def test_what_broke_off_is_swept(tmp_path: Path) -> None:
     storage = two_checkpoints(tmp_path)
-    broken = tmp_path / "step-000000030-e1-i1"
-    broken.mkdir()
+    parts(storage, Name(30, 1, 1), 0, 1)
+    parts(storage, Name(5, 2, 2), 0)
+    broken = tmp_path / str(Name(30, 1, 1))
     left = [tmp_path / ".writer.json.12.partial", broken / ".shard-00000-of-00001.arrow.7.partial"]
     for path in left:
         path.write_bytes(b"x")
     mine = tmp_path / "notes.partial"
     mine.write_bytes(b"x")
+    stuck = tmp_path / str(Name(40, 1, 1)) / "directory"
+    stuck.mkdir(parents=True)
     checkpoint.sweep(storage, 2, new=True)
-    assert [path.exists() for path in [*left, mine]] == [False, False, True]
+    assert [path.exists() for path in [*left, broken, mine, stuck]] == [False, False, False, True, True]
+    assert len(storage.names(str(Name(5, 2, 2)))) == 2, "it may be under way"
     assert step_of(newest(storage)) == 20
+
+
+def parts(storage: Storage, name: Name, *numbers: int) -> list[ShardEntry]:
+    """Writes these of the two shards of a checkpoint."""
+    return [
+        checkpoint.write_shard(storage, name, number, 2, [Piece(f"t{number}", "torch.uint8", (8,), 0, 8)], memoryview(bytes(8)))
+        for number in numbers
+    ]
+
+
+def test_what_broke_off_makes_room_for_the_next(tmp_path: Path) -> None:
+    """And nothing else does: neither a checkpoint, nor what is being written by now."""
+    storage = two_checkpoints(tmp_path)
+    parts(storage, Name(25, 1, 2), 0, 1)
+    (tmp_path / str(Name(25, 1, 2)) / ".manifest.json.7.partial").write_bytes(b"x")
+    for name in (Name(30, 1, 1), Name(30, 1, 2), Name(5, 1, 3)):
+        parts(storage, name, 1)
+    (tmp_path / str(Name(28, 1, 2)) / "directory").mkdir(parents=True)
+    before = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    checkpoint.make_room(storage, Name(30, 1, 2))
+    left = [Name(5, 1, 3), Name(30, 1, 2), Name(28, 1, 2), Name(20, 1, 1), Name(10, 1, 1)]
+    assert [found.name for found in checkpoint.found(storage)] == left
+    after = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    gone = (str(Name(25, 1, 2)), str(Name(30, 1, 1)))
+    assert after == {path: data for path, data in before.items() if Path(path).parent.name not in gone}
+
+
+def test_the_first_worker_makes_room_before_it_writes(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    commits.prepare(root)
+    data = memoryview(bytes(3 * commits.SIZE))
+    carry_out(commits.job(root, 30, 1), data, set())
+    carry_out(commits.job(root, 40, 1), data, set())
+    assert (root / str(Name(30, 1, 1))).exists()
+    last = commits.job(root, 50, 0)
+    with pytest.raises(StorageError, match="is over"):
+        carry_out(last, data, {str(last.name)})
+    assert [found.name.step for found in checkpoint.found(open_storage(str(root)))] == [50, 20, 10]
+
+
+class Watched(LocalStorage):
+    """Something happens once, before a note is deleted, or after that."""
+
+    def __init__(self, root: Path, moment: str, happens: Callable[[], object]) -> None:
+        super().__init__(root)
+        self.moments = {moment: happens}
+
+    def delete(self, name: str) -> None:
+        for moment in ("before", "after"):
+            if moment == "after":
+                super().delete(name)
+            if name.endswith(".json"):
+                self.moments.pop(moment, lambda: None)()
+
+
+def test_what_was_committed_just_before_it_is_given_up_stays(tmp_path: Path) -> None:
+    storage, name = LocalStorage(tmp_path), Name(30, 1, 1)
+    whole = Manifest(step=30, epoch=1, incarnation=1, shards=parts(storage, name, 0, 1))
+    checkpoint.give_up(Watched(tmp_path, "before", lambda: checkpoint.commit(storage, whole)), name)
+    assert list(checkpoint.read(storage, whole).pieces) == ["t0", "t1"]
+
+
+def test_who_commits_what_is_being_given_up_is_told_so(tmp_path: Path) -> None:
+    """Both find out of each other: nothing that counts is left, and the rest goes with the next one."""
+    storage, name = LocalStorage(tmp_path), Name(30, 1, 1)
+    whole = Manifest(step=30, epoch=1, incarnation=1, shards=parts(storage, name, 0, 1))
+
+    def written() -> None:
+        storage.put(f"{name}/manifest.json", [memoryview(b"{}")])
+
+    checkpoint.give_up(Watched(tmp_path, "after", written), name)
+    assert sorted(storage.names(str(name))) == ["manifest.json", "shard-00000-of-00002.arrow", "shard-00001-of-00002.arrow"]
+    with pytest.raises(StorageError, match="given up"):
+        checkpoint.commit(storage, whole)
+    assert [found.complete for found in checkpoint.found(storage)] == [False]
+    checkpoint.give_up(storage, name)
+    assert checkpoint.found(storage) == []
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("again", [False, True], ids=["in a directory that is gone", "in one that is made anew"])
+def test_what_was_given_up_cannot_be_committed(tmp_path: Path, count: int, again: bool) -> None:
+    """A manifest without shards would count as a checkpoint to fall back to: an older one, which is whole, would go for it."""
+    storage, name = LocalStorage(tmp_path), Name(30, 1, 1)
+    piece = Piece("t", "torch.uint8", (8,), 0, 8)
+    entries = [checkpoint.write_shard(storage, name, number, count, [piece], memoryview(bytes(8))) for number in range(count)]
+    checkpoint.give_up(LocalStorage(tmp_path), name)
+    whole = Manifest(step=30, epoch=1, incarnation=1, shards=entries)
+    with pytest.raises(StorageError, match="given up" if again else "No such file"):
+        checkpoint.commit(LocalStorage(tmp_path) if again else storage, whole)
+    assert not any(found.complete for found in checkpoint.found(storage))
 
 
 def test_what_is_being_written_outlives_a_supervisors_restart(tmp_path: Path) -> None:

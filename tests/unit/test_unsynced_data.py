@@ -25,6 +25,7 @@ from disks import small_file_system
 from raytrain_ft.errors import StorageError
 from raytrain_ft.storage import durable, shard
 from raytrain_ft.storage.filesystem import LocalStorage
+from raytrain_ft.storage.manifest import Name
 
 OLD, NEW = 20, 30
 DIRECTORY = -1
@@ -296,6 +297,21 @@ def test_a_disk_that_is_full_at_any_point(small_disk: Path) -> None:
     assert errors >= 7
     assert step > NEW
     print(f"\n{errors} commits on a disk that was too full")
+
+
+def test_what_broke_off_does_not_fill_a_disk_for_ever(small_disk: Path) -> None:
+    """It has room for the checkpoints that stay and the one under way. Worker 0 was lost before it had written its part of
+    that: with the other part, which nobody can commit any more, there is no room for the next."""
+    root = small_disk / "checkpoints"
+    prepare(root)
+    stays = root / str(Name(OLD, 1, 1))
+    needed = sum(path.stat().st_blocks * 512 for path in stays.iterdir())
+    status = os.statvfs(small_disk)
+    (small_disk / "ballast").write_bytes(bytes(status.f_bavail * status.f_frsize - needed * 5 // 4))
+    commits.persister.carry_out(commits.job(root, NEW, 1), memoryview(bytes(3 * commits.SIZE)), set())
+    for step in (40, 50, 60):
+        assert attempt(root, step) is None
+        assert newest(LocalStorage(root)) == step
 
 
 def test_a_disk_that_becomes_read_only(small_disk: Path) -> None:
