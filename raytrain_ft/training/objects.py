@@ -17,13 +17,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from raytrain_ft.errors import ConfigError, StorageError
 from raytrain_ft.storage.checkpoint import Content
+from raytrain_ft.storage.tensors import bytes_of
 from raytrain_ft.storage.tree import flatten, unflatten
 from raytrain_ft.training import restore
+from raytrain_ft.training.snapshot import check_plain
 
 GENERATORS = "generators"
 """What the state of the random generators is called among a rank's own."""
@@ -56,13 +59,25 @@ def bare(value: Any) -> Any:
 
 
 def check_objects(objects: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an object without state_dict() and load_state_dict()."""
+    """Raises ConfigError for an object without state_dict() and load_state_dict(), and for a module with FSDP in it."""
     for name, value in objects.items():
         if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
             raise ConfigError(
                 f"checkfreq.open({name}={type(value).__name__}): it needs state_dict() and load_state_dict(); "
                 "wrap it in an object that has them"
             )
+        if isinstance(value, nn.Module) and any(map(_is_fsdp, value.modules())):
+            raise ConfigError(
+                f"checkfreq.open({name}={type(value).__name__}): there is a FullyShardedDataParallel in it, and models that "
+                "are sharded over processes cannot be stored here; use DistributedDataParallel instead, or "
+                "torch.distributed.checkpoint for the checkpoints"
+            )
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    """Its state dict has whole, plain tensors, and the optimizer's has plain ones of one shape on all ranks: nothing in them
+    tells. By name, for the class takes long to import, and fairscale has one too."""
+    return any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__)
 
 
 # ---------------------------------------------------------------- taking apart
@@ -126,6 +141,20 @@ def own_name(rank: int, path: str) -> str:
 
 
 # ---------------------------------------------------------------- comparing
+
+
+def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """By path, what is equal if and only if (but for chance) dtype, shape and bits are; JSON.
+
+    Raises:
+        ConfigError: a tensor has no plain bytes.
+    """
+    found: dict[str, str] = {}
+    for path, tensor in tensors.items():
+        check_plain(path, tensor)
+        bits = xxhash.xxh3_64_hexdigest(bytes_of(tensor).cpu().numpy().data)
+        found[path] = f"{tensor.dtype} {list(tensor.shape)} {bits}"
+    return found
 
 
 def describe(objects: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 A step begins when a batch is asked for and ends when the next one is, of a loader that it read from: then it is *committed*,
 with all that the loop did after the update, such as a validation with a loader of its own. Rank 0 decides how often to
 checkpoint. The others learn it without a collective per step: with every checkpoint rank 0 also says at which step it will
-speak again, and only there do the ranks meet (a broadcast of two numbers over gloo).
+speak again, and only there do the ranks meet (a broadcast of two numbers over gloo). Before that they meet once, after the
+first step, to see whether what each stores a part of is the same on all.
 """
 
 from __future__ import annotations
@@ -249,8 +250,14 @@ class Session:
         return self._watch.held()
 
     def _commit_step(self) -> bool:
-        """Returns whether an epoch ended with this step whose end is to be kept."""
+        """Returns whether an epoch ended with this step whose end is to be kept.
+
+        Raises:
+            ConfigError: on every rank, after the first step: they do not hold the same.
+        """
         assert self._uncommitted is not None
+        if self.step == self._began_at + 1:  # this launch's first: no checkpoint was taken yet
+            self._compare_shared()
         before, self._committed = self._committed, self._positions()
         ended = any(self._committed[name].epoch != before[name].epoch for name in self._uncommitted)
         self._uncommitted = None
@@ -258,6 +265,25 @@ class Session:
         self._checkpointer.stepped(self.step, self._watch.take())
         self._update_s = 0.0
         return ended and self._plan.keep_epochs
+
+    def _compare_shared(self) -> None:
+        """Parts of weights that differ between ranks would be put together to what none of them had. Where a model is sharded
+        by hand, or replicas have drifted apart, shapes do not tell. After an update, for by then an optimizer has its state.
+
+        Raises:
+            ConfigError: on every rank, naming the first tensor that differs on one of them.
+        """
+        if self._ranks.count == 1:
+            return
+        here = _by_all(self._ranks, lambda: states.digests(states.take_apart(self._objects).shared))
+        first = self._ranks.first_says(here)
+        apart = next((path for path in sorted(first.keys() | here.keys()) if first.get(path) != here.get(path)), None)
+        error = ConfigError(
+            f"{apart} is not the same here as on rank 0 after the first step, and of parameters and optimizer state each rank "
+            "stores a part. Models that are sharded over processes cannot be stored here; replicas must begin alike and be "
+            "updated alike, as DistributedDataParallel sees to it"
+        )
+        self._ranks.agree(None if apart is None else error)
 
     def _decide(self, ended: bool) -> None:
         """The ranks meet: is a checkpoint due, and at which step will rank 0 speak again?"""
