@@ -1,9 +1,9 @@
 """What stands behind `raytrain_ft.checkfreq`: one process's part in a run whose loop belongs to the user.
 
-A step begins when a batch is asked for and ends when the next one is, of a loader that it read from: then it is *committed*,
-with all that the loop did after the update, such as a validation with a loader of its own. Rank 0 decides how often to
-checkpoint. The others learn it without a collective per step: with every checkpoint rank 0 also says at which step it will
-speak again, and only there do the ranks meet (a broadcast of two numbers over gloo). Before that they meet once, after the
+A step begins when a batch is asked for and ends when the next one is, of a loader whose loop the update was in: then it is
+*committed*, with all that the loop did after the update, such as a validation with a loader of its own. Rank 0 decides how
+often to checkpoint. The others learn it without a collective per step: with every checkpoint rank 0 also says at which step it
+will speak again, and only there do the ranks meet (a broadcast of two numbers over gloo). Before that they meet once, after the
 first step, to see whether what each stores a part of is the same on all.
 """
 
@@ -78,7 +78,8 @@ class Session:
         self._began_at = 0
         self._parts: states.Parts | None = None
         self._committed: dict[str, Position] = {}
-        self._uncommitted: set[str] | None = None  # the loaders that the present step read from, if there was an update in it
+        self._reading: set[str] = set()  # the loaders whose loop is under way
+        self._uncommitted: set[str] | None = None  # the loaders that end the present step, if there was an update in it
         self._next_decision = 0
         self._watch = Stopwatch()  # runs from the first batch on
         self._update_s = self._update_began = 0.0
@@ -196,7 +197,7 @@ class Session:
     def _follow(self) -> None:
         """Has the loaders and the optimizers tell of what happens."""
         for name, loader in self._loaders.items():
-            loader.observe(partial(self._asked, name), self.pause)
+            loader.observe(partial(self._asked, name), partial(self._left, name))
             self._closing.callback(loader.observe)
         for value in self._objects.values():
             if isinstance(value, torch.optim.Optimizer):
@@ -219,14 +220,21 @@ class Session:
         self._update_began = now  # an optimizer's step inside `update` is not counted twice
         if self._uncommitted is None:
             self.step += 1
+        self._uncommitted = self._ending()
+
+    def _ending(self) -> set[str]:
+        """The loaders that the updates of the present step read from. A loop that was over by then was a validation, before
+        training or between accumulated gradients; unless none was under way: then batches were taken out of it beforehand."""
         positions = self._positions()
-        self._uncommitted = {name for name in positions if positions[name] != self._committed[name]}
+        read = {name for name in positions if positions[name] != self._committed[name]}
+        return (self._uncommitted or set()) | (read & self._reading) or read
 
     def _positions(self) -> dict[str, Position]:
         return {name: loader.position for name, loader in self._loaders.items()}
 
     def _asked(self, name: str) -> None:
         """A batch of this loader is asked for. If the last step read from others only, it goes on: this is its validation."""
+        self._reading.add(name)
         if not self._uncommitted or name in self._uncommitted:
             self.commit()
 
@@ -240,6 +248,11 @@ class Session:
             ended = self._commit_step()
             if ended or self.step >= self._next_decision:
                 self._decide(ended)
+
+    def _left(self, name: str) -> None:
+        """This loader's loop is over, or was left."""
+        self._reading.discard(name)
+        self.pause()
 
     def pause(self) -> None:
         """The epoch is over: until the next batch is asked for, time is not counted."""

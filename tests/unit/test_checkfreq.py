@@ -331,13 +331,32 @@ def test_keep_epochs(tmp_path: Path) -> None:
 class Validated(Setup):
     """Validates after each epoch with a loader that is followed too, and steps its scheduler then."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
         self.val = checkfreq.Loader(TensorDataset(torch.randn(16, 8)), global_batch_size=4, shuffle=False)
 
     @property
     def objects(self) -> dict[str, Any]:
         return super().objects | {"val": self.val}
+
+    def accumulated(self, count: int, killed_at: Position | None = None) -> None:
+        """The same with an update every four batches, and a validation every two."""
+        for _ in self.loader.epochs(count):
+            for inputs, labels in self.loader:
+                F.cross_entropy(self.model(inputs), labels).backward()
+                batches = self.loader.position.consumed // BATCH
+                if batches % 4 == 0:
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                if batches % 2 == 0:
+                    self.validate(self.loader.position == killed_at)
+                if batches % 4 == 0:
+                    self.scheduler.step()
+
+    def validate(self, killed: bool = False) -> None:
+        for number, _ in enumerate(self.val):
+            if killed and number == 2:
+                raise KeyboardInterrupt
 
     def epochs(self, count: int, killed_in: int | None = None) -> None:
         for epoch in self.loader.epochs(count):
@@ -345,9 +364,7 @@ class Validated(Setup):
                 self.optimizer.zero_grad()
                 F.cross_entropy(self.model(inputs), labels).backward()
                 self.optimizer.step()
-            for number, _ in enumerate(self.val):
-                if epoch == killed_in and number == 2:
-                    raise KeyboardInterrupt
+            self.validate(epoch == killed_in)
             self.scheduler.step()
 
 
@@ -365,6 +382,47 @@ def test_the_end_of_a_validation_is_no_end_of_an_epoch(tmp_path: Path) -> None:
     with checkfreq.open(tmp_path, every=1000, keep_epochs=True, keep=1, **setup.objects):
         setup.epochs(4)
     assert kept(tmp_path) == [(5, True), (10, True), (15, True), (20, True)]
+
+
+def test_nor_is_that_of_a_validation_before_training(tmp_path: Path) -> None:
+    for epochs, expected in ((2, [(5, True), (10, True)]), (3, [(5, True), (10, True), (15, True)])):
+        setup = Validated()
+        with checkfreq.open(tmp_path, every=1000, keep_epochs=True, keep=1, **setup.objects):
+            setup.validate()
+            setup.epochs(epochs)
+        assert kept(tmp_path) == expected
+
+
+def test_batches_that_are_taken_out_of_a_loop_before_the_update_count(tmp_path: Path) -> None:
+    setup = Setup()
+    with checkfreq.open(tmp_path, every=1000, keep_epochs=True, keep=1, **setup.objects):
+        for _ in range(6):
+            (batch,) = itertools.islice(setup.loader, 1)
+            setup.step(*batch)
+    assert kept(tmp_path) == [(5, True), (6, False)]
+
+
+def test_a_validation_between_accumulated_gradients_does_not_end_the_step(tmp_path: Path) -> None:
+    """The one after the update, and the scheduler's step after that, belong to it all the same."""
+    torch.manual_seed(0)
+    undisturbed = Validated(samples=64)
+    with checkfreq.open(tmp_path / "a", every=1, **undisturbed.objects):
+        undisturbed.accumulated(3)
+
+    def interrupted() -> None:
+        torch.manual_seed(0)
+        setup = Validated(samples=64)
+        with checkfreq.open(tmp_path / "b", every=1, **setup.objects):
+            setup.accumulated(3, killed_at=Position(1, 32))
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    resumed = Validated(samples=64)
+    with checkfreq.open(tmp_path / "b", every=1, **resumed.objects) as run:
+        assert run.step == 2
+        resumed.accumulated(3)
+    assert resumed.scheduler.last_epoch == 6
+    assert resumed.state() == undisturbed.state()
 
 
 def test_a_job_that_is_killed_in_its_validation_steps_its_scheduler_all_the_same(tmp_path: Path) -> None:
