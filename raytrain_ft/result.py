@@ -13,6 +13,7 @@ from raytrain_ft.places import Place
 from raytrain_ft.policy.strategy import Guarantee, Recovery, Strategy
 from raytrain_ft.storage.arrow import read_tensors
 from raytrain_ft.storage.filesystem import local_path
+from raytrain_ft.storage.tree import versions_of, with_versions
 from raytrain_ft.training.export import open_checkpoint, state_of
 from raytrain_ft.training.pipeline import name_in_one_piece, sequential
 from raytrain_ft.training.stored import spread_of
@@ -79,9 +80,12 @@ def load_model(task: Any, result: Result | str) -> torch.nn.Module:
     # does not have at all is handed to it too, so that torch names it along with what is missing.
     known = {*wanted, *dict(model.named_parameters(remove_duplicate=False)), *dict(model.named_buffers(remove_duplicate=False))}
     surplus = {name: tensor for name, tensor in tensors.items() if name not in known}
+    found = {name: stored[id(own)] for name, own in wanted.items() if id(own) in stored} | surplus
+    # The trainer, which resumes without load_state_dict, stores no versions of the parts of a model: the present ones are taken
+    versions = versions_of(tensors) or versions_of(wanted)
     try:
-        model.load_state_dict({name: stored[id(own)] for name, own in wanted.items() if id(own) in stored} | surplus)
-    except RuntimeError as error:
+        model.load_state_dict(with_versions(found, versions))
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:  # of the model's own conversions, too
         raise MismatchError(f"{place} is not of this task's model: {error}") from error
     return model
 

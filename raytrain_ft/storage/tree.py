@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,19 @@ def flatten(value: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
     """
     tensors: dict[str, Tensor] = {}
     return _flatten(value, path, tensors, 0), tensors
+
+
+def versions_of(state: Any) -> Any:
+    """What a module's state dict says of the versions of the module's parts, {part: {"version": number}}; None if nothing."""
+    return getattr(state, _VERSIONS, None)
+
+
+def with_versions(state: Mapping[Any, Any], versions: Any) -> OrderedDict[Any, Any]:
+    """A state dict that says so. Without them a module takes it for one of its first version, and converts or refuses it."""
+    made = OrderedDict(state)
+    if versions is not None:
+        vars(made)[_VERSIONS] = versions
+    return made
 
 
 def _flatten(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any:
@@ -61,6 +74,8 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> A
             return {"dtype": str(value)}
         case bytes():
             return {"bytes": base64.b64encode(value).decode()}
+        case OrderedDict() if type(value) is OrderedDict and versions_of(value) is not None:
+            return {"state_dict": [pairs(value.items()), inner(versions_of(value), _VERSIONS)]}
         case _ if type(value) in _MAPPINGS and getattr(value, "default_factory", None) is None:
             return {_MAPPINGS[type(value)]: pairs(value.items())}
         case defaultdict() if type(value) is defaultdict and value.default_factory in _FACTORIES.values():
@@ -77,6 +92,8 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> A
     )
 
 
+_VERSIONS = "_metadata"
+"""The attribute where torch keeps them."""
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter", defaultdict: "defaultdict"}
 _FACTORIES: dict[str, type] = {one.__name__: one for one in (int, float, str, list, dict, set)}
 """What a defaultdict may make: anything else would come back without it."""
@@ -132,6 +149,8 @@ def _unflatten(node: Any, tensor: Callable[[str], Tensor]) -> Any:
             return base64.b64decode(value)
         case "deque":
             return deque((_unflatten(item, tensor) for item in value[1]), value[0])
+        case "state_dict":
+            return with_versions(_unflatten({"dict": value[0]}, tensor), _versions(_unflatten(value[1], tensor)))
         case _ if kind in _MAPPINGS.values() or kind.startswith("defaultdict of "):
             return _MAKE[kind]([(_key(_unflatten(key, tensor)), _unflatten(item, tensor)) for key, item in value])
         case _ if kind in _SEQUENCES.values():
@@ -142,6 +161,12 @@ def _unflatten(node: Any, tensor: Callable[[str], Tensor]) -> Any:
 def _key(key: Any) -> Any:
     hash(key)
     return key
+
+
+def _versions(found: Any) -> Any:
+    if not isinstance(found, dict) or not all(isinstance(about, dict) for about in found.values()):
+        raise ValueError(f"{found!r:.200} says no versions of parts")
+    return found
 
 
 def _dtype(text: str) -> torch.dtype:

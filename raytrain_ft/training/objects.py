@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -24,7 +25,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from raytrain_ft.errors import ConfigError, StorageError
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.tensors import bytes_of
-from raytrain_ft.storage.tree import flatten, unflatten
+from raytrain_ft.storage.tree import flatten, unflatten, versions_of, with_versions
 from raytrain_ft.training import restore
 from raytrain_ft.training.snapshot import check_plain
 
@@ -239,8 +240,12 @@ def put_together(content: Content, skeleton: Any, rank: int) -> Any:
 
 
 def put_back(value: Any, state: Any) -> None:
-    """Loads a state dict into an object."""
-    bare(value).load_state_dict(state)
+    """Loads a state dict into an object. Checkpoints of an earlier version do not have the versions of a module's parts: it is
+    taken for one of the code that runs now."""
+    inner = bare(value)
+    if isinstance(inner, nn.Module) and isinstance(state, OrderedDict) and versions_of(state) is None:
+        state = with_versions(state, versions_of(inner.state_dict()))
+    inner.load_state_dict(state)
     if isinstance(value, torch.optim.Optimizer):
         _undo_casts(value, state)
 

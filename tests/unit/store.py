@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raytrain_ft.errors import StorageError
 from raytrain_ft.places import Place
@@ -22,6 +23,19 @@ from raytrain_ft.training.restore import make
 from raytrain_ft.training.snapshot import copy_all, share, total_size
 
 OWNER = Owner(owner="test", epoch=1, host="nowhere", pid=os.getpid(), started=0.0)
+
+
+class Versioned(nn.Linear):
+    """The weights of its first version were transposed. It refuses what says no version, as torchvision's MNASNet does."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *others: Any) -> None:
+        if "version" not in local_metadata:
+            raise ValueError("a state without a version")
+        if local_metadata["version"] == 1:
+            state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"].T
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
 
 
 def own(storage: Storage, owner: Owner = OWNER) -> None:

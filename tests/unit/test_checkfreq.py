@@ -26,12 +26,15 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from store import Versioned
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import raytrain_ft.checkfreq as checkfreq
 from raytrain_ft.errors import ConfigError, FTError, LockedError, MismatchError, NoCheckpointError, StorageError
 from raytrain_ft.policy.sampling import Position, Sampling, next_batch, order, share
+from raytrain_ft.result import load_model
+from raytrain_ft.storage import tree
 from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.storage.tree import flatten
 from raytrain_ft.training import checkpointer, resume, snapshot
@@ -233,6 +236,31 @@ def test_several_updates_of_a_batch_are_one_step_and_own_updates_count(tmp_path:
         with run.update():
             setup.model[0].weight.data.mul_(0.5)
         assert (before, run.step) == (2, 3)
+
+
+def test_a_module_is_told_of_which_version_its_state_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(directory: Path) -> tuple[Tensor, Tensor]:
+        """The weights as they were at the beginning, and as they were stored."""
+        layer = Versioned(3, 3)
+        with checkfreq.open(directory, model=nn.Sequential(layer)) as run:
+            begun = layer.weight.detach().clone()
+            with run.update():
+                layer.weight.data.add_(1.0)
+        return begun, layer.weight.detach()
+
+    _, stored = launch(tmp_path / "now")
+    assert torch.equal(launch(tmp_path / "now")[0], stored)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(Versioned, "_version", 1)
+        _, stored = launch(tmp_path / "earlier")
+    (place,) = tmp_path.glob("earlier/checkpoints/step-*")
+    found: Any = load_model(SimpleNamespace(model=lambda stage: nn.Sequential(Versioned(3, 3))), str(place))
+    assert torch.equal(found[0].weight, stored.T)
+    assert torch.equal(launch(tmp_path / "earlier")[0], stored.T)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(tree, "versions_of", lambda state: None)
+        _, stored = launch(tmp_path / "without")
+    assert torch.equal(launch(tmp_path / "without")[0], stored)
 
 
 def test_average_is_restored_and_stored_once_over(tmp_path: Path) -> None:

@@ -184,6 +184,7 @@ def test_export_torch(run_directory: Path, trained: tuple[Path, nn.Module, torch
     assert call("export", run_directory, file, "--format", "torch").exit_code == 0
     state = torch.load(file, weights_only=True)
     model = build()
+    assert state["model"]._metadata["1"] == {"version": 2}, "that of BatchNorm's present layout"
     model.load_state_dict(state["model"])
     optimizer = torch.optim.Adam(model.parameters())
     optimizer.load_state_dict(state["optimizer"])

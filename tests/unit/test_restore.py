@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from store import own, same_bits, save
+from store import Versioned, own, same_bits, save
 from torch import Tensor, nn
 
 from raytrain_ft.errors import ConfigError, FencedError, MismatchError, StorageError
@@ -588,6 +588,29 @@ def test_what_a_state_dict_leaves_out_is_no_surplus(storage: LocalStorage) -> No
     found: Any = load_model(SimpleNamespace(model=make), str(place))
     assert found[1].weight is found[0].weight
     assert torch.equal(found[0].weight, model[0].weight)
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_a_model_is_told_of_which_version_its_state_is(storage: LocalStorage, tmp_path: Path, final: bool) -> None:
+    def make(stage: int = 0) -> Any:
+        return nn.Sequential(Versioned(2, 2))
+
+    model, place = make(), tmp_path / "final.arrow"
+    if final:
+        write_tensors(place, model.state_dict(), {"step": 1})
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        store(storage, TrainingState(model, optimizer, None, bucket_bytes=1000, first_bucket_bytes=1000))
+        (place,) = storage.root.glob("step-*")
+    found = load_model(SimpleNamespace(model=make), str(place))
+    assert torch.equal(found[0].weight, model[0].weight)
+
+    class Newer(Versioned):
+        def _load_from_state_dict(self, *others: Any) -> None:
+            raise ValueError("its third version has another shape")
+
+    with pytest.raises(MismatchError, match="is not of this task's model: its third version"):
+        load_model(SimpleNamespace(model=lambda stage: nn.Sequential(Newer(2, 2))), str(place))
 
 
 def test_who_begins_anew_after_a_load_that_failed_is_built_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store import newest as newest_of
 from store import own, same_bits, save, state, step_of, tensors_of, two_checkpoints
-from torch import Tensor
+from torch import Tensor, nn
 
 import raytrain_ft
 from raytrain_ft.errors import ConfigError, NoCheckpointError, StorageError
@@ -256,6 +256,15 @@ def test_other_containers() -> None:
     assert alike(unflatten(json.loads(json.dumps(flatten(tree)[0])), lambda path: torch.empty(0)), tree)
 
 
+def test_the_versions_of_a_module_come_back_with_its_state() -> None:
+    state = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).state_dict()
+    skeleton, tensors = flatten({"inner": [state]})
+    (found,) = unflatten(json.loads(json.dumps(skeleton)), tensors.__getitem__)["inner"]
+    assert alike(found, state)
+    assert alike(found._metadata, state._metadata)
+    assert found._metadata["1"] == {"version": 2}
+
+
 def test_a_defaultdict_comes_back_with_what_it_makes() -> None:
     found = unflatten(json.loads(json.dumps(flatten(defaultdict(int, {3: 4}))[0])), lambda path: torch.empty(0))
     assert (found, found[5]) == ({3: 4, 5: 0}, 0)
@@ -306,6 +315,10 @@ def test_what_cannot_be_stored_is_refused_with_its_path(value: Any, path: str) -
         {"deque": [1]},
         {"Size": ["a"]},
         {"defaultdict of eval": []},
+        {"state_dict": [[]]},
+        {"state_dict": [[], None]},
+        {"state_dict": [[], {"dict": [["", 1]]}]},
+        {"state_dict": [[1], {"dict": []}]},
     ],
 )
 def test_what_is_no_skeleton_is_a_typed_error(node: Any) -> None:
