@@ -33,6 +33,7 @@ SPARES = 2
 WORK = Paced(num_parameters=200_000, batch_per_worker=16, pace_s=0.25)
 STEP_S = 0.27  # what a step takes on a quick machine, to choose how many there are: no run is shorter than it should be
 MTBFS = (15, 60)
+LEAST_CALM_S = 10.0  # of an undisturbed stretch
 GOALS = {
     "committed_share_mtbf_60": Goal(">=", 0.95),
     "committed_share_mtbf_15": Goal(">=", 0.85),
@@ -119,8 +120,8 @@ def measure_ours(report: Report, lengths: Lengths, seed: int) -> None:
 
 
 def pace_of(report: Report, ground: Laptop, storage: Path, lengths: Lengths, number: int) -> float:
-    """Steps per second that an undisturbed run commits, which is a tenth as long as the others."""
-    calm = scenario_of(None, lengths.run_s / 10)
+    """Steps per second that an undisturbed run commits, which is a tenth as long as the others where they are long."""
+    calm = scenario_of(None, max(LEAST_CALM_S, lengths.run_s / 10))
     played = finished(Runs(calm, Task(WORK), ground, storage, quiet=True).play(f"undisturbed-{number}"))
     times, steps = commits(played)
     count, seconds = steps[-1] - steps[1], times[-1] - times[1]  # between the first commit and the last

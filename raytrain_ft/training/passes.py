@@ -60,7 +60,8 @@ class Passes:
                 raise TaskError(
                     f"the forward or backward pass changed the parameter {name} in place: a step that is redone would change "
                     "it twice, and a checkpoint might hold half of it. An average of weights (a teacher, an EMA) belongs in "
-                    "buffers (register_buffer), which are put back, or in the step() of an optimizer of your own"
+                    "buffers (register_buffer), which are put back, or in the step() of an optimizer of your own. An "
+                    "Embedding's max_norm scales its weights by what this rank alone has read: leave it out"
                 )
 
     def inputs(self, number: int) -> Any:
