@@ -47,13 +47,20 @@ def write_shard(storage: Storage, name: Name, number: int, count: int, pieces: S
     """Writes one worker's shard, and then the note that says that it is there.
 
     Raises:
-        StorageError: it could not be written; nothing that was there before is changed.
+        StorageError: it could not be written; nothing that was there before is changed. A mark says so to who waits for it,
+            where that can be made: it is empty, for perhaps there is no room.
     """
     file = f"{name}/{shard_file(number, count)}"
     hashed = shards.Hashed(shards.encode(pieces, data))
-    storage.put(file, hashed)
-    entry = ShardEntry(hashed.size, hashed.blocks())
-    storage.put(_note(file), [memoryview(json.dumps(asdict(entry)).encode())])
+    try:
+        storage.put(file, hashed)
+        entry = ShardEntry(hashed.size, hashed.blocks())
+        storage.put(_note(file), [memoryview(json.dumps(asdict(entry)).encode())])
+    except StorageError:
+        if number != 0:
+            with suppress(StorageError):
+                storage.claim(_mark(file))
+        raise
     return entry
 
 
@@ -67,15 +74,18 @@ def await_shards(
             checkpoint, whatever became of who wrote them.
 
     Raises:
-        StorageError: they are not all there in time.
+        StorageError: they are not all there in time, or will not come.
     """
     entries = {0: own}
     deadline = time.monotonic() + timeout_s
     while missing := [number for number in range(count) if number not in entries]:
+        there = storage.names(str(name))
         for number in missing:
-            note = _note(f"{name}/{shard_file(number, count)}")
-            if storage.size(note):
-                entries[number] = _read_note(storage, note)
+            file = shard_file(number, count)
+            if _note(file) in there:
+                entries[number] = _read_note(storage, f"{name}/{_note(file)}")
+            elif _mark(file) in there:
+                raise StorageError(f"{name}: its worker could not write shard {number} of {count}")
         if len(entries) < count:
             check()
             if time.monotonic() > deadline:
@@ -107,6 +117,11 @@ def _is_whole(storage: Storage, manifest: Manifest) -> bool:
 
 def _note(file: str) -> str:
     return file.removesuffix(".arrow") + ".json"
+
+
+def _mark(file: str) -> str:
+    """What says that this shard could not be written."""
+    return f"{file.removesuffix('.arrow')}.failed"
 
 
 def _read_note(storage: Storage, note: str) -> ShardEntry:

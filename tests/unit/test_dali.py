@@ -99,7 +99,7 @@ def test_the_same_bits_in_any_world_from_any_cut(dataset: Any, expected: Any, da
                 continue
             images, labels = piece.data
             assert (images.dtype, labels.dtype) == (torch.float32, torch.int64)
-            assert torch.equal(images, torch.stack([expected[piece.epoch][i] for i in piece.ids.tolist()]))
+            assert torch.equal(images, torch.stack([expected[piece.batch.epoch][i] for i in piece.ids.tolist()]))
             assert labels.tolist() == [int(i >= 10) for i in piece.ids.tolist()]
         loader.stop()
     assert seen == order(sampling(), batch.epoch)[batch.start : batch.stop].tolist()
@@ -114,7 +114,7 @@ def test_steps_that_are_abandoned_leave_no_trace(dataset: Any, expected: Any, st
         for _ in range(steps):
             (piece,) = loader.next()
             for i, image in zip(piece.ids.tolist(), piece.data[0] if piece.data else [], strict=True):
-                assert torch.equal(image, expected[piece.epoch][i])
+                assert torch.equal(image, expected[piece.batch.epoch][i])
     loader.stop()
 
 

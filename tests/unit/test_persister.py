@@ -15,7 +15,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commits import OWNER, SIZE, job, newest, prepare
+from commits import OWNER, SIZE, commit, job, newest, prepare
+from disks import small_file_system
 from store import save, state, two_checkpoints
 
 from raytrain_ft.errors import LockedError, StorageError
@@ -273,3 +274,23 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not come about"
         time.sleep(0.01)
+
+
+def test_nobody_waits_for_a_shard_that_could_not_be_written(tmp_path: Path) -> None:
+    """On a full disk, the end of a run would wait for it as long as for one that is slow."""
+    with small_file_system(tmp_path / "disk", "480k") as disk:
+        root = disk / "checkpoints"
+        prepare(root)
+        data = memoryview(bytes(3 * SIZE))
+        with (disk / "ballast").open("wb", buffering=0) as ballast, suppress(OSError):
+            while True:
+                ballast.write(bytes(4096))
+        with pytest.raises(StorageError, match="Free some space"):
+            persisters.carry_out(job(root, 30, 1), data, set())
+        (disk / "ballast").unlink()
+        began = time.monotonic()
+        with pytest.raises(StorageError, match="its worker could not write shard 1 of 2"):
+            persisters.carry_out(replace(job(root, 30, 0), timeout_s=60.0), data, set())
+        assert time.monotonic() - began < 30
+        commit(root, 40)
+        assert newest(open_storage(str(root))) == 40
