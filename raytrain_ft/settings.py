@@ -161,6 +161,6 @@ def workers(scaling: ScalingConfig) -> tuple[int, int]:
     value = scaling.num_workers
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return value, value
-    if isinstance(value, tuple) and len(value) == 2 and all(isinstance(n, int) for n in value) and 1 <= value[0] <= value[1]:
+    if isinstance(value, tuple) and len(value) == 2 and all(type(n) is int for n in value) and 1 <= value[0] <= value[1]:
         return value
     raise ConfigError(f"ScalingConfig(num_workers={value!r}): use a number of at least 1, or a range (min, max)")
