@@ -58,6 +58,7 @@ def test_a_second_loss_in_a_phase_of_the_recovery(phase: str, undisturbed, tmp_p
 def test_all_but_one_killed_at_once(undisturbed, tmp_path: Path) -> None:
     faults = [FailAt(rank=rank, step=10, phase="reduced", bucket=1, together=2) for rank in (0, 2)]
     result = train(tmp_path, "lonely", faults=faults)
+    assert sum(len(recovery.lost) for recovery in result.recoveries) == 2
     assert result.digest == undisturbed().digest
     assert promise_kept(result) == []
 

@@ -48,6 +48,7 @@ def test_an_unavoidable_undo_is_within_its_bound_and_equal_on_all_replicas(
 def test_when_everything_was_reduced_nothing_is_undone(undisturbed, tmp_path: Path) -> None:
     faults = [FailAt(rank=0, step=8, phase="reduced", bucket=2), FailAt(rank=2, step=16, phase="commit")]
     result = train(tmp_path, "complete", update="wait_free", faults=faults)
+    assert sum(len(recovery.lost) for recovery in result.recoveries) == 2
     assert promise_kept(result) == []
     assert all(recovery.undone == 0 for recovery in result.recoveries)
     assert result.digest == undisturbed(update="wait_free").digest
