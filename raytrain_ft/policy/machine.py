@@ -403,7 +403,7 @@ def _on_supervisor_restarted(run: RunState, event: m.SupervisorRestarted) -> lis
         case State.STOPPING:
             return again + stopping.ask_again(run)
         case State.RESUME:
-            return [*again, m.Run(run.world, run.incarnation, rejected=tuple(sorted(run.rejected)))]
+            return [*again, phases.train(run, event.at)]
         case State.SHUTTING_DOWN:
             return again + _save(run)
     return again

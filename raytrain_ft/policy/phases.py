@@ -331,6 +331,11 @@ def resume(run: RunState, at: float) -> list[m.Command]:
         return departed
     run.state = State.RESUME
     run.world, run.answers, run.going_back, run.spoilt = run.joining, {}, "", None
+    return [*departed, train(run, at)]
+
+
+def train(run: RunState, at: float) -> m.Run:
+    """What tells the workers of this world to train: also how often workers were lost so far, where that is to be regarded."""
     losses = sum(len(recovery.lost) for recovery in run.recoveries) if run.rules.measure_failures else 0
     failure_s = at / losses if losses else None
-    return [*departed, m.Run(run.world, run.incarnation, failure_s, tuple(sorted(run.rejected)))]
+    return m.Run(run.world, run.incarnation, failure_s, tuple(sorted(run.rejected)))

@@ -799,6 +799,12 @@ def test_what_a_cloud_said_stands_for_as_long_as_it_may_yet_come_true(source: st
     assert of(story.said, m.SetTimer) == [m.SetTimer("leave", lapses, 1)]
 
 
+def test_a_restarted_supervisor_tells_again_how_often_workers_are_lost() -> None:
+    story = running(spares=1, measure_failures=True).to(State.RESUME)
+    told = of(story.tell(m.SupervisorRestarted(at=30.0)), m.Run)
+    assert told == [m.Run(("w0", "w1", "w3"), story.run.incarnation, failure_s=30.0)]
+
+
 def test_who_leaves_sleeps_until_then_by_choice_and_wakes_if_nothing_comes_of_it() -> None:
     story = running(min_workers=3, slots=3, sleeps_on_notice=True)
     assert of(story.tell(wished()), m.Sleep) == [m.Sleep(("w1",), True)]
