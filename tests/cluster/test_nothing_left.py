@@ -115,7 +115,11 @@ def test_no_listener_of_ours_is_open_to_all(cluster, tmp_path: Path) -> None:
         assert processes
         gloo = [c for p in processes for c in p.net_connections("tcp") if c.status == psutil.CONN_ESTABLISHED]
         assert gloo
-        idle = {c.laddr.port for p in psutil.process_iter() if p.name() == "ray::IDLE" for c in p.net_connections("tcp")}
+        idle = set()
+        for other in psutil.process_iter(["name"]):
+            if other.info["name"] == "ray::IDLE":
+                with suppress(psutil.NoSuchProcess):  # it ends just now
+                    idle |= {c.laddr.port for c in other.net_connections("tcp")}
         for process in processes:
             listening = [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
             # A Ray worker that does nothing listens on one port of Ray's own; all others must be ours and bound to one address.
