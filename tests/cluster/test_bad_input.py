@@ -69,7 +69,6 @@ class Half(Toy):
         ({"workers": 0}, "num_workers=0"),
         ({"workers": (0, 2)}, r"num_workers=\(0, 2\)"),
         ({"workers": (True, 2)}, r"num_workers=\(True, 2\)"),
-        ({"workers": (4, 2)}, r"num_workers=\(4, 2\)"),
         ({"global_batch_size": 2}, "global_batch_size=2"),
         ({"steps": 0}, "max_steps=0"),
         ({"precision": "fp8"}, "fp8"),
