@@ -35,6 +35,7 @@ class Kill:
     steps_redone: int  # completed before the kill, and computed again
     batches_dropped: int  # survivors' local batches whose step was thrown away for good
     killed_at: float = 0.0  # monotonic time of the kill
+    fewer_s: float | None = None  # until fewer workers end a step; perhaps one that was in hand
     gone_s: float | None = None  # until the last thread of a killed process had ended, and the kernel closed its connections
 
 
@@ -117,6 +118,7 @@ class Killer:
         committed = [e for e in self._entries(since=killed_at) if e.world]
         # a step that was reduced already when the kill came may still be completed: that is no recovery
         first = min(e.when for e in committed if e.when > killed_at + step_s or e.when >= full)
+        fewer = min((e.when for e in committed if e.world < self._num_workers), default=None)
         redone_from = min(e.step for e in self._entries(since=killed_at, but=members) if e.world)
         thrown_away = [e for e in self._entries(members, since=killed_at, until=full) if not e.world]
         return Kill(
@@ -127,6 +129,7 @@ class Killer:
             steps_redone=max(0, last_step + 1 - redone_from),
             batches_dropped=len(thrown_away),
             killed_at=killed_at,
+            fewer_s=None if fewer is None else fewer - killed_at,
             gone_s=gone_s,
         )
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import checkfreq, goodput
+from benchmarks import checkfreq, goodput, recovery
 from benchmarks.harness import Report
+from benchmarks.peers.kills import Kill
 from raytrain_ft.drill.played import Played
 
 SKIPPED = "SKIPPED [11] tests/unit/test_crash_consistency.py:186: strace is not installed"
@@ -38,3 +39,15 @@ def test_goodput_says_how_many_failures_could_not_strike(tmp_path: Path) -> None
     goodput._add_share(report, 15, Played(path=tmp_path, dropped=3), Played(path=tmp_path), steps_per_s=1.0)
     said = "mean time between failures 15 s: 0 kills in 0.0 s, 0 steps; 3 more were drawn and could not strike"
     assert said in report._notes
+
+
+def test_a_step_again_is_one_that_nobody_had_in_hand() -> None:
+    """A smaller world's first step is, however soon; not if it only completed the interrupted one."""
+    about = {"full_strength_s": 9.0, "caught_up_s": 9.0, "step_s": 0.45, "steps_redone": 0, "batches_dropped": 0}
+    quick, completed, slow = (
+        Kill(first_step_s=first, fewer_s=fewer, **about) for first, fewer in ((1.6, 0.42), (0.6, 0.1), (0.7, 0.7))
+    )
+    records = [{"event": "Recovery", "lost": ["w1"], "completes": completes} for completes in (False, True, False)]
+    grown = {"event": "Recovery", "lost": [], "completes": False}
+    records = [record for one in records for record in (one, grown)]
+    assert recovery.steps_again([quick, completed, slow], records) == [0.42, 0.6, 0.7]
