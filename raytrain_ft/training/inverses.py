@@ -52,8 +52,10 @@ class Inverse:
         before: reads, before a step and without waiting for a device, the number per tensor that is lost afterwards.
         after: the same, after the step.
         block: on a CPU, tensors are cut into blocks of as many elements, which mostly stay in the cache from one
-            operation to the next. The default was the quickest of 2**14 to 2**20 for SGD, Adam, AdamW and LAMB at 10 M
-            parameters, taken together: smaller blocks cost more calls than they save. None: tensors must not be cut.
+            operation to the next. Smaller blocks stay there better, larger ones cost fewer calls. Which are quickest
+            depends on the machine. Undo / step at 10 M parameters: on one machine Adam's was 0.89 with 2**18 and 1.06
+            with 2**17, SGD's 0.96 with 2**17 and 1.07 with 2**20; on another Adam's was below 0.8 with any, and SGD's
+            1.11 with 2**17, 0.97 to 1.00 with 2**18 and 0.89 with 2**20. None: tensors must not be cut.
     """
 
     undo: Callable[[Batch], None]
@@ -61,7 +63,7 @@ class Inverse:
     kept: Callable[[Batch], list[Tensor] | None] | None = None
     before: Callable[[Tensor, Mapping[str, Any]], Tensor | float] | None = None
     after: Callable[[Any, Tensor], Tensor] | None = None
-    block: int | None = 2**17
+    block: int | None = 2**18
 
 
 def undo_sgd(b: Batch) -> None:
