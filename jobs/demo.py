@@ -73,6 +73,7 @@ def main() -> int:
     in_update = ft.FailAt(rank=1, step=25, phase="update", action="sigkill_node")
     in_backward = ft.FailAt(rank=1, step=40, phase="backward", bucket=3, action="sigkill_node")
     print("starting a local Ray cluster: a head and 5 nodes, token authentication on")
+    print('lines that begin with "(raylet)" are Ray\'s own: it tells of what is killed here on purpose')
     with LocalCluster(num_nodes=5):
         first = train(storage, "undisturbed")
         second = train(storage, "node-killed-in-the-update", faults=(in_update,))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import click
 
+from raytrain_ft import arguments
 from raytrain_ft.drill.faults import task_of
 from raytrain_ft.drill.grounds import Laptop, laptop
 from raytrain_ft.drill.measure import measure
@@ -62,12 +63,12 @@ def scenario_of(mtbf: float, steps: int, workers: int, stages: int) -> Scenario:
 
 
 @click.command()
-@click.option("--kills", default=200, show_default=True, help="Victims in all.")
-@click.option("--mtbf", default=3.0, show_default=True, help="Mean time between kills, seconds.")
+@click.option("--kills", type=arguments.WHOLE, default=200, show_default=True, help="Victims in all.")
+@click.option("--mtbf", type=arguments.POSITIVE, default=3.0, show_default=True, help="Mean time between kills, seconds.")
 @click.option("--seed", default=0, show_default=True, help="Of the victims and moments.")
-@click.option("--steps", default=400, show_default=True, help="Steps of each run.")
-@click.option("--workers", default=3, show_default=True, help="Workers of a run.")
-@click.option("--stages", default=1, show_default=True, help="Stages of a pipeline; divides the workers.")
+@click.option("--steps", type=arguments.WHOLE, default=400, show_default=True, help="Steps of each run.")
+@click.option("--workers", type=arguments.WHOLE, default=3, show_default=True, help="Workers of a run.")
+@click.option("--stages", type=arguments.WHOLE, default=1, show_default=True, help="Stages of a pipeline; divides the workers.")
 def main(kills: int, mtbf: float, seed: int, steps: int, workers: int, stages: int) -> None:
     """A seeded campaign of kills; exits non-zero at any violation."""
     scenario = scenario_of(mtbf, steps, workers, stages)

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from raytrain_ft import arguments
 from raytrain_ft.config import ParallelismConfig
 from raytrain_ft.errors import ConfigError, FTError
 from raytrain_ft.loading import load_task
@@ -23,21 +24,19 @@ from raytrain_ft.training.ties import find_ties
 console = Console(highlight=False, soft_wrap=True)
 SAMPLES = 4
 """Of a micro-batch, where no batch size is given."""
-WHOLE = click.IntRange(min=1)
-MORE_THAN_NOTHING = click.FloatRange(min=0, min_open=True)
 
 
 @click.command("plan")
 @click.argument("job", metavar="JOB:TASK")
 @click.option("--stages", type=click.IntRange(min=2), required=True, help="Stages of the pipeline.")
-@click.option("--replicas", type=WHOLE, default=1, show_default=True, help="Copies of the pipeline.")
-@click.option("--nodes", type=WHOLE, help="Nodes that the workers are spread over; default: one for each worker.")
-@click.option("--micro-batches", type=WHOLE, help="Of each replica and step; default: twice the stages.")
-@click.option("--batch-size", type=WHOLE, help=f"Samples of a step; default: {SAMPLES} per micro-batch.")
-@click.option("--checkpoint-every", type=WHOLE, default=ASSUMED_INTERVAL, show_default=True, help="Steps.")
-@click.option("--bandwidth", type=MORE_THAN_NOTHING, default=BANDWIDTH / 1e9, show_default=True, help="Of the network, GB/s.")
-@click.option("--budget", type=WHOLE, help="Bytes of log between two checkpoints, all workers together.")
-@click.option("--target", type=MORE_THAN_NOTHING, help="Seconds of recovery per lost step.")
+@click.option("--replicas", type=arguments.WHOLE, default=1, show_default=True, help="Copies of the pipeline.")
+@click.option("--nodes", type=arguments.WHOLE, help="Nodes that the workers are spread over; default: one for each worker.")
+@click.option("--micro-batches", type=arguments.WHOLE, help="Of each replica and step; default: twice the stages.")
+@click.option("--batch-size", type=arguments.WHOLE, help=f"Samples of a step; default: {SAMPLES} per micro-batch.")
+@click.option("--checkpoint-every", type=arguments.WHOLE, default=ASSUMED_INTERVAL, show_default=True, help="Steps.")
+@click.option("--bandwidth", type=arguments.POSITIVE, default=BANDWIDTH / 1e9, show_default=True, help="Of the network, GB/s.")
+@click.option("--budget", type=arguments.WHOLE, help="Bytes of log between two checkpoints, all workers together.")
+@click.option("--target", type=arguments.POSITIVE, help="Seconds of recovery per lost step.")
 @click.option(
     "--parallel-recovery",
     is_flag=True,

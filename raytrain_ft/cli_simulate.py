@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from raytrain_ft import output
+from raytrain_ft import arguments, output
 from raytrain_ft import simulation_views as views
 from raytrain_ft.errors import FTError
 from raytrain_ft.runtime.event_log import read_records
@@ -56,7 +56,7 @@ RUN = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.option("--every", type=click.IntRange(min=1), help="Steps between checkpoints, for all strategies.")
 @click.option(
     "--mtbf",
-    type=click.FloatRange(min=0, min_open=True),
+    type=arguments.POSITIVE,
     help="Hours between failures of the whole cluster, instead of the file's failures.",
 )
 @click.option("--seeds", type=click.IntRange(min=1), show_default=str(SEEDS), help="Runs of each strategy.")

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from raytrain_ft import steer
+from raytrain_ft import arguments, steer
 from raytrain_ft.errors import FTError
 
 RUN = click.argument("run")
@@ -46,7 +46,7 @@ def resume_command(run: str, rank: int) -> None:
 @RUN
 @RANK
 @click.option(
-    "--within", "within_s", type=click.FloatRange(min=0), default=120.0, show_default=True, help="Seconds that it has."
+    "--within", "within_s", type=arguments.NOT_NEGATIVE, default=120.0, show_default=True, help="Seconds that it has."
 )
 @click.option("--no-replacement", is_flag=True, help="Nobody takes its place: the run has one worker less from then on.")
 def leave_command(run: str, rank: int, within_s: float, no_replacement: bool) -> None:

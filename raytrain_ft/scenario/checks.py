@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -37,10 +37,21 @@ def problems(scenario: Scenario) -> Iterator[Problem]:
     """Everything that cannot be."""
     yield from _of_the_job(scenario)
     yield from _of_events(scenario)
+    yield from _of_costs(scenario.assumed.costs if scenario.assumed is not None else {})
+
+
+def _of_costs(costs: Mapping[str, float]) -> Iterator[Problem]:
+    """What the simulator would refuse."""
     names = tuple(Costs.__dataclass_fields__)
-    for name, value in scenario.assumed.costs.items() if scenario.assumed is not None else ():
+    for name, value in costs.items():
+        place = ("assumed", "costs", name)
         if name not in names:
-            yield ("assumed", "costs", name), value, f"there is no such cost. Allowed here: {', '.join(names)}"
+            yield place, value, f"there is no such cost. Allowed here: {', '.join(names)}"
+            continue
+        try:
+            Costs(**{name: value})
+        except ConfigError as error:
+            yield place, value, str(error)
 
 
 def _of_the_job(scenario: Scenario) -> Iterator[Problem]:

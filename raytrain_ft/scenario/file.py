@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -116,21 +117,23 @@ class Source:
         """Every fault on a line of its own, in the order of the file."""
         found: dict[Place, str] = {}
         for fault in error.errors(include_url=False):
-            place = _place(fault, root)
+            place = _place(fault, root, self.lines)
             if place not in found:  # of a union, pydantic says each of its members' complaints
                 found[place] = self.at(place, _words(fault, place, root))
         order = sorted(found, key=lambda place: self.lines.get(place, 0))
         return "\n".join(found[place] for place in order)
 
 
-def _place(fault: Any, root: type[BaseModel]) -> Place:
-    """The place of a fault, without what pydantic puts in it for the members of a union."""
+def _place(fault: Any, root: type[BaseModel], known: Collection[Place]) -> Place:
+    """The place of a fault, without what pydantic puts in it for the members of a union. Keys of a mapping are fields of no
+    model, but `known` places of the file."""
     place: Place = ()
     for part in fault["loc"]:
         model = _model_at(root, place)
-        if isinstance(part, int) or (model is not None and part in model.model_fields):
+        if isinstance(part, int) or (model is not None and part in model.model_fields) or (*place, part) in known:
             place = (*place, part)
-    return (*place, fault["loc"][-1]) if fault["type"] == "extra_forbidden" else place
+    last = fault["loc"][-1:]
+    return (*place, *last) if fault["type"] == "extra_forbidden" and place[-1:] != last else place
 
 
 def _note_lines(node: yaml.Node, place: Place, lines: dict[Place, int], plain: Place | None) -> None:

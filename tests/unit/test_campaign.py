@@ -48,6 +48,15 @@ def campaigned(monkeypatch: pytest.MonkeyPatch, strikes: Sequence[int], error: F
     return CliRunner().invoke(campaign.main, ["--kills", "4"])
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [("--mtbf", "inf", "is not finite"), ("--mtbf", "0", "x>0"), ("--kills", "0", "x>=1"), ("--workers", "x", "valid integer")],
+)
+def test_a_campaign_of_nothing_is_refused(option: str, value: str, allowed: str) -> None:
+    done = CliRunner().invoke(campaign.main, [option, value])
+    assert (done.exit_code, f"Invalid value for '{option}'" in done.output, allowed in done.output) == (2, True, True)
+
+
 def test_a_run_that_fails_before_anything_was_done_to_it_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     done = campaigned(monkeypatch, [1, 0], TaskError("there is no module named task"))
     assert done.exit_code == 1, done.output

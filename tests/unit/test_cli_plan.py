@@ -128,6 +128,7 @@ def test_a_module_and_a_target(job: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (("JOB:Layers", "--stages", "3", "--budget", "10"), "holds no boundary at all"),
         (("JOB:Layers", "--stages", "3", "--target", "1e-9"), "still leaves"),
         (("JOB:Layers", "--stages", "3", "--budget", "10", "--target", "1"), "exclude each other"),
+        (("JOB:Layers", "--stages", "3", "--bandwidth", "inf"), "'--bandwidth': inf is not finite"),
         (("JOB:Nobody", "--stages", "2"), "its tasks: Bad, Empty, Lacking, Layers, Sized, Whole, task"),
         (("JOB:number", "--stages", "2"), "the task is a int"),
         (("JOB:Sized", "--stages", "2"), "Give its arguments, as in 'Sized(...)'"),

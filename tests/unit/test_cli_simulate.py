@@ -223,7 +223,7 @@ def test_a_trace_is_found_beside_its_file_and_refused_with_its_line(file: Path) 
     assert invoke(file, "--seeds", 1).exit_code == 0
 
 
-@pytest.mark.parametrize("hours", ["0", "-1"])
+@pytest.mark.parametrize("hours", ["0", "-1", "inf", "nan", "soon"])
 def test_failures_without_a_time_between_them_are_refused_for_a_file_and_for_a_run(hours: str, file: Path) -> None:
     run = Path(__file__).parent / "recorded" / "replication"
     for what in ([file], ["--from-run", run]):

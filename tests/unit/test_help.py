@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,11 @@ from raytrain_ft.runtime.contacts import Contacts
 from raytrain_ft.runtime.trainee import Trainee
 from raytrain_ft.training.edges import Past
 from raytrain_ft.training.fence import Fence, PeerLostError
+from raytrain_ft.training.sleep import Sleep
 
-HELP: Any = (Fence(3), frozenset({1}), "step-000000006-e1-i1", 13, ("w3", "w0"), 1, True)
+LOAD = "step-000000006-e1-i1"
+WANTED = m.Replay(("w0", "w3"), 3, (("w3", "w0"),), (1,), LOAD, until=13, since=1, exact=True)
+HELP: Any = (Fence(3), WANTED)
 
 
 @contextmanager
@@ -56,7 +60,7 @@ def told(error: Exception) -> m.Event:
     events: list[m.Event] = []
     health: Any = SimpleNamespace(step=13, is_starting=lambda _: False, nodes=None)
     spec: Any = SimpleNamespace()
-    calls = Calls(spec, events.append, lambda: 0.0, Contacts(spec), health)
+    calls = Calls(spec, events.append, Contacts(spec), health)
     calls.report("w0", RayTaskError("replay", "Traceback ...", error), 3, "step-000000006-e1-i1")
     return events[0]
 
@@ -99,7 +103,7 @@ def test_who_has_replayed_its_stage_compares_its_next_step_as_well(
     pasts: list[Past | None] = []
     found._switchboard = lambda stage: SimpleNamespace(replay=lambda past, stages, team: None)
     found._board = SimpleNamespace(live=pasts.append)
-    with found.replay(frozenset({1}), 1, 1, number, 0, 13, exact=exact):
+    with found.replay(replace(WANTED, exact=exact), 1, 1, number):
         pass
     found.live()
     assert [past is not None and past.until for past in pasts] == [13 if compares else False]
@@ -113,13 +117,13 @@ def test_who_computes_something_else_in_its_first_step_has_not_failed() -> None:
     def train_step(_: Any) -> None:
         raise ReplayDivergedError("another than before")
 
-    state = SimpleNamespace(filled=True, step=13, tail=SimpleNamespace(sleep=SimpleNamespace()))
+    state = SimpleNamespace(filled=True, step=13, tail=SimpleNamespace(sleep=Sleep()))
     found.replica = SimpleNamespace(state=state, checkpointer=None, train_step=train_step)
     found.rank, found._world = 1, ("w0", "w3")
     found._spec = SimpleNamespace(rules=SimpleNamespace(stages=2, max_steps=20))
     found._connections = SimpleNamespace(live=lambda: None)
     found._heartbeat = SimpleNamespace(ended=lambda status, detail: ended.append((status, detail)))
     found._share_out = lambda _: None
-    found.run(Fence(3), None, ())
+    found.run(Fence(3), m.Run(("w0", "w3"), 3))
     assert ended == [("diverged", "another than before")]
     assert not state.filled, "nobody goes on from what it has"
