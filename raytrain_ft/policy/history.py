@@ -5,23 +5,31 @@ It asserts what can be read there of the invariants:
 * I1: every sample was used exactly once or is listed as lost (`audit`).
 * I2: all replicas of a stage had equal hashes after they were filled, and at the end of the run; not after each step, of which
   the log has no hashes.
+* I3: where every recovery kept every bit, a step that was committed twice, by other ranks or once more after everybody had gone
+  back, has one loss, bit by bit. Equality with an undisturbed run needs that run's digest.
+* I4: a committed checkpoint is found when it is looked for; everybody goes back to the newest one that could be loaded, and not
+  before anybody looked. What a checkpoint holds is not in the log.
 * I5: nobody who was given up for lost joined, or was heard of, in a later incarnation; that nothing else of it arrived anywhere
   is not in the log.
-* I6: every recovery of a run that finished came to its end, in bounded time, and every run has one end.
+* I6: every recovery of a run that finished came to its end, in bounded time and with its phases in order, and every run has one
+  end.
 * I8: every loss, recovery and failure says why; not whether that names the place and the remedy.
 
-Not in the log: I3, bit-equality with an undisturbed run, needs that run's digest; I4 is about what checkpoints hold; I7,
-nothing left behind, is about processes and files.
+Not in the log: I7, nothing left behind, is about processes and files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isnan
 from typing import Any
 
 from raytrain_ft.policy.audit import audit
+from raytrain_ft.policy.strategy import Guarantee, Strategy
 
 LONGEST_RECOVERY_S = 120.0
+RETURNS = (Strategy.CHECKPOINT, Strategy.SNAPSHOT)
+PHASES = ("detected", "fenced", "reconciled", "filled", "resumed")
 ENDS = ("RunFinished", "RunFailed")
 """The notes with which a run's records end."""
 VOICES = ("Reconciled", "Filled", "StepsCommitted", "CheckpointCommitted", "Stopped", "Completed")
@@ -33,6 +41,9 @@ def check(records: Sequence[dict[str, Any]], *, longest_recovery: float = LONGES
     return [
         *(f"I1 {violation}" for violation in result.violations),
         *_differing_replicas(records),
+        *_differing_losses(records),
+        *_hidden_checkpoints(records),
+        *_wrong_returns(records),
         *_voices_of_the_lost(records),
         *_unending(records, longest_recovery),
         *_unexplained(records),
@@ -51,6 +62,78 @@ def _differing_replicas(records: Sequence[dict[str, Any]]) -> list[str]:
             member, value = seen.setdefault(where, (record["member"], record[field]))
             if value != record[field]:
                 found.append(f"I2 {event} in incarnation {record['incarnation']}: {record['member']} differs from {member}")
+    return found
+
+
+def _differing_losses(records: Sequence[dict[str, Any]]) -> list[str]:
+    """A step's loss is the same for whoever commits it and how often, if nothing made the run differ from an undisturbed one:
+    no recovery that was not exact, no other number of workers, no replica that slept."""
+    sizes = {record["world_size"] for record in records if record["event"] == "Resumed"}
+    guarantees = {record["guarantee"] for record in records if record["event"] == "Recovery"}
+    slept = any(record["event"] == "Dormant" for record in records)
+    if len(sizes) > 1 or guarantees - {Guarantee.EXACT} or slept:
+        return []
+    found: list[str] = []
+    seen: dict[int, dict[str, Any]] = {}
+    for record in records:
+        if record["event"] == "StepsCommitted" and not isnan(record["loss"]):
+            first = seen.setdefault(record["stop_step"], record)
+            if first["loss"] != record["loss"]:
+                who = [f"{one['member']} {one['loss']!r} in incarnation {one['incarnation']}" for one in (first, record)]
+                found.append(f"I3 the loss of step {record['stop_step'] - 1} is, of {who[0]}, of {who[1]}")
+    return found
+
+
+def _hidden_checkpoints(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Who looks for checkpoints finds the newest that was committed, unless it could not be loaded before.
+
+    Copies in other nodes' memory (Elastic Horovod) may be lost with these nodes.
+    """
+    run = next((record for record in records if record["event"] == "RunStarted"), {})
+    if run.get("details", {}).get("strategy") == Strategy.SNAPSHOT:
+        return []
+    found: list[str] = []
+    committed: dict[str, int] = {}
+    for record in records:
+        if record["event"] == "CheckpointCommitted":
+            committed[record["name"]] = record["step"]
+        elif record["event"] == "CheckpointRejected":
+            committed.pop(record["name"], None)
+        elif record["event"] == "CheckpointsFound" and committed and not record["error"]:
+            newest = max(committed, key=committed.__getitem__)
+            if newest not in {stored["name"] for stored in record["stored"]}:
+                found.append(f"I4 {newest} was committed, and is not found in incarnation {record['incarnation']}")
+    return found
+
+
+def _wrong_returns(records: Sequence[dict[str, Any]]) -> list[str]:
+    """A recovery in which everybody went back begins with the newest checkpoint that could be loaded, of those that were found
+    in one of its attempts; without any, with the beginning."""
+    found: list[str] = []
+    rejected = {record["name"] for record in records if record["event"] == "CheckpointRejected"}
+    # what was committed just before a loss that was not finite is passed over, if there is another
+    spoilt = {record["step"] for record in records if record["event"] == "TaskFailed" and record["kind"] == "non_finite"}
+    looked = [record for record in records if record["event"] == "CheckpointsFound" and not record["error"]]
+    before = 0
+    for recovery in records:
+        if recovery["event"] != "Recovery" or recovery["resumed"] is None:
+            continue
+        attempts = [one for one in looked if before < one["incarnation"] <= recovery["incarnation"]]
+        before = recovery["incarnation"]
+        if recovery["strategy"] not in RETURNS:
+            continue
+        if not attempts:
+            found.append(f"I4 everybody went back to step {recovery['step']}, and nobody had looked for checkpoints")
+            continue
+        steps: set[int] = set()
+        for stored in (attempt["stored"] for attempt in attempts):
+            whole = [one["step"] for one in stored if one["name"] not in rejected]
+            steps |= {next((step for step in whole if step not in spoilt), 0), *whole[:1]}
+        # a loss just afterwards belongs to the same recovery, which may complete the first step instead of redoing it
+        if recovery["step"] - recovery["completes"] not in steps:
+            found.append(
+                f"I4 everybody went back to step {recovery['step']}, and the newest whole checkpoint is of {sorted(steps)}"
+            )
     return found
 
 
@@ -78,6 +161,9 @@ def _unending(records: Sequence[dict[str, Any]], longest: float) -> list[str]:
             continue
         if record["resumed"] is None and "RunFinished" in ends:
             found.append(f"I6 a recovery did not end, and the run finished: {record['cause']}")
+        times = [record[phase] for phase in PHASES if record[phase] is not None]
+        if times != sorted(times):
+            found.append(f"I6 the phases of a recovery are not in order: {dict(zip(PHASES, times, strict=False))}")
         if record["resumed"] is not None and record["resumed"] - record["detected"] > longest:
             found.append(f"I6 a recovery took {record['resumed'] - record['detected']:.1f} s: {record['cause']}")
     if len(ends) != 1:

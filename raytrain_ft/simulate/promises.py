@@ -165,9 +165,10 @@ class Record:
     def after(self, run: RunState, event: m.Event, before: State, commands: list[m.Command]) -> None:
         """An event was handled."""
         if isinstance(event, m.RunStarted):
-            workers = [self.rules.min_workers, self.rules.max_workers]
-            about = {"name": event.run_id, "max_steps": self.rules.max_steps, "num_workers": workers}
-            about |= {"replacement": self.rules.replacement, "stages": self.rules.stages}
+            rules = self.rules
+            workers = [rules.min_workers, rules.max_workers]
+            about = {"name": event.run_id, "max_steps": rules.max_steps, "num_workers": workers}
+            about |= {"replacement": rules.replacement, "stages": rules.stages, "strategy": rules.strategy}
             details = asdict(self.sampling) | about
             self._line("RunStarted", run_id=event.run_id, details=details)
         elif isinstance(event, m.StepsCommitted):

@@ -42,6 +42,9 @@ SPOILED: dict[str, tuple[str, Callable[[list[Record]], Any]]] = {
     "a sample was lost twice": ("I1", _lists_a_sample_as_lost),
     "a replacement was filled with other bits": ("I2", lambda r: of(r, "Filled")[-1].update(digests=["0"])),
     "a replica ended with other bits": ("I2", lambda r: of(r, "Completed")[0].update(digest="0")),
+    "a step's loss is another for another rank": ("I3", lambda r: of(r, "StepsCommitted")[4].update(loss=0.5)),
+    "everybody went back, and nobody looked": ("I4", lambda r: of(r, "Recovery")[2].update(strategy="checkpoint")),
+    "the phases of a recovery are not in order": ("I6", lambda r: of(r, "Recovery")[2].update(fenced=0.0)),
     "a recovery took too long": ("I6", lambda r: of(r, "Recovery")[3].update(resumed=1000.0)),
     "a recovery did not end, and the run did": ("I6", lambda r: of(r, "Recovery")[3].update(resumed=None)),
     "the last recovery did not end, and the run did": ("I6", lambda r: of(r, "Recovery")[-1].update(resumed=None)),
@@ -60,11 +63,43 @@ def test_a_spoiled_log_is_not(records: list[Record], what: str) -> None:
     assert any(violation.startswith(promise) for violation in check(records)), what
 
 
+GONE_BACK: dict[str, Callable[[list[Record]], Any]] = {
+    "what was committed is not found": lambda r: of(r, "CheckpointsFound")[-1].update(stored=[]),
+    "only an older one is found": lambda r: of(r, "CheckpointsFound")[-1]["stored"].pop(0),
+    "it went back further than it needed to": lambda r: of(r, "Recovery")[-1].update(step=40),
+    "it went back less far than it could": lambda r: of(r, "Recovery")[-1].update(step=62),
+}
+
+
+@pytest.mark.parametrize("what", GONE_BACK)
+def test_everybody_goes_back_to_the_newest_checkpoint(what: str) -> None:
+    records = read_records(RUNS / "checkpoint" / "events.jsonl")
+    GONE_BACK[what](records)
+    assert any(violation.startswith("I4") for violation in check(records))
+
+
+def test_what_could_not_be_loaded_is_no_place_to_go_back_to() -> None:
+    records = read_records(RUNS / "checkpoint" / "events.jsonl")
+    newest = of(records, "CheckpointsFound")[-1]["stored"][0]["name"]
+    at = records.index(of(records, "CheckpointsFound")[-1]) + 1
+    records.insert(at, {"event": "CheckpointRejected", "member": "w0", "incarnation": 4, "name": newest, "reason": "damaged"})
+    assert any(violation.startswith("I4") for violation in check(records)), "it went there all the same"
+    of(records, "Recovery")[-1].update(step=40)
+    assert not [violation for violation in check(records) if violation.startswith("I4")]
+
+
+def test_where_a_recovery_was_not_exact_losses_may_differ(records: list[Record]) -> None:
+    of(records, "StepsCommitted")[4].update(loss=0.5)
+    of(records, "Recovery")[0].update(guarantee="rounding")
+    assert not [violation for violation in check(records) if violation.startswith("I3")]
+
+
 @pytest.mark.parametrize("event", VOICES)
 def test_who_was_lost_has_no_say_afterwards(records: list[Record], event: str) -> None:
     lost = of(records, "WorkerLost")[0]
     last = of(records, "Resumed")[-1]["incarnation"]
     late = {**of(records, "StepsCommitted")[-1], **of(records, "Completed")[-1], **of(records, "Filled")[-1]}
+    late |= {"name": "step-000000105-e1-i9", "step": 105}
     records.append(late | {"event": event, "member": lost["member"], "incarnation": last})
     (found,) = [violation for violation in check(records) if violation.startswith("I5")]
     assert lost["member"] in found

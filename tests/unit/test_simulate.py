@@ -338,6 +338,12 @@ def test_every_promise_is_kept_in_troubled_runs(seed: int) -> None:
     assert troubled_run(seed).violations == ()
 
 
+@pytest.mark.long
+def test_every_promise_is_kept_in_ten_thousand_troubled_runs() -> None:
+    broken = {seed: story.violations for seed in range(10_000) if (story := troubled_run(seed)).violations}
+    assert broken == {}
+
+
 def test_troubled_runs_go_everywhere() -> None:
     stories = [troubled_run(seed) for seed in range(90)]
     reached = {after for story in stories for _, _, after in story.edges}
