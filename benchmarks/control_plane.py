@@ -204,7 +204,7 @@ class Members:
     def lose(self, member: str) -> None:
         """It dies, which Ray tells the supervisor within milliseconds."""
         del self._living[member]
-        self._supervisor.tell(m.WorkerLost(at=self._supervisor.now(), member=member, cause="SIGKILL", noticed_by="ray"))
+        self._supervisor.tell(m.WorkerLost(member=member, cause="SIGKILL", noticed_by="ray"))
 
     def carry_out(self, command: m.Command) -> None:
         """Answers at once."""

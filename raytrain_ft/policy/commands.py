@@ -97,6 +97,10 @@ class Replay:
     since: int
     exact: bool
 
+    def team_of(self, member: str) -> tuple[str, ...]:
+        """Whom this member replays a stage with, itself included; the first of them hosts it."""
+        return next(team for team in self.teams if member in team)
+
 
 @dataclass(frozen=True, slots=True)
 class Trim:

@@ -87,7 +87,9 @@ def _finish(plan: Plan, survivors: Sequence[Marks], shares: Sequence[Share], quo
     count = len(survivors[0].versions)
     reason = f"step {step} is finished by {len(survivors)} survivors: {len(mean)} of {count} buckets hold their gradients only"
     losses = max(lost, known_losses(survivors, step), key=samples_in)
-    return Plan(step + 1, True, tuple(gradients), (), tuple(states), reason, mean=tuple(mean), lost=losses)
+    speaker = next(marks.member for marks, own in zip(survivors, shares, strict=True) if samples_in([own.mine]))
+    told = (step + 1, True, tuple(gradients), (), tuple(states), reason)
+    return Plan(*told, mean=tuple(mean), speaker=speaker, lost=losses)
 
 
 def _keep(plan: Plan, survivors: Sequence[Marks]) -> Plan:

@@ -1,7 +1,7 @@
 """What the supervisor's machine is told (events) and what it asks for (commands). Frozen data, nothing else.
 
-Every event bears `at`, seconds since the run began, because the machine has no clock. An event about an incarnation bears its
-number, and the machine ignores it once that incarnation is over.
+Every event bears `at`, seconds since the run began, because the machine has no clock: whoever hands it over says when. An event
+about an incarnation bears its number, and the machine ignores it once that incarnation is over.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ from raytrain_ft.policy.commands import (
 )
 from raytrain_ft.policy.reconcile import Marks
 from raytrain_ft.policy.sampling import Range
+
+FailureKind = Literal["task", "non_finite", "config", "mismatch"]
+"""Of a `TaskFailed`: the task raised, a loss was not finite, the configuration or what is here does not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -427,7 +430,7 @@ class TaskFailed(Event):
     member: str
     rank: int | None
     step: int
-    kind: Literal["task", "non_finite", "config", "mismatch"]
+    kind: FailureKind
     message: str
     incarnation: int | None = None
 
@@ -474,6 +477,7 @@ __all__ = [
     "Dormant",
     "End",
     "Event",
+    "FailureKind",
     "Fence",
     "Fenced",
     "Fill",

@@ -93,6 +93,7 @@ class Plan:
         reason: the decision in words.
         agreed: in a pipeline, what all stages agreed upon in the step that is completed.
         mean: buckets that the survivors reduce once more among themselves, before updating (lossy).
+        speaker: who of them speaks for all of what is the same everywhere: one that had samples, so it ran a forward pass.
         keep: buckets whose update of step `step` stays although that step is redone (lossy).
         skips: the interrupted step is left out: it counts as committed, without an update (lossy).
         lost: positions that the interrupted step goes on without.
@@ -106,6 +107,7 @@ class Plan:
     reason: str = "nobody had begun to update"
     agreed: tuple[float, ...] = ()
     mean: tuple[int, ...] = ()
+    speaker: str = ""
     keep: tuple[int, ...] = ()
     skips: bool = False
     lost: tuple[Range, ...] = ()

@@ -40,19 +40,20 @@ BROKEN_SECONDS = 0.05
 """Until a call is tried again whose connection broke. If the worker died, Ray knows by then."""
 LONGEST_PAUSE_S = 1.0
 """Between two tries of a call, each of which waits twice as long as the one before."""
-_KINDS = {NonFiniteLossError: "non_finite", MismatchError: "mismatch", ConfigError: "config"}
+_KINDS: dict[type[BaseException], m.FailureKind] = {
+    NonFiniteLossError: "non_finite",
+    MismatchError: "mismatch",
+    ConfigError: "config",
+}
 """Of what a worker may raise, the first that fits; anything else is the task's."""
 
 
 class Calls:
     """Asks the workers of a run."""
 
-    def __init__(
-        self, spec: RunSpec, tell: Callable[[m.Event], None], now: Callable[[], float], contacts: Contacts, health: Health
-    ) -> None:
+    def __init__(self, spec: RunSpec, tell: Callable[[m.Event], None], contacts: Contacts, health: Health) -> None:
         self._spec = spec
         self._tell = tell
-        self._now = now
         self._contacts = contacts
         self._health = health
 
@@ -77,7 +78,7 @@ class Calls:
             if incarnation and isinstance(error, ActorUnavailableError):
                 await asyncio.sleep(2 * BROKEN_SECONDS)  # if it died, `Crew._watch` tells first, and the incarnation is over
                 reason = f"the connection to {member} broke"
-                self._tell(m.Suspected(at=self._now(), incarnation=incarnation, reason=reason, noticed_by="supervisor"))
+                self._tell(m.Suspected(incarnation=incarnation, reason=reason, noticed_by="supervisor"))
                 return None
             self.lost(member, cause_of(error), "ray")
         except TimeoutError:
@@ -108,28 +109,29 @@ class Calls:
             return
         if isinstance(cause, PeerLostError | ObjectLostError) or (incarnation and isinstance(cause, TimeoutError)):
             reason = str(cause)[:300] or f"{member} ran into a deadline"
-            self._tell(m.Suspected(at=self._now(), incarnation=incarnation, reason=reason, noticed_by=member))
+            self._tell(m.Suspected(incarnation=incarnation, reason=reason, noticed_by=member))
             return
         if isinstance(cause, LogGapError | ReplayDivergedError):
             diverged = isinstance(cause, ReplayDivergedError)
-            about = {"incarnation": incarnation, "reason": str(cause)[:1000], "diverged": diverged}
-            self._tell(m.LogMissing(at=self._now(), member=member, **about))
+            reason = str(cause)[:1000]
+            self._tell(m.LogMissing(member=member, incarnation=incarnation, reason=reason, diverged=diverged))
             return
         if isinstance(cause, UndoRefusedError) and incarnation:  # while a worker is set up, its settings are refused
             reason = " ".join(str(cause).split())[:1000]
-            self._tell(m.UndoRefused(at=self._now(), member=member, incarnation=incarnation, reason=reason))
+            self._tell(m.UndoRefused(member=member, incarnation=incarnation, reason=reason))
             return
         if load and isinstance(cause, StorageError):
-            about = {"incarnation": incarnation, "name": load, "reason": str(cause)[:1000]}
-            self._tell(m.CheckpointRejected(at=self._now(), member=member, **about))
+            reason = str(cause)[:1000]
+            self._tell(m.CheckpointRejected(member=member, incarnation=incarnation, name=load, reason=reason))
             return
-        kind = next((kind for known, kind in _KINDS.items() if isinstance(cause, known)), "task")
+        kinds: list[m.FailureKind] = [kind for known, kind in _KINDS.items() if isinstance(cause, known)]
+        kind = kinds[0] if kinds else "task"
         unable = kind != "non_finite" and (incarnation or self._health.is_starting(member))
         if unable and (node := self._contacts.node_of(member)) is not None:
             self._health.nodes.avoid(node, FORGIVE_SILENT_S)  # it may lack what others have: the next one is started elsewhere
         message = str(error) if kind == "task" else str(cause)
-        about = {"rank": None, "step": self._health.step if step is None else step, "kind": kind, "message": message}
-        self._tell(m.TaskFailed(at=self._now(), member=member, incarnation=incarnation or None, **about))
+        step, of = self._health.step if step is None else step, incarnation or None
+        self._tell(m.TaskFailed(member=member, rank=None, step=step, kind=kind, message=message, incarnation=of))
 
     async def hint(self, member: str, method: str, *args: Any) -> None:
         """Tells a worker what it can do without: if that fails, it tells nothing of the worker."""
@@ -137,8 +139,9 @@ class Calls:
             await getattr(self._contacts.handle(member), method).remote(*args)
 
     def lost(self, member: str, cause: str, noticed_by: str, preempted: bool = False) -> None:
-        about = {"cause": cause, "noticed_by": noticed_by, "preempted": preempted, "silent_s": self._health.silence(member)}
-        self._tell(m.WorkerLost(at=self._now(), member=member, **about))
+        """A worker is gone, or can no longer be used."""
+        silent_s = self._health.silence(member)
+        self._tell(m.WorkerLost(member=member, cause=cause, noticed_by=noticed_by, preempted=preempted, silent_s=silent_s))
 
 
 def differs(known: Introduction, others: Iterable[Introduction], *, other_data: bool = False) -> str:

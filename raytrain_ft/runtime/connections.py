@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from raytrain_ft.policy.commands import Replay
 from raytrain_ft.policy.topology import replica_of, stage_of
 from raytrain_ft.runtime.rendezvous import RayStore
 from raytrain_ft.runtime.spec import RunSpec
@@ -97,24 +98,19 @@ class Connections:
         return links
 
     @contextmanager
-    def replay(
-        self, stages: frozenset[int], stage: int, size: int, number: int, since: int, until: int, *, exact: bool
-    ) -> Iterator[Links]:
-        """For a replay of these stages, as long as it takes.
+    def replay(self, command: Replay, stage: int, size: int, number: int) -> Iterator[Links]:
+        """For a replay, as long as it takes.
 
         Args:
             stage: the one that this worker replays, as `number` of a team of `size`; number 0 hosts it.
-            since: the incarnation from which on records count.
-            until: the step that is trained next.
-            exact: it must compute what was logged before, to the bit.
         """
-        past = Past(LogReader(self._spec.logs, since), until, exact)
+        past = Past(LogReader(self._spec.logs, command.since), command.until, command.exact)
         try:
             team = self._join_team(stage, size, number) if size > 1 else None
-            yield self._keep(self._switchboard(stage).replay(past, stages, team))
+            yield self._keep(self._switchboard(stage).replay(past, frozenset(command.stages), team))
         finally:
             past.reader.close()
-        self._past = past if exact and number == 0 else None
+        self._past = past if command.exact and number == 0 else None
 
     def _join_team(self, stage: int, size: int, number: int) -> Team:
         """Whoever helps builds the stage first, and loads its checkpoint."""

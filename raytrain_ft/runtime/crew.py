@@ -7,7 +7,10 @@ the worker that did not give one.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import ray
@@ -26,6 +29,7 @@ from raytrain_ft.runtime.worker import Worker
 WATCH_SECONDS = 60.0
 KILL_SECONDS = 30.0
 ROOM_POLL_SECONDS = 0.1
+HINT_SECONDS = 2.0
 CAUSE_SECONDS = 2.0
 """How long Ray is given to tell why a process died."""
 
@@ -33,20 +37,18 @@ CAUSE_SECONDS = 2.0
 class Crew:
     """All workers of a run."""
 
-    def __init__(
-        self, spec: RunSpec, tell: Callable[[m.Event], None], now: Callable[[], float], contacts: Contacts, health: Health
-    ) -> None:
+    def __init__(self, spec: RunSpec, tell: Callable[[m.Event], None], contacts: Contacts, health: Health) -> None:
         self._spec = spec
         self._tell = tell
-        self._now = now
         self._health = health
         self._contacts = contacts
-        self._calls = Calls(spec, tell, now, contacts, health)
+        self._calls = Calls(spec, tell, contacts, health)
         self.epoch = 0  # of the right to write checkpoints
         self._tasks: set[asyncio.Task[None]] = set()
         self._bringing: dict[str, asyncio.Task[None]] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._killing: set[asyncio.Task[None]] = set()
+        self._sleeping = asyncio.Lock()  # requests of the same replica must not overtake each other
 
     def carry_out(self, command: m.Command) -> None:
         """Begins to carry a command out; the results come as events."""
@@ -68,21 +70,19 @@ class Crew:
             case m.Fill():
                 self._spawn(self._fill(command))
             case m.Replay():
-                for team in command.teams:
-                    for member in team:
-                        self._spawn(self._replay(member, team, command))
+                for member in chain.from_iterable(command.teams):
+                    self._spawn(self._await_filled(member, command, "replay", command, load=command.load))
             case m.Trim(members, step):
                 for member in members:
                     self._spawn(self._ask(member, "trim", step))
-            case m.Run(world, incarnation, failure_s, rejected):
-                for member in world:
-                    self._spawn(self._ask(member, "run", incarnation, failure_s, rejected))
+            case m.Run():
+                for member in command.world:
+                    self._spawn(self._ask(member, "run", command))
             case m.StopAtBoundary(members):
                 for member in members:
                     self._spawn(self._ask(member, "stop_at_boundary"))
             case m.Sleep(members, asleep):
-                for member in members:
-                    self._spawn(self._ask(member, "sleep", asleep, False))
+                self.sleep(members, asleep)
             case m.Checkpoint(members, incarnation):
                 for member in members:
                     self._spawn(self._checkpoint(member, incarnation))
@@ -106,9 +106,9 @@ class Crew:
         task.add_done_callback(tasks.discard)
         return task
 
-    def ask(self, member: str, method: str, *args: Any) -> None:
-        """Asks a worker for something that the machine has no part in."""
-        self._spawn(self._ask(member, method, *args))
+    def sleep(self, members: tuple[str, ...], asleep: bool, at_once: bool = False) -> None:
+        """These replicas sleep from the next step on, or take part again."""
+        self._spawn(self._sleep(members, asleep, at_once))
 
     async def settled(self) -> None:
         """Waits until every worker that had to go is gone."""
@@ -152,13 +152,13 @@ class Crew:
         Looks for a while, because what a lost worker held is free only when Ray has seen its end.
         """
         wanted = placement.demand(self._spec.options)
-        deadline = self._now() + ROOM_SECONDS
+        deadline = time.monotonic() + ROOM_SECONDS
         while True:
             nodes = await self._nodes()
             chosen = placement.choose(nodes, wanted, self._contacts.taken(), self._health.nodes.avoided)
             self._contacts.place(member, chosen)  # taken from now on, whatever others are started meanwhile
             if chosen is None:
-                if self._now() > deadline:
+                if time.monotonic() > deadline:
                     return None
                 await asyncio.sleep(ROOM_POLL_SECONDS)
                 continue
@@ -196,8 +196,7 @@ class Crew:
             known, self._contacts.introductions.values(), other_data=stored is not None and "dataset" in stored.override
         ):
             self._health.nodes.avoid(known.node, FORGIVE_SILENT_S)
-            about = {"rank": None, "step": self._health.step, "kind": "mismatch", "message": why}
-            self._tell(m.TaskFailed(at=self._now(), member=member, **about))
+            self._tell(m.TaskFailed(member=member, rank=None, step=self._health.step, kind="mismatch", message=why))
             return
         self._contacts.introductions[member] = known
         if member not in self._watching:
@@ -205,8 +204,7 @@ class Crew:
         if known.lifeline:
             self._contacts.lines[member] = self._spawn(self._hold(member, known))
         if self._health.is_starting(member):
-            about = {"node": known.node, "pid": known.pid, "build_s": known.build_s}
-            self._tell(m.WorkerStarted(at=self._now(), member=member, **about))
+            self._tell(m.WorkerStarted(member=member, node=known.node, pid=known.pid, build_s=known.build_s))
 
     def _look_after(self, member: str, node: str) -> None:
         self._contacts.place(member, node)
@@ -236,7 +234,7 @@ class Crew:
                 cause = cause_of(error)
                 if self._contacts.line_ended(member):
                     if cause != DIED:
-                        self._tell(m.CauseFound(at=self._now(), lost=member, cause=cause))
+                        self._tell(m.CauseFound(lost=member, cause=cause))
                 elif member in self._watching:
                     self._calls.lost(member, cause, "ray", preempted=bool(getattr(error, "preempted", False)))
                 return
@@ -254,18 +252,15 @@ class Crew:
         except (RayError, ValueError) as error:
             self._calls.lost(member, cause_of(error), "ray")
         else:
-            self._tell(m.Fenced(at=self._now(), member=member, incarnation=incarnation, marks=marks))
+            self._tell(m.Fenced(member=member, incarnation=incarnation, marks=marks))
 
     async def _reconcile(self, member: str, command: m.Reconcile) -> None:
         incarnation = command.incarnation
-        log = (command.logged, command.since)
-        asked = (command.world, incarnation, command.plan, command.load, command.holders, *log)
         step = None if command.plan is None else command.plan.interrupted
-        answer = await self._calls.call(member, "reconcile", *asked, incarnation=incarnation, load=command.load, step=step)
+        answer = await self._calls.call(member, "reconcile", command, incarnation=incarnation, load=command.load, step=step)
         if answer is not None:
             digests, undone, kept = answer
-            about = {"incarnation": incarnation, "digests": digests, "undone": undone, "kept": kept}
-            self._tell(m.Reconciled(at=self._now(), member=member, **about))
+            self._tell(m.Reconciled(member=member, incarnation=incarnation, digests=digests, undone=undone, kept=kept))
 
     async def _fill(self, command: m.Fill) -> None:
         extras: dict[str, Any] = {}
@@ -281,30 +276,42 @@ class Crew:
             if handed[member] is None:
                 return
         for member in command.members:
-            asked = (command.incarnation, command.copies, wanted.get(member), *handed.get(member, ()))
+            asked = (command, wanted.get(member), *handed.get(member, ()))
             self._spawn(self._await_filled(member, command, "fill", *asked))
-
-    async def _replay(self, member: str, team: tuple[str, ...], command: m.Replay) -> None:
-        asked = (command.incarnation, command.stages, command.load, command.until, team, command.since, command.exact)
-        await self._await_filled(member, command, "replay", *asked, load=command.load)
 
     async def _await_filled(self, member: str, command: m.Fill | m.Replay, method: str, *asked: Any, load: str = "") -> None:
         incarnation = command.incarnation
         digests = await self._calls.call(member, method, *asked, incarnation=incarnation, load=load)
         if digests is not None:
             stage = stage_of(command.world.index(member), self._spec.rules.stages)
-            self._tell(m.Filled(at=self._now(), member=member, incarnation=incarnation, digests=digests, stage=stage))
+            self._tell(m.Filled(member=member, incarnation=incarnation, digests=digests, stage=stage))
+
+    async def _sleep(self, members: tuple[str, ...], asleep: bool, at_once: bool) -> None:
+        """A sleeper is spoken for by one of the others. Of who is to sleep they hear first, so that none of them wakes it for
+        what was asked before; of who is to wake they hear last, or it would then say itself that it sleeps on."""
+
+        async def themselves() -> None:
+            await asyncio.gather(*(self._ask(member, "sleep", asleep, at_once) for member in members))
+
+        async def others() -> None:
+            told = (self._calls.hint(member, "speak_for", members, asleep) for member in self._contacts.introductions)
+            with suppress(TimeoutError):  # who does not answer is looked after elsewhere
+                await asyncio.wait_for(asyncio.gather(*told), HINT_SECONDS)
+
+        async with self._sleeping:
+            for tell in (others, themselves) if asleep else (themselves, others):
+                await tell()
 
     async def _checkpoint(self, member: str, incarnation: int) -> None:
         if await self._calls.call(member, "checkpoint", incarnation, incarnation=incarnation) is not None:
-            self._tell(m.Checkpointed(at=self._now(), member=member, incarnation=incarnation))
+            self._tell(m.Checkpointed(member=member, incarnation=incarnation))
 
     async def _save(self, member: str, world: tuple[str, ...], incarnation: int) -> None:
         stages = self._spec.rules.stages
         file = "final.arrow" if stages == 1 else f"final-stage-{stage_of(world.index(member), stages)}.arrow"
         path = await self._calls.call(member, "save", str(self._spec.directory / file))
         if path is not None:
-            self._tell(m.Saved(at=self._now(), member=member, incarnation=incarnation, path=path))
+            self._tell(m.Saved(member=member, incarnation=incarnation, path=path))
 
     async def _kill(self, member: str) -> None:
         """Ray kills a process that does not answer, a frozen one too, after some seconds."""
@@ -327,4 +334,4 @@ class Crew:
 
     async def _timer(self, timer: str, seconds: float, incarnation: int | None) -> None:
         await asyncio.sleep(seconds)
-        self._tell(m.TimerFired(at=self._now(), timer=timer, incarnation=incarnation))
+        self._tell(m.TimerFired(timer=timer, incarnation=incarnation))

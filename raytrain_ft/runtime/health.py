@@ -66,7 +66,6 @@ class Health:
     def __init__(self, spec: RunSpec, tell: Callable[[m.Event], None], now: Callable[[], float], contacts: Contacts) -> None:
         self._spec = spec
         self._tell = tell
-        self._now = now
         self._contacts = contacts
         self._heard: dict[str, float] = {}
         self._beats: dict[str, Beat] = {}
@@ -77,7 +76,7 @@ class Health:
         self._board = NoticeBoard(tell, now)
         self._probing: set[str] = set()
         self._members: dict[str, MemberState] = {}
-        self.nodes = Nodes(spec, tell, now, self._board, contacts, self._died)
+        self.nodes = Nodes(spec, tell, self._board, contacts, self._died)
         self.loss: float | None = None
         self.state = State.INITIALIZING
         self.incarnation = 0
@@ -174,7 +173,7 @@ class Health:
         self._recorded[key] = commit["stop_step"]
         self.loss = commit["loss"]
         fields = {name: value for name, value in commit.items() if name != "lost"}
-        self._tell(m.StepsCommitted(at=self._now(), member=member, **fields))
+        self._tell(m.StepsCommitted(member=member, **fields))
         self.samples_lost(commit)
 
     def samples_lost(self, commit: dict[str, Any]) -> None:
@@ -183,32 +182,32 @@ class Health:
             key = (commit["incarnation"], lost["step"], lost["start"])
             if key not in self._lost:
                 self._lost.add(key)
-                self._tell(m.SamplesLost(at=self._now(), incarnation=commit["incarnation"], **lost))
+                self._tell(m.SamplesLost(incarnation=commit["incarnation"], **lost))
 
     def _note(self, member: str, name: str, fields: dict[str, Any]) -> None:
         """An event about checkpoints, logs or notices, once."""
         key = (member, name, *(fields.get(part) for part in IDENTITY))
         if key not in self._noted:
             self._noted.add(key)
-            self._tell(NOTES[name](at=self._now(), member=member, **fields))
+            self._tell(NOTES[name](member=member, **fields))
 
     def _tell_status(self, beat: Beat) -> None:
-        at, member, incarnation = self._now(), beat.member, beat.incarnation
+        member, incarnation = beat.member, beat.incarnation
         match beat.status:
             case "suspect":
-                self._tell(m.Suspected(at=at, incarnation=incarnation, reason=beat.detail, noticed_by=member))
+                self._tell(m.Suspected(incarnation=incarnation, reason=beat.detail, noticed_by=member))
             case "diverged":
-                self._tell(m.LogMissing(at=at, member=member, incarnation=incarnation, reason=beat.detail, diverged=True))
+                self._tell(m.LogMissing(member=member, incarnation=incarnation, reason=beat.detail, diverged=True))
             case "stopped":
-                self._tell(m.Stopped(at=at, member=member, incarnation=incarnation, step=int(beat.detail)))
+                self._tell(m.Stopped(member=member, incarnation=incarnation, step=int(beat.detail)))
             case "completed":
                 stage = stage_of(beat.rank, self._spec.rules.stages)
-                self._tell(m.Completed(at=at, member=member, incarnation=incarnation, digest=beat.detail, stage=stage))
+                self._tell(m.Completed(member=member, incarnation=incarnation, digest=beat.detail, stage=stage))
             case "failed":
                 kind: Any = beat.kind
-                about = {"rank": beat.rank, "step": beat.step, "kind": kind, "message": beat.detail}
-                shared = incarnation if kind == "non_finite" else None
-                self._tell(m.TaskFailed(at=at, member=member, incarnation=shared, **about))
+                of = incarnation if kind == "non_finite" else None  # of that all ranks tell
+                about = {"member": member, "rank": beat.rank, "step": beat.step, "kind": kind, "message": beat.detail}
+                self._tell(m.TaskFailed(**about, incarnation=of))
 
     # ---------------------------------------------------------------- notices
 
@@ -281,9 +280,9 @@ class Health:
                     # perhaps all of it is frozen or unplugged, which Ray learns after a minute
                     self.nodes.avoid(node, FORGIVE_SILENT_S)
                 cause = f"silent for {silent + patience:.1f} s (frozen, or cut off)"
-                about = {"cause": cause, "noticed_by": "heartbeat", "silent_s": self.silence(member)}
+                silent_s = self.silence(member)
                 self._heard.pop(member, None)
-                self._tell(m.WorkerLost(at=self._now(), member=member, **about))
+                self._tell(m.WorkerLost(member=member, cause=cause, noticed_by="heartbeat", silent_s=silent_s))
         finally:
             self._probing.discard(member)
 
@@ -326,8 +325,7 @@ class Health:
             else:
                 cause = f"hung for {age:.0f} s in {beat.where!r} of step {beat.step}"
                 self._beats.pop(member)
-                about = {"cause": cause, "noticed_by": "step time", "silent_s": age}
-                self._tell(m.WorkerLost(at=self._now(), member=member, **about))
+                self._tell(m.WorkerLost(member=member, cause=cause, noticed_by="step time", silent_s=age))
         if not waiting:
             return
         active = [member for member, what in self._members.items() if what == MemberState.ACTIVE]
@@ -343,8 +341,7 @@ class Health:
             idle = self._heard.get(member, 0.0) - self._resumed - held_up
             if beat.status == "idle" and self._members.get(member) == MemberState.ACTIVE and idle > limit:
                 reason = f"{member} was told to train {idle:.0f} s ago and has not begun to"
-                about = {"incarnation": self.incarnation, "reason": reason, "noticed_by": "step time"}
-                self._tell(m.Suspected(at=self._now(), **about))
+                self._tell(m.Suspected(incarnation=self.incarnation, reason=reason, noticed_by="step time"))
                 return
 
     async def _break_standstill(self, active: list[str]) -> None:
@@ -352,7 +349,7 @@ class Health:
         incarnation = self.incarnation
         if not await self._leave_out_cut(active):
             reason = "everybody waits for somebody else"
-            self._tell(m.Suspected(at=self._now(), incarnation=incarnation, reason=reason, noticed_by="step time"))
+            self._tell(m.Suspected(incarnation=incarnation, reason=reason, noticed_by="step time"))
 
     async def _leave_out_cut(self, members: list[str]) -> bool:
         """Gives up who cannot reach others; whether there was anybody."""
@@ -360,7 +357,7 @@ class Health:
         for member, cause in found.items():
             if member in self._heard and (node := self._contacts.node_of(member)) is not None:
                 self.nodes.avoid(node, FORGIVE_DEAD_S)
-                self._tell(m.WorkerLost(at=self._now(), member=member, cause=cause, noticed_by="peers"))
+                self._tell(m.WorkerLost(member=member, cause=cause, noticed_by="peers"))
         return bool(found)
 
     # ---------------------------------------------------------------- nodes
@@ -369,9 +366,9 @@ class Health:
         """A node's raylet is gone, and its workers with it or in a moment."""
         self.nodes.avoid(node, FORGIVE_DEAD_S)
         for member in [member for member in self._members if self._contacts.node_of(member) == node]:
-            about = {"cause": NODE_DIED, "noticed_by": "raylet", "silent_s": self.silence(member)}
+            silent_s = self.silence(member)
             self.forget(member)
-            self._tell(m.WorkerLost(at=self._now(), member=member, **about))
+            self._tell(m.WorkerLost(member=member, cause=NODE_DIED, noticed_by="raylet", silent_s=silent_s))
         for member in self._contacts.ended_on(node):
-            self._tell(m.CauseFound(at=self._now(), lost=member, cause=NODE_DIED))
+            self._tell(m.CauseFound(lost=member, cause=NODE_DIED))
         self.nodes.count(self.nodes.links.nodes)

@@ -35,14 +35,12 @@ class Nodes:
         self,
         spec: RunSpec,
         tell: Callable[[m.Event], None],
-        now: Callable[[], float],
         board: NoticeBoard,
         contacts: Contacts,
         died: Callable[[str], None],
     ) -> None:
         self._spec = spec
         self._tell = tell
-        self._now = now
         self._board = board
         self._contacts = contacts
         self.links = NodeLinks(died)
@@ -85,7 +83,7 @@ class Nodes:
         capacity = placement.capacity(nodes, wanted, ours.taken(), ours.vacated(), self.avoided)
         if capacity != self._capacity:
             self._capacity = capacity
-            self._tell(m.CapacityChanged(at=self._now(), slots=capacity))
+            self._tell(m.CapacityChanged(slots=capacity))
 
     async def _sees_drains(self) -> bool:
         """Whether this version of Ray still has the call that tells of them."""
@@ -95,7 +93,7 @@ class Nodes:
             await asyncio.to_thread(draining)
         except (AttributeError, ImportError, TypeError) as error:  # it is private to Ray
             reason = f"this version of Ray does not tell of drains: {type(error).__name__}: {error}"[:300]
-            self._tell(m.NoticesUnavailable(at=self._now(), member=None, source="ray", reason=reason))
+            self._tell(m.NoticesUnavailable(member=None, source="ray", reason=reason))
             return False
         except Exception:  # Ray's own state does not answer now
             pass

@@ -151,6 +151,7 @@ def details_of(spec: RunSpec) -> dict[str, Any]:
         "max_steps": rules.max_steps,
         "num_workers": [rules.min_workers, rules.max_workers],
         "replacement": rules.replacement,
+        "strategy": rules.strategy,
         "update": spec.step.update,
         "stages": rules.stages,
     }

@@ -49,7 +49,7 @@ class NoticeBoard:
             return
         known[notice.source] = min(until, known.get(notice.source, until))
         about = {"source": notice.source, "reason": notice.reason, "replaced": notice.replaced}
-        self._tell(m.Noticed(at=self._now(), member=member, deadline_s=round(notice.deadline_s, 3), **about))
+        self._tell(m.Noticed(member=member, deadline_s=round(notice.deadline_s, 3), **about))
 
     def _is_refuted(self, node: str | None, source: str) -> bool:
         """Whether this source said long ago that a node would be gone, which has a worker that says so again."""

@@ -67,19 +67,19 @@ class Transfer:
         self.group = group
         self._device = device  # NCCL sends from a GPU only
         self._rank = {name: rank for rank, name in enumerate(world)}
-        self._member = member
+        self.member = member
         self._probe = probe
 
     def copy(self, copy: Copy, give: Callable[[], Tensor]) -> Tensor | None:
         """Carries out this member's part of one copy; returns what it received, if it is a target."""
-        if self._member == copy.source:
+        if self.member == copy.source:
             payload = give().to(self._device)
             size = torch.tensor([payload.numel()], dtype=torch.int64, device=self._device)
             for target in copy.targets:
                 self._probe("transfer_source")
                 self.group.send([size], self._rank[target], 0).wait()
                 self.group.send([payload], self._rank[target], 0).wait()
-        elif self._member in copy.targets:
+        elif self.member in copy.targets:
             self._probe("transfer_receiver")
             size = torch.zeros(1, dtype=torch.int64, device=self._device)
             self.group.recv([size], self._rank[copy.source], 0).wait()
@@ -90,11 +90,8 @@ class Transfer:
 
 
 @torch.no_grad()
-def reconcile(replica: Replica, plan: Plan, transfer: Transfer, sampling: Sampling, *, leads: bool) -> Outcome:
+def reconcile(replica: Replica, plan: Plan, transfer: Transfer, sampling: Sampling) -> Outcome:
     """Carries out a survivor's part of the plan.
-
-    Args:
-        leads: of the survivors, this one speaks for all of what is the same everywhere.
 
     The order matters: gradients first, then updates or undo, then states (which others may have just brought up to date).
 
@@ -114,7 +111,7 @@ def reconcile(replica: Replica, plan: Plan, transfer: Transfer, sampling: Sampli
             bucket.flat.copy_(payload.view(bucket.flat.dtype))
             bucket.gradient = base
     if plan.mean:
-        mending.reduce_alone(replica, plan.mean, transfer.group, leads=leads)
+        mending.reduce_alone(replica, plan.mean, transfer.group, leads=plan.speaker == transfer.member)
     if plan.completes:
         if plan.agreed and state.step == base:
             replica.take_agreed(plan.agreed)

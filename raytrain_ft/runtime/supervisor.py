@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
@@ -76,7 +77,7 @@ class Supervisor:
         self._health = health.Health(spec, self.tell, self.now, self._contacts)
         self._health.recall(past)
         self._health.follow(self._machine)
-        self._crew = Crew(spec, self.tell, self.now, self._contacts, self._health)
+        self._crew = Crew(spec, self.tell, self._contacts, self._health)
         self._store = StoreServer()
         self._library = Library(spec)
         self._restarted = bool(past)
@@ -95,8 +96,8 @@ class Supervisor:
         return time.monotonic() - self._start
 
     def tell(self, event: m.Event) -> None:
-        """Hands an event to the machine, in order."""
-        self._events.put_nowait(event)
+        """Hands an event to the machine, in order. It happened now."""
+        self._events.put_nowait(replace(event, at=self.now()))
 
     # ---------------------------------------------------------------- for who follows the run
 
@@ -115,7 +116,7 @@ class Supervisor:
 
     async def abort(self, reason: str) -> None:
         """The run is to end before its time, with a last checkpoint."""
-        self.tell(m.AbortRequested(at=self.now(), reason=reason))
+        self.tell(m.AbortRequested(reason=reason))
 
     async def notice(self, member: str, deadline_s: float, reason: str, replaced: bool = True) -> None:
         """Somebody asks that this worker leave within so many seconds; another takes its place, or there is one less.
@@ -144,7 +145,7 @@ class Supervisor:
             raise ConfigError(f"rank {rank} of {len(world)} workers: give the rank of one that others can do without")
         if asleep and self._asleep.issuperset({*world} - {world[rank]}):
             raise ConfigError(f"rank {rank} of {len(world)} workers is the last that is awake: resume another one first")
-        self._crew.ask(world[rank], "sleep", asleep, at_once)
+        self._crew.sleep((world[rank],), asleep, at_once)
         (self._asleep.add if asleep else self._asleep.discard)(world[rank])
 
     def _note_sleep(self, event: m.Event) -> None:
@@ -156,7 +157,7 @@ class Supervisor:
     async def _live(self) -> dict[str, Any]:
         """The run, or what is left of it after a restart; returns the account of its end."""
         if self._restarted:  # before anything that workers tell meanwhile: to be acted upon, it needs workers that are watched
-            self.tell(m.SupervisorRestarted(at=self.now()))
+            self.tell(m.SupervisorRestarted())
         try:
             stored = await self._open_library()
         except FTError as error:
@@ -225,7 +226,7 @@ class Supervisor:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             story = "".join(traceback.format_exception(error))
-            self.tell(m.AbortRequested(at=self.now(), reason=f"an error of raytrain_ft, please report it: {story}"))
+            self.tell(m.AbortRequested(reason=f"an error of raytrain_ft, please report it: {story}"))
 
     async def _publish(self) -> None:
         while True:

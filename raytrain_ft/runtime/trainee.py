@@ -15,7 +15,8 @@ import torch
 
 from raytrain_ft.chaos.faults import Injector
 from raytrain_ft.errors import ConfigError, FencedError, LogGapError, NonFiniteLossError, ReplayDivergedError
-from raytrain_ft.policy.reconcile import Copy, Marks, Plan
+from raytrain_ft.policy.commands import Fill, Reconcile, Replay, Run
+from raytrain_ft.policy.reconcile import Marks
 from raytrain_ft.policy.topology import stage_of, waits
 from raytrain_ft.runtime import connections, recovery, sealed
 from raytrain_ft.runtime.connections import Connections
@@ -121,7 +122,7 @@ class Trainee:
 
     # ---------------------------------------------------------------- training
 
-    def run(self, fence: Fence, failure_s: float | None, rejected: tuple[str, ...]) -> None:
+    def run(self, fence: Fence, command: Run) -> None:
         """Step after step until the end, a stop, a fence or an error."""
         replica, state = self.replica, self.replica.state
         assert self._connections is not None
@@ -131,10 +132,12 @@ class Trainee:
             assert state.filled, "told to run before it was filled"
             state.tail.stop_requested = False
             state.tail.sleep.asleep = frozenset()  # after a recovery all take part in a step, and then sleep again
+            state.tail.sleep.waking.clear()
             self._first_step = True
             rank, size, stages = self.rank, len(self._world), self._spec.rules.stages
             if replica.checkpointer is not None:
-                replica.checkpointer.begin(rank, size, fence.incarnation, state.step, failure_s, stages, rejected)
+                about = (rank, size, fence.incarnation, state.step, command.failure_s, stages, command.rejected)
+                replica.checkpointer.begin(*about)
             self._share_out(links)
             while state.step < self._spec.rules.max_steps:
                 commit = replica.train_step(links)
@@ -166,6 +169,12 @@ class Trainee:
                 return  # the error is the fence's doing: torch wraps what a hook raises
             self._heartbeat.ended("failed", traceback.format_exc(), kind="task")
 
+    def speak_for(self, members: tuple[str, ...], asleep: bool) -> None:
+        """These were asked to sleep, or to wake: whoever leads those who are awake says it for who sleeps."""
+        ranks = {rank for rank, member in enumerate(self._world) if member in members}
+        waking = self.replica.state.tail.sleep.waking
+        (waking.difference_update if asleep else waking.update)(ranks)
+
     def _share_out(self, links: Links) -> None:
         """From here on, this is who reads what."""
         state = self.replica.state
@@ -196,40 +205,32 @@ class Trainee:
         self._flush_log(ended)
         return recovery.marks(self._member, self.replica)
 
-    def reconcile(
-        self,
-        fence: Fence,
-        world: tuple[str, ...],
-        plan: Plan | None,
-        load: str,
-        holders: tuple[str, ...],
-        logged: frozenset[int],
-        since: int,
-    ) -> tuple[tuple[str, ...], int, int]:
+    def reconcile(self, fence: Fence, command: Reconcile) -> tuple[tuple[str, ...], int, int]:
         """See `Worker.reconcile`."""
         fence.check()
+        world, plan, holders = command.world, command.plan, command.holders
         self._world, self.rank = world, world.index(self._member)
         if self.log is not None:
-            self.log.begin(since)
+            self.log.begin(command.since)
         self._probe_recovery("join")
         store = RayStore(self._supervisor, fence, GROUP_TIMEOUT)
         self._group = process_group.build(
             store, self.rank, len(world), fence, host=self._host, use_gpu=self._spec.use_gpu, timeout=GROUP_TIMEOUT
         )
+        logged = frozenset(command.logged)
         self._connections = Connections(self._spec, self._supervisor, self._group, self._host, logged, self.log, GROUP_TIMEOUT)
         self._probe_recovery("reconcile")
         self._take_stage(stage_of(self.rank, self._spec.rules.stages))
         self.replica.state.filled &= self._member in holders
         if plan is None:
-            self._begin_from(load, fence)
+            self._begin_from(command.load, fence)
             return self.replica.state.digests(), 0, 0
         state = self.replica.state
         transfer = recovery.Transfer(self._group, world, self._member, state.device, self._probe_recovery)
         if not state.filled:
             recovery.lend(self.replica, plan, transfer)
             return (), 0, 0
-        leads = self._member == next(member for member in world if member in holders)
-        outcome = recovery.reconcile(self.replica, plan, transfer, self._spec.sampling, leads=leads)
+        outcome = recovery.reconcile(self.replica, plan, transfer, self._spec.sampling)
         if outcome.commit is not None:
             self._connections.note_agreed(outcome.commit.attempt.step, plan.agreed)
             if self.log is not None:
@@ -273,9 +274,7 @@ class Trainee:
         """The whole state of a worker that leaves, and that nobody else holds."""
         return recovery.pack(self.replica)
 
-    def fill(
-        self, fence: Fence, copies: tuple[Copy, ...], extras: Extras | None, handed: recovery.Packed | None
-    ) -> tuple[str, ...]:
+    def fill(self, fence: Fence, command: Fill, extras: Extras | None, handed: recovery.Packed | None) -> tuple[str, ...]:
         """See `Worker.fill`."""
         fence.check()
         assert self._group is not None
@@ -287,15 +286,13 @@ class Trainee:
             recovery.unpack(state, handed)
             self._replayed = ""
         transfer = recovery.Transfer(self._group, self._world, self._member, state.device, self._probe_recovery)
-        recovery.take_states(self.replica, copies, transfer, version=extras.step if extras else state.step)
+        recovery.take_states(self.replica, command.copies, transfer, version=extras.step if extras else state.step)
         if extras is not None:
             state.take(extras)
             self._replayed = ""
         return state.digests()
 
-    def replay(
-        self, fence: Fence, stages: frozenset[int], load: str, until: int, team: tuple[str, ...], since: int, exact: bool
-    ) -> tuple[str, ...]:
+    def replay(self, fence: Fence, command: Replay) -> tuple[str, ...]:
         """A replay by one alone that was interrupted goes on from where it stood: what it has is what any other would have.
 
         With others (who share it, replay the next stage, or another replica of this one) it begins anew, for they may. Who
@@ -303,24 +300,22 @@ class Trainee:
         """
         fence.check()
         assert self._connections is not None
-        source = load or "the beginning"
-        rules = self._spec.rules
-        waiting = waits(self.replica.stage, stages, rules.stages, rules.joined)
+        source = command.load or "the beginning"
+        rules, team = self._spec.rules, command.team_of(self._member)
+        waiting = waits(self.replica.stage, frozenset(command.stages), rules.stages, rules.joined)
         alone = len(team) == 1 and not waiting and len(self._world) == rules.stages
-        if not alone or self._replayed != source or self.replica.state.step > until:
-            self._begin_from(load, fence)
+        if not alone or self._replayed != source or self.replica.state.step > command.until:
+            self._begin_from(command.load, fence)
             self._replayed = source
         self.replica.state.filled = False
         self._first_step = False
-        with self._connections.replay(stages, self.replica.stage, len(team), 0, since, until, exact=exact) as links:
-            replay.replay(self.replica, links, until, self._spec.step.micro_batches)
+        with self._connections.replay(command, self.replica.stage, len(team), 0) as links:
+            replay.replay(self.replica, links, command.until, self._spec.step.micro_batches)
         self.replica.state.filled = self._used = True
         self._replayed = ""
         return self.replica.state.digests()
 
-    def help(
-        self, fence: Fence, stages: frozenset[int], load: str, until: int, team: tuple[str, ...], since: int, exact: bool
-    ) -> tuple[str, ...]:
+    def help(self, fence: Fence, command: Replay) -> tuple[str, ...]:
         """Its own replica is not touched: beside it, it has one of the lost stage for as long as this takes.
 
         Raises:
@@ -328,9 +323,10 @@ class Trainee:
                 try again with less help.
         """
         fence.check()
+        team = command.team_of(self._member)
         stage = stage_of(self._world.index(team[0]), self._spec.rules.stages)
         try:
-            self._replay_beside(fence, stage, stages, load, until, team, since, exact=exact)
+            self._replay_beside(fence, command, stage, team)
         except (FencedError, PeerLostError, LogGapError, ReplayDivergedError):
             raise  # these say something of the incarnation or the log, whoever finds it
         except Exception as error:
@@ -338,26 +334,14 @@ class Trainee:
             raise PeerLostError(f"{self._member} cannot help to replay stage {stage}: {what}") from error
         return self.replica.state.digests()
 
-    def _replay_beside(
-        self,
-        fence: Fence,
-        stage: int,
-        stages: frozenset[int],
-        load: str,
-        until: int,
-        team: tuple[str, ...],
-        since: int,
-        *,
-        exact: bool,
-    ) -> None:
+    def _replay_beside(self, fence: Fence, command: Replay, stage: int, team: tuple[str, ...]) -> None:
         assert self._connections is not None
         helper = self._build_replica(stage, writes=False)
-        if load:
-            recovery.load(helper, self._spec, load, fence)
+        if command.load:
+            recovery.load(helper, self._spec, command.load, fence)
         try:
-            number = team.index(self._member)
-            with self._connections.replay(stages, stage, len(team), number, since, until, exact=exact) as links:
-                replay.replay(helper, links, until, self._spec.step.micro_batches)
+            with self._connections.replay(command, stage, len(team), team.index(self._member)) as links:
+                replay.replay(helper, links, command.until, self._spec.step.micro_batches)
         finally:
             helper.loader.stop(timedelta(seconds=0))
 

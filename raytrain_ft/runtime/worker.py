@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from raytrain_ft.errors import FencedError
-from raytrain_ft.policy.reconcile import Copy, Marks, Plan
+from raytrain_ft.policy.commands import Fill, Reconcile, Replay, Run
+from raytrain_ft.policy.reconcile import Marks
 from raytrain_ft.runtime import lifeline, placement
 from raytrain_ft.runtime.heartbeat import Heartbeat
 from raytrain_ft.runtime.preemption import Preemption
@@ -125,6 +126,10 @@ class Worker:
         sleep.at_once = at_once
         sleep.wanted = asleep
 
+    def speak_for(self, members: tuple[str, ...], asleep: bool) -> None:
+        """Others, of whom some may sleep, are asked for the one or the other."""
+        self._trainee.speak_for(members, asleep)
+
     # ---------------------------------------------------------------- the phases of a recovery
 
     def fence(self, incarnation: int) -> Marks | None:
@@ -147,28 +152,11 @@ class Worker:
             if incarnation == self._fence.incarnation and self._trains is not self._fence:
                 self._trains.forsake(worth)
 
-    def reconcile(
-        self,
-        world: tuple[str, ...],
-        incarnation: int,
-        plan: Plan | None,
-        load: str,
-        holders: tuple[str, ...],
-        logged: tuple[int, ...],
-        since: int,
-    ) -> tuple[tuple[str, ...], int, int]:
-        """Joins the group of this incarnation and carries out the plan; returns (hash per bucket, parameters undone, parameters
-        whose update was kept).
-
-        Without a plan it loads the checkpoint `load`, or begins anew if that is empty.
-
-        Args:
-            holders: whose state counts.
-            logged, since: see `messages.Reconcile`.
-        """
-        fence = self._enter(incarnation)
-        job = self._training.submit(self._trainee.reconcile, fence, world, plan, load, holders, frozenset(logged), since)
-        return job.result(timeout=JOB_DEADLINE_S)
+    def reconcile(self, command: Reconcile) -> tuple[tuple[str, ...], int, int]:
+        """Joins the group of this incarnation and carries out its part; returns (hash per bucket, parameters undone, parameters
+        whose update was kept)."""
+        fence = self._enter(command.incarnation)
+        return self._training.submit(self._trainee.reconcile, fence, command).result(timeout=JOB_DEADLINE_S)
 
     def _enter(self, incarnation: int) -> Fence:
         with self._lock:
@@ -189,42 +177,34 @@ class Worker:
         self._enter(incarnation)
         return (ray.put(self._training.submit(self._trainee.pack).result(timeout=JOB_DEADLINE_S)),)
 
-    def fill(
-        self, incarnation: int, copies: tuple[Copy, ...], extras: Extras | None, handed: Packed | None = None
-    ) -> tuple[str, ...]:
+    def fill(self, command: Fill, extras: Extras | None, handed: Packed | None = None) -> tuple[str, ...]:
         """Copies state bucket by bucket, and takes over `extras` or what was handed over; returns the hash per bucket."""
-        fence = self._enter(incarnation)
-        return self._training.submit(self._trainee.fill, fence, copies, extras, handed).result(timeout=JOB_DEADLINE_S)
+        fence = self._enter(command.incarnation)
+        return self._training.submit(self._trainee.fill, fence, command, extras, handed).result(timeout=JOB_DEADLINE_S)
 
-    def replay(
-        self, incarnation: int, stages: tuple[int, ...], load: str, until: int, team: tuple[str, ...], since: int, exact: bool
-    ) -> tuple[str, ...]:
+    def replay(self, command: Replay) -> tuple[str, ...]:
         """Computes again, from the log, what a lost stage committed since a checkpoint: this worker's own stage, or as a helper
         that of the first of its team. Returns the hash per bucket of its own state.
-
-        Args:
-            since, exact: see `messages.Replay`.
 
         Raises:
             LogGapError: a record is missing or damaged. ReplayDivergedError: it computes something else than before.
         """
-        fence = self._enter(incarnation)
-        job = self._trainee.replay if team[0] == self._member else self._trainee.help
-        about = (fence, frozenset(stages), load, until, team, since, exact)
-        return self._training.submit(job, *about).result(timeout=JOB_DEADLINE_S)
+        fence = self._enter(command.incarnation)
+        job = self._trainee.replay if command.team_of(self._member)[0] == self._member else self._trainee.help
+        return self._training.submit(job, fence, command).result(timeout=JOB_DEADLINE_S)
 
     def trim(self, step: int) -> None:
         """A checkpoint of this step is durable: what was logged before it is not needed any more."""
         if self._trainee.log is not None:
             self._trainee.log.trim(step)
 
-    def run(self, incarnation: int, failure_s: float | None, rejected: tuple[str, ...]) -> None:
-        """Goes on training (see `messages.Run`). Returns at once; the heartbeat tells how it goes."""
-        fence = self._enter(incarnation)
-        if not self._heartbeat.is_running(incarnation):
+    def run(self, command: Run) -> None:
+        """Goes on training. Returns at once; the heartbeat tells how it goes."""
+        fence = self._enter(command.incarnation)
+        if not self._heartbeat.is_running(command.incarnation):
             self._trains = fence
-            self._heartbeat.running(incarnation, self._trainee.rank)
-            self._training.submit(self._trainee.run, fence, failure_s, rejected)
+            self._heartbeat.running(command.incarnation, self._trainee.rank)
+            self._training.submit(self._trainee.run, fence, command)
 
     # ---------------------------------------------------------------- the end
 

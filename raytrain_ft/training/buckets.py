@@ -84,9 +84,10 @@ class Bucket:
 
     def accept(self) -> None:
         """Makes the reduced gradients the ones that the optimizer reads. What no rank used keeps no gradient, as in torch."""
-        for p, view, flag in zip(self.params, self.views, self.used, strict=True):
-            # Only a rank that had no gradient needs to look at the flag: no device sync in the usual case.
-            p.grad = None if p.grad is None and flag.item() == 0 else view
+        # Only a rank that had no gradient needs to look at the flags, all at once: no device sync in the usual case.
+        used = [True] * len(self.params) if all(p.grad is not None for p in self.params) else self.used.tolist()
+        for p, view, flag in zip(self.params, self.views, used, strict=True):
+            p.grad = view if p.grad is not None or flag else None
 
 
 def partition(params: Sequence[Parameter], bucket_bytes: int, first_bucket_bytes: int) -> list[list[Parameter]]:
@@ -276,19 +277,12 @@ class Reducer:
         bucket.accept()
         self._on_reduced(bucket)
 
-    def finish(self, *, idle: bool = False) -> None:
-        """Launches what is left (the last bucket always waits for the end of the backward pass) and accepts everything.
-
-        Args:
-            idle: this rank had nothing to compute. It comes with its last bucket when the others are about to, because the tail
-                says what it is asked for (to wake up, to stop), and said at the step's beginning that would be a step late.
-        """
+    def finish(self) -> None:
+        """Launches what is left (the last bucket always waits for the end of the backward pass) and accepts everything."""
         self.complete = True
         if self._interrupted is not None:
             raise self._interrupted
         while self._launched < len(self.buckets):
-            while idle and self._launched == len(self.buckets) - 1 and self._accepted < self._launched:
-                self._accept()
             self._launch()
         while self._accepted < len(self.buckets):
             self._accept()

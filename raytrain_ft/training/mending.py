@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn import Parameter
 
 from raytrain_ft.policy.reconcile import Share
 from raytrain_ft.policy.sampling import GlobalBatch, Position, samples_in
@@ -30,16 +31,18 @@ def share(replica: Replica) -> Share | None:
 
 @torch.no_grad()
 def undo_bucket(replica: Replica, bucket: Bucket) -> int:
-    """Undoes the update of one bucket; returns the number of parameters undone (SWIFT, section 4).
-
-    A bucket may hold parameters that nothing has changed: no rank used them, or the optimizer was not given them.
-    """
+    """Undoes the update of one bucket; returns the number of parameters undone (SWIFT, section 4)."""
     assert replica.undo is not None
-    known = {id(p) for group in replica.state.optimizer.param_groups for p in group["params"]}
-    updated = [p for p in bucket.params if p.grad is not None and id(p) in known]
+    updated = _updated(replica, bucket)
     replica.undo.undo(updated)
     bucket.version -= 1
     return sum(p.numel() for p in updated)
+
+
+def _updated(replica: Replica, bucket: Bucket) -> list[Parameter]:
+    """What an update of this bucket changed: not what no rank used, nor what the optimizer was not given."""
+    known = {id(p) for group in replica.state.optimizer.param_groups for p in group["params"]}
+    return [p for p in bucket.params if p.grad is not None and id(p) in known]
 
 
 @torch.no_grad()
@@ -68,7 +71,7 @@ def keep_bucket(replica: Replica, bucket: Bucket) -> int:
     if replica.undo is not None:
         replica.undo.forget(bucket.params)
     bucket.version = replica.state.step
-    return sum(p.numel() for p in bucket.params)
+    return sum(p.numel() for p in _updated(replica, bucket))
 
 
 def skip(replica: Replica, batch: GlobalBatch, after: Position) -> Commit | None:

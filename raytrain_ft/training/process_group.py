@@ -46,27 +46,26 @@ class FencedWork(dist.Work):
         self._done = threading.Event()
         self._future = None if on_device else self._observe()
 
-    def _observe(self) -> torch.futures.Future | None:
+    def _observe(self) -> torch.futures.Future:
         try:
             future = self._inner.get_future()
         except RuntimeError:
             # gloo's send and receive have no future: a thread waits for them. They belong to recoveries and pipelines.
-            threading.Thread(target=self._wait_inside, name="gloo-wait", daemon=True).start()
-            return None
+            future = torch.futures.Future()
+            threading.Thread(target=self._wait_inside, args=(future,), name="gloo-wait", daemon=True).start()
         future.add_done_callback(self._finished)
         return future
 
     def _finished(self, _: object) -> None:
         self._done.set()
 
-    def _wait_inside(self) -> None:
+    def _wait_inside(self, future: torch.futures.Future) -> None:
         try:
             self._inner.wait()
         except RuntimeError as error:
-            self._error: RuntimeError | None = error
+            future.set_exception(error)
         else:
-            self._error = None
-        self._done.set()
+            future.set_result(None)
 
     def succeeded(self) -> bool:
         """Whether the result is there and sound. Never waits, and looks past the fence: used to take stock."""
@@ -75,10 +74,8 @@ class FencedWork(dist.Work):
     def _failure(self) -> RuntimeError | None:
         if not self.is_completed():
             return RuntimeError("not finished")
-        if self._on_device:
-            return None if self._inner.is_success() else RuntimeError("NCCL gave it up")
         if self._future is None:
-            return self._error
+            return None if self._inner.is_success() else RuntimeError("NCCL gave it up")
         try:
             self._future.value()
         except RuntimeError as error:
@@ -110,10 +107,8 @@ class FencedWork(dist.Work):
             time.sleep(DEVICE_POLL_S)
 
     def is_completed(self) -> bool:
-        if self._on_device:
-            return self._inner.is_completed()
         # Not `_done`, which the fence sets as well: gloo is then still at work.
-        return hasattr(self, "_error") if self._future is None else self._future.done()
+        return self._inner.is_completed() if self._future is None else self._future.done()
 
     def is_success(self) -> bool:
         return self.succeeded()

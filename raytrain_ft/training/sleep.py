@@ -2,9 +2,11 @@
 
 A replica falls asleep, and wakes up, without any group being rebuilt (Nicolae et al., III-B). In the tail of each step's last
 bucket every rank says whether it sleeps from the next step on; the others then share out its samples. It goes on to reduce,
-with zeros, and to update, so it can take part again from one step to the next. A replica that is told to sleep *at once* does
-not finish its part of the step under way: the buckets that it has not launched are zeros, the mean is taken over the samples
-that are there, and its own are listed as lost.
+with zeros, and to update, so it can take part again from one step to the next. A sleeper has nothing to compute and sends its
+zeros as the step begins, so it could not say at the step's end that it was told to wake: the first of those who are awake says
+so for it, and nobody waits for a sleeper. A replica that is told to sleep *at once* does not finish its part of the step under
+way: the buckets that it has not launched are zeros, the mean is taken over the samples that are there, and its own are listed
+as lost.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ class Sleep:
 
     Attributes:
         wanted: this replica is to sleep. at_once: in the middle of a step too. Both are set by other threads.
+        waking: the replicas that are to wake; set by other threads, too, and cleared of who has woken.
         silent_from: in the step under way, the first bucket to which this replica contributes nothing.
         asleep: the replicas that sleep in the step under way: the same set on every rank.
     """
@@ -29,6 +32,7 @@ class Sleep:
     def __init__(self) -> None:
         self.wanted = False
         self.at_once = False
+        self.waking: set[int] = set()
         self.silent_from: int | None = None
         self.asleep: frozenset[int] = frozenset()
 
@@ -38,9 +42,14 @@ class Sleep:
             self.silent_from = bucket
         return self.silent_from is not None
 
-    def say(self, samples: int) -> int:
-        """What this replica, which has read so many samples, says of itself at a step's end."""
-        return (ASLEEP if self.wanted else 0) + (SILENT if self.silent_from is not None and samples else 0)
+    def say(self, rank: int, samples: int, *, leads: bool) -> dict[int, int]:
+        """What this replica, which has read so many samples, says at a step's end, by replica: of itself, unless it sleeps;
+        and, if it leads those who are awake, of those who sleep on."""
+        words = dict.fromkeys(self.asleep - self.waking, ASLEEP) if leads else {}
+        own = (ASLEEP if self.wanted else 0) + (SILENT if self.silent_from is not None and samples else 0)
+        if own and rank not in self.asleep:
+            words[rank] = own
+        return words
 
     def weights(self, replicas: int) -> tuple[float, ...] | None:
         """Of the replicas' shares of a batch; None if all are equal."""
@@ -61,6 +70,7 @@ class Sleep:
     def settle(self, said: Sequence[int]) -> bool:
         """The step is committed. Returns whether others sleep from here on."""
         before, self.asleep = self.asleep, self.next(said)
+        self.waking -= before - self.asleep
         if self.silent_from is not None:
             self.silent_from, self.at_once = None, False  # it has done so, once
         return self.asleep != before

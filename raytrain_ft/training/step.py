@@ -131,7 +131,7 @@ class Replica:
         else:
             self.forward_backward()
         self.passes.check_parameters()
-        self.reducer.finish(idle=links.replica in self.state.tail.sleep.asleep)
+        self.reducer.finish()
         if links.agree is not None and self._shared is not None:
             self._shared.add_up(self.state.step, links.ties, self.at)
             self._agree(links.agree, self._shared)

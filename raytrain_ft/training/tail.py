@@ -108,8 +108,8 @@ class Tail:
         weight = 0.0 if silent else samples / batch
         for loss in [] if silent else self.losses:
             tail[0] += loss.detach().to(tail.dtype)
-        if word := self.sleep.say(samples):
-            tail[HEADER + rank] = word
+        for other, word in self.sleep.say(rank, samples, leads=leads).items():
+            tail[HEADER + other] = word
         tail[1] = 1.0 if self.stop_requested else 0.0
         tail[2] = 1.0 if self.checkpoint_wanted else 0.0
         offset = self._start

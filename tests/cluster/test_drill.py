@@ -135,7 +135,7 @@ def test_the_report_is_written_for_programs_and_for_people(struck: tuple[Report,
     found = json.loads((directory / "drill.json").read_text())
     assert found["passed"] is True
     assert found["goodput"] == report.goodput
-    assert len(found["strikes"]) == 4
+    assert len(found["strikes"]) == len(report.strikes) == 5
     text = (directory / "drill.md").read_text()
     assert "# Drill rehearsal: passed" in text
     assert "| events.3 | kill_node |" in text

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import train
+from conftest import promise_kept, train
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import TensorDataset
+from toy import Toy
 
 import raytrain_ft as ft
 from raytrain_ft.policy.sampling import Position, Sampling, next_batch, sample_ids
+from raytrain_ft.policy.strategy import Guarantee
 from raytrain_ft.training.random import seed_all
 
 STEPS, BATCH, SEED = 12, 24, 7
@@ -117,3 +122,43 @@ def test_bf16_autocast_computes_in_bf16_and_updates_in_fp32(cluster, tmp_path: P
         assert ours[name].dtype == torch.float32
         torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6)
     assert any(not torch.equal(ours[name], full[name]) for name in full)
+
+
+def test_clipping_accumulation_and_bf16_beside_kills(undisturbed, tmp_path: Path) -> None:
+    """A worker dies between two micro-batches, with the reduction under way, and where the clipped update is half done."""
+    how = {"max_grad_norm": 0.1, "gradient_accumulation_steps": 2, "precision": "bf16"}
+    faults = [
+        ft.FailAt(rank=0, step=5, phase="forward", micro_batch=1),
+        ft.FailAt(rank=1, step=12, phase="reduced", bucket=1),
+        ft.FailAt(rank=2, step=19, phase="update"),
+    ]
+    result = train(tmp_path, "run", faults=faults, **how)
+    assert result.digest == undisturbed(**how).digest != undisturbed().digest
+    assert promise_kept(result) == []
+    assert sum(len(recovery.lost) for recovery in result.recoveries) == len(faults)
+    assert {recovery.guarantee for recovery in result.recoveries} == {Guarantee.EXACT}
+
+
+class FromFiles(Toy):
+    """The same samples, in Parquet files."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.directory = directory
+
+    def dataset(self):
+        return ft.ArrowDataset(self.directory, transform=lambda row: (row["inputs"], row["label"]))
+
+
+def test_parquet_files_beside_a_kill(undisturbed, tmp_path: Path) -> None:
+    """The bits are those of an undisturbed run on the same samples in memory."""
+    inputs, labels = (tensor.numpy() for tensor in Toy().dataset().tensors)
+    rows = pa.FixedSizeListArray.from_arrays(pa.array(np.ravel(inputs)), inputs.shape[1])
+    table = pa.table({"inputs": rows, "label": pa.array(labels)})
+    (tmp_path / "data").mkdir()
+    for number, start in enumerate(range(0, len(labels), 200)):
+        pq.write_table(table.slice(start, 200), tmp_path / "data" / f"{number}.parquet", row_group_size=64)
+    result = train(tmp_path, "run", task=FromFiles(tmp_path / "data"), faults=[ft.FailAt(rank=1, step=10, phase="data")])
+    assert result.digest == undisturbed().digest
+    assert promise_kept(result) == []
+    assert len(result.recoveries) == 1

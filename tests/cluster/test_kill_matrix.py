@@ -14,6 +14,7 @@ from toy import Toy
 
 from raytrain_ft import FailAt
 from raytrain_ft.policy.strategy import Guarantee
+from raytrain_ft.runtime.event_log import read_records
 
 STEP_PHASES = [
     [("data", None), ("forward", None), ("backward", 0), ("backward", 1), ("backward", 2)],
@@ -70,6 +71,21 @@ def test_the_supervisor_killed_in_every_state(undisturbed, tmp_path: Path) -> No
     assert result.digest == undisturbed().digest
     assert promise_kept(result) == []
     assert len(list((Path(result.path) / "faults").glob("supervisor-*"))) == len(states)
+
+
+def test_a_worker_killed_while_the_supervisor_is_away(undisturbed, tmp_path: Path) -> None:
+    """The supervisor dies with the first steps, a worker in one of the next, long before Ray has restarted an actor."""
+    away, lost = FailAt(role="supervisor", phase="RUNNING"), FailAt(rank=1, step=5, phase="reduce", bucket=1)
+    result = train(tmp_path, "away", faults=[away, lost])
+    assert result.digest == undisturbed().digest
+    assert promise_kept(result) == []
+    records = read_records(Path(result.path) / "events.jsonl")
+    back = next(i for i, record in enumerate(records) if record["event"] == "SupervisorRestarted")
+    seconds = records[back]["at"] - records[back - 1]["at"]
+    struck = [(Path(result.path) / "faults" / fault.name).stat().st_mtime for fault in (away, lost)]
+    assert 0 < struck[1] - struck[0] < seconds, "nobody watched when the worker died"
+    assert "WorkerLost" in [record["event"] for record in records[back:]]
+    assert [recovery.guarantee for recovery in result.recoveries] == [Guarantee.EXACT]
 
 
 class Weighty(Toy):

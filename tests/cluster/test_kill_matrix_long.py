@@ -17,9 +17,12 @@ from test_wait_free import BOUND, distance
 from toy import Toy
 
 import raytrain_ft as ft
-from raytrain_ft import FailAt
+from raytrain_ft import FailAt, follow
 from raytrain_ft.chaos.cluster import LocalCluster
+from raytrain_ft.errors import AbortedError, TaskError
+from raytrain_ft.policy.history import check
 from raytrain_ft.policy.strategy import Guarantee
+from raytrain_ft.runtime.event_log import read_records
 
 pytestmark = pytest.mark.long
 
@@ -164,6 +167,43 @@ def test_the_supervisor_killed_in_every_state_of_a_recovery(
     faults += [FailAt(rank=1, step=10, phase="backward", bucket=2, action=action)]
     result = disturbed(cluster, tmp_path, faults, update=update, task=Toy(backward_seconds=0.05))
     check_bits(result, undisturbed(update=update))
+
+
+def test_the_supervisor_killed_when_the_run_has_failed(cluster: LocalCluster, tmp_path: Path) -> None:
+    """The error of the task is what the driver sees, and the run has one end."""
+    faults = [FailAt(rank=1, step=3, phase="forward", action="exception"), FailAt(role="supervisor", phase="ERRORED")]
+    with pytest.raises(TaskError, match="step 3"):
+        train(tmp_path, "run", faults=faults)
+    assert check(read_records(tmp_path / "run" / "events.jsonl")) == []
+    assert {marker.name for marker in (tmp_path / "run" / "faults").glob("*")} == {fault.name for fault in faults}
+
+
+def end_it(run: Path) -> None:
+    """Asks a run to end once it has committed something."""
+    log, deadline = run / "events.jsonl", time.monotonic() + 60
+    while not (log.exists() and "StepsCommitted" in log.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    follow.stop(run, "a test", quiet=True)
+
+
+@pytest.mark.parametrize("state", ["STOPPING", "ABORTED"])
+def test_the_supervisor_killed_while_the_run_is_ended(
+    state: str, cluster: LocalCluster, undisturbed: Any, tmp_path: Path
+) -> None:
+    """It ends all the same, with a checkpoint of where it stood, from which it goes on when it is run again."""
+    fault, rarely = FailAt(role="supervisor", phase=state), ft.CheckpointConfig(every=1000)
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(end_it, tmp_path / "run")
+        with pytest.raises(AbortedError, match="a test"):
+            train(tmp_path, "run", task=Toy(step_seconds=0.4), faults=[fault], checkpoints=rarely)
+        ending.result(60)
+    records = read_records(tmp_path / "run" / "events.jsonl")
+    assert check(records) == []
+    assert (tmp_path / "run" / "faults" / fault.name).exists()
+    (stored,) = [record for record in records if record["event"] == "CheckpointCommitted"]
+    assert stored["step"] == max(record["stop_step"] for record in records if record["event"] == "StepsCommitted")
+    resumed = train(tmp_path, "run", checkpoints=rarely)
+    assert resumed.digest == undisturbed().digest
 
 
 def test_the_supervisor_killed_in_a_planned_resize(cluster: LocalCluster, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def crew(told: list[m.Event]) -> Crew:
     about = {"options": {"num_cpus": 1}, "checkpoints": None, "lease": 60.0, "setup_timeout": 60.0}
     spec: Any = SimpleNamespace(**about, member_name=lambda member: member)
     health: Any = Health()
-    return Crew(spec, told.append, lambda: 0.0, Contacts(spec), health)
+    return Crew(spec, told.append, Contacts(spec), health)
 
 
 async def until(true: Callable[[], bool]) -> None:
@@ -129,7 +129,7 @@ def test_a_node_whose_raylet_does_not_answer_is_left_out_and_counted_no_more(
     monkeypatch.setattr(crews.placement, "nodes", lambda: there)
     monkeypatch.setattr(crews.placement, "reaction", reaction)
     health: Any = crew._health
-    health.nodes = Nodes(crew._spec, told.append, lambda: 0.0, NoticeBoard(told.append, lambda: 0.0), crew._contacts, fail)
+    health.nodes = Nodes(crew._spec, told.append, NoticeBoard(told.append, lambda: 0.0), crew._contacts, fail)
     began = time.monotonic()
     assert asyncio.run(crew._choose_node("w5")) == "n2"
     assert health.nodes._avoid["n1"] == pytest.approx(began + seconds, abs=5)
@@ -259,7 +259,7 @@ def test_the_place_of_who_was_killed_is_room_while_ray_does_not_know_it(
     clock = [100.0]
     monkeypatch.setattr("raytrain_ft.runtime.contacts.time", SimpleNamespace(monotonic=lambda: clock[0]))
     health: Any = crew._health
-    health.nodes = Nodes(crew._spec, told.append, lambda: 0.0, NoticeBoard(told.append, lambda: 0.0), crew._contacts, fail)
+    health.nodes = Nodes(crew._spec, told.append, NoticeBoard(told.append, lambda: 0.0), crew._contacts, fail)
     monkeypatch.setattr(crew._contacts, "handle", fail_to_find)
     monkeypatch.setattr(crews.placement, "reaction", at_once)
     there = {"NodeID": "n1", "Alive": True, "Resources": {"CPU": 4.0}, "Available": {"CPU": 0.0}}  # two are another run's
@@ -481,6 +481,33 @@ def test_what_may_come_twice_is_asked_again(crew: Crew, told: list[m.Event]) -> 
     asyncio.run(crew._ask("w0", "stop_at_boundary"))
     asyncio.run(crew._save("w0", ("w0",), 3))
     assert told == [m.Saved(at=0.0, member="w0", incarnation=3, path="/runs/final.arrow")]
+
+
+def test_others_hear_first_of_a_sleep_and_last_of_a_waking(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that come at once are carried out one after the other; who does not answer is not waited for."""
+    heard: list[tuple[str, str, bool]] = []
+
+    async def hears(member: str, method: str, *args: Any) -> None:
+        await asyncio.sleep(0.01)  # else none could overtake another
+        heard.append((member, method, args[1] if method == "speak_for" else args[0]))
+        if member == "frozen":
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr("raytrain_ft.runtime.crew.HINT_SECONDS", 0.1)
+    monkeypatch.setattr(crew._calls, "hint", hears)
+    monkeypatch.setattr(crew, "_ask", hears)
+    crew._contacts.introductions |= dict.fromkeys(("w0", "w1", "frozen"))  # pyright: ignore
+
+    async def requests() -> None:
+        crew.sleep(("w1",), True)
+        crew.sleep(("w1",), False)
+        await until(lambda: len(heard) == 8)
+
+    asyncio.run(requests())
+    others = ["w0", "w1", "frozen"]
+    asked = [(member, "speak_for", True) for member in others]
+    woken = [(member, "speak_for", False) for member in others]
+    assert heard == [*asked, ("w1", "sleep", True), ("w1", "sleep", False), *woken]
 
 
 def test_a_fence_may_be_asked_for_twice() -> None:

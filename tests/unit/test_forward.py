@@ -31,6 +31,16 @@ def test_lossy_reduces_again_what_was_reduced_nowhere_and_passes_on_the_rest() -
     assert plan.lost == ((72, 80), (88, 96))
 
 
+def test_who_speaks_for_all_survivors_had_samples() -> None:
+    """One that slept ran no forward pass, and could not say what that changed."""
+    asleep = Marks("w0", 5, (5,), (None,), share=Share(5, BATCH, (BATCH[0], BATCH[0]), whole=True))
+    awake = [
+        Marks(f"w{rank}", 5, (5,), (None,), share=Share(5, BATCH, mine, True)) for rank, mine in ((1, (64, 80)), (2, (80, 88)))
+    ]
+    plan = plan_of([asleep, *awake], "lossy")
+    assert (plan.mean, plan.speaker, plan.lost) == ((0,), "w1", ((88, 96),))
+
+
 def test_lossy_with_wait_free_updates_takes_the_state_where_the_gradient_was_used() -> None:
     survivors = [survivor(0, (6, 5), (None, None)), survivor(1, (5, 5), (None, None)), survivor(2, (6, 5), (None, None))]
     plan = plan_of(survivors, "lossy", whole_update=False)

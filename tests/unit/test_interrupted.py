@@ -286,7 +286,7 @@ def carry_out(plan: Plan, *members: Survivor, until: Survivor | None = None) -> 
     for member in sorted(members, key=lambda member: member.name not in given):
         end: Any = Wire(member.name, sent)
         if until is None or member is until:
-            recovery.reconcile(member.replica, plan, end, SAMPLING, leads=member is members[0])
+            recovery.reconcile(member.replica, plan, end, SAMPLING)
             continue
         for copy in plan.states:
             end.copy(copy, lambda bucket=copy.bucket, replica=member.replica: replica.state.pack(replica.state.buckets[bucket]))

@@ -153,13 +153,13 @@ def test_a_worker_forsakes_only_the_step_that_its_last_fence_ended() -> None:
 
 def test_words_and_shares() -> None:
     sleep = Sleep()
-    assert sleep.say(5) == 0
+    assert sleep.say(1, 5, leads=True) == {}
     sleep.wanted = True
-    assert sleep.say(5) == ASLEEP
+    assert sleep.say(1, 5, leads=False) == {1: ASLEEP}
     sleep.at_once = True
     assert [sleep.is_silent(bucket) for bucket in range(1, 3)] == [True, True]
-    assert sleep.say(5) == ASLEEP | SILENT
-    assert sleep.say(0) == ASLEEP  # its share was empty: nothing is missing
+    assert sleep.say(1, 5, leads=False) == {1: ASLEEP | SILENT}
+    assert sleep.say(1, 0, leads=False) == {1: ASLEEP}  # its share was empty: nothing is missing
     batch = GlobalBatch(0, 8, 20)
     assert sleep.lost([0, ASLEEP | SILENT, 0], batch) == ((12, 16),)
     assert sleep.settle([0, ASLEEP | SILENT, 0])
@@ -167,3 +167,18 @@ def test_words_and_shares() -> None:
     assert not sleep.settle([0, ASLEEP, 0])
     assert sleep.settle([ASLEEP] * 3)
     assert sleep.weights(3) is None  # if all want to sleep, nobody does
+
+
+def test_a_sleeper_is_spoken_for() -> None:
+    """By one who leads those who are awake, and no longer than until it is to wake. What woke it does not wake it again."""
+    sleep = Sleep()
+    sleep.settle([0, ASLEEP, ASLEEP])
+    assert sleep.say(0, 5, leads=True) == {1: ASLEEP, 2: ASLEEP}
+    assert sleep.say(0, 5, leads=False) == {}
+    assert sleep.say(1, 0, leads=False) == {}, "it said so when it fell asleep"
+    sleep.waking |= {0, 2}  # 0 is awake: it may be put to sleep before it is asked again
+    assert sleep.say(0, 5, leads=True) == {1: ASLEEP}
+    assert sleep.settle([0, ASLEEP, 0])
+    assert sleep.waking == {0}
+    assert sleep.settle([0, ASLEEP, ASLEEP])
+    assert sleep.say(0, 5, leads=True) == {1: ASLEEP, 2: ASLEEP}

@@ -423,7 +423,7 @@ def test_a_version_of_ray_that_does_not_tell_of_drains_is_on_record(monkeypatch:
     told: list[m.Event] = []
     heed: Any = SimpleNamespace(notices=NoticeSpec(clouds=(), detect=False, drain=True, grace_s=None))
     board = NoticeBoard(told.append, lambda: 1.0)
-    watcher = nodes.Nodes(heed, told.append, lambda: 1.0, board, Contacts(heed), lambda node: None)
+    watcher = nodes.Nodes(heed, told.append, board, Contacts(heed), lambda node: None)
     assert not asyncio.run(watcher._sees_drains())
     assert [(e.source, e.member) for e in told if isinstance(e, m.NoticesUnavailable)] == [("ray", None)]
 
@@ -612,7 +612,7 @@ def test_a_question_for_drains_that_fails_once_is_asked_again(monkeypatch: pytes
     heed: Any = SimpleNamespace(options={"num_cpus": 1}, notices=NoticeSpec(clouds=(), detect=False, drain=True, grace_s=None))
     contacts = Contacts(heed)
     contacts.placed["w0"] = "n0"
-    watcher = nodes.Nodes(heed, told.append, lambda: 1.0, NoticeBoard(told.append, lambda: 1.0), contacts, lambda node: None)
+    watcher = nodes.Nodes(heed, told.append, NoticeBoard(told.append, lambda: 1.0), contacts, lambda node: None)
 
     async def play() -> None:
         watch = asyncio.create_task(watcher.watch(lambda: ["w0"]))

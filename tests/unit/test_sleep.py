@@ -140,6 +140,9 @@ class Pair:
     def ask(self, rank: int, asleep: bool, *, at_once: bool = False) -> None:
         sleep = self.replicas[rank].state.tail.sleep
         sleep.at_once, sleep.wanted = at_once, asleep
+        for replica in self.replicas:
+            waking = replica.state.tail.sleep.waking
+            (waking.discard if asleep else waking.add)(rank)
 
     @property
     def equal(self) -> bool:
@@ -202,6 +205,30 @@ def test_who_is_awake_counts(pair: Pair, sleeper: int) -> None:
     pair.ask(sleeper, False)
     pair.train(2)
     assert [count_of(replica) for replica in pair.replicas] == [8, 8]
+    assert pair.equal
+
+
+@pytest.mark.parametrize("sleeper", [0, 1])
+def test_a_sleeper_wakes_after_the_step_in_which_it_is_asked(pair: Pair, monkeypatch: pytest.MonkeyPatch, sleeper: int) -> None:
+    """Although it has sent its last bucket by then: the other one says it."""
+    pair.ask(sleeper, True)
+    pair.train(2)
+    sent, other = pair._begun[sleeper], pair.replicas[1 - sleeper]
+    forward = other.forward_backward
+
+    def ask_late() -> None:
+        deadline = time.monotonic() + 10
+        while pair._begun[sleeper] < sent + len(other.state.buckets) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        pair.ask(sleeper, False)
+        forward()
+
+    monkeypatch.setattr(other, "forward_backward", ask_late)
+    pair.train(1)
+    assert pair._begun[sleeper] == sent + len(other.state.buckets)
+    assert [replica.state.tail.sleep.asleep for replica in pair.replicas] == [frozenset()] * 2
+    monkeypatch.setattr(other, "forward_backward", forward)
+    pair.train(2)
     assert pair.equal
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,14 @@ def bare(**parts: Any) -> Any:
     return made
 
 
+def test_what_it_is_told_happened_now() -> None:
+    """Across its own restarts: `start` is that of the run."""
+    one = bare(start=time.monotonic() - 1000.0, events=asyncio.Queue())
+    one.tell(m.AbortRequested(reason="enough"))
+    told = one._events.get_nowait()
+    assert (told.reason, 1000.0 <= told.at < 1010.0) == ("enough", True)
+
+
 def end(machine: RunState, at: float) -> None:
     machine.recoveries[-1].attempts = 1
     machine.history.close(at)
@@ -68,7 +77,7 @@ def test_the_last_replica_that_is_awake_is_not_put_to_sleep() -> None:
     asked: list[tuple[Any, ...]] = []
     machine = SimpleNamespace(world=("w0", "w1", "w2"))
     spec = SimpleNamespace(rules=SimpleNamespace(stages=1))
-    one = bare(machine=machine, spec=spec, crew=SimpleNamespace(ask=lambda *told: asked.append(told)), asleep=set())
+    one = bare(machine=machine, spec=spec, crew=SimpleNamespace(sleep=lambda *told: asked.append(told)), asleep=set())
 
     def sleep(rank: int, asleep: bool) -> None:
         asyncio.run(one.sleep(rank, asleep, False))
@@ -80,7 +89,7 @@ def test_the_last_replica_that_is_awake_is_not_put_to_sleep() -> None:
     sleep(2, True)  # it sleeps already
     sleep(0, False)
     sleep(1, True)
-    assert [(told[0], told[2]) for told in asked] == [("w0", True), ("w2", True), ("w0", False), ("w1", True)]
+    assert [told[:2] for told in asked] == [(("w0",), True), (("w2",), True), (("w0",), False), (("w1",), True)]
     one._note_sleep(m.Dormant(at=2.0, member="w2", incarnation=1, step=4, asleep=False))
     machine.world = ("w2", "w3")  # w0 and w1 are gone, and what they were asked for
     sleep(0, True)
