@@ -190,10 +190,11 @@ def run(options: Options) -> Report:
     """All of it."""
     report = Report("goodput", GOALS)
     lengths = QUICK if options.quick else FULL
-    control_plane.add_to(report, options.quick)
-    measure_ours(report, lengths, options.seed)
-    measure_drains(report, lengths.drains, options.seed)
-    measure_peers(report, lengths, options.seed)
+    with report.until_interrupted():
+        control_plane.add_to(report, options.quick)
+        measure_ours(report, lengths, options.seed)
+        measure_drains(report, lengths.drains, options.seed)
+        measure_peers(report, lengths, options.seed)
     return report
 
 

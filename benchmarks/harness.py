@@ -25,7 +25,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -207,6 +208,14 @@ class Report:
         """A line printed under the table: a floor, a breakdown, what was unusual."""
         self._notes.append(text)
         self._tell(text)
+
+    @contextmanager
+    def until_interrupted(self) -> Iterator[None]:
+        """Ctrl-C ends what is being measured, and no more: what is known by then is printed and written."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.note("interrupted: what is n/a was not measured")
 
     def _tell(self, text: str) -> None:
         """Shows at once what is known: a benchmark takes minutes, and one that is cut short still says something."""

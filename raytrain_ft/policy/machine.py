@@ -190,12 +190,13 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost) -> list[m.Comm
         if run.state == State.SCHEDULING and run.roster.cannot_start() and not run.roster.any_starting():
             commands += run.fail("RecoveryError", f"workers cannot be started: {event.cause}")
         return commands
-    if run.state == State.SHUTTING_DOWN and (run.rules.stages == 1 or len(run.savers()) == run.rules.stages):
+    if run.state == State.SHUTTING_DOWN and len(run.savers()) == run.rules.stages:
         return kills + (_save(run, savers) if run.savers() != savers else [])  # else a stage must be had from elsewhere first
     if run.state == State.SHUTTING_DOWN:
         run.unsaved += 1
         if run.unsaved >= MOST_UNSAVED:
-            why = f"{run.unsaved} times, every worker of a stage was lost before the final state was saved"
+            who = "every worker" if run.rules.stages == 1 else "every worker of a stage"
+            why = f"{run.unsaved} times, {who} was lost before the final state was saved"
             return kills + run.fail("NoSurvivorError", f"{why}; last cause: {event.cause}")
     recovery = run.history.begin(event.at, event.cause, event.noticed_by, len(run.world))
     recovery.lost += working
@@ -303,8 +304,6 @@ def _save(run: RunState, asked: tuple[str, ...] = ()) -> list[m.Command]:
     again it would write twice, and the end of the run would break the second one off."""
     run.answers = {member: answer for member, answer in run.answers.items() if isinstance(answer, m.Saved)}
     savers = run.savers()
-    if not savers:
-        return run.fail("NoSurvivorError", "every worker was lost before the final state was saved")
     others = tuple(member for member in savers if member not in run.answers and member not in asked)
     return [m.Save(others, run.world, run.incarnation), m.SetTimer(f"save {savers}", run.rules.phase_timeout, run.incarnation)]
 

@@ -291,9 +291,10 @@ class Health:
         return any(at >= late for other, at in self._heard.items() if other != member and self._contacts.node_of(other) == node)
 
     def _all_silent(self) -> bool:
-        """Whether nobody at all is heard: then it is rather this process, or the machine, that is held up."""
+        """Whether nobody at all is heard, be it one or many: then it is rather this process, or the machine, that is held up; and
+        if they were lost, nobody could go on at once."""
         late = time.monotonic() - self._timeout
-        return len(self._heard) > 1 and all(heard < late for heard in self._heard.values())
+        return all(heard < late for heard in self._heard.values())
 
     async def _is_cut_off(self) -> bool:
         """Whether it is rather this process that nobody reaches: then nobody is given up, while their leases last."""

@@ -33,6 +33,16 @@ def test_no_crash_point_is_bad_only_where_all_were_tried(said: str, value: float
     assert (found.value, found.why) == (value, why)
 
 
+def test_what_is_interrupted_tells_what_it_knows() -> None:
+    report = Report("goodput", goodput.GOALS)
+    with report.until_interrupted():
+        report.add("samples_lost", 0.0)
+        raise KeyboardInterrupt
+    metrics = report.to_json()["metrics"]
+    assert metrics["samples_lost"]["value"] == 0.0
+    assert metrics["drain_pause_p95_steps"]["why"] == "this run did not measure it"
+
+
 def test_goodput_says_how_many_failures_could_not_strike(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("")
     report = Report("goodput", goodput.GOALS)

@@ -15,6 +15,7 @@ from benchmarks.detection import false_alarms
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.states import State
+from raytrain_ft.runtime import health as health_module
 from raytrain_ft.runtime.contacts import Contacts
 from raytrain_ft.runtime.health import NODE_DIED, Health
 from raytrain_ft.runtime.spec import Beat
@@ -77,6 +78,25 @@ def test_who_answers_nothing_and_does_not_beat_is_lost() -> None:
 
 def test_a_beat_is_an_answer() -> None:
     assert told("w0", "w1") == []
+
+
+def test_the_only_one_gets_the_patience_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As all others do that are silent together: nothing would go on without it, so a busy machine must not cost it."""
+    monkeypatch.setattr(health_module, "PATIENCE_WITH_ALL", 40)
+
+    async def lost_after(members: tuple[str, ...]) -> float:
+        events: list[m.Event] = []
+        health = Health(PATIENT, events.append, time.monotonic, Mute())
+        for member in members:
+            health.expect(member)
+        health._heard["w0"] -= 2 * health._timeout
+        asked = time.monotonic()
+        health.alert(["w0"])
+        await until(lambda: bool(events))
+        return time.monotonic() - asked
+
+    one_of_two, the_only_one = asyncio.run(lost_after(("w0", "w1"))), asyncio.run(lost_after(("w0",)))
+    assert the_only_one > 20 * PATIENT.probe_timeout > one_of_two
 
 
 def test_who_finds_out_in_its_first_step_that_it_replayed_something_else_says_so_once() -> None:

@@ -1114,7 +1114,24 @@ def test_the_final_state_is_saved_by_the_lowest_rank_that_is_left() -> None:
     assert of(story.lost("w0").said, m.Save) == [m.Save(("w1",), ("w0", "w1", "w2"), 1)]
     assert story.fires("save ('w0',)").said == [], "that one is gone"
     assert of(story.fires("save ('w1',)").said, m.Kill) == [m.Kill("w1")]
-    assert story.run.failure == ("NoSurvivorError", "every worker was lost before the final state was saved")
+    assert story.run.failure is not None
+    kind, why = story.run.failure
+    assert (kind, why.partition(" (")[0]) == ("NoSurvivorError", "nobody holds the state of step 1 any more")
+
+
+@pytest.mark.parametrize("stored", [(), (m.Stored("c1", 1),)])
+def test_if_everybody_is_lost_who_could_save_the_run_goes_back(stored: tuple[m.Stored, ...]) -> None:
+    """To the newest checkpoint, or to its beginning, as it would have one step before: but not for ever."""
+    story = running(1, max_steps=1, checkpoints=True).completed()
+    for number in (2, 3):
+        assert of(story.lost(f"w{number - 2}").said, m.Fence, m.FindCheckpoints) == [m.FindCheckpoints(number)]
+        story.tell(m.CheckpointsFound(incarnation=number, stored=stored))
+        story.started(f"w{number - 1}").reconciled(f"w{number - 1}").completed()
+        assert of(story.said, m.Save) == [m.Save((f"w{number - 1}",), (f"w{number - 1}",), number)]
+    assert [recovery.strategy for recovery in story.run.recoveries] == [Strategy.CHECKPOINT] * 2
+    story.lost("w2")
+    assert story.run.failure is not None
+    assert story.run.failure[1].startswith("3 times, every worker was lost before the final state was saved")
 
 
 def test_a_stage_that_was_saved_may_be_lost() -> None:
