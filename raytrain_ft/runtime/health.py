@@ -291,8 +291,8 @@ class Health:
         return any(at >= late for other, at in self._heard.items() if other != member and self._contacts.node_of(other) == node)
 
     def _all_silent(self) -> bool:
-        """Whether nobody at all is heard, be it one or many: then it is rather this process, or the machine, that is held up; and
-        if they were lost, nobody could go on at once."""
+        """Whether nobody at all is heard, be it one or many: then it is rather this process, or the machine, that is held up;
+        and if they were lost, nobody could go on at once."""
         late = time.monotonic() - self._timeout
         return all(heard < late for heard in self._heard.values())
 
