@@ -129,7 +129,10 @@ def _wrong_returns(records: Sequence[dict[str, Any]]) -> list[str]:
         for stored in (attempt["stored"] for attempt in attempts):
             whole = [one["step"] for one in stored if one["name"] not in rejected]
             steps |= {next((step for step in whole if step not in spoilt), 0), *whole[:1]}
-        # a loss just afterwards belongs to the same recovery, which may complete the first step instead of redoing it
+        # A loss just afterwards belongs to the same recovery, which may complete the first step instead of redoing it, and
+        # after another one the next step, of which its last attempt says nothing.
+        since = range(attempts[0]["incarnation"], recovery["incarnation"])
+        steps |= {one["stop_step"] for one in records if one["event"] == "StepsCommitted" and one["incarnation"] in since}
         if recovery["step"] - recovery["completes"] not in steps:
             found.append(
                 f"I4 everybody went back to step {recovery['step']}, and the newest whole checkpoint is of {sorted(steps)}"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.random import default_rng
 
@@ -334,11 +334,13 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 @settings(max_examples=100, derandomize=True)
 @given(seed=st.integers(0, 2**32))
+@example(seed=8964)  # within one recovery: back to the beginning, a step completed, and a loss before the next one
 def test_every_promise_is_kept_in_troubled_runs(seed: int) -> None:
     assert troubled_run(seed).violations == ()
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_every_promise_is_kept_in_ten_thousand_troubled_runs() -> None:
     broken = {seed: story.violations for seed in range(10_000) if (story := troubled_run(seed)).violations}
     assert broken == {}
