@@ -93,10 +93,10 @@ def _hidden_checkpoints(records: Sequence[dict[str, Any]]) -> list[str]:
     if run.get("details", {}).get("strategy") == Strategy.SNAPSHOT:
         return []
     found: list[str] = []
-    committed: dict[str, int] = {}
+    committed: dict[str, tuple[int, int]] = {}
     for record in records:
         if record["event"] == "CheckpointCommitted":
-            committed[record["name"]] = record["step"]
+            committed[record["name"]] = (record["incarnation"], record["step"])
         elif record["event"] == "CheckpointRejected":
             committed.pop(record["name"], None)
         elif record["event"] == "CheckpointsFound" and committed and not record["error"]:
@@ -110,7 +110,7 @@ def _wrong_returns(records: Sequence[dict[str, Any]]) -> list[str]:
     """A recovery in which everybody went back begins with the newest checkpoint that could be loaded, of those that were found
     in one of its attempts; without any, with the beginning."""
     found: list[str] = []
-    rejected = {record["name"] for record in records if record["event"] == "CheckpointRejected"}
+    rejections = [record for record in records if record["event"] == "CheckpointRejected"]
     # what was committed just before a loss that was not finite is passed over, if there is another
     spoilt = {record["step"] for record in records if record["event"] == "TaskFailed" and record["kind"] == "non_finite"}
     looked = [record for record in records if record["event"] == "CheckpointsFound" and not record["error"]]
@@ -126,6 +126,7 @@ def _wrong_returns(records: Sequence[dict[str, Any]]) -> list[str]:
             found.append(f"I4 everybody went back to step {recovery['step']}, and nobody had looked for checkpoints")
             continue
         steps: set[int] = set()
+        rejected = {one["name"] for one in rejections if one["incarnation"] <= recovery["incarnation"]}
         for stored in (attempt["stored"] for attempt in attempts):
             whole = [one["step"] for one in stored if one["name"] not in rejected]
             steps |= {next((step for step in whole if step not in spoilt), 0), *whole[:1]}
@@ -164,9 +165,9 @@ def _unending(records: Sequence[dict[str, Any]], longest: float) -> list[str]:
             continue
         if record["resumed"] is None and "RunFinished" in ends:
             found.append(f"I6 a recovery did not end, and the run finished: {record['cause']}")
-        times = [record[phase] for phase in PHASES if record[phase] is not None]
-        if times != sorted(times):
-            found.append(f"I6 the phases of a recovery are not in order: {dict(zip(PHASES, times, strict=False))}")
+        times = {phase: record[phase] for phase in PHASES if record[phase] is not None}
+        if [*times.values()] != sorted(times.values()):
+            found.append(f"I6 the phases of a recovery are not in order: {times}")
         if record["resumed"] is not None and record["resumed"] - record["detected"] > longest:
             found.append(f"I6 a recovery took {record['resumed'] - record['detected']:.1f} s: {record['cause']}")
     if len(ends) != 1:

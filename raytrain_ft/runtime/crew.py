@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from itertools import chain
@@ -48,7 +49,7 @@ class Crew:
         self._bringing: dict[str, asyncio.Task[None]] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._killing: set[asyncio.Task[None]] = set()
-        self._sleeping = asyncio.Lock()  # requests of the same replica must not overtake each other
+        self._sleeping: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # requests of a replica do not overtake
 
     def carry_out(self, command: m.Command) -> None:
         """Begins to carry a command out; the results come as events."""
@@ -108,7 +109,8 @@ class Crew:
 
     def sleep(self, members: tuple[str, ...], asleep: bool, at_once: bool = False) -> None:
         """These replicas sleep from the next step on, or take part again."""
-        self._spawn(self._sleep(members, asleep, at_once))
+        for member in members:
+            self._spawn(self._sleep(member, asleep, at_once))
 
     async def settled(self) -> None:
         """Waits until every worker that had to go is gone."""
@@ -286,20 +288,20 @@ class Crew:
             stage = stage_of(command.world.index(member), self._spec.rules.stages)
             self._tell(m.Filled(member=member, incarnation=incarnation, digests=digests, stage=stage))
 
-    async def _sleep(self, members: tuple[str, ...], asleep: bool, at_once: bool) -> None:
+    async def _sleep(self, member: str, asleep: bool, at_once: bool) -> None:
         """A sleeper is spoken for by one of the others. Of who is to sleep they hear first, so that none of them wakes it for
         what was asked before; of who is to wake they hear last, or it would then say itself that it sleeps on."""
 
-        async def themselves() -> None:
-            await asyncio.gather(*(self._ask(member, "sleep", asleep, at_once) for member in members))
+        async def itself() -> None:
+            await self._ask(member, "sleep", asleep, at_once)
 
         async def others() -> None:
-            told = (self._calls.hint(member, "speak_for", members, asleep) for member in self._contacts.introductions)
+            told = (self._calls.hint(one, "speak_for", member, asleep) for one in self._health.active())
             with suppress(TimeoutError):  # who does not answer is looked after elsewhere
                 await asyncio.wait_for(asyncio.gather(*told), HINT_SECONDS)
 
-        async with self._sleeping:
-            for tell in (others, themselves) if asleep else (themselves, others):
+        async with self._sleeping[member]:
+            for tell in (others, itself) if asleep else (itself, others):
                 await tell()
 
     async def _checkpoint(self, member: str, incarnation: int) -> None:

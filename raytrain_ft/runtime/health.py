@@ -142,6 +142,10 @@ class Health:
         """Seconds that a worker has to answer, if only by a beat: as many of these come meanwhile as with few workers."""
         return self._spec.probe_timeout * self.pace / self._spec.heartbeat_interval
 
+    def active(self) -> list[str]:
+        """Who trains, as far as the machine knows."""
+        return [member for member, what in self._members.items() if what == MemberState.ACTIVE]
+
     def is_starting(self, member: str) -> bool:
         """Whether the machine still waits for this worker to become ready."""
         return self._members.get(member) == MemberState.STARTING
@@ -329,7 +333,7 @@ class Health:
                 self._tell(m.WorkerLost(member=member, cause=cause, noticed_by="step time", silent_s=age))
         if not waiting:
             return
-        active = [member for member, what in self._members.items() if what == MemberState.ACTIVE]
+        active = self.active()
         done = [member for member in active if member in self._beats and self._beats[member].status in ("completed", "stopped")]
         if len(waiting) == len(active) - len(done) and self._stood_still < self.incarnation:
             self._stood_still = self.incarnation

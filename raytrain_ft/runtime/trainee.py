@@ -169,11 +169,10 @@ class Trainee:
                 return  # the error is the fence's doing: torch wraps what a hook raises
             self._heartbeat.ended("failed", traceback.format_exc(), kind="task")
 
-    def speak_for(self, members: tuple[str, ...], asleep: bool) -> None:
-        """These were asked to sleep, or to wake: whoever leads those who are awake says it for who sleeps."""
-        ranks = {rank for rank, member in enumerate(self._world) if member in members}
+    def speak_for(self, member: str, asleep: bool) -> None:
+        """This one was asked to sleep, or to wake: whoever leads those who are awake says it for who sleeps."""
         waking = self.replica.state.tail.sleep.waking
-        (waking.difference_update if asleep else waking.update)(ranks)
+        (waking.difference_update if asleep else waking.update)(rank for rank, one in enumerate(self._world) if one == member)
 
     def _share_out(self, links: Links) -> None:
         """From here on, this is who reads what."""

@@ -126,9 +126,9 @@ class Worker:
         sleep.at_once = at_once
         sleep.wanted = asleep
 
-    def speak_for(self, members: tuple[str, ...], asleep: bool) -> None:
-        """Others, of whom some may sleep, are asked for the one or the other."""
-        self._trainee.speak_for(members, asleep)
+    def speak_for(self, member: str, asleep: bool) -> None:
+        """Another one, which may sleep, is asked for the one or the other."""
+        self._trainee.speak_for(member, asleep)
 
     # ---------------------------------------------------------------- the phases of a recovery
 

@@ -3,10 +3,10 @@
 A replica falls asleep, and wakes up, without any group being rebuilt (Nicolae et al., III-B). In the tail of each step's last
 bucket every rank says whether it sleeps from the next step on; the others then share out its samples. It goes on to reduce,
 with zeros, and to update, so it can take part again from one step to the next. A sleeper has nothing to compute and sends its
-zeros as the step begins, so it could not say at the step's end that it was told to wake: the first of those who are awake says
-so for it, and nobody waits for a sleeper. A replica that is told to sleep *at once* does not finish its part of the step under
-way: the buckets that it has not launched are zeros, the mean is taken over the samples that are there, and its own are listed
-as lost.
+zeros as the step begins, so what it says itself, that it wakes, counts a step late: the first of those who are awake, who hears
+of it too, says as the step ends whether it sleeps on, and nobody waits for a sleeper. A replica that is told to sleep *at once*
+does not finish its part of the step under way: the buckets that it has not launched are zeros, the mean is taken over the
+samples that are there, and its own are listed as lost.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from collections.abc import Sequence
 
 from raytrain_ft.policy.sampling import GlobalBatch, Range, share
 
-ASLEEP, SILENT = 1, 2
-"""What a rank says of itself in the tail, added up: it sleeps from the next step on; it contributed only a part to this one."""
+ASLEEP, SILENT, WAKES = 1, 2, 4
+"""What is said of a rank in the tail, added up: it sleeps from the next step on; it contributed only a part to this one; it
+sleeps no longer, whatever others say."""
 
 
 class Sleep:
@@ -43,13 +44,14 @@ class Sleep:
         return self.silent_from is not None
 
     def say(self, rank: int, samples: int, *, leads: bool) -> dict[int, int]:
-        """What this replica, which has read so many samples, says at a step's end, by replica: of itself, unless it sleeps;
-        and, if it leads those who are awake, of those who sleep on."""
+        """What this replica, which has read so many samples, says at a step's end, by replica: of itself; and, if it leads the
+        others, of those who sleep on."""
         words = dict.fromkeys(self.asleep - self.waking, ASLEEP) if leads else {}
-        own = (ASLEEP if self.wanted else 0) + (SILENT if self.silent_from is not None and samples else 0)
-        if own and rank not in self.asleep:
-            words[rank] = own
-        return words
+        if rank in self.asleep:
+            own = 0 if self.wanted else WAKES  # perhaps who leads did not hear of it
+        else:
+            own = (ASLEEP if self.wanted else 0) + (SILENT if self.silent_from is not None and samples else 0)
+        return words | {rank: own} if own else words
 
     def weights(self, replicas: int) -> tuple[float, ...] | None:
         """Of the replicas' shares of a batch; None if all are equal."""
@@ -64,7 +66,7 @@ class Sleep:
     @staticmethod
     def next(said: Sequence[int]) -> frozenset[int]:
         """Who sleeps in the next step. If all want to, nobody does."""
-        asleep = frozenset(rank for rank, word in enumerate(said) if word & ASLEEP)
+        asleep = frozenset(rank for rank, word in enumerate(said) if word & ASLEEP and not word & WAKES)
         return asleep if len(asleep) < len(said) else frozenset()
 
     def settle(self, said: Sequence[int]) -> bool:

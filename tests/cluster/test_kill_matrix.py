@@ -76,7 +76,7 @@ def test_the_supervisor_killed_in_every_state(undisturbed, tmp_path: Path) -> No
 def test_a_worker_killed_while_the_supervisor_is_away(undisturbed, tmp_path: Path) -> None:
     """The supervisor dies with the first steps, a worker in one of the next, long before Ray has restarted an actor."""
     away, lost = FailAt(role="supervisor", phase="RUNNING"), FailAt(rank=1, step=5, phase="reduce", bucket=1)
-    result = train(tmp_path, "away", faults=[away, lost])
+    result = train(tmp_path, "away", task=Toy(step_seconds=0.1), faults=[away, lost])
     assert result.digest == undisturbed().digest
     assert promise_kept(result) == []
     records = read_records(Path(result.path) / "events.jsonl")

@@ -55,9 +55,11 @@ def test_a_step_again_is_one_that_nobody_had_in_hand() -> None:
     """A smaller world's first step is, however soon; not if it only completed the interrupted one."""
     about = {"full_strength_s": 9.0, "caught_up_s": 9.0, "step_s": 0.45, "steps_redone": 0, "batches_dropped": 0}
     quick, completed, slow = (
-        Kill(first_step_s=first, fewer_s=fewer, **about) for first, fewer in ((1.6, 0.42), (0.6, 0.1), (0.7, 0.7))
+        Kill(first_step_s=first, fewer_s=fewer, killed_at=at, **about)
+        for at, first, fewer in ((1.0, 1.6, 0.42), (11.0, 0.6, 0.1), (21.0, 0.7, 0.7))
     )
-    records = [{"event": "Recovery", "lost": ["w1"], "completes": completes} for completes in (False, True, False)]
-    grown = {"event": "Recovery", "lost": [], "completes": False}
-    records = [record for one in records for record in (one, grown)]
-    assert recovery.steps_again([quick, completed, slow], records) == [0.42, 0.6, 0.7]
+    told = ((101.1, False), (105.0, False), (111.1, True), (121.1, False))  # nobody was killed at 105: it is nobody's
+    records = [{"event": "Recovery", "lost": ["w1"], "detected": at, "completes": completes} for at, completes in told]
+    grown = [{"event": "Recovery", "lost": [], "detected": at + 1.0, "completes": False} for at, _ in told]
+    records = [record for pair in zip(records, grown, strict=True) for record in pair]
+    assert recovery.steps_again([quick, completed, slow], records, 100.0) == [0.42, 0.6, 0.7]

@@ -493,10 +493,10 @@ def test_others_hear_first_of_a_sleep_and_last_of_a_waking(crew: Crew, monkeypat
         if member == "frozen":
             await asyncio.Event().wait()
 
-    monkeypatch.setattr("raytrain_ft.runtime.crew.HINT_SECONDS", 0.1)
+    monkeypatch.setattr("raytrain_ft.runtime.crew.HINT_SECONDS", 1.0)
     monkeypatch.setattr(crew._calls, "hint", hears)
     monkeypatch.setattr(crew, "_ask", hears)
-    crew._contacts.introductions |= dict.fromkeys(("w0", "w1", "frozen"))  # pyright: ignore
+    monkeypatch.setattr(crew._health, "active", lambda: ["w0", "w1", "frozen"], raising=False)
 
     async def requests() -> None:
         crew.sleep(("w1",), True)

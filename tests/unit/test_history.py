@@ -88,6 +88,26 @@ def test_what_could_not_be_loaded_is_no_place_to_go_back_to() -> None:
     assert not [violation for violation in check(records) if violation.startswith("I4")]
 
 
+def test_what_could_not_be_loaded_later_was_a_place_to_go_back_to() -> None:
+    records = read_records(RUNS / "checkpoint" / "events.jsonl")
+    newest = of(records, "CheckpointsFound")[-1]["stored"][0]["name"]
+    later = of(records, "Recovery")[-1]["incarnation"] + 1
+    at = records.index(of(records, "Recovery")[-1]) + 1
+    about = {"member": "w0", "incarnation": later, "name": newest, "reason": "damaged"}
+    records.insert(at, {"event": "CheckpointRejected", **about})
+    assert not [violation for violation in check(records) if violation.startswith("I4")]
+
+
+def test_of_a_step_that_was_stored_twice_the_later_one_is_found() -> None:
+    """The earlier one is of a training that was given up, and may be gone."""
+    records = read_records(RUNS / "checkpoint" / "events.jsonl")
+    found = of(records, "CheckpointsFound")[-1]["stored"][0]["name"]
+    newest = next(record for record in of(records, "CheckpointCommitted") if record["name"] == found)
+    given_up = newest | {"name": f"{newest['name']}-of-before", "incarnation": newest["incarnation"] - 1}
+    records.insert(records.index(newest), given_up)
+    assert not [violation for violation in check(records) if violation.startswith("I4")]
+
+
 def test_where_a_recovery_was_not_exact_losses_may_differ(records: list[Record]) -> None:
     of(records, "StepsCommitted")[4].update(loss=0.5)
     of(records, "Recovery")[0].update(guarantee="rounding")

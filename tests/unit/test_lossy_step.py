@@ -19,7 +19,7 @@ from raytrain_ft.training.build import build_replica
 from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.links import Links
 from raytrain_ft.training.settings import StepSettings
-from raytrain_ft.training.sleep import ASLEEP, SILENT, Sleep
+from raytrain_ft.training.sleep import ASLEEP, SILENT, WAKES, Sleep
 from raytrain_ft.training.solo import Solo
 from raytrain_ft.training.step import Replica
 
@@ -175,10 +175,15 @@ def test_a_sleeper_is_spoken_for() -> None:
     sleep.settle([0, ASLEEP, ASLEEP])
     assert sleep.say(0, 5, leads=True) == {1: ASLEEP, 2: ASLEEP}
     assert sleep.say(0, 5, leads=False) == {}
+    assert sleep.say(1, 0, leads=False) == {1: WAKES}, "it is not told to sleep any more"
+    sleep.wanted = True
     assert sleep.say(1, 0, leads=False) == {}, "it said so when it fell asleep"
+    sleep.wanted = False
     sleep.waking |= {0, 2}  # 0 is awake: it may be put to sleep before it is asked again
     assert sleep.say(0, 5, leads=True) == {1: ASLEEP}
     assert sleep.settle([0, ASLEEP, 0])
     assert sleep.waking == {0}
     assert sleep.settle([0, ASLEEP, ASLEEP])
     assert sleep.say(0, 5, leads=True) == {1: ASLEEP, 2: ASLEEP}
+    assert sleep.settle([0, ASLEEP | WAKES, ASLEEP]), "who speaks for it did not hear of it, and it wakes all the same"
+    assert sleep.asleep == {2}

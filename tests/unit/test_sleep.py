@@ -232,6 +232,17 @@ def test_a_sleeper_wakes_after_the_step_in_which_it_is_asked(pair: Pair, monkeyp
     assert pair.equal
 
 
+def test_a_sleeper_wakes_though_nobody_else_heard_of_it(pair: Pair) -> None:
+    """The word to who speaks for it was lost: it says so itself, with the next step."""
+    pair.ask(1, True)
+    pair.train(2)
+    pair.replicas[1].state.tail.sleep.wanted = False
+    pair.train(1)
+    assert [replica.state.tail.sleep.asleep for replica in pair.replicas] == [frozenset()] * 2
+    pair.train(2)
+    assert pair.equal
+
+
 def test_what_only_a_silent_replica_used_was_used_by_nobody() -> None:
     """An update with a gradient of zero is another than none: it decays weights."""
     pair = Pair(Seldom)
