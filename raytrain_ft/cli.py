@@ -151,12 +151,18 @@ def _write(run: Path, make: Callable[[Path], Path]) -> None:
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Where to; by default where Ray's Grafana looks.")
 def dashboard(out: Path | None) -> None:
     """Writes a Grafana dashboard of all runs of the cluster: call it on the head node."""
-    place = out or dashboards.directory()
+    try:
+        place = out or dashboards.directory()
+    except StorageError as error:
+        raise click.ClickException(f"{error}; give --out DIR") from error
     if out is not None:
         with output.told(out):
             out.mkdir(parents=True, exist_ok=True)
     elif not place.is_dir():
-        raise click.ClickException(f"{place} is not there: no Ray dashboard has run on this machine; give --out DIR")
+        raise click.ClickException(
+            f"{place} is not there: no Ray dashboard has run on this machine, or with another --temp-dir or other variables "
+            "(docs/metrics.md); give --out DIR"
+        )
     try:
         console.print(str(dashboards.write(place)), markup=False)
     except StorageError as error:

@@ -1,4 +1,4 @@
-"""The Python code blocks of the pages, and how each of them is run."""
+"""The code blocks of the pages, and how each of those in Python is run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,20 @@ BLOCK = re.compile(
     r"^(<!-- (?P<where>on a cluster|as a script|not run: [^\n]*) -->\n)?^```python\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
+FENCED = re.compile(r"^(?P<indent> *)```(?P<language>[^`\n]*)\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Fenced:
+    """A block of a page in any language, "" where it says none."""
+
+    name: str
+    language: str
+    text: str
+
+    @property
+    def page(self) -> str:
+        return self.name.partition(":")[0]
 
 
 @dataclass(frozen=True)
@@ -46,3 +60,14 @@ def blocks(where: str | None = None) -> list[Block]:
             line = text.count("\n", 0, match.start("code")) + 1
             found.append(Block(f"{page.relative_to(ROOT)}:{line}", match["code"], match["where"] or "here"))
     return [block for block in found if where in (None, block.where)]
+
+
+def fenced(*languages: str) -> list[Fenced]:
+    """All blocks in these languages."""
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for match in FENCED.finditer(text):
+            line = text.count("\n", 0, match.start("text")) + 1
+            found.append(Fenced(f"{page.relative_to(ROOT)}:{line}", match["language"], match["text"]))
+    return [block for block in found if block.language in languages]

@@ -225,10 +225,23 @@ def _runs() -> dict[str, Any]:
 
 
 def directory() -> Path:
-    """Where Ray's set-up of Grafana looks: `RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR`, or in this node's newest session."""
-    chosen = os.environ.get("RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR")
-    session = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "session_latest"
-    return Path(chosen) if chosen else session / "metrics" / "grafana" / "dashboards"
+    """Where the Grafana that Ray has set up looks, by the variables and the directory that Ray itself goes by. Private to Ray:
+    there is no public call for that.
+
+    Raises:
+        StorageError: this version of Ray has no such names.
+    """
+    try:
+        from ray._common.utils import get_default_ray_temp_dir
+        from ray._private.ray_constants import SESSION_LATEST
+        from ray.dashboard.modules.metrics import metrics_head
+
+        chosen = os.environ.get(metrics_head.GRAFANA_DASHBOARD_OUTPUT_DIR_ENV_VAR)
+        root = os.environ.get(metrics_head.METRICS_OUTPUT_ROOT_ENV_VAR)
+        session = Path(get_default_ray_temp_dir()) / SESSION_LATEST
+    except (AttributeError, ImportError, TypeError) as error:
+        raise StorageError(f"this version of Ray does not say where its Grafana looks: {error}") from error
+    return Path(chosen) if chosen else Path(root or session / "metrics") / "grafana" / "dashboards"
 
 
 def write(out: Path) -> Path:

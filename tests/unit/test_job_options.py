@@ -84,22 +84,22 @@ def test_ray_train_keeps_its_own_files_where_every_node_sees_them(tmp_path: Path
     assert Path(given["run_config"].storage_path).parent == tmp_path
 
 
-def commands() -> list[tuple[str, str]]:
-    """(job, options) of every `ray job submit` in the jobs' own words and in the documentation."""
-    texts = [*JOBS.glob("*.py"), *(JOBS.parent / "docs").glob("*.md"), JOBS.parent / "README.md"]
-    pattern = re.compile(r"ray job submit [^\n]*-- +python jobs/(\w+)\.py([^\n`#]*)")
-    lines = [text.read_text().replace("\\\n", " ") for text in texts]
-    return sorted({(found[1], " ".join(found[2].split())) for text in lines for found in pattern.finditer(text)})
+def texts() -> list[str]:
+    files = [*JOBS.glob("*.py"), *(JOBS.parent / "docs").glob("*.md"), JOBS.parent / "README.md"]
+    return [file.read_text().replace("\\\n", " ") for file in files]
 
 
-def test_commands_are_found() -> None:
-    assert {job for job, _ in commands()} >= {"train_digits", "train_images", "train_lm", "train_vit", "checkfreq_ray_train"}
+def commands(before: str) -> list[tuple[str, str]]:
+    """(job, options) of every command of this kind in the jobs' own words and in the documentation."""
+    pattern = re.compile(before + r"python jobs/(\w+)\.py([^\n`#]*)", re.MULTILINE)
+    return sorted({(found[1], " ".join(found[2].split())) for text in texts() for found in pattern.finditer(text)})
 
 
-@pytest.mark.parametrize(("job", "options"), commands())
-def test_a_command_for_a_cluster_names_every_path_that_all_nodes_must_see(
-    job: str, options: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+SUBMITTED, HERE = commands(r"ray job submit [^\n]*-- +"), commands(r"^ *")
+
+
+def parsed(job: str, options: str, monkeypatch: pytest.MonkeyPatch) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """A job's parser, and what it makes of these options."""
     parsers: list[argparse.ArgumentParser] = []
 
     def parse_args(parser: argparse.ArgumentParser) -> None:
@@ -111,6 +111,23 @@ def test_a_command_for_a_cluster_names_every_path_that_all_nodes_must_see(
         patched.setattr(argparse.ArgumentParser, "parse_args", parse_args)
         with pytest.raises(Asked):
             module.main()
-    given: Any = parsers[0].parse_args(shlex.split(options))
-    shared = [action for action in parsers[0]._actions if SHARED.search(action.help or "")]
+    return parsers[0], parsers[0].parse_args(shlex.split(options))
+
+
+def test_commands_are_found() -> None:
+    assert {job for job, _ in SUBMITTED} >= {"train_digits", "train_images", "train_lm", "train_vit", "checkfreq_ray_train"}
+    assert ("train_digits", "--max-steps 2000 --name digits-kill") in HERE
+
+
+@pytest.mark.parametrize(("job", "options"), HERE)
+def test_a_command_for_one_machine_has_options_that_there_are(job: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed(job, options, monkeypatch)
+
+
+@pytest.mark.parametrize(("job", "options"), SUBMITTED)
+def test_a_command_for_a_cluster_names_every_path_that_all_nodes_must_see(
+    job: str, options: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parser, given = parsed(job, options, monkeypatch)
+    shared = [action for action in parser._actions if SHARED.search(action.help or "")]
     assert [action.dest for action in shared if getattr(given, action.dest) == action.default] == []
