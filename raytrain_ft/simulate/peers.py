@@ -64,7 +64,9 @@ class _Torchft:
             struck = self._train(failure) if self.present >= (job.min_workers or 1) else self._gather(failure)
             if not struck or failure is None:
                 continue
-            if failure.lost or failure.workers:
+            if failure.factor > 1:  # together, as if training stood still for what it loses
+                self._wait("slowed", failure.lasts_s * (1 - 1 / failure.factor))
+            elif failure.lost or failure.workers:
                 recoveries += 1
                 self._recover(failure)
             self._free(failure.back, failure.back_s)
