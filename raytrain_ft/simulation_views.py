@@ -23,7 +23,7 @@ DAY = 24 * HOUR
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")
 """Okabe and Ito's, which colour-blind readers can tell apart."""
 MARKERS = "osD^vPX*"
-LOST = ("interrupted", "redone", "saving", "slowdown", "shrunk", "detect", "fence", "replace", "rebuild", "resume")
+LOST = ("interrupted", "redone", "saving", "slowdown", "shrunk", "slowed", "detect", "fence", "replace", "rebuild", "resume")
 
 
 def in_time(seconds: float) -> str:
@@ -165,7 +165,7 @@ def plot_losses(job: Job, summaries: Sequence[Summary], path: Path) -> None:
     figure = Figure(figsize=(7, 0.9 + 0.42 * max(2, len(done))), layout="constrained")
     axes = figure.subplots()
     left = [0.0] * len(done)
-    colours = dict(zip(LOST, (*COLOURS, "#b22222", "#8b6508"), strict=True))
+    colours = dict(zip(LOST, (*COLOURS, "#b22222", "#8b6508", "#6a3d9a"), strict=True))
     for kind in LOST:
         widths = [max(0.0, summary.lost_s.get(kind, 0.0)) / HOUR for summary in done]
         if sum(widths) > 0.002 * sum(sum(map(abs, s.lost_s.values())) for s in done) / HOUR:

@@ -1,6 +1,7 @@
 """A scenario in the simulator: the same events, at a job's measured or assumed costs.
 
-What the simulator does not know is refused: it takes events at steps or at times, not both in one run, and losses only.
+What the simulator cannot play is refused: it takes events at steps or at times, not both in one run; and it has no supervisor
+to lose, no spares by name, and no phases of a recovery.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ LEFT_OF_UPDATE = {"update": 0.9, "updated": 0.2, "commit": 0.1}
 BACKWARD_AT, BACKWARD = 0.33, 0.6
 """About where back-propagation begins, and its share of a step."""
 PLACES = ("bucket", "layer", "name")
-SIMULATED = ("kill", "kill_node", "freeze", "unplug", "bring_back", "exit")
+SIMULATED = ("kill", "kill_node", "freeze", "unplug", "drain", "slow_down", "bring_back", "exit")
 KINDS = {"auto": "replication", "replication": "replication", "logging": "logging", "snapshot": "elastic_horovod"}
 
 
@@ -261,8 +262,9 @@ class Events:
         when = event.when
         assert when is not None
         if when.trace is not None:
-            for failure in SpotTrace.read(self._scenario.relative(when.trace)).failures:
-                yield replace(failure, at=self._begin_s + (failure.at or 0.0) / (when.speed or 1.0))
+            for change in SpotTrace.read(self._scenario.relative(when.trace)).failures:
+                at = self._begin_s + (change.at or 0.0) / (when.speed or 1.0)
+                yield self._of_nodes(event, change.lost, at) if change.lost else Failure(at=at, back=change.back)
         elif when.mtbf is not None:
             at, left = self._begin_s, when.count or math.inf
             while left > 0:
@@ -272,7 +274,7 @@ class Events:
             yield self._failure(event, job, draws, self._begin_s + (when.seconds or 0.0))
 
     def _failure(self, event: Event, job: Job, draws: random.Random, at: float) -> Failure:
-        """A loss, of nodes perhaps for a while."""
+        """What an event does to the cluster, once."""
         if event.action == "bring_back":
             return Failure(at=at, back=1)
         who = event.who
@@ -283,11 +285,16 @@ class Events:
             struck = [who.node]
         else:
             struck = [rank for rank in ranks(who, job.workers, draws) if rank is not None]
-        if event.action in ("kill_node", "unplug"):
-            count = len({number % job.number_of_nodes for number in struck})  # workers go round the nodes
-            back = count if event.lasts is not None else 0
-            return Failure(at=at, lost=count, back=back, back_s=event.lasts or 0.0)
+        if event.action in WHOLE_NODES:
+            return self._of_nodes(event, len({number % job.number_of_nodes for number in struck}), at)  # workers go round them
+        if event.action == "slow_down":
+            return Failure(at=at, workers=tuple(struck), factor=event.factor or 1.0, lasts_s=event.lasts or 0.0)
         return Failure(at=at, workers=tuple(struck))
+
+    def _of_nodes(self, event: Event, count: int, at: float) -> Failure:
+        """So many nodes are lost, perhaps with notice, perhaps for a while."""
+        notice_s, back = event.notice or 0.0, count if event.lasts is not None else 0
+        return Failure(at=at, lost=count, notice_s=notice_s, back=back, back_s=notice_s + (event.lasts or 0.0))
 
 
 def rehearse(scenario: Scenario, known: Job | None = None) -> Report:

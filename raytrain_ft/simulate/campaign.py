@@ -3,7 +3,8 @@
     python -m raytrain_ft.simulate.campaign --seeds 10000
 
 A seed draws a small job, a strategy and failures that come as often as recoveries take long: nodes are lost together, while
-others recover, come back or do not, and are scarce or not. What must hold is in `promises` and `policy.history`.
+others recover, come back or do not, are scarce or not, had notice or not, and workers are slow. What must hold is in `promises`
+and `policy.history`.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def troubled_run(seed: int) -> Story:
     chance = np.random.default_rng([seed, 2])
     job = _job(chance)
     strategy = _strategy(job, chance)
-    failures = islice(_failures(job, chance).draw(job, chance), MOST_FAILURES)
+    drawn = _failures(job, chance).draw(job, chance)
+    failures = islice(_milder(drawn, np.random.default_rng([seed, 3])), MOST_FAILURES)
     simulation = Simulation(job, strategy, failures, seed)
     rules = rules_of(job, strategy)
     promises, record = Promises(rules, simulation.crew.holds), Record(rules, Sampling(12 * job.batch, job.batch, seed))
@@ -179,6 +181,20 @@ def _comings_and_goings(job: Job, mtbf_s: float, most: int, chance: Generator) -
             case 1:
                 failure = replace(failure, lost=0, workers=(int(chance.integers(job.workers)),))
         yield failure
+
+
+def _milder(failures: Iterator[Failure], chance: Generator) -> Iterator[Failure]:
+    """In half of the runs, some of the nodes that are lost have notice, and some of the workers are slow instead."""
+    share = float(chance.choice([0.0, 0.0, 0.5, 1.0]))
+    for failure in failures:
+        if chance.random() >= share:
+            yield failure
+        elif failure.lost:
+            yield replace(failure, notice_s=float(chance.exponential(15)))
+        elif failure.workers:
+            yield replace(failure, factor=1 + float(chance.exponential(5)), lasts_s=float(chance.exponential(15)))
+        else:
+            yield failure
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ whom one is dead: in reality such a collective fails or hangs, and the loss is w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from raytrain_ft.policy import messages as m
@@ -16,23 +16,13 @@ from raytrain_ft.policy.topology import replica_of, stage_of
 from raytrain_ft.simulate.ledger import Ledger, step_seconds
 from raytrain_ft.simulate.model import Job
 from raytrain_ft.simulate.nodes import Nodes
-from raytrain_ft.simulate.pace import Pace, Stand
+from raytrain_ft.simulate.pace import At, Pace, Stand, Training
 from raytrain_ft.simulate.strategies import GOING_BACK, RESTARTING, Strategy
 
 BEGINNING = m.Stored("the beginning", 0)
 """What the kinds that go back always have: the state before the first step."""
 FIRST_UPDATE = 0.5
 """Share of a step after which the first parameters are updated, where updates do not wait for the last gradient."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Training:
-    """A stretch of training: since when, at which pace, by whom."""
-
-    since: float
-    pace: Pace
-    world: tuple[str, ...]
-    incarnation: int
 
 
 @dataclass(slots=True)
@@ -48,13 +38,14 @@ class Crew:
         training: the stretch that is under way. stand: where the last one came to.
         reached: the most steps that were ever committed.
         dead: who is gone without the supervisor knowing yet.
+        slowed: who runs slower for now, and how many times.
     """
 
     job: Job
     strategy: Strategy
     ledger: Ledger
     nodes: Nodes
-    at: Callable[[float, Callable[[float], None]], None]
+    at: At
     tell: Callable[[Iterable[m.Event]], None]
     world: tuple[str, ...] = ()
     incarnation: int = 0
@@ -68,6 +59,7 @@ class Crew:
     reached: int = 0
     began: bool = False
     dead: set[str] = field(default_factory=set)
+    slowed: dict[str, float] = field(default_factory=dict)
     _told: int = 0
     _last: Training | None = None
     _starting: set[str] = field(default_factory=set)
@@ -99,7 +91,7 @@ class Crew:
             case m.Reconcile():
                 self.at(now + self._joining_s(command), lambda at: self._reconciled(command, at))
             case m.Fill():
-                seconds = costs.filling_s if command.whole else 0.0
+                seconds = costs.filling_s if command.whole or command.handed else 0.0
                 self.at(now + seconds, lambda at: self._filled(command, command.members, at))
             case m.Replay():
                 self.at(now + self._replay_s(command), lambda at: self._replayed(command, at))
@@ -127,6 +119,17 @@ class Crew:
         at = now + self.job.costs.detect_s
         lost = [m.WorkerLost(at=at, member=member, cause=cause, noticed_by="simulation") for member in members]
         self.at(at, lambda _: self.tell(lost))
+
+    def slow(self, members: Sequence[str], factor: float, seconds: float, now: float) -> None:
+        """These run so many times slower for a while. Who is slowed twice is quick again when the first time is over."""
+        self.slowed |= dict.fromkeys(members, factor)
+        self._keep_pace(now)
+        self.at(now + seconds, lambda at: self._quicken(members, at))
+
+    def _quicken(self, members: Sequence[str], now: float) -> None:
+        for member in members:
+            self.slowed.pop(member, None)
+        self._keep_pace(now)
 
     def place_waiting(self, now: float) -> None:
         """Members that had no place are started, as far as there is room now."""
@@ -187,7 +190,7 @@ class Crew:
 
     def _stored(self) -> tuple[m.Stored, ...]:
         """What there is to go back to. Snapshots in the memory of workers are gone with the last of these."""
-        if self.strategy.kind == "elastic_horovod" and not self.holding:
+        if self.strategy.kind == "elastic_horovod" and self.holding.keys().isdisjoint(self.world):
             self.disk = [BEGINNING]
         return tuple(self.disk)
 
@@ -220,10 +223,12 @@ class Crew:
             self.holding = {member: stage_of(rank, stages) for rank, member in enumerate(world)}
             self.ledger.went_back(self.step)
         else:
+            outside = {member: stage for member, stage in self.holding.items() if member not in world}  # who is not told
             self.holding = {member: self.holding[member] for member in command.holders if member in self.holding}
             if command.plan.step > self.step and self._last is not None:
                 self._commit_interrupted(command.plan, self._last, now)
             self.step = command.plan.step
+            self.holding |= outside
         self.reached = max(self.reached, self.step)
         self.reduced, self.into, self.rest = False, 0.0, 0.0
         digests = self._digests()
@@ -252,7 +257,8 @@ class Crew:
         self.tell([committed, *lost])
 
     def _filled(self, command: m.Fill | m.Replay, members: Iterable[str], now: float) -> None:
-        if not self._meets(command.world, command.incarnation):
+        givers = [giver for _, giver in command.handed] if isinstance(command, m.Fill) else []
+        if not self._meets((*command.world, *givers), command.incarnation):
             return
         stages = self.job.stages
         stage = {member: stage_of(rank, stages) for rank, member in enumerate(command.world)}
@@ -277,17 +283,26 @@ class Crew:
             return
         stall = self.strategy.stall_s(self.job)
         pace = Pace(self.step, step_seconds(self.job, self.strategy, len(world)), self.strategy.interval(self.job), stall)
-        self.training = training = Training(now, pace, world, incarnation)
+        self.training = training = Training(self.at, now, pace, world, incarnation, self._factor(world))
         self._told = self.step
-        self.at(now + pace.until(self.job.steps), lambda at: self._complete(training, at))
+        training.when_at(self.job.steps, lambda at: self._complete(training, at))
         if self.step < self.job.steps:
-            self.at(now + pace.until(self.step + 1), lambda at: self._first_step(training, at))
+            training.when_at(self.step + 1, lambda at: self._first_step(training, at))
+
+    def _factor(self, world: tuple[str, ...]) -> float:
+        """How many times longer everything takes: every step waits for the slowest."""
+        return max(self.slowed.get(member, 1.0) for member in world)
+
+    def _keep_pace(self, now: float) -> None:
+        """Somebody is slower or faster from now on."""
+        if self.training is not None:
+            self.ledger.book("slowed", self.training.slowed_s(now))
+            self.training.turn(self._factor(self.training.world), now)
 
     def _first_step(self, training: Training, now: float) -> None:
-        if self.training is training:
-            self.ledger.resumed(now)
-            self._told = training.pace.begin + 1
-            self.tell([self._committed(training, training.pace.begin, self._told, now)])
+        self.ledger.resumed(now)
+        self._told = training.pace.begin + 1
+        self.tell([self._committed(training, training.pace.begin, self._told, now)])
 
     def _committed(
         self, training: Training, first: int, stop: int, now: float, member: str = "", rank: int = 0
@@ -297,24 +312,26 @@ class Crew:
         where = {"member": member or training.world[0], "rank": rank, "world_size": size}
         steps = {"incarnation": training.incarnation, "first_step": first, "stop_step": stop}
         data = {"epoch": 0, "start": 0, "ids_digest": "", "loss": 0.0}
-        return m.StepsCommitted(at=now, **where, **steps, **data, longest_s=training.pace.step_s)
+        return m.StepsCommitted(at=now, **where, **steps, **data, longest_s=training.pace.step_s * training.factor)
 
     def interrupt(self, now: float) -> None:
         """Training ends here, wherever it stands."""
         if self.training is not None:
-            self._end(self.training.pace.after(now - self.training.since), now)
+            self._end(self.training.pace.after(self.training.done(now)), now)
 
     def _end(self, stand: Stand, now: float) -> None:
         training = self.training
         assert training is not None
+        training.end()
         self.training, self._last = None, training
         pace, costs = training.pace, self.job.costs
         self.ledger.trained(pace.begin, stand, len(training.world))
+        self.ledger.book("slowed", training.slowed_s(now))
         self.step, self.into = stand.step, stand.into
         self.reached = max(self.reached, stand.step)
         self.rest = pace.step_s - stand.into
         self.reduced = stand.step < self.job.steps and costs.update_s > 0 and self.rest <= costs.update_s
-        saved = pace.saved(now - training.since, self.strategy.durable_s(self.job))
+        saved = pace.saved(training.done(now), self.strategy.durable_s(self.job))
         events: list[m.Event] = []
         if stand.step > self._told:
             events.append(self._committed(training, self._told, stand.step, now))
@@ -339,14 +356,13 @@ class Crew:
         )
 
     def _complete(self, training: Training, now: float) -> None:
-        if self.training is not training:
-            return
         if training.pace.begin == self.job.steps:  # a recovery has completed the last step
             self.ledger.resumed(now)
         self._end(Stand(self.job.steps, 0.0, self._stalled(training, self.job.steps)), now)
         self.tell(
             m.Completed(at=now, member=member, incarnation=training.incarnation, digest=f"{self.step}", stage=stage)
             for member, stage in reversed(self.holding.items())
+            if member in training.world
         )
 
     def _stalled(self, training: Training, step: int) -> float:
@@ -357,14 +373,12 @@ class Crew:
         training = self.training
         if training is None:
             return
-        step = training.pace.after(now - training.since).step + 1
+        step = training.pace.after(training.done(now)).step + 1
         if step >= self.job.steps:
             return  # the run ends before that
-        self.at(training.since + training.pace.until(step), lambda at: self._stopped(training, members, step, at))
+        training.when_at(step, lambda at: self._stopped(training, members, step, at))
 
     def _stopped(self, training: Training, members: tuple[str, ...], step: int, now: float) -> None:
-        if self.training is not training:
-            return
         self._end(Stand(step, 0.0, self._stalled(training, step)), now)
         incarnation = training.incarnation
         self.tell(m.Stopped(at=now, member=member, incarnation=incarnation, step=step) for member in reversed(members))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.leaving import DRAIN
 from raytrain_ft.policy.machine import handle
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.run_state import RunState
@@ -24,7 +25,7 @@ from raytrain_ft.simulate.model import Job
 from raytrain_ft.simulate.nodes import Nodes
 from raytrain_ft.simulate.outcome import GAVE_UP, HOPELESS, Outcome
 from raytrain_ft.simulate.peers import simulate_torchft
-from raytrain_ft.simulate.strategies import Strategy
+from raytrain_ft.simulate.strategies import HEEDLESS, Strategy
 
 Watch = Callable[[RunState, m.Event, State, list[m.Command]], None]
 """Sees every event, the state before it, and what the machine asks for."""
@@ -53,6 +54,8 @@ def simulate(job: Job, strategy: Strategy, failures: Failures, *, seed: int = 0,
     """
     strategy.check(job)
     drawn = failures.draw(job, np.random.default_rng([seed, 0]))
+    if strategy.kind in HEEDLESS:
+        drawn = (failure.unheeded(job) for failure in drawn)
     if strategy.kind == "torchft":
         return simulate_torchft(job, strategy, drawn, seed)
     return Simulation(job, strategy, drawn, seed, watch).run()
@@ -128,7 +131,7 @@ class Simulation:
                 self._await_step()
         self.crew.interrupt(self.now)  # of a run that is given up, what was computed since the last failure counts
         reason = "" if self.state.state == State.FINISHED else ": ".join(self.state.failure or (GAVE_UP,))
-        recoveries = [recovery for recovery in self.state.recoveries if recovery.lost]
+        recoveries = [recovery for recovery in self.state.recoveries if recovery.lost or recovery.left]
         return self.ledger.outcome(
             self.seed,
             self.now,
@@ -161,6 +164,8 @@ class Simulation:
             commands = handle(self.state, event)
             if self.watch is not None:
                 self.watch(self.state, event, before, commands)
+            if self.state.state == State.RESIZING != before and not self.state.leaving.keys().isdisjoint(self.state.world):
+                self.ledger.struck(self.now)  # the pause of who leaves is that of the change itself
             for command in commands:
                 self.crew.carry_out(command, self.now)
 
@@ -178,26 +183,41 @@ class Simulation:
         self._watched = training = self.crew.training
         failure = self._next
         if training is not None and failure is not None and failure.step is not None:
-            at = training.since + training.pace.until(failure.step)
-            self._at(at, lambda at: self._strike(failure, at) if self.crew.training is training else None)
+            training.when_at(failure.step, lambda at: self._strike(failure, at))
 
     def _strike(self, failure: Failure, now: float) -> None:
         if failure is not self._next:
             return
         slots = self.nodes.slots
-        if failure.lost or failure.workers:
-            members = self._casualties(failure)
-            self.ledger.failures += 1
-            if not set(self.state.joining).isdisjoint(members):
-                self.ledger.struck(now)
-            cause = f"{failure.lost} nodes were lost" if failure.lost else "the process died"
-            self.crew.lose(members, now, cause)
+        self.ledger.failures += bool(failure.lost or failure.workers)
+        if failure.factor > 1:
+            self.crew.slow(self._ranked(failure), failure.factor, failure.lasts_s, now)
+        elif failure.workers:
+            self._lose(self._ranked(failure), "the process died", now)
+        elif failure.notice_s:
+            self._give_notice(self._struck(failure), failure.notice_s, now)
+            slots = self.nodes.slots  # that is known
+        elif failure.lost:
+            self._lose(self.nodes.lose(self._struck(failure)), f"{failure.lost} nodes were lost", now)
         if failure.back_s:
             self._resize(slots, 0, now)
             self._at(now + failure.back_s, lambda at: self._resize(self.nodes.slots, failure.back, at))
         else:
             self._resize(slots, failure.back, now)
         self._next_failure()
+
+    def _lose(self, members: list[str], cause: str, now: float) -> None:
+        if not set(self.state.joining).isdisjoint(members):
+            self.ledger.struck(now)
+        self.crew.lose(members, now, cause)
+
+    def _give_notice(self, nodes: list[int], seconds: float, now: float) -> None:
+        """It is said at once of these nodes that they will be gone, and when the time has come they are."""
+        members = [member for member in self.nodes.condemn(nodes) if member not in self.crew.dead]
+        told = {"at": now, "deadline_s": seconds, "source": DRAIN, "reason": "the node is drained"}
+        self._tell([m.CapacityChanged(at=now, slots=self.nodes.slots), *(m.Noticed(member=one, **told) for one in members)])
+        words = "a node was lost that had notice"
+        self._at(now + seconds, lambda at: self._lose(self.nodes.lose(nodes), words, at))
 
     def _resize(self, slots: int, back: int, now: float) -> None:
         """So many nodes come back; if there is room for other than so many workers now, the supervisor will hear of it."""
@@ -208,17 +228,20 @@ class Simulation:
             changed = m.CapacityChanged(at=now, slots=self.nodes.slots)
             self._at(now + self.job.costs.detect_s, lambda _: self._tell([changed]))
 
-    def _casualties(self, failure: Failure) -> list[str]:
-        """Who dies: whole nodes of the present world, drawn by chance, further ones only if these do not suffice."""
+    def _ranked(self, failure: Failure) -> list[str]:
+        """The workers that are named, as far as they live."""
         world = self.state.joining or self.state.world
-        if failure.workers:
-            members = [world[rank] for rank in failure.workers if rank < len(world)]
-            return [member for member in members if member in self.nodes.node_of]
+        members = [world[rank] for rank in failure.workers if rank < len(world)]
+        return [member for member in members if member in self.nodes.node_of]
+
+    def _struck(self, failure: Failure) -> list[int]:
+        """Nodes of the present world, drawn by chance, further ones only if these do not suffice."""
+        world = self.state.joining or self.state.world
         at_work = {self.nodes.node_of[member] for member in world if member in self.nodes.node_of}
         chosen = self._draw(sorted(at_work), failure.lost)
         if len(chosen) < failure.lost:
             chosen += self._draw([node for node in self.nodes.hosts if node not in at_work], failure.lost - len(chosen))
-        return self.nodes.lose(chosen)
+        return chosen
 
     def _draw(self, nodes: list[int], number: int) -> list[int]:
         number = min(number, len(nodes))

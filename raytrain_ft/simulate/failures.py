@@ -26,6 +26,8 @@ class Failure:
         step: steps committed for the first time; 12.5 is in the middle of the thirteenth.
         lost: nodes lost at once. workers: or single workers lost, by rank; both may be empty where nodes only come back.
         back: nodes that the cluster has room for again, `back_s` seconds later.
+        notice_s: the nodes have notice: they are lost so many seconds later.
+        factor: the workers are not lost, but so many times slower for `lasts_s` seconds.
     """
 
     at: float | None = None
@@ -34,17 +36,32 @@ class Failure:
     workers: tuple[int, ...] = ()
     back: int = 0
     back_s: float = 0.0
+    notice_s: float = 0.0
+    factor: float = 1.0
+    lasts_s: float = 0.0
 
     def __post_init__(self) -> None:
         if (self.at is None) == (self.step is None):
             raise ConfigError(f"{self}: give either the time (at=) or the step (step=)")
-        checks.seconds(self, "at" if self.step is None else "step", "back_s")
+        checks.seconds(self, "at" if self.step is None else "step", "back_s", "notice_s", "lasts_s")
+        checks.seconds(self, "factor", least=1.0)
         checks.whole(self, "lost", "back", least=0)
         known = isinstance(self.workers, tuple)
         if not known or any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in self.workers):
             raise ConfigError(f"Failure(workers={self.workers!r}): use a list of ranks, whole numbers from 0 on")
         if not (self.lost or self.workers or self.back) or (self.lost and self.workers):
             raise ConfigError(f"{self}: say how many nodes are lost (lost=), which workers are (workers=), or who comes back")
+        if self.notice_s and not self.lost:
+            raise ConfigError(f"{self}: notice_s is of nodes: say how many (lost=)")
+        if (self.factor > 1 and not self.workers) or (self.lasts_s and self.factor == 1):
+            raise ConfigError(f"{self}: say which workers (workers=) are how many times slower (factor=), for lasts_s")
+
+    def unheeded(self, job: Job) -> Failure:
+        """What it is to those who do nothing upon a notice: a loss when the time has come. Back are nodes as before."""
+        later = {} if self.at is None else {"at": self.at + self.notice_s}
+        if self.step is not None:
+            later = {"step": self.step + self.notice_s / job.step_s}
+        return replace(self, **later, notice_s=0.0, back_s=max(0.0, self.back_s - self.notice_s))
 
 
 class Failures(Protocol):

@@ -15,12 +15,14 @@ class Nodes:
     Attributes:
         hosts: the members on each live node. node_of: the node of each live member.
         waiting: members that are to be started and have no place yet.
+        going: nodes that will be taken away: nobody else is placed there.
     """
 
     job: Job
     hosts: dict[int, set[str]] = field(default_factory=dict)
     node_of: dict[str, int] = field(default_factory=dict)
     waiting: list[str] = field(default_factory=list)
+    going: set[int] = field(default_factory=set)
     _with_room: dict[int, None] = field(default_factory=dict)
     _number: int = 0
 
@@ -29,8 +31,8 @@ class Nodes:
 
     @property
     def slots(self) -> int:
-        """Workers that the live nodes have room for."""
-        return len(self.hosts) * self.job.per_node
+        """Workers that the nodes that stay have room for."""
+        return (len(self.hosts) - len(self.going)) * self.job.per_node
 
     @property
     def paid(self) -> int:
@@ -55,17 +57,26 @@ class Nodes:
             del self._with_room[node]
         return True
 
-    def lose(self, nodes: Iterable[int]) -> list[str]:
-        """These nodes are gone; returns who was on them. Where nodes are not scarce, others take their place."""
-        casualties: list[str] = []
+    def condemn(self, nodes: Iterable[int]) -> list[str]:
+        """These nodes will be gone; returns who is on them. Where nodes are not scarce, others take their place."""
+        on_them: list[str] = []
         for node in nodes:
-            members = self.hosts.pop(node)
-            self._with_room.pop(node, None)
-            casualties += sorted(members)
-            for member in members:
-                del self.node_of[member]
-            if self.job.spare_nodes is None:
-                self.add(1)
+            on_them += sorted(self.hosts[node])
+            if node not in self.going:
+                self.going.add(node)
+                self._with_room.pop(node, None)
+                self.add(1 if self.job.spare_nodes is None else 0)
+        return on_them
+
+    def lose(self, nodes: Iterable[int]) -> list[str]:
+        """These nodes are gone, those of them that still were there; returns who was on them."""
+        nodes = [node for node in nodes if node in self.hosts]
+        casualties = self.condemn(nodes)
+        for member in casualties:
+            del self.node_of[member]
+        for node in nodes:
+            del self.hosts[node]
+        self.going.difference_update(nodes)
         return casualties
 
     def remove(self, member: str) -> None:
@@ -73,6 +84,7 @@ class Nodes:
         node = self.node_of.pop(member, None)
         if node is not None:
             self.hosts[node].discard(member)
-            self._with_room[node] = None
+            if node not in self.going:
+                self._with_room[node] = None
         if member in self.waiting:
             self.waiting.remove(member)

@@ -26,13 +26,16 @@ class Outcome:
         seconds: from the start to the end.
         useful_s: of steps that were committed and stood, at the undisturbed speed.
         lost_s: seconds by what they went into: "saving" (standing still for checkpoints and snapshots), "slowdown" (the
-            strategy's price per step, logging included), "interrupted" (the part of a step that a failure cut off), "redone"
+            strategy's price per step, logging included), "shrunk" (steps of fewer workers), "slowed" (steps that waited for
+            a worker that was slow), "interrupted" (the part of a step that a failure cut off), "redone"
             (committed steps that were done again), "detect", "fence", "replace" (waiting for workers, new group, loading),
             "rebuild" (filling, replaying), "resume", "begin" (before the first step), "end" (after the last).
         samples_lost: samples that took no part in the training.
         node_hours: of all nodes of the job, spares included. cost: these, at the job's price.
-        failures: that struck. recoveries: they may be fewer, for failures during a recovery belong to it.
-        pauses: seconds of each recovery, from the failure to the first step committed afterwards.
+        failures: that struck, notices and slow workers among them. recoveries: they may be fewer, for failures during a
+            recovery belong to it; that a worker with notice left is one.
+        pauses: seconds of each recovery, from the failure, or the call to stop for who leaves, to the first step committed
+            afterwards.
         guarantee: the weakest that a recovery kept: "exact", "rounding" or "lossy".
         strategies: by how many recoveries each of the machine's strategies was carried out.
     """

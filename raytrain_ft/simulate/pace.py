@@ -1,8 +1,9 @@
-"""How far undisturbed training gets in a time, and how long it takes to a step: in closed form, never step by step."""
+"""How far training gets in a time, and how long it takes to a step: in closed form, never step by step."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 EPSILON = 1e-9
 """Relative: a step that is due at a moment is committed at that moment, whatever was rounded on the way there."""
@@ -61,3 +62,60 @@ class Pace:
     def _saves(self, step: int) -> int:
         """How often the state was saved after steps from `begin` (not itself) to `step`."""
         return 0 if self.every is None else max(0, step // self.every - self.begin // self.every)
+
+
+At = Callable[[float, Callable[[float], None]], None]
+"""Calls a function at a time, with the time."""
+
+
+@dataclass(slots=True, eq=False)
+class Training:
+    """A stretch of training: by whom, at which pace, and when it is where.
+
+    Attributes:
+        pace: while nobody is slowed. factor: how many times longer everything takes now: every step waits for the slowest.
+        since: since when it takes so long. worked: what was done before that, in seconds of the pace.
+    """
+
+    at: At
+    since: float
+    pace: Pace
+    world: tuple[str, ...]
+    incarnation: int
+    factor: float = 1.0
+    worked: float = 0.0
+    _awaited: list[tuple[float, Callable[[float], None]]] = field(default_factory=list)
+    _turns: int = 0
+
+    def done(self, now: float) -> float:
+        """Seconds of the pace since it began."""
+        return self.worked + (now - self.since) / self.factor
+
+    def slowed_s(self, now: float) -> float:
+        """How many seconds of the pace were lost since the factor has changed last."""
+        return (now - self.since) * (1 - 1 / self.factor)
+
+    def when_at(self, position: float, what: Callable[[float], None]) -> None:
+        """Calls this when training comes to a position, unless it ends before."""
+        self._awaited.append((position, what))
+        self._await((position, what))
+
+    def turn(self, factor: float, now: float) -> None:
+        """From now on everything takes so many times longer, and what is on the way comes later or earlier."""
+        self.since, self.worked, self.factor, self._turns = now, self.done(now), factor, self._turns + 1
+        for awaited in self._awaited:
+            self._await(awaited)
+
+    def end(self) -> None:
+        """It comes to nothing any more."""
+        self._awaited, self._turns = [], self._turns + 1
+
+    def _await(self, awaited: tuple[float, Callable[[float], None]]) -> None:
+        turns = self._turns
+
+        def come(at: float) -> None:
+            if self._turns == turns:
+                self._awaited.remove(awaited)
+                awaited[1](at)
+
+        self.at(self.since + (self.pace.until(awaited[0]) - self.worked) * self.factor, come)

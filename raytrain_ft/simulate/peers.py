@@ -64,7 +64,10 @@ class _Torchft:
             struck = self._train(failure) if self.present >= (job.min_workers or 1) else self._gather(failure)
             if not struck or failure is None:
                 continue
-            if failure.lost or failure.workers:
+            if failure.factor > 1:  # together, as if training stood still for what it loses
+                self.ledger.failures += 1
+                self._wait("slowed", failure.lasts_s * (1 - 1 / failure.factor))
+            elif _loses(failure):
                 recoveries += 1
                 self._recover(failure)
             self._free(failure.back, failure.back_s)
@@ -88,9 +91,10 @@ class _Torchft:
         if failure is not None:
             at = self.now + pace.until(failure.step) if failure.step is not None else failure.at
             strikes = max(self.now, at or 0.0)
+            if not _loses(failure):
+                strikes = self._boundary(pace, strikes)  # no step is dropped for it
         if self.coming:  # they join at a boundary between steps
-            ready = pace.after(max(0.0, self.coming[0][0] - self.now))
-            comes = self.now + pace.until(min(job.steps, ready.step + (ready.into > 1e-6 * pace.step_s)))
+            comes = self._boundary(pace, self.coming[0][0])
         until = min(end, strikes, comes)
         stand = Stand(job.steps, 0.0, pace.until(job.steps) - (job.steps - self.step) * pace.step_s)
         if until < end:
@@ -108,6 +112,11 @@ class _Torchft:
         self._pass(until - self.now)
         self.step = stand.step
         return strikes == until < end
+
+    def _boundary(self, pace: Pace, at: float) -> float:
+        """When the step that is under way then ends."""
+        there = pace.after(max(0.0, at - self.now))
+        return self.now + pace.until(min(self.job.steps, there.step + (there.into > 1e-6 * pace.step_s)))
 
     def _gather(self, failure: Failure | None) -> bool:
         """With too few: until somebody comes back, or the next failure; and whether it was the failure."""
@@ -171,3 +180,8 @@ class _Torchft:
     def _pass(self, seconds: float) -> None:
         self.now += seconds
         self.ledger.node_s += seconds * (self.job.number_of_nodes + self.job.spares)
+
+
+def _loses(failure: Failure) -> bool:
+    """Whether somebody is lost; or else nodes come back, or workers are slow."""
+    return bool(failure.lost or failure.workers) and failure.factor == 1

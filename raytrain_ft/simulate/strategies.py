@@ -35,6 +35,8 @@ ONLY_GIVEN = frozenset({"global_checkpoint", "elastic_horovod"})
 """Kinds that save as often as they are told: nothing chooses for them."""
 RESTARTING = frozenset({"global_checkpoint", "checkfreq"})
 """Kinds after whose losses all workers restart."""
+HEEDLESS = RESTARTING | {"torchft"}
+"""Kinds that do nothing upon a notice: what is to be lost is lost when the time has come."""
 GOING_BACK = frozenset({"global_checkpoint", "checkfreq", "checkpoint", "elastic_horovod"})
 """Kinds that go back to what was saved last."""
 PIPELINED = frozenset({"checkfreq", "checkpoint", "replication", "logging", "lossy", "rollback", "skip", "torchft"})

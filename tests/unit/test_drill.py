@@ -279,12 +279,72 @@ def test_a_trace_in_the_simulator(tmp_path: Path) -> None:
     asked = scenario(tmp_path, SIMULATED + "  - {action: kill_node, when: {trace: spot.csv}}\n")
     (outcome,) = predict(asked, job_of(asked, None)).outcomes
     assert (outcome.finished, outcome.failures) == (True, 2)
+    noticed = scenario(tmp_path, SIMULATED + "  - {action: drain, when: {trace: spot.csv}, notice: 30s}\n")
+    (better,) = predict(noticed, job_of(noticed, None)).outcomes
+    assert (better.finished, better.failures, better.lost_work_s) == (True, 2, pytest.approx(0))
+    assert better.seconds < outcome.seconds
+
+
+@pytest.mark.parametrize(
+    ("event", "seconds", "pauses"),
+    [
+        # steps take half a second, so the call to stop at 100.2 is heeded at 100.5, and the next step is done at 101.0
+        ("{action: drain, who: {rank: 1}, when: {seconds: 100.2}, notice: 30s}", 500.0, (0.8,)),
+        ("{action: drain, who: {rank: 1}, when: {step: 200}, notice: 30s}", 500.0, (0.9,)),
+        # it is gone at 100.4, before they stop: 0.4 s of a step are lost, and a second passes until that is noticed
+        ("{action: drain, who: {rank: 1}, when: {seconds: 100.2}, notice: 0.2}", 501.4, (0.2 + 1 + 0.5,)),
+        ("{action: slow_down, who: {rank: 1}, when: {seconds: 100.2}, factor: 3, lasts: 10s}", 500 + 10 * 2 / 3, ()),
+        ("{action: slow_down, who: {share: 50%}, when: {step: 200}, factor: 4, lasts: 8s}", 506.0, ()),
+    ],
+)
+def test_a_drain_costs_a_boundary_and_a_slow_worker_everybodys_time(
+    event: str, seconds: float, pauses: tuple[float, ...], tmp_path: Path
+) -> None:
+    asked = scenario(tmp_path, f"{SIMULATED}  - {event}\n")
+    (outcome,) = predict(asked, job_of(asked, None)).outcomes
+    assert (outcome.finished, outcome.failures, outcome.recoveries) == (True, 1, len(pauses))
+    assert outcome.seconds == pytest.approx(seconds)
+    assert outcome.pauses == pytest.approx(pauses)
+    assert outcome.guarantee == "exact"
+
+
+@pytest.mark.parametrize("when", ["step: 100", "seconds: 60", "mtbf: 50s, count: 1"])
+def test_a_drained_node_comes_back_when_the_scenario_says(when: str, tmp_path: Path) -> None:
+    """Four nodes, no other: at the deadline, after 20 s, the node is lost, and another comes 30 s later."""
+    head = SIMULATED.replace("spares: 1\nnodes: 8", "spares: 0\nnodes: 4")
+    event = f"{{action: drain, who: {{rank: 1}}, when: {{{when}}}, notice: 20s, lasts: 30s}}"
+    asked = scenario(tmp_path, f"{head}  - {event}\n")
+    (outcome, *_) = predict(asked, job_of(asked, None)).outcomes
+    assert outcome.pauses == (pytest.approx(30 + 1 + 3, abs=1),)
+
+
+def test_one_file_kills_freezes_unplugs_drains_slows_down_and_brings_back(tmp_path: Path) -> None:
+    events = """
+  - {action: kill, who: {rank: 0}, when: {seconds: 50}}
+  - {action: freeze, who: {rank: 1}, when: {seconds: 100}}
+  - {action: unplug, who: {rank: 2}, when: {seconds: 150}, lasts: 20s}
+  - {action: drain, who: {rank: 3}, when: {seconds: 200.2}, notice: 30s}
+  - {action: slow_down, who: {rank: 0}, when: {seconds: 250}, factor: 5, lasts: 10s}
+  - {action: bring_back, when: {seconds: 300}}
+"""
+    asked = scenario(tmp_path, SIMULATED + events)
+    (outcome,) = predict(asked, job_of(asked, None)).outcomes
+    assert (outcome.finished, outcome.failures, outcome.recoveries) == (True, 5, 4)
+    # Three losses at the end of a step and a second each to notice them; nothing for the drain; and 8 of 10 slow seconds.
+    assert outcome.seconds == pytest.approx(500 + 3 * 1.0 + 10 * 4 / 5)
+    assert rehearse(asked).guarantee == "exact"
+
+
+@pytest.mark.parametrize("name", ["lossy", "node_loss", "notice", "spot", "stage_loss"])
+def test_the_examples_that_assume_costs_pass_in_the_simulator(name: str) -> None:
+    report = rehearse(Scenario.load(Path(__file__).parents[2] / "jobs" / "scenarios" / f"{name}.yaml"))
+    assert report.passed, (report.failure, report.checks)
 
 
 @pytest.mark.parametrize(
     ("event", "why"),
     [
-        ("{action: drain, who: {rank: 1}, when: {seconds: 3}, notice: 5s}", "line 13: .*drain: the simulator knows kill"),
+        ("{action: hang, who: {rank: 1}, when: {step: 3}}", "line 13: .*hang: the simulator knows kill"),
         ("{action: kill, who: {role: supervisor}, when: {seconds: 3}}", "does not lose a supervisor"),
         ("{action: kill, who: {rank: 1}, at: {phase: fence}}", "not at phases of a recovery"),
         ("{action: kill, who: {rank: 1}, when: {step: 3}, at: {phase: fence}}", "line 13: .*not at phases of a recovery"),

@@ -270,6 +270,121 @@ def test_a_run_that_gets_nowhere_is_given_up_with_its_account() -> None:
     assert 19_000 < outcome.seconds <= 20_000
 
 
+# ---------------------------------------------------------------- notices
+
+CHANGE = PAUSE - 1.0
+"""Of a planned one: nothing need be detected."""
+
+
+def noticed(**more: object) -> Listed:
+    """A node has notice in the middle of step 20."""
+    return Listed((Failure(at=23.5, lost=1, **more),))  # pyright: ignore[reportArgumentType]
+
+
+def test_who_has_notice_leaves_at_a_boundary_and_nothing_is_done_again() -> None:
+    outcome = once("replication", noticed(notice_s=60.0))
+    assert outcome.seconds == pytest.approx(104.5 + CHANGE)
+    assert outcome.pauses == pytest.approx((0.5 + CHANGE + 1,))  # from the call to stop, over the boundary, to the next step
+    assert (outcome.failures, outcome.recoveries, outcome.guarantee) == (1, 1, "exact")
+    assert outcome.lost_work_s == pytest.approx(0)
+    assert outcome.lost_s.get("detect", 0.0) == 0
+
+
+def test_without_a_spare_training_goes_on_until_a_replacement_has_started() -> None:
+    job = replace(JOB, spares=0, costs=replace(COSTS, start_s=30.0))
+    outcome = once("replication", noticed(notice_s=60.0), job)
+    assert outcome.seconds == pytest.approx(104.5 + CHANGE)
+    assert outcome.lost_work_s == pytest.approx(0)
+
+
+def test_a_notice_that_ends_before_the_step_does_is_a_loss() -> None:
+    outcome = once("replication", noticed(notice_s=0.25))
+    assert outcome.seconds == pytest.approx(104.5 + 0.75 + PAUSE)
+    assert outcome.lost_work_s == pytest.approx(0.75)
+    assert (outcome.failures, outcome.recoveries) == (1, 1)
+
+
+def test_where_no_replacement_comes_the_node_is_lost_at_its_deadline() -> None:
+    job = replace(JOB, spares=0, spare_nodes=0)
+    outcome = once("replication", noticed(notice_s=10.0, back=1, back_s=30.0), job)
+    assert outcome.lost_work_s == pytest.approx(0.5)
+    gone, there = 33.5, 53.5 + 1.0  # when it is told that there is room again
+    assert outcome.seconds == pytest.approx(104.5 + 0.5 + (there - gone) + PAUSE - 1.25)
+
+
+def test_where_fewer_may_go_on_they_do_shortly_before_the_deadline() -> None:
+    job = replace(JOB, spares=0, spare_nodes=0, min_workers=3)
+    outcome = once("replication", noticed(notice_s=10.0), job)
+    waited = 28  # steps: until three steps before the deadline, and to the end of the one under way
+    assert outcome.seconds == pytest.approx(4.5 + waited + CHANGE - 2.0 + (100 - waited) * 4 / 3)
+    assert (outcome.guarantee, outcome.lost_work_s) == ("rounding", pytest.approx(0))
+
+
+def test_a_stage_without_a_replica_is_handed_over() -> None:
+    job = Job(steps=100, step_s=1.0, workers=2, stages=2, costs=Costs(fill_s=2.0))
+    assert once("replication", at_step(20.5), job).reason.startswith("NoSurvivorError")
+    outcome = once("replication", at_step(20.5, lost=1, notice_s=30.0), job)
+    assert (outcome.finished, outcome.seconds) == (True, pytest.approx(102))
+    all_at_once = once("replication", at_step(20.5, lost=2, notice_s=30.0), replace(job, spares=2))
+    assert (all_at_once.finished, all_at_once.seconds) == (True, pytest.approx(102))
+
+
+def test_two_nodes_with_notice_and_one_spare_leave_together_when_there_is_a_second() -> None:
+    job = replace(JOB, costs=Costs(start_s=10.0))
+    outcome = once("replication", Listed((Failure(at=23.5, lost=2, notice_s=60.0),)), job)
+    assert (outcome.seconds, outcome.lost_work_s, outcome.recoveries) == (pytest.approx(100), pytest.approx(0), 1)
+
+
+@pytest.mark.parametrize("kind", ["global_checkpoint", "checkfreq", "torchft"])
+def test_who_does_nothing_upon_a_notice_loses_the_node_at_its_deadline(kind: str) -> None:
+    by_time = [Failure(at=27.0, lost=1, notice_s=6.5), Failure(at=33.5, lost=1)]
+    by_step = [Failure(step=27.0, lost=1, notice_s=3.5), Failure(step=30.5, lost=1)]
+    for one, other in (by_time, by_step):
+        assert once(kind, Listed((one,)), every=10) == once(kind, Listed((other,)), every=10)
+
+
+# ---------------------------------------------------------------- slow workers
+
+
+def slow(at: float, rank: int, factor: float, lasts_s: float) -> Failure:
+    return Failure(at=at, workers=(rank,), factor=factor, lasts_s=lasts_s)
+
+
+@pytest.mark.parametrize("kind", ["replication", "torchft"])
+def test_every_step_waits_for_who_is_slow(kind: str) -> None:
+    outcome = once(kind, Listed((slow(23.25, 1, 3.0, 10.0),)))
+    assert outcome.seconds == pytest.approx(once(kind, Listed()).seconds + 10 * (1 - 1 / 3))
+    assert outcome.lost_s["slowed"] == pytest.approx(10 * (1 - 1 / 3))
+    assert (outcome.failures, outcome.recoveries, outcome.lost_work_s) == (1, 0, pytest.approx(0, abs=1e-6))
+
+
+def test_of_several_who_are_slow_the_slowest_counts() -> None:
+    outcome = once("replication", Listed((slow(13.0, 1, 2.0, 10.0), slow(15.0, 2, 4.0, 4.0))))
+    assert outcome.lost_s["slowed"] == pytest.approx(2 / 2 + 4 * 3 / 4 + 4 / 2)
+    assert outcome.seconds == pytest.approx(104.5 + 6)
+
+
+def test_who_replaces_a_slow_worker_is_not_slow() -> None:
+    outcome = once("replication", Listed((slow(23.5, 1, 5.0, 50.0), Failure(at=28.5, workers=(1,)))))
+    assert outcome.seconds == pytest.approx(104.5 + 5 * 4 / 5 + 0.5 + PAUSE)
+
+
+def test_what_is_due_at_a_step_comes_when_slow_training_is_there() -> None:
+    events = Failure(step=20.0, workers=(1,), factor=2.0, lasts_s=10.0), Failure(step=22.5, workers=(2,))
+    outcome = once("replication", Listed(events))
+    lost = 3 + 20 + 5  # when it struck; from the end of the recovery on, worker 1 is slow for the rest of its ten seconds
+    rest = 3 + 20 + 10 - (lost + PAUSE)
+    assert outcome.seconds == pytest.approx(104.5 + 2.5 + 0.5 + PAUSE + rest / 2)
+
+
+def test_who_leaves_a_slow_run_leaves_at_its_boundary() -> None:
+    outcome = once("replication", Listed((slow(20.0, 1, 4.0, 8.0), Failure(at=21.0, workers=(1,), factor=2.0, lasts_s=1.0))))
+    assert outcome.lost_s["slowed"] == pytest.approx(1 * 3 / 4 + 1 / 2)  # slowed twice: the first end is the end
+    leaves = once("replication", Listed((slow(23.0, 1, 4.0, 2.0), Failure(at=24.0, lost=1, notice_s=60.0))))
+    assert leaves.seconds == pytest.approx(104.5 + 2 * 3 / 4 + CHANGE)
+    assert leaves.pauses == pytest.approx((1.0 + 0.5 + CHANGE + 1,))
+
+
 # ---------------------------------------------------------------- many runs
 
 
@@ -387,6 +502,11 @@ def test_troubled_runs_go_everywhere() -> None:
         (lambda: once("replication", Listed(), PIPELINE, update="wait_free"), "stages update when all have finished"),
         (lambda: Failure(lost=1), "either the time"),
         (lambda: Failure(at=1.0, back=1, back_s=-1.0), r"back_s=-1.0\): use a finite number that is not negative"),
+        (lambda: Failure(at=1.0, workers=(1,), notice_s=9.0), "notice_s is of nodes"),
+        (lambda: Failure(at=1.0, lost=1, notice_s=-1.0), r"notice_s=-1.0\): use a finite number that is not negative"),
+        (lambda: Failure(at=1.0, workers=(1,), factor=0.5), r"factor=0.5\): use a finite number of at least 1"),
+        (lambda: Failure(at=1.0, lost=1, factor=2.0, lasts_s=1.0), "say which workers"),
+        (lambda: Failure(at=1.0, workers=(1,), lasts_s=1.0), "how many times slower"),
         (lambda: at_step(5, 4), "failure 2: 4 comes after 5"),
         (lambda: once("replication", at_step(5, lost=9)), "9 nodes are lost at once, and the job has 4"),
         (lambda: once("replication", at_step(5, workers=(7,))), "worker 7 is lost, and the job has workers 0 to 3"),
