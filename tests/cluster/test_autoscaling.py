@@ -7,7 +7,9 @@ import json
 import subprocess
 import sys
 import time
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,32 +22,62 @@ from raytrain_ft.runtime.event_log import read_records
 pytestmark = pytest.mark.long
 
 STEPS = 30
+LONG = 500
+"""Steps that take longer, at the pace of a run that takes its time, than nodes do to come."""
 SCRIPT = Path(__file__).parent / "autoscaled_run.py"
 
 
-def test_a_lost_node_is_replaced_by_the_autoscaler_and_the_run_ends_with_the_same_bits(undisturbed, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT), str(tmp_path), str(STEPS)], capture_output=True, text=True, timeout=160)
+def scaled(path: Path, steps: int, story: str, seconds: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What became of the cluster, and the run's records."""
+    command = [sys.executable, str(SCRIPT), str(path), str(steps), story]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     assert done.returncode == 0, done.stderr
-    story = json.loads(done.stdout.splitlines()[-1])
-    assert story["auth"] == "token"
-    assert story["nodes_before"] == [], "nodes come because the run has no room"
-    assert story["waiting"] == [], "at its end the run asks for nothing any more"
-
-    records = read_records(tmp_path / "scaled" / "events.jsonl")
-    started = {record["member"]: record["node"] for record in records if record["event"] == "WorkerStarted"}
-    (recovery,) = (record for record in records if record["event"] == "Recovery")
-    (lost,) = recovery["lost"]
-    assert started[lost] not in story["nodes_after"]
-    assert len(story["nodes_after"]) == 2
-    assert sorted(node for member, node in started.items() if member != lost) == story["nodes_after"], "one worker on each"
-    assert (recovery["world_before"], recovery["world_after"]) == (2, 2)
-
-    assert story["digest"] == undisturbed(workers=2, steps=STEPS).digest, "the bits of the run without a loss"
-    assert story["violations"] == []
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen["auth"] == "token"
+    assert seen["nodes_before"] == [], "nodes come because the run has no room"
+    assert seen["waiting"] == [], "at its end the run asks for nothing any more"
+    assert seen["violations"] == []
+    assert [line for line in map(command_line, psutil.process_iter()) if seen["session"] in line] == [], "nothing is left"
+    records = read_records(path / "scaled" / "events.jsonl")
     proof = audit(records)
     assert proof.ok
-    assert (proof.steps, proof.samples_lost) == (STEPS, 0)
-    assert [line for line in map(command_line, psutil.process_iter()) if story["session"] in line] == [], "nothing is left"
+    assert (proof.steps, proof.samples_lost) == (steps, 0)
+    return seen, records
+
+
+def homes(records: list[dict[str, Any]]) -> dict[str, str]:
+    """The node of each worker that there ever was."""
+    return {record["member"]: record["node"] for record in records if record["event"] == "WorkerStarted"}
+
+
+def test_a_lost_node_is_replaced_by_the_autoscaler_and_the_run_ends_with_the_same_bits(undisturbed, tmp_path: Path) -> None:
+    seen, records = scaled(tmp_path, STEPS, "wait", seconds=160)
+    started = homes(records)
+    (recovery,) = (record for record in records if record["event"] == "Recovery")
+    (lost,) = recovery["lost"]
+    assert started[lost] not in seen["nodes_after"]
+    assert len(seen["nodes_after"]) == 2
+    assert sorted(node for member, node in started.items() if member != lost) == seen["nodes_after"], "one worker on each"
+    assert (recovery["world_before"], recovery["world_after"]) == (2, 2)
+    assert seen["digest"] == undisturbed(workers=2, steps=STEPS).digest, "the bits of the run without a loss"
+
+
+@pytest.mark.timeout(400)
+def test_a_run_that_shrank_grows_again_with_the_node_that_the_autoscaler_brings(tmp_path: Path) -> None:
+    """It does not wait for the node: the one worker that is left trains meanwhile."""
+    seen, records = scaled(tmp_path, LONG, "shrink", seconds=360)
+    worlds = [size for size, _ in groupby(record["world_size"] for record in records if record["event"] == "Resumed")]
+    assert worlds in ([2, 1, 2], [1, 2, 1, 2]), "to begin with, one node may come before the other"
+    *_, shrunk, grown = (record for record in records if record["event"] == "Recovery")
+    (lost,) = shrunk["lost"]
+    assert (shrunk["world_before"], shrunk["world_after"]) == (2, 1)
+    assert (grown["world_before"], grown["world_after"], grown["lost"]) == (1, 2, [])
+    alone = [record for record in records if record["event"] == "StepsCommitted" and record["world_size"] == 1]
+    assert any(shrunk["resumed"] <= record["at"] <= grown["detected"] for record in alone)
+    started = homes(records)
+    assert started[lost] not in seen["nodes_after"]
+    assert len(seen["nodes_after"]) == 2
+    assert sorted(node for member, node in started.items() if member != lost) == seen["nodes_after"], "the newcomer's is new"
 
 
 def asked(prefix: str) -> list[str]:

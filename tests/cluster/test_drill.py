@@ -139,6 +139,41 @@ def test_the_report_is_written_for_programs_and_for_people(struck: tuple[Report,
     text = (directory / "drill.md").read_text()
     assert "# Drill rehearsal: passed" in text
     assert "| events.3 | kill_node |" in text
+    assert report.predicted == {}
+    assert "slow_down: the simulator knows kill, kill_node" in text, "why nothing is predicted"
+
+
+def test_what_was_predicted_stands_beside_what_was_measured(cluster: LocalCluster, tmp_path: Path) -> None:
+    """Of failures that the simulator knows, at the costs of the very run that was struck."""
+    events = """
+events:
+  - action: kill
+    who: {rank: 1}
+    when: {step: 15}
+    at: {share: 50%}
+  - action: kill_node
+    who: {rank: 0}
+    when: {step: 40}
+    lasts: 0.5s
+"""
+    report = drill(scenario(tmp_path, JOB.replace("140", "60") + events), Laptop(cluster), storage_path=tmp_path, quiet=True)
+    assert (report.passed, report.unpredicted) == (True, ""), report.checks
+    predicted = report.predicted
+    assert set(predicted) == {"goodput", "training", "recoveries", "pause", "samples_lost"}
+    assert predicted["recoveries"] == sum(kind.count for kind in report.recoveries) == 2
+    assert predicted["samples_lost"] == report.samples_lost == 0
+    assert report.pauses.longest is not None
+    assert predicted["pause"] > 0
+    assert predicted["training"] == pytest.approx(report.training_s, rel=0.5), "its own costs, added up"
+    assert predicted["goodput"] == pytest.approx(report.goodput, rel=0.5)
+
+    directory = Path(report.paths[0])
+    assert json.loads((directory / "drill.json").read_text())["predicted"] == predicted
+    text = (directory / "drill.md").read_text()
+    assert "|  | local | predicted |" in text
+    assert f"| goodput | {report.goodput:.1%} | {predicted['goodput']:.4g} |" in text
+    assert "| recoveries | 2 | 2 |" in text
+    assert "no prediction" not in text
 
 
 def test_what_a_running_cluster_is_spared(cluster: LocalCluster, tmp_path: Path) -> None:
@@ -166,7 +201,8 @@ def test_what_a_running_cluster_is_spared(cluster: LocalCluster, tmp_path: Path)
 
 
 def test_on_a_running_cluster_hands_on_the_nodes_strike(cluster: LocalCluster, tmp_path: Path) -> None:
-    """The same with an actor on each node; a threshold that cannot be kept fails the drill."""
+    """The same with an actor on each node; a threshold that cannot be kept fails the drill. The node that is killed is that of
+    rank 0."""
     events = """
 events:
   - action: kill
@@ -177,15 +213,30 @@ events:
     when: {seconds: 1}
     factor: 2
     lasts: 0.5s
+  - action: kill_node
+    who: {node: 0}
+    when: {step: 60}
 pass_if:
   pause_p95: 1ms
 """
     ground = Running(ray.get_runtime_context().gcs_address)
+    before = cluster.node_ids()
     try:
-        report = drill(scenario(tmp_path, JOB.replace("140", "40") + events), ground, storage_path=tmp_path, quiet=True)
+        report = drill(scenario(tmp_path, JOB + events), ground, storage_path=tmp_path, quiet=True)
+        after = cluster.node_ids()
     finally:
         ground.close()
-    assert [strike.action for strike in report.strikes] == ["kill", "slow_down"]
+        while len(cluster.node_ids()) < len(before):  # nobody else brings one here
+            cluster.add_node()
+    assert [strike.action for strike in report.strikes] == ["kill", "slow_down", "kill_node"]
+    kill, _, node_kill = report.strikes
+    assert [node for node in before if node not in after] == [node_kill.node], "that one, and no other"
+    records = read_records(Path(report.paths[0]) / "events.jsonl")
+    homes = {record["member"]: record["node"] for record in records if record["event"] == "WorkerStarted"}
+    assert {homes[member] for member in node_kill.members} == {node_kill.node}
+    lost = [record["lost"] for record in records if record["event"] == "Recovery"]
+    assert lost == [list(kill.members), list(node_kill.members)], "both were workers that trained"
+    assert report.missed == ()
     assert report.bit_equal
     assert [check.name for check in report.checks if not check.kept] == ["pause p95"]
     assert not report.passed

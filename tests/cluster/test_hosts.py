@@ -27,7 +27,7 @@ from raytrain_ft.chaos import network
 from raytrain_ft.chaos.hosts import HEAD, HostCluster
 from raytrain_ft.policy.strategy import Guarantee
 from raytrain_ft.runtime.event_log import read_records
-from raytrain_ft.runtime.spec import NAMESPACE
+from raytrain_ft.runtime.spec import NAMESPACE, worker_name
 
 pytestmark = [
     pytest.mark.long,
@@ -94,6 +94,12 @@ class Running:
                 pass  # it has not begun, or Ray is not itself again after what was done to the network
             time.sleep(0.05)
         raise AssertionError(f"not within {seconds:g} s: {account}")
+
+    def actors(self) -> dict[str, Any]:
+        """The supervisor and every worker, by name."""
+        account = self.account()
+        workers = {member: ray.get_actor(worker_name(account["run_id"], member), NAMESPACE) for member in account["members"]}
+        return {"supervisor": self._supervisor, **workers}
 
     def supervisor_node(self) -> str:
         return actors(self._supervisor._actor_id.hex())["Address"]["NodeID"]
@@ -205,18 +211,39 @@ def test_of_two_halves_only_one_goes_on(hosts: HostCluster, undisturbed: str, tm
     assert silent == {account["world"][rank] for rank in (0, 2)}  # besides, there is no room for new spares for a while
 
 
+def within(actor: Any, look: Callable[..., float], *arguments: Any) -> float:
+    """What this returns in an actor's own process."""
+    return ray.get(actor.__ray_call__.remote(look, *arguments), timeout=20)
+
+
+def jump(_: Any, ahead: float) -> float:
+    """Sets the wall clock of this process, as Python sees it; returns how far ahead it is."""
+    time.time = lambda: time.clock_gettime(time.CLOCK_REALTIME) + ahead
+    return lead(None)
+
+
+def lead(_: Any) -> float:
+    """How far the wall clock of this process is ahead of the machine's."""
+    return time.time() - time.clock_gettime(time.CLOCK_REALTIME)
+
+
 def test_what_must_not_cost_a_worker(hosts: HostCluster, undisturbed: str, tmp_path: Path) -> None:
     """A slow cable, where heartbeats wait behind gradients; a loose contact; the head's own cable out for longer than a worker
-    may be silent; wall clocks that jump.
+    may be silent; wall clocks that jump, the supervisor's and the workers'.
 
     The hosts' monotonic clocks are days apart, here and in the other tests.
     """
+    began = time.monotonic()
     with Running(tmp_path, "calm-enough", lease=timedelta(seconds=60)) as run:
         account = run.ready()
         slow, loose = node_of_rank(account, 1), node_of_rank(account, 2)
-        for jump in ("3600", "-3600"):
-            (tmp_path / "jump").write_text(jump)
-            time.sleep(1)
+        actors = run.actors()
+        assert len(actors) == 5, "three who train, a spare, the supervisor"
+        for ahead in (3600.0, -3600.0):
+            leads = {name: within(actor, jump, ahead) for name, actor in actors.items()}
+            assert leads == dict.fromkeys(actors, pytest.approx(ahead, abs=1))
+            step = run.account()["step"]
+            run.until(lambda a, step=step: a["step"] > step + 2)
         step = run.account()["step"]
         with during(partial(hosts.slow, slow, bits_per_second=0.8e6), partial(hosts.full_speed, slow)):
             run.until(lambda a: a["step"] > step + 4)
@@ -226,10 +253,14 @@ def test_what_must_not_cost_a_worker(hosts: HostCluster, undisturbed: str, tmp_p
             time.sleep(3)
         step = run.account()["step"]
         run.until(lambda a: a["step"] > step + 4)
+        leads = {name: within(actor, lead) for name, actor in actors.items()}
+        assert leads == dict.fromkeys(actors, pytest.approx(-3600.0, abs=1)), "through all of that, in the same processes"
         result = run.result()
     assert records_of(result, "WorkerLost", "Suspected") == []
     assert result.digest == undisturbed
     assert promise_kept(result) == []
+    times = [record["at"] for record in read_records(Path(result.path) / "events.jsonl") if "at" in record]
+    assert 0 <= min(times) <= max(times) < time.monotonic() - began, "the records' clock jumps with none"
 
 
 KILLED = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -41,6 +42,12 @@ LAST_LINE = {
     "checkfreq_ray_train": r"'accuracy': 0\.\d+",
 }
 """What a job prints at its end; the others print their test accuracy too."""
+ATTACH = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background has it ignored
+from raytrain_ft.cli import main
+main()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +131,15 @@ def steps_of(run: Path) -> int:
     return max((record["stop_step"] for record in records if record["event"] == "StepsCommitted"), default=0)
 
 
+def attach(address: str) -> tuple[subprocess.Popen[str], str]:
+    """`raytrain-ft attach toy` as a person types it, and the first line that it prints."""
+    command = [sys.executable, "-c", ATTACH, "attach", "toy"]
+    environment = os.environ | {"RAY_ADDRESS": address}
+    attached = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert attached.stdout is not None
+    return attached, attached.stdout.readline()
+
+
 def test_stopped_resubmitted_orphaned_attached(client: JobSubmissionClient, cluster, undisturbed, tmp_path: Path) -> None:
     """One run through it all: it ends with the bits of the undisturbed run."""
     run, held = tmp_path / "toy", tmp_path / "held"
@@ -168,11 +184,20 @@ def test_stopped_resubmitted_orphaned_attached(client: JobSubmissionClient, clus
     (driver,) = [process for process in processes_of("submitted.py") if "python" in process.name()]
     driver.kill()
     assert ended(client, third)[0] == JobStatus.FAILED
-    command = [sys.executable, "-m", "raytrain_ft.cli", "attach", "toy"]
-    environment = os.environ | {"RAY_ADDRESS": cluster.address}
-    attached = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert attached.stdout is not None
-    heard = attached.stdout.readline()
+
+    # Attached to by somebody who leaves again (Ctrl-C): the same processes go on.
+    ours = processes_of("ray::Supervisor", "ray::Worker")
+    assert len(ours) == 3
+    attached, heard = attach(cluster.address)
+    attached.send_signal(signal.SIGINT)
+    heard += attached.communicate(timeout=60)[0]
+    assert attached.returncode == 130, heard
+    assert "left; the run goes on" in heard
+    left_at = steps_of(run)
+    until(lambda: steps_of(run) > left_at, "a step after that")
+    assert processes_of("ray::Supervisor", "ray::Worker") == ours
+
+    attached, heard = attach(cluster.address)
     worker = next(record for record in read_records(run / "events.jsonl") if record["event"] == "WorkerStarted")
     psutil.Process(worker["pid"]).kill()
     held.unlink()
@@ -206,8 +231,21 @@ def test_every_job_through_the_job_server(client: JobSubmissionClient, tmp_path:
     assert until(lambda: nothing_runs(tmp_path), "the end of every process")
 
 
-def test_without_the_token_the_job_server_refuses(client: JobSubmissionClient) -> None:
-    with pytest.raises(urllib.error.HTTPError) as error:
-        urllib.request.urlopen(f"{client.get_address()}/api/jobs/", timeout=10)
-    assert error.value.code in (401, 403)
+def asked_with(client: JobSubmissionClient, headers: dict[str, str]) -> int:
+    """How the job server answers who asks for its jobs so."""
+    request = urllib.request.Request(f"{client.get_address()}/api/jobs/", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_without_the_right_token_the_job_server_refuses(client: JobSubmissionClient) -> None:
+    token = os.environ["RAY_AUTH_TOKEN"]
+    for name in ("Authorization", "X-Ray-Authorization"):
+        assert asked_with(client, {name: f"Bearer {token}"}) == 200, "this is how a token is shown"
+        for wrong in ("0" * len(token), token[:-1], token.swapcase(), ""):
+            assert asked_with(client, {name: f"Bearer {wrong}"}) in (401, 403), wrong
+    assert asked_with(client, {}) in (401, 403)
     assert client.get_version()  # with the token

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from conftest import promise_kept, train
+from ray._private.worker import global_worker
 from toy import Leisurely
 
 import raytrain_ft as ft
@@ -213,6 +214,19 @@ def test_a_job_with_another_token_is_told_where_its_own_is_from(cluster, tmp_pat
     assert f"ConfigError RAY_ADDRESS={cluster.address}: there is no Ray cluster to be reached" in done.stdout
     assert "RAY_AUTH_MODE is token, and the token is looked for in RAY_AUTH_TOKEN." in done.stdout
     assert "0" * 64 not in done.stdout
+
+
+def test_nor_is_the_token_in_rays_own_logs(seen: Seen) -> None:
+    """Of the whole session: of nodes, workers, supervisors and drivers, of those who were refused before this test, and of
+    whatever ran on this cluster in the tests before."""
+    token = os.environ["RAY_AUTH_TOKEN"].encode()
+    logs = Path(global_worker.node.get_logs_dir_path())
+    files = [path for path in logs.rglob("*") if path.is_file()]
+    kinds = {path.name.partition("-")[0].partition(".")[0] for path in files if path.stat().st_size}
+    assert {"gcs_server", "raylet", "worker", "python"} <= kinds, "that is where they are"
+    processes = {str(record["pid"]) for record in records(Path(seen.result.path), "WorkerStarted")}
+    assert processes <= {path.stem.rpartition("-")[2].rpartition("_")[2] for path in files}, "of this run's workers, too"
+    assert [path for path in files if token in path.read_bytes()] == []
 
 
 @pytest.mark.parametrize("name", ["..", ".hidden", "a\n", "a;reboot", "$(reboot)", "a\\b", "%2e%2e", "é", "a" * 5000])

@@ -64,20 +64,15 @@ class Toy(ft.TrainTask):
 
 
 class Leisurely(Toy):
-    """Takes its time as long as a file is there: a run lasts as long as it is disturbed, and its bits do not depend on it.
-    A file `jump` beside it sets the worker's wall clock ahead by so many seconds."""
+    """Takes its time as long as a file is there: a run lasts as long as it is disturbed, and its bits do not depend on it."""
 
     def __init__(self, pace: Path) -> None:
         super().__init__()
         self.pace = pace
-        self.jump = pace.with_name("jump")
 
     def loss(self, output, batch):
         if self.pace.exists():
             time.sleep(0.4)
-        if self.jump.exists():
-            ahead = float(self.jump.read_text() or 0)
-            time.time = lambda: time.clock_gettime(time.CLOCK_REALTIME) + ahead  # the wall clock of this process
         return super().loss(output, batch)
 
 
