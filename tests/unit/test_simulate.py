@@ -462,7 +462,7 @@ def test_every_promise_is_kept_in_ten_thousand_troubled_runs() -> None:
 
 
 def test_troubled_runs_go_everywhere() -> None:
-    stories = [troubled_run(seed) for seed in range(90)]
+    stories = [troubled_run(seed) for seed in range(240)]
     reached = {after for story in stories for _, _, after in story.edges}
     assert reached >= {State.RUNNING, State.RESIZING, State.FENCE, State.REPLACE, State.REBUILD, State.RESUME, State.FINISHED}
     used = {kind for story in stories if story.outcome for kind in story.outcome.strategies}
