@@ -61,7 +61,11 @@ STORING_S = 3600.0
 
 
 class Health:
-    """What is known of every worker's health."""
+    """What is known of every worker's health.
+
+    Attributes:
+        pace: seconds between two heartbeats of a worker, which each of them is told in answer to one.
+    """
 
     def __init__(self, spec: RunSpec, tell: Callable[[m.Event], None], now: Callable[[], float], contacts: Contacts) -> None:
         self._spec = spec
@@ -76,6 +80,7 @@ class Health:
         self._board = NoticeBoard(tell, now)
         self._probing: set[str] = set()
         self._members: dict[str, MemberState] = {}
+        self.pace = spec.heartbeat_interval
         self.nodes = Nodes(spec, tell, self._board, contacts, self._died)
         self.loss: float | None = None
         self.state = State.INITIALIZING
@@ -93,6 +98,7 @@ class Health:
     def follow(self, machine: RunState) -> None:
         """Keeps what decides about noticing in line with the machine."""
         self._members = dict(machine.members)
+        self._set_pace()
         if machine.state == State.RESUME and self.state != State.RESUME:
             self.reached, self._counts_from, self._resumed = 0, machine.incarnation, time.monotonic()
         self.state, self.incarnation = machine.state, machine.incarnation
@@ -116,6 +122,7 @@ class Health:
     def expect(self, member: str) -> None:
         """From now on this worker must beat."""
         self._heard[member] = time.monotonic()
+        self._set_pace()
 
     def forget(self, member: str) -> None:
         """This worker is gone."""
@@ -127,10 +134,9 @@ class Health:
         heard = self._heard.get(member)
         return None if heard is None else time.monotonic() - heard
 
-    @property
-    def pace(self) -> float:
-        """Seconds between two heartbeats of a worker. Those who are being set up beat as well."""
-        return beat_interval(self._spec.heartbeat_interval, max(len(self._heard), len(self._members)))
+    def _set_pace(self) -> None:
+        """Those who are being set up beat as well. Not with every beat, of which it would be a quarter of the cost."""
+        self.pace = beat_interval(self._spec.heartbeat_interval, max(len(self._heard), len(self._members)))
 
     @property
     def _timeout(self) -> float:

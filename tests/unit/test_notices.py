@@ -671,7 +671,7 @@ def test_advice_that_nothing_came_of_hides_no_interruption() -> None:
     """A worker that was started there later hears the advice anew, and takes it for more urgent than what comes after it."""
     told: list[m.Event] = []
     clock = [0.0]
-    about: Any = SimpleNamespace()
+    about: Any = SimpleNamespace(heartbeat_interval=1.0)
     contacts = Contacts(about)
     contacts.placed |= {"w0": "n0", "w1": "n0"}
     health = Health(about, told.append, lambda: clock[0], contacts)
