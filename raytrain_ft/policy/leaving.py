@@ -79,19 +79,27 @@ def _due(run: RunState, leave: Leave) -> float:
 
 
 def stop(run: RunState, at: float) -> list[m.Command]:
-    """Asks for a stop at a boundary, if those who leave can be done without."""
+    """Asks for a stop at a boundary, if those who leave can be done without; not before it must be, if that is so of some only,
+    for perhaps others come."""
     going = [member for member in run.world if member in run.leaving]
-    lasting = len(run.roster.lasting())
     missing = len(going) - max(0, len(run.world) - run.rules.max_workers)
     waited = any(_due(run, run.leaving[member]) <= at for member in going)
-    fewer = run.rules.whole(len(run.world) - len(going) + lasting)
-    possible = lasting >= missing or (waited and fewer >= run.rules.min_workers)
+    possible = len(run.roster.lasting()) >= missing or (waited and _dispensable(run, going, len(run.world)))
     if not going or not possible or run.step >= run.rules.max_steps:
         return []
     why = "; ".join(f"{member} leaves ({run.leaving[member].why})" for member in going)
     run.state = State.RESIZING
     run.history.begin(at, why, "notice", len(run.world))
     return [m.StopAtBoundary(run.world)]
+
+
+def _dispensable(run: RunState, going: list[str], there: int) -> list[str]:
+    """Of so many, these are to leave: all of them, if the others can go on; else the most urgent, one for each spare."""
+    lasting, rules = len(run.roster.lasting()), run.rules
+    if rules.whole(there - len(going) + lasting) >= rules.min_workers:
+        return going
+    urgent = sorted(going, key=lambda member: run.leaving[member].deadline)[:lasting]
+    return urgent if rules.whole(there - len(urgent) + lasting) >= rules.min_workers else []
 
 
 def doze(run: RunState) -> list[m.Command]:
@@ -137,19 +145,17 @@ def lapse(run: RunState, at: float) -> None:
 
 
 def let_go(run: RunState) -> list[m.Command]:
-    """Everybody is fenced, and the plan is made: those who leave take no seat any more, if the others can go on. Who alone
-    holds what is needed stays for as long as it takes to hand it over.
+    """Everybody is fenced, and the plan is made: those who leave take no seat any more, as far as the others can go on. Who
+    alone holds what is needed stays for as long as it takes to hand it over.
 
     They stay members for now if something must be completed or undone with their help; then they leave at the next boundary.
     """
-    going = [member for member in run.leaving if member in run.survivors]
-    stay = [member for member in run.survivors if member not in run.leaving]
-    there = len(stay) + len(run.roster.lasting())
-    enough = run.rules.whole(there) >= run.rules.min_workers
-    if not going or not enough or run.plan is None or run.replaying or not _is_boundary(run, run.plan):
+    going = _dispensable(run, [member for member in run.leaving if member in run.survivors], len(run.survivors))
+    if not going or run.plan is None or run.replaying or not _is_boundary(run, run.plan):
         return []
+    stay = [member for member in run.survivors if member not in going]
     # a spare that had notice would take a free seat only to leave it again
-    commands = _dismiss(run, _idle(run)) if there < run.rules.max_workers else []
+    commands = _dismiss(run, _idle(run)) if len(stay) + len(run.roster.lasting()) < run.rules.max_workers else []
     held = {run.survivors[member].stage for member in stay}
     for member in going:
         marks = run.survivors.pop(member)

@@ -972,6 +972,37 @@ def test_who_says_of_all_nodes_that_they_will_be_gone_stops_nothing() -> None:
     assert "max_failures allows 0" in story.run.failure[1]
 
 
+def leaving_two(**about: Any) -> Story:
+    """Two of three have notice, w2 the shorter one, and there is one spare; the number of workers is fixed."""
+    story = running(min_workers=3, slots=4, spares=1, **about).started("w3")
+    story.tell(told("w1"))
+    assert of(story.said, m.StopAtBoundary) == [m.StopAtBoundary(("w0", "w1", "w2"))]
+    story.tell(replace(told("w2"), deadline_s=60.0))
+    story.tell(*(m.Stopped(member=member, incarnation=1, step=5) for member in ("w0", "w1", "w2")))
+    return story.fenced("w0", "w1", "w2")
+
+
+def test_of_two_who_have_notice_the_more_urgent_takes_the_only_spare() -> None:
+    """Without this the stop that was asked for because of the first would be for nothing."""
+    story = leaving_two()
+    assert (story.run.joining, story.run.recoveries[-1].left) == (("w0", "w1", "w3"), ["w2"])
+    story.reconciled("w0", "w1", "w3", empty=["w3"]).filled("w0", "w1", "w3").committed(5, at=1.0)
+    assert (story.run.state, [*story.run.leaving]) == (State.RUNNING, ["w1"])
+    assert of(story.started("w4").said, m.StopAtBoundary) == [m.StopAtBoundary(("w0", "w1", "w3"))]
+
+
+def test_of_two_who_have_notice_one_leaves_at_the_last_moment_though_there_is_nobody_for_the_other() -> None:
+    story = running(min_workers=3, slots=3, spares=1)
+    story.tell(told("w1"), replace(told("w2"), deadline_s=60.0), m.CapacityChanged(at=1.0, slots=4))
+    assert of(story.started("w3").said, m.StopAtBoundary) == [], "perhaps there will be two"
+    story.tell(m.TimerFired(at=58.0, timer="leave", incarnation=1))
+    assert of(story.said, m.StopAtBoundary) == [m.StopAtBoundary(("w0", "w1", "w2"))]
+    story.tell(*(m.Stopped(at=58.1, member=member, incarnation=1, step=5) for member in ("w0", "w1", "w2")))
+    assert story.fenced("w0", "w1", "w2").run.joining == ("w0", "w1", "w3")
+    story.reconciled("w0", "w1", "w3", empty=["w3"]).filled("w0", "w1", "w3").committed(5, at=59.0)
+    assert (story.run.state, of(story.said, m.StopAtBoundary)) == (State.RUNNING, []), "nobody is there for w1 yet"
+
+
 def test_a_run_begins_although_all_its_nodes_are_said_to_go() -> None:
     story = Story(2, min_workers=2, spares=0).started("w0")
     story.tell(m.CapacityChanged(slots=0), told("w0"), told("w1"))
