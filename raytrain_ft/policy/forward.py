@@ -96,8 +96,8 @@ def _keep(plan: Plan, survivors: Sequence[Marks]) -> Plan:
     step = plan.step
     leader = max(survivors, key=lambda marks: sum(marks.versions))  # of several, the lowest rank
     keep = tuple(bucket for bucket, version in enumerate(leader.versions) if version == step + 1)
-    if not keep:
-        return plan  # nobody has updated anything: redoing it is exact
+    if not keep:  # redoing it is exact
+        return replace(plan, reason=f"{plan.reason}, because there is no partial update to keep")
     states: list[Copy] = []
     for bucket, version in enumerate(leader.versions):
         others = tuple(marks.member for marks in survivors if marks.versions[bucket] != version)

@@ -96,6 +96,14 @@ def test_rollback_keeps_the_update_of_who_has_come_furthest() -> None:
     assert [(copy.bucket, copy.source, copy.targets) for copy in plan.states] == [(0, "w1", ("w2",)), (1, "w1", ("w0", "w2"))]
 
 
+def test_rollback_without_a_partial_update_redoes_the_step_and_says_why() -> None:
+    survivors = [survivor(0, (5, 5), (5, None)), survivor(1, (5, 5), (None, None))]
+    exact = reconcile(survivors, whole_update=False)
+    plan = plan_of(survivors, "rollback", whole_update=False)
+    assert (plan.step, plan.completes, plan.keep, plan.lost) == (exact.step, exact.completes, (), ())
+    assert plan.reason == f"{exact.reason}, because there is no partial update to keep"
+
+
 def test_skip_first_undoes_what_was_updated() -> None:
     survivors = [survivor(0, (6, 5), (None, None)), survivor(1, (6, 5), (None, None))]
     plan = plan_of(survivors, "skip", whole_update=False)

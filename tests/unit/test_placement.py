@@ -8,7 +8,7 @@ import time
 from collections import Counter
 
 from raytrain_ft.runtime.lifeline import CONNECT_SECONDS
-from raytrain_ft.runtime.placement import capacity, choose, demand, is_silent, reaction, room
+from raytrain_ft.runtime.placement import apart, capacity, choose, demand, is_silent, reaction, room
 
 
 def node(name: str, cpus: float, free: float, alive: bool = True) -> dict:
@@ -36,6 +36,14 @@ def test_the_emptiest_node_with_room_is_chosen() -> None:
     assert choose(nodes, ONE, Counter(a=1), set()) == "b"
     assert choose(nodes, ONE, Counter(a=1, b=1), {"b"}) == "a"
     assert choose(nodes, {"GPU": 1.0}, Counter(), set()) is None
+
+
+def test_what_workers_have_least_to_do_with_is_a_node_without_room_for_any() -> None:
+    """Else the one with room for the fewest: what a holder keeps there outlives the others."""
+    nodes = [node("a", 1, 1), node("b", 2, 2), node("head", 0, 0), node("dead", 0, 0, alive=False)]
+    assert apart(nodes, ONE) == "head"
+    assert apart(nodes[:2], ONE) == "a"
+    assert apart(nodes[3:], ONE) is None
 
 
 def test_capacity_counts_ours_and_what_is_free() -> None:

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -435,6 +436,28 @@ def test_failures_come_as_often_as_they_are_said_to() -> None:
         times = [next(drawn).at or 0.0 for _ in range(4000)]
         assert times == sorted(times)
         assert times[-1] / len(times) == pytest.approx(100, rel=0.1)
+
+
+def test_failures_come_in_bursts_and_together_as_they_are_said_to() -> None:
+    """The gaps' deviation in means is that of the distribution; of ten losses, three are of two nodes."""
+    job = Job(steps=100, step_s=1.0, workers=10)
+    for shape, deviation in ((1.0, 1.0), (0.6, 1.76)):
+        drawn = Weibull(mtbf_s=100.0, shape=shape, together=(0.7, 0.3)).draw(job, default_rng(1))
+        failures = [next(drawn) for _ in range(4000)]
+        gaps = np.diff([failure.at or 0.0 for failure in failures])
+        assert gaps.std() / gaps.mean() == pytest.approx(deviation, rel=0.1)
+        assert sum(failure.lost == 2 for failure in failures) / len(failures) == pytest.approx(0.3, abs=0.03)
+        assert {failure.lost for failure in failures} == {1, 2}
+
+
+def test_nodes_are_paid_for_from_the_beginning_to_the_end_spares_too() -> None:
+    """Those that are lost, until they are: five at first, then four."""
+    job = replace(JOB, spares=1, spare_nodes=0, node_hour=2.0)
+    calm = once("replication", Listed(), job)
+    assert calm.node_hours == pytest.approx(5 * calm.seconds / 3600)
+    lossy = once("replication", Listed((Failure(at=50.0, lost=1),)), job)
+    assert lossy.node_hours == pytest.approx((5 * 50.0 + 4 * (lossy.seconds - 50.0)) / 3600)
+    assert lossy.cost == pytest.approx(2.0 * lossy.node_hours)
 
 
 def test_the_same_seed_gives_the_same_run() -> None:
