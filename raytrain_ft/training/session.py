@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -186,13 +187,13 @@ class Session:
         return Tuner(budget=plan.budget, window=plan.window, fixed=plan.every, failure_s=plan.failure_s)
 
     def _profile_key(self) -> str:
-        """Measurements of objects of other sizes are of no use, nor is a k for another budget."""
+        """Measurements of other objects, elsewhere or on another machine are of no use, nor is a k for another budget."""
         batches = [loader.sampling.global_batch_size for loader in self._loaders.values()]
+        kinds = [type(value).__qualname__ for value in self._objects.values()]
         size = sum(one.numel() for value in self._objects.values() for one in getattr(value, "parameters", list)())
-        asked = f"overhead {self._plan.budget}"
-        if self._plan.failure_s is not None:
-            asked += f", failures {self._plan.failure_s} s"
-        return f"batches {batches}, {size} parameters, {torch.cuda.device_count()} devices, {asked}"
+        here = f"torch {torch.__version__}, {os.cpu_count()} CPUs, {torch.cuda.device_count()} devices, {self.storage.uri}"
+        asked = f"overhead {self._plan.budget}, every {self._plan.every}, failures {self._plan.failure_s} s"
+        return f"batches {batches}, {size} parameters of {kinds}, {here}, {asked}"
 
     def _follow(self) -> None:
         """Has the loaders and the optimizers tell of what happens."""

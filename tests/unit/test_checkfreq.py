@@ -536,15 +536,23 @@ def test_interval_is_chosen_by_itself_and_remembered(tmp_path: Path) -> None:
     assert not [one for one in others if one["reason"].startswith("profiled")]
 
 
-def test_a_failure_rate_joins_in_and_an_interval_for_another_is_not_taken_over(tmp_path: Path) -> None:
-    keys = set()
-    for number, option in enumerate(({}, {"failure_interval": timedelta(hours=1)}, {"failure_interval": timedelta(hours=2)})):
-        with checkfreq.open(tmp_path / f"{number}", **option, **Setup().objects) as run:
+def test_a_failure_rate_joins_in_and_what_was_measured_for_another_run_is_not_taken_over(tmp_path: Path) -> None:
+    def key(*, directory: str = "here", optimizer: Any = None, failure_s: float | None = None, **options: Any) -> str:
+        objects = Setup().objects
+        if optimizer is not None:
+            objects["optimizer"] = optimizer(objects["model"].parameters(), lr=0.1)
+            objects.pop("scheduler", None)
+        with checkfreq.open(tmp_path / directory, **options, **objects) as run:
             checkpointer = run._session._checkpointer
             assert checkpointer._tuner is not None
-            assert checkpointer._tuner.failure_s == (3600.0 * number or None)
-            keys.add(checkpointer._key)
-    assert len(keys) == 3
+            assert checkpointer._tuner.failure_s == failure_s
+            return checkpointer._key
+
+    hour = {"failure_interval": timedelta(hours=1), "failure_s": 3600.0}
+    same = {key(), key()}
+    others = [key(**hour), key(overhead=0.1), key(every=7), key(optimizer=torch.optim.Adagrad), key(directory="elsewhere")]
+    assert len(same) == 1
+    assert len({*same, *others}) == 1 + len(others)
 
 
 # ---------------------------------------------------------------- a disk that cannot be written
