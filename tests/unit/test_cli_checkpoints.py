@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import xxhash
 from click.testing import CliRunner, Result
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -144,13 +146,21 @@ def test_verify_names_the_file(run_directory: Path) -> None:
     assert "step-000000002-e1-i1  ok" in result.output
 
 
-def test_show(run_directory: Path) -> None:
+def test_list_says_how_old_they_are(run_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time()
+    monkeypatch.setattr("raytrain_ft.cli_checkpoints.time.time", lambda: now + 90 * 60)
+    lines = [line for line in call("list", run_directory).output.splitlines() if "step-" in line]
+    assert ["1.5 h" in line for line in lines] == [True, True]
+
+
+def test_show(run_directory: Path, trained: tuple[Path, nn.Module, torch.optim.Optimizer]) -> None:
     result = call("show", run_directory, "--name", "3")
     assert result.exit_code == 0
     (line,) = [line for line in result.output.splitlines() if "model/0.weight" in line]
     assert "float32" in line
     assert "[3, 4]" in line
     assert "48 B" in line
+    assert xxhash.xxh3_64_hexdigest(trained[1].state_dict()["0.weight"].numpy().tobytes()) in line
     assert 'kind: "raytrain_ft.checkfreq-1"' in result.output
     assert call("show", run_directory).output == result.output
     damage(run_directory, 3)
