@@ -82,7 +82,7 @@ def test_a_beat_is_an_answer() -> None:
 
 def test_the_only_one_gets_the_patience_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """As all others do that are silent together: nothing would go on without it, so a busy machine must not cost it."""
-    monkeypatch.setattr(health_module, "PATIENCE_WITH_ALL", 40)
+    monkeypatch.setattr(health_module, "PATIENCE_WITH_ALL", 12)
 
     async def lost_after(members: tuple[str, ...]) -> float:
         events: list[m.Event] = []
@@ -96,7 +96,7 @@ def test_the_only_one_gets_the_patience_with_all(monkeypatch: pytest.MonkeyPatch
         return time.monotonic() - asked
 
     one_of_two, the_only_one = asyncio.run(lost_after(("w0", "w1"))), asyncio.run(lost_after(("w0",)))
-    assert the_only_one > 20 * PATIENT.probe_timeout > one_of_two
+    assert the_only_one > 6 * PATIENT.probe_timeout > one_of_two
 
 
 def test_who_finds_out_in_its_first_step_that_it_replayed_something_else_says_so_once() -> None:
