@@ -330,10 +330,12 @@ def test_a_stage_without_a_replica_is_handed_over() -> None:
     assert (all_at_once.finished, all_at_once.seconds) == (True, pytest.approx(102))
 
 
-def test_two_nodes_with_notice_and_one_spare_leave_together_when_there_is_a_second() -> None:
+def test_of_two_nodes_with_notice_one_leaves_with_the_only_spare_and_the_other_when_there_is_a_second() -> None:
+    """The first notice has called for a stop before the second is told: that is not for nothing."""
     job = replace(JOB, costs=Costs(start_s=10.0))
     outcome = once("replication", Listed((Failure(at=23.5, lost=2, notice_s=60.0),)), job)
-    assert (outcome.seconds, outcome.lost_work_s, outcome.recoveries) == (pytest.approx(100), pytest.approx(0), 1)
+    assert (outcome.seconds, outcome.lost_work_s, outcome.recoveries) == (pytest.approx(100), pytest.approx(0), 2)
+    assert outcome.pauses == pytest.approx((0.5 + 1, 0.5 + 1))  # each half a step to the boundary, and the next step
 
 
 @pytest.mark.parametrize("kind", ["global_checkpoint", "checkfreq", "torchft"])
