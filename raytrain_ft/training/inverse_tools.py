@@ -50,6 +50,11 @@ def rounded(value: float, dtype: torch.dtype) -> float:
     return torch.tensor(value, dtype=dtype).item()
 
 
+def add_number(tensors: Tensors, number: float) -> None:
+    """Adds a number in place. torch would make a tensor of a bare number once for each of `tensors`."""
+    torch._foreach_add_(tensors, torch.ones((), dtype=tensors[0].dtype, device=tensors[0].device), alpha=number)
+
+
 def unscale(tensors: Tensors, divisor: float) -> None:
     """Divides in place by adding ``(1/divisor - 1) * tensor``: as exact as a division near one, and faster.
 
@@ -76,11 +81,14 @@ def unaverage_square(squares: Tensors, new: Tensors, beta: float) -> None:
         unscale(squares, rounded(beta, squares[0].dtype))
 
 
-def raise_to(squares: Tensors, averages: Tensors, factor: float) -> None:
-    """Raises `squares` to at least ``factor * averages**2``, less a little so that rounding moves no true state."""
-    nothing = [squares[0].new_zeros(())] * len(squares)
-    floor = torch._foreach_addcmul(nothing, averages, averages, value=factor * (1 - 1e-6))
-    torch._foreach_maximum_(squares, floor)
+def raise_to(squares: Tensors, averages: Tensors, factor: float, scratch: Tensors) -> None:
+    """Raises `squares` to at least ``factor * averages**2``, less a little so that rounding moves no true state.
+
+    `scratch` holds tensors alike that nobody needs any more.
+    """
+    torch._foreach_zero_(scratch)
+    torch._foreach_addcmul_(scratch, averages, averages, value=factor * (1 - 1e-6))
+    torch._foreach_maximum_(squares, scratch)
 
 
 def used_gradient(b: Batch, weight_decay: float = 0.0) -> Tensors:
@@ -99,5 +107,5 @@ def one_minus_quotient(numerators: list[float], denominators: Tensors) -> list[T
     """``1 - numerator / denominator`` for each tensor, in new tensors."""
     result = torch._foreach_reciprocal(denominators)
     torch._foreach_mul_(result, [-n for n in numerators])
-    torch._foreach_add_(result, 1.0)
+    add_number(result, 1.0)
     return list(result)

@@ -27,6 +27,7 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, Adamax, AdamW, NAdam, Opt
 from raytrain_ft.training.inverse_tools import (
     Batch,
     Tensors,
+    add_number,
     one_minus_quotient,
     raise_to,
     rounded,
@@ -52,10 +53,10 @@ class Inverse:
         before: reads, before a step and without waiting for a device, the number per tensor that is lost afterwards.
         after: the same, after the step.
         block: on a CPU, tensors are cut into blocks of as many elements, which mostly stay in the cache from one
-            operation to the next. Smaller blocks stay there better, larger ones cost fewer calls. Which are quickest
-            depends on the machine. Undo / step at 10 M parameters: on one machine Adam's was 0.89 with 2**18 and 1.06
-            with 2**17, SGD's 0.96 with 2**17 and 1.07 with 2**20; on another Adam's was below 0.8 with any, and SGD's
-            1.11 with 2**17, 0.97 to 1.00 with 2**18 and 0.89 with 2**20. None: tensors must not be cut.
+            operation to the next. Smaller blocks stay there better, larger ones cost fewer calls: an inverse with many
+            temporaries likes 2**18 (at 10 M parameters Adam's undo / step is 0.52 with it, 0.60 with 2**17 and 0.86 with
+            2**20), SGD's, which has none, 2**20 (0.84; 0.93 with 2**18, 1.07 with 2**17). Which are quickest depends on the
+            machine: on an older one SGD's was 1.07 with 2**20 and 0.96 with 2**17. None: tensors must not be cut.
     """
 
     undo: Callable[[Batch], None]
@@ -96,7 +97,7 @@ def _rmsprop_denominator(b: Batch) -> Tensors:
         torch._foreach_sqrt_(d)
     else:
         d = torch._foreach_sqrt(q)
-    torch._foreach_add_(d, b.hyper["eps"])
+    add_number(d, b.hyper["eps"])
     return d
 
 
@@ -118,7 +119,7 @@ def undo_rmsprop(b: Batch) -> None:
         torch._foreach_add_(b.x, b.state["momentum_buffer"], alpha=lr)
     else:
         if wd:
-            torch._foreach_add_(d, -lr * wd)
+            add_number(d, -lr * wd)
         torch._foreach_addcdiv_(b.x, used_gradient(b, wd), d, value=lr)
     if b.first:
         return
@@ -126,18 +127,17 @@ def undo_rmsprop(b: Batch) -> None:
     if mu > 0:
         torch._foreach_addcdiv_(b.state["momentum_buffer"], g, d, value=-1)
         unscale(b.state["momentum_buffer"], rounded(mu, b.x[0].dtype))
-    del d
     unaverage_square(b.state["square_avg"], g, alpha)
     if b.hyper["centered"]:
         unlerp(b.state["grad_avg"], g, 1 - alpha)
-        raise_to(b.state["square_avg"], b.state["grad_avg"], 1 / (1 - alpha ** (b.t - 1)))
+        raise_to(b.state["square_avg"], b.state["grad_avg"], 1 / (1 - alpha ** (b.t - 1)), scratch=d)
     else:
         torch._foreach_clamp_min_(b.state["square_avg"], 0.0)
 
 
 def _adagrad_step(b: Batch) -> tuple[float, Tensors]:
     d = torch._foreach_sqrt(b.state["sum"])
-    torch._foreach_add_(d, b.hyper["eps"])
+    add_number(d, b.hyper["eps"])
     return b.hyper["lr"] / (1 + (b.t - 1) * b.hyper["lr_decay"]), d
 
 
@@ -154,7 +154,7 @@ def undo_adagrad(b: Batch) -> None:
     wd = b.hyper["weight_decay"]
     clr, d = _adagrad_step(b)
     if wd:
-        torch._foreach_add_(d, -clr * wd)
+        add_number(d, -clr * wd)
     torch._foreach_addcdiv_(b.x, used_gradient(b, wd), d, value=clr)
     del d
     if not b.first:
@@ -213,7 +213,7 @@ def undo_adafactor(b: Batch) -> None:
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 INVERSES: dict[type[Optimizer], Inverse] = {
-    SGD: Inverse(undo_sgd, ("momentum_buffer",)),
+    SGD: Inverse(undo_sgd, ("momentum_buffer",), block=2**20),
     Adam: Inverse(undo_adam, (*_MOMENTS, "max_exp_avg_sq")),
     AdamW: Inverse(undo_adam, (*_MOMENTS, "max_exp_avg_sq")),
     LAMB: Inverse(undo_lamb, _MOMENTS, after=lambda optimizer, p: optimizer.trust_ratios[p]),

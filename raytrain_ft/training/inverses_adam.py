@@ -10,6 +10,7 @@ from torch import Tensor
 from raytrain_ft.training.inverse_tools import (
     Batch,
     Tensors,
+    add_number,
     one_minus_quotient,
     raise_to,
     unaverage_square,
@@ -23,12 +24,12 @@ def _denominator(b: Batch, key: str = "exp_avg_sq") -> tuple[Tensors, float]:
     """(``sqrt(v') + eps * k``, k) with ``k = sqrt(1 - beta2**t)``: Adam's denominator times k, without an operation for k."""
     k = (1 - b.hyper["betas"][1] ** b.t) ** 0.5
     d = torch._foreach_sqrt(b.state[key])
-    torch._foreach_add_(d, b.hyper["eps"] * k)
+    add_number(d, b.hyper["eps"] * k)
     return d, k
 
 
-def undo_moments(b: Batch, weight_decay: float) -> None:
-    """Restores Adam's two moments. `weight_decay` is 0 where the decay is decoupled.
+def undo_moments(b: Batch, weight_decay: float, scratch: Tensors) -> None:
+    """Restores Adam's two moments. `weight_decay` is 0 where the decay is decoupled; `scratch` is overwritten.
 
     A gradient far larger than its history cancels v away (relative error about eps * R**2 * (1 - beta2) for a spike of
     R times), and a v that is too small would make the next update too large. So v is raised to the least value that any
@@ -44,7 +45,7 @@ def undo_moments(b: Batch, weight_decay: float) -> None:
     unaverage_square(v, g, beta2)
     q = beta1**2 / beta2 if beta2 else 0.0
     series = float(b.t - 1) if abs(1 - q) < 1e-9 else (1 - q ** (b.t - 1)) / (1 - q)
-    raise_to(v, m, (1 - beta2) / ((1 - beta1) ** 2 * series))
+    raise_to(v, m, (1 - beta2) / ((1 - beta1) ** 2 * series), scratch)
 
 
 def _split_decay(b: Batch) -> tuple[float, float]:
@@ -59,9 +60,8 @@ def undo_adam(b: Batch) -> None:
     decoupled, l2 = _split_decay(b)
     d, k = _denominator(b, "max_exp_avg_sq" if b.hyper["amsgrad"] else "exp_avg_sq")
     torch._foreach_addcdiv_(b.x, b.state["exp_avg"], d, value=b.hyper["lr"] * k / (1 - b.hyper["betas"][0] ** b.t))
-    del d
     undo_decoupled_decay(b, decoupled)
-    undo_moments(b, l2)
+    undo_moments(b, l2, scratch=d)
 
 
 def undo_lamb(b: Batch) -> None:
@@ -72,8 +72,8 @@ def undo_lamb(b: Batch) -> None:
     r = torch._foreach_mul(b.x, [wd * step for step in steps])
     torch._foreach_addcdiv_(r, b.state["exp_avg"], d, [step * k / (1 - b.hyper["betas"][0] ** b.t) for step in steps])
     torch._foreach_add_(b.x, r)
-    del d, r
-    undo_moments(b, 0.0)
+    del r
+    undo_moments(b, 0.0, scratch=d)
 
 
 def undo_radam(b: Batch) -> None:
@@ -86,12 +86,13 @@ def undo_radam(b: Batch) -> None:
     if rho > 5:
         rectifier = ((rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho)) ** 0.5
         d = torch._foreach_sqrt(b.state["exp_avg_sq"])
-        torch._foreach_add_(d, b.hyper["eps"])
+        add_number(d, b.hyper["eps"])
         torch._foreach_addcdiv_(b.x, b.state["exp_avg"], d, value=b.hyper["lr"] * rectifier * bc2**0.5 / bc1)
     else:
+        d = [torch.empty_like(x) for x in b.x]
         torch._foreach_add_(b.x, b.state["exp_avg"], alpha=b.hyper["lr"] / bc1)
     undo_decoupled_decay(b, decoupled)
-    undo_moments(b, l2)
+    undo_moments(b, l2, scratch=d)
 
 
 def _nadam_steps(b: Batch) -> tuple[list[float], list[float]]:
@@ -121,6 +122,6 @@ def undo_nadam(b: Batch) -> None:
     if l2:
         torch._foreach_add_(d, [-a * l2 for a in for_gradient])
     torch._foreach_addcdiv_(b.x, g, d, for_gradient)
-    del d, g
+    del g
     undo_decoupled_decay(b, decoupled)
-    undo_moments(b, l2)
+    undo_moments(b, l2, scratch=d)

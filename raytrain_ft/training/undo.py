@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adagrad, NAdam, Optimizer
+from torch.optim import SGD, Adagrad, Optimizer
 
 from raytrain_ft.errors import UndoRefusedError
-from raytrain_ft.training.inverses import INVERSES, Batch
+from raytrain_ft.training.inverse_tools import Batch, add_number
+from raytrain_ft.training.inverses import INVERSES
 from raytrain_ft.training.lamb import LAMB
 from raytrain_ft.training.undo_rules import (
     TRAINED_IN,
@@ -34,6 +35,7 @@ from raytrain_ft.training.undo_rules import (
     scaled_decay,
 )
 
+Columns = list[Sequence[Tensor]]  # parameters, gradients, and each tensor of the state: they run parallel
 _NO_STATE: dict[str, Any] = {}
 _WITH_STATE = False, 0.0
 _DEVICE_BLOCK = 2**24  # elements; bounds the temporaries where there is no cache to make use of
@@ -142,13 +144,13 @@ class Undo:
         reasons = [reason for cohort in cohorts for reason in self._objections(cohort)]
         if reasons:
             raise refusal(self._optimizer, reasons)
-        for cohort in cohorts:  # before anything is changed: what fails half-way must not be undone a second time
-            for r in cohort.records:
-                del self._records[id(r.parameter)]
+        # Before anything is changed: what fails half-way must not be undone a second time.
+        self.forget(None if params is None else [r.parameter for cohort in cohorts for r in cohort.records])
         for cohort in cohorts:
+            _count_back(cohort)
             for batch in cohort.batches(self._inverse.block):
                 self._inverse.undo(batch)
-        self._restore_counters(cohorts)
+            self._drop_first_state(cohort)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del args, kwargs
@@ -187,15 +189,15 @@ class Undo:
         self._before.clear()
 
     def _chosen(self, params: Iterable[Tensor] | None) -> list[Record]:
-        wanted = list(self._records) if params is None else list({id(p): None for p in params})
-        missing = [i for i, key in enumerate(wanted) if key not in self._records]
-        if missing or (params is None and not wanted):
-            what = f"the parameters at {missing} of the {len(wanted)} given have" if wanted else "there is"
+        keys = list(self._records) if params is None else list({id(p): None for p in params})
+        missing = [] if params is None else [i for i, key in enumerate(keys) if key not in self._records]
+        if missing or (params is None and not keys):
+            what = f"the parameters at {missing} of the {len(keys)} given have" if keys else "there is"
             raise UndoRefusedError(
                 f"{what} no update to undo: not updated in the latest step, or undone or forgotten already. "
                 "Undo each update once; Undo.updated() lists what can be undone."
             )
-        records = [self._records[key] for key in reversed(wanted)]  # last updated, first undone: the cache still holds that
+        records = [self._records[key] for key in reversed(keys)]  # last updated, first undone: the cache still holds that
         skipped = _skipped(records)
         if any(skipped):
             self.forget(r.parameter for r, was in zip(records, skipped, strict=True) if was)
@@ -208,19 +210,22 @@ class Undo:
         entries = [known.get(r.parameter, _NO_STATE) for r in records]
         steps = _numbers([entry.get("step", 0.0) for entry in entries])
         scalars = _numbers([entry.get("mu_product", r.scalar) for entry, r in zip(entries, records, strict=True)])
-        ways: dict[int, tuple[bool, str]] = {}
-        kinds = []
-        for r, entry, t in zip(records, entries, steps, strict=True):
+        there = zip(*[[entry.get(name) is not None for entry in entries] for name in own], strict=True)
+        cohorts: dict[Any, _Cohort] = {}
+        last, cohort = None, _Cohort((), 0, False, [], [], [])
+        for r, entry, t, scalar, has in zip(records, entries, steps, scalars, there, strict=True):
             p, _, fresh, _, _, update = r
-            way = ways.get(id(update)) or ways.setdefault(id(update), (update.overwritten, str(update.hyper)))
-            names = tuple([name for name in own if entry.get(name) is not None])
-            kinds.append((p.device, p.dtype, t, t == 1 if t else fresh, names, way))
-        # One kind nearly always, a few at most: to look for each is quicker than to sort every parameter into its place.
-        groups = {kind: [i for i, other in enumerate(kinds) if other == kind] for kind in dict.fromkeys(kinds)}
-        return [
-            _Cohort(names, int(t), first, [records[i] for i in same], [entries[i] for i in same], [scalars[i] for i in same])
-            for (_, _, t, first, names, _), same in groups.items()
-        ]
+            kind = (p.device, p.dtype, t, fresh, has, id(update))
+            if kind != last:  # neighbours are nearly always of one kind: to compare is quicker than to look each up
+                last = kind
+                names = tuple([name for name, is_there in zip(own, has, strict=True) if is_there])
+                first = t == 1 if t else fresh
+                alike = (p.device, p.dtype, t, first, names, update.overwritten, str(update.hyper))
+                cohort = cohorts.get(alike) or cohorts.setdefault(alike, _Cohort(names, int(t), first, [], [], []))
+            cohort.records.append(r)
+            cohort.entries.append(entry)
+            cohort.scalars.append(scalar)
+        return list(cohorts.values())
 
     def _objections(self, cohort: _Cohort) -> list[str]:
         """Why this cohort cannot be undone after all: what only the latest step could show."""
@@ -237,27 +242,17 @@ class Undo:
             reasons += scaled_decay([torch.tensor(abs(1 - lr * wd * ratio)) for ratio in cohort.scalars])
         return reasons
 
-    def _restore_counters(self, cohorts: Iterable[_Cohort]) -> None:
-        """Restores the step counters and products; a first step's state is deleted, or set to what it began with."""
-        for cohort in cohorts:
-            kept = [entry for r, entry in zip(cohort.records, cohort.entries, strict=True) if not r.fresh]
-            if cohort.t and kept:
-                steps = [entry["step"] for entry in kept]
-                one = torch.ones((), device=steps[0].device)  # a number would be made a tensor once for each of them
-                torch._foreach_add_(steps, one, alpha=-1)  # pyright: ignore[reportPrivateImportUsage]
-            if type(self._optimizer) is NAdam:
-                for r, entry in zip(cohort.records, cohort.entries, strict=True):
-                    entry["mu_product"].fill_(r.scalar)
-            if cohort.first:
-                # torch fills every sum with the constructor's value, whatever a group says
-                initial = self._optimizer.defaults["initial_accumulator_value"] if type(self._optimizer) is Adagrad else 0.0
-                for entry in kept:
-                    for name in cohort.names:
-                        entry[name].fill_(initial)
-            if len(kept) < len(cohort.records):
-                for r in cohort.records:
-                    if r.fresh:
-                        self._optimizer.state.pop(r.parameter, None)
+    def _drop_first_state(self, cohort: _Cohort) -> None:
+        """A first step's state is deleted, or set to what it began with."""
+        if cohort.first:
+            # torch fills every sum with the constructor's value, whatever a group says
+            initial = self._optimizer.defaults["initial_accumulator_value"] if type(self._optimizer) is Adagrad else 0.0
+            for entry in cohort.kept:
+                for name in cohort.names:
+                    entry[name].fill_(initial)
+        for r in cohort.records:
+            if r.fresh:
+                self._optimizer.state.pop(r.parameter, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +271,11 @@ class _Cohort:
         """Theirs, or one just like it."""
         return self.records[0].update
 
+    @property
+    def kept(self) -> list[dict[str, Any]]:
+        """The entries that were there before the update."""
+        return [entry for r, entry in zip(self.records, self.entries, strict=True) if not r.fresh]
+
     def batches(self, block: int | None) -> Iterator[Batch]:
         """Cuts large tensors into blocks and puts small ones together.
 
@@ -283,34 +283,47 @@ class _Cohort:
         on what else is undone with it.
         """
         params, gradients, *_ = zip(*self.records, strict=True)
-        states = [[entry[name] for entry in self.entries] for name in self.names]
+        columns: Columns = [params, gradients, *([entry[name] for entry in self.entries] for name in self.names)]
         limit = (block or 0) if params[0].is_cpu else _DEVICE_BLOCK
-        sizes = [p.numel() for p in params]
-        if sum(sizes) <= limit:
-            yield self._batch([params, gradients, *states], self.scalars)
-            return
-        pieces: list[tuple[Tensor, ...]] = []
-        scalars: list[float] = []
-        size = 0
-        for tensors, length, scalar in zip(zip(params, gradients, *states, strict=True), sizes, self.scalars, strict=True):
-            if block is None or length <= limit or not all(t.is_contiguous() for t in tensors):
-                cut = [tensors]
-            else:
-                cut, length = list(zip(*(t.view(-1).split(limit) for t in tensors), strict=True)), limit
-            for piece in cut:
-                pieces.append(piece)
-                scalars.append(scalar)
-                size += length
-                if size >= limit:
-                    yield self._batch(zip(*pieces, strict=True), scalars)
-                    pieces, scalars, size = [], [], 0
-        if pieces:
-            yield self._batch(zip(*pieces, strict=True), scalars)
+        sizes, scalars = [p.numel() for p in params], self.scalars
+        if block is not None and max(sizes) > limit:
+            columns, sizes, scalars = _cut(columns, sizes, scalars, limit)
+        start = size = 0
+        for end, length in enumerate(sizes, start=1):
+            size += length
+            if size >= limit or end == len(sizes):
+                yield self._batch([column[start:end] for column in columns], scalars[start:end])
+                start, size = end, 0
 
-    def _batch(self, columns: Iterable[Sequence[Tensor]], scalars: list[float]) -> Batch:
+    def _batch(self, columns: Columns, scalars: list[float]) -> Batch:
         x, g, *state = map(list, columns)
         named = dict(zip(self.names, state, strict=True))
         return Batch(x, g, named, scalars, self.update.hyper, self.t, self.first, self.update.overwritten)
+
+
+def _cut(columns: Columns, sizes: list[int], scalars: list[float], limit: int) -> tuple[Columns, list[int], list[float]]:
+    """Cuts tensors of more than `limit` elements into blocks, if they are contiguous; all columns alike."""
+    pieces: list[tuple[tuple[Tensor, ...], int, float]] = []
+    for tensors, length, scalar in zip(zip(*columns, strict=True), sizes, scalars, strict=True):
+        if length > limit and all(t.is_contiguous() for t in tensors):
+            blocks = zip(*(t.view(-1).split(limit) for t in tensors), strict=True)
+            pieces += [(block, block[0].numel(), scalar) for block in blocks]
+        else:
+            pieces.append((tensors, length, scalar))
+    rows, lengths, numbers = zip(*pieces, strict=True)
+    return list(zip(*rows, strict=True)), list(lengths), list(numbers)
+
+
+def _count_back(cohort: _Cohort) -> None:
+    """Restores the step counters and NAdam's products. Before the tensors are undone: now the counters are in the cache."""
+    if not cohort.t:
+        return
+    kept = cohort.kept
+    if kept:
+        add_number([entry["step"] for entry in kept], -1.0)
+    if "mu_product" in cohort.entries[0]:
+        for r, entry in zip(cohort.records, cohort.entries, strict=True):
+            entry["mu_product"].fill_(r.scalar)
 
 
 def _version(t: Tensor) -> int | None:
@@ -325,9 +338,9 @@ def _version(t: Tensor) -> int | None:
 
 def _skipped(records: list[Record]) -> list[bool]:
     """Whether a GradScaler made each step leave everything as it was, because a gradient was infinite."""
-    flags = {id(r.update): r.update.found_inf for r in records}
-    skipped = {key: flag is not None and flag.item() != 0 for key, flag in flags.items()}
-    return [skipped[id(r.update)] for r in records]
+    updates = {id(update): update for *_, update in records}
+    skipped = {key for key, update in updates.items() if update.found_inf is not None and update.found_inf.item() != 0}
+    return [id(r.update) in skipped for r in records] if skipped else [False] * len(records)
 
 
 def _numbers(values: list[Any]) -> list[float]:
