@@ -40,13 +40,13 @@ def _worker(rank: int, num_workers: int, work: Work, store: str, turns: Turns, s
         optimizer = work.optimizer(model)
         dataset = work.dataset()
         clock = BlockClock(turns, side, rank, *plan)
-        for step in range(clock.num_steps):
-            clock.before_step()
+        for step in range(clock.num_ticks):
             inputs, targets = batch_of(dataset, step, rank, num_workers, work.batch_per_worker)
             optimizer.zero_grad()
-            work.loss(model(inputs), targets).backward()
+            output = model(inputs)
+            clock.tick()
+            work.loss(output, targets).backward()
             optimizer.step()
-            clock.after_step()
         dist.destroy_process_group()
     except BaseException as error:
         turns.stop(f"{side} rank {rank} failed: {error!r}")  # nobody should wait for us until the deadline

@@ -68,7 +68,7 @@ class Task(ft.TrainTask):
 
 
 class Timed(Task):
-    """Takes turns. The loss is asked for once per step, so from one call to the next is one whole step."""
+    """Takes turns. The loss is asked for once per step: there its clock ticks."""
 
     def __init__(self, work: Work, turns: Turns, side: str, plan: tuple[int, int]) -> None:
         """`plan`: blocks, and steps per block."""
@@ -81,7 +81,7 @@ class Timed(Task):
 
     @property
     def max_steps(self) -> int:
-        """One more than are timed: it takes two calls to see one step."""
+        """As many as `BlockClock.num_ticks`."""
         return self._plan[0] * self._plan[1] + 1
 
     def optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -92,15 +92,12 @@ class Timed(Task):
         return optimizer
 
     def loss(self, output: Tensor, batch: Any) -> Tensor:
-        """Ends a step and begins the next one."""
+        """A tick of the clock comes before it."""
         if self._clock is None:
             self._clock = BlockClock(self._turns, self._side, dist.get_rank(), *self._plan)
-        else:
-            self._clock.after_step()
+        self._clock.tick()
         self._calls += 1
-        if self._calls < self.max_steps:
-            self._clock.before_step()
-        else:
+        if self._calls == self.max_steps:
             Path(self._turns.directory, f"{self._side}.{dist.get_rank()}.updates").write_text(json.dumps(self._updates))
         return super().loss(output, batch)
 

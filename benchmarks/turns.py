@@ -102,36 +102,36 @@ class Turns:
 class BlockClock:
     """One worker's side of the gate: waits for its turn before a block, times every step, and says when it is done.
 
-    A step lasts from the end of the one before it in its block to its own end, so whatever a framework does between
-    two steps is counted too.
+    A step lasts from one `tick` to the next, so whatever a framework does between two steps is counted too. All sides tick
+    at the same point of the loop, right before the loss: where workers outnumber the cores they reach some points in a more
+    uneven row than others, and a step as long as its slowest rank would be longer for a side that ticks at such a point.
     """
 
     def __init__(self, turns: Turns, side: str, rank: int, blocks: int, steps_per_block: int) -> None:
         self.turns, self.side, self.rank = turns, side, rank
         self.blocks, self.steps_per_block = blocks, steps_per_block
-        self._step = 0
+        self._ticks = 0
         self._marks: list[float] = []
 
     @property
-    def num_steps(self) -> int:
-        """How many steps the worker has to run in all."""
-        return self.blocks * self.steps_per_block
+    def num_ticks(self) -> int:
+        """How many steps the worker has to run in all: it takes two ticks to see one."""
+        return self.blocks * self.steps_per_block + 1
 
-    def before_step(self) -> None:
-        """Call at the very beginning of each step: waits if a block begins here."""
-        if self._step % self.steps_per_block == 0:
-            self.turns.wait(self.side, self._step // self.steps_per_block)
-            self._marks = [time.monotonic()]
-
-    def after_step(self) -> None:
-        """Call at the very end of each step: passes the turn on if a block ends here."""
+    def tick(self) -> None:
+        """Call once in each step. Passes the turn on if a block ends here, and waits for the next one."""
         self._marks.append(time.monotonic())
-        self._step += 1
-        if self._step % self.steps_per_block == 0:
-            block = self._step // self.steps_per_block - 1
+        block, steps = divmod(self._ticks, self.steps_per_block)
+        self._ticks += 1
+        if steps:
+            return
+        if block:
             times = [after - before for before, after in itertools.pairwise(self._marks)]
-            (Path(self.turns.directory) / f"{self.side}.{block}.{self.rank}.times").write_text(json.dumps(times))
-            self.turns.done(self.side, block, self.rank)
+            (Path(self.turns.directory) / f"{self.side}.{block - 1}.{self.rank}.times").write_text(json.dumps(times))
+            self.turns.done(self.side, block - 1, self.rank)
+        if block < self.blocks:
+            self.turns.wait(self.side, block)
+            self._marks = [time.monotonic()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,12 +132,14 @@ class Replica:
         )
         self.model = _survivable_ddp()(self.manager, module, bucket_cap_mb=work.bucket_mb)
 
-    def step(self, data_step: int) -> bool:
+    def step(self, data_step: int, before_loss: Callable[[], None] = lambda: None) -> bool:
         """One step, as `torchft.Optimizer` does it. Returns whether it was committed."""
         self.manager.start_quorum()
         self.optimizer.zero_grad()
         inputs, targets = batch_of(self.dataset, data_step, self.rank, self.world_size, self.work.batch_per_worker)
-        self.work.loss(self.model(inputs), targets).backward()
+        output = self.model(inputs)
+        before_loss()
+        self.work.loss(output, targets).backward()
         committed = self.manager.should_commit()
         if committed:
             self.optimizer.step()
@@ -150,11 +152,9 @@ def timed_loop(config: dict[str, Any]) -> None:
     try:
         replica = Replica(config["work"], min_replicas=ray.train.get_context().get_world_size())
         clock = BlockClock(turns, SIDE, replica.rank, config["blocks"], config["steps_per_block"])
-        for step in range(clock.num_steps):
-            clock.before_step()
-            if not replica.step(step):
+        for step in range(clock.num_ticks):
+            if not replica.step(step, before_loss=clock.tick):
                 raise RuntimeError(f"torchft dropped step {step} although nobody had failed")
-            clock.after_step()
         replica.manager.shutdown()
     except BaseException as error:
         turns.stop(f"{SIDE} failed: {error!r}")
