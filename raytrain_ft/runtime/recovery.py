@@ -1,18 +1,16 @@
 """How a worker carries out its part of a recovery: make survivors consistent, copy state, fill replacements.
 
-Every transfer of a plan is done by all members in the same order, so no two can wait for each other. Received state is put
-aside until all of it is there and then taken over in one go: a recovery that is itself interrupted leaves every bucket at a
-whole version, so it can begin again from wherever it stands.
+Received state (see `transfer`) is put aside until all of it is there and then taken over in one go: a recovery that is itself
+interrupted leaves every bucket at a whole version, so it can begin again from wherever it stands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from raytrain_ft.errors import RecoveryError, StorageError
 from raytrain_ft.policy.reconcile import Copy, Marks, Plan
@@ -21,6 +19,7 @@ from raytrain_ft.policy.tuner import Tuner
 from raytrain_ft.runtime import holder
 from raytrain_ft.runtime.heartbeat import Heartbeat
 from raytrain_ft.runtime.spec import RunSpec
+from raytrain_ft.runtime.transfer import Transfer
 from raytrain_ft.storage import checkpoint
 from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.storage.manifest import Name
@@ -31,7 +30,6 @@ from raytrain_ft.training.attempt import Commit
 from raytrain_ft.training.build import Checkpointing
 from raytrain_ft.training.checkpointer import Target
 from raytrain_ft.training.fence import Fence, PeerLostError
-from raytrain_ft.training.process_group import FencedGroup
 from raytrain_ft.training.state import Extras, TrainingState
 from raytrain_ft.training.step import Replica
 
@@ -58,37 +56,6 @@ class Outcome:
     commit: Commit | None
 
 
-class Transfer:
-    """Copies, and further reductions, within the group of one incarnation."""
-
-    def __init__(
-        self, group: FencedGroup, world: Sequence[str], member: str, device: torch.device, probe: Callable[[str], None]
-    ) -> None:
-        self.group = group
-        self._device = device  # NCCL sends from a GPU only
-        self._rank = {name: rank for rank, name in enumerate(world)}
-        self.member = member
-        self._probe = probe
-
-    def copy(self, copy: Copy, give: Callable[[], Tensor]) -> Tensor | None:
-        """Carries out this member's part of one copy; returns what it received, if it is a target."""
-        if self.member == copy.source:
-            payload = give().to(self._device)
-            size = torch.tensor([payload.numel()], dtype=torch.int64, device=self._device)
-            for target in copy.targets:
-                self._probe("transfer_source")
-                self.group.send([size], self._rank[target], 0).wait()
-                self.group.send([payload], self._rank[target], 0).wait()
-        elif self.member in copy.targets:
-            self._probe("transfer_receiver")
-            size = torch.zeros(1, dtype=torch.int64, device=self._device)
-            self.group.recv([size], self._rank[copy.source], 0).wait()
-            payload = torch.empty(int(size), dtype=torch.uint8, device=self._device)
-            self.group.recv([payload], self._rank[copy.source], 0).wait()
-            return payload.cpu()
-        return None
-
-
 @torch.no_grad()
 def reconcile(replica: Replica, plan: Plan, transfer: Transfer, sampling: Sampling) -> Outcome:
     """Carries out a survivor's part of the plan.
@@ -104,12 +71,10 @@ def reconcile(replica: Replica, plan: Plan, transfer: Transfer, sampling: Sampli
         replica.lost = (base, plan.lost)
     if replica.attempt is not None and not (plan.completes and replica.attempt.step == base):
         state.tail.restore()  # a step that is not completed; perhaps the next one, and others are to take this state
-    received = [(c.bucket, transfer.copy(c, lambda c=c: bytes_of(state.buckets[c.bucket].flat).cpu())) for c in plan.gradients]
-    for index, payload in received:
-        if payload is not None:
-            bucket = state.buckets[index]
-            bucket.flat.copy_(payload.view(bucket.flat.dtype))
-            bucket.gradient = base
+    for index, payload in transfer.copy(plan.gradients, lambda copy: bytes_of(state.buckets[copy.bucket].flat)):
+        bucket = state.buckets[index]
+        bucket.flat.copy_(payload.view(bucket.flat.dtype))
+        bucket.gradient = base
     if plan.mean:
         mending.reduce_alone(replica, plan.mean, transfer.group, leads=plan.speaker == transfer.member)
     if plan.completes:
@@ -160,12 +125,10 @@ def _update(replica: Replica, base: int) -> None:
 def take_states(replica: Replica, copies: Sequence[Copy], transfer: Transfer, version: int) -> None:
     """Sends and receives bucket states; what came is taken over only when all of it is here."""
     buckets = replica.state.buckets
-    received = [(c.bucket, transfer.copy(c, lambda c=c: replica.state.pack(buckets[c.bucket]))) for c in copies]
-    for index, payload in received:
-        if payload is not None:
-            replica.state.unpack(buckets[index], payload)
-            buckets[index].version = version
-            buckets[index].dirty = False
+    for index, payload in transfer.copy(copies, lambda copy: replica.state.pack(buckets[copy.bucket])):
+        replica.state.unpack(buckets[index], payload)
+        buckets[index].version = version
+        buckets[index].dirty = False
 
 
 @dataclass(frozen=True, slots=True)

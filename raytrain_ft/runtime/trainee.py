@@ -23,6 +23,7 @@ from raytrain_ft.runtime.connections import Connections
 from raytrain_ft.runtime.heartbeat import Heartbeat
 from raytrain_ft.runtime.rendezvous import RayStore
 from raytrain_ft.runtime.spec import RunSpec
+from raytrain_ft.runtime.transfer import Transfer
 from raytrain_ft.storage.arrow import write_tensors
 from raytrain_ft.storage.filesystem import local_path
 from raytrain_ft.training import mending, process_group, replay
@@ -225,7 +226,7 @@ class Trainee:
             self._begin_from(command.load, fence)
             return self.replica.state.digests(), 0, 0
         state = self.replica.state
-        transfer = recovery.Transfer(self._group, world, self._member, state.device, self._probe_recovery)
+        transfer = Transfer(self._group, world, self._member, state.device, self._probe_recovery)
         if not state.filled:
             recovery.lend(self.replica, plan, transfer)
             return (), 0, 0
@@ -284,7 +285,7 @@ class Trainee:
         if handed is not None:
             recovery.unpack(state, handed)
             self._replayed = ""
-        transfer = recovery.Transfer(self._group, self._world, self._member, state.device, self._probe_recovery)
+        transfer = Transfer(self._group, self._world, self._member, state.device, self._probe_recovery)
         recovery.take_states(self.replica, command.copies, transfer, version=extras.step if extras else state.step)
         if extras is not None:
             state.take(extras)

@@ -176,6 +176,11 @@ def check(world: World, everybody_contributed: bool, wait_free: bool) -> Plan:
     assert plan.step == base + plan.completes
     assert everybody_contributed or not plan.completes, "a step that somebody did not contribute to was completed"
     assert plan.completes or all(rank.step == base for rank in world), "a committed step was given up"
+    for_all = [
+        any(rank.versions[bucket] > base or rank.gradients[bucket] == (base, False) for rank in world)
+        for bucket in range(len(world[0].states))
+    ]
+    assert plan.completes == all(for_all), "a step that could be completed is redone, or the other way round"
     assert wait_free or not plan.undo, "under a barrier nothing is ever undone"
     for bucket in plan.undo:
         assert all(rank.versions[bucket] == base + 1 for rank in world)
