@@ -154,6 +154,33 @@ def test_strategy_snapshot_goes_back_to_what_another_node_holds_in_memory(undist
     assert not list((tmp_path / "run").glob("checkpoints/step-*")), "nothing is written to storage"
 
 
+def test_snapshots_are_held_on_a_node_where_no_worker_is(tmp_path: Path) -> None:
+    train(tmp_path, "run", steps=8, checkpoints=OFTEN, strategy="snapshot", task=NotesNodes(tmp_path))
+    holders = {path.read_text() for path in tmp_path.glob("holder-*")}
+    workers = {path.read_text() for path in tmp_path.glob("worker-*")}
+    assert len(holders) == 1
+    assert workers
+    assert not holders & workers, "a node that is lost would take the snapshots with it"
+
+
+class NotesNodes(Toy):
+    """Its workers write down on which node they are, and on which the holder of snapshots is."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(0.02)
+        self._path, self._noted = path, False
+
+    def loss(self, output: torch.Tensor, batch: list[torch.Tensor]) -> torch.Tensor:
+        if not self._noted:
+            self._noted = True
+            name = next(a for a in list_named_actors(all_namespaces=True) if a["name"].endswith(":holder"))
+            holder: Any = ray.get_actor(name["name"], namespace=name["namespace"])
+            where = ray.get(holder.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()), timeout=20)
+            (self._path / f"holder-{os.getpid()}").write_text(where)
+            (self._path / f"worker-{os.getpid()}").write_text(ray.get_runtime_context().get_node_id())
+        return super().loss(output, batch)
+
+
 def test_without_their_holder_the_survivors_go_on_from_what_they_have(undisturbed, tmp_path: Path) -> None:
     task = KillsTheHolder(0.02)
     result = train(tmp_path, "run", faults=[ft.FailAt(rank=1, step=23, phase="forward")], strategy="snapshot", task=task)

@@ -39,7 +39,7 @@ JOBS = {
 LAST_LINE = {
     "train_lm": r"held-out modules: \d\.\d\d bits per byte",
     "checkfreq_plain": r"test accuracy: \d+\.\d\d%",
-    "checkfreq_ray_train": r"'accuracy': 0\.\d+",
+    "checkfreq_ray_train": r"(?s)begins with step [1-9].*'accuracy': 0\.\d+",  # it was killed, and went on in the midst
 }
 """What a job prints at its end; the others print their test accuracy too."""
 ATTACH = """
