@@ -25,7 +25,6 @@ from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.simulate import simulate
 from raytrain_ft.simulate.calibrate import Calibration, calibrate
 
-GOALS = {"predicted_vs_measured_max_deviation": Goal("<=", 0.1)}
 FAILURES = 8
 STEP_S = 0.3
 WORKERS = 3
@@ -37,6 +36,7 @@ STAGE_PHASES = ("data", "forward", "backward_pass")
 STRATEGIES = ("replication", "checkpoint", "logging", "snapshot", "lossy", "rollback", "skip")
 GOING_BACK = ("checkpoint", "snapshot", "logging")
 """Those that need something saved to go back to."""
+GOALS = {f"predicted_vs_measured_{name}": Goal("<=", 0.1) for name in ("max_deviation", *STRATEGIES)}
 
 
 class Patient(Tiny):
@@ -145,6 +145,7 @@ def run(options: Options) -> Report:
             f"({one.deviation:.1%}); the run calibrated on: {one.own_predicted:.1f} s, {one.own_measured:.1f} s "
             f"({one.own_deviation:.1%})"
         )
+        report.add(f"predicted_vs_measured_{one.strategy}", [one.deviation])
     report.add("predicted_vs_measured_max_deviation", [max(one.deviation for one in found)])
     return report
 

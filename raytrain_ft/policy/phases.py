@@ -70,20 +70,22 @@ def _seconds_to_leave(run: RunState) -> float:
 
 
 def on_fenced(run: RunState, event: m.Fenced) -> list[m.Command]:
-    known = [answer.marks for answer in run.answers.values() if isinstance(answer, m.Fenced) and answer.marks is not None]
     run.answers[event.member] = event
-    return [*_forsake(run, known, event.marks), *take_stock(run, event.at)]
+    told = _forsake(run, event) if run.rules.strategy == "lossy" else []
+    return [*told, *take_stock(run, event.at)]
 
 
-def _forsake(run: RunState, known: list[Marks], new: Marks | None) -> list[m.Command]:
+def _forsake(run: RunState, event: m.Fenced) -> list[m.Command]:
     """With "lossy" survivors compute their gradients to the end, which only this answer may show to be in vain: who has come
     back from a step that others had completed, say, finds them in the next one, and that will be redone."""
     waited_for = tuple(member for member in run.roster.taking_part() if member not in run.answers)
-    if run.rules.strategy != "lossy" or new is None or not waited_for:
+    if event.marks is None or not waited_for:
         return []
+    others = [answer for answer in run.answers.values() if isinstance(answer, m.Fenced) and answer is not event]
+    known = [answer.marks for answer in others if answer.marks is not None]
     gone = [rank for rank, member in enumerate(run.world) if member not in run.members]
     about = (gone, len(run.world), run.rules.quorum)
-    worth = worth_finishing([*known, new], *about)
+    worth = worth_finishing([*known, event.marks], *about)
     if known and worth == worth_finishing(known, *about):
         return []  # they have been told
     return [m.Forsake(waited_for, run.incarnation, worth)]
