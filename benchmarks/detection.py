@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raytrain_ft as ft
 from benchmarks.exactness import BUCKETS, Small
-from benchmarks.harness import REPORT_ONLY, Goal, Options, Report, main
+from benchmarks.harness import REPORT_ONLY, Goal, Options, Report, main, p95_of
 from benchmarks.ours import Run
 from raytrain_ft.chaos.hosts import HostCluster
 from raytrain_ft.chaos.network import why_unavailable
@@ -216,11 +216,6 @@ def measure_false_alarms(report: Report, seconds: float, others: list[dict[str, 
 # ---------------------------------------------------------------- all of it
 
 
-def p95(values: Any, axis: int = -1) -> Any:
-    """For the harness: the 95th percentile along its axis."""
-    return np.percentile(values, 95, axis=axis)
-
-
 def measure_losses(report: Report, cluster: HostCluster, rounds: int, seed: int) -> list[dict[str, Any]]:
     """All kinds in turns. Returns the records of workers that were given up and had not been struck."""
     draws = random.Random(seed)
@@ -235,7 +230,7 @@ def measure_losses(report: Report, cluster: HostCluster, rounds: int, seed: int)
             run.abort()
         records = read_records(run.directory / "events.jsonl")
     for kind, losses in found.items():
-        report.add(f"{kind}_p95_s", [loss.seconds for loss in losses], statistic=p95)
+        report.add(f"{kind}_p95_s", [loss.seconds for loss in losses], statistic=p95_of)
         ways = sorted({loss.noticed_by for loss in losses})
         median = float(np.median([loss.seconds for loss in losses]))
         report.note(f"  {kind}: median {median:.3f} s, longest {max(loss.seconds for loss in losses):.3f} s, noticed by {ways}")

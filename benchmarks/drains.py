@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 
 import raytrain_ft as ft
-from benchmarks.harness import Goal, Options, Report, main
+from benchmarks.harness import Goal, Options, Report, main, p95_of
 from benchmarks.ours import Run, training
 from benchmarks.peers.kills import read_journals
-from benchmarks.recovery import Journaled, has_spares, p95_of, wait_for
+from benchmarks.recovery import Journaled, has_spares, wait_for
 from raytrain_ft.chaos.cluster import LocalCluster
 from raytrain_ft.policy.audit import audit
 from raytrain_ft.runtime.event_log import read_records

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 import raytrain_ft as ft
 from benchmarks.drains import committed_at
-from benchmarks.harness import REPORT_ONLY, Goal, Options, Report, main, noise_floor, paired_ratio
+from benchmarks.harness import REPORT_ONLY, Goal, Options, Report, main, noise_floor, p95_of, paired_ratio
 from benchmarks.models import Work
 from benchmarks.ours import Run, Task, training
-from benchmarks.recovery import CommitJournal, breakdown, p95_of, wait_for
+from benchmarks.recovery import CommitJournal, breakdown, wait_for
 from raytrain_ft.chaos.cluster import LocalCluster
 from raytrain_ft.policy.audit import audit
 from raytrain_ft.runtime.event_log import read_records

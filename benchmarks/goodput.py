@@ -15,10 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import control_plane, drains
-from benchmarks.harness import REPORT_ONLY, Goal, Options, Report, main
+from benchmarks.harness import REPORT_ONLY, Goal, Options, Report, main, p95_of
 from benchmarks.ours import Paced, Task
 from benchmarks.peers.share import ShareOf, restart_share, torchft_share
-from benchmarks.recovery import p95_of
 from raytrain_ft.drill.grounds import Laptop, laptop
 from raytrain_ft.drill.measure import Clock, committed, training_seconds, violations
 from raytrain_ft.drill.played import Played

@@ -55,6 +55,8 @@ __all__ = [
     "machine_noise",
     "main",
     "noise_floor",
+    "p95_of",
+    "p99_of",
     "paired_ratio",
     "parse_options",
     "read_blocks",
@@ -63,6 +65,8 @@ __all__ = [
 Direction = Literal["<=", ">=", "==", "report"]
 Statistic = Callable[..., Any]  # statistic(array, axis=-1), as np.median
 DIRECTIONS: tuple[Direction, ...] = ("<=", ">=", "==", "report")
+FEWEST = 5
+"""Observations behind a percentile that is judged. Of fewer, it is about the largest, and no resample has a larger one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,7 @@ class Estimate:
     high: float
     n: int
     why: str | None = None
+    tail: bool = False  # it is a percentile near the end, see `TAILS`
 
     def __str__(self) -> str:
         return "n/a" if self.value is None else f"{self.value:.4g} [{self.low:.4g}, {self.high:.4g}] (n={self.n})"
@@ -119,10 +124,24 @@ def bootstrap_ci(values: Sequence[float], statistic: Statistic = np.median, seed
     return float(low), float(high)
 
 
+def p95_of(values: Any, axis: int = -1) -> Any:
+    """The 95th percentile along its axis, as a statistic."""
+    return np.percentile(values, 95, axis=axis)
+
+
+def p99_of(values: Any, axis: int = -1) -> Any:
+    """The 99th."""
+    return np.percentile(values, 99, axis=axis)
+
+
+TAILS = (p95_of, p99_of)
+
+
 def estimate(values: Sequence[float], statistic: Statistic = np.median, seed: int = 0) -> Estimate:
     """`statistic` of the values with its bootstrap interval."""
     low, high = bootstrap_ci(values, statistic, seed)
-    return Estimate(float(statistic(np.asarray(values, dtype=np.float64), axis=-1)), low, high, len(values))
+    value = float(statistic(np.asarray(values, dtype=np.float64), axis=-1))
+    return Estimate(value, low, high, len(values), tail=statistic in TAILS)
 
 
 def paired_ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], seed: int = 0) -> Estimate:
@@ -222,12 +241,14 @@ class Report:
         print(f"[{time.monotonic() - self._began:5.0f} s] {text}", file=sys.stderr, flush=True)
 
     def verdict(self, key: str) -> str:
-        """ "met", "NOT met", "report" (nothing to judge) or "n/a" (not measured)."""
+        """ "met", "NOT met", "too few" (observations for a percentile), "report" (nothing to judge) or "n/a" (not measured)."""
         found = self._estimates.get(key)
         if found is None or found.value is None:
             return "n/a"
         met = self.goals[key].met_by(found.low, found.high)
-        return "report" if met is None else "met" if met else "NOT met"
+        if met is None:
+            return "report"
+        return "too few" if found.tail and found.n < FEWEST else "met" if met else "NOT met"
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values: {"metrics": {key: ...}, "machine": ..., "noise_floor": ...}."""

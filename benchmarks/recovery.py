@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import raytrain_ft as ft
 from benchmarks import exactness
-from benchmarks.harness import REPORT_ONLY, Goal, Options, Report, loopback_bandwidth, main
+from benchmarks.harness import REPORT_ONLY, Goal, Options, Report, loopback_bandwidth, main, p95_of, p99_of
 from benchmarks.models import RECOVERY
 from benchmarks.ours import Run, Task, training
 from benchmarks.peers.kills import Journal, Kill, Killer, summary
@@ -150,11 +150,6 @@ def breakdown(records: list[dict]) -> str:
     return ", ".join(f"{b} +{1000 * statistics.median(r[b] - r[a] for r in found):.0f} ms" for a, b in spans if found)
 
 
-def p95(values: list[float]) -> float:
-    """The 95th percentile."""
-    return float(np.percentile(values, 95))
-
-
 def measure_ours(report: Report, options: Options) -> list[Kill]:
     """Kills with a warm spare, without one, and freezes."""
     kill, stop = int(signal.SIGKILL), int(signal.SIGSTOP)
@@ -193,16 +188,6 @@ def measure_ours(report: Report, options: Options) -> list[Kill]:
             report.note(f"AUDIT: {violation}")
     report.add("samples_lost", float(sum(p.samples_lost for p in lost) + sum(len(p.violations) for p in lost)))
     return kills
-
-
-def p95_of(values: Any, axis: int = -1) -> Any:
-    """For the harness: the 95th percentile along its axis."""
-    return np.percentile(values, 95, axis=axis)
-
-
-def p99_of(values: Any, axis: int = -1) -> Any:
-    """For the harness: the 99th percentile along its axis."""
-    return np.percentile(values, 99, axis=axis)
 
 
 def measure_peers(report: Report, ours: list[Kill], options: Options) -> None:

@@ -2,7 +2,8 @@
 
 Speed: steps and undos take turns in one process (step, undo, step, undo), so each undo is compared with the step that it
 undoes; the A/A run compares the first steps with the second ones. The time of a step leaves out what `Undo` adds to it.
-Memory: what the C heap and Python hold between steps, with and without `Undo`, while the gradients stay where they are.
+Memory: what the C heap and Python hold between steps, with and without `Undo`, while the gradients stay where they are; and
+where the loop drops them after each step.
 Exactness: error of the parameters and of each state, relative to the largest element of the tensor.
 """
 
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from benchmarks.harness import Goal, Options, Report, main, noise_floor, paired_ratio
+from benchmarks.harness import REPORT_ONLY, Goal, Options, Report, main, noise_floor, paired_ratio
 from raytrain_ft.training.lamb import LAMB
 from raytrain_ft.training.undo import Undo
 
@@ -34,7 +35,16 @@ GOALS = {
     "undo_ratio_adam": Goal("<=", 1.0),
     "undo_ratio_adamw": Goal("<=", 1.0),
     "undo_ratio_lamb": Goal("<=", 1.0),
+    "undo_ratio_sgd_momentum_1m": Goal("<=", 1.0),
+    "undo_ratio_adam_1m": Goal("<=", 1.0),
+    "undo_ratio_adamw_1m": Goal("<=", 1.0),
+    "undo_ratio_lamb_1m": Goal("<=", 1.0),
+    "undo_ratio_sgd_momentum_50m": Goal("<=", 1.0),
+    "undo_ratio_adam_50m": Goal("<=", 1.0),
+    "undo_ratio_adamw_50m": Goal("<=", 1.0),
+    "undo_ratio_lamb_50m": Goal("<=", 1.0),
     "undo_extra_bytes": Goal("<=", 65536),
+    "undo_extra_bytes_dropped_gradients": REPORT_ONLY,
     "undo_max_relative_error_adamw": Goal("<=", 1e-6),
 }
 Make = Callable[[list[Parameter]], Optimizer]
@@ -59,6 +69,7 @@ EXACT: dict[str, Make] = {
     "Adafactor": lambda p: Adafactor(p),
 }
 WIDTHS = {1: 128, 10: 512, 50: 1024}  # million parameters: width of the transformer layers that they make up
+SIZES = {1: "_1m", 10: "", 50: "_50m"}  # in the keys of the ratios
 
 
 def layers(millions: int) -> list[Parameter]:
@@ -124,14 +135,18 @@ def time_all(report: Report, quick: bool) -> None:
     for title in ("optimizer", "parameters", "step", "hooks", "undo", "undo / step"):
         table.add_column(title, justify="left" if title == "optimizer" else "right", no_wrap=True)
     floors = []
-    for millions in (1, 10) if quick else (1, 10, 50):
+    for millions, size in SIZES.items():
         for name, make in TIMED.items():
+            key = f"undo_ratio_{name}{size}"
+            if quick and millions == 50:
+                report.absent(key, "--quick leaves 50 M parameters out")
+                continue
             blocks = 9 if quick or millions == 50 else 25
             timing = time_turns(make, millions, blocks, 20 if millions == 1 else 3)
             both = [a + b for a, b in zip(timing.steps, timing.again, strict=True)]
             ratio = paired_ratio(timing.undos, both)
+            report.add(key, ratio)
             if millions == 10:
-                report.add(f"undo_ratio_{name}", ratio)
                 floors.append(noise_floor(timing.steps, timing.again))
             ms = [1e3 * float(np.median(times)) for times in (both, timing.hooks, timing.undos)]
             table.add_row(name, f"{millions} M", *(f"{value:.3g}" for value in ms), str(ratio))
@@ -159,17 +174,31 @@ def heap_bytes() -> int | None:
     return info.uordblks + info.hblkhd + tracemalloc.get_traced_memory()[0]
 
 
-def extra_bytes(make: Make) -> int | None:
-    """What being able to undo adds between steps, at 10 M parameters whose gradient tensors persist."""
-    optimizer = make(layers(10))
+def extra_bytes(make: Make, *, dropped: bool) -> int | None:
+    """What being able to undo adds between steps, at 10 M parameters.
+
+    Args:
+        dropped: the loop drops its gradients after each step, and never calls `forget()`; else their tensors persist.
+    """
+    params = layers(10)
+    optimizer = make(params)
+
+    def step() -> None:
+        if dropped:
+            for p in params:
+                p.grad = torch.full_like(p, 0.01)  # as a backward pass makes them anew
+        optimizer.step()
+        if dropped:
+            optimizer.zero_grad(set_to_none=True)
+
     tracemalloc.start()
     try:
         for _ in range(3):
-            optimizer.step()
+            step()
         before = heap_bytes()
         undo = Undo(optimizer)
         for _ in range(3):
-            optimizer.step()
+            step()
         after = heap_bytes()
         assert undo.updated()
         return None if before is None or after is None else after - before
@@ -178,18 +207,17 @@ def extra_bytes(make: Make) -> int | None:
 
 
 def measure_memory(report: Report) -> None:
-    """The optimizer that needs most decides."""
-    found = {name: extra_bytes(make) for name, make in {**TIMED, "nadam": NAdam, "adafactor": Adafactor}.items()}
-    sizes = [size for size in found.values() if size is not None]
-    if not sizes:
-        report.absent("undo_extra_bytes", "the C library has no mallinfo2")
-        return
-    report.add("undo_extra_bytes", float(max(sizes)), n=len(sizes))
-    report.note("extra bytes between steps: " + ", ".join(f"{name} {size}" for name, size in found.items()))
-    report.note(
-        "A loop that drops its gradients (zero_grad(set_to_none=True)) and never calls Undo.forget() keeps one more set "
-        "of gradients, until the next step."
-    )
+    """The optimizer that needs most decides. A loop that drops its gradients and never calls `Undo.forget()` keeps one more set
+    of them, until the next step."""
+    optimizers: dict[str, Make] = {**TIMED, "nadam": NAdam, "adafactor": Adafactor}
+    for key, dropped in (("undo_extra_bytes", False), ("undo_extra_bytes_dropped_gradients", True)):
+        found = {name: extra_bytes(make, dropped=dropped) for name, make in optimizers.items()}
+        sizes = [size for size in found.values() if size is not None]
+        if not sizes:
+            report.absent(key, "the C library has no mallinfo2")
+            continue
+        report.add(key, float(max(sizes)), n=len(sizes))
+        report.note(f"{key}: " + ", ".join(f"{name} {size}" for name, size in found.items()))
 
 
 def errors(make: Make, t: int, seed: int) -> dict[str, tuple[float, float]]:

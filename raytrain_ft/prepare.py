@@ -28,7 +28,7 @@ from raytrain_ft.policy.frequency import profile_steps
 from raytrain_ft.policy.planning import LogChoice
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.sampling import Sampling, steps_per_epoch
-from raytrain_ft.ray_config import CheckpointConfig, RunConfig, ScalingConfig
+from raytrain_ft.ray_config import CheckpointConfig, RunConfig, ScalingConfig, workers
 from raytrain_ft.runtime import sealed
 from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.runtime.notices.notice import NoticeSpec
@@ -36,7 +36,7 @@ from raytrain_ft.runtime.placement import connect
 from raytrain_ft.runtime.preemption import CLOUDS
 from raytrain_ft.runtime.spec import CheckpointSpec, LogSpec, RunSpec
 from raytrain_ft.selective import choose_log
-from raytrain_ft.settings import TrainSettings, workers
+from raytrain_ft.settings import TrainSettings
 from raytrain_ft.storage.checkpoint import KEEP_ALL, select
 from raytrain_ft.storage.filesystem import HALF_A_URI, local_path, open_storage, within
 from raytrain_ft.task import TrainTask

@@ -7,7 +7,6 @@ from datetime import timedelta
 from typing import Literal
 
 import ray.train
-from ray.train import ScalingConfig
 
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.fields import check_types
@@ -20,6 +19,14 @@ WITHOUT_EFFECT = (
     *("checkpoint_score_attribute", "checkpoint_score_order"),
 )
 """Fields of Ray Train's `ScalingConfig`, `RunConfig`, `FailureConfig` and `CheckpointConfig`."""
+
+
+class ScalingConfig(ray.train.ScalingConfig):
+    """Ray Train's `ScalingConfig`; a `num_workers` that cannot be is told here as everything else is, with its value."""
+
+    def __post_init__(self) -> None:
+        workers(self)
+        super().__post_init__()
 
 
 @dataclass
@@ -90,7 +97,21 @@ class RunConfig(ray.train.RunConfig):
         super().__post_init__()
 
 
-def check_supported(scaling: ScalingConfig, run: ray.train.RunConfig) -> None:
+def workers(scaling: ray.train.ScalingConfig) -> tuple[int, int]:
+    """(least, most) workers of a `ScalingConfig`, also of Ray's own, and of one whose fields were set since.
+
+    Raises:
+        ConfigError: `num_workers` is no number and no range.
+    """
+    value = scaling.num_workers
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value, value
+    if isinstance(value, tuple) and len(value) == 2 and all(type(n) is int for n in value) and 1 <= value[0] <= value[1]:
+        return value
+    raise ConfigError(f"ScalingConfig(num_workers={value!r}): use a number of at least 1, or a range (min, max)")
+
+
+def check_supported(scaling: ray.train.ScalingConfig, run: ray.train.RunConfig) -> None:
     """Refuses what Ray Train's classes can say but has no effect here, rather than passing over it in silence.
 
     Raises:

@@ -53,8 +53,8 @@ def first_of(saved: str) -> str:
 
 
 def recovery_of(fields: dict[str, Any]) -> Recovery:
-    """A `Recovery` from plain data, as the supervisor and the event log give it."""
-    known = {name: fields[name] for name in Recovery.__dataclass_fields__}
+    """A `Recovery` from plain data, as the supervisor and the event log give it; an older log lacks what came later."""
+    known = {name: fields[name] for name in Recovery.__dataclass_fields__ if name in fields}
     known["strategy"], known["guarantee"] = Strategy(known["strategy"]), Guarantee(known["guarantee"])
     return Recovery(**known)
 

@@ -16,8 +16,8 @@ from raytrain_ft.errors import ConfigError, TaskError
 from raytrain_ft.policy import planning
 from raytrain_ft.policy.logging_cost import in_proportion
 from raytrain_ft.policy.planning import LogChoice, Measured, Wish
-from raytrain_ft.ray_config import ScalingConfig
-from raytrain_ft.settings import TrainSettings, workers
+from raytrain_ft.ray_config import ScalingConfig, workers
+from raytrain_ft.settings import TrainSettings
 from raytrain_ft.task import TrainTask
 from raytrain_ft.training.profile import ROUNDS, measure_pipeline
 from raytrain_ft.training.settings import StepSettings

@@ -11,7 +11,7 @@ from raytrain_ft.config import ParallelismConfig, RecoveryConfig
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.fields import check_types
 from raytrain_ft.policy.forward import STRATEGIES as FORWARD
-from raytrain_ft.ray_config import CheckpointConfig, ScalingConfig
+from raytrain_ft.ray_config import CheckpointConfig, ScalingConfig, workers
 
 
 class Keywords(TypedDict, total=False):
@@ -150,17 +150,3 @@ class TrainSettings:
         for what, present in refused.items():
             if present:
                 raise ConfigError(f"{what} does not go with a pipeline: {remedy[what]}")
-
-
-def workers(scaling: ScalingConfig) -> tuple[int, int]:
-    """(least, most) workers of a `ScalingConfig`.
-
-    Raises:
-        ConfigError: `num_workers` is no number and no range.
-    """
-    value = scaling.num_workers
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return value, value
-    if isinstance(value, tuple) and len(value) == 2 and all(type(n) is int for n in value) and 1 <= value[0] <= value[1]:
-        return value
-    raise ConfigError(f"ScalingConfig(num_workers={value!r}): use a number of at least 1, or a range (min, max)")

@@ -87,7 +87,7 @@ class Trainer:
         self,
         task: TrainTask,
         *,
-        scaling_config: ScalingConfig | None = None,
+        scaling_config: ray.train.ScalingConfig | None = None,
         run_config: RunConfig | None = None,
         recovery_config: RecoveryConfig | None = None,
         parallelism_config: ParallelismConfig | None = None,
@@ -98,7 +98,7 @@ class Trainer:
         check_task(task)
         _check_keywords(settings)
         self._task = task
-        self._scaling: Any = _config("scaling_config", scaling_config, ScalingConfig)
+        self._scaling: Any = _config("scaling_config", scaling_config, ScalingConfig, ray.train.ScalingConfig)
         self._run = _config("run_config", run_config, RunConfig, ray.train.RunConfig)
         self._recovery = _config("recovery_config", recovery_config, RecoveryConfig)
         self._parallelism = _config("parallelism_config", parallelism_config, ParallelismConfig)

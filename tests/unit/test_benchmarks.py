@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import checkfreq, goodput, recovery
-from benchmarks.harness import Report
+from benchmarks import checkfreq, forward, goodput, recovery, undo
+from benchmarks.harness import FEWEST, Report, p95_of
 from benchmarks.peers.kills import Kill
 from raytrain_ft.drill.played import Played
 
@@ -41,6 +41,28 @@ def test_what_is_interrupted_tells_what_it_knows() -> None:
     metrics = report.to_json()["metrics"]
     assert metrics["samples_lost"]["value"] == 0.0
     assert metrics["drain_pause_p95_steps"]["why"] == "this run did not measure it"
+
+
+@pytest.mark.parametrize(("seconds", "verdict"), [(0.2, "met"), (9.0, "NOT met")])
+def test_of_few_observations_no_percentile_is_judged(seconds: float, verdict: str) -> None:
+    """All that a few show is their largest; what a median or a single number is judged by stays as it is."""
+    report = Report("recovery", recovery.GOALS)
+    for number, said in ((1, "too few"), (FEWEST - 1, "too few"), (FEWEST, verdict)):
+        report.add("detect_sigstop_p95_s", [seconds] * number, statistic=p95_of)
+        assert report.verdict("detect_sigstop_p95_s") == said
+    report.add("full_strength_ratio_vs_torchft", [seconds] * 2)
+    report.add("samples_lost", seconds)
+    assert report.verdict("full_strength_ratio_vs_torchft") == verdict
+    assert report.verdict("samples_lost") == "NOT met"
+    shown = Report("forward", forward.GOALS)
+    shown.add("suspend_latency_p95_steps", [seconds], statistic=p95_of)
+    assert shown.verdict("suspend_latency_p95_steps") == "report"
+
+
+def test_the_undo_is_compared_with_its_step_at_each_size() -> None:
+    ratios = {key for key in undo.GOALS if key.startswith("undo_ratio_")}
+    assert ratios == {f"undo_ratio_{name}{size}" for name in undo.TIMED for size in undo.SIZES.values()}
+    assert undo.SIZES.keys() == undo.WIDTHS.keys()
 
 
 def test_goodput_says_how_many_failures_could_not_strike(tmp_path: Path) -> None:

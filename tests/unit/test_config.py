@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -138,6 +139,21 @@ def test_checkpoints_that_will_not_be_there(
         trainer(recovery_config=ft.RecoveryConfig(**recovery), run_config=run, **settings).fit()
     assert not ray.is_initialized()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("wrong", [(4, 2), (2,), "4", [2, 4], 2.5, (2, 3, 4), (0, 2), (True, 2), 0, True, None], ids=repr)
+def test_what_is_no_number_and_no_range_of_workers_is_refused_by_its_value(wrong: Any) -> None:
+    """Before there is a cluster; also in Ray's own class, which lets fields be set as one likes."""
+    words = re.escape(f"ScalingConfig(num_workers={wrong!r}): use a number of at least 1, or a range (min, max)")
+    with pytest.raises(ConfigError, match=words):
+        ft.ScalingConfig(num_workers=wrong)
+    late = ray.train.ScalingConfig()
+    late.num_workers = wrong
+    with pytest.raises(ConfigError, match=words):
+        trainer(scaling_config=late)
+    with pytest.raises(ConfigError, match=words):
+        trainer(scaling_config=late, parallelism_config=ft.ParallelismConfig(pipeline_parallel_degree=2))
+    assert not ray.is_initialized()
 
 
 @pytest.mark.parametrize("amount", ["4", -1, True, float("nan"), float("inf")])
@@ -315,6 +331,7 @@ def test_editors_know_every_keyword() -> None:
 def test_values_that_can() -> None:
     range_of_workers = ft.ScalingConfig(num_workers=(2, 4))
     trainer(scaling_config=range_of_workers, recovery_config=ft.RecoveryConfig(replacement="shrink", quorum=1))
+    trainer(scaling_config=ray.train.ScalingConfig(num_workers=(2, 4)))
     trainer(max_grad_norm=1, faults=[ft.FailAt(phase="forward")], callbacks=[ft.TensorBoard()])
     ft.CheckpointConfig(every=None, failure_interval=timedelta(hours=1), num_to_keep=None)
     ft.RecoveryConfig(preemption=("aws", "sigterm"), log=ft.LogConfig(recovery_target=timedelta(seconds=1)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from collections import Counter
 from html.parser import HTMLParser
@@ -303,6 +304,45 @@ def test_each_state_lasts_until_the_next_one_and_the_last_to_the_end() -> None:
     states = [{"event": "State", "at": at, "state": f"s{at:g}", "incarnation": 1} for at in (1.0, 3.0)]
     spans = [one for one in timeline.build([*states, {"event": "RunFinished", "at": 7.0}]) if one["ph"] == "X"]
     assert [(one["name"], one["ts"], one["dur"]) for one in spans] == [("s1", 1e6, 2e6), ("s3", 3e6, 4e6)]
+
+
+RECORDED = Path(__file__).parent / "recorded"
+PHASES = {
+    "fence": ("detected", "fenced"),
+    "replace": ("fenced", "reconciled"),
+    "rebuild": ("reconciled", "filled"),
+    "resume": ("filled", "resumed"),
+}
+
+
+@pytest.mark.parametrize("run", ["checkpoint", "logging", "replication"])
+def test_the_timeline_of_a_recorded_run(run: str, tmp_path: Path) -> None:
+    """What chrome://tracing opens; with every step, and every recovery phase by phase."""
+    directory = Path(shutil.copytree(RECORDED / run, tmp_path / run))
+    result = CliRunner().invoke(main, ["timeline", str(directory)])
+    assert result.exit_code == 0, result.output
+    trace = json.loads((directory / "timeline.json").read_text())["traceEvents"]
+    for one in trace:
+        assert {"name", "ph", "pid", "tid"} <= one.keys()
+        assert one["ph"] in ("M", "X", "i")
+        assert one["ph"] == "M" or one["ts"] >= 0.0  # a name has no time
+        assert one["ph"] != "X" or one["dur"] >= 0.0
+    records = read_records(directory / "events.jsonl")
+    rows = {one["args"]["name"]: one["tid"] for one in trace if one["ph"] == "M"}
+    assert rows.keys() >= {f"worker {record['member']}" for record in records if record["event"] == "StepsCommitted"}
+
+    spans = [one for one in trace if one["ph"] == "X" and one["tid"] == rows["recoveries"]]
+    recoveries = [record for record in records if record["event"] == "Recovery"]
+    expected = [(name, of[begin], of[end]) for of in recoveries for name, (begin, end) in PHASES.items()]
+    assert recoveries
+    assert all(begin <= end for _, begin, end in expected), "or else a length of zero would hide it"
+    assert [one["name"] for one in spans] == [name for name, _, _ in expected]
+    assert [one["ts"] / 1e6 for one in spans] == pytest.approx([begin for _, begin, _ in expected])
+    assert [(one["ts"] + one["dur"]) / 1e6 for one in spans] == pytest.approx([end for _, _, end in expected])
+
+    ranges = [re.fullmatch(r"steps (\d+)-(\d+)", one["name"]) for one in trace if one["ph"] == "X"]
+    done = {step for found in ranges if found for step in range(int(found[1]), int(found[2]) + 1)}
+    assert done == set(range(records[0]["details"]["max_steps"]))
 
 
 @pytest.mark.parametrize("full", [False, True])

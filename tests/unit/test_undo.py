@@ -64,6 +64,7 @@ CASES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 }
 VARIANTS = {"single": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 FUSED = (SGD, Adam, AdamW, Adagrad)
+BUCKETED = ("sgd-momentum", "adam", "adamw", "nadam", "adagrad", "adafactor", "lamb")
 EVERY = [(case, variant) for case in CASES for variant in VARIANTS if variant != "fused" or CASES[case][0] in FUSED]
 TOLERANCE = {torch.float64: (1e-12, 1e-12), torch.float32: (1e-6, 1e-5)}  # of parameters, of state
 
@@ -229,13 +230,14 @@ def test_undo_of_some_parameters_touches_no_others(data: st.DataObject) -> None:
             assert distance(optimizer.state[p][name], value, scale) <= tolerance[1]
 
 
-@pytest.mark.parametrize("case", ["sgd-momentum", "adamw", "nadam", "adafactor", "lamb"])
-def test_bucket_by_bucket(case: str) -> None:
+@pytest.mark.parametrize("maximize", [False, True], ids=["minimize", "maximize"])
+@pytest.mark.parametrize(("case", "variant"), [(case, variant) for case, variant in EVERY if case in BUCKETED])
+def test_bucket_by_bucket(case: str, variant: str, maximize: bool) -> None:
     """As the trainer does it: step() several times, each time with the groups narrowed to one bucket's parameters."""
     kind, kwargs = CASES[case]
     params = parameters()
     groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.02}]
-    optimizer = kind(groups, **kwargs)  # type: ignore[call-arg]
+    optimizer = kind(groups, maximize=maximize, **kwargs, **VARIANTS[variant])  # type: ignore[call-arg]
     undo = Undo(optimizer)
     buckets = [[params[3], params[1]], [params[2], params[0]]]
 
