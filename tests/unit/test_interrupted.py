@@ -6,7 +6,7 @@ give to both; what a survivor did not live to hear is taken from it. One of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -115,10 +115,12 @@ class Wire:
     def __init__(self, member: str, sent: dict[tuple[str, int, str], Tensor]) -> None:
         self.member, self.sent = member, sent
 
-    def copy(self, copy: Copy, give: Callable[[], Tensor]) -> Tensor | None:
-        for target in copy.targets if self.member == copy.source else ():
-            self.sent[copy.what, copy.bucket, target] = give().clone()
-        return self.sent.pop((copy.what, copy.bucket, self.member)) if self.member in copy.targets else None
+    def copy(self, copies: Sequence[Copy], give: Callable[[Copy], Tensor]) -> list[tuple[int, Tensor]]:
+        for copy in copies:
+            for target in copy.targets if self.member == copy.source else ():
+                self.sent[copy.what, copy.bucket, target] = give(copy).clone()
+        mine = [copy for copy in copies if self.member in copy.targets]
+        return [(copy.bucket, self.sent.pop((copy.what, copy.bucket, self.member))) for copy in mine]
 
 
 @contextmanager
@@ -288,5 +290,5 @@ def carry_out(plan: Plan, *members: Survivor, until: Survivor | None = None) -> 
         if until is None or member is until:
             recovery.reconcile(member.replica, plan, end, SAMPLING)
             continue
-        for copy in plan.states:
-            end.copy(copy, lambda bucket=copy.bucket, replica=member.replica: replica.state.pack(replica.state.buckets[bucket]))
+        state = member.replica.state
+        end.copy(plan.states, lambda copy, state=state: state.pack(state.buckets[copy.bucket]))
