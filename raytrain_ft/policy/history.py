@@ -3,8 +3,8 @@
 It asserts what can be read there of the invariants:
 
 * I1: every sample was used exactly once or is listed as lost (`audit`).
-* I2: all replicas of a stage had equal hashes after they were filled, and at the end of the run; not after each step, of which
-  the log has no hashes.
+* I2: all replicas of a stage had equal hashes when they had been filled and went on to train, and at the end of the run; not
+  after each step, of which the log has no hashes.
 * I3: where every recovery kept every bit, a step that was committed twice, by other ranks or once more after everybody had gone
   back, has one loss, bit by bit. Equality with an undisturbed run needs that run's digest.
 * I4: a committed checkpoint is found when it is looked for; everybody goes back to the newest one that could be loaded, and not
@@ -51,12 +51,14 @@ def check(records: Sequence[dict[str, Any]], *, longest_recovery: float = LONGES
 
 
 def _differing_replicas(records: Sequence[dict[str, Any]]) -> list[str]:
-    """All who hold the whole state of a stage in an incarnation, after filling and at the end, have the same hashes."""
+    """All who hold the whole state of a stage in an incarnation, after filling and at the end, have the same hashes. Where that
+    was seen not to be so, nobody trained in that incarnation."""
     found: list[str] = []
+    trained = {record["incarnation"] for record in records if record["event"] == "Resumed"}
     for event, field in (("Filled", "digests"), ("Completed", "digest")):
         seen: dict[tuple[int, int], tuple[str, Any]] = {}
         for record in records:
-            if record["event"] != event:
+            if record["event"] != event or record["incarnation"] not in trained:
                 continue
             where = (record["incarnation"], record.get("stage", 0))
             member, value = seen.setdefault(where, (record["member"], record[field]))

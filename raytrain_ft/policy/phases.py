@@ -18,7 +18,14 @@ from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, TRAINING, State
 from raytrain_ft.policy.strategy import Strategy
 from raytrain_ft.policy.topology import stage_of
-from raytrain_ft.policy.world import differing_in_stages, rebuild_stages, seats, seats_in_stages, shall_wait
+from raytrain_ft.policy.world import (
+    differing_in_stages,
+    filled_otherwise,
+    rebuild_stages,
+    seats,
+    seats_in_stages,
+    shall_wait,
+)
 
 PATIENCE = 3
 """Times the longest one so far that a step, a replayed step, or building a model may take."""
@@ -319,6 +326,7 @@ def on_filled(run: RunState, event: m.Filled) -> list[m.Command]:
         return []
     digests = {e.member: e.digests for e in run.answers.values() if isinstance(e, m.Filled)}
     if differing_in_stages(run.joining, digests, run.rules.stages):
+        run.void |= filled_otherwise(run.joining, run.survivors, digests, run.rules.stages)
         return suspect(run, event.at, "the state still differs between replicas after filling", "hash")
     return resume(run, event.at)
 

@@ -41,8 +41,8 @@ class RunState:
         stored: checkpoints to go back to, newest first.
         load: the checkpoint that everybody loads if nobody holds state; None: the run begins anew.
         seeking: whether nobody holds state, and it is being looked what there is to load.
-        void: who holds what is no use any more, for it has not joined another world since: everybody has gone back from it, or
-            there was no seat for its holder.
+        void: who holds what is no use any more, for it has not joined another world since: everybody has gone back from it,
+            there was no seat for its holder, or it is not what its holder was sent.
         rejected: checkpoints that could not be loaded, and why.
         going_back: why what the survivors hold is to be given up for a checkpoint; empty if it is not.
         spoilt: the step that begins with what is perhaps not finite, while everybody goes back because of that.

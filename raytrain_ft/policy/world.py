@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from raytrain_ft.policy.reconcile import Copy
 from raytrain_ft.policy.roster import Rules
@@ -115,3 +115,15 @@ def rebuild(world: Sequence[str], digests: Digests) -> tuple[Copy, ...]:
 def differing(digests: Digests) -> int:
     """In how many buckets those who hold state do not agree."""
     return sum(len(set(hashes)) > 1 for hashes in zip(*digests.values(), strict=True))
+
+
+def filled_otherwise(world: Sequence[str], holders: Container[str], digests: Digests, stages: int) -> set[str]:
+    """Who was filled, and holds something else now than `holders`, who held the state of its stage before: it is wrong, however
+    few they are. Where a stage had no holders, nobody can tell who is right."""
+    found: set[str] = set()
+    for stage in range(stages):
+        members = members_of(world, stage, stages)
+        right = {digests[member] for member in members if member in holders}
+        if right:
+            found.update(member for member in members if member not in holders and digests[member] not in right)
+    return found

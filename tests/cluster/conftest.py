@@ -77,7 +77,7 @@ def undisturbed(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory)
     known: dict[str, ft.Result] = {}
 
     def run(**arguments: Any) -> ft.Result:
-        key = repr(sorted((k, repr(vars(v)) if k == "task" else repr(v)) for k, v in arguments.items()))
+        key = repr(sorted((k, f"{type(v)}{vars(v)}" if k == "task" else repr(v)) for k, v in arguments.items()))
         if key not in known:
             known[key] = train(path, f"run{len(known)}", **arguments)
             assert known[key].recoveries == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,8 +17,10 @@ from torch.utils.data import TensorDataset
 from toy import Toy
 
 import raytrain_ft as ft
+from raytrain_ft.places import Place
 from raytrain_ft.policy.sampling import Position, Sampling, next_batch, sample_ids
 from raytrain_ft.policy.strategy import Guarantee
+from raytrain_ft.training.export import open_checkpoint, state_dicts
 from raytrain_ft.training.random import seed_all
 
 STEPS, BATCH, SEED = 12, 24, 7
@@ -162,3 +165,32 @@ def test_parquet_files_beside_a_kill(undisturbed, tmp_path: Path) -> None:
     assert result.digest == undisturbed().digest
     assert promise_kept(result) == []
     assert len(result.recoveries) == 1
+
+
+class Plateau(Toy):
+    """The learning rate is lowered whenever the loss is not far below the best so far: nearly every step's loss counts."""
+
+    def scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=0, threshold=0.1)
+
+
+def schedule_of(result: ft.Result) -> dict[str, Any]:
+    """Of the run's last step."""
+    assert result.checkpoint is not None
+    return state_dicts(open_checkpoint(Place(result.checkpoint)))["scheduler"]
+
+
+@pytest.mark.parametrize(("update", "ranks"), [("barrier", [1]), pytest.param("wait_free", [0, 1, 2], marks=pytest.mark.long)])
+def test_a_schedule_that_is_given_the_loss_beside_kills(undisturbed, tmp_path: Path, update: Any, ranks: list[int]) -> None:
+    """Killed between reduce and update: the others give their schedules the loss of the step all the same, and who takes the
+    place has theirs."""
+    faults = [ft.FailAt(rank=rank, step=8 + 6 * rank, phase="reduced", bucket=2) for rank in ranks]
+    result = train(tmp_path, "run", task=Plateau(), faults=faults, update=update)
+    expected = undisturbed(task=Plateau(), update=update)
+    assert result.digest == expected.digest
+    assert schedule_of(result) == schedule_of(expected)
+    assert schedule_of(result)["_last_lr"][0] < 1e-2 / 4, "so often was it lowered that the bits depend on it"
+    assert promise_kept(result) == []
+    assert sum(len(recovery.lost) for recovery in result.recoveries) == len(faults)
+    assert all(recovery.guarantee == Guarantee.EXACT for recovery in result.recoveries)
+    assert [recovery.step for recovery in result.recoveries] == [9 + 6 * rank for rank in ranks], "no step is redone"

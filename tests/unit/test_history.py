@@ -63,6 +63,13 @@ def test_a_spoiled_log_is_not(records: list[Record], what: str) -> None:
     assert any(violation.startswith(promise) for violation in check(records)), what
 
 
+def test_a_difference_that_was_seen_before_anybody_trained_is_none(records: list[Record]) -> None:
+    filled = of(records, "Filled")[-1]
+    filled["digests"] = ["0"]
+    records.remove(next(r for r in of(records, "Resumed") if r["incarnation"] == filled["incarnation"]))
+    assert [violation for violation in check(records) if violation.startswith("I2")] == []
+
+
 GONE_BACK: dict[str, Callable[[list[Record]], Any]] = {
     "what was committed is not found": lambda r: of(r, "CheckpointsFound")[-1].update(stored=[]),
     "only an older one is found": lambda r: of(r, "CheckpointsFound")[-1]["stored"].pop(0),

@@ -21,6 +21,7 @@ from raytrain_ft.policy.forward import instead
 from raytrain_ft.policy.reconcile import Copy, Plan, reconcile
 from raytrain_ft.policy.sampling import Position, Sampling
 from raytrain_ft.runtime import recovery
+from raytrain_ft.training import mending
 from raytrain_ft.training.build import build_replica
 from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.links import Links
@@ -61,6 +62,13 @@ class Spoilt(Task):
 
     def loss(self, output: Tensor, batch: Any) -> Tensor:
         return super().loss(output, batch) + torch.inf
+
+
+class Plateau(Task):
+    """The learning rate is halved by nearly every loss."""
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
 
 
 class Survivor:
@@ -230,6 +238,59 @@ def test_who_leaves_in_the_midst_of_a_step_hands_over_what_was_committed(place: 
         for survivor in (heir, calm):
             survivor.train(STEP + 2)
         assert heir.replica.state.digests() == calm.replica.state.digests()
+
+
+LAST = 7
+"""Of the task's buckets."""
+ENDS = [
+    (("reduced", LAST, ()), ("reduced", LAST, ())),
+    (("reduced", LAST, ()), ("wait", 0, ())),
+    (("commit", None, ()), ("wait", 0, ())),
+    (("commit", None, ()), ("reduced", LAST, ())),
+]
+"""Where two stood when the step was reduced; the first of them has all of it, or has even updated all."""
+
+
+@pytest.mark.parametrize(("one", "other"), ENDS, ids=lambda place: f"{place[0]}-{place[1]}")
+@pytest.mark.parametrize("update", ["barrier", "wait_free"])
+def test_a_schedule_is_given_the_loss_of_a_step_that_a_recovery_completes(one: Any, other: Any, update: Any) -> None:
+    def schedules() -> list[tuple[Any, float]]:
+        return [(s.state.scheduler.state_dict(), s.state.optimizer.param_groups[0]["lr"]) for s in replicas]
+
+    with survivors(update, Plateau()) as (first, second, calm):
+        replicas = [first.replica, second.replica, calm.replica]
+        for survivor, (phase, bucket, heard) in ((first, one), (second, other)):
+            survivor.train(STEP)
+            survivor.interrupt((phase, STEP, bucket), set(heard))
+        assert mend(first, second, whole_update=update == "barrier").completes
+        calm.train(STEP + 1)
+        assert schedules()[0] == schedules()[1] == schedules()[2]
+        assert schedules()[0][1] < 0.1, "it was halved"
+        for survivor in (first, second):
+            survivor.resume()
+        for survivor in (first, second, calm):
+            survivor.train(STEP + 3)
+        assert schedules()[0] == schedules()[1] == schedules()[2]
+        assert first.replica.state.digests() == second.replica.state.digests() == calm.replica.state.digests()
+
+
+@pytest.mark.parametrize(("update", "bucket"), [("barrier", None), ("wait_free", 0), ("wait_free", LAST)])
+def test_who_broke_off_inside_an_update_holds_nothing_until_it_is_filled(update: Any, bucket: int | None) -> None:
+    with survivors(update) as (torn, whole, calm):
+        for survivor in (torn, whole):
+            survivor.train(STEP)
+        torn.interrupt(("update", STEP, bucket), set())
+        state = torn.replica.state
+        assert [b.index for b in state.buckets if b.dirty] == (list(range(LAST + 1)) if bucket is None else [bucket])
+        assert recovery.marks(torn.name, torn.replica) is None
+        assert not state.filled
+        mending.discard(torn.replica)
+        recovery.unpack(state, recovery.pack(whole.replica))
+        assert recovery.marks(torn.name, torn.replica) is not None
+        torn.resume()
+        for survivor in (torn, calm):
+            survivor.train(STEP + 2)
+        assert torn.replica.state.digests() == calm.replica.state.digests()
 
 
 BEFORE_IT_IS_LEFT_OUT = [

@@ -370,6 +370,26 @@ def test_who_held_nothing_when_fenced_is_filled_whatever_it_answers_later() -> N
     assert fill.whole == (("w3", "w0"),)
 
 
+@pytest.mark.parametrize("workers", [2, 3])
+def test_who_holds_something_else_than_it_was_sent_is_filled_anew(workers: int) -> None:
+    """It is rank 0, and there may be one survivor: neither ranks nor majorities say who is right."""
+    story = running(workers, spares=1).started(f"w{workers}").lost("w0")
+    new, (*others,) = f"w{workers}", story.run.world[1:]
+    story.fenced(*others).reconciled(*others, new, empty=[new]).filled(*others)
+    story.tell(m.Filled(member=new, incarnation=story.run.incarnation, digests=("a", "x")))
+    assert story.run.state == State.FENCE
+    story.fenced(*others, new)
+    assert (story.run.joining, set(story.run.survivors)) == ((new, *others), set(others))
+    story.reconciled(*others, new)
+    (fill,) = [command for command in story.said if isinstance(command, m.Fill)]
+    assert [(copy.bucket, copy.targets) for copy in fill.copies] == [(0, (new,)), (1, (new,))]
+    assert fill.whole == ((new, others[0]),)
+    story.filled(*others, new).committed(5)
+    (recovery,) = story.run.recoveries
+    assert (story.run.state, recovery.attempts, recovery.repaired, recovery.guarantee) == (State.RUNNING, 2, 0, Guarantee.EXACT)
+    assert story.run.void == set()
+
+
 def test_a_worker_that_trains_is_not_made_a_spare_by_a_second_introduction() -> None:
     story = running().started("w0")
     assert story.run.members["w0"] == MemberState.ACTIVE

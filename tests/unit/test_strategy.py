@@ -10,7 +10,7 @@ from raytrain_ft.policy.messages import StartWorker
 from raytrain_ft.policy.reconcile import Copy, Plan
 from raytrain_ft.policy.roster import MemberState, Roster, Rules
 from raytrain_ft.policy.strategy import Guarantee, Recoveries, Recovery, Strategy
-from raytrain_ft.policy.world import differing, rebuild, seats, shall_wait
+from raytrain_ft.policy.world import differing, filled_otherwise, rebuild, seats, shall_wait
 
 quick = settings(max_examples=200, derandomize=True)
 names = st.lists(st.sampled_from([f"w{i}" for i in range(12)]), unique=True, max_size=12)
@@ -96,6 +96,13 @@ def test_afterwards_all_hold_the_same_state(hashes: list[list[str]], newcomers: 
         for target in copy.targets:
             after[target][copy.bucket] = digests[copy.source][copy.bucket]
     assert len({tuple(row) for row in after.values()}) == 1
+
+
+def test_who_was_filled_otherwise_is_wrong_however_few_the_others_are() -> None:
+    world, digests = ["new", "also", "a"], {"new": ("z",), "also": ("z",), "a": ("x",)}
+    assert filled_otherwise(world, {"a"}, digests, 1) == {"new", "also"}
+    assert filled_otherwise(world, set(), digests, 1) == set(), "all have loaded it, and nobody can tell"
+    assert filled_otherwise(["new", "c", "a", "b"], {"a", "b"}, digests | {"b": ("y",), "c": ("y",)}, 2) == {"new"}, "by stages"
 
 
 # ---------------------------------------------------------------- the account
