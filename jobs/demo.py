@@ -4,11 +4,13 @@
 
 1. undisturbed; 2. a node is killed with SIGKILL in the middle of an update; 3. a node is killed in the middle of the backward
 pass while buckets are updated as soon as they are reduced (`update="wait_free"`), so that an undo is seen at work. Exits
-non-zero unless the second run ends bit-equal to the first, and the third within its bound with all replicas equal.
+non-zero unless the second run ends bit-equal to the first, and the third, after an undo, within its bound with all replicas
+equal.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import tempfile
 import time
@@ -26,18 +28,19 @@ from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.storage.arrow import read_tensors
 
 STEPS = 60
+KILLED_IN_BACKWARD = 40
 BOUND = 1e-5
 """Greatest relative difference of any tensor of the final state that an undo, 20 steps before the end, may leave."""
 
 
 class Paused(Digits):
-    """Its backward pass rests before its last gradients: by then everybody has updated the buckets before them, on any machine.
-    This changes no bit."""
+    """Around the step of the kill its backward pass rests before its last gradients: by then everybody has updated the buckets
+    before them, on a busy machine too. This changes no bit."""
 
     def model(self, stage: int) -> nn.Module:
-        model = super().model(stage)
+        model, passes = super().model(stage), itertools.count()
         first = next(module for module in model.modules() if list(module.parameters(recurse=False)))
-        first.register_full_backward_pre_hook(lambda *_: time.sleep(0.1))
+        first.register_full_backward_pre_hook(lambda *_: time.sleep(0.4 if abs(next(passes) - KILLED_IN_BACKWARD) < 2 else 0.0))
         return model
 
 
@@ -71,7 +74,7 @@ def distance(result: ft.Result, reference: ft.Result) -> float:
 def main() -> int:
     storage = tempfile.mkdtemp(prefix="raytrain_ft-demo-")
     in_update = ft.FailAt(rank=1, step=25, phase="update", action="sigkill_node")
-    in_backward = ft.FailAt(rank=1, step=40, phase="backward", bucket=3, action="sigkill_node")
+    in_backward = ft.FailAt(rank=1, step=KILLED_IN_BACKWARD, phase="backward", bucket=3, action="sigkill_node")
     print("starting a local Ray cluster: a head and 5 nodes, token authentication on")
     print('lines that begin with "(raylet)" are Ray\'s own: it tells of what is killed here on purpose')
     with LocalCluster(num_nodes=5):
