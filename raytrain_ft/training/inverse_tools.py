@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,15 +45,43 @@ class Batch:
     overwritten: bool
 
 
+_CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")  # as "2048K"
+_USUAL_CACHE = 2**20
+
+
+@lru_cache(maxsize=1)
+def _own_cache() -> int:
+    """Bytes of the cache that a core has for itself (level 2), or what is usual where the system does not tell."""
+    try:
+        return int(_CACHE_SIZE.read_text().strip().removesuffix("K")) * 1024
+    except (OSError, ValueError):
+        return _USUAL_CACHE
+
+
+@lru_cache(maxsize=64)
+def block_size(tensors: int, itemsize: int) -> int:
+    """How many elements of each of so many tensors fit together into a core's cache.
+
+    A power of two, so that whole vectors fill a block of any size: an element's rounding does not depend on the cache.
+    """
+    fit = _own_cache() // (tensors * itemsize)
+    return 1 << min(max(fit.bit_length() - 1, 14), 18)
+
+
 @lru_cache(maxsize=64)
 def rounded(value: float, dtype: torch.dtype) -> float:
     """`value` as the forward operation saw it: torch rounds a Python scalar to the dtype of the tensor it meets."""
     return torch.tensor(value, dtype=dtype).item()
 
 
+@lru_cache(maxsize=64)
+def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=dtype, device=device)
+
+
 def add_number(tensors: Tensors, number: float) -> None:
     """Adds a number in place. torch would make a tensor of a bare number once for each of `tensors`."""
-    torch._foreach_add_(tensors, torch.ones((), dtype=tensors[0].dtype, device=tensors[0].device), alpha=number)
+    torch._foreach_add_(tensors, _constant(1.0, tensors[0].dtype, tensors[0].device), alpha=number)
 
 
 def unscale(tensors: Tensors, divisor: float) -> None:
@@ -81,14 +110,10 @@ def unaverage_square(squares: Tensors, new: Tensors, beta: float) -> None:
         unscale(squares, rounded(beta, squares[0].dtype))
 
 
-def raise_to(squares: Tensors, averages: Tensors, factor: float, scratch: Tensors) -> None:
-    """Raises `squares` to at least ``factor * averages**2``, less a little so that rounding moves no true state.
-
-    `scratch` holds tensors alike that nobody needs any more.
-    """
-    torch._foreach_zero_(scratch)
-    torch._foreach_addcmul_(scratch, averages, averages, value=factor * (1 - 1e-6))
-    torch._foreach_maximum_(squares, scratch)
+def raise_to(squares: Tensors, averages: Tensors, factor: float) -> None:
+    """Raises `squares` to at least ``factor * averages**2``, less a little so that rounding moves no true state."""
+    nothing = [_constant(0.0, squares[0].dtype, squares[0].device)] * len(squares)
+    torch._foreach_maximum_(squares, torch._foreach_addcmul(nothing, averages, averages, value=factor * (1 - 1e-6)))
 
 
 def used_gradient(b: Batch, weight_decay: float = 0.0) -> Tensors:

@@ -52,11 +52,9 @@ class Inverse:
             depends on the data, or None. No element may be close to zero: the caller makes sure of it beforehand.
         before: reads, before a step and without waiting for a device, the number per tensor that is lost afterwards.
         after: the same, after the step.
-        block: on a CPU, tensors are cut into blocks of as many elements, which mostly stay in the cache from one
-            operation to the next. Smaller blocks stay there better, larger ones cost fewer calls: an inverse with many
-            temporaries likes 2**18 (at 10 M parameters Adam's undo / step is 0.52 with it, 0.60 with 2**17 and 0.86 with
-            2**20), SGD's, which has none, 2**20 (0.84; 0.93 with 2**18, 1.07 with 2**17). Which are quickest depends on the
-            machine: on an older one SGD's was 1.07 with 2**20 and 0.96 with 2**17. None: tensors must not be cut.
+        tensors: how many tensors as large as x the undo looks at, its temporaries included. On a CPU they are cut into
+            blocks that fit together into a core's cache (see `block_size`), where they stay from one operation to the
+            next. None: they must not be cut.
     """
 
     undo: Callable[[Batch], None]
@@ -64,7 +62,7 @@ class Inverse:
     kept: Callable[[Batch], list[Tensor] | None] | None = None
     before: Callable[[Tensor, Mapping[str, Any]], Tensor | float] | None = None
     after: Callable[[Any, Tensor], Tensor] | None = None
-    block: int | None = 2**18
+    tensors: int | None = 5
 
 
 def undo_sgd(b: Batch) -> None:
@@ -130,7 +128,7 @@ def undo_rmsprop(b: Batch) -> None:
     unaverage_square(b.state["square_avg"], g, alpha)
     if b.hyper["centered"]:
         unlerp(b.state["grad_avg"], g, 1 - alpha)
-        raise_to(b.state["square_avg"], b.state["grad_avg"], 1 / (1 - alpha ** (b.t - 1)), scratch=d)
+        raise_to(b.state["square_avg"], b.state["grad_avg"], 1 / (1 - alpha ** (b.t - 1)))
     else:
         torch._foreach_clamp_min_(b.state["square_avg"], 0.0)
 
@@ -213,15 +211,17 @@ def undo_adafactor(b: Batch) -> None:
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 INVERSES: dict[type[Optimizer], Inverse] = {
-    SGD: Inverse(undo_sgd, ("momentum_buffer",), block=2**20),
+    SGD: Inverse(undo_sgd, ("momentum_buffer",), tensors=3),
     Adam: Inverse(undo_adam, (*_MOMENTS, "max_exp_avg_sq")),
     AdamW: Inverse(undo_adam, (*_MOMENTS, "max_exp_avg_sq")),
-    LAMB: Inverse(undo_lamb, _MOMENTS, after=lambda optimizer, p: optimizer.trust_ratios[p]),
+    LAMB: Inverse(undo_lamb, _MOMENTS, after=lambda optimizer, p: optimizer.trust_ratios[p], tensors=6),
     NAdam: Inverse(undo_nadam, _MOMENTS, nadam_kept, before=lambda _, state: state["mu_product"].item() if state else 1.0),
     RAdam: Inverse(undo_radam, _MOMENTS),
     RMSprop: Inverse(undo_rmsprop, ("square_avg", "momentum_buffer", "grad_avg"), rmsprop_kept),
     Adagrad: Inverse(undo_adagrad, ("sum",), adagrad_kept),
     Adamax: Inverse(undo_adamax, ("exp_avg", "exp_inf")),
-    Adafactor: Inverse(undo_adafactor, ("row_var", "col_var", "variance"), before=lambda p, _: p.detach().norm(2), block=None),
+    Adafactor: Inverse(
+        undo_adafactor, ("row_var", "col_var", "variance"), before=lambda p, _: p.detach().norm(2), tensors=None
+    ),
 }
 """What can be undone, by the exact class: a subclass may override `step`, and then none of this holds."""

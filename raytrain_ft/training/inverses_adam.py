@@ -28,8 +28,8 @@ def _denominator(b: Batch, key: str = "exp_avg_sq") -> tuple[Tensors, float]:
     return d, k
 
 
-def undo_moments(b: Batch, weight_decay: float, scratch: Tensors) -> None:
-    """Restores Adam's two moments. `weight_decay` is 0 where the decay is decoupled; `scratch` is overwritten.
+def undo_moments(b: Batch, weight_decay: float) -> None:
+    """Restores Adam's two moments. `weight_decay` is 0 where the decay is decoupled.
 
     A gradient far larger than its history cancels v away (relative error about eps * R**2 * (1 - beta2) for a spike of
     R times), and a v that is too small would make the next update too large. So v is raised to the least value that any
@@ -45,7 +45,7 @@ def undo_moments(b: Batch, weight_decay: float, scratch: Tensors) -> None:
     unaverage_square(v, g, beta2)
     q = beta1**2 / beta2 if beta2 else 0.0
     series = float(b.t - 1) if abs(1 - q) < 1e-9 else (1 - q ** (b.t - 1)) / (1 - q)
-    raise_to(v, m, (1 - beta2) / ((1 - beta1) ** 2 * series), scratch)
+    raise_to(v, m, (1 - beta2) / ((1 - beta1) ** 2 * series))
 
 
 def _split_decay(b: Batch) -> tuple[float, float]:
@@ -60,8 +60,9 @@ def undo_adam(b: Batch) -> None:
     decoupled, l2 = _split_decay(b)
     d, k = _denominator(b, "max_exp_avg_sq" if b.hyper["amsgrad"] else "exp_avg_sq")
     torch._foreach_addcdiv_(b.x, b.state["exp_avg"], d, value=b.hyper["lr"] * k / (1 - b.hyper["betas"][0] ** b.t))
+    del d  # the next temporary takes its memory, which the cache holds
     undo_decoupled_decay(b, decoupled)
-    undo_moments(b, l2, scratch=d)
+    undo_moments(b, l2)
 
 
 def undo_lamb(b: Batch) -> None:
@@ -72,8 +73,8 @@ def undo_lamb(b: Batch) -> None:
     r = torch._foreach_mul(b.x, [wd * step for step in steps])
     torch._foreach_addcdiv_(r, b.state["exp_avg"], d, [step * k / (1 - b.hyper["betas"][0] ** b.t) for step in steps])
     torch._foreach_add_(b.x, r)
-    del r
-    undo_moments(b, 0.0, scratch=d)
+    del r, d
+    undo_moments(b, 0.0)
 
 
 def undo_radam(b: Batch) -> None:
@@ -88,11 +89,11 @@ def undo_radam(b: Batch) -> None:
         d = torch._foreach_sqrt(b.state["exp_avg_sq"])
         add_number(d, b.hyper["eps"])
         torch._foreach_addcdiv_(b.x, b.state["exp_avg"], d, value=b.hyper["lr"] * rectifier * bc2**0.5 / bc1)
+        del d
     else:
-        d = [torch.empty_like(x) for x in b.x]
         torch._foreach_add_(b.x, b.state["exp_avg"], alpha=b.hyper["lr"] / bc1)
     undo_decoupled_decay(b, decoupled)
-    undo_moments(b, l2, scratch=d)
+    undo_moments(b, l2)
 
 
 def _nadam_steps(b: Batch) -> tuple[list[float], list[float]]:
@@ -122,6 +123,6 @@ def undo_nadam(b: Batch) -> None:
     if l2:
         torch._foreach_add_(d, [-a * l2 for a in for_gradient])
     torch._foreach_addcdiv_(b.x, g, d, for_gradient)
-    del g
+    del g, d
     undo_decoupled_decay(b, decoupled)
-    undo_moments(b, l2, scratch=d)
+    undo_moments(b, l2)

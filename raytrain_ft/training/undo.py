@@ -11,7 +11,7 @@ serves any loop that calls ``optimizer.step()``, for all parameters at once or b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer
 
 from raytrain_ft.errors import UndoRefusedError
-from raytrain_ft.training.inverse_tools import Batch, add_number
+from raytrain_ft.training.inverse_tools import Batch, add_number, block_size
 from raytrain_ft.training.inverses import INVERSES
 from raytrain_ft.training.lamb import LAMB
 from raytrain_ft.training.undo_rules import (
@@ -35,7 +35,6 @@ from raytrain_ft.training.undo_rules import (
     scaled_decay,
 )
 
-Columns = list[Sequence[Tensor]]  # parameters, gradients, and each tensor of the state: they run parallel
 _NO_STATE: dict[str, Any] = {}
 _WITH_STATE = False, 0.0
 _DEVICE_BLOCK = 2**24  # elements; bounds the temporaries where there is no cache to make use of
@@ -148,7 +147,7 @@ class Undo:
         self.forget(None if params is None else [r.parameter for cohort in cohorts for r in cohort.records])
         for cohort in cohorts:
             _count_back(cohort)
-            for batch in cohort.batches(self._inverse.block):
+            for batch in cohort.batches(self._inverse.tensors):
                 self._inverse.undo(batch)
             self._drop_first_state(cohort)
 
@@ -235,7 +234,7 @@ class Undo:
             if changed or other or g.dtype != p.dtype or g.layout != torch.strided or p.dtype not in TRAINED_IN:
                 reasons += reasons_now(p, g, changed, other)
         if not reasons and self._inverse.kept is not None:
-            kept = (self._inverse.kept(batch) for batch in cohort.batches(self._inverse.block))
+            kept = (self._inverse.kept(batch) for batch in cohort.batches(self._inverse.tensors))
             reasons += scaled_decay([t.abs().min() for some in kept if some is not None for t in some if t.numel()])
         if not reasons and type(self._optimizer) is LAMB:
             lr, wd = cohort.update.hyper["lr"], cohort.update.hyper["weight_decay"]
@@ -276,42 +275,38 @@ class _Cohort:
         """The entries that were there before the update."""
         return [entry for r, entry in zip(self.records, self.entries, strict=True) if not r.fresh]
 
-    def batches(self, block: int | None) -> Iterator[Batch]:
-        """Cuts large tensors into blocks and puts small ones together.
+    def batches(self, tensors: int | None) -> Iterator[Batch]:
+        """Cuts large tensors into blocks and puts small ones together. `tensors`: how many of a block's size must fit into
+        the cache; None: nothing is cut.
 
         Blocks begin at multiples of a fixed size within each tensor, so that the rounding of an element does not depend
         on what else is undone with it.
         """
-        params, gradients, *_ = zip(*self.records, strict=True)
-        columns: Columns = [params, gradients, *([entry[name] for entry in self.entries] for name in self.names)]
-        limit = (block or 0) if params[0].is_cpu else _DEVICE_BLOCK
-        sizes, scalars = [p.numel() for p in params], self.scalars
-        if block is not None and max(sizes) > limit:
-            columns, sizes, scalars = _cut(columns, sizes, scalars, limit)
-        start = size = 0
-        for end, length in enumerate(sizes, start=1):
+        limit = block_size(tensors or 1, self.records[0].parameter.itemsize)
+        if not self.records[0].parameter.is_cpu:
+            limit = _DEVICE_BLOCK
+        size, rows, scalars = 0, [], []
+        for r, entry, scalar in zip(self.records, self.entries, self.scalars, strict=True):
+            row = (r.parameter, r.gradient, *[entry[name] for name in self.names])
+            length = r.parameter.numel()
+            if length > limit and tensors is not None and all(t.is_contiguous() for t in row):
+                # Views are made just before they are used: what the blocks before left of the cache is little.
+                for block in zip(*(t.view(-1).split(limit) for t in row), strict=True):
+                    yield self._batch([block], [scalar])
+                continue
+            if rows and size + length > limit:
+                yield self._batch(rows, scalars)
+                size, rows, scalars = 0, [], []
             size += length
-            if size >= limit or end == len(sizes):
-                yield self._batch([column[start:end] for column in columns], scalars[start:end])
-                start, size = end, 0
+            rows.append(row)
+            scalars.append(scalar)
+        if rows:
+            yield self._batch(rows, scalars)
 
-    def _batch(self, columns: Columns, scalars: list[float]) -> Batch:
-        x, g, *state = map(list, columns)
+    def _batch(self, rows: list[tuple[Tensor, ...]], scalars: list[float]) -> Batch:
+        x, g, *state = map(list, zip(*rows, strict=True))
         named = dict(zip(self.names, state, strict=True))
         return Batch(x, g, named, scalars, self.update.hyper, self.t, self.first, self.update.overwritten)
-
-
-def _cut(columns: Columns, sizes: list[int], scalars: list[float], limit: int) -> tuple[Columns, list[int], list[float]]:
-    """Cuts tensors of more than `limit` elements into blocks, if they are contiguous; all columns alike."""
-    pieces: list[tuple[tuple[Tensor, ...], int, float]] = []
-    for tensors, length, scalar in zip(zip(*columns, strict=True), sizes, scalars, strict=True):
-        if length > limit and all(t.is_contiguous() for t in tensors):
-            blocks = zip(*(t.view(-1).split(limit) for t in tensors), strict=True)
-            pieces += [(block, block[0].numel(), scalar) for block in blocks]
-        else:
-            pieces.append((tensors, length, scalar))
-    rows, lengths, numbers = zip(*pieces, strict=True)
-    return list(zip(*rows, strict=True)), list(lengths), list(numbers)
 
 
 def _count_back(cohort: _Cohort) -> None:

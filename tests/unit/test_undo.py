@@ -8,7 +8,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +36,9 @@ from torch.optim import (
 
 import raytrain_ft as ft
 from raytrain_ft.errors import ConfigError, UndoRefusedError
-from raytrain_ft.training.inverses import INVERSES
+from raytrain_ft.training import inverse_tools
+from raytrain_ft.training import undo as undo_module
+from raytrain_ft.training.inverse_tools import block_size
 from raytrain_ft.training.lamb import LAMB
 from raytrain_ft.training.undo import Undo, refusals
 
@@ -273,18 +275,33 @@ def test_replicas_with_the_same_bits_have_the_same_bits_afterwards(case: str, mo
     mine = parameters(shapes=((300,), (41, 37), (5,)))
     theirs = copy.deepcopy(mine)
     ours = [kind(params, weight_decay=0.01, **kwargs) for params in (mine, theirs)]  # type: ignore[call-arg]
-    undos = [Undo(ours[0])]
-    if INVERSES[kind].block is not None:
-        monkeypatch.setitem(INVERSES, kind, replace(INVERSES[kind], block=128))
-    undos.append(Undo(ours[1]))
+    undos = [Undo(optimizer) for optimizer in ours]
     for _ in range(3):
         grads = gradients(mine)
         step(ours[0], mine, grads)
         step(ours[1], theirs, grads)
     undos[0].undo()
+    monkeypatch.setattr(undo_module, "block_size", lambda *_: 128)
     for p in reversed(theirs):
         undos[1].undo([p])
     assert_at(ours[1], theirs, snapshot(ours[0], mine))
+
+
+def test_a_block_fills_the_cache_of_a_core_whatever_its_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told = tmp_path / "size"
+    monkeypatch.setattr(inverse_tools, "_CACHE_SIZE", told)
+
+    def blocks() -> list[int]:
+        inverse_tools._own_cache.cache_clear()
+        return [block_size.__wrapped__(tensors, itemsize) for tensors, itemsize in ((3, 4), (5, 4), (5, 8))]
+
+    try:
+        assert blocks() == [2**16, 2**15, 2**14], "nobody tells: 1 MiB"
+        for text, expected in (("2048K", [2**17, 2**16, 2**15]), ("64K", [2**14] * 3), ("1G", [2**16, 2**15, 2**14])):
+            told.write_text(text + "\n")
+            assert blocks() == expected
+    finally:
+        inverse_tools._own_cache.cache_clear()
 
 
 def test_the_hyper_parameters_of_the_step_are_used_not_those_set_since() -> None:
