@@ -147,7 +147,8 @@ class Undo:
         self.forget(None if params is None else [r.parameter for cohort in cohorts for r in cohort.records])
         for cohort in cohorts:
             _count_back(cohort)
-            for batch in cohort.batches(self._inverse.tensors):
+            # All views first: what a view is made of would have left the cache again after each block.
+            for batch in list(cohort.batches(self._inverse.tensors)):
                 self._inverse.undo(batch)
             self._drop_first_state(cohort)
 
@@ -290,7 +291,6 @@ class _Cohort:
             row = (r.parameter, r.gradient, *[entry[name] for name in self.names])
             length = r.parameter.numel()
             if length > limit and tensors is not None and all(t.is_contiguous() for t in row):
-                # Views are made just before they are used: what the blocks before left of the cache is little.
                 for block in zip(*(t.view(-1).split(limit) for t in row), strict=True):
                     yield self._batch([block], [scalar])
                 continue
