@@ -54,7 +54,8 @@ class Inverse:
         after: the same, after the step.
         tensors: how many tensors as large as x the undo looks at, its temporaries included. On a CPU they are cut into
             blocks that fit together into a core's cache (see `block_size`), where they stay from one operation to the
-            next. None: they must not be cut.
+            next. None: so few operations that what they read decides, as in the step itself; blocks would cost more.
+        whole: tensors must not be cut.
     """
 
     undo: Callable[[Batch], None]
@@ -63,6 +64,7 @@ class Inverse:
     before: Callable[[Tensor, Mapping[str, Any]], Tensor | float] | None = None
     after: Callable[[Any, Tensor], Tensor] | None = None
     tensors: int | None = 5
+    whole: bool = False
 
 
 def undo_sgd(b: Batch) -> None:
@@ -211,7 +213,7 @@ def undo_adafactor(b: Batch) -> None:
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 INVERSES: dict[type[Optimizer], Inverse] = {
-    SGD: Inverse(undo_sgd, ("momentum_buffer",), tensors=3),
+    SGD: Inverse(undo_sgd, ("momentum_buffer",), tensors=None),
     Adam: Inverse(undo_adam, (*_MOMENTS, "max_exp_avg_sq")),
     AdamW: Inverse(undo_adam, (*_MOMENTS, "max_exp_avg_sq")),
     LAMB: Inverse(undo_lamb, _MOMENTS, after=lambda optimizer, p: optimizer.trust_ratios[p], tensors=6),
@@ -221,7 +223,7 @@ INVERSES: dict[type[Optimizer], Inverse] = {
     Adagrad: Inverse(undo_adagrad, ("sum",), adagrad_kept),
     Adamax: Inverse(undo_adamax, ("exp_avg", "exp_inf")),
     Adafactor: Inverse(
-        undo_adafactor, ("row_var", "col_var", "variance"), before=lambda p, _: p.detach().norm(2), tensors=None
+        undo_adafactor, ("row_var", "col_var", "variance"), before=lambda p, _: p.detach().norm(2), tensors=None, whole=True
     ),
 }
 """What can be undone, by the exact class: a subclass may override `step`, and then none of this holds."""

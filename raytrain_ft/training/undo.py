@@ -22,7 +22,7 @@ from torch.optim import SGD, Adagrad, Optimizer
 
 from raytrain_ft.errors import UndoRefusedError
 from raytrain_ft.training.inverse_tools import Batch, add_number, block_size
-from raytrain_ft.training.inverses import INVERSES
+from raytrain_ft.training.inverses import INVERSES, Inverse
 from raytrain_ft.training.lamb import LAMB
 from raytrain_ft.training.undo_rules import (
     TRAINED_IN,
@@ -37,7 +37,7 @@ from raytrain_ft.training.undo_rules import (
 
 _NO_STATE: dict[str, Any] = {}
 _WITH_STATE = False, 0.0
-_DEVICE_BLOCK = 2**24  # elements; bounds the temporaries where there is no cache to make use of
+_LARGEST_BLOCK = 2**24  # elements; bounds the temporaries where there is no cache to make use of
 
 
 class Update(NamedTuple):
@@ -148,7 +148,7 @@ class Undo:
         for cohort in cohorts:
             _count_back(cohort)
             # All views first: what a view is made of would have left the cache again after each block.
-            for batch in list(cohort.batches(self._inverse.tensors)):
+            for batch in list(cohort.batches(self._inverse)):
                 self._inverse.undo(batch)
             self._drop_first_state(cohort)
 
@@ -235,7 +235,7 @@ class Undo:
             if changed or other or g.dtype != p.dtype or g.layout != torch.strided or p.dtype not in TRAINED_IN:
                 reasons += reasons_now(p, g, changed, other)
         if not reasons and self._inverse.kept is not None:
-            kept = (self._inverse.kept(batch) for batch in cohort.batches(self._inverse.tensors))
+            kept = (self._inverse.kept(batch) for batch in cohort.batches(self._inverse))
             reasons += scaled_decay([t.abs().min() for some in kept if some is not None for t in some if t.numel()])
         if not reasons and type(self._optimizer) is LAMB:
             lr, wd = cohort.update.hyper["lr"], cohort.update.hyper["weight_decay"]
@@ -276,21 +276,19 @@ class _Cohort:
         """The entries that were there before the update."""
         return [entry for r, entry in zip(self.records, self.entries, strict=True) if not r.fresh]
 
-    def batches(self, tensors: int | None) -> Iterator[Batch]:
-        """Cuts large tensors into blocks and puts small ones together. `tensors`: how many of a block's size must fit into
-        the cache; None: nothing is cut.
+    def batches(self, inverse: Inverse) -> Iterator[Batch]:
+        """Cuts large tensors into blocks and puts small ones together.
 
         Blocks begin at multiples of a fixed size within each tensor, so that the rounding of an element does not depend
         on what else is undone with it.
         """
-        limit = block_size(tensors or 1, self.records[0].parameter.itemsize)
-        if not self.records[0].parameter.is_cpu:
-            limit = _DEVICE_BLOCK
+        p = self.records[0].parameter
+        limit = block_size(inverse.tensors, p.itemsize) if inverse.tensors and p.is_cpu else _LARGEST_BLOCK
         size, rows, scalars = 0, [], []
         for r, entry, scalar in zip(self.records, self.entries, self.scalars, strict=True):
             row = (r.parameter, r.gradient, *[entry[name] for name in self.names])
             length = r.parameter.numel()
-            if length > limit and tensors is not None and all(t.is_contiguous() for t in row):
+            if length > limit and not inverse.whole and all(t.is_contiguous() for t in row):
                 for block in zip(*(t.view(-1).split(limit) for t in row), strict=True):
                     yield self._batch([block], [scalar])
                 continue

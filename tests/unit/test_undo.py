@@ -282,6 +282,7 @@ def test_replicas_with_the_same_bits_have_the_same_bits_afterwards(case: str, mo
         step(ours[1], theirs, grads)
     undos[0].undo()
     monkeypatch.setattr(undo_module, "block_size", lambda *_: 128)
+    monkeypatch.setattr(undo_module, "_LARGEST_BLOCK", 128)
     for p in reversed(theirs):
         undos[1].undo([p])
     assert_at(ours[1], theirs, snapshot(ours[0], mine))
