@@ -296,7 +296,10 @@ def test_without_its_worker_it_waits_as_long_as_its_own_shard_took(tmp_path: Pat
         return write(*arguments)
 
     monkeypatch.setattr(checkpoint, "write_shard", slowly)
-    persisters.carry_out(replace(job(root, 30, 0), timeout_s=60.0), data, set(), lives=lambda: False)
+    try:
+        persisters.carry_out(replace(job(root, 30, 0), timeout_s=60.0), data, set(), lives=lambda: False)
+    finally:
+        other.cancel()
     assert newest(LocalStorage(root)) == 30
 
 
