@@ -25,6 +25,7 @@ from raytrain_ft.drill.numbers import Report
 from raytrain_ft.drill.played import Played
 from raytrain_ft.drill.runs import Runs
 from raytrain_ft.drill.schedule import Schedule
+from raytrain_ft.policy.units import counted
 from raytrain_ft.scenario import Event, Scenario, When, Who
 
 MICRO_BATCHES = 4
@@ -86,7 +87,8 @@ def main(kills: int, mtbf: float, seed: int, steps: int, workers: int, stages: i
     killed = Counter(list(SHARES)[strike.event] for report in reports for strike in report.strikes)
     broken = sum(len(report.violations) + bool(report.failure) for report in reports)
     shares = [report.goodput for report in reports]
-    print(f"{killed.total()} kills ({dict(killed)}) in {len(reports)} runs; {broken} violations")
+    played = f"{counted(killed.total(), 'kill')} ({dict(killed)}) in {counted(len(reports), 'run')}"
+    print(f"{played}; {counted(broken, 'violation')}")
     print(f"committed steps, as a share of what an undisturbed run commits in the same time: {sum(shares) / len(shares):.1%}")
     sys.exit(1 if broken else 0)
 
@@ -107,7 +109,8 @@ def _played(runs: Runs, scenario: Scenario, kills: int, seed: int) -> Iterator[t
 def _tell(name: str, played: Played, report: Report, left: int) -> None:
     median = "none" if report.pauses.p50 is None else f"{report.pauses.p50:.2f} s"
     equal = {True: "bit-equal", False: "NOT bit-equal", None: "did not end"}[report.bit_equal]
-    print(f"{name}: {report.pauses.count} recoveries (median {median}), {equal}, {left} kills left", flush=True)
+    recovered = counted(report.pauses.count, "recovery", "recoveries")
+    print(f"{name}: {recovered} (median {median}), {equal}, {counted(left, 'kill')} left", flush=True)
     for violation in (*report.violations, *([report.failure] if played.error is not None else [])):
         print(f"  VIOLATION {violation}", flush=True)
 

@@ -24,6 +24,7 @@ from raytrain_ft.cli_study import study_command
 from raytrain_ft.errors import StorageError
 from raytrain_ft.places import told
 from raytrain_ft.policy.audit import audit as audit_records
+from raytrain_ft.policy.units import counted
 from raytrain_ft.progress import describe
 from raytrain_ft.result import recovery_of
 from raytrain_ft.runtime import dashboard as dashboards
@@ -107,7 +108,7 @@ def recoveries(run: Path) -> None:
     found = [record for record in _records(run) if record["event"] == "Recovery"]
     for record in found:
         console.print(describe(recovery_of(record)), markup=False)
-    console.print(f"{len(found)} recoveries")
+    console.print(counted(len(found), "recovery", "recoveries"))
 
 
 @main.command()

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from raytrain_ft import follow
 from raytrain_ft.errors import AbortedError, ConfigError, FTError
+from raytrain_ft.policy.units import counted
 
 INTERRUPTED = 130
 """The exit code of a program that Ctrl-C ended."""
@@ -53,7 +54,8 @@ def attach_command(run: str) -> None:
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     loss = result.metrics["loss"]
     told = "" if loss is None else f", loss {loss:.4f}"
-    click.echo(f"finished: step {result.metrics['step']}{told}, {len(result.recoveries)} recoveries, digest {result.digest}")
+    recovered = counted(len(result.recoveries), "recovery", "recoveries")
+    click.echo(f"finished: step {result.metrics['step']}{told}, {recovered}, digest {result.digest}")
     click.echo(result.path)
 
 

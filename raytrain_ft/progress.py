@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from raytrain_ft.policy.strategy import Recovery
+from raytrain_ft.policy.units import counted
 from raytrain_ft.result import recovery_of
 
 LINE_INTERVAL_S = 5.0
@@ -55,7 +56,7 @@ class Display:
             self._warned += 1
             self.say(words)
         state, size = account["state"].lower().replace("_", " "), account["world_size"]
-        words = [state, f"{size} worker{'s' * (size != 1)}" * bool(size)]
+        words = [state, counted(size, "worker") * bool(size)]
         words += [f"loss {account['loss']:.4f}"] if account["loss"] is not None else []
         note = "  ".join(word for word in words if word)
         if self._bar is not None:
@@ -85,10 +86,10 @@ def describe(recovery: Recovery) -> str:
     lost += f"; {', '.join(recovery.left)} left" if recovery.left else ""
     lines = [f"  recovery: {recovery.cause}"]
     lines.append(f"    noticed by {recovery.noticed_by}; {lost}; workers {recovery.world_before} -> {recovery.world_after}")
-    undone = f"; {recovery.undone:,} parameters undone" if recovery.undone else ""
-    undone += f"; {recovery.updated_twice:,} parameters updated twice" if recovery.updated_twice else ""
-    undone += f"; {recovery.samples_lost:,} samples lost" if recovery.samples_lost else ""
-    repaired = f"; {recovery.repaired} buckets repaired after a hash mismatch" if recovery.repaired else ""
+    undone = f"; {counted(recovery.undone, 'parameter')} undone" if recovery.undone else ""
+    undone += f"; {counted(recovery.updated_twice, 'parameter')} updated twice" if recovery.updated_twice else ""
+    undone += f"; {counted(recovery.samples_lost, 'sample')} lost" if recovery.samples_lost else ""
+    repaired = f"; {counted(recovery.repaired, 'bucket')} repaired after a hash mismatch" if recovery.repaired else ""
     lines.append(f"    {recovery.strategy}: {recovery.reason}{undone}{repaired}")
     lines.append(f"    {_times(recovery)}")
     again = f", after {recovery.attempts} attempts" if recovery.attempts > 1 else ""

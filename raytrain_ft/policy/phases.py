@@ -18,6 +18,7 @@ from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, TRAINING, State
 from raytrain_ft.policy.strategy import Strategy
 from raytrain_ft.policy.topology import stage_of
+from raytrain_ft.policy.units import counted
 from raytrain_ft.policy.world import (
     differing_in_stages,
     filled_otherwise,
@@ -48,8 +49,8 @@ def fence(run: RunState, at: float) -> list[m.Command]:
     if run.fruitless > run.rules.max_fruitless_recoveries:
         return run.fail(
             "RetryBudgetError",
-            f"{run.rules.max_fruitless_recoveries} recoveries in a row committed no step at step {run.step}; "
-            f"last cause: {recovery.cause}",
+            f"{counted(run.rules.max_fruitless_recoveries, 'recovery', 'recoveries')} in a row committed no step at "
+            f"step {run.step}; last cause: {recovery.cause}",
         )
     run.state = State.FENCE
     run.incarnation += 1

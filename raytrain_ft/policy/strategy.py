@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from raytrain_ft.policy.reconcile import Plan
 from raytrain_ft.policy.sampling import samples_in
+from raytrain_ft.policy.units import counted
 
 
 class Strategy(StrEnum):
@@ -130,7 +131,9 @@ class Recovery:
         self.strategy = strategy
         self.redone = max(self.redone, committed - step)  # also if it goes further back than it wanted to at first
         self.step, self.completes = step, False
-        self.reason += f": everybody goes back to step {step} ({source}), {self.redone} steps or a few more are done again"
+        self.reason += (
+            f": everybody goes back to step {step} ({source}), {counted(self.redone, 'step')} or a few more are done again"
+        )
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Sizes and times in words."""
+"""Sizes, times and numbers in words."""
 
 from __future__ import annotations
 
@@ -18,3 +18,8 @@ def in_seconds(seconds: float) -> str:
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
     return f"{seconds * 1e6:.3g} µs"
+
+
+def counted(number: int, noun: str, nouns: str = "") -> str:
+    """So many of something; `nouns`: of several, where that is not `noun` with an s."""
+    return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
+from raytrain_ft.policy.units import counted
 from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.runtime.report_data import Account, Checkpoint, Decision, Facts, gather
 from raytrain_ft.runtime.report_figures import MOST_BARS, draw
@@ -137,7 +138,7 @@ def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
     return [
         ("Steps committed", f"{facts.steps:,.0f}", f"of {facts.max_steps:,.0f}" if facts.max_steps else ""),
         ("Time", _seconds(facts.seconds), f"{rate:,.1f} steps/s overall" if rate else ""),
-        ("Workers", (", ".join(sizes) or "–") if len(sizes) <= 4 else f"{len(sizes)} sizes", f"{_many(lost, 'worker')} lost"),
+        ("Workers", (", ".join(sizes) or "–") if len(sizes) <= 4 else f"{len(sizes)} sizes", f"{counted(lost, 'worker')} lost"),
         ("Recoveries", f"{len(facts.recoveries):,}", f"{_seconds(spent)} in all" if facts.recoveries else ""),
         (
             "Checkpoints",
@@ -230,10 +231,6 @@ def _table(heads: list[str], rows: list[list[str]], total: int) -> str:
     more = f'<p class="none">… and {total - len(rows):,} more, in events.jsonl.</p>' if total > len(rows) else ""
     table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>{more}'
     return table if len(rows) <= MOST_OPEN else f"<details><summary>Table of all {total:,}</summary>{table}</details>"
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _plain(value: float | None) -> str:

@@ -5,7 +5,8 @@ which of a large model is longer than a pipe takes in: a process that is frozen 
 JSON on pipes say that there is a job, and how it ended. At most one job is under way, and it is never abandoned (CheckFreq,
 section 4.3.1): when the worker is lost in the midst of one, it is brought to its end before this process ends too. So what ends
 a worker together with all its processes does not reach this one, which has a session of its own (torchrun signals the groups of
-all ranks when one of them fails), and it ignores a request to end.
+all ranks when one of them fails), and it ignores a request to end. But nothing may be left of a run: without a worker it waits
+for no more of others' shards than may be under way already.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ POLL_S = 1.0
 """How often it is looked whether the worker still lives."""
 RIGHT_S = 5.0
 """How often it is looked, while others are waited for, whether a later launch has the right to write."""
+ORPHAN_S = 5.0
+"""How long others are waited for without a worker: as long as the own shard took to write, for theirs are as large; this long,
+if that is more."""
 LINES_BYTES = 2**16
 
 
@@ -98,11 +102,18 @@ class Outcome:
     size: int
 
 
-def carry_out(job: Job, data: memoryview, cancelled: set[str], done: Callable[[int], None] = lambda size: None) -> None:
+def carry_out(
+    job: Job,
+    data: memoryview,
+    cancelled: set[str],
+    done: Callable[[int], None] = lambda size: None,
+    lives: Callable[[], bool] = lambda: True,
+) -> None:
     """Writes a shard and, as number 0, commits. Then it tidies up, which takes as long again as some of the writing did.
 
     Args:
         done: is told of the bytes written by all, as soon as they are durable.
+        lives: whether the worker does.
 
     Raises:
         StorageError: it could not be; LockedError: another run writes there by now.
@@ -112,6 +123,7 @@ def carry_out(job: Job, data: memoryview, cancelled: set[str], done: Callable[[i
     if job.number == 0:  # one of them is enough
         with suppress(StorageError):  # perhaps there is room without
             checkpoint.make_room(storage, job.name)
+    began = time.monotonic()
     own = checkpoint.write_shard(storage, job.name, job.number, job.count, pieces, data)
     if job.number != 0:
         done(own.size)
@@ -121,15 +133,20 @@ def carry_out(job: Job, data: memoryview, cancelled: set[str], done: Callable[[i
         if not lock.holds(storage, job.owner, job.epoch):
             raise LockedError(f"{storage.uri}: another run has taken the right to write; {job.name} is not committed")
 
-    looked = time.monotonic()
+    written = looked = seen = time.monotonic()
 
     def check() -> None:
-        nonlocal looked
+        nonlocal looked, seen
+        now = time.monotonic()
         if str(job.name) in cancelled:
             raise StorageError(f"{job.name}: the world that was writing it is over")
-        if time.monotonic() - looked > RIGHT_S:
+        if lives():
+            seen = now
+        elif now - seen > max(ORPHAN_S, written - began):
+            raise StorageError(f"{job.name}: its worker is gone, and the shards of others did not come")
+        if now - looked > RIGHT_S:
             check_right()  # the next launch is at work: who is missing will not come, and the memory is needed
-            looked = time.monotonic()
+            looked = now
 
     entries = checkpoint.await_shards(storage, job.name, own, job.count, job.timeout_s, check)
     check_right()
@@ -324,10 +341,14 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints is no answer
     descriptor, described, worker = map(int, sys.argv[1:])
+
+    def lives() -> bool:
+        return os.getppid() == worker
+
     mapped = memoryview(b"")  # it grows only, so what is mapped once stays so
     jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
     cancelled: set[str] = set()
-    threading.Thread(target=_read, args=(worker, described, jobs, cancelled), name="jobs", daemon=True).start()
+    threading.Thread(target=_read, args=(lives, described, jobs, cancelled), name="jobs", daemon=True).start()
     while (job := jobs.get()) is not None:
         began = time.monotonic()
 
@@ -339,7 +360,7 @@ def main() -> None:
             total = sum(piece[4] for piece in job.pieces)
             if total > len(mapped):
                 mapped = memoryview(mmap.mmap(descriptor, os.fstat(descriptor).st_size, mmap.MAP_SHARED, mmap.PROT_READ))
-            carry_out(job, mapped[:total], cancelled, lambda size: answer(None, size))
+            carry_out(job, mapped[:total], cancelled, lambda size: answer(None, size), lives)
         except StorageError as error:
             answer(str(error))
         except Exception:
@@ -347,8 +368,8 @@ def main() -> None:
         cancelled.discard(str(job.name))
 
 
-def _read(worker: int, described: int, jobs: queue.SimpleQueue[Job | None], cancelled: set[str]) -> None:
-    for message in map(json.loads, _lines(worker)):
+def _read(lives: Callable[[], bool], described: int, jobs: queue.SimpleQueue[Job | None], cancelled: set[str]) -> None:
+    for message in map(json.loads, _lines(lives)):
         if "end" in message:
             break
         if "cancel" in message:
@@ -359,11 +380,11 @@ def _read(worker: int, described: int, jobs: queue.SimpleQueue[Job | None], canc
     jobs.put(None)
 
 
-def _lines(worker: int) -> Iterator[bytes]:
+def _lines(lives: Callable[[], bool]) -> Iterator[bytes]:
     """Lines of standard input until it ends, or the worker has: processes that it forked may hold the pipe open."""
     descriptor, rest = sys.stdin.fileno(), b""
     while True:
-        alive = os.getppid() == worker
+        alive = lives()
         readable, _, _ = select.select([descriptor], [], [], POLL_S if alive else 0.0)
         read = os.read(descriptor, LINES_BYTES) if readable else b""
         if not read and (readable or not alive):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 import ray.cloudpickle
+from ray.util import list_named_actors, placement_group_table
 from toy import Toy
 
 import raytrain_ft as ft
@@ -18,6 +22,12 @@ from raytrain_ft.policy.history import check
 from raytrain_ft.runtime.event_log import read_records
 
 STEPS = 30
+LEFT_S = 10.0
+"""How long the processes of a run that is over may take to end."""
+RAYS_OWN = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
+"""How the titles of processes begin that belong to Ray; all others that begin with ray:: are actors, busy or not."""
+SHARED_MEMORY = Path("/dev/shm")
+SHARED_BEFORE = set(SHARED_MEMORY.iterdir())
 SMALL_BUCKETS = {"bucket_bytes": 8192, "first_bucket_bytes": 1024}
 
 
@@ -87,5 +97,37 @@ def undisturbed(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory)
 
 
 def promise_kept(result: ft.Result) -> list[str]:
-    """Violations found in the run's own event log."""
-    return check(read_records(Path(result.path) / "events.jsonl"))
+    """Violations found in the run's own event log; and what is left of it, unless another run is still under way."""
+    until(lambda: not left(), LEFT_S)
+    return check(read_records(Path(result.path) / "events.jsonl")) + [f"left: {one}" for one in left()]
+
+
+def left() -> list[Any]:
+    """What is there of runs that are over: actors, placement groups, processes, shared memory."""
+    groups = [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
+    return [*list_named_actors(all_namespaces=True), *groups, *processes(), *(set(SHARED_MEMORY.iterdir()) - SHARED_BEFORE)]
+
+
+def processes() -> list[psutil.Process]:
+    """Those of our runs, and of nobody else who may be testing on this machine: what descends from this process, for Ray may
+    write a title over what shows the environment; and what has lost its parents, by its environment."""
+    mine, family = os.environ["RAYTRAIN_FT_TESTED_BY"], psutil.Process().children(recursive=True)
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it ends just now
+            title = " ".join(process.cmdline())
+            is_actor = title.startswith("ray::") and not title.startswith(RAYS_OWN)
+            is_ours = is_actor or "raytrain_ft.storage.persister" in title
+            if is_ours and (process in family or process.environ().get("RAYTRAIN_FT_TESTED_BY") == mine):
+                found.append(process)
+    return found
+
+
+def until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether the condition comes true in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return condition()

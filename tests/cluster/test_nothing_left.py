@@ -6,16 +6,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import nullcontext, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import ray
-from conftest import STEPS, train
-from ray.util import list_named_actors, placement_group_table
+from conftest import STEPS, left, processes, promise_kept, train, until
+from ray.util import list_named_actors
+from toy import Toy
 
 import raytrain_ft as ft
 from raytrain_ft import follow
@@ -42,48 +43,16 @@ RECORDS = {"events.jsonl", "nonce", "report.html", "timeline.json", "writer-1.cl
 """The files of a run that is over, however it ended, beside its checkpoints and its final state."""
 
 
-def workers_of(cluster) -> list[psutil.Process]:
-    """Our actors' processes on all nodes."""
-    found = []
-    for node in cluster.node_ids():
-        for process in cluster.processes(node):
-            with suppress(psutil.NoSuchProcess):  # it ends just now
-                if any(word in " ".join(process.cmdline()) for word in ("ray::Worker", "ray::Super")):
-                    found.append(process)
-    return found
-
-
-def shared_memory() -> set[Path]:
-    return set(Path("/dev/shm").iterdir())
-
-
-def left(cluster, before: set[Path]) -> list[Any]:
-    """What is there of a run that is over: actors, processes, placement groups, shared memory that was not there `before`."""
-    groups = [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
-    return [*list_named_actors(all_namespaces=True), *workers_of(cluster), *groups, *(shared_memory() - before)]
-
-
-def until(condition, seconds: float) -> bool:
-    """Whether the condition comes true in time."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.1)
-    return condition()
-
-
 @pytest.mark.parametrize("end", ["ctrl-c", "driver killed"])
 def test_when_the_driver_goes(cluster, undisturbed, end: str, tmp_path: Path) -> None:
     """The run ends and leaves nothing but a checkpoint of the last step; run again, it ends with the same bits as ever."""
-    before = shared_memory()
     script = SCRIPT.format(here=str(Path(__file__).parent), address=cluster.address, path=str(tmp_path))
     driver = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     log = tmp_path / "left" / "events.jsonl"
     assert until(lambda: log.exists() and "StepsCommitted" in log.read_text(), 60)
     os.kill(driver.pid, signal.SIGINT if end == "ctrl-c" else signal.SIGKILL)
     driver.wait(60)
-    assert until(lambda: left(cluster, before) == [], 45), left(cluster, before)
+    assert until(lambda: left() == [], 45), left()
     assert {path.name for path in log.parent.iterdir()} == RECORDS | {"checkpoints"}
     records = read_records(log)
     (stored,) = [record for record in records if record["event"] == "CheckpointCommitted"]
@@ -97,14 +66,25 @@ def test_when_the_driver_goes(cluster, undisturbed, end: str, tmp_path: Path) ->
 @pytest.mark.parametrize("fails", [False, True])
 def test_when_it_ends_by_itself(cluster, tmp_path: Path, fails: bool) -> None:
     """Well, or with an error of the task: when `fit` is over, nothing is left but the run's records."""
-    before = shared_memory()
     faults = [ft.FailAt(rank=1, step=3, phase="forward", action="exception")] if fails else []
     with pytest.raises(TaskError) if fails else nullcontext():
         train(tmp_path, "clean", steps=5, num_spares=0, faults=faults)
     assert list_named_actors(all_namespaces=True) == []
-    assert until(lambda: left(cluster, before) == [], 10), left(cluster, before)
+    assert until(lambda: left() == [], 10), left()
     files = {path.name for path in (tmp_path / "clean").iterdir()}
     assert files == RECORDS | {"checkpoints"} | ({"faults"} if fails else {"final.arrow"})
+
+
+def test_when_rank_0_was_killed_while_its_checkpoint_waited_for_the_part_of_another(cluster, tmp_path: Path) -> None:
+    """Which never comes, for that worker hangs, and is lost too."""
+    faults = [
+        ft.FailAt(rank=1, phase="checkpoint", step=5, action="hang"),
+        ft.FailAt(rank=0, phase="reduce", bucket=0, step=5),  # its own part was copied while it computed
+    ]
+    rules = {"num_spares": 0, "fence_timeout": timedelta(seconds=2), "checkpoints": ft.CheckpointConfig(every=5)}
+    result = train(tmp_path, "waited", task=Toy(step_seconds=0.2), workers=2, steps=8, faults=faults, **rules)
+    assert promise_kept(result) == []
+    assert [len(recovery.lost) for recovery in result.recoveries] == [2]
 
 
 def test_no_listener_of_ours_is_open_to_all(cluster, tmp_path: Path) -> None:
@@ -114,16 +94,16 @@ def test_no_listener_of_ours_is_open_to_all(cluster, tmp_path: Path) -> None:
     try:
         log = tmp_path / "left" / "events.jsonl"
         assert until(lambda: log.exists() and "StepsCommitted" in log.read_text(), 60)
-        processes = workers_of(cluster)
-        assert processes
-        gloo = [c for p in processes for c in p.net_connections("tcp") if c.status == psutil.CONN_ESTABLISHED]
+        ours = processes()
+        assert ours
+        gloo = [c for p in ours for c in p.net_connections("tcp") if c.status == psutil.CONN_ESTABLISHED]
         assert gloo
         idle = set()
         for other in psutil.process_iter(["name"]):
             if other.info["name"] == "ray::IDLE":
                 with suppress(psutil.NoSuchProcess):  # it ends just now
                     idle |= {c.laddr.port for c in other.net_connections("tcp")}
-        for process in processes:
+        for process in ours:
             listening = [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
             # A Ray worker that does nothing listens on one port of Ray's own; all others must be ours and bound to one address.
             wide = [c for c in listening if c.laddr.ip in ("0.0.0.0", "::") and c.laddr.port not in idle]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from conftest import promise_kept, train
+from conftest import LEFT_S, left, promise_kept, train, until
 from toy import Leisurely, Toy
 
 from raytrain_ft.cli import main
@@ -39,6 +41,53 @@ def test_two_runs_at_once(cluster, undisturbed, tmp_path: Path) -> None:
     assert "two" in listed
     assert [result.digest for result in results] == [alone, alone]
     assert [promise_kept(result) for result in results] == [[], []]
+
+
+DRIVER = """
+import sys, time
+sys.path.insert(0, {here!r})
+from pathlib import Path
+import ray
+from conftest import train
+from toy import Leisurely
+ray.init(address={address!r}, log_to_driver=False)
+path = Path({path!r})
+(path / "ready-{number}").touch()
+while len(list(path.glob("ready-*"))) < 2:
+    time.sleep(0.001)
+try:
+    outcome = train(path, "run", task=Leisurely(path / "pace"), workers=2).digest
+except Exception as error:
+    outcome = type(error).__name__
+(path / "outcome-{number}").write_text(outcome)
+"""
+
+
+def test_of_two_drivers_that_start_one_name_at_once_one_trains(cluster, undisturbed, tmp_path: Path) -> None:
+    """The other is refused, whichever it is: the run lasts until that is so."""
+    pace = tmp_path / "pace"
+    pace.touch()
+    about = {"here": str(Path(__file__).parent), "address": cluster.address, "path": str(tmp_path)}
+    drivers = [
+        subprocess.Popen([sys.executable, "-c", DRIVER.format(**about, number=number)], stdout=subprocess.DEVNULL)
+        for number in range(2)
+    ]
+    try:
+        assert until(lambda: any(driver.poll() is not None for driver in drivers), 90)
+        (refused,) = [path.read_text() for path in tmp_path.glob("outcome-*")]
+        assert refused in ("RunActiveError", "LockedError")
+        pace.unlink()
+        assert [driver.wait(90) for driver in drivers] == [0, 0]
+    finally:
+        for driver in drivers:
+            driver.kill()
+            driver.wait()
+    outcomes = {path.read_text() for path in tmp_path.glob("outcome-*")}
+    assert outcomes == {refused, undisturbed(workers=2).digest}
+    records = read_records(tmp_path / "run" / "events.jsonl")
+    assert [record["event"] for record in records if record["event"].startswith("Run")] == ["RunStarted", "RunFinished"]
+    assert check(records) == []
+    assert until(lambda: not left(), LEFT_S), left()
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -260,6 +261,52 @@ def test_it_outlives_who_is_ended_with_all_his_processes_and_ends_after_its_job(
         for pid in filter(lives, (worker.pid, child, persister)):
             os.kill(pid, signal.SIGKILL)
         worker.communicate()
+
+
+def test_it_does_not_wait_long_for_shards_that_only_the_living_could_write(tmp_path: Path) -> None:
+    """Its worker is killed while it waits for another one's shard, which never comes: nothing may be left of a run."""
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    epoch, persister, child = map(int, worker.stdout.readline().split())
+    try:
+        storage, name = open_storage(str(tmp_path)), Name(1, epoch, 1)
+        until(lambda: storage.size(f"{name}/shard-00000-of-00002.json"))
+        worker.kill()
+        worker.wait()
+        assert lives(persister), "it waits for what may be under way"
+        until(lambda: not lives(persister))
+        assert storage.size(f"{name}/{FILE}") is None
+    finally:
+        for pid in filter(lives, (worker.pid, child, persister)):
+            os.kill(pid, signal.SIGKILL)
+        worker.communicate()
+
+
+def test_without_its_worker_it_waits_as_long_as_its_own_shard_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the others are as large, and were begun at about the same time: they may be under way."""
+    root = tmp_path / "checkpoints"
+    prepare(root)
+    monkeypatch.setattr(persisters, "ORPHAN_S", 0.0)
+    data, write = memoryview(bytes([30]) * 3 * SIZE), checkpoint.write_shard
+    other = threading.Timer(2.5, write, shard_of(job(root, 30, 1), data))
+
+    def slowly(*arguments: Any) -> Any:
+        other.start()
+        time.sleep(2.0)
+        return write(*arguments)
+
+    monkeypatch.setattr(checkpoint, "write_shard", slowly)
+    try:
+        persisters.carry_out(replace(job(root, 30, 0), timeout_s=60.0), data, set(), lives=lambda: False)
+    finally:
+        other.cancel()
+    assert newest(LocalStorage(root)) == 30
+
+
+def shard_of(job: Job, data: memoryview) -> tuple[Any, ...]:
+    """What `write_shard` is given for a job."""
+    pieces = [Piece(name, dtype, shape, start, size) for name, dtype, shape, start, size in job.pieces]
+    return open_storage(job.place), job.name, job.number, job.count, pieces, data
 
 
 def lives(pid: int) -> bool:

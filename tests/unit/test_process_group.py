@@ -102,7 +102,7 @@ def test_who_waited_when_the_fence_came_leaves_a_group_that_is_not_quiet() -> No
 
     waiter = threading.Thread(target=wait)
     waiter.start()
-    until(lambda: mine.fence._waiters)
+    until(lambda: bool(mine.fence._waiters))
     process_group.abandon(mine)
     waiter.join(5)
     assert len(ended) == 1
@@ -224,3 +224,103 @@ def test_a_sum_that_is_there_counts_after_the_fence_and_is_made_once() -> None:
     assert [own.tolist() for own in sums] == [[5.0] * 3] * 2
     for group in world:
         process_group.abandon(group)
+
+
+class OnDevice:
+    """A group as NCCL's: a work's future is there as soon as it is queued, its end is that of a kernel, and only `abort` breaks
+    off what is under way. `wait` would hold the thread up, or the stream."""
+
+    def __init__(self) -> None:
+        self.ended = self.sound = self.waited = self.aborted = False
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+        return self
+
+    def get_future(self) -> torch.futures.Future:
+        future = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+    def is_completed(self) -> bool:
+        return self.ended
+
+    def is_success(self) -> bool:
+        return self.sound
+
+    def wait(self) -> bool:
+        assert self.ended, "the thread waits, where no fence can wake it"
+        self.waited = True
+        return True
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> OnDevice:
+    """What a world with GPUs is built around here."""
+    inner = OnDevice()
+    options = type("Options", (), {})
+    made = type("ProcessGroupNCCL", (), {"Options": options, "__new__": lambda *_: inner})
+    monkeypatch.setattr(process_group.dist, "ProcessGroupNCCL", made, raising=False)
+    return inner
+
+
+def on_device() -> FencedGroup:
+    about = {"host": "127.0.0.1", "timeout": TIMEOUT, "default": False}
+    return process_group.build(HashStore(), 0, 1, Fence(1), use_gpu=True, **about)  # pyright: ignore
+
+
+def test_on_a_gpu_the_end_of_the_kernel_counts_and_not_the_future(device: OnDevice) -> None:
+    group = on_device()
+    assert group.inner is device, "use_gpu builds NCCL's group"
+    work = group.all_reduce(torch.ones(1))  # however small, it is not exchanged
+    assert isinstance(work, process_group.FencedWork)
+    assert not work.is_completed()
+    with pytest.raises(PeerLostError, match="not finished"):
+        work.wait(timedelta(milliseconds=10))
+    assert not device.waited
+    device.ended = True
+    with pytest.raises(PeerLostError, match="NCCL gave it up"):
+        work.wait()
+    device.sound = True
+    assert work.wait()
+    assert device.waited, "what is computed next must come after it in the stream"
+    assert work.succeeded()
+
+
+def test_on_a_gpu_a_group_that_is_left_is_broken_off(device: OnDevice) -> None:
+    group = on_device()
+    work, ended = group.all_reduce(torch.ones(1)), []
+
+    def wait() -> None:
+        try:
+            work.wait()
+        except FencedError as error:
+            ended.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    process_group.abandon(group)
+    waiter.join(5)
+    assert len(ended) == 1
+    until(lambda: device.aborted)
+    assert process_group._abandoned == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: NCCL itself is not tried")
+def test_the_real_nccl_sums_and_is_broken_off() -> None:
+    """Alone in its world, for NCCL takes no two ranks on one GPU; behind a kernel that lasts."""
+    group = on_device()
+    own = torch.ones(1000, device="cuda")
+    assert group.all_reduce(own).wait()
+    assert own.tolist() == [1.0] * 1000
+    torch.cuda._sleep(10**10)
+    work = group.all_reduce(own)
+    assert not work.is_completed()
+    group.fence.trip()
+    with pytest.raises(FencedError):
+        work.wait()
+    process_group.abandon(group)
+    torch.cuda.synchronize()
+    assert process_group._abandoned == []

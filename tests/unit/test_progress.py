@@ -81,6 +81,12 @@ ACCOUNTS = {
 }
 
 
+def test_one_of_something_is_not_several() -> None:
+    told = describe(replace(ROUNDED, undone=1, repaired=1, updated_twice=1, samples_lost=1))
+    words = "1 parameter undone; 1 parameter updated twice; 1 sample lost; 1 bucket repaired after a hash mismatch"
+    assert words in told
+
+
 def screen(written: str) -> list[str]:
     """The lines that are left on a terminal: one that was erased and written again and again stands there once."""
     lines = [""]
