@@ -200,7 +200,7 @@ def _bytes(one: Slice) -> Tensor:
     """The bytes of the piece."""
     start, size = one.piece.start, one.piece.size
     if isinstance(one.held, torch.UntypedStorage):
-        return torch.empty(0, dtype=torch.uint8).set_(one.held, one.address - one.held.data_ptr() + start, (size,))
+        return torch.empty(0, dtype=torch.uint8).set_(one.held, one.address - one.held.data_ptr() + start, (size,), (1,))
     return bytes_of(one.held)[start : start + size]
 
 
