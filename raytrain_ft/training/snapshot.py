@@ -33,27 +33,19 @@ class Slice(NamedTuple):
     """A piece of one tensor.
 
     Attributes:
-        held: what keeps its bytes where they are until they are copied, also if a forward pass gives the parameter others
-            (`p.data = ...`): its memory, or where that alone does not tell which they are, an alias of the tensor. An alias of
-            each of ten thousand small tensors would take longer to make than their bytes to copy.
+        tensor: an alias of it, so that its bytes stay where they are until they are copied, also if a forward pass gives the
+            parameter others (`p.data = ...`).
         source: the tensor itself.
-        address: where the tensor's bytes begin, if they lie one after the other in this process; 0 with an alias.
     """
 
     piece: Piece
-    held: Tensor | torch.UntypedStorage
+    tensor: Tensor
     source: Tensor
-    address: int = 0
-
-
-def _slice(piece: Piece, tensor: Tensor) -> Slice:
-    address = tensor.data_ptr() if is_plain(tensor) else 0
-    return Slice(piece, tensor.untyped_storage() if address else tensor.detach(), tensor, address)
 
 
 def total_size(tensors: Sequence[tuple[str, Tensor]]) -> int:
     """Bytes of these tensors."""
-    return sum([tensor.nbytes for _, tensor in tensors])
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
 
 
 def share(tensors: Sequence[tuple[str, Tensor]], number: int, count: int) -> list[Slice]:
@@ -75,7 +67,7 @@ def share(tensors: Sequence[tuple[str, Tensor]], number: int, count: int) -> lis
         empty_here = size == 0 and (first <= offset < last or (offset == total and number == count - 1))
         if start < stop or empty_here:
             piece = Piece(name, str(tensor.dtype), tuple(tensor.shape), start if size else 0, max(0, stop - start))
-            found.append(_slice(piece, tensor))
+            found.append(Slice(piece, tensor.detach(), tensor))
         offset += size
     return found
 
@@ -180,7 +172,7 @@ class Copy:
 def _is_changed(one: Slice, version: int) -> bool:
     """Whether its bytes are not those of this version any more, as far as torch counts. Memory of which it is a part may have
     one counter for all, and a tensor that was given other memory counts what is changed there."""
-    if version_of(one.source) == version or one.source.data_ptr() != (one.address or one.held.data_ptr()):
+    if version_of(one.source) == version or one.source.data_ptr() != one.tensor.data_ptr():
         return False
     return one.source.untyped_storage().nbytes() == one.source.nbytes
 
@@ -188,20 +180,15 @@ def _is_changed(one: Slice, version: int) -> bool:
 @torch.no_grad()
 def _cloned(slices: Sequence[Slice]) -> list[Slice] | None:
     """The slices, copied within their device's memory; None if it has no room for them."""
+    clones = []
     try:
-        clones = [_slice(one.piece._replace(start=0), _bytes(one).clone()) for one in slices]
+        for piece, tensor, _ in slices:
+            clone = bytes_of(tensor)[piece.start : piece.start + piece.size].clone()
+            clones.append(Slice(piece._replace(start=0), clone, clone))
     except torch.OutOfMemoryError:
         return None
     _synchronize(slices)
     return clones
-
-
-def _bytes(one: Slice) -> Tensor:
-    """The bytes of the piece."""
-    start, size = one.piece.start, one.piece.size
-    if isinstance(one.held, torch.UntypedStorage):
-        return torch.empty(0, dtype=torch.uint8).set_(one.held, one.address - one.held.data_ptr() + start, (size,), (1,))
-    return bytes_of(one.held)[start : start + size]
 
 
 def free_on_device(tensors: Sequence[tuple[str, Tensor]]) -> int:
@@ -216,12 +203,14 @@ def copy_all(slices: Sequence[Slice], memory: memoryview) -> None:
         return
     target = torch.frombuffer(memory, dtype=torch.uint8)
     address, offset = target.data_ptr(), 0
-    for one in slices:
-        size = one.piece.size
-        if one.address:
-            move(address + offset, one.address + one.piece.start, size)
-        elif size:
-            target[offset : offset + size].copy_(_bytes(one), non_blocking=True)
+    for piece, tensor, _ in slices:
+        start, size = piece.start, piece.size
+        if not size:
+            continue
+        if is_plain(tensor):
+            move(address + offset, tensor.data_ptr() + start, size)
+        else:
+            target[offset : offset + size].copy_(bytes_of(tensor)[start : start + size], non_blocking=True)
         offset += size
     _synchronize(slices)
 
@@ -238,8 +227,7 @@ def _pin(memory: SharedMemory) -> None:
 
 def _now_on_device(slices: Sequence[Slice]) -> Callable[[], None]:
     """On each GPU, the copy runs on a stream of its own, after what is queued on the training stream now."""
-    devices = _devices(s.held for s in slices if not s.address)
-    marked = {device: torch.cuda.current_stream(device).record_event() for device in devices}
+    marked = {device: torch.cuda.current_stream(device).record_event() for device in _devices(s.tensor for s in slices)}
 
     def enter() -> None:
         for device, event in marked.items():
@@ -252,11 +240,11 @@ def _now_on_device(slices: Sequence[Slice]) -> Callable[[], None]:
 
 def _synchronize(slices: Sequence[Slice]) -> None:
     """Waits for what this thread has queued on the GPUs that the slices are on."""
-    for device in _devices(s.held for s in slices if not s.address):
+    for device in _devices(s.tensor for s in slices):
         torch.cuda.current_stream(device).synchronize()
 
 
-def _devices(tensors: Iterable[Tensor | torch.UntypedStorage]) -> set[torch.device]:
+def _devices(tensors: Iterable[Tensor]) -> set[torch.device]:
     """The GPUs that these are on."""
     return {tensor.device for tensor in tensors if tensor.is_cuda}
 
