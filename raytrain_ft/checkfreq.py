@@ -90,6 +90,7 @@ def open(
     storage = open_storage(within(Place(str(path)), CHECKPOINTS))
     for loader in loaders.values():
         loader.check_world(current()[1])
+        _ = loader.sketches  # read now: a checkpoint that is due waits for no samples
     ranks = Ranks(timeout)
     plan = Plan(
         budget=overhead,

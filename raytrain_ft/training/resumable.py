@@ -10,22 +10,22 @@ A `BatchSource`, such as `DaliImages`, has nothing for DataLoader to do: the tra
 
 from __future__ import annotations
 
-import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, TensorDataset
 
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.sampling import Position, Sampling, next_batch, sample_ids, share, steps_per_epoch
-from raytrain_ft.training.data import BatchSource, dataset_size, fetch, loads_batches
+from raytrain_ft.policy.sketch import Sketch
+from raytrain_ft.training.data import BatchSource, dataset_size, loads_batches
 from raytrain_ft.training.data import Loader as CoreLoader
 from raytrain_ft.training.determinism import check_deterministic
-from raytrain_ft.training.random import batch_seed, sample_seed
 from raytrain_ft.training.ranks import current
+from raytrain_ft.training.seeded import Seeded, sketches
 
 _OURS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last", "generator")
 
@@ -73,15 +73,27 @@ class Loader:
         self.share = 1.0
         self._before: Callable[[], None] = _nothing
         self._after: Callable[[], None] = _nothing
-        ours = loads_batches(dataset)
-        self._batches = _Ahead(dataset, self.sampling).batches if ours else self._by_torch(options)
+        if loads_batches(dataset):
+            ahead = _Ahead(dataset, self.sampling)
+            self._batches, self._look = ahead.batches, ahead.look
+        else:
+            self._batches, self._look = self._by_torch(options), partial(sketches, dataset, self.sampling, options)
+
+    @cached_property
+    def sketches(self) -> tuple[Sketch, ...]:
+        """What the first samples look like: of another dataset of the same length they are others.
+
+        Raises:
+            ConfigError: as for the first batch of a `BatchSource`.
+        """
+        return self._look()
 
     def _by_torch(self, options: Mapping[str, Any]) -> Callable[[Position], Iterator[Any]]:
         """What gives the batches from the loader's position to the end of the epoch."""
         # Rows of tensors draw nothing; a collate_fn in a worker may, and has to be seeded too.
         collates_elsewhere = options.get("collate_fn") is not None and options.get("num_workers", 0) > 0
         seeded = type(self.dataset) is not TensorDataset or collates_elsewhere
-        rows = _Seeded(self.dataset, self.sampling.seed) if seeded else self.dataset
+        rows = Seeded(self.dataset, self.sampling.seed) if seeded else self.dataset
         shares = _Shares(self, seeded)
         loader: DataLoader[Any] = DataLoader(rows, batch_sampler=shares, generator=torch.Generator(), **options)
         return lambda _: iter(loader)
@@ -191,22 +203,29 @@ class _Ahead:
     def __init__(self, dataset: BatchSource, sampling: Sampling) -> None:
         self._dataset, self._sampling = dataset, sampling
         self._core = CoreLoader(dataset, sampling)
-        self._checked = False
+        self._seen: tuple[Sketch, ...] | None = None
         self._reached: tuple[Position, int, int] | None = None  # what the thread's next batch is of; None: it has to be started
         weakref.finalize(self, self._core.stop)  # a program may make a loader for each of its validations
+
+    def look(self) -> tuple[Sketch, ...]:
+        """What a few samples look like, each of which is loaded several times.
+
+        Raises:
+            ConfigError: a batch depends on more than (seed, epoch, sample ids), so that a resumed run would read another.
+        """
+        if self._seen is None:
+            self._seen = check_deterministic(self._dataset, self._sampling)
+        return self._seen
 
     def batches(self, position: Position) -> Iterator[Any]:
         """From `position` on, without an end: the thread reads on into the next epoch, and after a `break`. It begins anew only
         where the position is not the one that it has come to.
 
         Raises:
-            ConfigError: a batch depends on more than (seed, epoch, sample ids), so that a resumed run would read another; or a
-                rank would have nothing to do.
+            ConfigError: as `look` does; or a rank would have nothing to do.
         """
         while True:
-            if not self._checked:
-                check_deterministic(self._dataset, self._sampling)
-                self._checked = True
+            self.look()
             here = (position, *current())
             if here != self._reached:
                 _check_shares(self._sampling, here[2])
@@ -222,7 +241,7 @@ class _Shares:
     """The batch sampler: this rank's sample ids, batch after batch, from the loader's position to the end of the epoch.
 
     Args:
-        seeded: each comes with its epoch, as `_Seeded` takes them.
+        seeded: each comes with its epoch, as `Seeded` takes them.
     """
 
     def __init__(self, loader: Loader, seeded: bool) -> None:
@@ -238,41 +257,6 @@ class _Shares:
 
     def __len__(self) -> int:
         return len(self._loader)
-
-
-class _Seeded(Dataset[Any]):
-    """A dataset whose draws from the global generators depend on the epoch and the sample alone, and disturb nobody else's."""
-
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
-        if get_worker_info() is not None:  # nobody else draws here, but collate_fn, next
-            samples = [self._one(epoch, index) for epoch, index in keys]
-            for epoch, first in keys[:1]:
-                _seed(batch_seed(self.seed, epoch, first))
-            return samples
-        states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-        try:
-            return [self._one(epoch, index) for epoch, index in keys]
-        finally:
-            torch.set_rng_state(states[0])
-            np.random.set_state(states[1])
-            random.setstate(states[2])
-
-    def _one(self, epoch: int, index: int) -> Any:
-        _seed(sample_seed(self.seed, epoch, index))
-        return fetch(self.dataset, [index])[0]
-
-
-def _seed(value: int) -> None:
-    """Seeds the generators of the CPU. Those of GPUs, which `seed_all` includes, are the training's own."""
-    torch.default_generator.manual_seed(value)
-    np.random.seed(value & 0xFFFF_FFFF)
-    random.seed(value)
 
 
 def _nothing() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from raytrain_ft.errors import ConfigError, MismatchError, StorageError
 from raytrain_ft.policy.sampling import Position
+from raytrain_ft.policy.sketch import as_records, of_records, unlike
 from raytrain_ft.storage import checkpoint
 from raytrain_ft.storage import manifest as manifests
 from raytrain_ft.storage.checkpoint import Content
@@ -35,7 +36,7 @@ def values(
         "kind": KIND,
         "world": world,
         "data": {name: two_integers(one) for name, one in data.items()},
-        "datasets": {name: asdict(loader.sampling) for name, loader in loaders.items()},
+        "datasets": {name: asdict(one.sampling) | {"samples": as_records(one.sketches)} for name, one in loaders.items()},
         "objects": states.describe(objects),
     }
 
@@ -57,6 +58,8 @@ def _stored(manifest: Manifest) -> _Stored:
     try:
         data = {name: position_of(one) for name, one in found["data"].items()}
         datasets = {name: dict(one) for name, one in found["datasets"].items()}
+        for one in datasets.values():
+            of_records(one.get("samples", []))
         objects = {name: dict(one) for name, one in found["objects"].items()}
         return _Stored(int(found["world"]), data, datasets, objects)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -180,6 +183,9 @@ def _data_differences(stored: _Stored, loaders: Mapping[str, Loader]) -> dict[st
             for key in here
             if before.get(key) != here[key]
         ]
+        # in another order, other samples were looked at
+        other = "" if found[name] else unlike(of_records(before.get("samples", [])), loaders[name].sketches)
+        found[name] += [f"{name}: dataset of the same length with other content: {other}"] if other else []
     return found
 
 

@@ -361,7 +361,7 @@ class Validated(Setup):
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
-        self.val = checkfreq.Loader(TensorDataset(torch.randn(16, 8)), global_batch_size=4, shuffle=False)
+        self.val = checkfreq.Loader(TensorDataset(torch.ones(16, 8)), global_batch_size=4, shuffle=False)
 
     @property
     def objects(self) -> dict[str, Any]:
@@ -756,6 +756,58 @@ def test_override_leaves_what_differs_as_it_is(run_directory: Path) -> None:
         assert torch.equal(other.model[0].weight, stored.model[0].weight)
     with pytest.raises(ConfigError, match="modle"):
         checkfreq.open(run_directory, override={"modle"}, **objects)
+
+
+def test_another_dataset_of_the_same_length_is_refused(run_directory: Path) -> None:
+    other = Setup()
+    inputs, labels = other.loader.dataset.tensors
+    other.loader = checkfreq.Loader(TensorDataset(inputs + 1, labels), global_batch_size=BATCH)
+    before = other.state()
+    with pytest.raises(MismatchError, match=r"loader: dataset of the same length with other content: .*number 0 has mean"):
+        checkfreq.open(run_directory, **other.objects)
+    assert other.state() == before
+    with checkfreq.open(run_directory, override={"dataset"}, **other.objects) as run:
+        assert (run.step, other.loader.position) == (12, Position(2, 16)), "of the same length: it goes on where it stood"
+
+
+def test_a_checkpoint_that_does_not_tell_what_its_data_looked_like_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier versions wrote such ones."""
+    values = resume.values
+
+    def without_samples(*given: Any) -> dict[str, Any]:
+        found = values(*given)
+        del found["datasets"]["loader"]["samples"]
+        return found
+
+    with monkeypatch.context() as earlier:
+        earlier.setattr(resume, "values", without_samples)
+        trained(tmp_path, 3)
+    with checkfreq.open(tmp_path, resume="require", **Setup().objects) as run:
+        assert run.step == 3
+
+
+class OpenedWhereItIsRead(Dataset[Tensor]):
+    """As one that opens a file at its first sample, which a process that is forked must not share."""
+
+    opened = False
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.opened = True
+        return torch.rand(3) + index
+
+
+def test_what_a_dataset_looks_like_is_seen_where_it_is_read_and_disturbs_no_generator() -> None:
+    before = torch.get_rng_state()
+    elsewhere = checkfreq.Loader(OpenedWhereItIsRead(), global_batch_size=BATCH, num_workers=1)
+    here = checkfreq.Loader(OpenedWhereItIsRead(), global_batch_size=BATCH)
+    assert elsewhere.sketches == here.sketches
+    assert (elsewhere.dataset.opened, here.dataset.opened) == (False, True)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_groups_of_an_optimizer_are_compared(run_directory: Path) -> None:

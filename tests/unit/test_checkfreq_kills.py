@@ -169,3 +169,62 @@ def test_a_checkpoint_that_takes_longer_to_read_than_ranks_wait_for_each_other_i
     complete(tmp_path, "--until", "5", "--timeout", "12", "--reading", "15", world=2)
     assert sorted(used(tmp_path)) == [1, 2, 3, 4, 5]
     assert list(tmp_path.glob("ids-*-2-from-4-*.jsonl")), "it began with what was stored"
+
+
+@contextmanager
+def by_torchrun(directory: Path, *arguments: str) -> Iterator[psutil.Popen]:
+    """The job as two ranks that torchrun starts, gone at the end with all that it started."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    torchrun = psutil.Popen(
+        [*command, str(JOB), str(directory), *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+    )
+    try:
+        yield torchrun
+    finally:
+        if torchrun.poll() is None:
+            lose_power(torchrun)
+        torchrun.wait(DEADLINE_S)
+
+
+def lose_power(process: psutil.Process) -> None:
+    """None of them sees another's end."""
+    everything = [process, *process.children(recursive=True)]
+    for one in everything:  # none may start another, or end in an orderly way, while they are killed
+        one.suspend()
+    for one in everything:
+        one.kill()
+
+
+def until_durable(directory: Path, step: int) -> None:
+    """Returns when there is a checkpoint of this step, or a later one."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        if any(int(path.parent.name.split("-")[1]) >= step for path in directory.glob("checkpoints/step-*/manifest.json")):
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"no checkpoint of step {step} came")
+
+
+@pytest.mark.long
+def test_a_real_torchrun_that_is_killed_and_started_again_ends_with_the_same_bits(tmp_path: Path) -> None:
+    directory, endless = tmp_path / "killed", ("--until", "1000000", "--total-steps", "1000000")
+    with by_torchrun(directory, *endless) as torchrun:
+        until_durable(directory, 3)
+        lose_power(torchrun)
+    with by_torchrun(directory, *endless) as torchrun:  # of one rank that dies torchrun learns, and ends the other
+        until_durable(directory, max(used(directory)) + 1)
+        next(one for one in torchrun.children() if str(JOB) in one.cmdline()).kill()
+        assert torchrun.wait(DEADLINE_S) == 1
+    begun = {int(path.stem.split("-")[4]) for path in directory.glob("ids-*.jsonl")}
+    assert len(begun) == 2, "the second one began with what the first had stored"
+    end = max(used(directory)) + 5
+    arguments = ("--until", str(end), "--total-steps", "1000000")
+    with by_torchrun(directory, *arguments) as torchrun:
+        assert torchrun.wait(DEADLINE_S) == 0
+    finals = [torch.load(directory / f"final-{rank}.pt", weights_only=True) for rank in range(2)]
+    assert same_bits(finals, complete(tmp_path / "undisturbed", *arguments, world=2))
+    check_each_once(directory, end)

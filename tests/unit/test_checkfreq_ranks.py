@@ -36,7 +36,7 @@ if what == "FSDP":
 if what == "replicas":
     model = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters())
-loader = checkfreq.Loader(TensorDataset(torch.randn(20, 4)), global_batch_size=4)
+loader = checkfreq.Loader(TensorDataset(torch.ones(20, 4)), global_batch_size=4)
 objects = {"model": whole if what == "optimizer" else model, "optimizer": optimizer, "loader": loader}
 try:
     with checkfreq.open(f"{directory}/run", every=2, timeout=timedelta(seconds=60), **objects) as run:

@@ -1,0 +1,74 @@
+"""A dataset whose draws are a function of (seed, epoch, sample), as `checkfreq.Loader` reads it, and what it looks like."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from raytrain_ft.policy.sampling import Sampling, sample_ids
+from raytrain_ft.policy.sketch import Sketch
+from raytrain_ft.training.data import fetch
+from raytrain_ft.training.random import batch_seed, sample_seed
+from raytrain_ft.training.sketching import sketch_of
+
+_SKETCHED = 8
+"""Samples by which a dataset is known again."""
+
+
+class Seeded(Dataset[Any]):
+    """A dataset whose draws from the global generators depend on the epoch and the sample alone, and disturb nobody else's."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
+        if get_worker_info() is not None:  # nobody else draws here, but collate_fn, next
+            samples = [self._one(epoch, index) for epoch, index in keys]
+            for epoch, first in keys[:1]:
+                _seed(batch_seed(self.seed, epoch, first))
+            return samples
+        states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        try:
+            return [self._one(epoch, index) for epoch, index in keys]
+        finally:
+            torch.set_rng_state(states[0])
+            np.random.set_state(states[1])
+            random.setstate(states[2])
+
+    def _one(self, epoch: int, index: int) -> Any:
+        _seed(sample_seed(self.seed, epoch, index))
+        return fetch(self.dataset, [index])[0]
+
+
+def sketches(dataset: Any, sampling: Sampling, options: Mapping[str, Any]) -> tuple[Sketch, ...]:
+    """What a few samples look like. They are loaded where the training's are: what a dataset opens in a loader worker must not
+    be open before that worker is forked."""
+    ids = sample_ids(sampling, 0, range(min(_SKETCHED, sampling.dataset_size))).tolist()
+    elsewhere = {"num_workers": min(1, options.get("num_workers", 0)), "persistent_workers": False, "pin_memory": False}
+    rows = Seeded(dataset, sampling.seed)
+    loader: DataLoader[Any] = DataLoader(
+        rows,
+        batch_sampler=[[(0, index) for index in ids]],
+        generator=torch.Generator(),
+        **{**options, **elsewhere, "collate_fn": _sketched},
+    )
+    return next(iter(loader))
+
+
+def _sketched(samples: Sequence[Any]) -> tuple[Sketch, ...]:
+    return tuple(map(sketch_of, samples))
+
+
+def _seed(value: int) -> None:
+    """Seeds the generators of the CPU. Those of GPUs, which `seed_all` includes, are the training's own."""
+    torch.default_generator.manual_seed(value)
+    np.random.seed(value & 0xFFFF_FFFF)
+    random.seed(value)
