@@ -6,6 +6,9 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from copy import copy
+from dataclasses import fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from raytrain_ft.policy.history import check
 from raytrain_ft.runtime.event_log import read_records
 
 STEPS = 30
+STAGES, MICRO_BATCHES, PIPELINE_STEPS = 3, 4, 20
 LEFT_S = 10.0
 """How long the processes of a run that is over may take to end."""
 RAYS_OWN = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
@@ -29,6 +33,7 @@ RAYS_OWN = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_BEFORE = set(SHARED_MEMORY.iterdir())
 SMALL_BUCKETS = {"bucket_bytes": 8192, "first_bucket_bytes": 1024}
+DEFAULTS = {field.name: field.default for field in fields(ft.RecoveryConfig)} | {"workers": 3, "steps": STEPS, "seed": 7}
 
 
 # The workers import the toy task from here.
@@ -80,16 +85,44 @@ def trainer_of(
     )
 
 
+def pipeline(path: Path, name: str, *, stages: int = STAGES, workers: Any = STAGES, **arguments: Any) -> ft.Result:
+    """A run of the toy task in stages."""
+    how = ft.ParallelismConfig(
+        pipeline_parallel_degree=stages,
+        num_pp_microbatches=arguments.pop("micro_batches", MICRO_BATCHES),
+        num_pp_chunks=arguments.pop("num_pp_chunks", 1),
+        schedule=arguments.pop("schedule", "1f1b"),
+        split=arguments.pop("split", "auto"),
+    )
+    # more processes than cores: a false alarm would be survived, but these tests count recoveries
+    settings = {"steps": PIPELINE_STEPS, "drop_last": True, "heartbeat_timeout": timedelta(seconds=3), **arguments}
+    return train(path, name, workers=workers, parallelism_config=how, **settings)
+
+
+@pytest.fixture(scope="session")
+def undisturbed_pipeline(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> ft.Result:
+    """What every disturbed run of three stages is compared with."""
+    result = pipeline(tmp_path_factory.mktemp("pipeline"), "undisturbed")
+    assert result.recoveries == []
+    assert promise_kept(result) == []
+    return result
+
+
 @pytest.fixture(scope="session")
 def undisturbed(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ft.Result]:
-    """The undisturbed run of the same kind, made once."""
+    """The undisturbed run of the same kind, made once. It does not rest, and is none of another kind for what is said only of
+    how long one rests, or is so anyway."""
     path = tmp_path_factory.mktemp("undisturbed")
     known: dict[str, ft.Result] = {}
 
     def run(**arguments: Any) -> ft.Result:
-        key = repr(sorted((k, f"{type(v)}{vars(v)}" if k == "task" else repr(v)) for k, v in arguments.items()))
+        task = copy(arguments.pop("task", Toy()))
+        if isinstance(task, Toy):
+            task.step_seconds = task.backward_seconds = 0.0
+        arguments = {name: value for name, value in arguments.items() if name not in DEFAULTS or value != DEFAULTS[name]}
+        key = repr((type(task), vars(task), sorted(arguments.items())))
         if key not in known:
-            known[key] = train(path, f"run{len(known)}", **arguments)
+            known[key] = train(path, f"run{len(known)}", task=task, **arguments)
             assert known[key].recoveries == []
         return known[key]
 

@@ -101,13 +101,14 @@ def test_an_optimizer_that_cannot_be_undone(cluster, tmp_path: Path) -> None:
     with pytest.raises(UndoRefusedError, match="barrier"):
         train(tmp_path, "refused", task=task, update="wait_free", strategy="replication")
     with pytest.warns(UserWarning, match="Falling back"):
-        result = train(tmp_path, "fallback", task=task, update="wait_free", steps=3)
+        result = train(tmp_path, "fallback", task=task, workers=2, update="wait_free", steps=3)
     assert result.metrics["step"] == 3
 
 
 def test_a_user_exception_on_one_rank_ends_the_run_at_once(cluster, tmp_path: Path) -> None:
+    fault = FailAt(rank=1, step=4, phase="forward", action="exception")
     with pytest.raises(TaskError, match="rank 1") as failure:
-        train(tmp_path, "one-rank", faults=[FailAt(rank=1, step=4, phase="forward", action="exception")])
+        train(tmp_path, "one-rank", workers=2, num_spares=0, faults=[fault])
     assert "ChaosError" in str(failure.value)
     assert "Traceback" in str(failure.value)
     assert list_named_actors(all_namespaces=True) == []
@@ -115,13 +116,13 @@ def test_a_user_exception_on_one_rank_ends_the_run_at_once(cluster, tmp_path: Pa
 
 def test_a_broken_task_shows_its_own_traceback(cluster, tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="KeyError: 'no such column'"):
-        train(tmp_path, "broken", task=Broken("no such column"))
+        train(tmp_path, "broken", workers=2, task=Broken("no such column"))
 
 
 def test_a_loss_that_is_not_finite(cluster, tmp_path: Path) -> None:
     with pytest.raises(NonFiniteLossError, match="step 4"):
-        train(tmp_path, "nan-raise", task=Sudden(at=5))
-    result = train(tmp_path, "nan-skip", task=Sudden(at=5), on_non_finite="skip", steps=10)
+        train(tmp_path, "nan-raise", workers=2, task=Sudden(at=5))
+    result = train(tmp_path, "nan-skip", workers=2, task=Sudden(at=5), on_non_finite="skip", steps=10)
     proof = audit(read_records(Path(result.path) / "events.jsonl"))
     assert proof.ok
     assert proof.samples_lost == 32

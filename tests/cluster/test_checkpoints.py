@@ -311,9 +311,9 @@ def test_a_checkpoint_of_something_else_is_refused_with_every_difference(cluster
 
 
 def test_fewer_steps_than_are_done_already_are_refused(cluster, tmp_path: Path) -> None:
-    train(tmp_path, "run", steps=10, checkpoints=OFTEN)
+    train(tmp_path, "run", workers=1, steps=10, checkpoints=OFTEN)
     with pytest.raises(ConfigError, match=r"newest checkpoint .* is of step 10"):
-        train(tmp_path, "run", steps=9, checkpoints=OFTEN)
+        train(tmp_path, "run", workers=1, steps=9, checkpoints=OFTEN)
 
 
 @pytest.mark.long
@@ -377,7 +377,7 @@ def test_a_checkpoint_of_what_an_update_has_spoilt_is_passed_over(undisturbed, t
 def test_a_loss_that_is_never_finite_ends_the_run(cluster, tmp_path: Path) -> None:
     task = Sometimes(tmp_path / "marker", always=True)
     with pytest.raises(NonFiniteLossError):
-        train(tmp_path, "run", task=task, on_non_finite="roll_back", checkpoints=OFTEN)
+        train(tmp_path, "run", workers=2, task=task, on_non_finite="roll_back", checkpoints=OFTEN)
 
 
 @pytest.mark.parametrize(
@@ -415,13 +415,13 @@ def test_checkpoints_on_a_disk_that_the_workers_do_not_share(cluster, tmp_path: 
 
 def test_two_writers_to_one_place(cluster, tmp_path: Path) -> None:
     """The other one may be of another cluster: only the place itself can tell. Its records are not touched."""
-    train(tmp_path, "run", steps=3, checkpoints=OFTEN)
+    train(tmp_path, "run", workers=1, steps=3, checkpoints=OFTEN)
     records = {name: (tmp_path / "run" / name).read_bytes() for name in ("events.jsonl", "nonce")}
     for place, checkpoints in (("run", ft.CheckpointConfig(every=None)), ("run/checkpoints", OFTEN)):
         other = lock.acquire(open_storage(str(tmp_path / place)), "somebody else")
         try:
             with pytest.raises(LockedError, match="somebody else"):
-                train(tmp_path, "run", checkpoints=checkpoints)
+                train(tmp_path, "run", workers=1, checkpoints=checkpoints)
             assert place != "run" or {name: (tmp_path / "run" / name).read_bytes() for name in records} == records
         finally:
             other.release()
@@ -438,8 +438,9 @@ class Unstorable(Toy):
 
 def test_what_cannot_be_stored_is_told_before_the_first_step(cluster, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"scheduler/notes is a builtins\.object"):
-        train(tmp_path, "run", task=Unstorable(), checkpoints=OFTEN)
-    train(tmp_path, "without", steps=3, task=Unstorable(), checkpoints=ft.CheckpointConfig(every=None))
+        train(tmp_path, "run", workers=2, task=Unstorable(), checkpoints=OFTEN)
+    never = ft.CheckpointConfig(every=None)
+    train(tmp_path, "without", workers=1, steps=3, task=Unstorable(), checkpoints=never)
 
 
 class InLists(torch.optim.SGD):
@@ -460,11 +461,11 @@ class Listed(Toy):
 
 def test_what_an_optimizer_cannot_have_stored_is_told_after_the_first_step(cluster, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"optimizer/.*/GG/0 .* under a key of its own"):
-        train(tmp_path, "run", task=Listed(), checkpoints=OFTEN)
+        train(tmp_path, "run", workers=2, task=Listed(), checkpoints=OFTEN)
 
 
 def test_no_persister_outlives_its_run(cluster, tmp_path: Path) -> None:
-    train(tmp_path, "run", checkpoints=OFTEN)
+    train(tmp_path, "run", workers=2, checkpoints=OFTEN)
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         if not persisters():

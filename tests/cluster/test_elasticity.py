@@ -14,7 +14,7 @@ import ray
 from conftest import promise_kept, train
 from test_wait_free import distance
 from torch import nn
-from toy import Toy
+from toy import Leisurely, Toy
 
 from raytrain_ft import FailAt
 from raytrain_ft.chaos.cluster import LocalCluster
@@ -24,8 +24,12 @@ from raytrain_ft.policy.strategy import Guarantee
 from raytrain_ft.runtime.event_log import read_records
 
 
-class Alike(Toy):
+class Alike(Leisurely):
     """Without what depends on how a batch is cut: dropout, and statistics over a part of it."""
+
+    def __init__(self, pace: Path) -> None:
+        super().__init__(pace)
+        self.optimizer_name = "SGD"
 
     def model(self, stage: int) -> nn.Module:
         return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
@@ -40,18 +44,25 @@ def resumed_sizes(run: Path) -> list[int]:
 def test_goes_on_smaller_without_room_and_grows_when_a_node_joins(
     cluster: LocalCluster, undisturbed: Callable[..., Any], tmp_path: Path
 ) -> None:
-    fault = FailAt(rank=1, step=10, phase="backward", bucket=1, action="sigkill_node")
-
-    task = Alike(step_seconds=0.1, optimizer="SGD")
+    fault = FailAt(rank=1, step=3, phase="backward", bucket=1, action="sigkill_node")
+    pace = tmp_path / "pace"
+    pace.touch()
     full = len(cluster.node_ids())  # the run takes all the room there is
-    about = {"steps": 150, "global_batch_size": 40}
+    steps = 60
+    about = {"steps": steps, "global_batch_size": 40}
     arguments = {"workers": (2, full), "num_spares": 0, "replacement": "shrink", **about}
-    with ThreadPoolExecutor(1) as pool:  # Ray adds nodes from the main thread only
-        training = pool.submit(train, tmp_path, "elastic", task=task, faults=[fault], **arguments)
+
+    def until(sizes: list[int]) -> None:
         deadline = time.monotonic() + 60
-        while full - 1 not in resumed_sizes(tmp_path / "elastic") and time.monotonic() < deadline:
+        while resumed_sizes(tmp_path / "elastic") != sizes and time.monotonic() < deadline:
             time.sleep(0.05)
+
+    with ThreadPoolExecutor(1) as pool:  # Ray adds nodes from the main thread only
+        training = pool.submit(train, tmp_path, "elastic", task=Alike(pace), faults=[fault], **arguments)
+        until([full, full - 1])
         cluster.add_node()
+        until([full, full - 1, full])
+        pace.unlink()
         result = training.result(timeout=120)
     shrunk, grown = result.recoveries
     assert (shrunk.world_before, shrunk.world_after) == (full, full - 1)
@@ -62,9 +73,9 @@ def test_goes_on_smaller_without_room_and_grows_when_a_node_joins(
     records = read_records(Path(result.path) / "events.jsonl")
     proof = audit(records)
     assert proof.ok
-    assert proof.steps == 150
+    assert proof.steps == steps
     assert proof.samples_lost == 0
-    calm = undisturbed(task=Alike(optimizer="SGD"), workers=full, **about)
+    calm = undisturbed(task=Alike(pace), workers=full, **about)
     assert result.digest != calm.digest, "sums in another order"
     assert distance(result.final_state, calm.final_state) < 1e-4, "and the same mathematics"
     # The survivors kept their processes: nobody but the lost one and the newcomers was ever started.

@@ -1,58 +1,69 @@
 """Every phase of a step, every phase of a recovery: killed there with SIGKILL, and the final bits compared.
 
-With `update="barrier"` the end is bit-equal to the undisturbed run in every cell. Several cells share a run, one after the
-other, because starting workers is what takes the time.
+With `update="barrier"` the end is bit-equal to the undisturbed run in every cell. The cells share a run, one after the other,
+because starting workers is what takes the time: the first ones of a run are more than those that a few cells need.
 """
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import promise_kept, train
 from toy import Toy
 
-from raytrain_ft import FailAt
+from raytrain_ft import FailAt, Result
 from raytrain_ft.policy.strategy import Guarantee
 from raytrain_ft.runtime.event_log import read_records
 
 STEP_PHASES = [
-    [("data", None), ("forward", None), ("backward", 0), ("backward", 1), ("backward", 2)],
-    [("reduce", 0), ("reduce", 1), ("reduce", 2), ("reduced", 0), ("reduced", 2)],
-    [("update", None), ("updated", None), ("commit", None)],
+    *(("data", None), ("forward", None), ("backward", 0), ("backward", 1), ("backward", 2)),
+    *(("reduce", 0), ("reduce", 1), ("reduce", 2), ("reduced", 0), ("reduced", 2)),
+    *(("update", None), ("updated", None), ("commit", None)),
 ]
-RECOVERY_PHASES = ["fence", "join", "reconcile", "transfer_source", "transfer_receiver", "first_step"]
+RECOVERY_PHASES = ["transfer_receiver", "fence", "join", "reconcile", "transfer_source", "first_step"]
+"""The first of them strikes a replacement, which counts no steps yet: so it cannot be told for which recovery it is."""
 
 
-def faults_of(cells, action="sigkill"):
-    """One failure every five steps, of another rank each time, rank 0 included."""
-    return [
-        FailAt(rank=number % 3, step=4 + 5 * number, phase=phase, bucket=bucket, action=action)
-        for number, (phase, bucket) in enumerate(cells)
-    ]
+def cascades(phase: str, bucket: int | None, action: Any = "sigkill", *, apart: int = 4) -> list[FailAt]:
+    """Pairs of failures: rank 0 is killed in this phase of a step, and another fails in the recovery from that."""
+    faults: list[FailAt] = []
+    for number, then in enumerate(RECOVERY_PHASES):
+        step = apart * (number + 1)
+        where = (0, None) if then == "transfer_receiver" else (2 if then == "first_step" else 1, step)
+        faults.append(FailAt(rank=0, step=step, phase=phase, bucket=bucket))
+        faults.append(FailAt(rank=where[0], step=where[1], phase=then, action=action))
+    return faults
 
 
-@pytest.mark.parametrize("cells", STEP_PHASES, ids=lambda cells: "-".join(dict.fromkeys(phase for phase, _ in cells)))
-def test_a_worker_killed_in_a_phase_of_the_step(cells, undisturbed, tmp_path: Path) -> None:
-    result = train(tmp_path, "kill", faults=faults_of(cells))
+def struck(result: Result) -> set[str]:
+    return {marker.name for marker in (Path(result.path) / "faults").iterdir()}
+
+
+@pytest.mark.timeout(400)
+def test_a_worker_killed_in_every_phase_of_the_step(undisturbed, tmp_path: Path) -> None:
+    """One failure every two steps, of another rank each time, rank 0 included."""
+    cells = enumerate(STEP_PHASES)
+    faults = [FailAt(rank=n % 3, step=4 + 2 * n, phase=phase, bucket=bucket) for n, (phase, bucket) in cells]
+    result = train(tmp_path, "kill", faults=faults, num_spares=2)
     assert result.digest == undisturbed().digest
     assert promise_kept(result) == []
-    assert sum(len(recovery.lost) for recovery in result.recoveries) == len(cells)
+    assert struck(result) == {fault.name for fault in faults}
+    assert sum(len(recovery.lost) for recovery in result.recoveries) == len(faults)
     assert all(recovery.guarantee == Guarantee.EXACT and recovery.undone == 0 for recovery in result.recoveries)
     assert all(recovery.world_after == 3 for recovery in result.recoveries)
 
 
-@pytest.mark.parametrize("phase", RECOVERY_PHASES)
-def test_a_second_loss_in_a_phase_of_the_recovery(phase: str, undisturbed, tmp_path: Path) -> None:
-    rank = {"transfer_receiver": 0, "first_step": 2}.get(phase, 1)
-    first = FailAt(rank=0, step=10, phase="reduce", bucket=1)
-    second = FailAt(rank=rank, phase=phase, step=10 if phase == "first_step" else None, nth=2 if phase == "join" else 1)
-    if phase in ("reconcile",):
-        second = FailAt(rank=rank, phase=phase, nth=2)  # the first is the beginning of the run
-    result = train(tmp_path, "cascade", faults=[first, second])
+@pytest.mark.timeout(400)
+def test_a_second_loss_in_every_phase_of_the_recovery(undisturbed, tmp_path: Path) -> None:
+    faults = cascades("reduce", 1)
+    result = train(tmp_path, "cascade", faults=faults, num_spares=2)
     assert result.digest == undisturbed().digest
     assert promise_kept(result) == []
-    assert sum(len(recovery.lost) for recovery in result.recoveries) == 2
+    assert struck(result) == {fault.name for fault in faults}
+    assert sum(len(recovery.lost) for recovery in result.recoveries) == len(faults)
     assert all(recovery.guarantee == Guarantee.EXACT for recovery in result.recoveries)
 
 
@@ -116,13 +127,11 @@ def test_a_node_killed_in_the_update(cluster, undisturbed, tmp_path: Path) -> No
     assert [recovery.guarantee for recovery in result.recoveries] == [Guarantee.EXACT]
 
 
-@pytest.mark.parametrize(("action", "phase"), [("sigstop", "forward"), ("exit", "backward"), ("hang", "forward")])
-def test_other_ways_to_be_lost(action, phase, undisturbed, tmp_path: Path) -> None:
-    from datetime import timedelta
-
-    fault = FailAt(rank=1, step=10, phase=phase, action=action)
-    result = train(tmp_path, action, faults=[fault], hang_timeout=timedelta(seconds=2))
+def test_other_ways_to_be_lost(undisturbed, tmp_path: Path) -> None:
+    ways = [("sigstop", "forward"), ("exit", "backward"), ("hang", "forward")]
+    faults = [FailAt(rank=1, step=5 + 8 * n, phase=phase, action=action) for n, (action, phase) in enumerate(ways)]
+    result = train(tmp_path, "ways", faults=faults, hang_timeout=timedelta(seconds=2))
     assert result.digest == undisturbed().digest
     assert promise_kept(result) == []
-    (recovery,) = result.recoveries
-    assert {"sigstop": "heartbeat", "hang": "step time"}.get(action, recovery.noticed_by) == recovery.noticed_by
+    frozen, _, hung = result.recoveries
+    assert (frozen.noticed_by, hung.noticed_by) == ("heartbeat", "step time")

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from conftest import promise_kept, train
+from test_kill_matrix import RECOVERY_PHASES, cascades
 from test_wait_free import BOUND, distance
 from toy import Toy
 
@@ -122,34 +123,19 @@ def test_wait_free_what_was_reduced_in_part(
 # ---------------------------------------------------------------- a second loss in the recovery from the first
 
 
-RECOVERY_PHASES = ["transfer_receiver", "fence", "join", "reconcile", "transfer_source", "first_step"]
-"""The first of them strikes a replacement, which counts no steps yet: so it cannot be told for which recovery it is."""
-
-
-def cascades(phase: str, bucket: int | None, action: Any) -> list[FailAt]:
-    """Pairs of failures: rank 0 is killed in this phase of a step, and another fails in the recovery from that."""
-    faults: list[FailAt] = []
-    for number, then in enumerate(RECOVERY_PHASES):
-        step = APART * (number + 1)
-        where = (0, None) if then == "transfer_receiver" else (2 if then == "first_step" else 1, step)
-        faults.append(FailAt(rank=0, step=step, phase=phase, bucket=bucket))
-        faults.append(FailAt(rank=where[0], step=where[1], phase=then, action=action))
-    return faults
-
-
 @pytest.mark.parametrize(("update", "action"), [("barrier", "sigkill_node"), ("wait_free", "sigkill_node")])
 def test_a_second_loss_where_nothing_had_been_updated(
     update: str, action: str, cluster: LocalCluster, undisturbed: Any, tmp_path: Path
 ) -> None:
     steps = steps_for(RECOVERY_PHASES)
-    result = disturbed(cluster, tmp_path, cascades("forward", None, action), steps=steps, update=update)
+    result = disturbed(cluster, tmp_path, cascades("forward", None, action, apart=APART), steps=steps, update=update)
     assert result.digest == undisturbed(steps=steps, update=update).digest
 
 
 def test_a_second_loss_while_updates_are_undone(cluster: LocalCluster, undisturbed: Any, tmp_path: Path) -> None:
     """The first is lost before it contributes to the last bucket, when the others have long updated the ones before."""
     steps, task = steps_for(RECOVERY_PHASES), Toy(backward_seconds=0.3)
-    faults = cascades("backward", 2, "sigkill")
+    faults = cascades("backward", 2, apart=APART)
     result = disturbed(cluster, tmp_path, faults, steps=steps, update="wait_free", task=task)
     assert any(recovery.undone > 0 for recovery in result.recoveries)
     check_bits(result, undisturbed(steps=steps, update="wait_free"))

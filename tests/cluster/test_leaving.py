@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from conftest import promise_kept, train, trainer_of
-from test_pipeline import pipeline
+from conftest import pipeline, promise_kept, train, trainer_of
 from toy import Toy
 
 import raytrain_ft as ft
@@ -45,14 +44,13 @@ def test_replicas_that_leave_one_after_the_other(undisturbed, tmp_path: Path) ->
     assert result.digest == undisturbed(steps=60).digest
 
 
-def test_a_stage_that_nobody_else_holds_is_handed_over(cluster, tmp_path: Path) -> None:
-    result = pipeline(tmp_path, "handed", task=Toy(step_seconds=0.02), steps=40, faults=[notice(1, 6)])
+def test_a_stage_that_nobody_else_holds_is_handed_over(undisturbed_pipeline: ft.Result, tmp_path: Path) -> None:
+    result = pipeline(tmp_path, "handed", task=Toy(step_seconds=0.05), faults=[notice(1, 6)])
     assert promise_kept(result) == []
     (recovery,) = result.recoveries
     assert (recovery.lost, len(recovery.left), recovery.replayed, recovery.redone) == ([], 1, 0, 0)
     assert recovery.guarantee == Guarantee.EXACT
-    calm = pipeline(tmp_path, "calm", steps=40)
-    assert result.digest == calm.digest
+    assert result.digest == undisturbed_pipeline.digest
 
 
 def test_the_only_worker_hands_over_to_its_spare(cluster, tmp_path: Path) -> None:

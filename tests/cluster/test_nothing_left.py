@@ -68,7 +68,7 @@ def test_when_it_ends_by_itself(cluster, tmp_path: Path, fails: bool) -> None:
     """Well, or with an error of the task: when `fit` is over, nothing is left but the run's records."""
     faults = [ft.FailAt(rank=1, step=3, phase="forward", action="exception")] if fails else []
     with pytest.raises(TaskError) if fails else nullcontext():
-        train(tmp_path, "clean", steps=5, num_spares=0, faults=faults)
+        train(tmp_path, "clean", workers=2, steps=5, num_spares=0, faults=faults)
     assert list_named_actors(all_namespaces=True) == []
     assert until(lambda: left() == [], 10), left()
     files = {path.name for path in (tmp_path / "clean").iterdir()}

@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ import pytest
 import ray
 import torch
 from click.testing import CliRunner
-from conftest import promise_kept, train
+from conftest import PIPELINE_STEPS as STEPS
+from conftest import STAGES, pipeline, promise_kept, train
 from ray.exceptions import RayError
 from safetensors.torch import load_file
 from toy import Toy
@@ -27,9 +27,6 @@ from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.runtime.spec import NAMESPACE
 from raytrain_ft.storage.arrow import read_tensors
 
-STEPS = 20
-STAGES = 3
-MICRO_BATCHES = 4
 UNHURRIED = 0.15
 """Seconds of a micro-batch with which a few steps take longer than a worker took to build its model: else nobody helps."""
 NONE_YET = ft.CheckpointConfig(every=100)
@@ -42,32 +39,6 @@ class Alike(Toy):
     def model(self, stage: int) -> torch.nn.Module:
         layers = [torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 4)]
         return torch.nn.Sequential(*layers)
-
-
-def pipeline(path: Path, name: str, *, stages: int = STAGES, workers: Any = STAGES, **arguments: Any) -> ft.Result:
-    """A run of the toy task in stages."""
-    micro_batches = arguments.pop("micro_batches", MICRO_BATCHES)
-    schedule, split = arguments.pop("schedule", "1f1b"), arguments.pop("split", "auto")
-    chunks = arguments.pop("num_pp_chunks", 1)
-    how = ft.ParallelismConfig(
-        pipeline_parallel_degree=stages,
-        num_pp_microbatches=micro_batches,
-        num_pp_chunks=chunks,
-        schedule=schedule,
-        split=split,
-    )
-    # more processes than cores: a false alarm would be survived, but these tests count recoveries
-    settings = {"steps": STEPS, "drop_last": True, "heartbeat_timeout": timedelta(seconds=3), **arguments}
-    return train(path, name, workers=workers, parallelism_config=how, **settings)
-
-
-@pytest.fixture(scope="module")
-def undisturbed_pipeline(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> ft.Result:
-    """What every disturbed run of three stages is compared with."""
-    result = pipeline(tmp_path_factory.mktemp("pipeline"), "undisturbed")
-    assert result.recoveries == []
-    assert promise_kept(result) == []
-    return result
 
 
 def events(result: ft.Result, name: str) -> list[dict[str, Any]]:

@@ -1,0 +1,53 @@
+"""The supervisor as Ray knows it: what it is asked by others, and nothing of what it is made of.
+
+Ray loads an actor's class wherever a handle of it arrives. Every worker gets the supervisor's, and would spend a tenth of a
+second of its start on the machine, the reports and whatever else it has no use for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raytrain_ft.runtime.spec import Beat, RunSpec
+
+
+class SupervisorActor:
+    """One run's supervisor; `Supervisor` has what these methods do."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        from raytrain_ft.runtime.supervisor import Supervisor
+
+        self._supervisor = Supervisor(spec)
+
+    def __repr__(self) -> str:
+        return repr(self._supervisor)
+
+    async def run(self) -> dict[str, Any]:
+        return await self._supervisor.run()
+
+    async def follow(self) -> dict[str, Any]:
+        return await self._supervisor.follow()
+
+    async def status(self) -> dict[str, Any]:
+        return await self._supervisor.status()
+
+    async def abort(self, reason: str) -> None:
+        await self._supervisor.abort(reason)
+
+    async def notice(self, member: str, deadline_s: float, reason: str, replaced: bool = True) -> None:
+        await self._supervisor.notice(member, deadline_s, reason, replaced)
+
+    async def sleep(self, rank: int, asleep: bool, at_once: bool) -> None:
+        await self._supervisor.sleep(rank, asleep, at_once)
+
+    async def beat(self, beat: Beat) -> float | None:
+        return await self._supervisor.beat(beat)
+
+    async def store_set(self, incarnation: int, key: str, value: bytes) -> None:
+        await self._supervisor.store_set(incarnation, key, value)
+
+    async def store_get(self, incarnation: int, keys: list[str], seconds: float) -> list[bytes] | None:
+        return await self._supervisor.store_get(incarnation, keys, seconds)
+
+    async def store_add(self, incarnation: int, key: str, amount: int) -> int:
+        return await self._supervisor.store_add(incarnation, key, amount)
