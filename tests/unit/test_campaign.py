@@ -61,7 +61,7 @@ def test_a_run_that_fails_before_anything_was_done_to_it_is_the_last(monkeypatch
     done = campaigned(monkeypatch, [1, 0], TaskError("there is no module named task"))
     assert done.exit_code == 1, done.output
     assert "run-2: 0 recoveries (median none), did not end, 3 kills left\n  VIOLATION TaskError: there is no" in done.output
-    assert "1 kills ({'worker': 1}) in 2 runs; 2 violations" in done.output
+    assert "1 kill ({'worker': 1}) in 2 runs; 2 violations" in done.output
 
 
 @pytest.mark.parametrize(("error", "code"), [(None, 0), (TaskError("it broke"), 1)])
