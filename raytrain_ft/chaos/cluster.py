@@ -59,7 +59,6 @@ class LocalCluster:
         from ray.cluster_utils import Cluster
 
         head = {"num_cpus": 0, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
-        head["include_log_monitor"] = False  # for drivers that show what workers print, and it takes 2 % of a processor
         head["dashboard_agent_listen_port"] = None  # any: Ray's own choice may be that of another cluster on this machine
         self._cluster = Cluster()
         self._cluster.add_node(**head | self._head_options())

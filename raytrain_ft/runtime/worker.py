@@ -48,7 +48,7 @@ class Worker:
     def __init__(self, member: str, spec: RunSpec, supervisor: Any, epoch: int) -> None:
         self._member = member
         load_compiler_late()
-        with _for_good():
+        with _without_garbage_collection():
             # Not at the top: the supervisor loads this module, too, and would take another second to come back with torch.
             from raytrain_ft.runtime.trainee import Trainee
 
@@ -226,7 +226,7 @@ class Worker:
 
 
 @contextmanager
-def _for_good() -> Iterator[None]:
+def _without_garbage_collection() -> Iterator[None]:
     """What is loaded meanwhile stays as long as the process: no garbage is looked for in it, neither now, which would take a
     seventh of the time, nor ever after, which would hold up a step by a tenth of a second now and then."""
     gc.disable()

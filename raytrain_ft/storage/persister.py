@@ -44,8 +44,7 @@ POLL_S = 1.0
 RIGHT_S = 5.0
 """How often it is looked, while others are waited for, whether a later launch has the right to write."""
 ORPHAN_S = 5.0
-"""How long others are waited for without a worker: as long as the own shard took to write, for theirs are as large; this long,
-if that is more."""
+"""Without its worker it waits for others' shards as long as its own took to write, but at least this long."""
 LINES_BYTES = 2**16
 
 
@@ -133,16 +132,17 @@ def carry_out(
         if not lock.holds(storage, job.owner, job.epoch):
             raise LockedError(f"{storage.uri}: another run has taken the right to write; {job.name} is not committed")
 
-    written = looked = seen = time.monotonic()
+    written = looked = time.monotonic()
+    orphaned: float | None = None
 
     def check() -> None:
-        nonlocal looked, seen
+        nonlocal looked, orphaned
         now = time.monotonic()
         if str(job.name) in cancelled:
             raise StorageError(f"{job.name}: the world that was writing it is over")
-        if lives():
-            seen = now
-        elif now - seen > max(ORPHAN_S, written - began):
+        if orphaned is None and not lives():
+            orphaned = now
+        if orphaned is not None and now - orphaned > max(ORPHAN_S, written - began):
             raise StorageError(f"{job.name}: its worker is gone, and the shards of others did not come")
         if now - looked > RIGHT_S:
             check_right()  # the next launch is at work: who is missing will not come, and the memory is needed

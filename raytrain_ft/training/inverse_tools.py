@@ -62,7 +62,8 @@ def _own_cache() -> int:
 def block_size(tensors: int, itemsize: int) -> int:
     """How many elements of each of so many tensors fit together into a core's cache.
 
-    A power of two, so that whole vectors fill a block of any size: an element's rounding does not depend on the cache.
+    A power of two, so that whole vectors fill a block of any size: an element's rounding does not depend on the cache (torch
+    with three threads or more may cut a block elsewhere).
     """
     fit = _own_cache() // (tensors * itemsize)
     return 1 << min(max(fit.bit_length() - 1, 14), 18)
@@ -112,8 +113,14 @@ def unaverage_square(squares: Tensors, new: Tensors, beta: float) -> None:
 
 def raise_to(squares: Tensors, averages: Tensors, factor: float) -> None:
     """Raises `squares` to at least ``factor * averages**2``, less a little so that rounding moves no true state."""
-    nothing = [_constant(0.0, squares[0].dtype, squares[0].device)] * len(squares)
-    torch._foreach_maximum_(squares, torch._foreach_addcmul(nothing, averages, averages, value=factor * (1 - 1e-6)))
+    least = factor * (1 - 1e-6)
+    if squares[0].is_cpu:  # one operation; elsewhere a tensor without dimensions would cost a kernel for each of the others
+        nothing = [_constant(0.0, squares[0].dtype, squares[0].device)] * len(squares)
+        floor = torch._foreach_addcmul(nothing, averages, averages, value=least)
+    else:
+        floor = torch._foreach_mul(averages, averages)
+        torch._foreach_mul_(floor, least)
+    torch._foreach_maximum_(squares, floor)
 
 
 def used_gradient(b: Batch, weight_decay: float = 0.0) -> Tensors:

@@ -52,9 +52,10 @@ class Inverse:
             depends on the data, or None. No element may be close to zero: the caller makes sure of it beforehand.
         before: reads, before a step and without waiting for a device, the number per tensor that is lost afterwards.
         after: the same, after the step.
-        tensors: how many tensors as large as x the undo looks at, its temporaries included. On a CPU they are cut into
+        working_set: how many tensors as large as x the undo looks at, its temporaries included. On a CPU they are cut into
             blocks that fit together into a core's cache (see `block_size`), where they stay from one operation to the
-            next. None: so few operations that what they read decides, as in the step itself; blocks would cost more.
+            next. None: so few operations that what they read decides, as in the step itself; they are cut only where a
+            temporary would be very large.
         whole: tensors must not be cut.
     """
 
@@ -63,7 +64,7 @@ class Inverse:
     kept: Callable[[Batch], list[Tensor] | None] | None = None
     before: Callable[[Tensor, Mapping[str, Any]], Tensor | float] | None = None
     after: Callable[[Any, Tensor], Tensor] | None = None
-    tensors: int | None = 5
+    working_set: int | None = 5
     whole: bool = False
 
 
@@ -213,17 +214,17 @@ def undo_adafactor(b: Batch) -> None:
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 INVERSES: dict[type[Optimizer], Inverse] = {
-    SGD: Inverse(undo_sgd, ("momentum_buffer",), tensors=None),
+    SGD: Inverse(undo_sgd, ("momentum_buffer",), working_set=None),
     Adam: Inverse(undo_adam, (*_MOMENTS, "max_exp_avg_sq")),
     AdamW: Inverse(undo_adam, (*_MOMENTS, "max_exp_avg_sq")),
-    LAMB: Inverse(undo_lamb, _MOMENTS, after=lambda optimizer, p: optimizer.trust_ratios[p], tensors=6),
+    LAMB: Inverse(undo_lamb, _MOMENTS, after=lambda optimizer, p: optimizer.trust_ratios[p], working_set=6),
     NAdam: Inverse(undo_nadam, _MOMENTS, nadam_kept, before=lambda _, state: state["mu_product"].item() if state else 1.0),
     RAdam: Inverse(undo_radam, _MOMENTS),
     RMSprop: Inverse(undo_rmsprop, ("square_avg", "momentum_buffer", "grad_avg"), rmsprop_kept),
     Adagrad: Inverse(undo_adagrad, ("sum",), adagrad_kept),
     Adamax: Inverse(undo_adamax, ("exp_avg", "exp_inf")),
     Adafactor: Inverse(
-        undo_adafactor, ("row_var", "col_var", "variance"), before=lambda p, _: p.detach().norm(2), tensors=None, whole=True
+        undo_adafactor, ("row_var", "col_var", "variance"), before=lambda p, _: p.detach().norm(2), working_set=None, whole=True
     ),
 }
 """What can be undone, by the exact class: a subclass may override `step`, and then none of this holds."""

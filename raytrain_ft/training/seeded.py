@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from raytrain_ft.policy.sampling import Sampling, sample_ids
-from raytrain_ft.policy.sketch import Sketch
+from raytrain_ft.policy.sketch import Sketch, unlike
 from raytrain_ft.training.data import fetch
 from raytrain_ft.training.random import batch_seed, sample_seed
 from raytrain_ft.training.sketching import sketch_of
@@ -49,14 +49,15 @@ class Seeded(Dataset[Any]):
 
 
 def sketches(dataset: Any, sampling: Sampling, options: Mapping[str, Any]) -> tuple[Sketch, ...]:
-    """What a few samples look like. They are loaded where the training's are: what a dataset opens in a loader worker must not
-    be open before that worker is forked."""
+    """What a few samples look like; nothing, if they look otherwise when they are loaded again, as with a generator of the
+    dataset's own. They are loaded where the training's are: what a dataset opens in a loader worker must not be open before
+    that worker is forked."""
     ids = sample_ids(sampling, 0, range(min(_SKETCHED, sampling.dataset_size))).tolist()
     elsewhere = {"num_workers": min(1, options.get("num_workers", 0)), "persistent_workers": False, "pin_memory": False}
     rows = Seeded(dataset, sampling.seed)
     loader: DataLoader[Any] = DataLoader(
         rows,
-        batch_sampler=[[(0, index) for index in ids]],
+        batch_sampler=[[(0, index) for index in (*ids, *ids)]],
         generator=torch.Generator(),
         **{**options, **elsewhere, "collate_fn": _sketched},
     )
@@ -64,7 +65,9 @@ def sketches(dataset: Any, sampling: Sampling, options: Mapping[str, Any]) -> tu
 
 
 def _sketched(samples: Sequence[Any]) -> tuple[Sketch, ...]:
-    return tuple(map(sketch_of, samples))
+    found = tuple(map(sketch_of, samples))
+    once, again = found[: len(found) // 2], found[len(found) // 2 :]
+    return () if unlike(once, again) else once
 
 
 def _seed(value: int) -> None:

@@ -283,7 +283,7 @@ class _Cohort:
         on what else is undone with it.
         """
         p = self.records[0].parameter
-        limit = block_size(inverse.tensors, p.itemsize) if inverse.tensors and p.is_cpu else _LARGEST_BLOCK
+        limit = block_size(inverse.working_set, p.itemsize) if inverse.working_set and p.is_cpu else _LARGEST_BLOCK
         size, rows, scalars = 0, [], []
         for r, entry, scalar in zip(self.records, self.entries, self.scalars, strict=True):
             row = (r.parameter, r.gradient, *[entry[name] for name in self.names])

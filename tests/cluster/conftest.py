@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -23,15 +24,17 @@ import raytrain_ft as ft
 from raytrain_ft.chaos.cluster import LocalCluster
 from raytrain_ft.policy.history import check
 from raytrain_ft.runtime.event_log import read_records
+from raytrain_ft.runtime.spec import NAMESPACE
 
 STEPS = 30
 STAGES, MICRO_BATCHES, PIPELINE_STEPS = 3, 4, 20
 LEFT_S = 10.0
 """How long the processes of a run that is over may take to end."""
-RAYS_OWN = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
-"""How the titles of processes begin that belong to Ray; all others that begin with ray:: are actors, busy or not."""
+ACTORS = re.compile(r"ray::(.*:)?(Worker|SupervisorActor|Holder)\b")
+"""How the titles of our actors' processes begin, busy or not."""
 SHARED_MEMORY = Path("/dev/shm")
-SHARED_BEFORE = set(SHARED_MEMORY.iterdir())
+before: set[str] = set()
+"""What was there when the test began: others may have left it, or be using the machine."""
 SMALL_BUCKETS = {"bucket_bytes": 8192, "first_bucket_bytes": 1024}
 DEFAULTS = {field.name: field.default for field in fields(ft.RecoveryConfig)} | {"workers": 3, "steps": STEPS, "seed": 7}
 
@@ -110,8 +113,8 @@ def undisturbed_pipeline(cluster: LocalCluster, tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="session")
 def undisturbed(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ft.Result]:
-    """The undisturbed run of the same kind, made once. It does not rest, and is none of another kind for what is said only of
-    how long one rests, or is so anyway."""
+    """The undisturbed run of the same kind, made once. It does not rest: how long a task rests, and arguments that only spell
+    a default out, make no other kind."""
     path = tmp_path_factory.mktemp("undisturbed")
     known: dict[str, ft.Result] = {}
 
@@ -129,16 +132,29 @@ def undisturbed(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory)
     return run
 
 
+@pytest.fixture(autouse=True)
+def _remember_what_is_there() -> None:
+    before.clear()
+    before.update(map(str, _there()))
+
+
 def promise_kept(result: ft.Result) -> list[str]:
-    """Violations found in the run's own event log; and what is left of it, unless another run is still under way."""
+    """Violations found in the run's own event log; and what is left of it. Ask when no run is under way."""
     until(lambda: not left(), LEFT_S)
     return check(read_records(Path(result.path) / "events.jsonl")) + [f"left: {one}" for one in left()]
 
 
 def left() -> list[Any]:
     """What is there of runs that are over: actors, placement groups, processes, shared memory."""
-    groups = [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
-    return [*list_named_actors(all_namespaces=True), *groups, *processes(), *(set(SHARED_MEMORY.iterdir()) - SHARED_BEFORE)]
+    return [one for one in _there() if str(one) not in before]
+
+
+def _there() -> list[Any]:
+    found: list[Any] = [*processes(), *SHARED_MEMORY.iterdir()]
+    if ray.is_initialized():  # Ray Train, in other tests, leaves an actor of its own
+        found += [actor for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
+        found += [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
+    return found
 
 
 def processes() -> list[psutil.Process]:
@@ -149,8 +165,7 @@ def processes() -> list[psutil.Process]:
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it ends just now
             title = " ".join(process.cmdline())
-            is_actor = title.startswith("ray::") and not title.startswith(RAYS_OWN)
-            is_ours = is_actor or "raytrain_ft.storage.persister" in title
+            is_ours = ACTORS.match(title) or "raytrain_ft.storage.persister" in title
             if is_ours and (process in family or process.environ().get("RAYTRAIN_FT_TESTED_BY") == mine):
                 found.append(process)
     return found

@@ -23,6 +23,9 @@ STEP_PHASES = [
     *(("reduce", 0), ("reduce", 1), ("reduce", 2), ("reduced", 0), ("reduced", 2)),
     *(("update", None), ("updated", None), ("commit", None)),
 ]
+PATIENT = timedelta(seconds=3)
+"""Somebody starts all the time, on few cores: a false alarm would be survived, but these tests count. A killed process is
+noticed by other signs than its silence."""
 RECOVERY_PHASES = ["transfer_receiver", "fence", "join", "reconcile", "transfer_source", "first_step"]
 """The first of them strikes a replacement, which counts no steps yet: so it cannot be told for which recovery it is."""
 
@@ -47,7 +50,7 @@ def test_a_worker_killed_in_every_phase_of_the_step(undisturbed, tmp_path: Path)
     """One failure every two steps, of another rank each time, rank 0 included."""
     cells = enumerate(STEP_PHASES)
     faults = [FailAt(rank=n % 3, step=4 + 2 * n, phase=phase, bucket=bucket) for n, (phase, bucket) in cells]
-    result = train(tmp_path, "kill", faults=faults, num_spares=2)
+    result = train(tmp_path, "kill", faults=faults, num_spares=2, heartbeat_timeout=PATIENT)
     assert result.digest == undisturbed().digest
     assert promise_kept(result) == []
     assert struck(result) == {fault.name for fault in faults}
@@ -59,7 +62,7 @@ def test_a_worker_killed_in_every_phase_of_the_step(undisturbed, tmp_path: Path)
 @pytest.mark.timeout(400)
 def test_a_second_loss_in_every_phase_of_the_recovery(undisturbed, tmp_path: Path) -> None:
     faults = cascades("reduce", 1)
-    result = train(tmp_path, "cascade", faults=faults, num_spares=2)
+    result = train(tmp_path, "cascade", faults=faults, num_spares=2, heartbeat_timeout=PATIENT)
     assert result.digest == undisturbed().digest
     assert promise_kept(result) == []
     assert struck(result) == {fault.name for fault in faults}

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -82,7 +83,12 @@ def test_when_rank_0_was_killed_while_its_checkpoint_waited_for_the_part_of_anot
         ft.FailAt(rank=0, phase="reduce", bucket=0, step=5),  # its own part was copied while it computed
     ]
     rules = {"num_spares": 0, "fence_timeout": timedelta(seconds=2), "checkpoints": ft.CheckpointConfig(every=5)}
-    result = train(tmp_path, "waited", task=Toy(step_seconds=0.2), workers=2, steps=8, faults=faults, **rules)
+    own = tmp_path / "waited" / "checkpoints" / "step-000000005-e1-i1" / "shard-00000-of-00002.json"
+    with ThreadPoolExecutor(1) as pool:
+        task = Toy(step_seconds=0.2)
+        training = pool.submit(train, tmp_path, "waited", task=task, workers=2, steps=8, faults=faults, **rules)
+        assert until(own.exists, 60), "its own part is written: it waits for the other"
+        result = training.result(120)
     assert promise_kept(result) == []
     assert [len(recovery.lost) for recovery in result.recoveries] == [2]
 
