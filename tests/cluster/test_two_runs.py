@@ -73,7 +73,7 @@ def test_of_two_drivers_that_start_one_name_at_once_one_trains(cluster, undistur
         for number in range(2)
     ]
     try:
-        assert until(lambda: any(driver.poll() is not None for driver in drivers), 90)
+        assert until(lambda: any(path.read_text() for path in tmp_path.glob("outcome-*")), 90)
         (refused,) = [path.read_text() for path in tmp_path.glob("outcome-*")]
         assert refused in ("RunActiveError", "LockedError")
         pace.unlink()

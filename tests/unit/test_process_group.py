@@ -309,7 +309,7 @@ def test_on_a_gpu_a_group_that_is_left_is_broken_off(device: OnDevice) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: NCCL itself is not tried")
-def test_the_real_nccl_sums_and_is_broken_off() -> None:
+def test_the_real_nccl_sums_and_its_group_can_be_left() -> None:
     """Alone in its world, for NCCL takes no two ranks on one GPU; behind a kernel that lasts."""
     group = on_device()
     own = torch.ones(1000, device="cuda")
