@@ -33,6 +33,8 @@ class Batch:
         hyper: the parameter group as it was at the update, without its parameters.
         t: the number of updates including this one, 0 if the optimizer does not count.
         first: there was no state before, so only the parameter need be restored.
+        scratch: memory for a temporary of each, which one batch takes over from the other, so that the cache still holds it:
+            what an allocator gives comes from anywhere. None: there is no such memory.
     """
 
     x: list[Tensor]
@@ -43,6 +45,7 @@ class Batch:
     t: int
     first: bool
     overwritten: bool
+    scratch: list[Tensor] | None
 
 
 _CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")  # as "2048K"
@@ -111,15 +114,24 @@ def unaverage_square(squares: Tensors, new: Tensors, beta: float) -> None:
         unscale(squares, rounded(beta, squares[0].dtype))
 
 
-def raise_to(squares: Tensors, averages: Tensors, factor: float) -> None:
-    """Raises `squares` to at least ``factor * averages**2``, less a little so that rounding moves no true state."""
+def roots(b: Batch, squares: Tensors) -> Tensors:
+    """Their square roots, in the scratch memory if there is any."""
+    if b.scratch is None:
+        return torch._foreach_sqrt(squares)
+    return [torch.sqrt(square, out=root) for square, root in zip(squares, b.scratch, strict=True)]
+
+
+def raise_to(b: Batch, squares: Tensors, averages: Tensors, factor: float) -> None:
+    """Raises `squares` to at least ``factor * averages**2``, less a little so that rounding moves no true state. Overwrites the
+    scratch memory."""
     least = factor * (1 - 1e-6)
-    if squares[0].is_cpu:  # one operation; elsewhere a tensor without dimensions would cost a kernel for each of the others
-        nothing = [_constant(0.0, squares[0].dtype, squares[0].device)] * len(squares)
-        floor = torch._foreach_addcmul(nothing, averages, averages, value=least)
-    else:
+    if b.scratch is None:
         floor = torch._foreach_mul(averages, averages)
         torch._foreach_mul_(floor, least)
+    else:
+        nothing = _constant(0.0, squares[0].dtype, squares[0].device)
+        rows = zip(averages, b.scratch, strict=True)
+        floor = [torch.addcmul(nothing, average, average, value=least, out=into) for average, into in rows]
     torch._foreach_maximum_(squares, floor)
 
 

@@ -30,6 +30,7 @@ from raytrain_ft.training.inverse_tools import (
     add_number,
     one_minus_quotient,
     raise_to,
+    roots,
     rounded,
     unaverage_square,
     undo_decoupled_decay,
@@ -52,10 +53,10 @@ class Inverse:
             depends on the data, or None. No element may be close to zero: the caller makes sure of it beforehand.
         before: reads, before a step and without waiting for a device, the number per tensor that is lost afterwards.
         after: the same, after the step.
-        working_set: how many tensors as large as x the undo looks at, its temporaries included. On a CPU they are cut into
-            blocks that fit together into a core's cache (see `block_size`), where they stay from one operation to the
-            next. None: so few operations that what they read decides, as in the step itself; they are cut only where a
-            temporary would be very large.
+        working_set: how many tensors as large as x the undo comes back to, a temporary included, but not x, which it passes
+            over once. On a CPU all are cut into blocks that fit together into a core's cache (see `block_size`), where they
+            stay from one operation to the next. None: so few operations that what they read decides, as in the step itself;
+            tensors are cut only where a temporary would be very large.
         whole: tensors must not be cut.
     """
 
@@ -64,7 +65,7 @@ class Inverse:
     kept: Callable[[Batch], list[Tensor] | None] | None = None
     before: Callable[[Tensor, Mapping[str, Any]], Tensor | float] | None = None
     after: Callable[[Any, Tensor], Tensor] | None = None
-    working_set: int | None = 5
+    working_set: int | None = 4
     whole: bool = False
 
 
@@ -97,7 +98,7 @@ def _rmsprop_denominator(b: Batch) -> Tensors:
         d: Tensors = torch._foreach_addcmul(q, means, means, value=-1)
         torch._foreach_sqrt_(d)
     else:
-        d = torch._foreach_sqrt(q)
+        d = roots(b, q)
     add_number(d, b.hyper["eps"])
     return d
 
@@ -131,13 +132,13 @@ def undo_rmsprop(b: Batch) -> None:
     unaverage_square(b.state["square_avg"], g, alpha)
     if b.hyper["centered"]:
         unlerp(b.state["grad_avg"], g, 1 - alpha)
-        raise_to(b.state["square_avg"], b.state["grad_avg"], 1 / (1 - alpha ** (b.t - 1)))
+        raise_to(b, b.state["square_avg"], b.state["grad_avg"], 1 / (1 - alpha ** (b.t - 1)))
     else:
         torch._foreach_clamp_min_(b.state["square_avg"], 0.0)
 
 
 def _adagrad_step(b: Batch) -> tuple[float, Tensors]:
-    d = torch._foreach_sqrt(b.state["sum"])
+    d = roots(b, b.state["sum"])
     add_number(d, b.hyper["eps"])
     return b.hyper["lr"] / (1 + (b.t - 1) * b.hyper["lr_decay"]), d
 
@@ -217,7 +218,7 @@ INVERSES: dict[type[Optimizer], Inverse] = {
     SGD: Inverse(undo_sgd, ("momentum_buffer",), working_set=None),
     Adam: Inverse(undo_adam, (*_MOMENTS, "max_exp_avg_sq")),
     AdamW: Inverse(undo_adam, (*_MOMENTS, "max_exp_avg_sq")),
-    LAMB: Inverse(undo_lamb, _MOMENTS, after=lambda optimizer, p: optimizer.trust_ratios[p], working_set=6),
+    LAMB: Inverse(undo_lamb, _MOMENTS, after=lambda optimizer, p: optimizer.trust_ratios[p], working_set=5),
     NAdam: Inverse(undo_nadam, _MOMENTS, nadam_kept, before=lambda _, state: state["mu_product"].item() if state else 1.0),
     RAdam: Inverse(undo_radam, _MOMENTS),
     RMSprop: Inverse(undo_rmsprop, ("square_avg", "momentum_buffer", "grad_avg"), rmsprop_kept),

@@ -13,6 +13,7 @@ from raytrain_ft.training.inverse_tools import (
     add_number,
     one_minus_quotient,
     raise_to,
+    roots,
     unaverage_square,
     undo_decoupled_decay,
     unlerp,
@@ -23,7 +24,7 @@ from raytrain_ft.training.inverse_tools import (
 def _denominator(b: Batch, key: str = "exp_avg_sq") -> tuple[Tensors, float]:
     """(``sqrt(v') + eps * k``, k) with ``k = sqrt(1 - beta2**t)``: Adam's denominator times k, without an operation for k."""
     k = (1 - b.hyper["betas"][1] ** b.t) ** 0.5
-    d = torch._foreach_sqrt(b.state[key])
+    d = roots(b, b.state[key])
     add_number(d, b.hyper["eps"] * k)
     return d, k
 
@@ -45,7 +46,7 @@ def undo_moments(b: Batch, weight_decay: float) -> None:
     unaverage_square(v, g, beta2)
     q = beta1**2 / beta2 if beta2 else 0.0
     series = float(b.t - 1) if abs(1 - q) < 1e-9 else (1 - q ** (b.t - 1)) / (1 - q)
-    raise_to(v, m, (1 - beta2) / ((1 - beta1) ** 2 * series))
+    raise_to(b, v, m, (1 - beta2) / ((1 - beta1) ** 2 * series))
 
 
 def _split_decay(b: Batch) -> tuple[float, float]:
@@ -60,7 +61,6 @@ def undo_adam(b: Batch) -> None:
     decoupled, l2 = _split_decay(b)
     d, k = _denominator(b, "max_exp_avg_sq" if b.hyper["amsgrad"] else "exp_avg_sq")
     torch._foreach_addcdiv_(b.x, b.state["exp_avg"], d, value=b.hyper["lr"] * k / (1 - b.hyper["betas"][0] ** b.t))
-    del d  # the next temporary takes its memory, which the cache holds
     undo_decoupled_decay(b, decoupled)
     undo_moments(b, l2)
 
@@ -73,7 +73,7 @@ def undo_lamb(b: Batch) -> None:
     r = torch._foreach_mul(b.x, [wd * step for step in steps])
     torch._foreach_addcdiv_(r, b.state["exp_avg"], d, [step * k / (1 - b.hyper["betas"][0] ** b.t) for step in steps])
     torch._foreach_add_(b.x, r)
-    del r, d
+    del r
     undo_moments(b, 0.0)
 
 
@@ -86,10 +86,9 @@ def undo_radam(b: Batch) -> None:
     rho = rho_inf - 2 * b.t * beta2**b.t / bc2
     if rho > 5:
         rectifier = ((rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho)) ** 0.5
-        d = torch._foreach_sqrt(b.state["exp_avg_sq"])
+        d = roots(b, b.state["exp_avg_sq"])
         add_number(d, b.hyper["eps"])
         torch._foreach_addcdiv_(b.x, b.state["exp_avg"], d, value=b.hyper["lr"] * rectifier * bc2**0.5 / bc1)
-        del d
     else:
         torch._foreach_add_(b.x, b.state["exp_avg"], alpha=b.hyper["lr"] / bc1)
     undo_decoupled_decay(b, decoupled)
@@ -123,6 +122,6 @@ def undo_nadam(b: Batch) -> None:
     if l2:
         torch._foreach_add_(d, [-a * l2 for a in for_gradient])
     torch._foreach_addcdiv_(b.x, g, d, for_gradient)
-    del g, d
+    del g
     undo_decoupled_decay(b, decoupled)
     undo_moments(b, l2)

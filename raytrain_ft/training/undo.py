@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 from torch.optim import SGD, Adagrad, Optimizer
 
 from raytrain_ft.errors import UndoRefusedError
@@ -277,34 +278,38 @@ class _Cohort:
         return [entry for r, entry in zip(self.records, self.entries, strict=True) if not r.fresh]
 
     def batches(self, inverse: Inverse) -> Iterator[Batch]:
-        """Cuts large tensors into blocks and puts small ones together.
+        """Cuts large tensors into blocks and puts small ones together. All share the scratch memory: one batch after the other.
 
         Blocks begin at multiples of a fixed size within each tensor, so that the rounding of an element does not depend
         on what else is undone with it.
         """
         p = self.records[0].parameter
         limit = block_size(inverse.working_set, p.itemsize) if inverse.working_set and p.is_cpu else _LARGEST_BLOCK
+        scratch = p.new_empty(2 * limit) if inverse.working_set and p.is_cpu else None
         size, rows, scalars = 0, [], []
         for r, entry, scalar in zip(self.records, self.entries, self.scalars, strict=True):
             row = (r.parameter, r.gradient, *[entry[name] for name in self.names])
             length = r.parameter.numel()
             if length > limit and not inverse.whole and all(t.is_contiguous() for t in row):
                 for block in zip(*(t.view(-1).split(limit) for t in row), strict=True):
-                    yield self._batch([block], [scalar])
+                    yield self._batch([block], [scalar], scratch)
                 continue
-            if rows and size + length > limit:
-                yield self._batch(rows, scalars)
-                size, rows, scalars = 0, [], []
             size += length
             rows.append(row)
             scalars.append(scalar)
+            if size >= limit:
+                yield self._batch(rows, scalars, scratch)
+                size, rows, scalars = 0, [], []
         if rows:
-            yield self._batch(rows, scalars)
+            yield self._batch(rows, scalars, scratch)
 
-    def _batch(self, rows: list[tuple[Tensor, ...]], scalars: list[float]) -> Batch:
+    def _batch(self, rows: list[tuple[Tensor, ...]], scalars: list[float], scratch: Tensor | None) -> Batch:
         x, g, *state = map(list, zip(*rows, strict=True))
+        views = None
+        if scratch is not None and all(t.is_contiguous() for row in rows for t in row):
+            views = list(_unflatten_dense_tensors(scratch, x))
         named = dict(zip(self.names, state, strict=True))
-        return Batch(x, g, named, scalars, self.update.hyper, self.t, self.first, self.update.overwritten)
+        return Batch(x, g, named, scalars, self.update.hyper, self.t, self.first, self.update.overwritten, views)
 
 
 def _count_back(cohort: _Cohort) -> None:
