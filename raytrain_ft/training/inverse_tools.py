@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Tensors = list[Tensor] | tuple[Tensor, ...]
+from raytrain_ft.training.lists import Tensors, add_, add_number_, addcmul_, constant, lerp_
 
 
 @dataclass(slots=True)
@@ -33,8 +32,7 @@ class Batch:
         hyper: the parameter group as it was at the update, without its parameters.
         t: the number of updates including this one, 0 if the optimizer does not count.
         first: there was no state before, so only the parameter need be restored.
-        scratch: memory for a temporary of each, which one batch takes over from the other, so that the cache still holds it:
-            what an allocator gives comes from anywhere. None: there is no such memory.
+        scratch: memory for a temporary, if there is one parameter only; see `blocks`.
     """
 
     x: list[Tensor]
@@ -45,31 +43,7 @@ class Batch:
     t: int
     first: bool
     overwritten: bool
-    scratch: list[Tensor] | None
-
-
-_CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")  # as "2048K"
-_USUAL_CACHE = 2**20
-
-
-@lru_cache(maxsize=1)
-def _own_cache() -> int:
-    """Bytes of the cache that a core has for itself (level 2), or what is usual where the system does not tell."""
-    try:
-        return int(_CACHE_SIZE.read_text().strip().removesuffix("K")) * 1024
-    except (OSError, ValueError):
-        return _USUAL_CACHE
-
-
-@lru_cache(maxsize=64)
-def block_size(tensors: int, itemsize: int) -> int:
-    """How many elements of each of so many tensors fit together into a core's cache.
-
-    A power of two, so that whole vectors fill a block of any size: an element's rounding does not depend on the cache (torch
-    with three threads or more may cut a block elsewhere).
-    """
-    fit = _own_cache() // (tensors * itemsize)
-    return 1 << min(max(fit.bit_length() - 1, 14), 18)
+    scratch: Tensor | None
 
 
 @lru_cache(maxsize=64)
@@ -78,23 +52,13 @@ def rounded(value: float, dtype: torch.dtype) -> float:
     return torch.tensor(value, dtype=dtype).item()
 
 
-@lru_cache(maxsize=64)
-def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(value, dtype=dtype, device=device)
-
-
-def add_number(tensors: Tensors, number: float) -> None:
-    """Adds a number in place. torch would make a tensor of a bare number once for each of `tensors`."""
-    torch._foreach_add_(tensors, _constant(1.0, tensors[0].dtype, tensors[0].device), alpha=number)
-
-
 def unscale(tensors: Tensors, divisor: float) -> None:
     """Divides in place by adding ``(1/divisor - 1) * tensor``: as exact as a division near one, and faster.
 
     A product with the rounded reciprocal would be as fast, but wrong by up to half a unit in the last place in the same
     direction for every element, and so would drift when steps are undone and redone again and again.
     """
-    torch._foreach_add_(tensors, tensors, alpha=1 / divisor - 1)
+    add_(tensors, tensors, 1 / divisor - 1)
 
 
 def unlerp(averages: Tensors, new: Tensors, weight: float) -> None:
@@ -102,7 +66,7 @@ def unlerp(averages: Tensors, new: Tensors, weight: float) -> None:
     if weight >= 1:
         torch._foreach_zero_(averages)
     else:
-        torch._foreach_lerp_(averages, new, 1 - 1 / (1 - rounded(weight, averages[0].dtype)))
+        lerp_(averages, new, 1 - 1 / (1 - rounded(weight, averages[0].dtype)))
 
 
 def unaverage_square(squares: Tensors, new: Tensors, beta: float) -> None:
@@ -110,29 +74,28 @@ def unaverage_square(squares: Tensors, new: Tensors, beta: float) -> None:
     if beta == 0:
         torch._foreach_zero_(squares)
     else:
-        torch._foreach_addcmul_(squares, new, new, value=-(1 - beta))
+        addcmul_(squares, new, new, -(1 - beta))
         unscale(squares, rounded(beta, squares[0].dtype))
 
 
 def roots(b: Batch, squares: Tensors) -> Tensors:
     """Their square roots, in the scratch memory if there is any."""
-    if b.scratch is None:
-        return torch._foreach_sqrt(squares)
-    return [torch.sqrt(square, out=root) for square, root in zip(squares, b.scratch, strict=True)]
+    return torch._foreach_sqrt(squares) if b.scratch is None else [torch.sqrt(squares[0], out=b.scratch)]
 
 
 def raise_to(b: Batch, squares: Tensors, averages: Tensors, factor: float) -> None:
     """Raises `squares` to at least ``factor * averages**2``, less a little so that rounding moves no true state. Overwrites the
     scratch memory."""
     least = factor * (1 - 1e-6)
-    if b.scratch is None:
+    nothing = constant(0.0, squares[0].dtype, squares[0].device)
+    if b.scratch is not None:
+        torch.maximum(squares[0], torch.addcmul(nothing, averages[0], averages[0], value=least, out=b.scratch), out=squares[0])
+    elif nothing.is_cpu:  # with the same bits
+        torch._foreach_maximum_(squares, torch._foreach_addcmul([nothing] * len(averages), averages, averages, value=least))
+    else:  # with kernels for all of them, which want tensors of one size
         floor = torch._foreach_mul(averages, averages)
         torch._foreach_mul_(floor, least)
-    else:
-        nothing = _constant(0.0, squares[0].dtype, squares[0].device)
-        rows = zip(averages, b.scratch, strict=True)
-        floor = [torch.addcmul(nothing, average, average, value=least, out=into) for average, into in rows]
-    torch._foreach_maximum_(squares, floor)
+        torch._foreach_maximum_(squares, floor)
 
 
 def used_gradient(b: Batch, weight_decay: float = 0.0) -> Tensors:
@@ -151,5 +114,5 @@ def one_minus_quotient(numerators: list[float], denominators: Tensors) -> list[T
     """``1 - numerator / denominator`` for each tensor, in new tensors."""
     result = torch._foreach_reciprocal(denominators)
     torch._foreach_mul_(result, [-n for n in numerators])
-    add_number(result, 1.0)
+    add_number_(result, 1.0)
     return list(result)

@@ -26,8 +26,6 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, Adamax, AdamW, NAdam, Opt
 
 from raytrain_ft.training.inverse_tools import (
     Batch,
-    Tensors,
-    add_number,
     one_minus_quotient,
     raise_to,
     roots,
@@ -40,6 +38,7 @@ from raytrain_ft.training.inverse_tools import (
 )
 from raytrain_ft.training.inverses_adam import nadam_kept, undo_adam, undo_lamb, undo_nadam, undo_radam
 from raytrain_ft.training.lamb import LAMB
+from raytrain_ft.training.lists import Tensors, add_, add_number_, addcdiv_, addcmul_, clamp_min_
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +52,7 @@ class Inverse:
             depends on the data, or None. No element may be close to zero: the caller makes sure of it beforehand.
         before: reads, before a step and without waiting for a device, the number per tensor that is lost afterwards.
         after: the same, after the step.
-        working_set: how many tensors as large as x the undo comes back to, a temporary included, but not x, which it passes
-            over once. On a CPU all are cut into blocks that fit together into a core's cache (see `block_size`), where they
-            stay from one operation to the next. None: so few operations that what they read decides, as in the step itself;
-            tensors are cut only where a temporary would be very large.
+        temporaries: how many tensors as large as x the undo needs at a time; see `blocks`.
         whole: tensors must not be cut.
     """
 
@@ -65,7 +61,7 @@ class Inverse:
     kept: Callable[[Batch], list[Tensor] | None] | None = None
     before: Callable[[Tensor, Mapping[str, Any]], Tensor | float] | None = None
     after: Callable[[Any, Tensor], Tensor] | None = None
-    working_set: int | None = 4
+    temporaries: int = 1
     whole: bool = False
 
 
@@ -78,16 +74,16 @@ def undo_sgd(b: Batch) -> None:
     lr, mu, wd = b.hyper["lr"], b.hyper["momentum"], b.hyper["weight_decay"]
     buf = b.state["momentum_buffer"] if mu else []
     if b.overwritten:
-        torch._foreach_add_(b.x, b.g, alpha=lr)
-        torch._foreach_add_(b.g, buf, alpha=-mu)
+        add_(b.x, b.g, lr)
+        add_(b.g, buf, -mu)
     elif mu and not b.hyper["nesterov"]:
-        torch._foreach_add_(b.x, buf, alpha=lr)
+        add_(b.x, buf, lr)
     else:
         u = used_gradient(b, wd)
-        torch._foreach_add_(b.x, torch._foreach_add(u, buf, alpha=mu) if mu else u, alpha=lr / (1 - lr * wd))
+        add_(b.x, torch._foreach_add(u, buf, alpha=mu) if mu else u, lr / (1 - lr * wd))
         del u
     if mu and not b.first:
-        torch._foreach_add_(buf, used_gradient(b, wd), alpha=-(1 - b.hyper["dampening"]))
+        add_(buf, used_gradient(b, wd), -(1 - b.hyper["dampening"]))
         unscale(buf, rounded(mu, buf[0].dtype))
 
 
@@ -99,7 +95,7 @@ def _rmsprop_denominator(b: Batch) -> Tensors:
         torch._foreach_sqrt_(d)
     else:
         d = roots(b, q)
-    add_number(d, b.hyper["eps"])
+    add_number_(d, b.hyper["eps"])
     return d
 
 
@@ -118,28 +114,28 @@ def undo_rmsprop(b: Batch) -> None:
     lr, alpha, mu, wd = (b.hyper[name] for name in ("lr", "alpha", "momentum", "weight_decay"))
     d = _rmsprop_denominator(b)
     if mu > 0:
-        torch._foreach_add_(b.x, b.state["momentum_buffer"], alpha=lr)
+        add_(b.x, b.state["momentum_buffer"], lr)
     else:
         if wd:
-            add_number(d, -lr * wd)
-        torch._foreach_addcdiv_(b.x, used_gradient(b, wd), d, value=lr)
+            add_number_(d, -lr * wd)
+        addcdiv_(b.x, used_gradient(b, wd), d, lr)
     if b.first:
         return
     g = used_gradient(b, wd)
     if mu > 0:
-        torch._foreach_addcdiv_(b.state["momentum_buffer"], g, d, value=-1)
+        addcdiv_(b.state["momentum_buffer"], g, d, -1)
         unscale(b.state["momentum_buffer"], rounded(mu, b.x[0].dtype))
     unaverage_square(b.state["square_avg"], g, alpha)
     if b.hyper["centered"]:
         unlerp(b.state["grad_avg"], g, 1 - alpha)
         raise_to(b, b.state["square_avg"], b.state["grad_avg"], 1 / (1 - alpha ** (b.t - 1)))
     else:
-        torch._foreach_clamp_min_(b.state["square_avg"], 0.0)
+        clamp_min_(b.state["square_avg"], 0.0)
 
 
 def _adagrad_step(b: Batch) -> tuple[float, Tensors]:
     d = roots(b, b.state["sum"])
-    add_number(d, b.hyper["eps"])
+    add_number_(d, b.hyper["eps"])
     return b.hyper["lr"] / (1 + (b.t - 1) * b.hyper["lr_decay"]), d
 
 
@@ -156,13 +152,13 @@ def undo_adagrad(b: Batch) -> None:
     wd = b.hyper["weight_decay"]
     clr, d = _adagrad_step(b)
     if wd:
-        add_number(d, -clr * wd)
-    torch._foreach_addcdiv_(b.x, used_gradient(b, wd), d, value=clr)
+        add_number_(d, -clr * wd)
+    addcdiv_(b.x, used_gradient(b, wd), d, clr)
     del d
     if not b.first:
         g = used_gradient(b, wd)
-        torch._foreach_addcmul_(b.state["sum"], g, g, value=-1)
-        torch._foreach_clamp_min_(b.state["sum"], 0.0)
+        addcmul_(b.state["sum"], g, g, -1)
+        clamp_min_(b.state["sum"], 0.0)
 
 
 def undo_adamax(b: Batch) -> None:
@@ -172,7 +168,7 @@ def undo_adamax(b: Batch) -> None:
     """
     beta1, beta2 = b.hyper["betas"]
     value = b.hyper["lr"] / (1 - beta1**b.t)
-    torch._foreach_addcdiv_(b.x, b.state["exp_avg"], b.state["exp_inf"], value=value)
+    addcdiv_(b.x, b.state["exp_avg"], b.state["exp_inf"], value)
     if not b.first:
         unlerp(b.state["exp_avg"], used_gradient(b, b.hyper["weight_decay"]), 1 - beta1)
         if beta2:
@@ -208,24 +204,22 @@ def undo_adafactor(b: Batch) -> None:
         del u
         if not b.first:
             unlerp(averages, [_mean_square(g, -1), _mean_square(g, -2)] if len(averages) == 2 else [g * g], weight)
-            torch._foreach_clamp_min_(averages, 0.0)
+            clamp_min_(averages, 0.0)
     undo_decoupled_decay(b, h["weight_decay"])
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 INVERSES: dict[type[Optimizer], Inverse] = {
-    SGD: Inverse(undo_sgd, ("momentum_buffer",), working_set=None),
+    SGD: Inverse(undo_sgd, ("momentum_buffer",), temporaries=0),
     Adam: Inverse(undo_adam, (*_MOMENTS, "max_exp_avg_sq")),
     AdamW: Inverse(undo_adam, (*_MOMENTS, "max_exp_avg_sq")),
-    LAMB: Inverse(undo_lamb, _MOMENTS, after=lambda optimizer, p: optimizer.trust_ratios[p], working_set=5),
+    LAMB: Inverse(undo_lamb, _MOMENTS, after=lambda optimizer, p: optimizer.trust_ratios[p], temporaries=2),
     NAdam: Inverse(undo_nadam, _MOMENTS, nadam_kept, before=lambda _, state: state["mu_product"].item() if state else 1.0),
     RAdam: Inverse(undo_radam, _MOMENTS),
     RMSprop: Inverse(undo_rmsprop, ("square_avg", "momentum_buffer", "grad_avg"), rmsprop_kept),
     Adagrad: Inverse(undo_adagrad, ("sum",), adagrad_kept),
     Adamax: Inverse(undo_adamax, ("exp_avg", "exp_inf")),
-    Adafactor: Inverse(
-        undo_adafactor, ("row_var", "col_var", "variance"), before=lambda p, _: p.detach().norm(2), working_set=None, whole=True
-    ),
+    Adafactor: Inverse(undo_adafactor, ("row_var", "col_var", "variance"), before=lambda p, _: p.detach().norm(2), whole=True),
 }
 """What can be undone, by the exact class: a subclass may override `step`, and then none of this holds."""

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from raytrain_ft.training.inverse_tools import (
     Batch,
-    Tensors,
-    add_number,
     one_minus_quotient,
     raise_to,
     roots,
@@ -19,13 +17,14 @@ from raytrain_ft.training.inverse_tools import (
     unlerp,
     used_gradient,
 )
+from raytrain_ft.training.lists import Tensors, add_, add_number_, addcdiv_
 
 
 def _denominator(b: Batch, key: str = "exp_avg_sq") -> tuple[Tensors, float]:
     """(``sqrt(v') + eps * k``, k) with ``k = sqrt(1 - beta2**t)``: Adam's denominator times k, without an operation for k."""
     k = (1 - b.hyper["betas"][1] ** b.t) ** 0.5
     d = roots(b, b.state[key])
-    add_number(d, b.hyper["eps"] * k)
+    add_number_(d, b.hyper["eps"] * k)
     return d, k
 
 
@@ -60,7 +59,7 @@ def undo_adam(b: Batch) -> None:
     one that the same gradient would lead to again."""
     decoupled, l2 = _split_decay(b)
     d, k = _denominator(b, "max_exp_avg_sq" if b.hyper["amsgrad"] else "exp_avg_sq")
-    torch._foreach_addcdiv_(b.x, b.state["exp_avg"], d, value=b.hyper["lr"] * k / (1 - b.hyper["betas"][0] ** b.t))
+    addcdiv_(b.x, b.state["exp_avg"], d, b.hyper["lr"] * k / (1 - b.hyper["betas"][0] ** b.t))
     undo_decoupled_decay(b, decoupled)
     undo_moments(b, l2)
 
@@ -72,7 +71,7 @@ def undo_lamb(b: Batch) -> None:
     steps = [lr * ratio / (1 - lr * ratio * wd) for ratio in b.scalars]
     r = torch._foreach_mul(b.x, [wd * step for step in steps])
     torch._foreach_addcdiv_(r, b.state["exp_avg"], d, [step * k / (1 - b.hyper["betas"][0] ** b.t) for step in steps])
-    torch._foreach_add_(b.x, r)
+    add_(b.x, r)
     del r
     undo_moments(b, 0.0)
 
@@ -87,10 +86,10 @@ def undo_radam(b: Batch) -> None:
     if rho > 5:
         rectifier = ((rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho)) ** 0.5
         d = roots(b, b.state["exp_avg_sq"])
-        add_number(d, b.hyper["eps"])
-        torch._foreach_addcdiv_(b.x, b.state["exp_avg"], d, value=b.hyper["lr"] * rectifier * bc2**0.5 / bc1)
+        add_number_(d, b.hyper["eps"])
+        addcdiv_(b.x, b.state["exp_avg"], d, b.hyper["lr"] * rectifier * bc2**0.5 / bc1)
     else:
-        torch._foreach_add_(b.x, b.state["exp_avg"], alpha=b.hyper["lr"] / bc1)
+        add_(b.x, b.state["exp_avg"], b.hyper["lr"] / bc1)
     undo_decoupled_decay(b, decoupled)
     undo_moments(b, l2)
 

@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._utils import _unflatten_dense_tensors
 from torch.optim import SGD, Adagrad, Optimizer
 
 from raytrain_ft.errors import UndoRefusedError
-from raytrain_ft.training.inverse_tools import Batch, add_number, block_size
+from raytrain_ft.training.blocks import pieces
+from raytrain_ft.training.inverse_tools import Batch
 from raytrain_ft.training.inverses import INVERSES, Inverse
 from raytrain_ft.training.lamb import LAMB
+from raytrain_ft.training.lists import add_number_
 from raytrain_ft.training.undo_rules import (
     TRAINED_IN,
     Mode,
@@ -38,7 +39,6 @@ from raytrain_ft.training.undo_rules import (
 
 _NO_STATE: dict[str, Any] = {}
 _WITH_STATE = False, 0.0
-_LARGEST_BLOCK = 2**24  # elements; bounds the temporaries where there is no cache to make use of
 
 
 class Update(NamedTuple):
@@ -129,7 +129,7 @@ class Undo:
             handle.remove()
         self.forget()
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def undo(self, params: Iterable[Tensor] | None = None) -> None:
         """Undoes the latest update of these parameters (default: of all updated ones) and of their optimizer state.
 
@@ -278,38 +278,15 @@ class _Cohort:
         return [entry for r, entry in zip(self.records, self.entries, strict=True) if not r.fresh]
 
     def batches(self, inverse: Inverse) -> Iterator[Batch]:
-        """Cuts large tensors into blocks and puts small ones together. All share the scratch memory: one batch after the other.
-
-        Blocks begin at multiples of a fixed size within each tensor, so that the rounding of an element does not depend
-        on what else is undone with it.
-        """
-        p = self.records[0].parameter
-        limit = block_size(inverse.working_set, p.itemsize) if inverse.working_set and p.is_cpu else _LARGEST_BLOCK
-        scratch = p.new_empty(2 * limit) if inverse.working_set and p.is_cpu else None
-        size, rows, scalars = 0, [], []
-        for r, entry, scalar in zip(self.records, self.entries, self.scalars, strict=True):
-            row = (r.parameter, r.gradient, *[entry[name] for name in self.names])
-            length = r.parameter.numel()
-            if length > limit and not inverse.whole and all(t.is_contiguous() for t in row):
-                for block in zip(*(t.view(-1).split(limit) for t in row), strict=True):
-                    yield self._batch([block], [scalar], scratch)
-                continue
-            size += length
-            rows.append(row)
-            scalars.append(scalar)
-            if size >= limit:
-                yield self._batch(rows, scalars, scratch)
-                size, rows, scalars = 0, [], []
-        if rows:
-            yield self._batch(rows, scalars, scratch)
-
-    def _batch(self, rows: list[tuple[Tensor, ...]], scalars: list[float], scratch: Tensor | None) -> Batch:
-        x, g, *state = map(list, zip(*rows, strict=True))
-        views = None
-        if scratch is not None and all(t.is_contiguous() for row in rows for t in row):
-            views = list(_unflatten_dense_tensors(scratch, x))
-        named = dict(zip(self.names, state, strict=True))
-        return Batch(x, g, named, scalars, self.update.hyper, self.t, self.first, self.update.overwritten, views)
+        """In pieces that a cache holds. One after the other: they share scratch memory."""
+        rows = [
+            (r.parameter, r.gradient, *[entry[name] for name in self.names])
+            for r, entry in zip(self.records, self.entries, strict=True)
+        ]
+        hyper, overwritten = self.update.hyper, self.update.overwritten
+        for numbers, (x, g, *state), scratch in pieces(rows, inverse.temporaries, whole=inverse.whole):
+            named, scalars = dict(zip(self.names, state, strict=True)), [self.scalars[i] for i in numbers]
+            yield Batch(x, g, named, scalars, hyper, self.t, self.first, overwritten, scratch)
 
 
 def _count_back(cohort: _Cohort) -> None:
@@ -318,7 +295,7 @@ def _count_back(cohort: _Cohort) -> None:
         return
     kept = cohort.kept
     if kept:
-        add_number([entry["step"] for entry in kept], -1.0)
+        add_number_([entry["step"] for entry in kept], -1.0)
     if "mu_product" in cohort.entries[0]:
         for r, entry in zip(cohort.records, cohort.entries, strict=True):
             entry["mu_product"].fill_(r.scalar)

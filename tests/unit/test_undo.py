@@ -8,7 +8,6 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,9 +35,7 @@ from torch.optim import (
 
 import raytrain_ft as ft
 from raytrain_ft.errors import ConfigError, UndoRefusedError
-from raytrain_ft.training import inverse_tools
-from raytrain_ft.training import undo as undo_module
-from raytrain_ft.training.inverse_tools import block_size
+from raytrain_ft.training import blocks
 from raytrain_ft.training.lamb import LAMB
 from raytrain_ft.training.undo import Undo, refusals
 
@@ -281,28 +278,11 @@ def test_replicas_with_the_same_bits_have_the_same_bits_afterwards(case: str, mo
         step(ours[0], mine, grads)
         step(ours[1], theirs, grads)
     undos[0].undo()
-    monkeypatch.setattr(undo_module, "block_size", lambda *_: 128)
-    monkeypatch.setattr(undo_module, "_LARGEST_BLOCK", 128)
+    monkeypatch.setattr(blocks, "block_size", lambda *_: 128)
+    monkeypatch.setattr(blocks, "shared_cache", lambda: 0)
     for p in reversed(theirs):
         undos[1].undo([p])
     assert_at(ours[1], theirs, snapshot(ours[0], mine))
-
-
-def test_a_block_fills_the_cache_of_a_core_whatever_its_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    told = tmp_path / "size"
-    monkeypatch.setattr(inverse_tools, "_CACHE_SIZE", told)
-
-    def blocks() -> list[int]:
-        inverse_tools._own_cache.cache_clear()
-        return [block_size.__wrapped__(tensors, itemsize) for tensors, itemsize in ((3, 4), (5, 4), (5, 8))]
-
-    try:
-        assert blocks() == [2**16, 2**15, 2**14], "nobody tells: 1 MiB"
-        for text, expected in (("2048K", [2**17, 2**16, 2**15]), ("64K", [2**14] * 3), ("1G", [2**16, 2**15, 2**14])):
-            told.write_text(text + "\n")
-            assert blocks() == expected
-    finally:
-        inverse_tools._own_cache.cache_clear()
 
 
 def test_the_hyper_parameters_of_the_step_are_used_not_those_set_since() -> None:
