@@ -103,6 +103,7 @@ class WithoutRay(Supervisor):
         self._life.cancel()
         await asyncio.gather(self._life, self._leaving, return_exceptions=True)
         self._crew.close()
+        self._right.release()
         self._log.close()
 
     def expect(self, member: str) -> None:

@@ -60,8 +60,12 @@ class Supervisor:
         self._events: asyncio.Queue[m.Event] = asyncio.Queue()
         self._chaos = Injector(spec.faults, spec.directory / "faults", "supervisor")
         self._right = Right(spec)
-        past, written = _patiently(lambda: past_of(spec))
-        self._log = _patiently(lambda: EventLog(spec.directory / "events.jsonl", self.now))
+        try:
+            past, written = _patiently(lambda: past_of(spec))
+            self._log = _patiently(lambda: EventLog(spec.directory / "events.jsonl", self.now))
+        except OSError:
+            self._right.release()  # Ray does not start it again: who comes next need not wait until its lease is over
+            raise
         first = past[0] if past else None
         recorded = first.details.get("clock") if isinstance(first, m.RunStarted) else None
         self._start = clock.began(recorded, past[-1].at, spec.lease) if past else time.monotonic()

@@ -333,6 +333,7 @@ def test_giving_it_up_does_not_wait_for_a_storage_that_hangs(tmp_path: Path, mon
         leaving.join(20)
         left = not leaving.is_alive()
         over.set()
+    held._thread.join(20)
     assert left
 
 

@@ -353,6 +353,7 @@ def test_a_supervisor_that_comes_back_waits_for_a_storage_that_is_away(
     else:
         with pytest.raises(OSError, match="Stale file handle"):
             asyncio.run(live())
+        lock.acquire(LocalStorage(tmp_path), "the next").release()  # without waiting
 
 
 def away_for(times: int, work: Any) -> Any:
