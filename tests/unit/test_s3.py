@@ -10,8 +10,6 @@ import subprocess
 import sys
 import time
 import traceback
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from s3_server import BUCKET, free_port, s3_server, uri
 from store import OWNER, newest, own, save, state, step_of
 
 import raytrain_ft as ft
@@ -41,39 +40,13 @@ from raytrain_ft.training.checkpointer import Checkpointer, Target
 from raytrain_ft.training.export import open_checkpoint
 
 pytest.importorskip("moto.server")
-BUCKET = "bucket"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-def uri(port: int, path: str, bucket: str = BUCKET) -> str:
-    return f"s3://key:secret@{bucket}/{path}?scheme=http&endpoint_override=127.0.0.1:{port}&region=us-east-1"
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """The port of a server that holds one bucket."""
-    port = free_port()
-    log = (tmp_path_factory.mktemp("moto") / "log").open("wb")
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    process = subprocess.Popen(command, stdout=log, stderr=log, cwd=Path(log.name).parent)
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            request = urllib.request.Request(f"http://127.0.0.1:{port}/{BUCKET}", method="PUT")
-            urllib.request.urlopen(request, timeout=5).close()
-            break
-        except (OSError, urllib.error.URLError):
-            assert process.poll() is None, Path(log.name).read_text()
-            assert time.monotonic() < deadline, "the server does not answer"
-            time.sleep(0.2)
-    yield port
-    process.kill()
-    process.wait()
-    log.close()
+    with s3_server(tmp_path_factory.mktemp("moto")) as port:
+        yield port
 
 
 @pytest.fixture
