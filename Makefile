@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 KILLS ?= 200
 MTBF ?= 3
 STAGES ?= 1
+UPDATE ?= barrier
 
 # A browser for the tests that look at the report. Without one they are skipped; root, apt-get and the network are optional.
 BROWSER = command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
@@ -57,8 +58,8 @@ lint: setup
 docs: setup ## The site, in docs/_build/html
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --builder html docs docs/_build/html
 
-chaos: setup ## A seeded campaign of kills: make chaos KILLS=200 MTBF=3 [STAGES=3]
-	$(BIN)/python -m raytrain_ft.campaign --kills $(KILLS) --mtbf $(MTBF) --stages $(STAGES)
+chaos: setup ## A seeded campaign of kills: make chaos KILLS=200 MTBF=3 [STAGES=3] [UPDATE=wait_free]
+	$(BIN)/python -m raytrain_ft.campaign --kills $(KILLS) --mtbf $(MTBF) --stages $(STAGES) --update $(UPDATE)
 
 bench: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev,bench]"

@@ -28,7 +28,8 @@ class Result:
         path: the run's directory: event log, timeline, final state.
         recoveries: every recovery and planned resize: cause, strategy, guarantee kept, and when it was detected, fenced,
             reconciled, filled and resumed (seconds since the run began).
-        digest: hash of the final training state, bucket by bucket: two runs are bit-identical if and only if it is equal.
+        digest: hash of the final training state, bucket by bucket, and of the optimizer's hyper-parameters, the schedule and
+            the position in the data: two runs of a task are bit-identical if and only if it is equal.
         seconds: how long the run took.
         checkpoint: where the newest checkpoint is: the storage of the run's checkpoints, and its name there. Of a URI that held
             credentials, without them: they are then taken from the environment.

@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from difflib import get_close_matches
 from typing import Any, Unpack
 
@@ -229,6 +229,8 @@ def _take_directory(spec: RunSpec) -> WriterLock:
     deadline = time.monotonic() + LEAVE_S
     while (other := _account_of(spec.supervisor_name)) is not None:
         if other.get("state") not in ENDED or time.monotonic() > deadline:
+            with suppress(OSError):  # it is not empty: the other run's, or an earlier one's
+                spec.directory.rmdir()
             raise RunActiveError(_active(spec.name, other))
         time.sleep(POLL_S)
     return lock.acquire(LocalStorage(spec.directory), spec.run_id)

@@ -63,12 +63,11 @@ class FailAt:
         phase: `data` (before the batch is read), `forward` (of micro-batch k); in a pipeline `receive` (before it waits for
             micro-batch k), `backward_pass` (of micro-batch k), `send` (of what comes out of either), `weight_pass` (of
             micro-batch k, if the schedule puts it off), `tied` (before it waits for others' gradients of what they share);
-            `backward` (before bucket
-            k is reduced), `reduce` (inside the all-reduce of bucket k), `reduced` (between reduce and update), `update` (inside
-            the update), `updated`, `commit` (between update and commit), `checkpoint` (one is about to begin), `fence`,
-            `reconcile`, `transfer_source`, `transfer_receiver`, `join` (the new group), `replay` (before
-            this step is replayed), `first_step` (the first step after a
-            recovery). For the supervisor: a state of the machine.
+            `backward` (before bucket k is reduced), `reduce` (inside the all-reduce of bucket k), `reduced` (between reduce
+            and update), `update` (before the optimizer's step of bucket k), `updated` (after it), `commit` (between update
+            and commit), `checkpoint` (one is about to begin), `fence`, `reconcile`, `transfer_source`, `transfer_receiver`,
+            `join` (the new group), `replay` (before this step is replayed), `first_step` (the first step after a recovery).
+            For the supervisor: a state of the machine.
         rank: who fails; None with `role="supervisor"`, or for "whoever comes first".
         bucket, micro_batch: for phases of a bucket or of a micro-batch, which one (None: the first that gets there).
         action: SIGKILL of the process or of its whole node, SIGSTOP, SIGTERM (a notice), an exception, `os._exit`, a hang in

@@ -153,7 +153,7 @@ class Trainee:
                     return
             replica.finish(fence.check)
             self._flush_log(fence.incarnation)
-            self._heartbeat.ended("completed", ":".join(state.digests()))
+            self._heartbeat.ended("completed", state.final_digest())
         except FencedError:
             return
         except PeerLostError as error:

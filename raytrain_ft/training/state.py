@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -113,6 +114,18 @@ class TrainingState:
     def digests(self) -> tuple[str, ...]:
         """The hash of every bucket."""
         return tuple(self.digest(bucket) for bucket in self.buckets)
+
+    def final_digest(self) -> str:
+        """Hash of the whole training state: of every bucket, and of what belongs to none, as far as it has bits to compare."""
+        extras, hasher = self.extras(), xxhash.xxh3_128()
+        for number, part in enumerate((asdict(extras.position), *extras.groups, extras.scheduler or {})):
+            for key in sorted(part, key=str):
+                with suppress(ConfigError):  # a function, say: it is no state, and no two are equal
+                    skeleton, tensors = flatten(part[key], f"{number}.{key}")
+                    hasher.update(json.dumps([key, skeleton]).encode())
+                    for tensor in tensors.values():
+                        hasher.update(bytes_of(tensor.detach()).cpu().numpy().data)
+        return ":".join((*self.digests(), hasher.hexdigest()))
 
     def pack(self, bucket: Bucket) -> Tensor:
         """The state of a bucket as one uint8 tensor that describes itself."""

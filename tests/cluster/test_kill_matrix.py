@@ -6,12 +6,13 @@ because starting workers is what takes the time: the first ones of a run are mor
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import promise_kept, train
+from conftest import promise_kept, train, until
 from toy import Toy
 
 from raytrain_ft import FailAt, Result
@@ -128,6 +129,23 @@ def test_a_node_killed_in_the_update(cluster, undisturbed, tmp_path: Path) -> No
     assert result.digest == expected
     assert promise_kept(result) == []
     assert [recovery.guarantee for recovery in result.recoveries] == [Guarantee.EXACT]
+
+
+def test_a_raylet_killed_alone(cluster, undisturbed, tmp_path: Path) -> None:
+    """Its worker lives on for a moment, in the midst of a step: Ray ends it."""
+    log = tmp_path / "raylet" / "events.jsonl"
+    with ThreadPoolExecutor(1) as pool:  # Ray adds nodes from the main thread only
+        training = pool.submit(train, tmp_path, "raylet", task=Toy(step_seconds=0.1))
+        assert until(lambda: log.exists() and "StepsCommitted" in log.read_text(), 60)
+        node = next(record["node"] for record in read_records(log) if record.get("member") == "w1")
+        raylet, *others = cluster.processes(node)
+        assert any("Worker" in " ".join(other.cmdline()) for other in others)
+        raylet.kill()
+        result = training.result(120)
+    cluster.add_node()
+    assert result.digest == undisturbed().digest
+    assert promise_kept(result) == []
+    assert [(recovery.lost, recovery.guarantee) for recovery in result.recoveries] == [(["w1"], Guarantee.EXACT)]
 
 
 def test_other_ways_to_be_lost(undisturbed, tmp_path: Path) -> None:

@@ -24,8 +24,6 @@ import raytrain_ft as ft
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.runtime.event_log import read_records
 
-pytestmark = pytest.mark.long
-
 WORKERS = 3
 EVERYWHERE = {"0.0.0.0", "::"}
 GARBAGE = (
@@ -167,6 +165,7 @@ def test_nothing_of_ours_listens_on_all_interfaces(seen: Seen) -> None:
     assert seen.persisters == set()
 
 
+@pytest.mark.long
 def test_the_token_is_written_nowhere(seen: Seen) -> None:
     token = os.environ["RAY_AUTH_TOKEN"]
     assert len(token) == 64
@@ -182,6 +181,7 @@ def test_nobody_else_enters_the_directory_of_a_run(seen: Seen) -> None:
     assert stat.S_IMODE(Path(seen.result.path).stat().st_mode) == 0o700
 
 
+@pytest.mark.long
 def test_who_lacks_the_token_is_refused(cluster) -> None:
     command = [sys.executable, "-c", STRANGER, cluster.address]
     token = os.environ["RAY_AUTH_TOKEN"]
@@ -206,6 +206,7 @@ except FTError as error:
 """
 
 
+@pytest.mark.long
 def test_a_job_with_another_token_is_told_where_its_own_is_from(cluster, tmp_path: Path) -> None:
     here = str(Path(__file__).parent)
     environment = os.environ | {"RAY_ADDRESS": cluster.address, "RAY_AUTH_TOKEN": "0" * 64}
@@ -216,6 +217,7 @@ def test_a_job_with_another_token_is_told_where_its_own_is_from(cluster, tmp_pat
     assert "0" * 64 not in done.stdout
 
 
+@pytest.mark.long
 def test_nor_is_the_token_in_rays_own_logs(seen: Seen) -> None:
     """Of the whole session: of nodes, workers, supervisors and drivers, of those who were refused before this test, and of
     whatever ran on this cluster in the tests before."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from raytrain_ft import campaign
-from raytrain_ft.drill.numbers import Spread
+from raytrain_ft.drill.numbers import Report, Spread
 from raytrain_ft.drill.played import Played, Struck
 from raytrain_ft.errors import FTError, TaskError
 
@@ -70,3 +71,20 @@ def test_until_all_kills_are_used_up(monkeypatch: pytest.MonkeyPatch, error: FTE
     done = campaigned(monkeypatch, [1, 2, 1] if error else [0, 2, 2], error)
     assert done.exit_code == code, done.output
     assert "4 kills ({'worker': 4}) in 3 runs" in done.output
+
+
+@pytest.mark.parametrize(
+    ("update", "equal", "known", "found"),
+    [
+        ("barrier", True, (), ()),
+        ("barrier", False, (), ("I3 the final state differs from the undisturbed run's",)),
+        ("barrier", False, ("I2 other bits",), ("I2 other bits",)),
+        ("barrier", None, (), ()),
+        ("wait_free", False, (), ()),
+    ],
+)
+def test_no_recovery_excuses_other_bits_unless_it_may_have_undone(
+    update: str, equal: bool | None, known: tuple[str, ...], found: tuple[str, ...]
+) -> None:
+    values = dict.fromkeys((field.name for field in fields(Report)), 0) | {"bit_equal": equal, "violations": known}
+    assert campaign._strictly(Report(**values), update).violations == found  # type: ignore[arg-type]
