@@ -33,6 +33,8 @@ LEFT_S = 10.0
 ACTORS = re.compile(r"ray::(.*:)?(Worker|SupervisorActor|Holder)\b")
 """How the titles of our actors' processes begin, busy or not."""
 SHARED_MEMORY = Path("/dev/shm")
+TEMPORARY = re.compile(r"\.partial$|^task-")
+"""Names of files in a run's directory that are being written, or are needed while it lasts."""
 before: set[str] = set()
 """What was there when the test began: others may have left it, or be using the machine."""
 SMALL_BUCKETS = {"bucket_bytes": 8192, "first_bucket_bytes": 1024}
@@ -141,7 +143,8 @@ def _remember_what_is_there() -> None:
 def promise_kept(result: ft.Result) -> list[str]:
     """Violations found in the run's own event log; and what is left of it. Ask when no run is under way."""
     until(lambda: not left(), LEFT_S)
-    return check(read_records(Path(result.path) / "events.jsonl")) + [f"left: {one}" for one in left()]
+    remains = [*left(), *(path for path in Path(result.path).rglob("*") if TEMPORARY.search(path.name))]
+    return check(read_records(Path(result.path) / "events.jsonl")) + [f"left: {one}" for one in remains]
 
 
 def left() -> list[Any]:

@@ -87,6 +87,29 @@ def test_a_run_goes_on_with_other_numbers_of_workers(undisturbed, tmp_path: Path
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)  # the same sums in another order
 
 
+def test_the_interval_is_chosen_and_outlives_who_chose_it(undisturbed, tmp_path: Path) -> None:
+    """Worker 0 measures a few steps, chooses k, and is killed: who comes after it goes on by that k."""
+    steps = 60
+    fault = ft.FailAt(rank=0, step=45, phase="forward")
+    chosen_by_itself = ft.CheckpointConfig(overhead=0.1)
+    result = train(
+        tmp_path, "run", task=Toy(step_seconds=0.1), steps=steps, faults=[fault], num_spares=1, checkpoints=chosen_by_itself
+    )
+    assert result.digest == undisturbed(steps=steps).digest
+    assert promise_kept(result) == []
+    decisions = events(result, "IntervalChosen")
+    first = decisions[0]
+    assert first["k"] == max(1, first["k_persist"], first["k_overhead"]), "by Algorithm 1, from what was measured"
+    assert min(first[name] for name in ("iteration_s", "copy_s", "persist_s", "snapshot_bytes")) > 0
+    assert first["iteration_s"] >= 0.1
+    stored = [event["step"] for event in events(result, "CheckpointCommitted")]
+    assert 4 < stored[0] <= first["step"], "the first steps are measured without one; the first checkpoint is measured itself"
+    assert stored[-1] == steps
+    heir = next(decision for decision in decisions if decision["member"] != first["member"])
+    before = [decision for decision in decisions if decision["member"] == first["member"]]
+    assert (heir["step"], heir["k"]) == (result.recoveries[0].step, before[-1]["k"])
+
+
 PHASES = [(12, "data", None), (22, "backward", 1)], [(12, "update", None), (20, "checkpoint", None)]
 
 

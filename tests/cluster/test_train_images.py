@@ -15,6 +15,8 @@ from torch.nn.functional import cross_entropy
 import raytrain_ft as ft
 from raytrain_ft import FailAt
 from raytrain_ft.errors import TrainingFailedError
+from raytrain_ft.policy.audit import audit
+from raytrain_ft.runtime.event_log import read_run
 
 pytestmark = [pytest.mark.long, pytest.mark.example]
 
@@ -67,6 +69,34 @@ def test_workers_lost_while_loading_and_computing(cluster, undisturbed, folder: 
     assert result.digest == expected.digest
     assert promise_kept(result) == []
     assert [len(recovery.lost) for recovery in result.recoveries] == [1, 1]
+
+
+def test_a_run_is_continued(cluster, undisturbed, folder: Path, tmp_path: Path) -> None:
+    """It ended in the middle of an epoch; one worker is killed once it goes on."""
+    task, checkpoints = Photos(str(folder)), ft.CheckpointConfig(every=2)
+    train(tmp_path, "images", task=task, checkpoints=checkpoints, **SETTINGS | {"steps": 6})
+    fault = FailAt(rank=1, step=8, phase="data")
+    result = train(tmp_path, "images", task=task, faults=[fault], checkpoints=checkpoints, **SETTINGS)
+    assert result.digest == undisturbed(task=task, **SETTINGS).digest
+    assert audit(read_run(Path(result.path))).ok
+
+
+class Linear(Photos):
+    """Without what depends on how samples are shared out."""
+
+    def model(self, stage: int) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(3 * 24 * 24, 2))
+
+
+def test_a_run_is_continued_by_other_numbers_of_workers(cluster, undisturbed, folder: Path, tmp_path: Path) -> None:
+    """The pixels are the same: what was cut out, and how colours were changed, is each sample's own affair."""
+    task, checkpoints = Linear(str(folder)), ft.CheckpointConfig(every=2)
+    train(tmp_path, "images", task=task, checkpoints=checkpoints, **SETTINGS | {"steps": 6})
+    result = train(tmp_path, "images", task=task, workers=2, checkpoints=checkpoints, **SETTINGS)
+    assert audit(read_run(Path(result.path))).ok
+    ours, theirs = (ft.load_model(task, one) for one in (result, undisturbed(task=task, **SETTINGS)))
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)  # the same sums in another order
 
 
 def test_a_damaged_image_ends_the_run_and_is_named(cluster, folder: Path, tmp_path: Path) -> None:
