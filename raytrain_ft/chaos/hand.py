@@ -15,7 +15,7 @@ import psutil
 
 from raytrain_ft.chaos import faults
 
-OURS = re.compile(r"ray::(Worker|Supervisor)\b")
+OURS = re.compile(r"ray::(Worker|SupervisorActor)\b")
 """How Ray names the processes of a run: by the actor's class, and the method that it is in."""
 JOB = "RAY_JOB_ID"
 """Where a process that Ray started says for which job; one that Ray had started beforehand does not say."""

@@ -13,16 +13,19 @@ import pytest
 from click.testing import CliRunner
 
 from raytrain_ft import campaign
+from raytrain_ft.chaos.hand import OURS
 from raytrain_ft.drill.numbers import Report, Spread
 from raytrain_ft.drill.played import Played, Struck
 from raytrain_ft.errors import FTError, TaskError
+from raytrain_ft.runtime.supervisor_actor import SupervisorActor
+from raytrain_ft.runtime.worker import Worker
 
 ENOUGH = 9
 """Runs; no campaign here may have more."""
 
 
-def campaigned(monkeypatch: pytest.MonkeyPatch, strikes: Sequence[int], error: FTError | None) -> Any:
-    """A campaign of 4 kills whose runs are struck so often, the last of these for all that follow, and end like this."""
+def campaigned(monkeypatch: pytest.MonkeyPatch, strikes: Sequence[int], error: FTError | None, kills: int = 4) -> Any:
+    """A campaign of so many kills whose runs are struck so often, the last of these for all that follow, and end like this."""
     named: list[str] = []
 
     def play(name: str, *_: Any, most: float = 0) -> Played:
@@ -46,7 +49,7 @@ def campaigned(monkeypatch: pytest.MonkeyPatch, strikes: Sequence[int], error: F
     monkeypatch.setattr(campaign, "Laptop", lambda cluster: None)
     monkeypatch.setattr(campaign, "Runs", lambda *_, **__: SimpleNamespace(play=play))
     monkeypatch.setattr(campaign, "measure", measured)
-    return CliRunner().invoke(campaign.main, ["--kills", "4"])
+    return CliRunner().invoke(campaign.main, ["--kills", str(kills)])
 
 
 @pytest.mark.parametrize(
@@ -71,6 +74,20 @@ def test_until_all_kills_are_used_up(monkeypatch: pytest.MonkeyPatch, error: FTE
     done = campaigned(monkeypatch, [1, 2, 1] if error else [0, 2, 2], error)
     assert done.exit_code == code, done.output
     assert "4 kills ({'worker': 4}) in 3 runs" in done.output
+
+
+@pytest.mark.parametrize(("kills", "code"), [(60, 0), (100, 1)])
+def test_a_campaign_that_never_strikes_a_supervisor_is_none(monkeypatch: pytest.MonkeyPatch, kills: int, code: int) -> None:
+    """Of few kills that is chance."""
+    done = campaigned(monkeypatch, [kills], None, kills)
+    assert done.exit_code == code, done.output
+    assert ("VIOLATION no supervisor was ever struck" in done.output) == (code == 1)
+
+
+def test_what_strikes_knows_the_processes_of_a_run_by_their_classes() -> None:
+    for kind in (Worker, SupervisorActor):
+        assert OURS.match(f"ray::{kind.__name__}.beat")
+    assert not OURS.match("ray::IDLE")
 
 
 @pytest.mark.parametrize(
