@@ -25,6 +25,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         yield port
 
 
+@pytest.mark.long
 def test_a_run_is_continued_from_s3_and_loses_everybody(undisturbed, port: int, tmp_path: Path) -> None:
     """In its first part a worker is killed while it writes to S3. All are lost in the second, which has at least the checkpoint
     that ended the first to go back to: how far S3 has come with a later one, nobody knows."""

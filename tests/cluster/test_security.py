@@ -83,6 +83,14 @@ def open_to_all(found: Iterable[Address]) -> int:
     return sum(ip in EVERYWHERE for ip, _ in found)
 
 
+def command_line(process: psutil.Process) -> str:
+    """Nothing of a process that has ended: its parent may not have looked after it yet."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
 def records(run: Path, event: str) -> list[dict[str, Any]]:
     log = run / "events.jsonl"
     return [record for record in read_records(log) if record["event"] == event] if log.exists() else []
@@ -136,7 +144,7 @@ def seen(cluster, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     children = [child for process in processes.values() for child in process.children(recursive=True)]
     persisters = set().union(*(listeners(child) for child in children))
     family = psutil.Process().children(recursive=True)
-    command_lines = [" ".join(process.cmdline()) for process in family if process.is_running()]
+    command_lines = [line for process in family if (line := command_line(process))]
     tokens = [process.environ().get("RAY_AUTH_TOKEN", "") for process in processes.values()]
     strangers = talk_nonsense(set().union(spare, *trainers))
     then = step_of(run)
