@@ -51,7 +51,7 @@ class Plan:
     torchft: tuple[int, int] = (41, 6)
 
 
-QUICK = Plan(two=(17, 5), four=(13, 4), update=(7, 5), paced=None, torchft=(7, 5))
+QUICK = Plan(two=(11, 5), four=(6, 4), update=(5, 5), paced=None, torchft=(5, 5))
 
 
 def as_ddp_does(work: Work) -> Work:
