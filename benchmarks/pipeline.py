@@ -24,34 +24,35 @@ import raytrain_ft as ft
 from benchmarks import stages
 from benchmarks.harness import REPORT_ONLY, Estimate, Goal, Options, Report, estimate, main, noise_floor, paired_ratio
 from benchmarks.peers.ray_pipeline import measure_pipeline_restart
-from benchmarks.stages import PACE, STAGES, Bench, Shape, Staged
+from benchmarks.stages import STAGES, Bench, Shape, Staged, paced
 from raytrain_ft.chaos.cluster import LocalCluster
 from raytrain_ft.chaos.faults import when
 from raytrain_ft.training.team import Team
 
+LOGGED = {kind: [f"logged_step_ratio_{kind}{suffix}" for suffix in ("", "_m4", "_m16")] for kind in ("paced", "real")}
+"""Keys for 8, 4 and 16 micro-batches."""
 GOALS = {
-    "logged_step_ratio_paced": Goal("<=", 1.01),
-    "logged_step_ratio_real": Goal("<=", 1.05),
+    **dict.fromkeys(LOGGED["paced"], Goal("<=", 1.01)),
+    **dict.fromkeys(LOGGED["real"], Goal("<=", 1.05)),
     "log_bytes_ratio_vs_formula": Goal("==", 1.0),
     "log_share_in_bubbles": Goal(">=", 0.95),
     "replay_ratio_vs_bound": Goal("<=", 1.10),
     "parallel_recovery_efficiency_d2": Goal(">=", 0.8),
     "parallel_recovery_efficiency_d4": Goal(">=", 0.8),
-    "recovery_reduction_vs_global_checkpoint": Goal(">=", 0.6),
-    "recovery_reduction_vs_global_checkpoint_parallel": Goal(">=", 0.8),
+    "parallel_recovery_efficiency_d2_real": Goal(">=", 0.7),
+    "recovery_reduction_vs_global_checkpoint": Goal(">=", 0.36),
+    "recovery_reduction_vs_global_checkpoint_parallel": Goal(">=", 0.763),
     "recovery_reduction_vs_ray_train_restart": REPORT_ONLY,
     "recovery_reduction_vs_ray_train_restart_parallel": REPORT_ONLY,
     "bit_equal_share": Goal(">=", 1.0),
 }
+"""The reductions are SWIFT's (section 7.1): without helpers 36.0 % (ViT-128/32, a third of whose step are bubbles) and 58.5 %
+(BERT-128, half), with helpers 57.3 and 76.3 %. Of four micro-batches in four stages 3/7 are bubbles, the most that a replay
+without helpers can save. The paper leaves out the time until the replacement is there; here it counts."""
 LOST = 1
 """The stage that is replayed."""
 REPLAYS = {"": "logging", "_parallel": "logging, four workers"}
 """What is set beside going back: suffixes of metrics, and ways to recover. Both end with the same bits."""
-
-
-def paced(micro_batches: int) -> Shape:
-    """A pipeline that sleeps."""
-    return Shape(micro_batches, **PACE)
 
 
 # ---------------------------------------------------------------- steps, logged and not
@@ -95,9 +96,8 @@ def report_steps(report: Report, key: str, shape: Shape, blocks: int, steps: int
     ratio = paired_ratio(of("on"), of("off"))
     slow = paired_ratio(of("synchronous"), of("off"))
     step = statistics.median(t for block in of("off") for t in block)
-    if key:
-        report.add(key, ratio)
-        report.noise_floor = report.noise_floor or noise_floor(of("off again"), of("off"))
+    report.add(key, ratio)
+    report.noise_floor = report.noise_floor or noise_floor(of("off again"), of("off"))
     agreed = 4 * 8 * STAGES  # what all stages agree upon at the end of a step is logged by each of them
     payload, idle = np.array([answer["bytes"] for answer in found]).sum(axis=0).T  # per block, of all stages
     logged = payload.sum() / (blocks * steps) - agreed
@@ -157,7 +157,9 @@ def report_replays(report: Report, shape: Shape, steps: int, repeats: int, *, ju
         for size in (2, 4)
         for sums in ("fast", "exact")
     }
-    if judge:
+    if judge and kind == "real":
+        report.add("parallel_recovery_efficiency_d2_real", efficiency["2 fast"])
+    elif judge:
         report.add("replay_ratio_vs_bound", [seconds / bound for seconds in alone])
         report.add("parallel_recovery_efficiency_d2", efficiency["2 fast"])
         report.add("parallel_recovery_efficiency_d4", efficiency["4 fast"])
@@ -232,18 +234,14 @@ def recover(shape: Shape, checkpoint: int, steps: int, kill: int | None, **recov
         return seconds, result.digest, "; ".join(r.reason for r in result.recoveries)
 
 
-def report_recoveries(
-    report: Report, shape: Shape, checkpoint: int, kill: int, repeats: int, *, fast: bool
-) -> dict[str, list[float]]:
-    """The paper's protocol: one checkpoint, and a stage killed 50 steps later (SWIFT, section 7). `fast`: with the paper's
-    sums, too, whose order differs from that of training. Returns the seconds of each way."""
+def report_recoveries(report: Report, shape: Shape, checkpoint: int, kill: int, repeats: int) -> dict[str, list[float]]:
+    """The paper's protocol: one checkpoint, and a stage killed 50 steps later (SWIFT, section 7). Helpers sum as training does,
+    which the paper's do not: what is replayed has the same bits. Returns the seconds of each way."""
     ways: dict[str, dict[str, Any]] = {
         "global checkpoint": {"strategy": "checkpoint"},
         "logging": {},
         "logging, four workers": {"replay_workers": STAGES, "replay_sums": "exact"},
     }
-    if fast:
-        ways["logging, four workers, fast"] = {"replay_workers": STAGES, "replay_sums": "fast"}
     times: dict[str, list[float]] = {name: [] for name in ways}
     equal: list[bool] = []
     with LocalCluster(num_nodes=STAGES + 1):
@@ -253,8 +251,7 @@ def report_recoveries(
             for name, how in ways.items():
                 seconds, digest, reason = recover(shape, checkpoint, steps, kill, **how)
                 times[name].append(seconds)
-                if how.get("replay_sums") != "fast":
-                    equal.append(digest == calm)
+                equal.append(digest == calm)
                 report.note(f"{name}: back after {seconds:.2f} s ({reason})")
     for suffix, name in REPLAYS.items():
         pairs = zip(times[name], times["global checkpoint"], strict=True)
@@ -280,19 +277,23 @@ def report_peer(report: Report, shape: Shape, checkpoint: int, kill: int, times:
 def run(options: Options) -> Report:
     """All of it."""
     report = Report("pipeline", metrics_from=GOALS)
-    blocks, steps = (4, 5) if options.quick else (10, 12)
-    report_steps(report, "logged_step_ratio_paced", paced(8), blocks, steps)
-    report_steps(report, "logged_step_ratio_real", Shape(8), blocks, steps)
-    for micro_batches in () if options.quick else (4, 16):
-        report_steps(report, "", paced(micro_batches), blocks, steps)
-        report_steps(report, "", Shape(micro_batches), blocks, steps)
+    blocks, steps = (4, 5) if options.quick else (10, 10)
+    for micro_batches, calm, busy in zip((8, 4, 16), LOGGED["paced"], LOGGED["real"], strict=True):
+        if options.quick and micro_batches != 8:
+            report.absent(calm, why="--quick leaves this out")
+            report.absent(busy, why="--quick leaves this out")
+            continue
+        report_steps(report, calm, paced(micro_batches), blocks, steps)
+        report_steps(report, busy, Shape(micro_batches), blocks, steps)
     replayed, repeats = (10, 3) if options.quick else (30, 5)
     report_replays(report, paced(8), replayed, repeats, judge=True)
-    if not options.quick:
+    if options.quick:
+        report.absent("parallel_recovery_efficiency_d2_real", why="--quick leaves this out")
+    else:
         report_replays(report, paced(16), replayed, repeats, judge=False)
-        report_replays(report, Shape(8), replayed, repeats, judge=False)
-    checkpoint, kill = (40, 75) if options.quick else (100, 149)  # there is no second checkpoint before the kill
-    times = report_recoveries(report, paced(4), checkpoint, kill, 1 if options.quick else 5, fast=not options.quick)
+        report_replays(report, Shape(8), replayed, repeats, judge=True)
+    checkpoint, kill = (20, 38) if options.quick else (100, 149)  # there is no second checkpoint before the kill
+    times = report_recoveries(report, paced(4), checkpoint, kill, 1 if options.quick else 3)
     if options.quick:
         for suffix in REPLAYS:
             report.absent(f"recovery_reduction_vs_ray_train_restart{suffix}", why="--quick leaves this out")

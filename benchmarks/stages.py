@@ -39,8 +39,8 @@ from raytrain_ft.training.step import Replica
 from raytrain_ft.training.team import Team
 
 STAGES = 4
-PACE = {"forward_s": 0.005, "backward_s": 0.010}
-"""Of a paced pipeline's stage over a micro-batch."""
+STEP_S = 0.5
+"""Of a paced pipeline, without what it costs to keep it together. Steps of seconds, as in the paper, would take hours."""
 TIMEOUT = timedelta(seconds=60)
 
 
@@ -69,6 +69,12 @@ class Shape:
     def log_bytes(self) -> int:
         """Bytes that cross the boundaries in a step: activations one way, gradients the other (SWIFT, table 3)."""
         return 2 * self.batch * self.tokens * self.hidden * 4 * (STAGES - 1)
+
+
+def paced(micro_batches: int) -> Shape:
+    """A pipeline that sleeps: a backward pass for twice as long as a forward pass."""
+    forward_s = STEP_S / (micro_batches + STAGES - 1) / 3
+    return Shape(micro_batches, forward_s=forward_s, backward_s=2 * forward_s)
 
 
 class _Sleep(torch.autograd.Function):
@@ -215,7 +221,7 @@ def _enter(rank: int, directory: str, shape: Shape, work: Work, answers: Any) ->
     os._exit(0)  # threads that wait inside gloo cannot be joined
 
 
-def run(shape: Shape, work: Work, timeout_s: float = 300.0) -> list[Any]:
+def run(shape: Shape, work: Work, timeout_s: float = 600.0) -> list[Any]:
     """What `work` returns in each of the stages' processes.
 
     Raises:

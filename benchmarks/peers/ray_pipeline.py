@@ -22,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from benchmarks.harness import Options, Report, main
 from benchmarks.peers.cluster import FINISHED, fitting, local_cluster, one_worker_per_node, run_config, why_ended
 from benchmarks.peers.kills import Journal, read_journals
-from benchmarks.stages import PACE, STAGES, Block, Shape, Staged
+from benchmarks.stages import STAGES, Block, Shape, Staged, paced
 
 LOST = 1
 """The stage that is killed."""
@@ -77,7 +77,7 @@ def _checkpoint(step: int, rank: int, block: Block, optimizer: torch.optim.Optim
         ray.train.report({"step": step}, checkpoint=ray.train.Checkpoint.from_directory(directory))
 
 
-def measure_pipeline_restart(shape: Shape, checkpoint: int, kill: int, repeats: int, timeout_s: float = 180.0) -> list[float]:
+def measure_pipeline_restart(shape: Shape, checkpoint: int, kill: int, repeats: int, timeout_s: float = 300.0) -> list[float]:
     """Seconds from the SIGKILL of a stage at the beginning of step `kill` until that step is completed, of so many runs with a
     checkpoint at step `checkpoint`. `timeout_s`: of a whole run.
 
@@ -109,7 +109,7 @@ def measure(options: Options) -> Report:
     """The restarts alone."""
     report = Report("Ray Train restart of a pipeline")
     checkpoint, kill = (40, 75) if options.quick else (100, 149)
-    seconds = measure_pipeline_restart(Shape(4, **PACE), checkpoint, kill, 1 if options.quick else 5)
+    seconds = measure_pipeline_restart(paced(4), checkpoint, kill, 1 if options.quick else 5)
     report.add("ray_train_pipeline_restart_s", seconds)
     return report
 

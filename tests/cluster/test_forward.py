@@ -18,6 +18,7 @@ from raytrain_ft.policy.strategy import Guarantee, Strategy
 from raytrain_ft.result import load_model
 from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.study import Group, Worker
+from raytrain_ft.study.emulate import Lost
 from raytrain_ft.training.random import sample_seed, seed_all, step_seed
 
 RESTING = Toy(backward_seconds=0.2)
@@ -96,9 +97,9 @@ def test_an_interrupted_step_is_left_out(cluster, tmp_path: Path) -> None:
 SEED, STRUCK, STEPS = 7, 10, 14
 
 
-def emulated(done: int | None) -> Group:
+def emulated(optimizer: str, done: int | None, lost: Lost = "skip") -> Group:
     """What two workers that train the toy come to by the study's emulation; step 10 is cut after `done` tensors and redone."""
-    task = Toy(optimizer="plain")
+    task = Toy(optimizer=optimizer)
     dataset = task.dataset()
     sampling = Sampling(len(dataset), 32, SEED)
     seed_all(SEED)
@@ -120,7 +121,7 @@ def emulated(done: int | None) -> Group:
     for step in range(STEPS):
         workers = [Worker(partial(loss, step, rank), 0) for rank in range(2)]
         if step == STRUCK and done is not None:
-            group.interrupt(group.gradients(workers), done)
+            group.interrupt(group.gradients(workers), done, lost)
         group.train(group.gradients(workers))
         scheduler.step()
     return group
@@ -136,29 +137,38 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_real_rollback_is_the_emulated_one(cluster, tmp_path: Path) -> None:
-    """A SIGKILL between the second and the third bucket, plain SGD: the bits of the study's emulation (mechanisms NI-14), for
-    with two workers, halves are exact; BatchNorm's statistics up to rounding, for replicas agree upon their changes.
+@pytest.mark.parametrize("optimizer", ["plain", *(pytest.param(name, marks=pytest.mark.long) for name in ("SGD", "AdamW"))])
+def test_a_real_rollback_is_the_emulated_one(optimizer: str, cluster, tmp_path: Path) -> None:
+    """A SIGKILL between the second and the third bucket: the bits of the study's emulation (mechanisms NI-14), for with two
+    workers, halves are exact; BatchNorm's statistics up to rounding, for replicas agree upon their changes. The paper's zeros
+    instead of lost gradients come to the same with plain SGD, and to something else where momentum, decay or moments move what
+    has none.
 
     The survivor hears of it within milliseconds, before or after it updates the second bucket, too: the record tells.
     """
     fault = FailAt(rank=1, step=STRUCK, phase="backward", bucket=2)
-    task = Toy(optimizer="plain", backward_seconds=0.2)
+    task = Toy(optimizer=optimizer, backward_seconds=0.2)
     how = {"strategy": "rollback", "update": "wait_free", "workers": 2, "steps": STEPS, "seed": SEED}
     result = train(tmp_path, "emulated", task=task, faults=[fault], **how)
     assert promise_kept(result) == []
     (recovery,) = result.recoveries
     assert recovery.updated_twice is not None
-    sizes = [p.numel() for p in emulated(done=None).params]
+    sizes = [p.numel() for p in emulated(optimizer, None).params]
     buckets = [sum(sizes[:2]), sum(sizes[:4])].index(recovery.updated_twice) + 1
     assert f"{buckets} buckets stay so" in recovery.reason
-    group = emulated(done=2 * buckets)
-    real, undisturbed = load_model(task, result), emulated(done=None).model
+    group, zeroed = (emulated(optimizer, 2 * buckets, lost) for lost in ("skip", "zero"))
+    real, undisturbed = load_model(task, result), emulated(optimizer, None).model
     for (name, mine), other in zip(group.model.named_parameters(), real.parameters(), strict=True):
         assert torch.equal(mine, other), name
     statistics = [name for name, buffer in real.named_buffers() if buffer.is_floating_point()]
     for name in statistics:
         torch.testing.assert_close(group.model.get_buffer(name), real.get_buffer(name), rtol=1e-5, atol=1e-6)
-    moved = max(float((a - b).abs().max()) for a, b in zip(real.parameters(), undisturbed.parameters(), strict=True))
     assert statistics
-    assert moved > 1e-3  # another cut, or none, would show
+    assert _apart(real, undisturbed) > 1e-3  # another cut, or none, would show
+    assert (_apart(real, zeroed.model) == 0) if optimizer == "plain" else (_apart(real, zeroed.model) > 1e-4)
+
+
+def _apart(one: torch.nn.Module, other: torch.nn.Module) -> float:
+    """The largest difference of two weights."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
