@@ -55,13 +55,14 @@ class Comparison:
     """One strategy. Seconds from the run's start to its end.
 
     Attributes:
-        failures: that struck the predicted run.
+        failures: that struck the predicted run; used: of its recoveries, those by the strategy. Others need not lose anything.
         measured, predicted: of the run that the simulator was not calibrated on.
         own_measured, own_predicted: of the one that it was.
     """
 
     strategy: str
     failures: int
+    used: int
     measured: float
     predicted: float
     own_measured: float
@@ -85,13 +86,18 @@ def compare_with_measured(failures: int = FAILURES, strategies: tuple[str, ...] 
 
 
 def _compare(directory: Path, strategy: str, failures: int) -> Comparison:
-    known, other = (calibrate_run(train(directory, strategy, failures, seed)) for seed in (1, 2))
+    runs = [train(directory, strategy, failures, seed) for seed in (1, 2)]
+    used = [sum(recovery.strategy == strategy for recovery in result.recoveries) for result in runs]
+    if not all(used):
+        raise RuntimeError(f"{strategy}: used {used} times in the two runs; both must show what it costs")
+    known, other = map(calibrate_run, runs)
     struck = sum(len(failure.workers) for failure in other.failures.failures)
     if struck < failures:
         raise RuntimeError(f"{strategy}: only {struck} of {failures} failures struck")
     return Comparison(
         strategy,
         struck,
+        used[1],
         other.measured_s,
         simulate(known.job, known.strategy, other.failures).seconds,
         known.measured_s,
@@ -141,9 +147,9 @@ def run(options: Options) -> Report:
     found = compare_with_measured(strategies=STRATEGIES[:2] if options.quick else STRATEGIES)
     for one in found:
         report.note(
-            f"{one.strategy}: {one.failures} failures, predicted {one.predicted:.1f} s, measured {one.measured:.1f} s "
-            f"({one.deviation:.1%}); the run calibrated on: {one.own_predicted:.1f} s, {one.own_measured:.1f} s "
-            f"({one.own_deviation:.1%})"
+            f"{one.strategy}: {one.failures} failures, {one.used} of them met by it, "
+            f"predicted {one.predicted:.1f} s, measured {one.measured:.1f} s ({one.deviation:.1%}); the run calibrated on: "
+            f"{one.own_predicted:.1f} s, {one.own_measured:.1f} s ({one.own_deviation:.1%})"
         )
         report.add(f"predicted_vs_measured_{one.strategy}", [one.deviation])
     report.add("predicted_vs_measured_max_deviation", [max(one.deviation for one in found)])

@@ -18,8 +18,8 @@ from raytrain_ft.study.summary import Estimate, Summary, estimate, over_points, 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLUMNS = ("accuracy, pp", "loss", "weights off, %", "loss later", "twice", "computed")
-"""Of a table. Accuracy and loss are Baseline's own in its row, and off Baseline's in the others."""
+COLUMNS = ("accuracy, pp", "loss", "weights off, %", "loss later", "twice", "time")
+"""Of a table. Accuracy and loss are Baseline's own in its row, and off Baseline's in the others; time is in Baseline's."""
 BLACK, GREY = COLOURS[6], COLOURS[7]
 ROLLBACK, LOSSY = COLOURS[1], (COLOURS[4], COLOURS[0], COLOURS[2], COLOURS[3])
 
@@ -51,14 +51,14 @@ def tables(results: Results) -> list[Table]:
 
 def _cells(one: Summary) -> list[str]:
     if one.arm.kind == "baseline":
-        return [_shown(one.accuracy, 100, ".1f"), _shown(one.loss, 1, ".4f"), *[""] * 3, str(one.computed)]
+        return [_shown(one.accuracy, 100, ".1f"), _shown(one.loss, 1, ".4f"), *[""] * 3, "1"]
     return [
         _shown(one.accuracy_off, 100, "+.2f"),
         _shown(one.loss_off, 1, "+.4f"),
         _shown(one.distance, 100, ".3f"),
         _shown(one.later_loss_off, 1, "+.4f"),
         f"{one.updated_twice:,}",
-        str(one.computed),
+        _shown(one.slowdown, 1, ".2f"),
     ]
 
 
@@ -167,15 +167,16 @@ def _plot_training(results: Results, path: Path) -> None:
 
 
 def _plot_model(results: Results, what: ModelStudy, summaries: Sequence[Summary], path: Path) -> None:
-    """Accuracy, how far loss and weights are off Baseline, for each point and arm, with 95 % confidence intervals."""
+    """How far accuracy, loss and weights are off Baseline, and the time, of each point and arm, with 95 % intervals."""
     from matplotlib.figure import Figure
 
     rows: tuple[tuple[str, Callable[[Summary], Estimate], float], ...] = (
         ("accuracy off Baseline,\npercentage points", lambda one: one.accuracy_off, 100),
         ("loss off Baseline", lambda one: one.loss_off, 1),
         ("weights off Baseline,\n% of their norm", lambda one: one.distance, 100),
+        ("time, in Baseline's", lambda one: one.slowdown, 1),
     )
-    figure = Figure(figsize=(2.9 * len(what.at) + 0.6, 7.6), layout="constrained")
+    figure = Figure(figsize=(2.9 * len(what.at) + 0.6, 9.6), layout="constrained")
     grid = figure.subplots(len(rows), len(what.at), squeeze=False, sharex=True)
     for column, step in enumerate(what.at):
         some = [one for one in summaries if one.step == step]
@@ -184,8 +185,8 @@ def _plot_model(results: Results, what: ModelStudy, summaries: Sequence[Summary]
             _bars(axes, results, what, some, of, scale)
             if column == 0:
                 axes.set_ylabel(name)
-            if of is rows[-1][1]:
-                axes.set_ylim(bottom=0)  # a distance
+            if row >= 2:
+                axes.set_ylim(bottom=0)  # neither a distance nor a time is below
             _dress(axes)
         baseline = next(one for one in some if one.arm.kind == "baseline")
         accuracy = f"Baseline {_shown(baseline.accuracy, 100, '.1f')} %"

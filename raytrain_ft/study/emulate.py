@@ -106,8 +106,9 @@ class Group:
         """In the order of back-propagation."""
         return [p for _, p in backward_order(self.model)]
 
-    def gradients(self, workers: Sequence[Worker]) -> Gradients:
-        """Everybody's gradients of a mini-batch. The group's state stays as it is."""
+    def gradients(self, workers: Sequence[Worker], done: int | None = None) -> Gradients:
+        """Everybody's gradients of a mini-batch; with `done`, of a back-propagation that ends after so many tensors. The state
+        of the group stays as it is."""
         found = Gradients()
         floating = self._buffers()
         every = list(self.model.buffers())
@@ -116,7 +117,8 @@ class Group:
         for worker in workers:
             seed_all(worker.seed)
             loss = worker.loss(self.model)
-            found.of.append(list(torch.autograd.grad(loss, self.params)))
+            wanted = self.params[:done]
+            found.of.append(list(torch.autograd.grad(loss, wanted)) if wanted else [])
             found.buffers.append([buffer.clone() for buffer in floating])
             found.losses.append(loss.item())
             for buffer, value in zip(every, before, strict=True):
@@ -140,10 +142,9 @@ class Group:
         Its buffers are those from before its forward pass, as a recovery puts them back. Returns how many parameters were
         updated, and will be again.
         """
-        means: list[Tensor | None] = list(lossy_mean(found.of, len(self.params), len(found.of)))
-        for number in range(done, len(means)):
-            means[number] = None if lost == "skip" else torch.zeros_like(self.params[number])
-        self._update(means)
+        means = lossy_mean([of[:done] for of in found.of], done, len(found.of))
+        rest = [None if lost == "skip" else torch.zeros_like(p) for p in self.params[done:]]
+        self._update([*means, *rest])
         return sum(p.numel() for p in self.params[:done])
 
     def _update(self, gradients: Sequence[Tensor | None]) -> None:

@@ -7,6 +7,7 @@ shows whether the deviation grows or fades.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from torch import nn
 
 from raytrain_ft.policy.sampling import Sampling, next_batch, position_at, sample_ids, share, steps_per_epoch
 from raytrain_ft.study.cuts import Cut
-from raytrain_ft.study.emulate import Group, Lost, Worker, distance, norm
+from raytrain_ft.study.emulate import Group, Worker, distance, norm
 from raytrain_ft.study.models import MODELS, data
 from raytrain_ft.training.random import seed_all, step_seed
 
@@ -114,7 +115,7 @@ class Outcome:
     of_a_step: float
     later_distance: float
     updated_twice: int
-    computed: int
+    slowdown: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,41 +193,54 @@ class Training:
         labels = self._data.held_out_labels
         return float((logits.argmax(1) == labels).double().mean()), float(F.cross_entropy(logits, labels))
 
-    def rollback(self, group: Group, step: int, done: int, lost: Lost = "skip") -> tuple[Group, int]:
-        """A mini-batch that is cut and done again, undisturbed; and how many parameters were updated twice."""
+    def rollback(self, group: Group, step: int, done: int) -> tuple[Group, int]:
+        """A mini-batch that is cut, where its back-propagation ends, and done again, undisturbed, by a copy of the survivor;
+        and how many parameters were updated twice."""
+        twice = group.interrupt(group.gradients(self.workers(step), done), done)
         found = group.fork()
-        twice = found.interrupt(found.gradients(self.workers(step)), done, lost)
         self.train(found, step, step + 1)
         return found, twice
 
-    def arms(self, step: int) -> Iterator[tuple[Arm, Group, int]]:
-        """Every arm, from the group's present state: what it is, the group after it, parameters updated twice."""
-        yield Arm("before"), self.group.fork(), 0
-        gradients = self.group.gradients(self.workers(step))
-        baseline = self.group.fork()
-        baseline.train(gradients)
-        yield Arm("baseline"), baseline, 0
+    def lossy(self, group: Group, step: int, done: int, survivors: int) -> tuple[Group, int]:
+        """A mini-batch that is cut and finished by the survivors."""
+        group.lossy(group.gradients(self.workers(step)), done, survivors)
+        return group, 0
+
+    def baseline(self, group: Group, step: int) -> tuple[Group, int]:
+        """An undisturbed mini-batch."""
+        self.train(group, step, step + 1)
+        return group, 0
+
+    def arms(self, step: int) -> Iterator[tuple[Arm, Group, int, float]]:
+        """Every arm, from the group's present state: what it is, the group after it, parameters updated twice, and the seconds
+        that it took."""
+        yield Arm("before"), self.group.fork(), 0, 0.0
+        self.baseline(self.group.fork(), step)  # the first one of a kind warms up
+        yield Arm("baseline"), *self._timed(self.baseline, step)
         for cut in self.what.cuts:
             done = cut.done(self.group.model)
-            yield Arm("rollback", cut.label), *self.rollback(self.group, step, done)
+            yield Arm("rollback", cut.label), *self._timed(self.rollback, step, done)
             for survivors in self.plan.survivors:
-                lossy = self.group.fork()
-                lossy.lossy(gradients, done, survivors)
-                yield Arm("lossy", cut.label, survivors), lossy, 0
+                yield Arm("lossy", cut.label, survivors), *self._timed(self.lossy, step, done, survivors)
+
+    def _timed(self, way: Callable[..., tuple[Group, int]], *arguments: int) -> tuple[Group, int, float]:
+        group = self.group.fork()
+        began = time.perf_counter()
+        return *way(group, *arguments), time.perf_counter() - began
 
     def outcomes(self, step: int, progress: Progress) -> Iterator[Outcome]:
         """Every arm, measured. The group stays where it is."""
         arms = list(self.arms(step))
         before, baseline = arms[0][1], arms[1][1]
         moved, size = distance(before, baseline), norm(baseline)
-        measured = [self.measure(group) for _, group, _ in arms]
-        distances = [distance(group, baseline) for _, group, _ in arms]
-        for _, group, _ in arms:
+        measured = [self.measure(group) for _, group, _, _ in arms]
+        distances = [distance(group, baseline) for _, group, _, _ in arms]
+        for _, group, _, _ in arms:
             self.train(group, step + 1, step + 1 + self.plan.after)  # Before too: as if the mini-batch had been left out
             progress()
-        later = [self.measure(group) for _, group, _ in arms]
+        later = [self.measure(group) for _, group, _, _ in arms]
         (accuracy, loss), (later_accuracy, later_loss) = measured[1], later[1]
-        for number, (arm, group, twice) in enumerate(arms):
+        for number, (arm, group, twice, seconds) in enumerate(arms):
             yield Outcome(
                 model=self.what.model,
                 seed=self.seed,
@@ -242,7 +256,7 @@ class Training:
                 of_a_step=distances[number] / moved,
                 later_distance=distance(group, baseline) / norm(baseline),
                 updated_twice=twice,
-                computed={"before": 0, "rollback": 2}.get(arm.kind, 1),
+                slowdown=seconds / arms[1][3],
             )
 
 

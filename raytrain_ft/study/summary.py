@@ -41,7 +41,8 @@ class Summary:
         accuracy_off, loss_off: their difference to Baseline's, seed by seed. later_*: the same some mini-batches later.
         distance: of the weights to Baseline's, relative to the norm of those. of_a_step: relative to how far Baseline moved.
         later_distance: as `distance`, some mini-batches later.
-        updated_twice: parameters. computed: mini-batches, until this one is done.
+        updated_twice: parameters. slowdown: how long the mini-batch took until it was done, over Baseline's. Workers take
+            turns, so it holds all of them, and nothing of a network.
     """
 
     model: str
@@ -57,7 +58,7 @@ class Summary:
     of_a_step: Estimate
     later_distance: Estimate
     updated_twice: int
-    computed: int
+    slowdown: Estimate
 
 
 def summarize(outcomes: Iterable[Outcome]) -> list[Summary]:
@@ -73,10 +74,7 @@ def _summary(model: str, step: int, arm: Arm, some: list[Outcome]) -> Summary:
         return estimate([getattr(outcome, name) for outcome in some])
 
     names = [name for name, kind in Summary.__annotations__.items() if kind == "Estimate"]
-    twice, computed = some[0].updated_twice, some[0].computed
-    return Summary(
-        model=model, step=step, arm=arm, updated_twice=twice, computed=computed, **{name: of(name) for name in names}
-    )
+    return Summary(model=model, step=step, arm=arm, updated_twice=some[0].updated_twice, **{name: of(name) for name in names})
 
 
 # ---------------------------------------------------------------- over several points of the training
