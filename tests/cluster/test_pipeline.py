@@ -22,6 +22,7 @@ from toy import Toy
 
 import raytrain_ft as ft
 from raytrain_ft.cli import main
+from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.strategy import Guarantee, Strategy
 from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.runtime.spec import NAMESPACE
@@ -110,22 +111,35 @@ def fault(rank: int, step: int, phase: str, micro_batch: int | None = None, **mo
     return ft.FailAt(rank=rank, step=step, phase=phase, micro_batch=micro_batch, **more)
 
 
-ONE_BY_ONE = [
-    *(fault(0, 2, "forward", 0), fault(1, 4, "receive", 0), fault(2, 6, "forward", 1)),
-    *(fault(0, 8, "send", 2), fault(1, 10, "backward_pass", 1), fault(2, 12, "send", 3)),
-    *(fault(0, 14, "backward_pass", 3), fault(1, 16, "update"), fault(2, 18, "commit")),
+def survivors_changed(result: ft.Result, recovery: ft.Recovery) -> list[str]:
+    """Those who hold something else after a recovery than before it, by the hashes of their state."""
+    before, after = (
+        {r["member"]: r["digests"] for r in events(result, name) if r["incarnation"] == recovery.incarnation}
+        for name in ("Reconciled", "Filled")
+    )
+    survivors = [member for member, digests in before.items() if digests and member in after]
+    assert len(survivors) == recovery.world_after - len(recovery.lost)
+    return [member for member in survivors if before[member] != after[member]]
+
+
+PHASES_OF_A_STAGE = [
+    *(("forward", 0), ("forward", 3)),  # 1F1B warms up (but for the last stage), and goes one forward, one backward
+    *(("backward_pass", 0), ("backward_pass", 3)),  # that; and it cools down
+    *(("send", 1), ("receive", 2), ("update", None), ("commit", None)),
 ]
-"""Every stage in warm-up, steady state and cool-down of 1F1B; in a send, in a receive, in the update and after it."""
 
 
 @pytest.mark.long
-def test_stages_die_one_after_the_other(undisturbed_pipeline: ft.Result, tmp_path: Path) -> None:
-    result = pipeline(tmp_path, "run", faults=ONE_BY_ONE)
+@pytest.mark.parametrize("stage", range(STAGES))
+def test_a_stage_dies_in_every_phase_one_after_the_other(undisturbed_pipeline: ft.Result, tmp_path: Path, stage: int) -> None:
+    faults = [fault(stage, 2 * number + 2, *phase) for number, phase in enumerate(PHASES_OF_A_STAGE)]
+    result = pipeline(tmp_path, "run", faults=faults)
     assert result.digest == undisturbed_pipeline.digest
     assert promise_kept(result) == []
-    assert len(list((Path(result.path) / "faults").iterdir())) == len(ONE_BY_ONE), "every fault has struck"
+    assert len(list((Path(result.path) / "faults").iterdir())) == len(faults), "every fault has struck"
     assert {(r.strategy, r.guarantee) for r in result.recoveries} == {(Strategy.LOGGING, Guarantee.EXACT)}
     assert all(r.redone == 0 for r in result.recoveries), "survivors kept what they had"
+    assert [survivors_changed(result, recovery) for recovery in result.recoveries] == [[]] * len(faults)
 
 
 @pytest.mark.long
@@ -282,13 +296,18 @@ class Dawdling(Toy):
         return model
 
 
-def kill_in_a_replay(name: str, rank: int, struck: list[str]) -> None:
-    """Kills this rank's worker as soon as it is seen that another stage is replayed."""
+def kill_in_a_replay(name: str, rank: int, struck: list[str], refused: list[str]) -> None:
+    """Kills this rank's worker as soon as it is seen that another stage is replayed. Before that it is asked to sleep."""
     deadline = time.monotonic() + 120
     while not struck and time.monotonic() < deadline:
         time.sleep(0.02)
         with suppress(ValueError, RayError):  # it is not there yet
             account = ray.get(ray.get_actor(f"supervisor:{name}", namespace=NAMESPACE).status.remote(), timeout=10)
+            if not refused and account["state"] == "RUNNING":
+                try:
+                    ft.suspend(name, rank)
+                except ConfigError as error:
+                    refused.append(str(error))
             if account["state"] == "REBUILD":
                 member = account["world"][rank]
                 os.kill(account["pids"][member], signal.SIGKILL)
@@ -299,13 +318,15 @@ def kill_in_a_replay(name: str, rank: int, struck: list[str]) -> None:
 def test_a_stage_dies_while_another_is_replayed(undisturbed_pipeline: ft.Result, tmp_path: Path) -> None:
     """They are no neighbours: who replays the first one goes on where it stood."""
     struck: list[str] = []
-    striker = threading.Thread(target=kill_in_a_replay, args=("run", 2, struck), daemon=True)
+    refused: list[str] = []
+    striker = threading.Thread(target=kill_in_a_replay, args=("run", 2, struck, refused), daemon=True)
     striker.start()
     result = pipeline(tmp_path, "run", task=Dawdling(), faults=[fault(0, 18, "forward", 1)], num_spares=2)
     striker.join(10)
     assert result.digest == undisturbed_pipeline.digest
     assert promise_kept(result) == []
     assert struck[0] in {member for recovery in result.recoveries for member in recovery.lost}
+    assert refused == ["a stage of a pipeline cannot sleep: the others need what it computes"]
     assert {(r.strategy, r.guarantee) for r in result.recoveries} == {(Strategy.LOGGING, Guarantee.EXACT)}
 
 
@@ -362,11 +383,7 @@ def test_survivors_help_with_the_replay_and_come_back_to_their_own_state(
     else:
         assert is_that_of(in_one_piece, result)
         assert recovery.guarantee == Guarantee.ROUNDING
-    before = {r["member"]: r["digests"] for r in events(result, "Reconciled") if r["incarnation"] == recovery.incarnation}
-    after = {r["member"]: r["digests"] for r in events(result, "Filled") if r["incarnation"] == recovery.incarnation}
-    survivors = [member for member, digests in before.items() if digests]
-    assert len(survivors) == 2
-    assert all(before[member] == after[member] for member in survivors), "they hold what they held before they helped"
+    assert survivors_changed(result, recovery) == [], "they hold what they held before they helped"
 
 
 def test_a_helper_killed_in_the_replay_is_a_stage_lost_as_well(calm_stages: ft.Result, tmp_path: Path) -> None:

@@ -52,9 +52,9 @@ def test_a_replica_sleeps_and_wakes_from_one_step_to_the_next(cluster, tmp_path:
             ft.suspend(run, rank)
     assert "sleeps" in CliRunner().invoke(main, ["suspend", str(run), "1"]).output
     until(lambda: len(records(run, "Dormant")) == 1)
-    ft.resume(run, 1)
+    assert "takes part" in CliRunner().invoke(main, ["resume", str(run), "1"]).output
     until(lambda: len(records(run, "Dormant")) == 2)
-    ft.suspend("sleep", 2, at_once=True)
+    assert "sleeps" in CliRunner().invoke(main, ["suspend", "sleep", "2", "--at-once"]).output
     until(lambda: len(records(run, "Dormant")) == 3)
     thread.join(120)
     (result,) = outcome

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -254,6 +255,41 @@ def test_what_only_a_silent_replica_used_was_used_by_nobody() -> None:
         pair.ask(1, False)
         pair.train(3)
         assert pair.equal
+    finally:
+        for replica in pair.replicas:
+            replica.loader.stop()
+
+
+class Plain(Task):
+    """Without anything that depends on who computes what."""
+
+    def model(self, stage: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def inputs(self, batch: Any) -> Any:
+        return batch[0]
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["asleep", "silent"])
+def test_the_mean_is_over_the_samples_that_are_there(at_once: bool) -> None:
+    """As one process would take it with plain torch: of whole batches while rank 1 sleeps, for rank 0 computes its samples,
+    too; and of rank 0's share in the one step in which rank 1 falls silent."""
+    pair = Pair(Plain)
+    task = Plain()
+    data, alone = task.dataset(), copy.deepcopy(pair.replicas[0].state.model)
+    optimizer = task.optimizer(alone.parameters())
+    try:
+        pair.ask(1, True, at_once=at_once)
+        pair.train(5)
+        for step in range(5):
+            used = slice(4 * step, 4 * step + (2 if at_once and step == 0 else 4))
+            optimizer.zero_grad()
+            task.loss(alone(data.tensors[0][used]), (None, data.tensors[1][used])).backward()
+            optimizer.step()
+        assert pair.replicas[0].state.tail.sleep.asleep == {1}
+        assert pair.equal
+        for mine, theirs in zip(pair.replicas[0].state.model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
     finally:
         for replica in pair.replicas:
             replica.loader.stop()
