@@ -9,16 +9,19 @@ whole runs on a cluster of several nodes.
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 import raytrain_ft as ft
 from benchmarks import stages
@@ -27,18 +30,30 @@ from benchmarks.peers.ray_pipeline import measure_pipeline_restart
 from benchmarks.stages import STAGES, Bench, Shape, Staged, paced
 from raytrain_ft.chaos.cluster import LocalCluster
 from raytrain_ft.chaos.faults import when
+from raytrain_ft.training.links import Links
 from raytrain_ft.training.team import Team
 
-LOGGED = {kind: [f"logged_step_ratio_{kind}{suffix}" for suffix in ("", "_m4", "_m16")] for kind in ("paced", "real")}
-"""Keys for 8, 4 and 16 micro-batches."""
-GOALS = {
-    **dict.fromkeys(LOGGED["paced"], Goal("<=", 1.01)),
-    **dict.fromkeys(LOGGED["real"], Goal("<=", 1.05)),
+SUFFIXES = {8: "", 4: "_m4", 16: "_m16"}
+"""Of keys, by the number of micro-batches."""
+OF_STEPS = {
+    "logged_step_ratio_paced": Goal("<=", 1.01),
+    "logged_step_ratio_real": Goal("<=", 1.05),
+    "synchronous_step_ratio_paced": REPORT_ONLY,
+    "synchronous_step_ratio_real": REPORT_ONLY,
+    "agreement_share_paced": REPORT_ONLY,
+    "agreement_share_real": REPORT_ONLY,
     "log_bytes_ratio_vs_formula": Goal("==", 1.0),
     "log_share_in_bubbles": Goal(">=", 0.95),
+}
+OF_REPLAYS = {
     "replay_ratio_vs_bound": Goal("<=", 1.10),
     "parallel_recovery_efficiency_d2": Goal(">=", 0.8),
     "parallel_recovery_efficiency_d4": Goal(">=", 0.8),
+    "parallel_recovery_efficiency_d2_exact": REPORT_ONLY,
+    "parallel_recovery_efficiency_d4_exact": REPORT_ONLY,
+}
+GOALS = {
+    **{f"{name}{suffix}": goal for suffix in SUFFIXES.values() for name, goal in (OF_STEPS | OF_REPLAYS).items()},
     "parallel_recovery_efficiency_d2_real": Goal(">=", 0.7),
     "recovery_reduction_vs_global_checkpoint": Goal(">=", 0.36),
     "recovery_reduction_vs_global_checkpoint_parallel": Goal(">=", 0.763),
@@ -61,12 +76,15 @@ REPLAYS = {"": "logging", "_parallel": "logging, four workers"}
 def time_steps(blocks: int, steps: int, bench: Bench) -> dict[str, Any]:
     """In turns: without a log, without a log again (A/A), with one, with a synchronous one. Step times per block."""
     log, slow = bench.open_log(), bench.open_log(synchronous=True)
-    ways = {"off": bench.live(None), "off again": bench.live(None), "on": bench.live(log), "synchronous": bench.live(slow)}
+    agreements: list[float] = []
+    ways = {"off": agreeing(bench.live(None), agreements), "off again": bench.live(None), "on": bench.live(log)}
+    ways["synchronous"] = bench.live(slow)
     replica = bench.replica()
     bench.start(replica)
     for links in ways.values():
         bench.steps(replica, links, 2)
     log.flush(10)
+    agreements.clear()
     before = [log.stats]
     times: dict[str, list[list[float]]] = {name: [] for name in ways}
     for block in range(blocks):
@@ -77,15 +95,30 @@ def time_steps(blocks: int, steps: int, bench: Bench) -> dict[str, Any]:
             if name == "on":
                 before.append(log.stats)
     per_block = [(b.payload_bytes - a.payload_bytes, b.idle_bytes - a.idle_bytes) for a, b in pairwise(before)]
-    return {"times": times, "bytes": per_block, "stalls": before[-1].stalls}
+    return {"times": times, "agreements": agreements, "bytes": per_block, "stalls": before[-1].stalls}
 
 
-def report_steps(report: Report, key: str, shape: Shape, blocks: int, steps: int) -> None:
+def agreeing(links: Links, seconds: list[float]) -> Links:
+    """The same links, and how long each step's agreement takes, after which the stages update."""
+    asked = links.agree
+    assert asked is not None
+
+    def agree(step: int, numbers: Tensor) -> Tensor:
+        began = time.perf_counter()
+        agreed = asked(step, numbers)
+        seconds.append(time.perf_counter() - began)
+        return agreed
+
+    return replace(links, agree=agree)
+
+
+def report_steps(report: Report, shape: Shape, blocks: int, steps: int) -> None:
     """Logged over unlogged; of each step the slowest stage's time, which is the pipeline's.
 
     In bubbles: the share of the logged bytes whose record was copied to its file, from the first byte to the last, while its
     sender waited for another stage, in a receive or in the agreement at the step's end. On CPUs there is no copy before this.
-    What came too late for a bubble, so that the flush at the end of the block wrote it, is outside.
+    What came too late for a bubble, so that the flush at the end of the block wrote it, is outside. Of an agreement, what the
+    stage takes that comes last to it: the others would wait anyway.
     """
     found = stages.run(shape, partial(time_steps, blocks, steps))
 
@@ -96,20 +129,24 @@ def report_steps(report: Report, key: str, shape: Shape, blocks: int, steps: int
     ratio = paired_ratio(of("on"), of("off"))
     slow = paired_ratio(of("synchronous"), of("off"))
     step = statistics.median(t for block in of("off") for t in block)
-    report.add(key, ratio)
+    kind, suffix = "paced" if shape.forward_s else "real", SUFFIXES[shape.micro_batches]
+    report.add(f"logged_step_ratio_{kind}{suffix}", ratio)
+    report.add(f"synchronous_step_ratio_{kind}{suffix}", slow)
     report.noise_floor = report.noise_floor or noise_floor(of("off again"), of("off"))
+    last = [min(waits) for waits in zip(*(answer["agreements"] for answer in found), strict=True)]
+    shares = [wait / step for wait, step in zip(last, itertools.chain.from_iterable(of("off")), strict=True)]
+    report.add(f"agreement_share_{kind}{suffix}", shares)
     agreed = 4 * 8 * STAGES  # what all stages agree upon at the end of a step is logged by each of them
     payload, idle = np.array([answer["bytes"] for answer in found]).sum(axis=0).T  # per block, of all stages
     logged = payload.sum() / (blocks * steps) - agreed
     in_bubbles = estimate((idle / payload).tolist())
-    kind = "paced" if shape.forward_s else "real"
     report.note(
         f"{kind}, m = {shape.micro_batches}: step {1000 * step:.1f} ms; logged {ratio}; synchronous {slow}; "
         f"{logged / 2**20:.2f} MiB per step, {in_bubbles} of it in bubbles, {sum(answer['stalls'] for answer in found)} stalls"
     )
-    if key == "logged_step_ratio_paced":
-        report.add("log_bytes_ratio_vs_formula", logged / shape.log_bytes, n=blocks * steps)
-        report.add("log_share_in_bubbles", in_bubbles)
+    if kind == "paced":
+        report.add(f"log_bytes_ratio_vs_formula{suffix}", logged / shape.log_bytes, n=blocks * steps)
+        report.add(f"log_share_in_bubbles{suffix}", in_bubbles)
 
 
 # ---------------------------------------------------------------- replay
@@ -143,7 +180,7 @@ def time_replays(steps: int, repeats: int, bench: Bench) -> dict[str, Any]:
     return {"normal": normal, "times": times, "equal": equal}
 
 
-def report_replays(report: Report, shape: Shape, steps: int, repeats: int, *, judge: bool) -> None:
+def report_replays(report: Report, shape: Shape, steps: int, repeats: int) -> None:
     """Replay against the bound (m + g - 1) / (m + p - 1) of a normal step, and teams against one."""
     found = stages.run(shape, partial(time_replays, steps, repeats))
     normal = statistics.median(max(times) for times in zip(*(answer["normal"] for answer in found), strict=True))
@@ -157,12 +194,13 @@ def report_replays(report: Report, shape: Shape, steps: int, repeats: int, *, ju
         for size in (2, 4)
         for sums in ("fast", "exact")
     }
-    if judge and kind == "real":
+    if kind == "real":
         report.add("parallel_recovery_efficiency_d2_real", efficiency["2 fast"])
-    elif judge:
-        report.add("replay_ratio_vs_bound", [seconds / bound for seconds in alone])
-        report.add("parallel_recovery_efficiency_d2", efficiency["2 fast"])
-        report.add("parallel_recovery_efficiency_d4", efficiency["4 fast"])
+    else:
+        report.add(f"replay_ratio_vs_bound{SUFFIXES[m]}", [seconds / bound for seconds in alone])
+        for size in (2, 4):
+            report.add(f"parallel_recovery_efficiency_d{size}{SUFFIXES[m]}", efficiency[f"{size} fast"])
+            report.add(f"parallel_recovery_efficiency_d{size}_exact{SUFFIXES[m]}", efficiency[f"{size} exact"])
     words = ", ".join(f"{name}: {estimate(values)}" for name, values in efficiency.items())
     report.note(
         f"{kind}, m = {m}: normal step {1000 * normal:.1f} ms, replayed {1000 * statistics.median(alone):.1f} ms "
@@ -278,25 +316,20 @@ def run(options: Options) -> Report:
     """All of it."""
     report = Report("pipeline", metrics_from=GOALS)
     blocks, steps = (4, 5) if options.quick else (10, 10)
-    for micro_batches, calm, busy in zip((8, 4, 16), LOGGED["paced"], LOGGED["real"], strict=True):
-        if options.quick and micro_batches != 8:
-            report.absent(calm, why="--quick leaves this out")
-            report.absent(busy, why="--quick leaves this out")
-            continue
-        report_steps(report, calm, paced(micro_batches), blocks, steps)
-        report_steps(report, busy, Shape(micro_batches), blocks, steps)
     replayed, repeats = (10, 3) if options.quick else (30, 5)
-    report_replays(report, paced(8), replayed, repeats, judge=True)
-    if options.quick:
-        report.absent("parallel_recovery_efficiency_d2_real", why="--quick leaves this out")
-    else:
-        report_replays(report, paced(16), replayed, repeats, judge=False)
-        report_replays(report, Shape(8), replayed, repeats, judge=True)
+    for micro_batches in (8,) if options.quick else SUFFIXES:
+        report_steps(report, paced(micro_batches), blocks, steps)
+        report_steps(report, Shape(micro_batches), blocks, steps)
+        report_replays(report, paced(micro_batches), replayed, repeats)
+    if not options.quick:
+        report_replays(report, Shape(8), replayed, repeats)
     checkpoint, kill = (20, 38) if options.quick else (100, 149)  # there is no second checkpoint before the kill
     times = report_recoveries(report, paced(4), checkpoint, kill, 1 if options.quick else 3)
     if options.quick:
-        for suffix in REPLAYS:
-            report.absent(f"recovery_reduction_vs_ray_train_restart{suffix}", why="--quick leaves this out")
+        left_out = [f"{name}{suffix}" for name in OF_STEPS | OF_REPLAYS for suffix in ("_m4", "_m16")]
+        left_out += [f"recovery_reduction_vs_ray_train_restart{suffix}" for suffix in REPLAYS]
+        for key in (*left_out, "parallel_recovery_efficiency_d2_real"):
+            report.absent(key, why="--quick leaves this out")
     else:
         report_peer(report, paced(4), checkpoint, kill, times)
     return report
