@@ -121,7 +121,7 @@ def _go_on_waiting(run: RunState) -> list[m.Command]:
 
 def _begin(run: RunState, *, waited: bool = False) -> list[m.Command]:
     """Forms the first world, of as many as the cluster has room for; after the deadline, of as many as there are."""
-    spares, rules = run.roster.spares(), run.rules
+    spares, rules = phases.to_seat(run), run.rules
     hoped_for = rules.whole(min(rules.max_workers, run.roster.slots or 0)) if run.roster.any_starting() and not waited else 0
     if len(spares) >= max(hoped_for, rules.min_workers):
         run.incarnation += 1

@@ -20,6 +20,7 @@ from raytrain_ft.policy.strategy import Strategy
 from raytrain_ft.policy.topology import stage_of
 from raytrain_ft.policy.units import counted
 from raytrain_ft.policy.world import (
+    by_node,
     differing_in_stages,
     filled_otherwise,
     rebuild_stages,
@@ -165,7 +166,7 @@ def replace(run: RunState, *, waited: bool = False) -> list[m.Command]:
     all_is_computed = run.plan is not None and run.plan.step >= run.rules.max_steps
     if all_is_computed and run.rules.stages == 1:  # nobody needs to be replaced; of a pipeline, every stage must be saved
         return join(run, tuple(member for member in run.world if member in run.survivors) or tuple(run.survivors))
-    spares = run.roster.spares()
+    spares = to_seat(run)
     ready = len(run.survivors) + len(spares)
     more_may_come = run.roster.any_starting() and not waited
     if not shall_wait(run.rules, len(run.world), ready, more_may_come=more_may_come):
@@ -180,6 +181,14 @@ def replace(run: RunState, *, waited: bool = False) -> list[m.Command]:
         f"{ready} workers are left and none came within {run.rules.replacement_timeout:g} s, but num_workers asks "
         f"for at least {run.rules.min_workers}. Add nodes, or lower the minimum.",
     )
+
+
+def to_seat(run: RunState) -> list[str]:
+    """Spares in the order in which they take seats; those that had notice last."""
+    spares, lasting = run.roster.spares(), run.roster.lasting()
+    if run.rules.stages == 1:
+        return spares
+    return [*by_node(lasting, run.roster.nodes), *(member for member in spares if member not in lasting)]
 
 
 def _seated(run: RunState, spares: list[str]) -> tuple[str, ...]:

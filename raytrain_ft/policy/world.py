@@ -71,6 +71,15 @@ def seats_in_stages(
     return tuple(member if member is not None else pool.pop(0) for member in seats)
 
 
+def by_node(members: Sequence[str], nodes: Mapping[str, str]) -> list[str]:
+    """Those of one node in a row, and otherwise in their order. Seated like this, neighbouring stages share a node where they
+    can, and what they send to each other needs no log."""
+    first: dict[str, int] = {}
+    for number, member in enumerate(members):
+        first.setdefault(nodes.get(member, member), number)
+    return sorted(members, key=lambda member: first[nodes.get(member, member)])
+
+
 def rebuild_stages(world: Sequence[str], digests: Digests, stages: int) -> tuple[tuple[Copy, ...], tuple[tuple[str, str], ...]]:
     """What must be copied within each stage that somebody holds, and who receives all of it from whom."""
     copies: list[Copy] = []

@@ -13,11 +13,11 @@ from test_profile import Bad, Layers, settings
 
 from raytrain_ft.config import LogConfig, ParallelismConfig, RecoveryConfig
 from raytrain_ft.errors import ConfigError, TaskError
-from raytrain_ft.policy import logging_cost
+from raytrain_ft.policy import logging_cost, phases
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.phases import join
 from raytrain_ft.policy.planning import LogChoice
-from raytrain_ft.policy.roster import Rules
+from raytrain_ft.policy.roster import MemberState, Rules
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.topology import Groups
 from raytrain_ft.ray_config import ScalingConfig
@@ -146,6 +146,27 @@ def test_what_is_logged_crosses_groups_and_nodes(groups: Groups, nodes: str, log
     run.roster.nodes = dict(zip(world, nodes, strict=True))
     (told,) = [command for command in join(run, world) if isinstance(command, m.Reconcile)]
     assert told.logged == logged
+
+
+@pytest.mark.parametrize(
+    ("nodes", "leaving", "world"),
+    [
+        ("abcd", (), "0123"),
+        ("abab", (), "0213"),
+        ("abcb", (), "0132"),
+        ("aabb", (), "0123"),
+        ("ababc", (1,), "0234"),  # who had notice comes last, so here it is not needed
+    ],
+)
+def test_neighbours_share_a_node_where_they_can(nodes: str, leaving: tuple[int, ...], world: str) -> None:
+    run = RunState(Rules(min_workers=4, max_workers=4, max_steps=10, stages=4, logging=True))
+    members = [f"w{number}" for number in range(len(nodes))]
+    for member, node in zip(members, nodes, strict=True):
+        run.roster.members[member] = MemberState.SPARE
+        run.roster.nodes[member] = node
+    run.roster.leaving = frozenset(members[number] for number in leaving)
+    (told,) = [command for command in phases.replace(run, waited=True) if isinstance(command, m.Reconcile)]
+    assert told.world == tuple(members[int(number)] for number in world)
 
 
 @pytest.mark.parametrize(
