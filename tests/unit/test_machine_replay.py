@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from raytrain_ft.policy import messages as m
+from raytrain_ft.policy import phases
 from raytrain_ft.policy.machine import handle
 from raytrain_ft.policy.reconcile import Marks
 from raytrain_ft.policy.roster import MemberState, Rules
@@ -447,6 +448,12 @@ def test_who_lost_its_seat_is_no_survivor_until_it_has_joined_again() -> None:
     assert not run.void
 
 
+@pytest.fixture
+def as_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is seated by nodes. Replacements make such worlds: they take the seats that are free, wherever they are."""
+    monkeypatch.setattr(phases, "by_node", lambda members, nodes: list(members))
+
+
 class Mixed(Told):
     """Two replicas of four stages: those of stage 0 are on one node, all others on nodes of their own. Two spares."""
 
@@ -470,6 +477,7 @@ class Mixed(Told):
             self.tell(m.Fenced, member=member, incarnation=self.run.incarnation, marks=marks)
 
 
+@pytest.mark.usefixtures("as_they_came")
 def test_replication_and_logging_in_one_job() -> None:
     told = Mixed("abcdaefg")
     assert told.run.log.boundaries == {0}, "the others are filled from replicas"
@@ -480,6 +488,7 @@ def test_replication_and_logging_in_one_job() -> None:
     assert told.replay().stages == (0,)
 
 
+@pytest.mark.usefixtures("as_they_came")
 @pytest.mark.parametrize(("checkpoint", "replayed"), [(False, {0, 1}), (True, {0})])
 def test_what_a_sender_lost_that_was_filled_from_a_replica_is_not_read(checkpoint: bool, replayed: set[int]) -> None:
     """What it had not written yet is missing for good, until a checkpoint comes after it: its stage is replayed with the next
@@ -498,6 +507,7 @@ def test_what_a_sender_lost_that_was_filled_from_a_replica_is_not_read(checkpoin
     assert not told.run.seeking
 
 
+@pytest.mark.usefixtures("as_they_came")
 def test_stages_whose_log_was_not_needed_go_back_together_if_all_replicas_are_lost_at_once() -> None:
     told = Mixed("abcdaefg")
     told.lose("w2", "w6")
