@@ -16,6 +16,8 @@ from conftest import promise_kept, train
 
 import raytrain_ft as ft
 from raytrain_ft.policy.strategy import Guarantee, Strategy
+from raytrain_ft.runtime.event_log import read_records
+from raytrain_ft.storage.arrow import read_tensors
 
 pytestmark = [pytest.mark.long, pytest.mark.example]
 
@@ -55,13 +57,39 @@ def test_a_masked_language_model_loses_a_stage(cluster, train_lm: ModuleType, tm
     assert model(torch.zeros(1, train_lm.CONTEXT, dtype=torch.uint8)).shape == (1, train_lm.CONTEXT, 256)
 
 
-@pytest.mark.timeout(400)
-def test_the_demo_keeps_its_promise(tmp_path: Path) -> None:
-    """As `make demo` runs it: in a process of its own, which starts a cluster for itself."""
+def job(name: str, arguments: list[str], path: Path) -> str:
+    """Runs a job as a person does: in a process of its own, which starts a cluster for itself. What it says."""
     mine = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}  # not of the tests' cluster
-    places = {"TMPDIR": str(tmp_path), "RAY_TMPDIR": "/tmp"}  # a socket's path must be short
-    command = [sys.executable, str(JOBS / "demo.py")]
+    places = {"TMPDIR": str(path), "RAY_TMPDIR": "/tmp"}  # a socket's path must be short
+    command = [sys.executable, str(JOBS / f"{name}.py"), *arguments]
     done = subprocess.run(command, env=mine | places, capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.rstrip().endswith("the promise was kept"), done.stdout
+    return done.stdout
+
+
+@pytest.mark.timeout(800)
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("train_lm", ["--stages", "2", "--steps", "8"]), ("train_vit", ["--stages", "3", "--steps", "8", "--images", "images"])],
+    ids=["gpt", "vit-dali"],
+)
+def test_whichever_stage_a_job_loses_it_ends_with_the_same_bits(name: str, arguments: list[str], tmp_path: Path) -> None:
+    stages = int(arguments[1])
+    where = [str(tmp_path / "images") if one == "images" else one for one in arguments]
+    states = []
+    for lost in (0, stages - 1):
+        job(name, [*where, "--lose-stage", str(lost), "--storage-path", str(tmp_path), "--name", f"lost-{lost}"], tmp_path)
+        run = tmp_path / f"lost-{lost}"
+        assert [r["guarantee"] for r in read_records(run / "events.jsonl") if r["event"] == "Recovery"] == [Guarantee.EXACT]
+        found = [read_tensors(run / f"final-stage-{stage}.arrow")[0] for stage in range(stages)]
+        states.append({f"{stage}/{name}": tensor for stage, own in enumerate(found) for name, tensor in own.items()})
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.timeout(400)
+def test_the_demo_keeps_its_promise(tmp_path: Path) -> None:
+    """As `make demo` runs it."""
+    said = job("demo", [], tmp_path)
+    assert said.rstrip().endswith("the promise was kept"), said
     assert len(list(tmp_path.glob("raytrain_ft-demo-*/*/events.jsonl"))) == 3
