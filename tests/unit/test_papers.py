@@ -139,8 +139,16 @@ def test_best_intervals_are_near_youngs() -> None:
 def test_table_3_is_reproduced_to_the_digit() -> None:
     rows = [row for row in swift.pipelines() if row.where == "SWIFT, Table 3"]
     assert len(rows) == 8
-    assert all(row.verdict == "to the digit" for row in rows if "log per step" in row.what)
-    assert all(row.deviation is not None and abs(row.deviation) < 0.02 for row in rows)
+    assert [row.what for row in rows if row.verdict != "to the digit"] == ["BERT-128, 16 groups: of a device, GB/s"]
+
+
+def test_the_one_cell_of_table_3_that_is_not_does_not_follow_from_the_papers_total() -> None:
+    """The printed total, over the time of a step and the devices, rounds to what we have, and not to what is printed."""
+    total, rate = next((total, rate) for model, groups, total, rate in swift.TABLE_3 if model is BERT and groups == 16)
+    own = float(total) / BERT.step_s / swift.LOGGING_GPUS
+    assert (total, rate, f"{own:.3f}") == ("8.05", "0.075", "0.076")
+    (ours,) = (row.ours for row in swift.pipelines() if row.what == "BERT-128, 16 groups: of a device, GB/s")
+    assert float(ours) == pytest.approx(own, abs=1e-4)
 
 
 def test_limits_of_a_consistent_table_are_not_refuted() -> None:
