@@ -15,7 +15,7 @@ from benchmarks.papers.closed_form import going_back_hours, replaying_hours
 from benchmarks.papers.intervals import Method
 from benchmarks.papers.rows import Row, cells, claim, markdown, markdown_missing, number
 from raytrain_ft.simulate import Costs, Failure, Listed, Strategy, simulate
-from raytrain_ft.simulate.presets import BERT, CHECKFREQ, NICOLAE, SWIFT, VIT, WIDE_RESNET, SwiftModel, jobs
+from raytrain_ft.simulate.presets import BERT, CHECKFREQ, NICOLAE, SWIFT, VIT, WIDE_RESNET, NicolaeModel, SwiftModel, jobs
 
 RUNS = 3
 """Enough: what scatters between runs is taken at its mean, see `simulated.hours`."""
@@ -60,7 +60,7 @@ def test_page_has_what_the_simulator_finds() -> None:
     rivals = intervals.rivals(documented_interval)
     found = [
         *lost_work.formulas(50),
-        *(row for model in NICOLAE for row in lost_work.figure_2c(model)),
+        *(row for model in NICOLAE for row in (*lost_work.figure_2c(model), *lost_work.lossy(model))),
         *simulated.table_5(RUNS).rows,
         *intervals.figure_13(rivals, RUNS),
         *intervals.figure_14(rivals, RUNS),
@@ -169,6 +169,17 @@ def test_replays_are_those_of_a_simulated_failure() -> None:
     """34, 17, 42.5 and 6.8 s; 22, 57.2 and 114.4 s."""
     found = [row.ours for model in NICOLAE for row in lost_work.figure_2c(model)]
     assert found == ["34.0", "17.0", "42.5", "6.8", "22.0", "57.2", "114.4"]
+
+
+@pytest.mark.parametrize("model", NICOLAE, ids=lambda model: model.name)
+def test_lossy_takes_the_time_of_an_undisturbed_mini_batch_and_redoing_it_does_not(model: NicolaeModel) -> None:
+    assert [row.verdict for row in lost_work.lossy(model)] == ["holds", "holds"]
+    for cut in lost_work.CUTS:
+        done = (1 + 2 * cut) / 3
+        again = lost_work.late_s(model, model.scenarios[0], Strategy(kind="replication", replacement="shrink"), cut, 4)
+        assert again == pytest.approx((done + 1) * model.step_s)  # by half of the workers, in twice the time
+        noticed = lost_work.late_s(model, model.scenarios[0], lost_work.LOSSY, cut, 4, noticing_s=0.3)
+        assert noticed == pytest.approx(0.3)
 
 
 def test_presets_are_jobs() -> None:
