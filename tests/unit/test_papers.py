@@ -136,6 +136,23 @@ def test_best_intervals_are_near_youngs() -> None:
         assert rival.method.strategy.every == pytest.approx(young, rel=0.1), rival.name
 
 
+def test_figure_13_has_the_direction_and_the_size_that_the_page_says() -> None:
+    """Not the order of CheckFreq and Elastic Horovod: they are 0.1 h apart in print, and the other way round."""
+    rows = {row.what.removesuffix(", h"): row for row in intervals.figure_13(intervals.rivals(documented_interval), RUNS)}
+    within = {
+        "Wide-ResNet-50: saved of global checkpoints": 0.12,
+        "Wide-ResNet-50: saved of CheckFreq": 0.11,
+        "Wide-ResNet-50: saved of Elastic Horovod": 0.05,
+        "BERT-128: saved of global checkpoints": 0.02,
+    }
+    assert rows.keys() == within.keys()
+    for what, row in rows.items():
+        assert float(row.printed) > 0 < exact(row), "SWIFT saves time"
+        assert exact(row) == pytest.approx(float(row.printed), rel=within[what]), what
+    largest, checkfreq, horovod, _ = (exact(row) for row in rows.values())
+    assert largest > checkfreq > horovod
+
+
 def test_table_3_is_reproduced_to_the_digit() -> None:
     rows = [row for row in swift.pipelines() if row.where == "SWIFT, Table 3"]
     assert len(rows) == 8
