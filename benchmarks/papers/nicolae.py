@@ -160,7 +160,8 @@ OUT_OF_REACH = (
     OutOfReach(
         where=f"{WHERE}, Figures 3b and 4b",
         what="times of the mini-batches",
-        why="wall clock of A100s, and the figures' numbers are not in the text; the closed form above has their direction",
+        why="wall clock of A100s, and the figures' numbers are not in the text; the closed form (rollback) and the simulation "
+        "(lossy) above have their direction",
     ),
     OutOfReach(
         where=f"{WHERE}, Table I",

@@ -45,6 +45,11 @@ def instead(plan: Plan, survivors: Sequence[Marks], strategy: str, quorum: float
     return plan
 
 
+def could_finish(marks: Marks) -> tuple[int, Range] | None:
+    """The step, and its batch, that this survivor could finish alone; None: there is none."""
+    return (marks.share.step, marks.share.batch) if marks.share and marks.share.whole else None
+
+
 def worth_finishing(survivors: Iterable[Marks], gone: Sequence[int], size: int, quorum: float) -> int | None:
     """The step that survivors like these can finish alone, if the others compute their gradients of it; None: there is none.
 
@@ -52,7 +57,7 @@ def worth_finishing(survivors: Iterable[Marks], gone: Sequence[int], size: int, 
         gone: the ranks that are lost, of a world of this size. That somebody slept is not regarded: then this may be wrong, and
             what could have been finished is redone.
     """
-    shares = {(marks.share.step, marks.share.batch) if marks.share and marks.share.whole else None for marks in survivors}
+    shares = {could_finish(marks) for marks in survivors}
     found = shares.pop() if len(shares) == 1 else None
     if found is None:
         return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from raytrain_ft.errors import RecoveryError
 from raytrain_ft.policy import leaving, replaying
 from raytrain_ft.policy import messages as m
-from raytrain_ft.policy.forward import instead, worth_finishing
+from raytrain_ft.policy.forward import could_finish, instead, worth_finishing
 from raytrain_ft.policy.reconcile import Marks, Plan, reconcile, reconcile_stages
 from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.run_state import RunState
@@ -87,11 +87,15 @@ def on_fenced(run: RunState, event: m.Fenced) -> list[m.Command]:
 def _forsake(run: RunState, event: m.Fenced) -> list[m.Command]:
     """With "lossy" survivors compute their gradients to the end, which only this answer may show to be in vain: who has come
     back from a step that others had completed, say, finds them in the next one, and that will be redone."""
+    others = (answer for answer in run.answers.values() if isinstance(answer, m.Fenced) and answer is not event)
+    marks = (answer.marks for answer in others if answer.marks is not None)
+    first = next(marks, None)
+    if event.marks is None or (first is not None and could_finish(first) == could_finish(event.marks)):
+        return []  # nothing is new. With thousands of workers, only an answer that differs is weighed against all others
     waited_for = tuple(member for member in run.roster.taking_part() if member not in run.answers)
-    if event.marks is None or not waited_for:
+    if not waited_for:
         return []
-    others = [answer for answer in run.answers.values() if isinstance(answer, m.Fenced) and answer is not event]
-    known = [answer.marks for answer in others if answer.marks is not None]
+    known = [] if first is None else [first, *marks]
     gone = [rank for rank, member in enumerate(run.world) if member not in run.members]
     about = (gone, len(run.world), run.rules.quorum)
     worth = worth_finishing([*known, event.marks], *about)

@@ -4,7 +4,8 @@
     scenario = Scenario.load("jobs/scenarios/every_phase.py")   # which is executed, and says scenario = Scenario(...)
 
 What cannot be is refused here, before anything starts: `load` raises `ScenarioError` with file and line, the constructors raise
-pydantic's `ValidationError`. What only the model can tell (how many buckets it has) is checked by `drill`.
+pydantic's `ValidationError`. What only the model can tell (how many buckets it has) is checked by `drill`, which names the line
+as well: of a YAML file, or of the call that made the part.
 """
 
 from raytrain_ft.scenario.checks import trainer_parts

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
+
+from raytrain_ft.scenario.made import Made, here
 
 UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 LONGEST = 1e9
@@ -55,9 +57,10 @@ Whole = Annotated[int, Field(strict=True, ge=1)]
 
 
 class Model(BaseModel):
-    """No other fields than those that are known, and none changes."""
+    """No other fields than those that are known, and none changes. Each remembers who made it, for errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    _made: Made = PrivateAttr(default_factory=here)
 
 
 class Who(Model):

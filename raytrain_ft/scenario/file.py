@@ -46,10 +46,10 @@ class _Loader(yaml.SafeLoader):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a scenario's fields came from; empty if it was made in Python.
+    """Where a scenario's fields came from; empty if nobody knows.
 
     Attributes:
-        path: of the file. lines: of each field and item, in a YAML file.
+        path: of the file. lines: of each field and item in a YAML file; in a Python file, of the calls that made the parts.
     """
 
     path: Path | None = None
@@ -107,11 +107,16 @@ class Source:
 
     def where(self, place: Place) -> str:
         """The file and the line of a place, or of what it lies in, for the beginning of a message."""
-        while place and place not in self.lines:
-            place = place[:-1]
         if self.path is None:
             return ""
-        return f"{self.path}, line {self.lines[place]}: " if place in self.lines else f"{self.path}: "
+        line = self.line(place)
+        return f"{self.path}, line {line}: " if line is not None else f"{self.path}: "
+
+    def line(self, place: Place) -> int | None:
+        """The line of a place, or of what it lies in; None if it is not known."""
+        while place and place not in self.lines:
+            place = place[:-1]
+        return self.lines.get(place)
 
     def explain(self, error: ValidationError, root: type[BaseModel]) -> str:
         """Every fault on a line of its own, in the order of the file."""

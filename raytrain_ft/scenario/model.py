@@ -13,7 +13,7 @@ from raytrain_ft.errors import ConfigError, ScenarioError
 from raytrain_ft.loading import line_of, load_module
 from raytrain_ft.scenario.checks import problems
 from raytrain_ft.scenario.events import Event, Index, Model, Point, Seconds, Share, ShareOrNone, When, Who, Whole
-from raytrain_ft.scenario.file import Source
+from raytrain_ft.scenario.file import Place, Source
 
 
 class Thresholds(Model):
@@ -117,8 +117,9 @@ class Scenario(Model):
         return scenario
 
     def error(self, place: tuple[str | int, ...], message: str) -> ScenarioError:
-        """An error about a field, with file and line if it was read from one."""
-        return ScenarioError(self._source.at(place, message))
+        """An error about a field, with the file and the line that say it, or that made what has it."""
+        source = self._source if self._source.path is not None else self._in_python()
+        return ScenarioError(source.at(place, message))
 
     def relative(self, path: str) -> Path:
         """A path that the scenario names: as seen from its file."""
@@ -134,10 +135,27 @@ class Scenario(Model):
         """Of a step and replica."""
         return self.micro_batches or (2 * self.stages if self.stages > 1 else 1)
 
+    def _in_python(self) -> Source:
+        """The Python file that made this, with the lines of the calls that made its parts."""
+        parts: dict[Place, Model] = {(): self}
+        for number, event in enumerate(self.events):
+            parts["events", number] = event
+            inner = {name: getattr(event, name) for name in ("who", "when", "at")}
+            parts |= {("events", number, name): part for name, part in inner.items() if part is not None}
+        path = self._made.path
+        return Source(Path(path), {place: part._made.line for place, part in parts.items() if part._made.path == path})
+
     @model_validator(mode="after")
     def _check(self) -> Scenario:
+        source = self._in_python()
         found = [
-            InitErrorDetails(type=PydanticCustomError("impossible", "{why}", {"why": why}), loc=place, input=value)
+            InitErrorDetails(
+                type=PydanticCustomError(
+                    "impossible", "{why}", {"why": why, "file": str(source.path), "line": source.line(place)}
+                ),
+                loc=place,
+                input=value,
+            )
             for place, value, why in problems(self)
         ]
         if found:
@@ -157,11 +175,16 @@ def _made_in(path: Path) -> Scenario:
         cause = error.__cause__
         if not isinstance(cause, ValidationError) or cause.title not in MODELS:
             raise ScenarioError(str(error)) from error
-        source = Source(path, {(): line_of(cause, str(path)) or 1})
-        raise ScenarioError(source.explain(cause, MODELS[cause.title])) from error
+        lines: dict[Place, int] = {(): line_of(cause, str(path)) or 1}
+        for fault in cause.errors():
+            context = fault.get("ctx", {})
+            if context.get("file") == str(path.resolve()):
+                lines[fault["loc"]] = context["line"]
+        raise ScenarioError(Source(path, lines).explain(cause, MODELS[cause.title])) from error
     if not isinstance(found, Scenario):
         what = "it has no `scenario`" if found is None else f"its `scenario` is a {type(found).__name__}"
         raise ScenarioError(f"{path}: {what}: write scenario = Scenario(...), of raytrain_ft.scenario")
     if found._source.path is None:  # else it is one that was read from a file
-        found._source = Source(path)
+        python = found._in_python()
+        found._source = Source(path, python.lines if python.path == path.resolve() else {})
     return found

@@ -13,9 +13,9 @@ from benchmarks.pages import table
 from benchmarks.papers import OUT_OF_REACH, arithmetic, docs, farthest, groupings, intervals, lost_work, simulated, swift
 from benchmarks.papers.closed_form import going_back_hours, replaying_hours
 from benchmarks.papers.intervals import Method
-from benchmarks.papers.rows import cells, claim, markdown, markdown_missing, number
+from benchmarks.papers.rows import Row, cells, claim, markdown, markdown_missing, number
 from raytrain_ft.simulate import Costs, Failure, Listed, Strategy, simulate
-from raytrain_ft.simulate.presets import BERT, CHECKFREQ, NICOLAE, SWIFT, VIT, WIDE_RESNET, SwiftModel, jobs
+from raytrain_ft.simulate.presets import BERT, CHECKFREQ, NICOLAE, SWIFT, VIT, WIDE_RESNET, NicolaeModel, SwiftModel, jobs
 
 RUNS = 3
 """Enough: what scatters between runs is taken at its mean, see `simulated.hours`."""
@@ -32,6 +32,12 @@ def of(found: str) -> float:
     matched = re.match(r"[\d.]+", found)
     assert matched is not None, found
     return float(matched[0])
+
+
+def exact(row: Row) -> float:
+    """Our number, not rounded."""
+    assert row.deviation is not None, row
+    return float(row.printed) * (1 + row.deviation)
 
 
 def test_page_has_the_arithmetic_of_the_code() -> None:
@@ -54,7 +60,7 @@ def test_page_has_what_the_simulator_finds() -> None:
     rivals = intervals.rivals(documented_interval)
     found = [
         *lost_work.formulas(50),
-        *(row for model in NICOLAE for row in lost_work.figure_2c(model)),
+        *(row for model in NICOLAE for row in (*lost_work.figure_2c(model), *lost_work.lossy(model))),
         *simulated.table_5(RUNS).rows,
         *intervals.figure_13(rivals, RUNS),
         *intervals.figure_14(rivals, RUNS),
@@ -105,6 +111,24 @@ def test_fewest_constants_are_fitted() -> None:
     assert farthest(table.swift_deviations, RUNS).high <= 0.005
 
 
+def test_what_swift_gains_follows_from_the_simulated_times() -> None:
+    """As from the closed forms, and as far from what is printed as the page says."""
+    gains = {row.what: row for row in simulated.table_5(RUNS).rows if not row.what.endswith(", h")}
+    assert {what: row.verdict for what, row in gains.items()} == {
+        "Wide-ResNet-50: speed-up": "to the digit",
+        "Wide-ResNet-50: hours saved": "differs",
+        "ViT-128/32: speed-up": "within 0.7 %",
+        "BERT-128: speed-up": "to the digit",
+        "BERT-128: hours saved": "within 2 %",
+    }
+    for model in SWIFT:
+        before = going_back_hours(model, model.interval)
+        after = replaying_hours(model, simulated.ratio(model))
+        assert exact(gains[f"{model.name}: speed-up"]) == pytest.approx(before / after, abs=1e-4)
+        if model is not VIT:
+            assert exact(gains[f"{model.name}: hours saved"]) == pytest.approx(before - after, abs=0.02)
+
+
 def test_best_intervals_are_near_youngs() -> None:
     for rival in intervals.rivals(documented_interval):
         mtbf = rival.method.model.hours / rival.method.model.failures * 3600
@@ -112,11 +136,36 @@ def test_best_intervals_are_near_youngs() -> None:
         assert rival.method.strategy.every == pytest.approx(young, rel=0.1), rival.name
 
 
+def test_figure_13_has_the_direction_and_the_size_that_the_page_says() -> None:
+    """Not the order of CheckFreq and Elastic Horovod: they are 0.1 h apart in print, and the other way round."""
+    rows = {row.what.removesuffix(", h"): row for row in intervals.figure_13(intervals.rivals(documented_interval), RUNS)}
+    within = {
+        "Wide-ResNet-50: saved of global checkpoints": 0.12,
+        "Wide-ResNet-50: saved of CheckFreq": 0.11,
+        "Wide-ResNet-50: saved of Elastic Horovod": 0.05,
+        "BERT-128: saved of global checkpoints": 0.02,
+    }
+    assert rows.keys() == within.keys()
+    for what, row in rows.items():
+        assert float(row.printed) > 0 < exact(row), "SWIFT saves time"
+        assert exact(row) == pytest.approx(float(row.printed), rel=within[what]), what
+    largest, checkfreq, horovod, _ = (exact(row) for row in rows.values())
+    assert largest > checkfreq > horovod
+
+
 def test_table_3_is_reproduced_to_the_digit() -> None:
     rows = [row for row in swift.pipelines() if row.where == "SWIFT, Table 3"]
     assert len(rows) == 8
-    assert all(row.verdict == "to the digit" for row in rows if "log per step" in row.what)
-    assert all(row.deviation is not None and abs(row.deviation) < 0.02 for row in rows)
+    assert [row.what for row in rows if row.verdict != "to the digit"] == ["BERT-128, 16 groups: of a device, GB/s"]
+
+
+def test_the_one_cell_of_table_3_that_is_not_does_not_follow_from_the_papers_total() -> None:
+    """The printed total, over the time of a step and the devices, rounds to what we have, and not to what is printed."""
+    total, rate = next((total, rate) for model, groups, total, rate in swift.TABLE_3 if model is BERT and groups == 16)
+    own = float(total) / BERT.step_s / swift.LOGGING_GPUS
+    assert (total, rate, f"{own:.3f}") == ("8.05", "0.075", "0.076")
+    (ours,) = (row.ours for row in swift.pipelines() if row.what == "BERT-128, 16 groups: of a device, GB/s")
+    assert float(ours) == pytest.approx(own, abs=1e-4)
 
 
 def test_limits_of_a_consistent_table_are_not_refuted() -> None:
@@ -137,6 +186,17 @@ def test_replays_are_those_of_a_simulated_failure() -> None:
     """34, 17, 42.5 and 6.8 s; 22, 57.2 and 114.4 s."""
     found = [row.ours for model in NICOLAE for row in lost_work.figure_2c(model)]
     assert found == ["34.0", "17.0", "42.5", "6.8", "22.0", "57.2", "114.4"]
+
+
+@pytest.mark.parametrize("model", NICOLAE, ids=lambda model: model.name)
+def test_lossy_takes_the_time_of_an_undisturbed_mini_batch_and_redoing_it_does_not(model: NicolaeModel) -> None:
+    assert [row.verdict for row in lost_work.lossy(model)] == ["holds", "holds"]
+    for cut in lost_work.CUTS:
+        done = (1 + 2 * cut) / 3
+        again = lost_work.late_s(model, model.scenarios[0], Strategy(kind="replication", replacement="shrink"), cut, 4)
+        assert again == pytest.approx((done + 1) * model.step_s)  # by half of the workers, in twice the time
+        noticed = lost_work.late_s(model, model.scenarios[0], lost_work.LOSSY, cut, 4, noticing_s=0.3)
+        assert noticed == pytest.approx(0.3)
 
 
 def test_presets_are_jobs() -> None:

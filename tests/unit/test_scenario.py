@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from raytrain_ft.drill.played import Played
 from raytrain_ft.drill.schedule import Schedule, View, spares_one
 from raytrain_ft.errors import AbortedError, ScenarioError
 from raytrain_ft.result import Result
-from raytrain_ft.scenario import Event, Scenario, When, Who
+from raytrain_ft.scenario import Event, Point, Scenario, When, Who
 
 HEAD = "name: test\nworkers: 4\nsteps: 50\nbatch: 32\nbucket_bytes: 32768\nfirst_bucket_bytes: 8192\nevents:\n"  # 7 lines
 
@@ -150,7 +151,17 @@ BAD_PYTHON = {
     "more casualties than workers": (
         PYTHON + "e = Event(action='kill', who=Who(count=3), when=When(step=1))\n"
         "scenario = Scenario(name='x', workers=2, steps=9, batch=8, events=(e,))\n",
-        ", line 4: events.0.who.count: 3: more casualties than there are workers: use 1 to 2",
+        ", line 3: events.0.who.count: 3: more casualties than there are workers: use 1 to 2",
+    ),
+    "a batch that is too small": (
+        PYTHON + "scenario = Scenario(\n    name='x',\n    workers=4,\n    steps=9,\n    batch=3,\n)\n",
+        ", line 3: batch: 3: ",
+    ),
+    "two events, in the order of the file": (
+        PYTHON + "second = Event(action='kill', who=Who(rank=7), when=When(step=1))\n"
+        "first = Event(\n    action='kill',\n    who=Who(rank=0),\n    when=When(step=99),\n)\n"
+        "scenario = Scenario(name='x', workers=2, steps=9, batch=8, events=(first, second))\n",
+        ", line 3: events.1.who.rank: 7: there are 2 workers: ranks go from 0 to 1\n",
     ),
     "an error": ("def f():\n    raise KeyError('a')\n\n\nf()\n", ", line 2: cannot be imported: KeyError: 'a'"),
     "an error elsewhere": ("import json\n\njson.loads('[')\n", ", line 3: cannot be imported: JSONDecodeError"),
@@ -184,8 +195,8 @@ def test_a_python_file_makes_a_scenario_as_any_other(tmp_path: Path) -> None:
         *((0, 5), (1, 6), (2, 7), (3, 8))
     ]
     assert scenario.relative("job.py") == tmp_path / "job.py"
-    assert str(scenario.error(("events", 0), "no")) == f"{path}: events.0: no"
-    with pytest.raises(ScenarioError, match=r"a_scenario\.py: job\.task: there is no file"):
+    assert str(scenario.error(("events", 0), "no")) == f"{path}, line 2: events.0: no"
+    with pytest.raises(ScenarioError, match=r"a_scenario\.py, line 3: job\.task: there is no file"):
         faults.task_of(scenario)
 
 
@@ -234,6 +245,67 @@ def test_what_the_model_does_not_have_is_refused_before_anything_starts(
         drill(scenario, storage_path=tmp_path)
     assert f"scenario.yaml, line 11: events.0.at.{field}: {value}: {has}" in str(refused.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["scenario.yaml"]
+
+
+IN_PYTHON = """from raytrain_ft.scenario import Event, Point, Scenario, When, Who
+
+def strike(step):
+    return Event(
+        action="kill",
+        who=Who(rank=1),
+        when=When(step=step),
+        at=Point({field}={value!r}),
+    )
+
+scenario = Scenario(
+    name="test",
+    workers=4,
+    steps=50,
+    batch=32,
+    bucket_bytes=32768,
+    first_bucket_bytes=8192,
+    events=({events}),
+)
+"""
+
+
+@pytest.mark.parametrize(
+    ("events", "line"),
+    [
+        ("strike(8),", 8),
+        ("Event(action='kill', who=Who(rank=1), when=When(step=8), at={{'{field}': {value!r}}}),", 18),
+    ],
+)
+@pytest.mark.parametrize(("field", "value"), [("bucket", 200), ("layer", 200), ("name", "9.bias")])
+def test_of_a_python_file_too_before_anything_starts_and_with_its_line(
+    field: str, value: int | str, events: str, line: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "a_scenario.py"
+    path.write_text(IN_PYTHON.format(field=field, value=value, events=events.format(field=field, value=value)))
+    with pytest.raises(ScenarioError, match="the model has") as refused:
+        drill(Scenario.load(path), storage_path=tmp_path)
+    assert str(refused.value).startswith(f"{path}, line {line}: events.0.at.{field}: {value}: the model has")
+    assert {entry.name for entry in tmp_path.iterdir()} <= {path.name, "__pycache__"}
+
+
+def test_of_a_scenario_in_a_script_the_line_of_the_script_is_told(tmp_path: Path) -> None:
+    at = Point(layer=200)
+    line = sys._getframe().f_lineno - 1
+    event = Event(action="kill", who=Who(rank=1), when=When(step=1), at=at)
+    scenario = Scenario(name="x", workers=2, steps=9, batch=8, events=(event,))
+    with pytest.raises(ScenarioError) as refused:
+        drill(scenario, storage_path=tmp_path)
+    assert str(refused.value).startswith(f"{__file__}, line {line}: events.0.at.layer: 200: the model has 4 layers")
+
+
+def test_parts_made_on_two_lines_are_the_same() -> None:
+    first = Event(action="kill", who=Who(rank=1), when=When(step=1))
+    second = Event(action="kill", who=Who(rank=1), when=When(step=1))
+    assert first._made.line + 1 == second._made.line
+    assert (first, hash(first), repr(first)) == (second, hash(second), repr(second))
+    assert "_made" not in repr(first)
+    assert first.model_dump() == second.model_dump()
+    assert "_made" not in first.model_dump()
 
 
 TRACES = {
