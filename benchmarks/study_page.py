@@ -59,6 +59,22 @@ def weights(measured: Results) -> str:
     return _text(lines)
 
 
+def times(measured: Results) -> str:
+    """What each arm takes, in Baseline's time, over all points of the training, and lossy's over all numbers of survivors."""
+    lines = ["| | 25 % | 50 % | 75 % |", "|---|---|---|---|"]
+    for what in measured.plan.models:
+        for kind in ("rollback", "lossy"):
+            cells = [shown(slowdown(measured, what.model, kind, cut.label)) for cut in what.cuts]
+            lines.append(f"| `{what.model}` {kind} | {' | '.join(cells)} |")
+    return _text(lines)
+
+
+def slowdown(measured: Results, model: str, kind: str, cut: str) -> Estimate:
+    """Of all arms of a kind with this cut."""
+    some = [one for one in measured.outcomes if (one.model, one.arm.kind, one.arm.cut) == (model, kind, cut)]
+    return over_points(some, lambda o: o.slowdown)
+
+
 def of(measured: Results, model: str, arm: Arm) -> list[Outcome]:
     """One arm, at all points and in all trainings."""
     return [one for one in measured.outcomes if (one.model, one.arm) == (model, arm)]
@@ -84,7 +100,7 @@ def _apart(values: list[float]) -> str:
     return shown(found, ".3f" if found.mean < 0.1 else ".2f") if any(values) else "0"
 
 
-TABLES: dict[str, Callable[[Results], str]] = {"weights": weights, "zeros": zeros}
+TABLES: dict[str, Callable[[Results], str]] = {"weights": weights, "times": times, "zeros": zeros}
 
 
 def kept(found: dict[str, Any]) -> str:

@@ -71,11 +71,11 @@ def predict(report: Report, options: Options) -> None:
     """The simulator's predictions beside runs of this project."""
     from benchmarks.predicted import STRATEGIES, compare_with_measured  # needs torch and Ray, which nothing else here does
 
-    found = compare_with_measured(strategies=STRATEGIES[:1] if options.quick else STRATEGIES)
+    found = list(compare_with_measured(strategies=STRATEGIES[:1] if options.quick else STRATEGIES))
     for one in found:
         report.note(
-            f"{one.strategy}: {one.failures} failures, predicted {one.predicted:.1f} s, measured {one.measured:.1f} s "
-            f"({one.deviation:.1%})"
+            f"{one.strategy}: {one.failures} failures, {one.used} of them met by it, predicted {one.predicted:.1f} s, "
+            f"measured {one.measured:.1f} s ({one.deviation:.1%})"
         )
     report.add("predicted_vs_measured_max_deviation", max(one.deviation for one in found), n=len(found))
 
