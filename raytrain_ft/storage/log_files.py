@@ -12,7 +12,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from raytrain_ft.storage.log_format import END, FILE_STEPS, Compression, Encoder, Key
+from raytrain_ft.storage.log_encoder import Encoder
+from raytrain_ft.storage.log_format import END, FILE_STEPS, Compression, Key
 
 FILE_BYTES = 64 * 2**20
 _PARTS_PER_CALL = 512  # Linux takes at most 1024

@@ -1,4 +1,4 @@
-"""The format of the tensor log: what a record is, and one file of records as its writer makes it.
+"""The format of the tensor log: what a file and a record in it are, and what the head of one says.
 
 A file is an Arrow IPC stream with one record batch of one row per record. All columns but the last are its head: the key, what
 the tensors are, and two checksums. The last column holds the bytes of all its tensors, one after the other, at the very end of
@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -19,7 +18,6 @@ import pyarrow as pa
 import xxhash
 from torch import Tensor
 
-from raytrain_ft.storage.parts import Parts
 from raytrain_ft.storage.tensors import DTYPES, bytes_of
 
 FORMAT = "raytrain_ft-log-1"
@@ -98,102 +96,30 @@ class Head:
 
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the record's tensors are these, to the bit; as far as a checksum tells, so none is read."""
-        return (self.dtypes, self.shapes, self.checksum) == (*_layout_of(tensors), _checksum(map(_array_of, tensors)))
+        return (self.dtypes, self.shapes, self.checksum) == (*layout_of(tensors), checksum_of(map(array_of, tensors)))
 
 
-def _array_of(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def array_of(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """A tensor's bytes; it must lie in the CPU's memory."""
     return bytes_of(tensor).numpy()
 
 
-def _layout_of(tensors: Sequence[Tensor]) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+def layout_of(tensors: Sequence[Tensor]) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+    """Their dtypes and shapes."""
     return tuple(str(t.dtype) for t in tensors), tuple(tuple(t.shape) for t in tensors)
 
 
-def _checksum(arrays: Iterable[np.ndarray[Any, Any]]) -> int:
+def checksum_of(arrays: Iterable[np.ndarray[Any, Any]]) -> int:
+    """Over their bytes, one after the other."""
     hasher = xxhash.xxh3_64()
     for array in arrays:
         hasher.update(array.data)
     return hasher.intdigest()
 
 
-# ---------------------------------------------------------------- writing
-
-
-class Encoder:
-    """One file's records, as parts to be written in order."""
-
-    def __init__(self, member: str, compression: Compression | None) -> None:
-        metadata = {"format": FORMAT, "member": member, "compression": compression or ""}
-        self._schema = SCHEMA.with_metadata(metadata)
-        self._compressed = compression is not None
-        self._sink = Parts()
-        # one thread: the others are the training's
-        options = pa.ipc.IpcWriteOptions(compression=compression, use_threads=False)
-        self._writer = pa.ipc.new_stream(pa.PythonFile(self._sink, mode="w"), self._schema, options=options)
-
-    def encode(self, key: Key, incarnation: int, tensors: Sequence[Tensor]) -> list[memoryview]:
-        """The parts of a record; the file's own head comes before the first.
-
-        The tensors' bytes are not copied, unless they are compressed or not contiguous.
-
-        Raises:
-            ValueError: a record that no reader would take.
-        """
-        arrays = [_array_of(tensor) for tensor in tensors]
-        dtypes, shapes = _layout_of(tensors)
-        if key.kind not in get_args(Kind) or any(dtype not in DTYPES for dtype in dtypes):
-            raise ValueError(f"{key} with tensors of {dtypes} cannot be logged")
-        if len(shapes) + sum(map(len, shapes)) > MAXNUMBERS or sum(map(len, arrays)) > MAX_RECORD_BYTES:
-            raise ValueError(f"{key} has too many tensors ({len(shapes)}), or too large ones ({sum(map(len, arrays))} bytes)")
-        values = self._write(Head(key, incarnation, dtypes, shapes, _checksum(arrays)), arrays)
-        parts = self._sink.taken()  # no reference to a tensor stays here
-        if len(arrays) > 1 and not self._compressed and values.nbytes:
-            at = next(number for number, part in enumerate(parts) if _address(part) == _address(values))
-            parts[at : at + 1] = [array.data for array in arrays if len(array)]
-        return parts
-
-    def _write(self, head: Head, arrays: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-        size = sum(map(len, arrays))
-        if len(arrays) == 1:
-            values = arrays[0]
-        elif self._compressed:
-            values = np.concatenate([np.empty(0, np.uint8), *arrays])
-        else:
-            values = np.empty(size, np.uint8)  # takes the place of the tensors' bytes, which are written instead; never touched
-        key = head.key
-        numbers = np.array([key.step, key.micro_batch, key.sender, key.receiver, key.replica, head.incarnation], np.int64)
-        checksums = np.array([head.checksum, head.digest()], np.uint64)
-        ends = pa.py_buffer(np.array([0, size], np.int64))
-        columns = [
-            *_rows(pa.int64(), numbers),
-            *_layout(key.kind, head.dtypes, head.shapes),
-            *_rows(pa.uint64(), checksums),
-            pa.Array.from_buffers(pa.large_binary(), 1, [None, ends, pa.py_buffer(values)]),
-        ]
-        self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
-        return values
-
-
-def _rows(kind: pa.DataType, numbers: np.ndarray[Any, Any]) -> list[pa.Array]:
-    """A column of one row for each number. Ten times as fast as `pa.array`, of which each record would need eight."""
-    buffer = pa.py_buffer(numbers)
-    return [pa.Array.from_buffers(kind, 1, [None, buffer.slice(start, 8)]) for start in range(0, 8 * len(numbers), 8)]
-
-
-@lru_cache(maxsize=256)
-def _layout(kind: str, dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> list[pa.Array]:
-    """The columns that are the same in every step."""
-    return [
-        pa.array([value], HEAD.field(name).type) for name, value in (("kind", kind), ("dtypes", dtypes), ("shapes", shapes))
-    ]
-
-
-def _address(part: memoryview | np.ndarray[Any, Any]) -> int:
-    return pa.py_buffer(part).address
-
-
-# ---------------------------------------------------------------- reading
+def padded(size: int) -> int:
+    """Arrow's buffers end at a multiple of 8."""
+    return -(-size // 8) * 8
 
 
 def decode_head(batch: pa.RecordBatch) -> Head:

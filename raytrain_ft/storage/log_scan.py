@@ -26,6 +26,7 @@ from raytrain_ft.storage.log_format import (
     Head,
     Key,
     decode_head,
+    padded,
 )
 from raytrain_ft.storage.log_pattern import MOST_PATTERNS, Pattern, pattern_of
 from raytrain_ft.storage.tensors import DTYPES, bytes_of
@@ -169,7 +170,7 @@ def _check(head: Head, file: LogFile, length: int) -> None:
         raise ValueError(f"it is of incarnation {head.incarnation}")
     if not file.may_hold(head.key):
         raise ValueError(f"it is of step {head.key.step} for {head.key.receiver}")
-    if not file.compressed and _padded(head.size) > length:
+    if not file.compressed and padded(head.size) > length:
         raise ValueError(f"it promises {head.size} bytes and has {length}")
 
 
@@ -196,7 +197,7 @@ def load(place: Place) -> tuple[Tensor, ...]:
         # memory of torch's own: its alignment, on which some kernels' last bits depend, is that of the tensors that were sent
         pairs = zip(head.shapes, head.dtypes, strict=True)
         tensors = tuple(torch.empty(shape, dtype=DTYPES[dtype]) for shape, dtype in pairs)
-        position = place.end - _padded(head.size)  # the tensors' bytes are the last in the batch
+        position = place.end - padded(head.size)  # the tensors' bytes are the last in the batch
         hasher = xxhash.xxh3_64()
         for tensor in tensors:
             target = bytes_of(tensor).numpy()
@@ -231,11 +232,6 @@ def _read_into(descriptor: int, target: memoryview, position: int) -> None:
         if not count:
             raise ValueError("the file has become shorter")
         target, position = target[count:], position + count
-
-
-def _padded(size: int) -> int:
-    """Arrow's buffers end at a multiple of 8."""
-    return -(-size // 8) * 8
 
 
 class _Heads:
@@ -286,7 +282,7 @@ class _Heads:
     def pattern(self, start: int, batch: pa.RecordBatch, head: Head) -> list[Pattern]:
         """That of the record that began at `start` and was read last, if it has one."""
         length = self.position - start
-        raw = os.pread(self.descriptor, min(length - _padded(head.size), 2 * HEAD_BYTES), start)
+        raw = os.pread(self.descriptor, min(length - padded(head.size), 2 * HEAD_BYTES), start)
         found = pattern_of(raw, batch, pa.py_buffer(self._body).address, length - len(self._body), head, length)
         return [] if found is None else [found]
 
