@@ -30,6 +30,7 @@ NEWS = (
     m.Dormant,
     m.LogFailed,
     m.LogWritten,
+    m.SetAside,
 )
 """What counts whichever incarnation it is about."""
 FORGETTING = 0.9
@@ -262,7 +263,8 @@ def _on_checkpoint_committed(run: RunState, event: m.CheckpointCommitted) -> lis
 
 
 def _on_noted(
-    run: RunState, event: m.CheckpointFailed | m.IntervalChosen | m.LogWritten | m.NoticesUnavailable | m.SamplesLost
+    run: RunState,
+    event: m.CheckpointFailed | m.IntervalChosen | m.LogWritten | m.NoticesUnavailable | m.SamplesLost | m.SetAside,
 ) -> list[m.Command]:
     del run, event  # for the record
     return []
@@ -429,6 +431,7 @@ _HANDLERS: dict[type[m.Event], Callable[[RunState, Any], list[m.Command]]] = {
     m.Dormant: _on_dormant,
     m.LogFailed: _on_log_failed,
     m.LogWritten: _on_noted,
+    m.SetAside: _on_noted,
     m.NoticesUnavailable: _on_noted,
     m.LogMissing: phases.on_log_missing,
     m.UndoRefused: phases.on_undo_refused,

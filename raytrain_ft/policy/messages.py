@@ -339,6 +339,21 @@ class LogWritten(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SetAside(Event):
+    """A worker that helped to replay another stage had no memory for both: its own state was on the disk meanwhile.
+
+    Attributes:
+        step: of its own state. size: of that, bytes. seconds: to write it and to read it back.
+    """
+
+    member: str
+    incarnation: int
+    step: int
+    size: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Dormant(Event):
     """A replica sleeps, or takes part again, from this step on."""
 
@@ -500,6 +515,7 @@ __all__ = [
     "SamplesLost",
     "Save",
     "Saved",
+    "SetAside",
     "SetTimer",
     "Sleep",
     "StartWorker",

@@ -46,6 +46,7 @@ Note = (
     | m.LogFailed
     | m.LogWritten
     | m.NoticesUnavailable
+    | m.SetAside
 )
 IDENTITY = ("incarnation", "step", "source", "number")
 """What tells two notes of the same kind and worker apart."""

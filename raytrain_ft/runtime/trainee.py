@@ -26,7 +26,7 @@ from raytrain_ft.runtime.spec import RunSpec
 from raytrain_ft.runtime.transfer import Transfer
 from raytrain_ft.storage.arrow import write_tensors
 from raytrain_ft.storage.filesystem import local_path
-from raytrain_ft.training import mending, process_group, replay
+from raytrain_ft.training import aside, mending, process_group, replay
 from raytrain_ft.training.build import build_replica
 from raytrain_ft.training.fence import Fence, PeerLostError
 from raytrain_ft.training.links import Links
@@ -316,7 +316,7 @@ class Trainee:
         return self.replica.state.digests()
 
     def help(self, fence: Fence, command: Replay) -> tuple[str, ...]:
-        """Its own replica is not touched: beside it, it has one of the lost stage for as long as this takes.
+        """Its own replica stays as it is: it has one of the lost stage besides for as long as this takes.
 
         Raises:
             PeerLostError: it cannot help. Nobody needs to: it is no reason to end the run or to reject the checkpoint, but to
@@ -326,13 +326,21 @@ class Trainee:
         team = command.team_of(self._member)
         stage = stage_of(self._world.index(team[0]), self._spec.rules.stages)
         try:
-            self._replay_beside(fence, command, stage, team)
+            with aside.room_for_another(self.replica.state, lambda size, seconds: self._set_aside(fence, size, seconds)):
+                self._replay_beside(fence, command, stage, team)
+        except aside.LostAsideError as error:
+            self.replica.state.filled = False
+            raise PeerLostError(f"{self._member} has lost stage {self.replica.stage}: {error}") from error
         except (FencedError, PeerLostError, LogGapError, ReplayDivergedError):
             raise  # these say something of the incarnation or the log, whoever finds it
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             raise PeerLostError(f"{self._member} cannot help to replay stage {stage}: {what}") from error
         return self.replica.state.digests()
+
+    def _set_aside(self, fence: Fence, size: int, seconds: float) -> None:
+        about = {"incarnation": fence.incarnation, "step": self.replica.state.step}
+        self._note("SetAside", {**about, "size": size, "seconds": round(seconds, 3)})
 
     def _replay_beside(self, fence: Fence, command: Replay, stage: int, team: tuple[str, ...]) -> None:
         assert self._connections is not None

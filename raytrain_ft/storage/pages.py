@@ -50,6 +50,13 @@ def for_writing(descriptor: int, size: int, used: int) -> mmap.mmap:
     return mapping
 
 
+def give_back(address: int, size: int) -> None:
+    """Gives the pages that lie wholly in this memory to the system. Whoever touches them next finds zeros, in new ones."""
+    first, last = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    if first < last:
+        _madvise(first, last - first, mmap.MADV_DONTNEED)  # memory that is locked stays
+
+
 def _populate(mapping: mmap.mmap, advice: int) -> bool:
     """Whether the kernel knows how.
 

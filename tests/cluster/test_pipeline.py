@@ -27,6 +27,7 @@ from raytrain_ft.policy.strategy import Guarantee, Strategy
 from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.runtime.spec import NAMESPACE
 from raytrain_ft.storage.arrow import read_tensors
+from raytrain_ft.training import aside
 
 UNHURRIED = 0.15
 """Seconds of a micro-batch with which a few steps take longer than a worker took to build its model: else nobody helps."""
@@ -384,6 +385,56 @@ def test_survivors_help_with_the_replay_and_come_back_to_their_own_state(
         assert is_that_of(in_one_piece, result)
         assert recovery.guarantee == Guarantee.ROUNDING
     assert survivors_changed(result, recovery) == [], "they hold what they held before they helped"
+
+
+class Crowded(Alike):
+    """Its workers have no memory for another stage."""
+
+    def __init__(self, pace_s: float, disk: str = aside.DISK) -> None:
+        super().__init__(pace_s)
+        self._disk = disk
+
+    def model(self, stage: int) -> torch.nn.Module:
+        aside.free_memory, aside.DISK = (lambda: 0), self._disk
+        return super().model(stage)
+
+
+@pytest.mark.long
+def test_helpers_without_room_for_two_stages_have_their_own_on_the_disk(calm_stages: ft.Result, tmp_path: Path) -> None:
+    how = {"max_grad_norm": 0.5, "replay_workers": 3, "checkpoints": NONE_YET}
+    result = pipeline(tmp_path, "run", task=Crowded(UNHURRIED), faults=[fault(1, 9, "forward", 1)], **how)
+    (recovery,) = result.recoveries
+    assert "by 3 workers" in recovery.reason
+    assert (result.digest, recovery.guarantee) == (calm_stages.digest, Guarantee.EXACT)
+    assert survivors_changed(result, recovery) == [], "they hold what they held before they helped"
+    helpers = {e["member"]: e["size"] for e in events(result, "SetAside")}
+    assert len(helpers) == 2
+    assert all(size > 0 for size in helpers.values())
+
+
+@pytest.mark.long
+def test_a_helper_that_is_killed_while_its_state_is_on_the_disk_leaves_nothing(calm_stages: ft.Result, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    faults = [fault(1, 9, "forward", 1), fault(0, 5, "replay")]
+    how = {"max_grad_norm": 0.5, "replay_workers": 3, "checkpoints": NONE_YET}
+    result = pipeline(tmp_path, "run", task=Crowded(UNHURRIED, str(disk)), faults=faults, **how)
+    assert result.digest == calm_stages.digest
+    assert promise_kept(result) == []
+    assert list(disk.iterdir()) == []
+
+
+@pytest.mark.long
+def test_helpers_that_have_room_nowhere_do_not_help(calm_stages: ft.Result, tmp_path: Path) -> None:
+    """The disk refuses what they hold, which they keep, and the stage is replayed by its replacement alone."""
+    how = {"max_grad_norm": 0.5, "replay_workers": 3, "checkpoints": NONE_YET}
+    task = Crowded(UNHURRIED, "/proc")  # where there is no file to be made
+    result = pipeline(tmp_path, "run", task=task, faults=[fault(1, 9, "forward", 1)], **how)
+    assert result.digest == calm_stages.digest
+    assert promise_kept(result) == []
+    (recovery,) = result.recoveries
+    assert recovery.attempts > 1
+    assert events(result, "SetAside") == []
 
 
 def test_a_helper_killed_in_the_replay_is_a_stage_lost_as_well(calm_stages: ft.Result, tmp_path: Path) -> None:
