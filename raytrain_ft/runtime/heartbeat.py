@@ -23,7 +23,7 @@ BEATS_PER_S = 200
 """About so many reach the supervisor at most, from all workers together: each costs it a good part of a millisecond."""
 RECORD_INTERVAL_S = 1.0
 """Committed steps are merged into one record per this time; the first of an incarnation goes out at once."""
-RECORDS_PER_S = 16
+RECORDS_PER_S = 8
 """No more than so many reach the supervisor from all workers together: of many, each merges more steps into a record."""
 LONGEST_INTERVAL_S = 10.0
 SHARE_OF_AGE = 1 / 3600

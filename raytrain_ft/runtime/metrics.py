@@ -14,7 +14,7 @@ from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.measures import METRICS, SECONDS, Key, Measures, Metric
 from raytrain_ft.policy.run_state import RunState
 
-PUBLISH_INTERVAL_S = 2.0
+PUBLISH_INTERVAL_S = 4.0
 """Ray collects every 10 s and forgets a gauge that was not set again in that time."""
 
 

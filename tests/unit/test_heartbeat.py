@@ -23,13 +23,13 @@ HOUR = 3600.0
     ("replicas", "age_s", "seconds"),
     [
         (1, 0, 1),
-        (16, 0, 1),
-        (64, 0, 4),
+        (8, 0, 1),
+        (64, 0, 8),
         (4, HOUR, 1),
         (4, 5 * HOUR, 5),
         (4, 1000 * HOUR, 10),
-        (64, HOUR, 4),
-        (640, 9 * HOUR, 40),
+        (64, HOUR, 8),
+        (640, 9 * HOUR, 80),
     ],
 )
 def test_records_become_rarer_with_many_workers_and_with_time(replicas: int, age_s: float, seconds: float) -> None:
