@@ -55,6 +55,7 @@ OF_REPLAYS = {
 GOALS = {
     **{f"{name}{suffix}": goal for suffix in SUFFIXES.values() for name, goal in (OF_STEPS | OF_REPLAYS).items()},
     "parallel_recovery_efficiency_d2_real": Goal(">=", 0.7),
+    "logged_step_ratio_paced_on_nodes": Goal("<=", 1.01),
     "recovery_reduction_vs_global_checkpoint": REPORT_ONLY,
     "recovery_reduction_vs_global_checkpoint_parallel": Goal(">=", 0.763),
     "recovery_reduction_vs_ray_train_restart": REPORT_ONLY,
@@ -247,29 +248,57 @@ class Clocked(Staged):
         return Clock(self._directory)
 
 
+def run_of(
+    shape: Shape, directory: str, checkpoint: int | None, steps: int, faults: list[ft.FailAt], **recovery: Any
+) -> tuple[ft.Result, list[tuple[int, float]]]:
+    """A run in stages, and when each of its workers committed which step."""
+    result = ft.Trainer(
+        Clocked(shape, directory),
+        max_steps=steps,
+        global_batch_size=shape.batch,
+        drop_last=True,
+        quiet=True,
+        faults=faults,
+        scaling_config=ft.ScalingConfig(num_workers=STAGES),
+        parallelism_config=ft.ParallelismConfig(pipeline_parallel_degree=STAGES, num_pp_microbatches=shape.micro_batches),
+        recovery_config=ft.RecoveryConfig(**recovery),
+        run_config=ft.RunConfig(name="run", storage_path=directory, checkpoint_config=ft.CheckpointConfig(every=checkpoint)),
+    ).fit()
+    lines = [line.split() for path in Path(directory).glob("clock-*") for line in path.read_text().splitlines()]
+    return result, [(int(step), float(at)) for step, at in lines]
+
+
 def recover(shape: Shape, checkpoint: int, steps: int, kill: int | None, **recovery: Any) -> tuple[float, str, str]:
     """A run, one of whose stages is killed in step `kill`: seconds until that step is committed, digest, and its account."""
     with tempfile.TemporaryDirectory(prefix="raytrain_ft-") as directory:
         fault = ft.FailAt(rank=LOST, step=kill, phase="forward", micro_batch=1)
-        result = ft.Trainer(
-            Clocked(shape, directory),
-            max_steps=steps,
-            global_batch_size=shape.batch,
-            drop_last=True,
-            quiet=True,
-            faults=[] if kill is None else [fault],
-            scaling_config=ft.ScalingConfig(num_workers=STAGES),
-            parallelism_config=ft.ParallelismConfig(pipeline_parallel_degree=STAGES, num_pp_microbatches=shape.micro_batches),
-            recovery_config=ft.RecoveryConfig(**recovery),
-            run_config=ft.RunConfig(
-                name="run", storage_path=directory, checkpoint_config=ft.CheckpointConfig(every=checkpoint)
-            ),
-        ).fit()
+        result, commits = run_of(shape, directory, checkpoint, steps, [] if kill is None else [fault], **recovery)
         struck = None if kill is None else when(Path(result.path) / "faults", fault)
-        lines = [line.split() for path in Path(directory).glob("clock-*") for line in path.read_text().splitlines()]
-        reached = [float(at) for step, at in lines if int(step) == kill and struck is not None and float(at) > struck]
+        reached = [at for step, at in commits if step == kill and struck is not None and at > struck]
         seconds = min(reached) - struck if struck is not None else 0.0
         return seconds, result.digest, "; ".join(r.reason for r in result.recoveries)
+
+
+def steps_on_nodes(shape: Shape, steps: int, log: bool) -> list[float]:
+    """Seconds of each step of a run whose stages are on nodes of a cluster, from one commit of the last stage to the next; the
+    first tenth is left out."""
+    with tempfile.TemporaryDirectory(prefix="raytrain_ft-") as directory:
+        _, commits = run_of(shape, directory, None, steps, [], log=ft.LogConfig(enabled=log), num_spares=0)
+        last = [max(at for step, at in commits if step == number) for number in range(steps // 10, steps)]
+        return [b - a for a, b in pairwise(last)]
+
+
+def report_on_nodes(report: Report, shape: Shape, rounds: int, steps: int) -> None:
+    """Whole runs with a log and without, in turns, each stage on a node of its own."""
+    times: dict[bool, list[list[float]]] = {False: [], True: []}
+    with LocalCluster(num_nodes=STAGES):
+        for number in range(rounds):
+            for log in (False, True) if number % 2 == 0 else (True, False):
+                times[log].append(steps_on_nodes(shape, steps, log))
+    ratio = paired_ratio(times[True], times[False])
+    report.add("logged_step_ratio_paced_on_nodes", ratio)
+    medians = [1000 * statistics.median(itertools.chain.from_iterable(times[log])) for log in (False, True)]
+    report.note(f"on nodes, m = {shape.micro_batches}: step {medians[0]:.1f} ms, logged {medians[1]:.1f} ms, ratio {ratio}")
 
 
 def report_recoveries(report: Report, shape: Shape, checkpoint: int, kill: int, repeats: int) -> dict[str, list[float]]:
@@ -323,6 +352,7 @@ def run(options: Options) -> Report:
         report_replays(report, paced(micro_batches), replayed, repeats)
     if not options.quick:
         report_replays(report, Shape(8), replayed, repeats)
+    report_on_nodes(report, paced(8), *((2, 20) if options.quick else (6, 40)))
     checkpoint, kill = (20, 38) if options.quick else (100, 149)  # there is no second checkpoint before the kill
     times = report_recoveries(report, paced(4), checkpoint, kill, 1 if options.quick else 3)
     if options.quick:
