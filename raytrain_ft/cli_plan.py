@@ -13,7 +13,7 @@ from raytrain_ft.errors import ConfigError, FTError
 from raytrain_ft.loading import load_task
 from raytrain_ft.policy.logging_cost import bubble_share
 from raytrain_ft.policy.plan_words import explain
-from raytrain_ft.policy.planning import ASSUMED_INTERVAL, BANDWIDTH, COPY_BANDWIDTH, Groups, Measured, Plan, Wish, named, plan
+from raytrain_ft.policy.planning import ASSUMED_INTERVAL, BANDWIDTH, Groups, Measured, Plan, Wish, named, plan
 from raytrain_ft.policy.units import in_bytes, in_seconds
 from raytrain_ft.task import TrainTask
 from raytrain_ft.training.profile import measure_pipeline
@@ -35,13 +35,6 @@ SAMPLES = 4
 @click.option("--batch-size", type=arguments.WHOLE, help=f"Samples of a step; default: {SAMPLES} per micro-batch.")
 @click.option("--checkpoint-every", type=arguments.WHOLE, default=ASSUMED_INTERVAL, show_default=True, help="Steps.")
 @click.option("--bandwidth", type=arguments.POSITIVE, default=BANDWIDTH / 1e9, show_default=True, help="Of the network, GB/s.")
-@click.option(
-    "--copy-bandwidth",
-    type=arguments.POSITIVE,
-    default=COPY_BANDWIDTH / 1e9,
-    show_default=True,
-    help="From a GPU to its host, GB/s.",
-)
 @click.option("--budget", type=arguments.WHOLE, help="Bytes of log between two checkpoints, all workers together.")
 @click.option("--target", type=arguments.POSITIVE, help="Seconds of recovery per lost step.")
 @click.option(
@@ -61,7 +54,6 @@ def plan_command(
     batch_size: int | None,
     checkpoint_every: int,
     bandwidth: float,
-    copy_bandwidth: float,
     budget: int | None,
     target: float | None,
     parallel_recovery: bool,
@@ -76,7 +68,6 @@ def plan_command(
     wish = Wish(
         interval=checkpoint_every,
         bandwidth=bandwidth * 1e9,
-        copy_bandwidth=copy_bandwidth * 1e9,
         nodes=nodes or 0,
         budget_bytes=budget,
         target_seconds=target,

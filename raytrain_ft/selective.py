@@ -14,7 +14,8 @@ from typing import Any
 from raytrain_ft.config import RecoveryConfig
 from raytrain_ft.errors import ConfigError, TaskError
 from raytrain_ft.policy import planning
-from raytrain_ft.policy.planning import Groups, LogChoice, Measured, Wish
+from raytrain_ft.policy.logging_cost import in_proportion
+from raytrain_ft.policy.planning import LogChoice, Measured, Wish
 from raytrain_ft.ray_config import ScalingConfig, workers
 from raytrain_ft.settings import TrainSettings
 from raytrain_ft.task import TrainTask
@@ -48,18 +49,18 @@ def choose_log(
         replay_workers=recovery.replay_workers,
     )
     if how.selective:
-        measured = measure(task, step, settings, scaling)
-        choice = _selected(measured, wish)
+        choice = _selected(measure(task, step, settings, scaling), wish)
     elif recovery.strategy == "logging":
         return LogChoice(kept=True, reason='strategy="logging"', interval=wish.interval)
     else:
         try:
-            measured = measure(task, step, settings, scaling, rounds=0)
-            choice = _described(measured, wish, "every boundary between nodes is logged")
+            choice = _described(
+                measure(task, step, settings, scaling, rounds=0), wish, "every boundary between nodes is logged"
+            )
         except TaskError as error:  # the workers will say the same of it, with rank and step
             return LogChoice(kept=True, reason=f"how much it logs is not known: {error}", interval=wish.interval)
     if choice.kept and recovery.strategy == "auto":
-        worth = planning.worth_it(measured, wish, choice.groups or _every(measured))
+        worth = in_proportion(choice.bytes_per_step, choice.state_bytes)
         choice = replace(choice, kept=worth.worth, reason=f"{choice.reason}; {worth.reason}" if worth.worth else worth.reason)
     if not choice.kept:
         warnings.warn(
@@ -99,16 +100,12 @@ def _selected(measured: Measured, wish: Wish) -> LogChoice:
 
 
 def _described(measured: Measured, wish: Wish, reason: str) -> LogChoice:
+    every = tuple((stage,) for stage in range(measured.stages))
     return LogChoice(
         kept=True,
         reason=reason,
-        bytes_per_step=round(planning.log_per_step(measured, _every(measured))),
+        bytes_per_step=round(planning.log_per_step(measured, every)),
         state_bytes=sum(measured.state),
         interval=wish.interval,
         compute_ms=tuple(round(1e3 * seconds, 3) for seconds in measured.compute if seconds),
     )
-
-
-def _every(measured: Measured) -> Groups:
-    """All stages apart."""
-    return tuple((stage,) for stage in range(measured.stages))

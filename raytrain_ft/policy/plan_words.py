@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raytrain_ft.policy.logging_cost import bubble_share
-from raytrain_ft.policy.planning import Plan, most_copied, named
+from raytrain_ft.policy.planning import Measured, Plan, named
+from raytrain_ft.policy.topology import Groups
 from raytrain_ft.policy.units import in_bytes, in_seconds
+
+DEVICE_COPY = 12e9
+"""Bytes per second from a GPU to its host: what PCIe 3.0 x16 reaches, and the paper's machines with it."""
 
 
 def explain(plan: Plan) -> tuple[str, ...]:
     """Sentences: of the strategies, of the groups, and what holds on GPUs."""
-    return (*_why_strategies(plan), *_why_groups(plan), *_advice(plan))
+    return (*_why_strategies(plan), *_why_groups(plan), *_advice(plan.measured, plan.groups))
 
 
 def _why_strategies(plan: Plan) -> list[str]:
@@ -84,17 +88,20 @@ def _why_groups(plan: Plan) -> list[str]:
     return lines
 
 
-def _advice(plan: Plan) -> list[str]:
-    """How short a step may be on a GPU that copies its log while it is idle (section 5.4)."""
-    measured, copy = plan.measured, plan.wish.copy_bandwidth
-    if len(plan.groups) == 1:
+def _advice(measured: Measured, groups: Groups) -> list[str]:
+    """Whether a GPU could copy its log while it is idle (section 5.4). A CPU copies nothing, so this decides nothing."""
+    if len(groups) == 1:
         return []
-    busiest = most_copied(measured, plan.groups)
+    edges = {group[-1] for group in groups[:-1]}
+    per_stage = [
+        sum(measured.crossing[edge] / 2 for edge in (stage - 1, stage) if edge in edges) for stage in range(measured.stages)
+    ]
+    busiest = max(per_stage)
     idle = bubble_share(measured.stages, measured.micro_batches)
-    shortest = busiest / copy / idle if idle else 0.0
+    shortest = busiest / DEVICE_COPY / idle if idle else 0.0
     return [
         f"A stage is idle for {idle:.0%} of a step ({measured.stages} stages, {measured.micro_batches} micro-batches). On GPUs "
-        f"that copy {in_bytes(copy)}/s to the host, its {in_bytes(busiest)} of log fit in there if a step takes "
+        f"that copy {in_bytes(DEVICE_COPY)}/s to the host, its {in_bytes(busiest)} of log fit in there if a step takes "
         f"{in_seconds(shortest)} or more; on CPUs nothing is copied."
     ]
 

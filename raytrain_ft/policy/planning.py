@@ -1,7 +1,7 @@
 """Which recovery for which stage of a pipeline, and which boundaries to log: decided before a run, from measured numbers. Pure.
 
 Replication where a stage has a replica on another node, else logging, else checkpoints (SWIFT, section 3). A run asks
-`choose_groups` and `worth_it`; `raytrain-ft plan` shows all of it with the times that go with it.
+`choose_groups` and `in_proportion`; `raytrain-ft plan` shows all of it with the times that go with it.
 
 Worker number r is taken to be on node r modulo their number: workers are started one by one, each on the emptiest node.
 """
@@ -16,15 +16,12 @@ from typing import Any
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy import grouping
 from raytrain_ft.policy.grouping import Groups, Profile
-from raytrain_ft.policy.logging_cost import FAR_PER_STEP, SMALL_LOG, Worth, in_proportion, worth_logging
+from raytrain_ft.policy.logging_cost import Worth, in_proportion
 from raytrain_ft.policy.topology import between, groups_by_node, groups_of, logged_edges, replicated
 from raytrain_ft.policy.units import in_bytes, in_seconds
 
 BANDWIDTH = 1.25e9
 """Of the network, bytes per second, where none is given: 10 Gbit/s. It matters only where transfers take longer than stages."""
-COPY_BANDWIDTH = 12e9
-"""From a device to its host, bytes per second, where none is given: what PCIe 3.0 x16 reaches, and the paper's machines with
-it. A CPU only hands references over."""
 ASSUMED_INTERVAL = 100
 """Steps from one checkpoint to the next where the run itself will choose: more than most choose, so that a budget holds."""
 
@@ -68,12 +65,10 @@ class Wish:
         budget_bytes: of log from one checkpoint to the next, all workers together. target_seconds: of recovery per lost step.
             At most one of them; with neither, every boundary between nodes is logged.
         replay_workers: how many replay one lost stage.
-        copy_bandwidth: from a device to its host, bytes per second.
     """
 
     interval: int
     bandwidth: float = BANDWIDTH
-    copy_bandwidth: float = COPY_BANDWIDTH
     nodes: int = 0
     budget_bytes: float | None = None
     target_seconds: float | None = None
@@ -198,34 +193,6 @@ def log_per_step(measured: Measured, groups: Groups) -> float:
     return measured.replicas * (crossing + tied)
 
 
-def most_copied(measured: Measured, groups: Groups) -> float:
-    """Bytes per step that the stage which logs most copies: its activations forward, its gradients backward."""
-    edges = {group[-1] for group in groups[:-1]}
-    stages = range(measured.stages)
-    return max(sum(measured.crossing[edge] / 2 for edge in (stage - 1, stage) if edge in edges) for stage in stages)
-
-
-def worth_it(measured: Measured, wish: Wish, groups: Groups) -> Worth:
-    """Whether to log what crosses between these groups (SWIFT, section 5.4): it must be in proportion to the model, and as far
-    as the stages were timed, its copies must fit the time in which a stage is idle."""
-    logged, state = log_per_step(measured, groups), sum(measured.state)
-    size = in_proportion(logged, state)
-    if not size.worth or logged <= SMALL_LOG or not measured.step_seconds or not state:
-        return size
-    fits = worth_logging(
-        log_bytes=most_copied(measured, groups),
-        step_seconds=measured.step_seconds,
-        copy_bandwidth=wish.copy_bandwidth,
-        stages=measured.stages,
-        micro_batches=measured.micro_batches,
-        state_bytes=state,
-        total_log_bytes=logged,
-        interval=1,
-        far=FAR_PER_STEP,
-    )
-    return size if fits.worth else fits
-
-
 # ---------------------------------------------------------------- what `raytrain-ft plan` asks
 
 
@@ -322,7 +289,7 @@ def _worth(measured: Measured, wish: Wish, every: Groups, groups: Groups) -> Wor
     """Whether logging beats going back to the checkpoint."""
     if len(groups) == 1:
         return Worth(False, "nothing is logged: all stages are one group, so a loss takes all of them back")
-    size = worth_it(measured, wish, groups)
+    size = in_proportion(log_per_step(measured, groups), sum(measured.state))
     if not size.worth:
         return size
     replay = _objective(measured, wish, every, groups)

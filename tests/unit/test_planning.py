@@ -19,7 +19,6 @@ from raytrain_ft.policy.planning import (
     log_per_step,
     named,
     plan,
-    worth_it,
 )
 from raytrain_ft.policy.topology import Groups
 from raytrain_ft.policy.units import in_bytes, in_seconds
@@ -229,20 +228,6 @@ def test_bad_input(change: dict, words: str) -> None:
 )
 def test_in_proportion(logged: int, state: int, worth: bool) -> None:
     assert in_proportion(logged, state).worth is worth
-
-
-@pytest.mark.parametrize(
-    ("milliseconds", "copy", "worth"),
-    # of 11 time slots 3 are idle; the stages in the middle copy half of what crosses on either side, 20 MB
-    [(100.0, 12e9, True), (100.0, 0.54e9, True), (100.0, 0.53e9, False), (10.0, 0.54e9, False), (0.0, 1e3, True)],
-)
-def test_what_is_logged_must_fit_the_idle_time(milliseconds: float, copy: float, worth: bool) -> None:
-    measured = replace(FOUR, compute=(milliseconds / 1e3,) * 4)
-    found = worth_it(measured, replace(TEN, copy_bandwidth=copy), tuple((stage,) for stage in range(4)))
-    assert found.worth is worth
-    if not worth:
-        assert "a stage is idle for" in found.reason
-        assert plan(measured, replace(TEN, copy_bandwidth=copy)).strategies == ("checkpoint",) * 4
 
 
 def test_sizes_and_times_in_words() -> None:
