@@ -371,7 +371,7 @@ async def measure(directory: Path, seconds: int, losses: int) -> Costs:
 def add_to(report: Report, quick: bool) -> None:
     """The metrics of the control plane."""
     with tempfile.TemporaryDirectory(prefix="raytrain_ft-") as directory:
-        costs = asyncio.run(measure(Path(directory), 8 if quick else 60, 3 if quick else 20))
+        costs = asyncio.run(measure(Path(directory), 16 if quick else 120, 3 if quick else 20))
     own = [ms - pretence for ms, pretence in zip(costs.ms_per_step, costs.pretence_ms, strict=True)]
     report.add("control_plane_ms_per_step_64", own)
     report.add("failure_handled_s_64", costs.handled_s)

@@ -30,6 +30,7 @@ from benchmarks.peers.ray_pipeline import measure_pipeline_restart
 from benchmarks.stages import STAGES, Bench, Shape, Staged, paced
 from raytrain_ft.chaos.cluster import LocalCluster
 from raytrain_ft.chaos.faults import when
+from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.training.links import Links
 from raytrain_ft.training.team import Team
 
@@ -283,7 +284,11 @@ def steps_on_nodes(shape: Shape, steps: int, log: bool) -> list[float]:
     """Seconds of each step of a run whose stages are on nodes of a cluster, from one commit of the last stage to the next; the
     first tenth is left out."""
     with tempfile.TemporaryDirectory(prefix="raytrain_ft-") as directory:
-        _, commits = run_of(shape, directory, None, steps, [], log=ft.LogConfig(enabled=log), num_spares=0)
+        result, commits = run_of(shape, directory, None, steps, [], log=ft.LogConfig(enabled=log), num_spares=0)
+        written = [r for r in read_records(Path(result.path) / "events.jsonl") if r["event"] == "LogWritten"]
+        logged, wanted = sum(r["payload_bytes"] for r in written), steps * (shape.log_bytes + 4 * 8 * STAGES)
+        if result.recoveries or logged != (wanted if log else 0):
+            raise RuntimeError(f"{len(result.recoveries)} recoveries, {logged} bytes of log instead of {wanted if log else 0}")
         last = [max(at for step, at in commits if step == number) for number in range(steps // 10, steps)]
         return [b - a for a, b in pairwise(last)]
 

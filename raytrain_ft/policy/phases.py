@@ -65,8 +65,8 @@ def fence(run: RunState, at: float) -> list[m.Command]:
 
 def _seconds_to_leave(run: RunState) -> float:
     """How long a fence waits. Nothing interrupts a forward pass, which in the first step may take any time that is no hang; nor
-    who builds a model: another stage than its own, the same one as new, or as a helper in a replay that of others; nor who
-    saves the final state."""
+    who builds a model: another stage than its own, the same one as new, or as a helper in a replay that of others; nor who has
+    its own state back from the disk after that, or saves the final state."""
     late = [member for member in run.joining if member not in run.answers]
     anew = run.plan is None or run.rules.stages > 1
     joins = run.state == State.REPLACE and anew and any(member not in run.survivors for member in late)
@@ -74,8 +74,9 @@ def _seconds_to_leave(run: RunState) -> float:
     builds = joins or again or (run.state == State.REBUILD and bool(run.replaying and late))
     first = not run.longest_step and (again or run.state in TRAINING)
     longest_pass = run.rules.hang_timeout if first else PATIENCE * run.longest_step
-    saving = run.rules.phase_timeout if run.step >= run.rules.max_steps else 0.0
-    return max(run.rules.fence_timeout, longest_pass, saving, PATIENCE * run.longest_build if builds else 0.0)
+    helps = builds and not joins and run.rules.replay_workers > 1
+    moving = run.rules.phase_timeout if helps or run.step >= run.rules.max_steps else 0.0
+    return max(run.rules.fence_timeout, longest_pass, moving, PATIENCE * run.longest_build if builds else 0.0)
 
 
 def on_fenced(run: RunState, event: m.Fenced) -> list[m.Command]:

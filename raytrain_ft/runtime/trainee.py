@@ -9,6 +9,7 @@ from __future__ import annotations
 import traceback
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -326,7 +327,7 @@ class Trainee:
         team = command.team_of(self._member)
         stage = stage_of(self._world.index(team[0]), self._spec.rules.stages)
         try:
-            with aside.room_for_another(self.replica.state, lambda size, seconds: self._set_aside(fence, size, seconds)):
+            with aside.room_for_another(self.replica.state, fence.check, partial(self._set_aside, fence)):
                 self._replay_beside(fence, command, stage, team)
         except aside.LostAsideError as error:
             self.replica.state.filled = False

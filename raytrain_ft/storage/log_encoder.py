@@ -31,6 +31,8 @@ from raytrain_ft.storage.tensors import DTYPES
 
 Layout = tuple[Kind, tuple[str, ...], tuple[tuple[int, ...], ...]]
 """What records have in common that differ in their numbers alone."""
+MOST_BYTES = 64 * 2**20
+"""Of a larger record pyarrow's part is nothing, and a file holds one of them."""
 
 
 class Encoder:
@@ -74,7 +76,11 @@ class Encoder:
         if len(arrays) > 1 and values.nbytes:
             at = next(number for number, part in enumerate(parts) if _address(part) == _address(values))
             parts[at : at + 1] = [array.data for array in arrays if len(array)]
-        if len(self._patterns) < MOST_PATTERNS and (pattern := _pattern(parts, head, padded(values.nbytes))) is not None:
+        if (
+            values.nbytes <= MOST_BYTES
+            and len(self._patterns) < MOST_PATTERNS
+            and (pattern := _pattern(parts, head, padded(values.nbytes))) is not None
+        ):
             self._patterns[head.key.kind, head.dtypes, head.shapes] = pattern
         return parts
 

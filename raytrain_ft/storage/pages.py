@@ -51,10 +51,11 @@ def for_writing(descriptor: int, size: int, used: int) -> mmap.mmap:
 
 
 def give_back(address: int, size: int) -> None:
-    """Gives the pages that lie wholly in this memory to the system. Whoever touches them next finds zeros, in new ones."""
+    """Gives the pages that lie wholly in this memory to the system, as far as it takes them: not what is locked or shared.
+    Whoever touches them next finds zeros there, in new ones."""
     first, last = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
     if first < last:
-        _madvise(first, last - first, mmap.MADV_DONTNEED)  # memory that is locked stays
+        _madvise(first, last - first, mmap.MADV_DONTNEED)
 
 
 def _populate(mapping: mmap.mmap, advice: int) -> bool:

@@ -8,6 +8,7 @@ this process; and what comes back is compared, by its hash, with what went.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import tempfile
 import time
@@ -42,6 +43,11 @@ DISK = "/var/tmp"
 """`/tmp` is memory on some systems, this is a disk."""
 
 
+PART_BYTES = 16 * 2**20
+"""Between two looks at the fence."""
+_trim = ctypes.CDLL(None).malloc_trim
+
+
 class LostAsideError(Exception):
     """What was set aside could not be had back: whoever holds it holds nothing any more."""
 
@@ -54,9 +60,11 @@ class Region(NamedTuple):
 
 
 def regions_of(state: TrainingState) -> list[Region]:
-    """Where weights lie, and what the optimizer keeps for them, each piece once; on the CPU, as stages are."""
-    tensors = (value for bucket in state.buckets for _, value in state.slots(bucket) if isinstance(value, Tensor))
-    storages = [tensor.untyped_storage() for tensor in tensors if tensor.is_cpu]
+    """Where the weights that are trained lie, and what the optimizer keeps for them, each piece once; on the CPU, as stages are.
+    Not what a stage may share with others of the same task: frozen weights and buffers."""
+    params = [p for bucket in state.buckets for p in bucket.params]
+    kept = (value for p in params for value in state.optimizer.state.get(p, {}).values() if isinstance(value, Tensor))
+    storages = [tensor.untyped_storage() for tensor in (*params, *kept) if tensor.is_cpu]
     return sorted({Region(storage.data_ptr(), storage.nbytes()) for storage in storages if storage.nbytes()})
 
 
@@ -94,43 +102,61 @@ def _reclaimable(path: str) -> int:
 
 
 @contextmanager
-def room_for_another(state: TrainingState, tell: Callable[[int, float], None]) -> Iterator[None]:
+def room_for_another(state: TrainingState, check: Callable[[], None], tell: Callable[[int, float], None]) -> Iterator[None]:
     """For as long as this is entered there is room for a replica of another stage, as far as that is known: this state stays
     in memory if both fit, and is on the disk if they do not.
 
     Args:
+        check: called again and again while it is written; may raise to leave that, and then nothing has changed.
         tell: is told, once it is back, of its bytes and of the seconds that it took to write and to read them.
 
     Raises:
-        OSError, LostAsideError: see `on_disk`.
+        MemoryError: the other stage does not fit even so. OSError, LostAsideError: see `on_disk`.
     """
     regions = regions_of(state)
     size = sum(region.size for region in regions)
-    if fits_beside(size, free_memory()):
+    _collect()
+    free = free_memory()
+    if fits_beside(size, free):
         yield
         return
+    if not fits_beside(size, free + size):
+        raise MemoryError(f"{free} bytes are free, and {size} more without its own state, of {NEEDED:g} times {size}")
     seconds = -time.monotonic()
-    with on_disk(regions):
+    with on_disk(regions, check):
         seconds += time.monotonic()
         yield
         seconds -= time.monotonic()
     tell(size, seconds + time.monotonic())
 
 
+def _collect() -> None:
+    """A replica that nobody uses any more is a cycle, which the collector has to find, and the C library keeps what is free."""
+    gc.collect()
+    _trim(0)
+
+
 @contextmanager
-def on_disk(regions: Sequence[Region]) -> Iterator[None]:
+def on_disk(regions: Sequence[Region], check: Callable[[], None]) -> Iterator[None]:
     """For as long as this is entered, what lies there is on the disk, and its pages are the system's. The addresses stay what
     they are, and so does whoever refers to them.
+
+    Args:
+        check: called again and again while it is written; may raise to leave that.
 
     Raises:
         OSError: the disk does not take it; nothing has changed. LostAsideError: it does not give it back as it was.
     """
-    with tempfile.TemporaryFile(dir=DISK if os.access(DISK, os.W_OK) else None) as file:
-        hashes = [_write(region, file) for region in regions]
+    if _is_memory(DISK):
+        raise OSError(f"{DISK} is memory, not a disk")
+    with tempfile.TemporaryFile(dir=DISK) as file:
+        hashes = [_write(region, file, check) for region in regions]
         file.flush()
-        for region in regions:
-            give_back(*region)
+        os.fsync(file.fileno())  # what the disk refuses is known now, and the pages of its cache can be had back as well
+        check()
         try:
+            for region in regions:
+                give_back(*region)
             yield
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold what this memory was free for
@@ -139,21 +165,33 @@ def on_disk(regions: Sequence[Region]) -> Iterator[None]:
             _have_back(regions, hashes, file)
 
 
-def _write(region: Region, file: IO[bytes]) -> str:
-    content = _content(region)
-    file.write(content)
-    return xxhash.xxh3_128_hexdigest(content)
+def _is_memory(path: str) -> bool:
+    """Whether what is written there stays in memory."""
+    mounts = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
+    where = Path(path).resolve()
+    return next((mounts[str(one)] for one in (where, *where.parents) if str(one) in mounts), "") in ("tmpfs", "ramfs")
+
+
+def _write(region: Region, file: IO[bytes], check: Callable[[], None]) -> str:
+    content, hasher = _content(region), xxhash.xxh3_128()
+    for start in range(0, region.size, PART_BYTES):
+        check()
+        part = content[start : start + PART_BYTES]
+        file.write(part)
+        hasher.update(part)
+    return hasher.hexdigest()
 
 
 def _have_back(regions: Sequence[Region], hashes: Sequence[str], file: IO[bytes]) -> None:
     try:
+        _collect()
         file.seek(0)
         for region, wanted in zip(regions, hashes, strict=True):
             content = _content(region)
             if file.readinto(content) != region.size or xxhash.xxh3_128_hexdigest(content) != wanted:  # pyright: ignore
                 raise OSError("it is not what was written")
-    except OSError as error:
-        raise LostAsideError(f"the state that was set aside on the disk cannot be had back: {error}") from error
+    except BaseException as error:  # whatever it is, it is in memory in part at best
+        raise LostAsideError(f"the state that was set aside on the disk cannot be had back: {error!r}") from error
 
 
 def _content(region: Region) -> memoryview:

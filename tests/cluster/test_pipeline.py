@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -33,6 +34,8 @@ UNHURRIED = 0.15
 """Seconds of a micro-batch with which a few steps take longer than a worker took to build its model: else nobody helps."""
 NONE_YET = ft.CheckpointConfig(every=100)
 """A replay is from the beginning, so there is something to help with, and somewhere to strike, wherever a worker is lost."""
+HELPED: dict[str, Any] = {"max_grad_norm": 0.5, "replay_workers": 3, "checkpoints": NONE_YET}
+"""As `calm_stages`, whose lost stages are replayed by three."""
 
 
 class Alike(Toy):
@@ -388,21 +391,36 @@ def test_survivors_help_with_the_replay_and_come_back_to_their_own_state(
 
 
 class Crowded(Alike):
-    """Its workers have no memory for another stage."""
+    """Its workers have no memory for another stage beside their own."""
 
     def __init__(self, pace_s: float, disk: str = aside.DISK) -> None:
         super().__init__(pace_s)
         self._disk = disk
 
     def model(self, stage: int) -> torch.nn.Module:
-        aside.free_memory, aside.DISK = (lambda: 0), self._disk
+        if ray.get_runtime_context().get_actor_id() is not None:  # not in the driver, which is this process
+            answers = itertools.cycle([False, True])  # beside its own there is no room, without it there is
+            aside.fits_beside, aside.DISK = (lambda own, free: next(answers)), self._disk
+        return super().model(stage)
+
+
+class Forgetful(Crowded):
+    """The first worker that hosts stage 0 does not get back what it has set aside."""
+
+    def model(self, stage: int) -> torch.nn.Module:
+        if stage == 0 and ray.get_runtime_context().get_actor_id() is not None and not hasattr(aside, "has_lost"):
+            real, aside.has_lost = aside._have_back, True  # pyright: ignore
+
+            def have_back(regions: Any, hashes: list[str], file: Any) -> None:
+                real(regions, ["of something else" for _ in hashes], file)
+
+            aside._have_back = have_back
         return super().model(stage)
 
 
 @pytest.mark.long
 def test_helpers_without_room_for_two_stages_have_their_own_on_the_disk(calm_stages: ft.Result, tmp_path: Path) -> None:
-    how = {"max_grad_norm": 0.5, "replay_workers": 3, "checkpoints": NONE_YET}
-    result = pipeline(tmp_path, "run", task=Crowded(UNHURRIED), faults=[fault(1, 9, "forward", 1)], **how)
+    result = pipeline(tmp_path, "run", task=Crowded(UNHURRIED), faults=[fault(1, 9, "forward", 1)], **HELPED)
     (recovery,) = result.recoveries
     assert "by 3 workers" in recovery.reason
     assert (result.digest, recovery.guarantee) == (calm_stages.digest, Guarantee.EXACT)
@@ -413,23 +431,32 @@ def test_helpers_without_room_for_two_stages_have_their_own_on_the_disk(calm_sta
 
 
 @pytest.mark.long
-def test_a_helper_that_is_killed_while_its_state_is_on_the_disk_leaves_nothing(calm_stages: ft.Result, tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    faults = [fault(1, 9, "forward", 1), fault(0, 5, "replay")]
-    how = {"max_grad_norm": 0.5, "replay_workers": 3, "checkpoints": NONE_YET}
-    result = pipeline(tmp_path, "run", task=Crowded(UNHURRIED, str(disk)), faults=faults, **how)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_loss_while_states_are_on_the_disk(calm_stages: ft.Result, tmp_path: Path, rank: int) -> None:
+    """Of a helper, with which the only copy of its stage goes; and of who is helped: the helpers leave, and have theirs back."""
+    faults = [fault(1, 9, "forward", 1), fault(rank, 5, "replay")]
+    result = pipeline(tmp_path, "run", task=Crowded(UNHURRIED), faults=faults, **HELPED)
     assert result.digest == calm_stages.digest
     assert promise_kept(result) == []
-    assert list(disk.iterdir()) == []
+    (recovery,) = result.recoveries
+    assert (len(recovery.lost), recovery.attempts) == (2, 2), "nobody else was lost with it"
+
+
+@pytest.mark.long
+def test_a_helper_that_does_not_get_its_state_back_has_lost_its_stage(calm_stages: ft.Result, tmp_path: Path) -> None:
+    task = Forgetful(UNHURRIED)
+    result = pipeline(tmp_path, "run", task=task, faults=[fault(1, 9, "forward", 1)], **HELPED)
+    assert result.digest == calm_stages.digest
+    assert promise_kept(result) == []
+    (recovery,) = result.recoveries
+    assert "stages 0, 1" in recovery.reason, recovery.reason
 
 
 @pytest.mark.long
 def test_helpers_that_have_room_nowhere_do_not_help(calm_stages: ft.Result, tmp_path: Path) -> None:
     """The disk refuses what they hold, which they keep, and the stage is replayed by its replacement alone."""
-    how = {"max_grad_norm": 0.5, "replay_workers": 3, "checkpoints": NONE_YET}
-    task = Crowded(UNHURRIED, "/proc")  # where there is no file to be made
-    result = pipeline(tmp_path, "run", task=task, faults=[fault(1, 9, "forward", 1)], **how)
+    task = Crowded(UNHURRIED, str(tmp_path / "no such directory"))
+    result = pipeline(tmp_path, "run", task=task, faults=[fault(1, 9, "forward", 1)], **HELPED)
     assert result.digest == calm_stages.digest
     assert promise_kept(result) == []
     (recovery,) = result.recoveries
@@ -440,8 +467,7 @@ def test_helpers_that_have_room_nowhere_do_not_help(calm_stages: ft.Result, tmp_
 def test_a_helper_killed_in_the_replay_is_a_stage_lost_as_well(calm_stages: ft.Result, tmp_path: Path) -> None:
     """Rank 0 helps to replay stage 1; with it goes the only copy of stage 0, which is replayed then, too."""
     faults = [fault(1, 9, "forward", 1), fault(0, 5, "replay")]
-    how = {"max_grad_norm": 0.5, "replay_workers": 3, "checkpoints": NONE_YET}
-    result = pipeline(tmp_path, "run", task=Alike(UNHURRIED), faults=faults, **how)
+    result = pipeline(tmp_path, "run", task=Alike(UNHURRIED), faults=faults, **HELPED)
     assert promise_kept(result) == []
     assert result.digest == calm_stages.digest
     (recovery,) = result.recoveries

@@ -13,6 +13,7 @@ from disks import small_file_system
 from torch import nn
 
 from raytrain_ft.training import aside
+from raytrain_ft.training.fence import FencedError
 from raytrain_ft.training.state import TrainingState
 
 
@@ -31,11 +32,21 @@ def step(state: TrainingState) -> None:
     state.optimizer.step()
 
 
+def crowded(monkeypatch: pytest.MonkeyPatch, state: TrainingState) -> None:
+    """There is room for one state more, which is not enough for a replica, and is once this state is away."""
+    size = sum(region.size for region in aside.regions_of(state))
+    monkeypatch.setattr(aside, "free_memory", lambda: size)
+
+
+def never() -> None:
+    """There is no fence."""
+
+
 def test_it_comes_back_to_the_bit_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aside, "free_memory", lambda: 0)
     state, other = trained(), trained()
+    crowded(monkeypatch, state)
     before, told = state.digests(), []
-    with aside.room_for_another(state, lambda size, seconds: told.append((size, seconds))):
+    with aside.room_for_another(state, never, lambda size, seconds: told.append((size, seconds))):
         weight: Any = state.model[0].weight  # pyright: ignore
         assert (weight == 0).float().mean() > 0.9, "all but the pages that it shares with others are gone"
     assert state.digests() == before
@@ -49,16 +60,16 @@ def test_it_comes_back_to_the_bit_and_goes_on(monkeypatch: pytest.MonkeyPatch) -
 
 def test_it_stays_where_there_is_room() -> None:
     state, told = trained(), []
-    with aside.room_for_another(state, lambda *about: told.append(about)):
+    with aside.room_for_another(state, never, lambda *about: told.append(about)):
         assert state.model[0].weight.all()  # pyright: ignore
     assert told == []
 
 
 def test_it_comes_back_when_what_it_made_room_for_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aside, "free_memory", lambda: 0)
     state = trained()
+    crowded(monkeypatch, state)
     before = state.digests()
-    with pytest.raises(KeyError), aside.room_for_another(state, lambda *_: None):
+    with pytest.raises(KeyError), aside.room_for_another(state, never, lambda *_: None):
         raise KeyError("the replay")
     assert state.digests() == before
 
@@ -79,7 +90,7 @@ def test_what_does_not_come_back_is_said_to_be_lost(damage: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(aside, "_have_back", have_back)
-        with pytest.raises(aside.LostAsideError, match="not what was written"), aside.on_disk(aside.regions_of(state)):
+        with pytest.raises(aside.LostAsideError, match="not what was written"), aside.on_disk(aside.regions_of(state), never):
             pass
 
 
@@ -88,17 +99,75 @@ def test_a_disk_that_is_full_changes_nothing(tmp_path: Path, monkeypatch: pytest
     before = state.digests()
     with small_file_system(tmp_path / "disk", "1M") as disk:
         monkeypatch.setattr(aside, "DISK", str(disk))
-        with pytest.raises(OSError, match="No space left"), aside.on_disk(aside.regions_of(state)):
+        monkeypatch.setattr(aside, "_is_memory", lambda path: False)
+        with pytest.raises(OSError, match="No space left"), aside.on_disk(aside.regions_of(state), never):
             pytest.fail("there was no room")
         assert list(disk.iterdir()) == []
     assert state.digests() == before
+
+
+def test_where_there_is_too_little_even_so_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = trained()
+    before = state.digests()
+    monkeypatch.setattr(aside, "free_memory", lambda: 0)
+    monkeypatch.setattr(aside, "on_disk", lambda *_: pytest.fail("it was to stay"))
+    with pytest.raises(MemoryError, match="0 bytes are free"), aside.room_for_another(state, never, lambda *_: None):
+        pytest.fail("there is no room")
+    assert state.digests() == before
+
+
+def test_a_fence_in_the_midst_of_writing_leaves_it_where_it_was() -> None:
+    state, looks = trained(), iter(range(5))
+    before = state.digests()
+
+    def check() -> None:
+        if next(looks) == 4:
+            raise FencedError(2)
+
+    with pytest.raises(FencedError), aside.on_disk(aside.regions_of(state), check):
+        pytest.fail("it was left before")
+    assert state.digests() == before
+
+
+def test_memory_is_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_file_system(tmp_path / "memory", "1M") as memory:
+        monkeypatch.setattr(aside, "DISK", str(memory))
+        with pytest.raises(OSError, match="is memory, not a disk"), aside.on_disk([], never):
+            pytest.fail("it is none")
+
+
+def test_what_a_stage_may_share_with_others_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = trained()
+    model: Any = state.model
+    model.register_buffer("mask", torch.ones(2**16))
+    with aside.on_disk(aside.regions_of(state), never):
+        assert model.mask.all()
+        assert model[1].running_var.any()
+
+
+def test_a_replica_that_is_not_used_any_more_is_gone_before_the_state_comes_back() -> None:
+    """It is a cycle, as a `Replica` is, of 256 MB."""
+    code = """
+import resource, torch
+from raytrain_ft.training import aside
+own = [torch.full((2**20,), float(n)) for n in range(64)]
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with aside.on_disk([aside.Region(one.data_ptr(), one.nbytes) for one in own], lambda: None):
+    other = {"weights": [torch.ones(2**20) for _ in range(64)]}
+    other["itself"] = other
+    del other
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) < 64 * 2**10  # KiB
 
 
 def test_no_file_is_left_by_who_is_killed(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys, torch; from raytrain_ft.training import aside; aside.DISK = sys.argv[1]\n"
         "own = torch.ones(1000)\n"
-        "with aside.on_disk([aside.Region(own.data_ptr(), own.nbytes)]): os.kill(os.getpid(), signal.SIGKILL)"
+        "with aside.on_disk([aside.Region(own.data_ptr(), own.nbytes)], lambda: None): os.kill(os.getpid(), signal.SIGKILL)"
     )
     ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=120, check=False)
     assert ended.returncode == -9
@@ -112,7 +181,7 @@ import resource, torch
 from raytrain_ft.training import aside
 own = [torch.full((2**20,), float(n)) for n in range(64)]
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-with aside.on_disk([aside.Region(one.data_ptr(), one.nbytes) for one in own]):
+with aside.on_disk([aside.Region(one.data_ptr(), one.nbytes) for one in own], lambda: None):
     other = torch.ones(64 * 2**20)
     del other
 assert all(bool((one == n).all()) for n, one in enumerate(own))
