@@ -76,12 +76,10 @@ class Encoder:
         if len(arrays) > 1 and values.nbytes:
             at = next(number for number, part in enumerate(parts) if _address(part) == _address(values))
             parts[at : at + 1] = [array.data for array in arrays if len(array)]
-        if (
-            values.nbytes <= MOST_BYTES
-            and len(self._patterns) < MOST_PATTERNS
-            and (pattern := _pattern(parts, head, padded(values.nbytes))) is not None
-        ):
-            self._patterns[head.key.kind, head.dtypes, head.shapes] = pattern
+        if values.nbytes <= MOST_BYTES and len(self._patterns) < MOST_PATTERNS:
+            pattern = _pattern(parts, head, padded(values.nbytes))
+            if pattern is not None:
+                self._patterns[head.key.kind, head.dtypes, head.shapes] = pattern
         return parts
 
     def _write(self, head: Head, arrays: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:

@@ -60,8 +60,8 @@ class Region(NamedTuple):
 
 
 def regions_of(state: TrainingState) -> list[Region]:
-    """Where the weights that are trained lie, and what the optimizer keeps for them, each piece once; on the CPU, as stages are.
-    Not what a stage may share with others of the same task: frozen weights and buffers."""
+    """Where the weights that are trained lie, and what the optimizer keeps for them, each piece once; on the CPU, as stages
+    are. Not what a stage may share with others of the same task: frozen weights and buffers."""
     params = [p for bucket in state.buckets for p in bucket.params]
     kept = (value for p in params for value in state.optimizer.state.get(p, {}).values() if isinstance(value, Tensor))
     storages = [tensor.untyped_storage() for tensor in (*params, *kept) if tensor.is_cpu]

@@ -433,7 +433,7 @@ def test_helpers_without_room_for_two_stages_have_their_own_on_the_disk(calm_sta
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_loss_while_states_are_on_the_disk(calm_stages: ft.Result, tmp_path: Path, rank: int) -> None:
-    """Of a helper, with which the only copy of its stage goes; and of who is helped: the helpers leave, and have theirs back."""
+    """Of a helper, with which the only copy of its stage goes; and of who is helped: the helpers have theirs back."""
     faults = [fault(1, 9, "forward", 1), fault(rank, 5, "replay")]
     result = pipeline(tmp_path, "run", task=Crowded(UNHURRIED), faults=faults, **HELPED)
     assert result.digest == calm_stages.digest
