@@ -33,7 +33,11 @@ CHECK_INTERVAL_S = 0.1
 """Often enough to notice that this process itself was held up, on which false alarms depend: looking only when somebody may be
 late gave workers up in half of the starts of a pipeline on a busy machine. But each look wakes it, which is most of what this
 costs."""
+CHECKED_PER_S = 320
+"""Workers that are looked at in a second, each as often as the others."""
 HANG_CHECK_INTERVAL_S = 0.5
+HANG_CHECK_SHARE = 0.02
+"""Of what is a hang: how late it may be seen."""
 HOLD_UPS = 1000
 """So many of the last ones are remembered, which is minutes on a machine that is always too busy."""
 PATIENCE_WITH_ALL = 10
@@ -237,7 +241,7 @@ class Health:
     async def _watch_workers(self) -> None:
         before = looked = time.monotonic()
         while True:
-            await asyncio.sleep(CHECK_INTERVAL_S)
+            await asyncio.sleep(self._check_interval)
             now = time.monotonic()
             if now - before > self._timeout / 2:
                 # This process itself was held up (a suspended machine, a busy one): silence proves nothing, and no hang either.
@@ -248,9 +252,19 @@ class Health:
             late = now - self._timeout
             if min(self._heard.values(), default=now) < late:
                 self._probe(member for member, heard in self._heard.items() if heard < late)
-            if now - looked > HANG_CHECK_INTERVAL_S:
+            if now - looked > max(HANG_CHECK_INTERVAL_S, HANG_CHECK_SHARE * self._hang_limit):
                 looked = now
                 self._find_hang()
+
+    @property
+    def _check_interval(self) -> float:
+        """Seconds between two looks: with many workers fewer of them, as they beat less often."""
+        return min(max(CHECK_INTERVAL_S, len(self._heard) / CHECKED_PER_S), self._timeout / 4)
+
+    @property
+    def _hang_limit(self) -> float:
+        """Seconds in one place that are a hang."""
+        return max(self._spec.hang_timeout, 10 * self._longest)
 
     def alert(self, members: Iterable[str]) -> None:
         """Something happened: asks all these workers directly whether they live, and after a fruitless recovery, also whether
@@ -320,7 +334,7 @@ class Health:
         """A worker that lives and beats, but has been in the same place far longer than any step took."""
         if self.state not in TRAINING:
             return
-        now, limit = time.monotonic(), max(self._spec.hang_timeout, 10 * self._longest)
+        now, limit = time.monotonic(), self._hang_limit
         self._find_idle(limit)
         waiting: list[str] = []
         for member, beat in list(self._beats.items()):
