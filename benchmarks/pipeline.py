@@ -346,9 +346,8 @@ def report_peer(report: Report, shape: Shape, checkpoint: int, kill: int, times:
         report.add(f"recovery_reduction_vs_ray_train_restart{suffix}", reductions)
 
 
-def run(options: Options) -> Report:
-    """All of it."""
-    report = Report("pipeline", metrics_from=GOALS)
+def measure_all(report: Report, options: Options) -> None:
+    """Steps, replays, whole runs on nodes, recoveries."""
     blocks, steps = (4, 5) if options.quick else (10, 10)
     replayed, repeats = (10, 3) if options.quick else (30, 5)
     for micro_batches in (8,) if options.quick else SUFFIXES:
@@ -367,6 +366,13 @@ def run(options: Options) -> Report:
             report.absent(key, why="--quick leaves this out")
     else:
         report_peer(report, paced(4), checkpoint, kill, times)
+
+
+def run(options: Options) -> Report:
+    """All of it."""
+    report = Report("pipeline", metrics_from=GOALS)
+    with report.until_interrupted():
+        measure_all(report, options)
     return report
 
 
