@@ -1,4 +1,5 @@
-"""A worker dies inside the update itself: its optimizer has stepped half of the parameters, and the others not."""
+"""A worker, or a stage of a pipeline, dies inside the update itself: its optimizer has stepped half of the parameters, and the
+others not."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import promise_kept, train
+from conftest import MICRO_BATCHES, STAGES, pipeline, promise_kept, train
 from toy import Toy
 
-from raytrain_ft.policy.strategy import Guarantee
+import raytrain_ft as ft
+from raytrain_ft.policy.strategy import Guarantee, Strategy
 from raytrain_ft.training.buckets import only
 from raytrain_ft.training.random import step_seed
 
@@ -49,7 +51,7 @@ class Halved(Toy):
     def __init__(self, notes: Path | None = None, rank: int = 1) -> None:
         super().__init__()
         self.notes = notes
-        self.rank = rank
+        self.where = step_seed(SEED, STEP, rank, 0)
         self.place = 0
 
     def optimizer(self, params):
@@ -60,7 +62,7 @@ class Halved(Toy):
         return super().loss(output, batch)
 
     def _between(self, changed: int, of: int) -> None:
-        if self.notes is None or self.place != step_seed(SEED, STEP, self.rank, 0):
+        if self.notes is None or self.place != self.where:
             return
         try:
             note = os.open(self.notes / "died", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
@@ -81,3 +83,46 @@ def test_a_worker_dies_between_the_halves_of_its_update(rank: int, undisturbed, 
     assert len(recovery.lost) == 1
     assert (recovery.guarantee, recovery.undone, recovery.repaired) == (Guarantee.EXACT, 0, 0)
     assert recovery.step == STEP + 1, "everybody had contributed to all of the step"
+
+
+class HalvedStage(Halved):
+    """The same of a stage of a pipeline: its last forward pass of a step tells it where it is."""
+
+    def __init__(self, notes: Path | None = None, stage: int = 1) -> None:
+        super().__init__(notes)
+        self.where = step_seed(SEED, STEP, 0, MICRO_BATCHES - 1, stage)
+
+    def model(self, stage: int) -> torch.nn.Sequential:
+        model = super().model(stage)
+        for layer in model:
+            layer.register_forward_pre_hook(self._look_around)
+        return model
+
+    def _look_around(self, *_: Any) -> None:
+        self.place = torch.initial_seed()
+
+
+CUT = {"split": (4, 6), "seed": SEED, "max_grad_norm": 0.5}
+CHANGED = ["1 of 3", "1 of 2", "1 of 2"]
+
+
+@pytest.fixture(scope="module")
+def calm_stages(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> ft.Result:
+    return pipeline(tmp_path_factory.mktemp("calm"), "run", task=HalvedStage(), **CUT)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", range(STAGES))
+def test_a_stage_dies_between_the_halves_of_its_update(calm_stages: ft.Result, tmp_path: Path, stage: int) -> None:
+    """Nobody updates before all agree, so the others come to the end of the step; who takes its place does it from the log."""
+    never = ft.CheckpointConfig(every=100)
+    how = {**CUT, "num_spares": 1, "checkpoints": never}
+    result = pipeline(tmp_path, "halves", task=HalvedStage(tmp_path, stage), **how)
+    assert (tmp_path / "died").read_text() == CHANGED[stage]
+    assert result.digest == calm_stages.digest
+    assert promise_kept(result) == []
+    (recovery,) = result.recoveries
+    assert len(recovery.lost) == 1
+    assert (recovery.strategy, recovery.guarantee) == (Strategy.LOGGING, Guarantee.EXACT)
+    assert (recovery.undone, recovery.redone, recovery.repaired) == (0, 0, 0)
+    assert (recovery.step, recovery.replayed) == (STEP + 1, STEP + 1), "the step in which it died is over for all others"
