@@ -18,6 +18,7 @@ from raytrain_ft.runtime.calls import Calls
 from raytrain_ft.runtime.connections import Connections
 from raytrain_ft.runtime.contacts import Contacts
 from raytrain_ft.runtime.trainee import Trainee
+from raytrain_ft.training import aside
 from raytrain_ft.training.edges import Past
 from raytrain_ft.training.fence import Fence, PeerLostError
 from raytrain_ft.training.sleep import Sleep
@@ -47,7 +48,7 @@ def helper(monkeypatch: pytest.MonkeyPatch, **fails: Exception) -> Trainee:
     found._member, found._world = "w0", ("w0", "w3")
     found._spec = SimpleNamespace(rules=SimpleNamespace(stages=2), step=SimpleNamespace(micro_batches=2))
     found._connections = SimpleNamespace(replay=links)
-    found.replica = SimpleNamespace(state=SimpleNamespace(digests=lambda: ("its own",)))
+    found.replica = SimpleNamespace(state=SimpleNamespace(digests=lambda: ("its own",), buckets=[], filled=True), stage=0)
     beside = SimpleNamespace(loader=SimpleNamespace(stop=lambda _: None))
     monkeypatch.setattr(found, "_build_replica", method("build", beside))
     monkeypatch.setattr(recovery, "load", method("load"))
@@ -67,6 +68,21 @@ def told(error: Exception) -> m.Event:
 
 def test_who_can_help_says_what_it_holds_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert helper(monkeypatch).help(*HELP) == ("its own",)
+
+
+def test_who_does_not_get_its_own_back_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were it believed, a stage of zeros would train on."""
+    own = helper(monkeypatch)
+
+    @contextmanager
+    def lost(*_: Any) -> Any:
+        yield
+        raise aside.LostAsideError("the disk is gone")
+
+    monkeypatch.setattr(aside, "room_for_another", lost)
+    with pytest.raises(PeerLostError, match="w0 has lost stage 0: the disk is gone"):
+        own.help(*HELP)
+    assert own.replica.state.filled is False
 
 
 @pytest.mark.parametrize(
