@@ -485,7 +485,10 @@ class Cluster:
             member = self.chance.choice(list(self.workers))
             full = m.LogFailed(member=member, incarnation=self.run.incarnation, step=self.run.step, reason="disk full")
             sizes = {"records": 1, "payload_bytes": 1, "file_bytes": 1, "stalls": 0, "stalled_s": 0.0}
-            said = m.LogWritten(member=member, incarnation=self.run.incarnation, step=self.run.step, **sizes)
+            about = {"member": member, "incarnation": self.run.incarnation, "step": self.run.step}
+            # one or the other, without a draw: else every life that is known by its seed would become another one
+            told = (m.SetAside(**about, size=1, seconds=0.1), m.LogWritten(**about, **sizes))
+            said = told[self.run.incarnation % 2]
             actions += [lambda: self._post(full), lambda: self._post(said)]
         if self.rules.checkpoints and self.promises.formed and self.workers:
             worker = self.workers[self.chance.choice(list(self.workers))]
