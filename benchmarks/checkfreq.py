@@ -30,7 +30,7 @@ from raytrain_ft.policy.tuner import JUDGED_STEPS
 from raytrain_ft.storage import checkpoint
 from raytrain_ft.storage.filesystem import LocalStorage
 from raytrain_ft.storage.manifest import Manifest, Name
-from raytrain_ft.storage.shard import Piece
+from raytrain_ft.storage.shard import Piece, encode
 
 BUDGET = 0.035
 JUDGEMENTS = 12
@@ -217,12 +217,8 @@ def measure_flips(report: Report, options: Options) -> None:
 
 def _store(storage: LocalStorage, step: int) -> None:
     name, data = Name(step, 1, 1), memoryview(np.random.default_rng(step).bytes(100_000))
-    entries = [
-        checkpoint.write_shard(
-            storage, name, number, 2, [Piece("w", "torch.uint8", (200_000,), 100_000 * number, 100_000)], data
-        )
-        for number in range(2)
-    ]
+    halves = [Piece("w", "torch.uint8", (200_000,), 100_000 * number, 100_000) for number in range(2)]
+    entries = [checkpoint.write_shard(storage, name, n, 2, encode([half], data)) for n, half in enumerate(halves)]
     checkpoint.commit(storage, Manifest(step=step, epoch=1, incarnation=1, shards=entries, size=200_000))
 
 

@@ -10,7 +10,8 @@ import torch
 from benchmarks.harness import REPORT_ONLY, Goal, Report, paired_ratio
 from benchmarks.saving import MB, Times, seconds
 from raytrain_ft.storage.persister import SharedMemory
-from raytrain_ft.training.snapshot import Copy, share
+from raytrain_ft.training.layout import share
+from raytrain_ft.training.snapshot import Copy
 
 GOALS = {
     "cuda_snapshot_ratio_vs_pinned_copy": Goal("<=", 1.1),  # mode "cpu"

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from raytrain_ft.storage import checkpoint, lock
 from raytrain_ft.storage.filesystem import open_storage
-from raytrain_ft.storage.persister import Job, Persister, SharedMemory
+from raytrain_ft.storage.job import Job
+from raytrain_ft.storage.persister import Persister, SharedMemory
+from raytrain_ft.training.layout import Layout, share
 from raytrain_ft.training.restore import fill
-from raytrain_ft.training.snapshot import Copy, share, total_size
+from raytrain_ft.training.snapshot import Copy
 
 MB = 2**20
 Tensors = dict[str, Tensor]
@@ -57,12 +59,14 @@ class Ours:
         self.pairs: Pairs = list(tensors.items())
         self.targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
         self._steps = itertools.count(1)
+        self._layout: Layout | None = None
         self.job: Job | None = None
 
     def snapshot(self) -> None:
         """From the decision to the moment from which the weights may change."""
-        slices = share(self.pairs, 0, 1)
-        copy = Copy(slices, self.memory, lambda _: None)
+        mine = share(self.pairs, 0, 1, before=self._layout)
+        self._layout = mine.layout
+        copy = Copy(mine, self.memory, lambda _: None)
         copy.start()
         copy.wait(lambda: None)
         self.job = Job(
@@ -73,8 +77,8 @@ class Ours:
             incarnation=1,
             number=0,
             count=1,
-            pieces=[(p.name, p.dtype, p.shape, p.start, p.size) for p in (s.piece for s in slices)],
-            size=total_size(self.pairs),
+            pieces=mine.layout.pieces,
+            size=mine.layout.size,
         )
 
     def persist(self) -> None:

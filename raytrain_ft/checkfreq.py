@@ -30,11 +30,11 @@ from raytrain_ft.policy.frequency import LONGEST_PROFILE, check_budget, profile_
 from raytrain_ft.storage.filesystem import LocalStorage, Storage, open_storage, within
 from raytrain_ft.training import objects as states
 from raytrain_ft.training.journal import Journal
+from raytrain_ft.training.layout import check_plain
 from raytrain_ft.training.ranks import Ranks, current
 from raytrain_ft.training.resumable import Loader
 from raytrain_ft.training.resume import counting
 from raytrain_ft.training.session import Plan, Session
-from raytrain_ft.training.snapshot import check_plain
 
 __all__ = ["Loader", "Run", "open"]
 

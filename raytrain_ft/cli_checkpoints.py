@@ -108,10 +108,10 @@ def show(place: Place, which: str | None) -> None:
     content = _content(_storage(place), which)
     table = Table("tensor", "dtype", "shape", "size", "digest")
     for name, parts in sorted(content.pieces.items()):
-        hasher, first = xxhash.xxh3_64(), parts[0][0]
-        for _, data in parts:
-            hasher.update(data)
-        size = sum(len(data) for _, data in parts)
+        hasher, first = xxhash.xxh3_64(), parts[0].piece
+        for part in parts:
+            hasher.update(part.data)
+        size = sum(len(part.data) for part in parts)
         _row(table, name, first.dtype.removeprefix("torch."), str(list(first.shape)), _size(size), hasher.hexdigest())
     console.print(str(content.manifest.name), markup=False)
     console.print(table)

@@ -21,9 +21,10 @@ from ray.exceptions import RayError
 from raytrain_ft.errors import StorageError
 from raytrain_ft.runtime.spec import NAMESPACE, RunSpec
 from raytrain_ft.storage.checkpoint import Content
+from raytrain_ft.storage.job import Job, Outcome
 from raytrain_ft.storage.manifest import Manifest, Name
-from raytrain_ft.storage.persister import Job, Outcome, SharedMemory
-from raytrain_ft.storage.shard import Piece
+from raytrain_ft.storage.persister import SharedMemory
+from raytrain_ft.storage.shard import Part, Piece
 
 ANSWER_SECONDS = 30.0
 
@@ -117,7 +118,7 @@ class HolderPersister:
 
     def _bring(self, job: Job, pending: _Pending) -> None:
         began = time.monotonic()
-        data = np.frombuffer(self._memory.view[: sum(piece[4] for piece in job.pieces)], dtype=np.uint8)
+        data = np.frombuffer(self._memory.view[: sum(piece.size for piece in job.pieces)], dtype=np.uint8)
         try:
             answer = holder_of(self._spec).put.remote(job, data)
             pending.taken()
@@ -184,15 +185,16 @@ def load(spec: RunSpec, name: Name) -> Content:
         arrays = ray.get([reference for _, reference in parts], timeout=spec.rules.phase_timeout)
     except RayError as error:
         raise StorageError(f"the holder of snapshots: {error}") from error
-    pieces: dict[str, list[tuple[Piece, memoryview]]] = {}
+    pieces: dict[str, list[Part]] = {}
     for (described, _), data in zip(parts, arrays, strict=True):
-        offset = 0
+        offset, address = 0, data.ctypes.data
         for tensor, dtype, shape, start, size in described:
             piece = Piece(tensor, dtype, tuple(shape), start, size)
-            pieces.setdefault(tensor, []).append((piece, memoryview(data)[offset : offset + size]))
+            part = Part(piece, memoryview(data)[offset : offset + size], address + offset)
+            pieces.setdefault(tensor, []).append(part)
             offset += size
     for those in pieces.values():
-        those.sort(key=lambda part: part[0].start)
+        those.sort(key=lambda part: part.piece.start)
     values, size = head["values"], int(head["size"])
     manifest = Manifest(step=name.step, epoch=name.epoch, incarnation=name.incarnation, shards=[], values=values, size=size)
     return Content(manifest, pieces)

@@ -30,7 +30,7 @@ from raytrain_ft.storage import manifest as manifests
 from raytrain_ft.storage import shard as shards
 from raytrain_ft.storage.filesystem import PARTIAL, Storage
 from raytrain_ft.storage.manifest import Manifest, Name, ShardEntry, shard_file
-from raytrain_ft.storage.shard import Piece
+from raytrain_ft.storage.shard import Part
 
 POLL_S = 0.01
 NOTE = re.compile(r"shard-[0-9]+-of-[0-9]+\.json")
@@ -43,15 +43,18 @@ KEEP_ALL = sys.maxsize
 # ---------------------------------------------------------------- writing
 
 
-def write_shard(storage: Storage, name: Name, number: int, count: int, pieces: Sequence[Piece], data: memoryview) -> ShardEntry:
+def write_shard(storage: Storage, name: Name, number: int, count: int, parts: Sequence[memoryview]) -> ShardEntry:
     """Writes one worker's shard, and then the note that says that it is there.
+
+    Args:
+        parts: of the file (`shard.encode`).
 
     Raises:
         StorageError: it could not be written; nothing that was there before is changed. A mark says so to who waits for it,
             where that can be made: it is empty, for perhaps there is no room.
     """
     file = f"{name}/{shard_file(number, count)}"
-    hashed = shards.Hashed(shards.encode(pieces, data))
+    hashed = shards.Hashed(parts)
     try:
         storage.put(file, hashed)
         entry = ShardEntry(hashed.size, hashed.blocks())
@@ -222,7 +225,7 @@ class Content:
     def __init__(
         self,
         manifest: Manifest,
-        pieces: dict[str, list[tuple[Piece, memoryview]]],
+        pieces: dict[str, list[Part]],
         files: Sequence[Mapped] = (),
         check: Callable[[], None] = nothing,
     ) -> None:
@@ -305,17 +308,18 @@ def _mapped(storage: Storage, file: str, entry: ShardEntry) -> Mapped:
 
 def _find_pieces(content: Content) -> None:
     for file, buffer, _ in content.files:
-        for piece, data in shards.decode(buffer, file):
-            content.pieces.setdefault(piece.name, []).append((piece, data))
+        for part in shards.decode(buffer, file):
+            content.pieces.setdefault(part.piece.name, []).append(part)
     for name, parts in content.pieces.items():
-        _check_whole(content.manifest, name, parts)
+        if len(parts) > 1 or parts[0].piece.start:
+            _check_whole(content.manifest, name, parts)
 
 
-def _check_whole(manifest: Manifest, name: str, parts: list[tuple[Piece, memoryview]]) -> None:
+def _check_whole(manifest: Manifest, name: str, parts: list[Part]) -> None:
     """A tensor's pieces must follow each other without a gap and agree on what it is."""
-    parts.sort(key=lambda part: part[0].start)
-    first, reached = parts[0][0], 0
-    for piece, _ in parts:
+    parts.sort(key=lambda part: part.piece.start)
+    first, reached = parts[0].piece, 0
+    for piece, _, _ in parts:
         if (piece.dtype, piece.shape) != (first.dtype, first.shape) or piece.start != reached:
             raise StorageError(f"{manifest.name}: the pieces of tensor {name} do not fit together")
         reached += piece.size
@@ -420,7 +424,7 @@ def sweep(storage: Storage, epoch: int, *, new: bool) -> None:
 
 def differences(wanted: Mapping[str, tuple[str, tuple[int, ...]]], content: Content) -> list[str]:
     """Every way in which the tensors of a checkpoint are not those that are wanted ({name: (dtype, shape)})."""
-    there = {name: (parts[0][0].dtype, parts[0][0].shape) for name, parts in content.pieces.items()}
+    there = {name: (parts[0].piece.dtype, parts[0].piece.shape) for name, parts in content.pieces.items()}
     lines = [f"{name} is missing in the checkpoint" for name in wanted.keys() - there.keys()]
     lines += [f"{name} is in the checkpoint only" for name in there.keys() - wanted.keys()]
     lines += [

@@ -22,18 +22,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from raytrain_ft.errors import LockedError, StorageError
-from raytrain_ft.places import Place
 from raytrain_ft.storage import checkpoint, lock, pages
 from raytrain_ft.storage.filesystem import Storage, open_storage
+from raytrain_ft.storage.job import Hearer, Job, Outcome, Teller
 from raytrain_ft.storage.manifest import Manifest, Name
-from raytrain_ft.storage.shard import Piece
+from raytrain_ft.storage.shard import Piece, encode
 
 NICENESS = 10
 """Added to the worker's own: where training needs every core, it comes first."""
@@ -48,62 +48,9 @@ ORPHAN_S = 5.0
 LINES_BYTES = 2**16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One worker's part of a checkpoint.
-
-    Attributes:
-        place: the directory of checkpoints.
-        owner, epoch: whose right to write it is (see `lock`).
-        number, count: of this shard; number 0 commits when all are there.
-        pieces: (name, dtype, shape, start, size) of what lies in the shared memory, one after the other.
-        values, kept: for the manifest.
-        keep: how many checkpoints stay.
-        rejected: names of checkpoints that were found to be damaged; they do not count as ones that stay.
-        files: small files beside the checkpoints to write once it is committed ({name: content}).
-        timeout_s: how long to wait for the shards of others.
-    """
-
-    place: Place
-    owner: str
-    epoch: int
-    step: int
-    incarnation: int
-    number: int
-    count: int
-    pieces: list[tuple[str, str, tuple[int, ...], int, int]]
-    values: dict[str, Any] = field(default_factory=dict)
-    kept: bool = False
-    keep: int = 1
-    rejected: list[str] = field(default_factory=list)
-    files: dict[str, str] = field(default_factory=dict)
-    size: int = 0
-    timeout_s: float = 120.0
-
-    @property
-    def name(self) -> Name:
-        """Of the checkpoint."""
-        return Name(self.step, self.epoch, self.incarnation)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a job ended.
-
-    Attributes:
-        error: None, or why there is no such checkpoint.
-        seconds: from the start of the job to its end.
-        size: bytes of the whole checkpoint's files (of the shard, but for number 0).
-    """
-
-    error: str | None
-    seconds: float
-    size: int
-
-
 def carry_out(
     job: Job,
-    data: memoryview,
+    parts: Sequence[memoryview],
     cancelled: set[str],
     done: Callable[[int], None] = lambda size: None,
     lives: Callable[[], bool] = lambda: True,
@@ -111,6 +58,7 @@ def carry_out(
     """Writes a shard and, as number 0, commits. Then it tidies up, which takes as long again as some of the writing did.
 
     Args:
+        parts: of the shard's file (`shard.encode`).
         done: is told of the bytes written by all, as soon as they are durable.
         lives: whether the worker does.
 
@@ -118,12 +66,11 @@ def carry_out(
         StorageError: it could not be; LockedError: another run writes there by now.
     """
     storage = open_storage(job.place)
-    pieces = [Piece(name, dtype, tuple(shape), start, size) for name, dtype, shape, start, size in job.pieces]
     if job.number == 0:  # one of them is enough
         with suppress(StorageError):  # perhaps there is room without
             checkpoint.make_room(storage, job.name)
     began = time.monotonic()
-    own = checkpoint.write_shard(storage, job.name, job.number, job.count, pieces, data)
+    own = checkpoint.write_shard(storage, job.name, job.number, job.count, parts)
     if job.number != 0:
         done(own.size)
         return
@@ -231,6 +178,7 @@ class Persister:
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
         self._described = os.fdopen(os.memfd_create("raytrain_ft-job", os.MFD_CLOEXEC), "r+b", buffering=0)
+        self._told = Teller()
         self._process: subprocess.Popen[bytes] | None = None
         self._pending: Future[Outcome] | None = None
         self._lock = threading.Lock()
@@ -264,10 +212,7 @@ class Persister:
         """Begins a job. The future never fails: an outcome with an error says what went wrong."""
         future: Future[Outcome] = Future()
         try:
-            about = {name: getattr(job, name) for name in Job.__slots__} | {"place": job.place.with_credentials}
-            content = json.dumps(about).encode()
-            self._described.seek(0)  # the job before is over, so nobody reads it any more
-            self._described.write(content)
+            message = self._told.tell(job, self._described.fileno())
             self.start()
         except (OSError, ValueError, TypeError) as error:  # the latter two: the values are no JSON
             future.set_result(Outcome(f"the persister could not be given its job: {error}", 0.0, 0))
@@ -276,7 +221,7 @@ class Persister:
             assert self._pending is None, "at most one job at a time"
             self._pending = future
         try:
-            self._send({"job": len(content)})
+            self._send(message)
         except OSError as error:
             self._settle(self._process, Outcome(f"the persister could not be reached: {error}", 0.0, 0))
         return future
@@ -346,6 +291,8 @@ def main() -> None:
         return os.getppid() == worker
 
     mapped = memoryview(b"")  # it grows only, so what is mapped once stays so
+    pieces: list[Piece] = []
+    parts: list[memoryview] = []
     jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
     cancelled: set[str] = set()
     threading.Thread(target=_read, args=(lives, described, jobs, cancelled), name="jobs", daemon=True).start()
@@ -357,10 +304,12 @@ def main() -> None:
                 print(json.dumps(asdict(Outcome(error, time.monotonic() - began, size))), file=answers, flush=True)
 
         try:
-            total = sum(piece[4] for piece in job.pieces)
-            if total > len(mapped):
-                mapped = memoryview(mmap.mmap(descriptor, os.fstat(descriptor).st_size, mmap.MAP_SHARED, mmap.PROT_READ))
-            carry_out(job, mapped[:total], cancelled, lambda size: answer(None, size), lives)
+            if job.pieces is not pieces:
+                total = sum(piece.size for piece in job.pieces)
+                if total > len(mapped):
+                    mapped = memoryview(mmap.mmap(descriptor, os.fstat(descriptor).st_size, mmap.MAP_SHARED, mmap.PROT_READ))
+                pieces, parts = job.pieces, encode(job.pieces, mapped[:total])
+            carry_out(job, parts, cancelled, lambda size: answer(None, size), lives)
         except StorageError as error:
             answer(str(error))
         except Exception:
@@ -369,14 +318,14 @@ def main() -> None:
 
 
 def _read(lives: Callable[[], bool], described: int, jobs: queue.SimpleQueue[Job | None], cancelled: set[str]) -> None:
+    hears = Hearer(described)
     for message in map(json.loads, _lines(lives)):
         if "end" in message:
             break
         if "cancel" in message:
             cancelled.add(message["cancel"])
         else:
-            about = json.loads(os.pread(described, message["job"], 0))
-            jobs.put(Job(**about | {"place": Place(about["place"])}))
+            jobs.put(hears.hear(message))
     jobs.put(None)
 
 

@@ -49,6 +49,14 @@ class Piece(NamedTuple):
     size: int
 
 
+class Part(NamedTuple):
+    """A piece that was read. data: its bytes, which are not copied; address: where they begin."""
+
+    piece: Piece
+    data: memoryview
+    address: int
+
+
 # ---------------------------------------------------------------- writing
 
 
@@ -193,7 +201,7 @@ def verify(buffer: pa.Buffer, blocks: Sequence[str], hashed: Callable[[int, int]
     return min(bad, default=None)
 
 
-def decode(buffer: pa.Buffer, name: str) -> Iterator[tuple[Piece, memoryview]]:
+def decode(buffer: pa.Buffer, name: str) -> Iterator[Part]:
     """The pieces of a file and their bytes, without copying them: each lies in the file, after the one before.
 
     Raises:
@@ -218,16 +226,17 @@ def decode(buffer: pa.Buffer, name: str) -> Iterator[tuple[Piece, memoryview]]:
         raise StorageError(f"{name} cannot be read as a shard: {error}") from error
 
 
-def _rows(batch: pa.RecordBatch) -> Iterator[tuple[Piece, memoryview]]:
+def _rows(batch: pa.RecordBatch) -> Iterator[Part]:
     if any(column.null_count for column in (*batch.columns, batch.column(2).flatten())):
         raise ValueError("a row lacks a value")
     if not len(batch):
         return
-    data = batch.column(4)
+    names, dtypes, shapes, starts, data = batch.columns
     _, offsets, values = data.buffers()  # a value that is asked for by its row would be a copy
     ends = np.frombuffer(offsets, np.int64)[data.offset : data.offset + len(data) + 1].tolist()
-    content = memoryview(values or b"").cast("B")
-    for name, dtype, shape, start, begin, end in zip(
-        *(column.to_pylist() for column in batch.columns[:4]), ends[:-1], ends[1:], strict=True
-    ):
-        yield Piece(name, dtype, tuple(shape), start, end - begin), content[begin:end]
+    lengths, cuts = shapes.flatten().to_pylist(), shapes.offsets.to_pylist()
+    described = zip(names.to_pylist(), dtypes.to_pylist(), cuts[:-1], cuts[1:], starts.to_pylist(), strict=True)
+    content, address, first = memoryview(values or b"").cast("B"), values.address if values else 0, cuts[0]
+    for (name, dtype, here, there, start), begin, end in zip(described, ends[:-1], ends[1:], strict=True):
+        shape = tuple(lengths[here - first : there - first])
+        yield Part(Piece(name, dtype, shape, start, end - begin), content[begin:end], address + begin)

@@ -7,6 +7,7 @@ A state dict is dicts, lists and tuples of plain values and tensors. `flatten` g
 from __future__ import annotations
 
 import base64
+import json
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +21,7 @@ from torch import Tensor
 from raytrain_ft.errors import ConfigError, StorageError
 
 DEEPEST = 100
+JSON_BYTES = 1024
 
 
 def flatten(value: Any, path: str = "") -> tuple[Any, dict[str, Tensor]]:
@@ -174,3 +176,9 @@ def _dtype(text: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{text!r} is no dtype")
     return found
+
+
+def json_tensor(value: Any) -> Tensor:
+    """A value as JSON in bytes: uint8 [size]. Blanks make it longer, so that a counter that grows a digit is no other shape."""
+    content = json.dumps(value).encode()
+    return torch.frombuffer(bytearray(content.ljust(-(-len(content) // JSON_BYTES) * JSON_BYTES)), dtype=torch.uint8)

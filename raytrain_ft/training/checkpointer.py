@@ -28,9 +28,11 @@ from raytrain_ft.policy.frequency import Interval, Profile
 from raytrain_ft.policy.tuner import Costs, Decision, Tuner
 from raytrain_ft.storage.checkpoint import KEEP_ALL
 from raytrain_ft.storage.filesystem import open_storage
+from raytrain_ft.storage.job import Job, Outcome
 from raytrain_ft.storage.manifest import Name
-from raytrain_ft.storage.persister import Job, Outcome, Persister, SharedMemory
-from raytrain_ft.training.snapshot import ALIGNMENT, Copy, free_on_device, share, total_size
+from raytrain_ft.storage.persister import Persister, SharedMemory
+from raytrain_ft.training.layout import ALIGNMENT, Layout, share, total_size
+from raytrain_ft.training.snapshot import Copy, free_on_device
 
 PROFILE_FILE = "profile.json"
 POLL_S = 0.05
@@ -115,6 +117,7 @@ class Checkpointer:
         self._rank, self._count, self._stages, self._incarnation = 0, 1, 1, 0
         self._rejected: list[str] = []
         self._tuner: Tuner | None = None
+        self._layout: Layout | None = None
         self._copy: Copy | None = None
         self._job: Job | None = None
         self._outcome: Future[Outcome] | None = None
@@ -258,7 +261,9 @@ class Checkpointer:
         waited = time.monotonic() - began
         self._due(step, waited)
         tensors, values = self._capture()
-        slices = share(tensors, self._rank // self._stages, self._count // self._stages) + share(self._own(), 0, 1)
+        replica, replicas = self._rank // self._stages, self._count // self._stages
+        mine = share(tensors, replica, replicas, self._own(), self._layout)
+        self._layout = mine.layout
         self._job = Job(
             place=self._target.place,
             owner=self._target.owner,
@@ -267,7 +272,7 @@ class Checkpointer:
             incarnation=self._incarnation,
             number=self._rank,
             count=self._count,
-            pieces=[one.piece for one in slices],
+            pieces=mine.layout.pieces,
             values=values if self._rank == 0 else {},
             kept=kept,
             keep=self._target.keep,
@@ -279,10 +284,14 @@ class Checkpointer:
         self._began_at, self._waited_s, self._stall_s = time.monotonic(), waited, 0.0
         self._outcome = Future()
         self._free = free_on_device(tensors)
-        size = sum(one.piece.size for one in slices)
         mode = self._tuner.mode if self._tuner is not None else "gpu"
-        self._copy = Copy(slices, self._memory, self._copied, mode if self._free > size else "cpu")
-        self._copy.start()
+        copy = Copy(mine, self._memory, self._copied, mode if self._free > mine.layout.size else "cpu")
+        try:
+            copy.start()
+        except BaseException:  # it never began: nobody waits for its end
+            self._job = self._outcome = None
+            raise
+        self._copy = copy
 
     def finish(self, step: int, check: Callable[[], None], *, kept: bool = False) -> None:
         """A checkpoint of the last state, unless there is one, and waits until it is durable. That it cannot be is told, not

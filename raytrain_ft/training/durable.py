@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from raytrain_ft.policy.sampling import Position, samples_in
 from raytrain_ft.policy.sketch import of_records, unlike
 from raytrain_ft.storage.checkpoint import Content, differences
 from raytrain_ft.storage.manifest import Manifest
-from raytrain_ft.storage.tree import flatten, unflatten
+from raytrain_ft.storage.tree import flatten, json_tensor, unflatten
 from raytrain_ft.training.restore import allocate, described, fill
 from raytrain_ft.training.settings import PipelineSettings
 from raytrain_ft.training.state import TrainingState, at_home, plain
@@ -69,7 +68,7 @@ def capture(
     if pipeline is None:
         return tensors, values | own
     # every stage's names bear its number, and so do its values, which are not the same on all workers
-    tensors.append((OWN_VALUES, torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)))
+    tensors.append((OWN_VALUES, json_tensor(own)))
     return [(f"{_prefix(state.stage)}{name}", tensor) for name, tensor in tensors], values | pipeline.spread
 
 

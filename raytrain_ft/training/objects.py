@@ -1,9 +1,9 @@
 """The state of whatever has `state_dict()` and `load_state_dict()`: taken apart for a checkpoint, compared, put back.
 
 Two kinds of state. *Shared*: parameters of modules and what optimizers keep for them. It is the same on every rank, changes
-in the weight update only, and is copied while the next step computes; each rank stores a part of it. *Own*: everything else,
-that is buffers, hyper-parameters, schedulers, scalers, random generators. It may differ between ranks and may change at any
-time, so it is copied at once, and each rank stores its own.
+in the weight update only, and most of it is copied while the next step computes; each rank stores a part of it. *Own*:
+everything else, that is buffers, hyper-parameters, schedulers, scalers, random generators. It may differ between ranks and may
+change at any time, so it is copied at once, and each rank stores its own.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from raytrain_ft.errors import ConfigError, StorageError
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.tensors import bytes_of
-from raytrain_ft.storage.tree import flatten, unflatten, versions_of, with_versions
+from raytrain_ft.storage.tree import flatten, json_tensor, unflatten, versions_of, with_versions
 from raytrain_ft.training import restore
-from raytrain_ft.training.snapshot import check_plain
+from raytrain_ft.training.layout import check_plain
 
 GENERATORS = "generators"
 """What the state of the random generators is called among a rank's own."""
@@ -131,9 +131,8 @@ def _check_whole(path: str, tensor: Tensor) -> None:
 
 def own_tensors(parts: Parts, rank: int) -> list[tuple[str, Tensor]]:
     """A rank's own state as tensors by name: that of rank 0 also serves ranks that did not exist when it was stored."""
-    content = json.dumps(parts.skeletons).encode()
-    skeleton = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    return [(own_name(rank, "skeletons"), skeleton), *((own_name(rank, path), one) for path, one in parts.own.items())]
+    skeletons = json_tensor(parts.skeletons)
+    return [(own_name(rank, "skeletons"), skeletons), *((own_name(rank, path), one) for path, one in parts.own.items())]
 
 
 def own_name(rank: int, path: str) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from raytrain_ft.errors import StorageError
 from raytrain_ft.storage.checkpoint import Content
-from raytrain_ft.storage.shard import Piece
+from raytrain_ft.storage.shard import Part
 from raytrain_ft.storage.tensors import DTYPES
-from raytrain_ft.training.memory import is_plain, move
+from raytrain_ft.training.memory import is_plain, move, move_all
 
 Copy = tuple[int, int, int]
 """Addresses of the source and the target, and bytes."""
@@ -35,20 +35,22 @@ def fill(tensors: Mapping[str, Tensor], content: Content) -> None:
         StorageError: a tensor is not there, or of another size: nothing was changed. Or a file is damaged: by then the tensors
             hold anything, and the caller must fill them from another checkpoint or give them up.
     """
+    copies: list[Copy] = []
+    others: list[str] = []
     for name, tensor in tensors.items():
-        parts = content.pieces.get(name)
-        size = tensor.numel() * tensor.element_size()
-        if parts is None or sum(piece.size for piece, _ in parts) != size:
+        parts, size = content.pieces.get(name), tensor.nbytes
+        if parts is None or sum([part.piece.size for part in parts]) != size:
             raise _misfit(content, f"{name} is not there, or not with {size} bytes")
-    plain = {name: tensor for name, tensor in tensors.items() if is_plain(tensor)}
-    copies = [copy for name, tensor in plain.items() for copy in _copies(tensor, content.pieces[name])]
+        if is_plain(tensor):
+            copies += _copies(tensor, parts)
+        else:
+            others.append(name)
     if not content.verified:
         content.verify(_Walk(copies).copy)
-    else:
-        for source, target, size in copies:
-            content.check()
-            move(target, source, size)
-    for name in tensors.keys() - plain.keys():
+    elif copies:
+        sources, targets, sizes = np.array(copies, np.int64).T
+        move_all(targets, sources, sizes, content.check)
+    for name in others:
         _put(tensors[name], content.pieces[name])
 
 
@@ -58,18 +60,16 @@ def _misfit(content: Content, what: str) -> StorageError:
     return StorageError(f"{content.manifest.name}: tensor {what}")
 
 
-def _copies(tensor: Tensor, parts: list[tuple[Piece, memoryview]]) -> Iterator[Copy]:
+def _copies(tensor: Tensor, parts: list[Part]) -> list[Copy]:
     """What fills a plain tensor."""
     target = tensor.data_ptr()
-    for piece, data in parts:
-        if piece.size:
-            yield np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0], target + piece.start, piece.size
+    return [(address, target + piece.start, piece.size) for piece, _, address in parts if piece.size]
 
 
-def _put(tensor: Tensor, parts: list[tuple[Piece, memoryview]]) -> None:
+def _put(tensor: Tensor, parts: list[Part]) -> None:
     """Fills a tensor of another kind."""
     if tensor.numel():
-        whole = np.concatenate([np.frombuffer(data, dtype=np.uint8) for _, data in parts])
+        whole = np.concatenate([np.frombuffer(part.data, dtype=np.uint8) for part in parts])
         tensor.copy_(torch.from_numpy(whole).view(tensor.dtype).reshape(tensor.shape))
 
 
@@ -82,13 +82,11 @@ class _Walk:
 
     def copy(self, start: int, stop: int) -> None:
         """Copies what begins at address `start` and ends at `stop`."""
-        number = max(0, bisect_right(self._sources, start) - 1)
-        while number < len(self._copies) and self._sources[number] < stop:
-            source, target, size = self._copies[number]
+        number, end = max(0, bisect_right(self._sources, start) - 1), bisect_left(self._sources, stop)
+        for source, target, size in self._copies[number:end]:
             first, last = max(source, start), min(source + size, stop)
             if first < last:
                 move(target + first - source, first, last - first)
-            number += 1
 
 
 def allocate(content: Content, name: str) -> Tensor:
@@ -100,9 +98,9 @@ def allocate(content: Content, name: str) -> Tensor:
     parts = content.pieces.get(name)
     if parts is None:
         raise _misfit(content, f"{name} is not there")
-    first = parts[0][0]
+    first = parts[0].piece
     dtype = DTYPES.get(first.dtype)
-    size = sum(len(data) for _, data in parts)
+    size = sum(len(part.data) for part in parts)
     if dtype is None or min(first.shape, default=0) < 0 or math.prod(first.shape) * dtype.itemsize != size:
         raise _misfit(content, f"{name} says {first.dtype} {list(first.shape)} but has {size} bytes")
     try:

@@ -1,8 +1,8 @@
 """Copies a worker's share of the training state into memory that its persister reads, while training goes on.
 
-The state is one sequence of bytes, tensor after tensor; each of n workers takes an n-th of it, whatever tensors that cuts
-through. The copy runs on a thread of its own during the next step's forward and backward pass, and only the weight update
-waits for it (CheckFreq, section 4.3.1). A tensor on the CPU is really copied: an alias would change under the writer.
+The copy runs on a thread of its own during the next step's forward and backward pass, and only the weight update waits for it
+(CheckFreq, section 4.3.1). A tensor on the CPU is really copied: an alias would change under the writer. A small one is copied
+at once, for that takes no longer than to see to it that it can be copied later.
 """
 
 from __future__ import annotations
@@ -11,76 +11,24 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from raytrain_ft.errors import ConfigError, StorageError
+from raytrain_ft.errors import StorageError
 from raytrain_ft.storage.log_files import version_of
 from raytrain_ft.storage.persister import SharedMemory
-from raytrain_ft.storage.shard import Piece
 from raytrain_ft.storage.tensors import bytes_of
-from raytrain_ft.training.memory import is_plain, move
+from raytrain_ft.training.layout import Share, Slice
+from raytrain_ft.training.memory import is_plain, move_all
 
-ALIGNMENT = 4096
 POLL_S = 0.05
 MOST_NAMES = 3
 """Of tensors that an error names."""
-
-
-class Slice(NamedTuple):
-    """A piece of one tensor.
-
-    Attributes:
-        tensor: an alias of it, so that its bytes stay where they are until they are copied, also if a forward pass gives the
-            parameter others (`p.data = ...`).
-        source: the tensor itself.
-    """
-
-    piece: Piece
-    tensor: Tensor
-    source: Tensor
-
-
-def total_size(tensors: Sequence[tuple[str, Tensor]]) -> int:
-    """Bytes of these tensors."""
-    return sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
-
-
-def share(tensors: Sequence[tuple[str, Tensor]], number: int, count: int) -> list[Slice]:
-    """Worker `number`'s part of the state: all parts are of about the same size, and together they are the whole.
-
-    Raises:
-        ConfigError: a tensor is of a kind that has no plain bytes (sparse, quantized, on "meta").
-    """
-    for name, tensor in tensors:
-        check_plain(name, tensor)
-    sizes = [tensor.nbytes for _, tensor in tensors]
-    total = sum(sizes)
-    first, last = _cut(total, number, count), _cut(total, number + 1, count)
-    found: list[Slice] = []
-    offset = 0
-    for (name, tensor), size in zip(tensors, sizes, strict=True):
-        start, stop = max(first, offset) - offset, min(last, offset + size) - offset
-        # a tensor without bytes belongs to whoever has the place where it would be; at the very end, to the last worker
-        empty_here = size == 0 and (first <= offset < last or (offset == total and number == count - 1))
-        if start < stop or empty_here:
-            piece = Piece(name, str(tensor.dtype), tuple(tensor.shape), start if size else 0, max(0, stop - start))
-            found.append(Slice(piece, tensor.detach(), tensor))
-        offset += size
-    return found
-
-
-def _cut(total: int, number: int, count: int) -> int:
-    """Where the part of worker `number` begins. Aligned, so that small tensors are rarely cut."""
-    return total if number == count else total * number // count // ALIGNMENT * ALIGNMENT
-
-
-def check_plain(name: str, tensor: Tensor) -> None:
-    """Raises ConfigError for a tensor that has no bytes in a row."""
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise ConfigError(f"{name} is a {tensor.layout} tensor on {tensor.device}: only plain (strided) tensors can be stored")
+AT_ONCE_BYTES = 16 * 2**10
+"""A tensor of less is copied in the time that an alias and two looks at what counts its changes take."""
 
 
 class Copy:
@@ -90,39 +38,55 @@ class Copy:
     as that is done. If the device has no room by then, it is copied to the host at once.
 
     Attributes:
+        slices: what is still to be copied.
         seconds: how long it took to be in host memory; None while it is under way.
         device_seconds: how long it took within the device; None if it was not copied there.
     """
 
     def __init__(
-        self, slices: Sequence[Slice], memory: SharedMemory, then: Callable[[Copy], None], mode: Literal["cpu", "gpu"] = "cpu"
+        self, share: Share, memory: SharedMemory, then: Callable[[Copy], None], mode: Literal["cpu", "gpu"] = "cpu"
     ) -> None:
-        self.slices = slices
-        self._versions = [version_of(s.source) for s in slices]
+        self.size = share.layout.size
+        self.slices: list[Slice] = []
         self.device_seconds: float | None = None
-        self._mode = mode
-        self.size = sum(s.piece.size for s in slices)
         self.seconds: float | None = None
         self.error: BaseException | None = None
+        self._share = share
+        self._versions: list[int] = []
+        self._mode = mode
         self._memory = memory
         self._then = then
         self._done = threading.Event()
-        self._ready = _now_on_device(slices)
+        self._ready: Callable[[], None] = lambda: None
+        self._began = 0.0
         self._thread = threading.Thread(target=self._run, name="snapshot", daemon=True)
 
     def start(self) -> None:
         """Begins. From now on nobody may change the tensors until `wait` returns."""
+        self._began = time.monotonic()
+        share, self._share = self._share, Share(self._share.layout, [])
+        self.slices = share.slices(self._copy_small(share))
+        self._versions = [version_of(one.source) for one in self.slices]
+        self._ready = _now_on_device(self.slices)
         self._thread.start()
 
+    def _copy_small(self, share: Share) -> list[int] | None:
+        """Copies what takes no longer than to arrange for later; returns the numbers of the others (None: all)."""
+        if len(self._memory.view) < self.size:  # its pages are still to be touched, which would hold training up
+            return None
+        try:
+            return copy_small(share, self._memory.view)
+        except Exception:
+            return None  # the thread meets it again, and tells of it
+
     def _run(self) -> None:
-        began = time.monotonic()
         try:
             memory = self._memory.reserve(self.size)
             self._ready()
             if self._mode == "gpu" and (clones := _cloned(self.slices)) is not None:
                 self._check_unchanged()
                 self.slices, self._versions = clones, []
-                self.device_seconds = time.monotonic() - began
+                self.device_seconds = time.monotonic() - self._began
                 self._done.set()
             if torch.cuda.is_initialized():
                 _pin(self._memory)
@@ -131,7 +95,7 @@ class Copy:
         except BaseException as error:  # told to whoever waits
             self.error = error
         self.slices = []  # clones, and bytes that a parameter no longer has, are given back
-        self.seconds = time.monotonic() - began
+        self.seconds = time.monotonic() - self._began
         self._done.set()
         self._then(self)
 
@@ -182,9 +146,9 @@ def _cloned(slices: Sequence[Slice]) -> list[Slice] | None:
     """The slices, copied within their device's memory; None if it has no room for them."""
     clones = []
     try:
-        for piece, tensor, _ in slices:
+        for piece, offset, tensor, _ in slices:
             clone = bytes_of(tensor)[piece.start : piece.start + piece.size].clone()
-            clones.append(Slice(piece._replace(start=0), clone, clone))
+            clones.append(Slice(piece._replace(start=0), offset, clone, clone))
     except torch.OutOfMemoryError:
         return None
     _synchronize(slices)
@@ -196,22 +160,40 @@ def free_on_device(tensors: Sequence[tuple[str, Tensor]]) -> int:
     return min((torch.cuda.mem_get_info(device)[0] for device in _devices(tensor for _, tensor in tensors)), default=0)
 
 
+def copy_small(share: Share, memory: memoryview) -> list[int]:
+    """Copies the small tensors of this process into memory; returns the numbers of the others that have any bytes."""
+    layout, left = share.layout, share.layout.sizes > 0
+    numbers: list[int] = []
+    addresses: list[int] = []
+    for number in np.flatnonzero(left & (layout.sizes < AT_ONCE_BYTES)).tolist():
+        tensor = share.sources[number]
+        if is_plain(tensor):
+            numbers.append(number)
+            addresses.append(tensor.data_ptr())
+    if numbers:
+        which, sources = np.array(numbers), np.array(addresses)
+        target = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        move_all(target + layout.offsets[which], sources + layout.starts[which], layout.sizes[which])
+        left[which] = False
+    return np.flatnonzero(left).tolist()
+
+
 @torch.no_grad()
 def copy_all(slices: Sequence[Slice], memory: memoryview) -> None:
-    """Copies the slices into memory, one after the other."""
+    """Copies slices to their places in memory."""
     if not len(memory):
         return
     target = torch.frombuffer(memory, dtype=torch.uint8)
-    address, offset = target.data_ptr(), 0
-    for piece, tensor, _ in slices:
+    address = target.data_ptr()
+    plain: list[tuple[int, int, int]] = []
+    for piece, offset, tensor, _ in slices:
         start, size = piece.start, piece.size
-        if not size:
-            continue
-        if is_plain(tensor):
-            move(address + offset, tensor.data_ptr() + start, size)
-        else:
+        if size and is_plain(tensor):
+            plain.append((address + offset, tensor.data_ptr() + start, size))
+        elif size:
             target[offset : offset + size].copy_(bytes_of(tensor)[start : start + size], non_blocking=True)
-        offset += size
+    if plain:
+        move_all(*np.array(plain, np.int64).T)
     _synchronize(slices)
 
 

@@ -184,7 +184,7 @@ def own_values(content: Content, path: str) -> dict[str, Any]:
         StorageError: it is not there.
     """
     try:
-        found = json.loads(b"".join(bytes(data) for _, data in content.pieces[path]))
+        found = json.loads(b"".join(bytes(part.data) for part in content.pieces[path]))
     except (ValueError, RecursionError) as error:
         raise StorageError(f"{content.manifest.name}: {path} is no JSON: {error}") from error
     if not isinstance(found, dict):

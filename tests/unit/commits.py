@@ -5,22 +5,25 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from raytrain_ft.errors import StorageError
 from raytrain_ft.places import Place
 from raytrain_ft.storage import checkpoint, lock, persister
 from raytrain_ft.storage.filesystem import LocalStorage, Storage, open_storage
+from raytrain_ft.storage.job import Job
 from raytrain_ft.storage.lock import Owner
+from raytrain_ft.storage.shard import Piece, encode
 
 SIZE = 20_000
 OWNER = Owner(owner="test", epoch=1, host="nowhere", pid=1, started=0.0)
 
 
-def job(root: Path, step: int, number: int, incarnation: int = 1) -> persister.Job:
+def job(root: Path, step: int, number: int, incarnation: int = 1) -> Job:
     """Half of the tensors is in each shard, and "both" is in both. Every byte of a checkpoint is that of its step."""
-    mine = [(name, "torch.uint8", (SIZE,), 0, SIZE) for name in (("a", "b"), ("c", "d"))[number]]
-    both = ("both", "torch.uint8", (2 * SIZE,), number * SIZE, SIZE)
-    return persister.Job(
+    mine = [Piece(name, "torch.uint8", (SIZE,), 0, SIZE) for name in (("a", "b"), ("c", "d"))[number]]
+    both = Piece("both", "torch.uint8", (2 * SIZE,), number * SIZE, SIZE)
+    return Job(
         place=Place(str(root)),
         owner=OWNER.owner,
         epoch=OWNER.epoch,
@@ -40,7 +43,12 @@ def commit(root: Path, step: int, incarnation: int = 1) -> None:
     """What the persisters of two workers do. The one that commits comes last, so that it does not wait."""
     data = memoryview(bytes([step]) * 3 * SIZE)
     for number in (1, 0):
-        persister.carry_out(job(root, step, number, incarnation), data, set())
+        carry_out(job(root, step, number, incarnation), data, set())
+
+
+def carry_out(job: Job, data: memoryview, cancelled: set[str], **more: Any) -> None:
+    """What a persister does with these bytes."""
+    persister.carry_out(job, encode(job.pieces, data), cancelled, **more)
 
 
 def prepare(root: Path) -> None:
@@ -65,7 +73,7 @@ def newest(storage: Storage, warnings: list[str] | None = None) -> int | None:
             told.append(str(error))
             continue
         expected = dict.fromkeys("abcd", SIZE) | {"both": 2 * SIZE}
-        found = {name: b"".join(bytes(data) for _, data in parts) for name, parts in content.pieces.items()}
+        found = {name: b"".join(bytes(part.data) for part in parts) for name, parts in content.pieces.items()}
         assert {name: len(data) for name, data in found.items()} == expected
         assert {byte for data in found.values() for byte in set(data)} == {manifest.step}, "a mix of steps"
         assert manifest.values == {"step": manifest.step}

@@ -15,12 +15,15 @@ from raytrain_ft.places import Place
 from raytrain_ft.storage import checkpoint
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.filesystem import LocalStorage, Storage, open_storage
+from raytrain_ft.storage.job import Job
 from raytrain_ft.storage.lock import Owner
 from raytrain_ft.storage.lock import _write as write_owner
 from raytrain_ft.storage.log_reader import LogReader
-from raytrain_ft.storage.persister import Job, carry_out
+from raytrain_ft.storage.persister import carry_out
+from raytrain_ft.storage.shard import encode
+from raytrain_ft.training.layout import share, total_size
 from raytrain_ft.training.restore import make
-from raytrain_ft.training.snapshot import copy_all, share, total_size
+from raytrain_ft.training.snapshot import copy_all
 
 OWNER = Owner(owner="test", epoch=1, host="nowhere", pid=os.getpid(), started=0.0)
 
@@ -47,20 +50,19 @@ def save(place: Place | str, step: int, tensors: Mapping[str, Tensor], count: in
     """Writes and commits a checkpoint as `count` workers would; number 0 comes last, so that it need not wait."""
     pairs = list(tensors.items())
     for number in reversed(range(count)):
-        slices = share(pairs, number, count)
-        memory = memoryview(bytearray(sum(part.piece.size for part in slices)))
-        copy_all(slices, memory)
-        pieces = [(p.name, p.dtype, p.shape, p.start, p.size) for p in (part.piece for part in slices)]
+        mine = share(pairs, number, count)
+        memory = memoryview(bytearray(mine.layout.size))
+        copy_all(mine.slices(), memory)
         job = Job(
             place=place if isinstance(place, Place) else Place(place),
             step=step,
             number=number,
             count=count,
-            pieces=pieces,
+            pieces=mine.layout.pieces,
             size=total_size(pairs),
             **({"owner": OWNER.owner, "epoch": OWNER.epoch, "incarnation": 1, "keep": 2} | more),  # pyright: ignore
         )
-        carry_out(job, memory, set())
+        carry_out(job, encode(job.pieces, memory), set())
 
 
 def newest(storage: Storage, warnings: list[str]) -> Content | None:

@@ -22,11 +22,13 @@ from raytrain_ft.policy.messages import IntervalChosen
 from raytrain_ft.policy.tuner import Decision, Tuner
 from raytrain_ft.storage.checkpoint import KEEP_ALL
 from raytrain_ft.storage.filesystem import Storage
+from raytrain_ft.storage.job import Job, Outcome
 from raytrain_ft.storage.manifest import Name
-from raytrain_ft.storage.persister import Job, Outcome, SharedMemory
+from raytrain_ft.storage.persister import SharedMemory
 from raytrain_ft.training import checkpointer
 from raytrain_ft.training.checkpointer import AnyPersister, Checkpointer, Target
-from raytrain_ft.training.snapshot import Copy, share
+from raytrain_ft.training.layout import share
+from raytrain_ft.training.snapshot import Copy
 
 
 class Slow:
@@ -220,6 +222,26 @@ def test_a_checkpoint_that_is_left_out_is_judged_like_any_other() -> None:
     assert len(tuner.waits) == 2
     assert tuner.waits[1] >= 0.2
     one.close(0.0)
+
+
+def test_a_snapshot_that_is_interrupted_as_it_begins_holds_nobody_up(
+    make: Make, told: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control-C in the midst of it: whoever closes the run afterwards would wait for a copy that never ends."""
+
+    def interrupted(copy: Copy) -> None:
+        raise KeyboardInterrupt
+
+    one = make(0.0)
+    one.take(5, go_on)
+    with monkeypatch.context() as patch:
+        patch.setattr(Copy, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            one.take(10, go_on)
+    assert not one.busy
+    one.take(15, go_on)
+    one.finish(15, go_on)
+    assert told == [("CheckpointCommitted", 5), ("CheckpointCommitted", 15)]
 
 
 def test_a_device_without_room_does_not_cost_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from raytrain_ft.result import load_model
 from raytrain_ft.storage import checkpoint
 from raytrain_ft.storage.filesystem import LocalStorage
 from raytrain_ft.storage.manifest import Manifest, Name
-from raytrain_ft.storage.shard import Piece
+from raytrain_ft.storage.shard import Piece, encode
 from raytrain_ft.training import durable
 from raytrain_ft.training.state import TrainingState
 
@@ -210,7 +210,7 @@ def trainers(directory: Path) -> None:
         for name in ("model/a.weight", "buffer/a.mean", "optimizer/a.weight/exp_avg", "\x1b[31mred[bold]")
     ]
     name = Name(5, 1, 1)
-    entry = checkpoint.write_shard(storage, name, 0, 1, pieces, memoryview(bytes(32)))
+    entry = checkpoint.write_shard(storage, name, 0, 1, encode(pieces, memoryview(bytes(32))))
     values = {"optimizer": "Adam", "note": "\x1b[31m" + "x" * 1000}
     checkpoint.commit(storage, Manifest(step=5, epoch=1, incarnation=1, shards=[entry], values=values))
 

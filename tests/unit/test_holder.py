@@ -12,8 +12,12 @@ import pytest
 
 from raytrain_ft.places import Place
 from raytrain_ft.runtime import holder
+from raytrain_ft.storage.job import Job
 from raytrain_ft.storage.manifest import Name
-from raytrain_ft.storage.persister import Job, SharedMemory
+from raytrain_ft.storage.persister import SharedMemory
+from raytrain_ft.storage.shard import Piece
+
+PIECES = [Piece("w", "torch.uint8", (4,), 0, 4)]
 
 
 def test_a_snapshot_may_take_as_long_as_an_exchange_of_a_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +50,7 @@ def test_a_snapshot_whose_world_is_over_holds_up_no_later_one(monkeypatch: pytes
     memory = SharedMemory()
     memory.reserve(4)
     persister = holder.HolderPersister(memory, cast(Any, None))
-    about = {"place": Place("here"), "owner": "run", "epoch": 0, "incarnation": 1, "pieces": [("w", "torch.uint8", (4,), 0, 4)]}
+    about = {"place": Place("here"), "owner": "run", "epoch": 0, "incarnation": 1, "pieces": PIECES}
     job = Job(step=5, number=0, count=2, timeout_s=20.0, **about)
     waiting = persister.submit(job)
     persister.cancel(Name(4, 0, 1))
@@ -74,7 +78,7 @@ def test_a_cancelled_snapshot_is_not_over_before_its_bytes_were_taken(monkeypatc
     memory = SharedMemory()
     memory.reserve(4)[:] = b"ten!"
     persister = holder.HolderPersister(memory, cast(Any, None))
-    about = {"place": Place("here"), "owner": "run", "epoch": 0, "incarnation": 1, "pieces": [("w", "torch.uint8", (4,), 0, 4)]}
+    about = {"place": Place("here"), "owner": "run", "epoch": 0, "incarnation": 1, "pieces": PIECES}
     job = Job(step=10, number=0, count=1, timeout_s=20.0, **about)
     waiting = persister.submit(job)
     assert begun.wait(10)

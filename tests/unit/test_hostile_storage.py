@@ -263,8 +263,8 @@ def row(**changes: Any) -> dict[str, list[Any]]:
 def content_of(file: bytes) -> Content:
     """As `checkpoint.read` gives it, for a file that its manifest vouches for."""
     pieces: dict[str, Any] = {}
-    for piece, data in shard.decode(pa.py_buffer(file), "the shard"):
-        pieces.setdefault(piece.name, []).append((piece, data))
+    for part in shard.decode(pa.py_buffer(file), "the shard"):
+        pieces.setdefault(part.piece.name, []).append(part)
     written_by = Manifest(step=1, epoch=1, incarnation=1, shards=[])
     for name, parts in pieces.items():
         checkpoint._check_whole(written_by, name, parts)

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from commits import OWNER, SIZE, commit, job, newest, prepare
+from commits import OWNER, SIZE, carry_out, commit, job, newest, prepare
 from disks import small_file_system
 from store import save, state, two_checkpoints
 
@@ -25,9 +25,10 @@ from raytrain_ft.places import Place
 from raytrain_ft.storage import checkpoint, lock
 from raytrain_ft.storage import persister as persisters
 from raytrain_ft.storage.filesystem import LocalStorage, open_storage
+from raytrain_ft.storage.job import Job, Outcome
 from raytrain_ft.storage.manifest import FILE, Name
-from raytrain_ft.storage.persister import Job, Outcome, Persister, SharedMemory
-from raytrain_ft.storage.shard import Piece
+from raytrain_ft.storage.persister import Persister, SharedMemory
+from raytrain_ft.storage.shard import Piece, encode
 
 
 def test_what_was_done_to_a_mapping_is_undone_before_another_takes_its_place() -> None:
@@ -51,12 +52,10 @@ def test_who_waits_for_shards_of_a_launch_that_is_over_leaves_when_the_next_one_
     second = lock.acquire(storage, "test")
     monkeypatch.setattr(persisters, "RIGHT_S", 0.0)
     about = {"place": Place(str(tmp_path)), "owner": "test", "epoch": second.owner.epoch - 1, "incarnation": 1}
-    pieces = [("t", "torch.uint8", (8,), 0, 8)]
+    pieces = [Piece("t", "torch.uint8", (8,), 0, 8)]
     began = time.monotonic()
     with pytest.raises(LockedError, match="another run has taken the right to write"):
-        persisters.carry_out(
-            Job(step=1, number=0, count=2, pieces=pieces, timeout_s=60.0, **about), memoryview(bytes(8)), set()
-        )
+        carry_out(Job(step=1, number=0, count=2, pieces=pieces, timeout_s=60.0, **about), memoryview(bytes(8)), set())
     assert time.monotonic() - began < 30
     second.release()
 
@@ -68,15 +67,15 @@ def test_a_loss_does_not_cost_a_checkpoint_of_which_all_is_there(tmp_path: Path)
     storage, last, data = LocalStorage(root), job(root, 30, 0), memoryview(bytes([30]) * 3 * SIZE)
     cancelled = {str(last.name)}
     with pytest.raises(StorageError, match="the world that was writing it is over"):
-        persisters.carry_out(last, data, cancelled)
+        carry_out(last, data, cancelled)
     assert newest(storage) == 20, "a shard is missing"
-    persisters.carry_out(job(root, 30, 1), data, cancelled)
-    persisters.carry_out(last, data, cancelled)
+    carry_out(job(root, 30, 1), data, cancelled)
+    carry_out(last, data, cancelled)
     assert newest(storage) == 30
     lock._write(storage, replace(OWNER, owner="another", epoch=2))
-    persisters.carry_out(job(root, 40, 1), data, set())
+    carry_out(job(root, 40, 1), data, set())
     with pytest.raises(LockedError, match="not committed"):
-        persisters.carry_out(job(root, 40, 0), data, set())
+        carry_out(job(root, 40, 0), data, set())
 
 
 def test_a_disk_on_which_nothing_can_be_written_beside_a_checkpoint_is_made_room_on(
@@ -123,7 +122,7 @@ def test_a_process_that_dies_settles_its_job_also_if_another_is_started_at_once(
     monkeypatch.setattr(persister, "_settle", late)
     try:
         about = {"place": Place(str(tmp_path)), "owner": "test", "epoch": right.owner.epoch, "incarnation": 1}
-        pieces = [("t", "torch.uint8", (8,), 0, 8)]
+        pieces = [Piece("t", "torch.uint8", (8,), 0, 8)]
         waiting = persister.submit(Job(step=1, number=0, count=2, pieces=pieces, **about))  # the other half never comes
         first = persister.pid
         assert first is not None
@@ -182,6 +181,35 @@ def snapshots() -> set[str]:
     return found
 
 
+def test_pieces_that_were_told_before_need_not_be_told_again(tmp_path: Path) -> None:
+    """Nor to a process that takes the place of one that was lost, which has heard nothing."""
+    storage = open_storage(str(tmp_path))
+    right, memory = lock.acquire(storage, "test"), SharedMemory()
+    persister = Persister(memory)
+    about: dict[str, Any] = {"place": Place(str(tmp_path)), "owner": "test", "epoch": right.owner.epoch, "incarnation": 1}
+    small, large = ([Piece(name, "torch.uint8", (size,), 0, size) for name in "ab"] for size in (1000, 100_000))
+    lost = False
+    try:
+        for step, pieces in enumerate((small, small, large, large, small, small, [*small], small), start=1):
+            size = sum(piece.size for piece in pieces)
+            memory.reserve(size)[:] = bytes(range(step, step + 2)) * (size // 2)
+            if step == 5 and persister.pid is not None:
+                os.kill(persister.pid, signal.SIGKILL)
+                until(lambda: persister.pid is None)
+                lost = True
+            outcome = persister.submit(Job(step=step, number=0, count=1, pieces=pieces, **about)).result(timeout=60)
+            assert outcome.error is None
+            content = checkpoint.read(storage, next(checkpoint.select(storage, pytest.fail)))
+            found = b"".join(bytes(part.data) for name in "ab" for part in content.pieces[name])
+            assert (content.manifest.step, found) == (step, bytes(memory.reserve(size)))
+            assert [len(content.pieces[name][0].data) for name in "ab"] == [size // 2] * 2
+        assert lost
+    finally:
+        persister.close(10)
+        memory.close()
+        right.release()
+
+
 def test_one_that_is_frozen_holds_nobody_up(tmp_path: Path) -> None:
     """Also with the job of a large model, of which a pipe takes only the beginning."""
     right = lock.acquire(open_storage(str(tmp_path)), "test")
@@ -190,8 +218,9 @@ def test_one_that_is_frozen_holds_nobody_up(tmp_path: Path) -> None:
     persister = Persister(memory)
     place = Place(str(tmp_path))
     about = {"place": place, "owner": "test", "epoch": right.owner.epoch, "incarnation": 1, "number": 0, "count": 1}
-    many = [(f"encoder.layer.{number}.attention.output.dense.weight", "torch.uint8", (8,), 0, 0) for number in range(10_000)]
-    first = Job(step=1, pieces=[*many, ("t", "torch.uint8", (8,), 0, 8)], **about)
+    names = [f"encoder.layer.{number}.attention.output.dense.weight" for number in range(10_000)]
+    many = [Piece(name, "torch.uint8", (0,), 0, 0) for name in names]
+    first = Job(step=1, pieces=[*many, Piece("t", "torch.uint8", (8,), 0, 8)], **about)
     outcomes: list[Outcome] = []
 
     def use() -> None:
@@ -223,14 +252,16 @@ import os, sys, time
 from raytrain_ft.places import Place
 from raytrain_ft.storage import lock
 from raytrain_ft.storage.filesystem import LocalStorage, open_storage
-from raytrain_ft.storage.persister import Job, Persister, SharedMemory
+from raytrain_ft.storage.job import Job
+from raytrain_ft.storage.persister import Persister, SharedMemory
+from raytrain_ft.storage.shard import Piece
 
 right = lock.acquire(open_storage(sys.argv[1]), "test")
 memory = SharedMemory()
 memory.reserve(8)
 persister = Persister(memory)
 about = {"place": Place(sys.argv[1]), "owner": "test", "epoch": right.owner.epoch, "incarnation": 1}
-persister.submit(Job(step=1, number=0, count=2, pieces=[("t", "torch.uint8", (8,), 0, 8)], **about))
+persister.submit(Job(step=1, number=0, count=2, pieces=[Piece("t", "torch.uint8", (8,), 0, 8)], **about))
 child = os.fork()
 if not child:
     os.setsid()
@@ -253,7 +284,7 @@ def test_it_outlives_who_is_ended_with_all_his_processes_and_ends_after_its_job(
         os.killpg(worker.pid, signal.SIGTERM)
         assert worker.wait(10) == -signal.SIGTERM
         os.kill(persister, signal.SIGTERM)
-        checkpoint.write_shard(storage, name, 1, 2, [Piece("u", "torch.uint8", (8,), 0, 8)], memoryview(bytes(8)))
+        checkpoint.write_shard(storage, name, 1, 2, encode([Piece("u", "torch.uint8", (8,), 0, 8)], memoryview(bytes(8))))
         until(lambda: storage.size(f"{name}/{FILE}"))
         assert lives(child)
         until(lambda: not lives(persister))
@@ -297,7 +328,7 @@ def test_without_its_worker_it_waits_as_long_as_its_own_shard_took(tmp_path: Pat
 
     monkeypatch.setattr(checkpoint, "write_shard", slowly)
     try:
-        persisters.carry_out(replace(job(root, 30, 0), timeout_s=60.0), data, set(), lives=lambda: False)
+        carry_out(replace(job(root, 30, 0), timeout_s=60.0), data, set(), lives=lambda: False)
     finally:
         other.cancel()
     assert newest(LocalStorage(root)) == 30
@@ -305,8 +336,7 @@ def test_without_its_worker_it_waits_as_long_as_its_own_shard_took(tmp_path: Pat
 
 def shard_of(job: Job, data: memoryview) -> tuple[Any, ...]:
     """What `write_shard` is given for a job."""
-    pieces = [Piece(name, dtype, shape, start, size) for name, dtype, shape, start, size in job.pieces]
-    return open_storage(job.place), job.name, job.number, job.count, pieces, data
+    return open_storage(job.place), job.name, job.number, job.count, encode(job.pieces, data)
 
 
 def lives(pid: int) -> bool:
@@ -333,11 +363,11 @@ def test_nobody_waits_for_a_shard_that_could_not_be_written(tmp_path: Path) -> N
             while True:
                 ballast.write(bytes(4096))
         with pytest.raises(StorageError, match="Free some space"):
-            persisters.carry_out(job(root, 30, 1), data, set())
+            carry_out(job(root, 30, 1), data, set())
         (disk / "ballast").unlink()
         began = time.monotonic()
         with pytest.raises(StorageError, match="its worker could not write shard 1 of 2"):
-            persisters.carry_out(replace(job(root, 30, 0), timeout_s=60.0), data, set())
+            carry_out(replace(job(root, 30, 0), timeout_s=60.0), data, set())
         assert time.monotonic() - began < 30
         commit(root, 40)
         assert newest(open_storage(str(root))) == 40

@@ -34,7 +34,7 @@ from raytrain_ft.runtime.event_log import EventLog
 from raytrain_ft.storage import checkpoint, filesystem, lock
 from raytrain_ft.storage.filesystem import Storage, open_storage, parent, within
 from raytrain_ft.storage.manifest import Manifest, Name
-from raytrain_ft.storage.shard import Piece
+from raytrain_ft.storage.shard import Piece, encode
 from raytrain_ft.training import checkpointer
 from raytrain_ft.training.checkpointer import Checkpointer, Target
 from raytrain_ft.training.export import open_checkpoint
@@ -93,7 +93,7 @@ def test_a_large_tensor_takes_several_parts(storage: Storage) -> None:
     save(storage.place, 1, {"t": tensor}, count=2)
     content = newest(storage, [])
     assert content is not None
-    found = b"".join(bytes(data) for _, data in content.pieces["t"])
+    found = b"".join(bytes(part.data) for part in content.pieces["t"])
     assert found == tensor.numpy().tobytes()
 
 
@@ -115,7 +115,7 @@ def test_what_broke_off_is_deleted_and_cannot_be_committed_any_more(storage: Sto
     save(storage.place, 10, state(10))
     piece, shards = Piece("t", "torch.uint8", (8,), 0, 8), {}
     for name in (Name(20, 1, 1), Name(25, 1, 2), Name(30, 2, 3)):
-        shards[name] = [checkpoint.write_shard(storage, name, 0, 1, [piece], memoryview(bytes(8)))]
+        shards[name] = [checkpoint.write_shard(storage, name, 0, 1, encode([piece], memoryview(bytes(8))))]
     checkpoint.make_room(storage, Name(25, 1, 2))
     assert [found.name.step for found in checkpoint.found(storage)] == [30, 25, 10]
     checkpoint.sweep(storage, 2, new=True)
@@ -150,7 +150,7 @@ UPLOAD = """
 import sys, time
 from commits import job
 from raytrain_ft.storage import checkpoint, filesystem
-from raytrain_ft.storage.shard import Piece
+from raytrain_ft.storage.shard import Piece, encode
 def parts():
     for _ in range(4):
         yield memoryview(bytes(6 * 2**20))

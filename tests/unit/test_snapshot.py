@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from raytrain_ft.errors import StorageError
+from raytrain_ft.errors import ConfigError, StorageError
 from raytrain_ft.storage.persister import SharedMemory
-from raytrain_ft.storage.shard import Piece
 from raytrain_ft.training import snapshot
-from raytrain_ft.training.snapshot import Copy, Slice, share
+from raytrain_ft.training.layout import Described, Layout, Share, share
+from raytrain_ft.training.snapshot import Copy
 
 
 @pytest.fixture
@@ -146,6 +146,9 @@ class OnDevice:
     def is_inference(self) -> bool:
         return False
 
+    def detach(self) -> OnDevice:
+        return self
+
 
 @dataclass(frozen=True)
 class Stream:
@@ -191,8 +194,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
 @pytest.mark.parametrize("mode", ["cpu", "gpu"])
 def test_every_device_is_waited_for(memory: SharedMemory, log: list[tuple[str, str, str]], mode: Literal["cpu", "gpu"]) -> None:
     """On each one the copy comes after what training has queued there, and training goes on only when it is complete."""
-    slices: list[Any] = [Slice(Piece(f"w{d}", "torch.uint8", (8,), 0, 8), OnDevice(d), OnDevice(d)) for d in "ab"]  # pyright: ignore
-    copy = Copy(slices, memory, lambda _: None, mode)
+    described = Described(["wa", "wb"], [torch.uint8] * 2, [torch.Size([8])] * 2, 0, 0, 1)
+    devices: list[Any] = [OnDevice("a"), OnDevice("b")]
+    copy = Copy(Share(Layout(described), devices), memory, lambda _: None, mode)
 
     class Told(threading.Event):
         def set(self) -> None:
@@ -217,3 +221,82 @@ def test_the_fullest_device_says_how_much_room_there_is(monkeypatch: pytest.Monk
     tensors: list[Any] = [("on a", OnDevice("a")), ("on b", OnDevice("b")), ("here", torch.ones(1))]
     assert snapshot.free_on_device(tensors) == 5
     assert snapshot.free_on_device(tensors[2:]) == 0
+
+
+# ---------------------------------------------------------------- many small tensors
+
+
+def taken(tensors: list[tuple[str, torch.Tensor]], memory: SharedMemory, before: Layout | None = None) -> tuple[bytes, Layout]:
+    """What a snapshot holds, and the layout that it was taken by."""
+    mine = share(tensors, 0, 1, before=before)
+    copy = Copy(mine, memory, lambda _: None)
+    copy.start()
+    copy.join(30)
+    assert copy.error is None
+    return bytes(memory.reserve(copy.size)), mine.layout
+
+
+def raw(tensors: list[tuple[str, torch.Tensor]]) -> bytes:
+    return b"".join(t.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy() for _, t in tensors)
+
+
+def test_small_tensors_are_copied_before_training_goes_on(memory: SharedMemory) -> None:
+    """So nobody needs to wait with changing them; large ones and those that have no bytes in a row are copied later."""
+    small = [(f"s{n}", torch.full((n % 900,), float(n))) for n in range(3000)]
+    odd = [("turned", torch.arange(6.0).view(2, 3).t()), ("conjugate", torch.tensor([1 + 2j, 3j]).conj())]
+    odd += [("negative", torch.tensor([1 + 2j, 3j]).conj().imag), ("large", torch.rand(100_000))]
+    mixed = [*small[:1500], *odd, *small[1500:]]
+    whole = raw(mixed)
+    memory.reserve(len(whole))
+    copy = Copy(share(mixed, 0, 1), memory, lambda _: None)
+    copy.start()
+    assert {one.piece.name for one in copy.slices} <= {name for name, _ in odd}
+    for _, tensor in small:
+        tensor.zero_()
+    copy.join(30)
+    assert copy.error is None
+    assert bytes(memory.reserve(copy.size)) == whole
+
+
+def test_a_layout_is_used_again_for_tensors_of_the_same_kind_alone(memory: SharedMemory) -> None:
+    memory.reserve(10_000)
+    first = [("a", torch.rand(6)), ("b", torch.rand(2, 3)), ("c", torch.rand(4))]
+    content, layout = taken(first, memory)
+    assert content == raw(first)
+    second = [(name, torch.rand_like(tensor)) for name, tensor in first]
+    assert taken(second, memory, layout) == (raw(second), layout)
+    others = {
+        "another name": [("a", first[0][1]), ("z", first[1][1]), first[2]],
+        "another dtype": [first[0], ("b", torch.arange(6).view(2, 3)), first[2]],
+        "another shape": [first[0], ("b", first[1][1].view(3, 2)), first[2]],
+        "another order": first[::-1],
+        "one less": first[:2],
+    }
+    for name, tensors in others.items():
+        content, other = taken(tensors, memory, layout)
+        assert (content, other is layout) == (raw(tensors), False), name
+        assert [(piece.name, piece.shape) for piece in other.pieces] == [(n, tuple(t.shape)) for n, t in tensors]
+    turned = [first[0], ("b", torch.rand(3, 2).t()), first[2]]
+    assert taken(turned, memory, layout) == (raw(turned), layout), "what a tensor's memory looks like is no part of it"
+
+
+def test_a_layout_does_not_vouch_for_what_has_no_plain_bytes() -> None:
+    layout = share([("w", torch.eye(3))], 0, 1).layout
+    with pytest.raises(ConfigError, match=r"w is a torch\.sparse_coo tensor"):
+        share([("w", torch.eye(3).to_sparse())], 0, 1, before=layout)
+
+
+def test_a_parameter_that_was_given_other_memory_is_copied_from_there(memory: SharedMemory) -> None:
+    weight = nn.Parameter(torch.ones(100))
+    memory.reserve(400)
+    _, layout = taken([("w", weight)], memory)
+    weight.data = torch.full((100,), 2.0)
+    assert taken([("w", weight)], memory, layout) == (raw([("w", weight)]), layout)
+
+
+def test_what_cannot_be_copied_at_once_is_left_to_the_thread(memory: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which tells what it meets, and costs the snapshot and not the training."""
+    tensors = [("a", torch.rand(6)), ("b", torch.rand(2, 3))]
+    memory.reserve(48)
+    monkeypatch.setattr(snapshot, "copy_small", lambda share, memory: 1 / 0)
+    assert taken(tensors, memory)[0] == raw(tensors)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from raytrain_ft.storage.persister import SharedMemory
-from raytrain_ft.training.snapshot import Copy, free_on_device, share
+from raytrain_ft.training.layout import share
+from raytrain_ft.training.snapshot import Copy, free_on_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is False")
 

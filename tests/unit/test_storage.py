@@ -32,11 +32,11 @@ from raytrain_ft.storage import checkpoint, filesystem, lock, manifest, shard
 from raytrain_ft.storage.durable import sync_directory
 from raytrain_ft.storage.filesystem import LocalStorage, RemoteStorage, Storage, open_storage
 from raytrain_ft.storage.manifest import Manifest, Name, ShardEntry
-from raytrain_ft.storage.persister import carry_out
 from raytrain_ft.storage.shard import Piece
 from raytrain_ft.storage.tree import flatten, unflatten
+from raytrain_ft.training.layout import share, total_size
 from raytrain_ft.training.restore import fill
-from raytrain_ft.training.snapshot import copy_all, share, total_size
+from raytrain_ft.training.snapshot import copy_all
 
 DTYPES = [
     dtype
@@ -142,26 +142,26 @@ def test_a_tensor_without_plain_bytes_is_refused_by_name(tensor: Tensor) -> None
 def test_the_shares_are_the_whole_state_once(sizes: list[int], count: int, data: st.DataObject) -> None:
     tensors = [(f"t{i}", torch.randint(0, 256, (size,), dtype=torch.uint8)) for i, size in enumerate(sizes)]
     shares = [share(tensors, number, count) for number in range(count)]
-    pieces = [part.piece for parts in shares for part in parts]
+    pieces = [piece for part in shares for piece in part.layout.pieces]
     for name, tensor in tensors:
         mine = [piece for piece in pieces if piece.name == name]
         ends = [piece.start + piece.size for piece in mine]
         assert [piece.start for piece in mine] == [0, *ends[:-1]]  # no gap, nothing twice
         assert ends[-1] == tensor.numel()
         assert len(mine) == 1 or all(piece.size for piece in mine)
-    held = [sum(part.piece.size for part in parts) for parts in shares]
+    held = [part.layout.size for part in shares]
     assert max(held) - sum(sizes) / count <= 2 * 4096
     files = []
-    for parts, size in zip(shares, held, strict=True):
+    for part, size in zip(shares, held, strict=True):
         memory = memoryview(bytearray(size))
-        copy_all(parts, memory)
-        hashed = shard.Hashed(shard.encode([part.piece for part in parts], memory))
+        copy_all(part.slices(), memory)
+        hashed = shard.Hashed(shard.encode(part.layout.pieces, memory))
         file = b"".join(bytes(part) for part in hashed)
         assert (len(file), shard.verify(file, hashed.blocks())) == (hashed.size, None)  # pyright: ignore
         files.append(file)
     found: dict[str, bytes] = {}
     for file in files:
-        for piece, content in shard.decode(file, "file"):  # pyright: ignore
+        for piece, content, _ in shard.decode(file, "file"):  # pyright: ignore
             found[piece.name] = found.get(piece.name, b"") + bytes(content)
     assert found == {name: tensor.numpy().tobytes() for name, tensor in tensors}
 
@@ -176,8 +176,8 @@ def test_a_shard_of_many_batches_and_blocks(monkeypatch: pytest.MonkeyPatch) -> 
     file = b"".join(bytes(part) for part in hashed)
     assert len(hashed.blocks()) == shard.count_blocks(len(file)) > 10
     found = list(shard.decode(file, "file"))  # pyright: ignore
-    assert [piece for piece, _ in found] == pieces
-    assert b"".join(bytes(content) for _, content in found) == data
+    assert [part.piece for part in found] == pieces
+    assert b"".join(bytes(part.data) for part in found) == data
     for position in range(0, len(file), 997):
         damaged = bytearray(file)
         damaged[position] ^= 1
@@ -493,7 +493,9 @@ def test_what_broke_off_is_swept(tmp_path: Path) -> None:
 def parts(storage: Storage, name: Name, *numbers: int) -> list[ShardEntry]:
     """Writes these of the two shards of a checkpoint."""
     return [
-        checkpoint.write_shard(storage, name, number, 2, [Piece(f"t{number}", "torch.uint8", (8,), 0, 8)], memoryview(bytes(8)))
+        checkpoint.write_shard(
+            storage, name, number, 2, shard.encode([Piece(f"t{number}", "torch.uint8", (8,), 0, 8)], memoryview(bytes(8)))
+        )
         for number in numbers
     ]
 
@@ -519,12 +521,12 @@ def test_the_first_worker_makes_room_before_it_writes(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     commits.prepare(root)
     data = memoryview(bytes(3 * commits.SIZE))
-    carry_out(commits.job(root, 30, 1), data, set())
-    carry_out(commits.job(root, 40, 1), data, set())
+    commits.carry_out(commits.job(root, 30, 1), data, set())
+    commits.carry_out(commits.job(root, 40, 1), data, set())
     assert (root / str(Name(30, 1, 1))).exists()
     last = commits.job(root, 50, 0)
     with pytest.raises(StorageError, match="is over"):
-        carry_out(last, data, {str(last.name)})
+        commits.carry_out(last, data, {str(last.name)})
     assert [found.name.step for found in checkpoint.found(open_storage(str(root)))] == [50, 20, 10]
 
 
@@ -573,7 +575,10 @@ def test_what_was_given_up_cannot_be_committed(tmp_path: Path, count: int, again
     """A manifest without shards would count as a checkpoint to fall back to: an older one, which is whole, would go for it."""
     storage, name = LocalStorage(tmp_path), Name(30, 1, 1)
     piece = Piece("t", "torch.uint8", (8,), 0, 8)
-    entries = [checkpoint.write_shard(storage, name, number, count, [piece], memoryview(bytes(8))) for number in range(count)]
+    entries = [
+        checkpoint.write_shard(storage, name, number, count, shard.encode([piece], memoryview(bytes(8))))
+        for number in range(count)
+    ]
     checkpoint.give_up(LocalStorage(tmp_path), name)
     whole = Manifest(step=30, epoch=1, incarnation=1, shards=entries)
     with pytest.raises(StorageError, match="given up" if again else "No such file"):

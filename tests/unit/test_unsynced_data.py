@@ -308,7 +308,7 @@ def test_what_broke_off_does_not_fill_a_disk_for_ever(small_disk: Path) -> None:
     needed = sum(path.stat().st_blocks * 512 for path in stays.iterdir())
     status = os.statvfs(small_disk)
     (small_disk / "ballast").write_bytes(bytes(status.f_bavail * status.f_frsize - needed * 5 // 4))
-    commits.persister.carry_out(commits.job(root, NEW, 1), memoryview(bytes(3 * commits.SIZE)), set())
+    commits.carry_out(commits.job(root, NEW, 1), memoryview(bytes(3 * commits.SIZE)), set())
     for step in (40, 50, 60):
         assert attempt(root, step) is None
         assert newest(LocalStorage(root)) == step

@@ -1,0 +1,142 @@
+"""Which bytes of the training state one worker stores.
+
+The state is one sequence of bytes, tensor after tensor; each of n workers takes an n-th of it, whatever tensors that cuts
+through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raytrain_ft.errors import ConfigError
+from raytrain_ft.storage.shard import Piece
+
+ALIGNMENT = 4096
+Pairs = Sequence[tuple[str, Tensor]]
+_layout, _dtype, _shape = attrgetter("layout"), attrgetter("dtype"), attrgetter("shape")
+
+
+class Slice(NamedTuple):
+    """A piece of one tensor.
+
+    Attributes:
+        offset: of its first byte in the part.
+        tensor: an alias of it, so that its bytes stay where they are until they are copied, also if a forward pass gives the
+            parameter others (`p.data = ...`).
+        source: the tensor itself.
+    """
+
+    piece: Piece
+    offset: int
+    tensor: Tensor
+    source: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What a layout follows from: of all tensors, what they are; the last `own` of them are stored whole."""
+
+    names: list[str]
+    dtypes: list[torch.dtype]
+    shapes: list[torch.Size]
+    own: int
+    number: int
+    count: int
+
+
+class Layout:
+    """The pieces of one worker's part. It stays the same as long as names, dtypes and shapes do, so it is kept: of thousands of
+    tensors, to describe all takes as long as to copy them.
+
+    Attributes:
+        described: what it follows from.
+        tensors: the numbers of the tensors, in order; pieces: of each, what belongs to the part.
+        starts, sizes, offsets: of the pieces: where they begin in their tensors, bytes, where they begin in the part.
+        size: of the part, bytes.
+    """
+
+    def __init__(self, described: Described) -> None:
+        self.described = described
+        sizes = [shape.numel() * dtype.itemsize for shape, dtype in zip(described.shapes, described.dtypes, strict=True)]
+        shared = len(sizes) - described.own
+        cuts = _cuts(sizes[:shared], described.number, described.count)
+        cuts += [(number, 0, sizes[number]) for number in range(shared, len(sizes))]
+        self.tensors = [number for number, _, _ in cuts]
+        names, dtypes, shapes = described.names, described.dtypes, described.shapes
+        self.pieces = [Piece(names[i], str(dtypes[i]), tuple(shapes[i]), start, size) for i, start, size in cuts]
+        self.starts = np.array([piece.start for piece in self.pieces], np.int64)
+        self.sizes = np.array([piece.size for piece in self.pieces], np.int64)
+        self.offsets = np.cumsum(self.sizes) - self.sizes
+        self.size = int(self.sizes.sum())
+
+
+def _cuts(sizes: Sequence[int], number: int, count: int) -> list[tuple[int, int, int]]:
+    """Number, first byte and bytes of what worker `number` takes of each tensor."""
+    total = sum(sizes)
+    first, last = _cut(total, number, count), _cut(total, number + 1, count)
+    found: list[tuple[int, int, int]] = []
+    offset = 0
+    for which, size in enumerate(sizes):
+        start, stop = max(first, offset) - offset, min(last, offset + size) - offset
+        # a tensor without bytes belongs to whoever has the place where it would be; at the very end, to the last worker
+        empty_here = size == 0 and (first <= offset < last or (offset == total and number == count - 1))
+        if start < stop or empty_here:
+            found.append((which, start if size else 0, max(0, stop - start)))
+        offset += size
+    return found
+
+
+def _cut(total: int, number: int, count: int) -> int:
+    """Where the part of worker `number` begins. Aligned, so that small tensors are rarely cut."""
+    return total if number == count else total * number // count // ALIGNMENT * ALIGNMENT
+
+
+class Share(NamedTuple):
+    """One worker's part of the state. sources: the tensors that the pieces of its layout are of."""
+
+    layout: Layout
+    sources: list[Tensor]
+
+    def slices(self, numbers: Sequence[int] | None = None) -> list[Slice]:
+        """The pieces of these numbers (all), each with an alias of its tensor."""
+        numbers = range(len(self.sources)) if numbers is None else numbers
+        pieces, offsets = self.layout.pieces, self.layout.offsets.tolist()
+        return [Slice(pieces[n], offsets[n], self.sources[n].detach(), self.sources[n]) for n in numbers]
+
+
+def share(tensors: Pairs, number: int, count: int, own: Pairs = (), before: Layout | None = None) -> Share:
+    """Worker `number`'s part of the state: all parts are of about the same size, and together they are the whole.
+
+    Args:
+        own: tensors that belong to this worker alone.
+        before: the layout of the state that was shared last, which may be that of this one.
+
+    Raises:
+        ConfigError: a tensor is of a kind that has no plain bytes (sparse, quantized, on "meta").
+    """
+    pairs = [*tensors, *own]
+    names, sources = [name for name, _ in pairs], [tensor for _, tensor in pairs]
+    described = Described(names, list(map(_dtype, sources)), list(map(_shape, sources)), len(own), number, count)
+    if before is None or before.described != described or {*map(_layout, sources)} - {torch.strided}:
+        for name, tensor in pairs:
+            check_plain(name, tensor)
+        before = Layout(described)
+    return Share(before, [sources[number] for number in before.tensors])
+
+
+def total_size(tensors: Pairs) -> int:
+    """Bytes of these tensors."""
+    return sum(tensor.nbytes for _, tensor in tensors)
+
+
+def check_plain(name: str, tensor: Tensor) -> None:
+    """Raises ConfigError for a tensor that has no bytes in a row."""
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise ConfigError(f"{name} is a {tensor.layout} tensor on {tensor.device}: only plain (strided) tensors can be stored")
