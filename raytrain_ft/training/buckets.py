@@ -277,13 +277,25 @@ class Reducer:
         bucket.accept()
         self._on_reduced(bucket)
 
-    def finish(self) -> None:
-        """Launches what is left (the last bucket always waits for the end of the backward pass) and accepts everything."""
+    def launch(self) -> None:
+        """Launches what is left: the last bucket always waits for the end of the backward pass."""
         self.complete = True
         if self._interrupted is not None:
             raise self._interrupted
         while self._launched < len(self.buckets):
             self._launch()
+
+    def await_others(self) -> None:
+        """Waits until all ranks have given their part to every bucket, and accepts nothing yet."""
+        for bucket in self.buckets:
+            if isinstance(bucket.work, Exchange):
+                bucket.work.await_parts()
+            elif bucket.work is not None:
+                bucket.work.wait()
+
+    def finish(self) -> None:
+        """Launches what is left and accepts everything."""
+        self.launch()
         while self._accepted < len(self.buckets):
             self._accept()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -18,14 +19,31 @@ def is_small(tensor: Tensor, ranks: int) -> bool:
     return ranks > 1 and (ranks - 1) * tensor.nbytes <= MOST_BYTES
 
 
-def exchange(start: Callable[..., Any], tensor: Tensor, parts: Tensor, sizes: Sequence[int]) -> Any:
-    """Starts to send this rank's tensor to all, and to receive theirs.
+class Buffers:
+    """Memory for one group's exchanges, used again and again: to touch that of a new one takes longer than to fill it."""
+
+    def __init__(self) -> None:
+        self._free: defaultdict[tuple[int, int, torch.dtype], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+
+    def take(self, sent: int, received: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Two of so many elements. Whoever does not give them back gives them up."""
+        free = self._free[sent, received, dtype]
+        return free.pop() if free else (torch.empty(sent, dtype=dtype), torch.empty(received, dtype=dtype))
+
+    def give_back(self, sent: Tensor, received: Tensor) -> None:
+        """Nothing reads or writes them any more."""
+        self._free[len(sent), len(received), sent.dtype].append((sent, received))
+
+
+def exchange(start: Callable[..., Any], sent: Tensor, received: Tensor, sizes: Sequence[int]) -> Any:
+    """Starts to send to all ranks, and to receive from them.
 
     Args:
-        start: of the group. parts: for what comes, by rank, one after the other. sizes: by rank, how many elements it sends.
+        start: of the group. sent, received: by rank, one after the other. sizes: by rank, how many elements come from it; as
+            many go to each.
     """
-    own = tensor.reshape(-1).repeat(len(sizes))
-    return start("alltoall_base", parts, own, list(sizes), [tensor.numel()] * len(sizes), dist.AllToAllOptions())
+    each = [len(sent) // len(sizes)] * len(sizes)
+    return start("alltoall_base", received, sent, list(sizes), each, dist.AllToAllOptions())
 
 
 class Exchange:
@@ -34,18 +52,33 @@ class Exchange:
     Until it is waited for, the tensor holds this rank's own values, and nobody else writes to it.
 
     Args:
-        start: of the group. rank: this one.
+        start: of the group, to which the buffers belong. rank: this one.
         silent: ranks of whose tensors all but the last `said` elements are zeros: those alone are sent.
     """
 
     def __init__(
-        self, start: Callable[..., Any], tensor: Tensor, rank: int, ranks: int, silent: Collection[int] = (), said: int = 0
+        self,
+        start: Callable[..., Any],
+        buffers: Buffers,
+        tensor: Tensor,
+        rank: int,
+        ranks: int,
+        silent: Collection[int] = (),
+        said: int = 0,
     ) -> None:
         self._tensor = tensor.view(-1)
         size = tensor.numel()
         self._sizes = [said if other in silent else size for other in range(ranks)]
-        self._parts: Tensor | None = torch.empty(sum(self._sizes), dtype=tensor.dtype)
-        self._work = exchange(start, self._tensor[size - self._sizes[rank] :], self._parts, self._sizes)
+        mine = self._tensor[size - self._sizes[rank] :]
+        self._buffers = buffers
+        self._parts: tuple[Tensor, Tensor] | None = buffers.take(ranks * len(mine), sum(self._sizes), tensor.dtype)
+        sent, received = self._parts
+        sent.view(ranks, len(mine)).copy_(mine)
+        self._work = exchange(start, sent, received, self._sizes)
+
+    def await_parts(self) -> None:
+        """Waits until all ranks have sent theirs. Raises as `wait` does."""
+        self._work.wait()
 
     def wait(self) -> bool:
         """Waits for the sum.
@@ -53,7 +86,7 @@ class Exchange:
         Raises:
             FencedError: the incarnation ended; PeerLostError: it failed.
         """
-        self._work.wait()
+        self.await_parts()
         self._add()
         return True
 
@@ -71,8 +104,9 @@ class Exchange:
     def _add(self) -> None:
         if self._parts is None:
             return
-        parts, self._parts = self._parts.split(self._sizes), None
-        first, *others = sorted(parts, key=len, reverse=True)  # who says all before who says little, else by rank
+        (sent, received), self._parts = self._parts, None
+        first, *others = sorted(received.split(self._sizes), key=len, reverse=True)  # who says little last, else by rank
         total = self._tensor.copy_(first)
         for part in others:
             total[len(total) - len(part) :].add_(part)
+        self._buffers.give_back(sent, received)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store
 
-from raytrain_ft.training.exchange import Exchange, exchange, is_small
+from raytrain_ft.training.exchange import Buffers, Exchange, exchange, is_small
 from raytrain_ft.training.fence import WAIT_DEADLINE, Fence, PeerLostError
 
 BACKEND = "fenced"
@@ -143,6 +143,7 @@ class FencedGroup(dist.ProcessGroup):
         self._on_device = not isinstance(inner, dist.ProcessGroupGloo)
         self._store = store  # NCCL comes back to it with its first collective
         self._works: list[FencedWork] = []
+        self._buffers = Buffers()
         self._posted = False
         self._waits_end = math.inf
 
@@ -169,7 +170,7 @@ class FencedGroup(dist.ProcessGroup):
         """
         if self._on_device or not is_small(tensor, self._size):
             return self.start("allreduce", [tensor])
-        return Exchange(self.start, tensor, self._rank, self._size, silent, said)
+        return Exchange(self.start, self._buffers, tensor, self._rank, self._size, silent, said)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks, by rank: [ranks, elements]. Waits; raises as `start` and its work do."""
@@ -177,7 +178,7 @@ class FencedGroup(dist.ProcessGroup):
         if self._on_device or not is_small(tensor, self._size):
             self.start("_allgather_base", parts.view(-1), tensor.reshape(-1)).wait()
         else:
-            exchange(self.start, tensor, parts.view(-1), [tensor.numel()] * self._size).wait()
+            exchange(self.start, tensor.reshape(-1).repeat(self._size), parts.view(-1), [tensor.numel()] * self._size).wait()
         return parts
 
     def all_to_all(self, tensor: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from raytrain_ft.training.undo import Undo
 AGREED = HEADER + 1
 """Numbers that the stages of a pipeline agree upon: the head of the tail, and the square of the gradients' norm."""
 REST = 0.1
-"""How much of a step a sleeper lets pass before its update: two cores for four workers cost the others 1 % of their pace."""
+"""How much of a step a sleeper lets pass before it takes the sums: two cores for four workers cost the others 1 % of their pace."""
 NOT_FINITE = "the loss or a gradient was not finite"
 NOTHING_LEFT = "all workers that had samples of it were told to sleep at once"
 
@@ -131,12 +131,13 @@ class Replica:
         else:
             self.forward_backward()
         self.passes.check_parameters()
+        self.reducer.launch()
+        self._let_others_go_first(links, began)
         self.reducer.finish()
         if links.agree is not None and self._shared is not None:
             self._shared.add_up(self.state.step, links.ties, self.at)
             self._agree(links.agree, self._shared)
         if self.settings.update == "barrier":
-            self._let_others_go_first(links, began)
             self.update()
         self.check_loss()
         self.at("commit")
@@ -165,12 +166,13 @@ class Replica:
             self.checkpointer.finish(self.state.step, check, kept=self._keep_epochs and self.state.position.consumed == 0)
 
     def _let_others_go_first(self, links: Links, began: float) -> None:
-        """Who sleeps, and sleeps on, has the whole next step for its update; where cores are shared, others need them now."""
-        tail = self.state.tail
-        if links.replica not in tail.sleep.asleep:
-            return  # without a look at what was reduced, which would wait for a GPU
-        if links.replica in tail.sleep.next(tail.said(self.state.buckets[-1].tail, links.replicas)):
-            links.fence.rest(REST * (time.monotonic() - began))
+        """Who sleeps, and sleeps on, has the whole next step for its sums and its update; where cores are shared, others need
+        them now. Who is to wake is told before those who say it for him."""
+        sleep = self.state.tail.sleep
+        if links.replica in sleep.asleep:
+            self.reducer.await_others()
+            if sleep.wanted:
+                links.fence.rest(REST * (time.monotonic() - began))
 
     def begin(self, micro_batches: list[MicroBatch], links: Links, began: float) -> None:
         """Starts an attempt: from here on the buffers may change, so they are saved."""

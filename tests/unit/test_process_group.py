@@ -181,6 +181,23 @@ def test_zeros_need_not_travel(silent: set[int], said: int) -> None:
         process_group.abandon(group)
 
 
+def test_memory_is_used_again_once_nothing_reads_or_writes_it() -> None:
+    world = groups(1)
+    tensors = [torch.arange(50.0), torch.ones(50)]
+    places: list[set[int]] = []
+    for _ in range(3):
+        works = [group.all_reduce(own) for group, own in zip(world, tensors, strict=True)]
+        under_way = [group.all_reduce(own.clone()) for group, own in zip(world, tensors, strict=True)]
+        places.append({work._parts[1].data_ptr() for work in (works[0], under_way[0])})  # pyright: ignore
+        for work in (*works, *under_way):
+            work.wait()
+    assert [len(each) for each in places] == [2, 2, 2], "two that are under way have memory each"
+    assert places[0] == places[1] == places[2]
+    assert torch.equal(tensors[0], 4 * (torch.arange(50.0) + 1))
+    for group in world:
+        process_group.abandon(group)
+
+
 @pytest.mark.parametrize("size", [1, 7, MOST_BYTES])
 def test_every_rank_has_what_all_have(size: int) -> None:
     world = groups(1, 3)

@@ -412,11 +412,17 @@ def test_inputs_that_are_drawn_are_a_function_of_the_step() -> None:
     assert digests[0] == digests[1]
 
 
-def test_a_sleeper_rests_before_its_update_unless_it_wakes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sleeper_rests_before_it_takes_the_sums_unless_it_wakes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     rested: list[tuple[int, int]] = []
+
+    def rest(rank: int, replica: Replica, seconds: float) -> None:
+        assert seconds > 0
+        works = [bucket.work for bucket in replica.state.buckets]
+        assert all(work is not None and work.is_completed() for work in works), "the others would still wait for it"
+        rested.append((rank, replica.state.step))
+
     for replica, links in zip(pair.replicas, pair.links, strict=True):
-        rest = partial(lambda rank, replica, _: rested.append((rank, replica.state.step)), links.replica, replica)
-        monkeypatch.setattr(links.fence, "rest", rest)
+        monkeypatch.setattr(links.fence, "rest", partial(rest, links.replica, replica))
     pair.train(1)
     pair.ask(1, True)
     pair.train(3)  # in the first one it takes part
