@@ -35,7 +35,7 @@ from raytrain_ft.training.undo import Undo
 AGREED = HEADER + 1
 """Numbers that the stages of a pipeline agree upon: the head of the tail, and the square of the gradients' norm."""
 REST = 0.1
-"""How much of a step a sleeper lets pass before it takes the sums: two cores for four workers cost the others 1 % of their pace."""
+"""How much of a step a sleeper lets pass before it takes the sums: two cores for four workers cost the others 1 %."""
 NOT_FINITE = "the loss or a gradient was not finite"
 NOTHING_LEFT = "all workers that had samples of it were told to sleep at once"
 
