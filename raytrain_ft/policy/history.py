@@ -87,7 +87,8 @@ def _differing_losses(records: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _hidden_checkpoints(records: Sequence[dict[str, Any]]) -> list[str]:
-    """Who looks for checkpoints finds the newest that was committed, unless it could not be loaded before.
+    """Who looks for checkpoints finds the newest that was committed, unless it could not be loaded before; or one that has taken
+    its place, whose writer died before it could tell of it.
 
     Copies in other nodes' memory (Elastic Horovod) may be lost with these nodes.
     """
@@ -96,14 +97,19 @@ def _hidden_checkpoints(records: Sequence[dict[str, Any]]) -> list[str]:
         return []
     found: list[str] = []
     committed: dict[str, tuple[int, int]] = {}
+    told: set[str] = set()
     for record in records:
         if record["event"] == "CheckpointCommitted":
             committed[record["name"]] = (record["incarnation"], record["step"])
+            told.add(record["name"])
         elif record["event"] == "CheckpointRejected":
             committed.pop(record["name"], None)
         elif record["event"] == "CheckpointsFound" and committed and not record["error"]:
             newest = max(committed, key=committed.__getitem__)
-            if newest not in {stored["name"] for stored in record["stored"]}:
+            _, step = committed[newest]
+            stored = {one["name"]: one["step"] for one in record["stored"]}
+            untold = any(name not in told and reached >= step for name, reached in stored.items())
+            if newest not in stored and not untold:
                 found.append(f"I4 {newest} was committed, and is not found in incarnation {record['incarnation']}")
     return found
 

@@ -115,6 +115,17 @@ def test_of_a_step_that_was_stored_twice_the_later_one_is_found() -> None:
     assert not [violation for violation in check(records) if violation.startswith("I4")]
 
 
+@pytest.mark.parametrize(("step", "accepted"), [(0, True), (-1, False)], ids=["newer", "older"])
+def test_what_has_taken_the_place_of_the_newest_may_be_untold(step: int, accepted: bool) -> None:
+    """Its writer died between the commit and the telling."""
+    records = read_records(RUNS / "checkpoint" / "events.jsonl")
+    found = of(records, "CheckpointsFound")[-1]
+    newest = found["stored"][0]
+    found["stored"] = [{"name": "step-of-who-died", "step": newest["step"] + step}]
+    hidden = [violation for violation in check(records) if "is not found" in violation]
+    assert bool(hidden) != accepted
+
+
 def test_where_a_recovery_was_not_exact_losses_may_differ(records: list[Record]) -> None:
     of(records, "StepsCommitted")[4].update(loss=0.5)
     of(records, "Recovery")[0].update(guarantee="rounding")
