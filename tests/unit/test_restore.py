@@ -25,7 +25,7 @@ from raytrain_ft.storage.arrow import write_tensors
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.filesystem import LocalStorage
 from raytrain_ft.storage.manifest import Manifest
-from raytrain_ft.training import durable, resume
+from raytrain_ft.training import durable, restore, resume
 from raytrain_ft.training.export import state_dicts, state_of
 from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.restore import fill, make
@@ -81,7 +81,7 @@ def test_each_byte_is_copied_once(storage: LocalStorage, monkeypatch: pytest.Mon
     tensors = some()
     save(storage.uri, 1, tensors, 2)
     copied: list[tuple[int, int]] = []
-    monkeypatch.setattr("raytrain_ft.training.restore.move", lambda target, source, size: copied.append((target, size)))
+    monkeypatch.setattr(restore, "move_each", lambda targets, _, sizes: copied.extend(zip(targets, sizes, strict=True)))
     fill(tensors, mapped(storage))
     assert sum(size for _, size in copied) == sum(SIZES)
     assert all(first + size <= second for (first, size), (second, _) in pairwise(sorted(copied)))
@@ -98,11 +98,11 @@ def test_an_error_of_a_copy_is_not_lost_in_its_thread(storage: LocalStorage, mon
     save(storage.uri, 1, some())
     calls = iter(range(10**6))
 
-    def move(target: int, source: int, size: int) -> None:
+    def move_each(*blocks: object) -> None:
         if next(calls) == 20:
             raise OSError("once")
 
-    monkeypatch.setattr("raytrain_ft.training.restore.move", move)
+    monkeypatch.setattr(restore, "move_each", move_each)
     with pytest.raises(OSError, match="once"):
         fill(some(), mapped(storage))
 
