@@ -25,6 +25,7 @@ from raytrain_ft.storage.arrow import write_tensors
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.filesystem import LocalStorage
 from raytrain_ft.storage.manifest import Manifest
+from raytrain_ft.storage.pieces import columns
 from raytrain_ft.training import durable, restore, resume
 from raytrain_ft.training.export import state_dicts, state_of
 from raytrain_ft.training.fence import Fence
@@ -75,6 +76,20 @@ def test_tensors_are_filled_while_they_are_verified(storage: LocalStorage, count
     assert content.verified
     assert [name for name, target in targets.items() if not same_bits(target, tensors[name])] == []
     assert same_bits(make(content, "t3"), tensors["t3"])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_pieces_are_the_same_in_columns(storage: LocalStorage, count: int) -> None:
+    """Of tensors that were cut too; and whoever puts pieces together himself gets the same of them."""
+    save(storage.uri, 1, some(), count)
+    pieces = mapped(storage).pieces
+    names = ["t6", "t0", "t1", "t5"]
+    found = columns(pieces, names)
+    assert [part.piece.name for name in names for part in pieces[name]] == np.repeat(names, found.counts).tolist()
+    for one, same in zip(found, columns(dict(pieces), names), strict=True):
+        assert one.tolist() == same.tolist()
+    with pytest.raises(KeyError):
+        columns(pieces, ["t6", "none"])
 
 
 def test_each_byte_is_copied_once(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
