@@ -30,6 +30,7 @@ from raytrain_ft.storage import manifest as manifests
 from raytrain_ft.storage import shard as shards
 from raytrain_ft.storage.filesystem import PARTIAL, Storage
 from raytrain_ft.storage.manifest import Manifest, Name, ShardEntry, shard_file
+from raytrain_ft.storage.pieces import Pieces
 from raytrain_ft.storage.shard import Part
 
 POLL_S = 0.01
@@ -225,7 +226,7 @@ class Content:
     def __init__(
         self,
         manifest: Manifest,
-        pieces: dict[str, list[Part]],
+        pieces: Mapping[str, list[Part]],
         files: Sequence[Mapped] = (),
         check: Callable[[], None] = nothing,
     ) -> None:
@@ -307,12 +308,10 @@ def _mapped(storage: Storage, file: str, entry: ShardEntry) -> Mapped:
 
 
 def _find_pieces(content: Content) -> None:
-    for file, buffer, _ in content.files:
-        for part in shards.decode(buffer, file):
-            content.pieces.setdefault(part.piece.name, []).append(part)
-    for name, parts in content.pieces.items():
-        if len(parts) > 1 or parts[0].piece.start:
-            _check_whole(content.manifest, name, parts)
+    found = Pieces([rows for file, buffer, _ in content.files for rows in shards.decode(buffer, file)])
+    for name in found.cut:
+        _check_whole(content.manifest, name, found[name])
+    content.pieces = found
 
 
 def _check_whole(manifest: Manifest, name: str, parts: list[Part]) -> None:

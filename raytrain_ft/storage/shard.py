@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
@@ -201,7 +202,33 @@ def verify(buffer: pa.Buffer, blocks: Sequence[str], hashed: Callable[[int, int]
     return min(bad, default=None)
 
 
-def decode(buffer: pa.Buffer, name: str) -> Iterator[Part]:
+class Rows(NamedTuple):
+    """Pieces that were read, in columns: of thousands, an object for each takes as long to make as its bytes to read, and has
+    Python look for garbage, which takes longer than both.
+
+    Attributes:
+        lengths, cuts: all shapes in a row, and where each ends and the next begins.
+        data: the bytes of all; ends: where those of each begin, and the last one's end; address: of the first.
+    """
+
+    names: list[str]
+    dtypes: list[str]
+    lengths: list[int]
+    cuts: list[int]
+    starts: npt.NDArray[np.int64]
+    data: memoryview
+    ends: npt.NDArray[np.int64]
+    address: int
+
+    def part(self, number: int) -> Part:
+        """One of them."""
+        shape = tuple(self.lengths[self.cuts[number] : self.cuts[number + 1]])
+        begin, end = self.ends[number : number + 2].tolist()
+        piece = Piece(self.names[number], self.dtypes[number], shape, int(self.starts[number]), end - begin)
+        return Part(piece, self.data[begin:end], self.address + begin)
+
+
+def decode(buffer: pa.Buffer, name: str) -> list[Rows]:
     """The pieces of a file and their bytes, without copying them: each lies in the file, after the one before.
 
     Raises:
@@ -221,22 +248,24 @@ def decode(buffer: pa.Buffer, name: str) -> Iterator[Part]:
                 if not reached <= values.address <= values.address + values.size <= buffer.address + buffer.size:
                     raise ValueError("its tensors' bytes are compressed, or not in order")
                 reached = values.address + values.size
-            yield from _rows(batch)
+        return [_rows(batch) for batch in batches if len(batch)]
     except (pa.ArrowException, OSError, ValueError) as error:
         raise StorageError(f"{name} cannot be read as a shard: {error}") from error
 
 
-def _rows(batch: pa.RecordBatch) -> Iterator[Part]:
+def _rows(batch: pa.RecordBatch) -> Rows:
     if any(column.null_count for column in (*batch.columns, batch.column(2).flatten())):
         raise ValueError("a row lacks a value")
-    if not len(batch):
-        return
     names, dtypes, shapes, starts, data = batch.columns
     _, offsets, values = data.buffers()  # a value that is asked for by its row would be a copy
-    ends = np.frombuffer(offsets, np.int64)[data.offset : data.offset + len(data) + 1].tolist()
-    lengths, cuts = shapes.flatten().to_pylist(), shapes.offsets.to_pylist()
-    described = zip(names.to_pylist(), dtypes.to_pylist(), cuts[:-1], cuts[1:], starts.to_pylist(), strict=True)
-    content, address, first = memoryview(values or b"").cast("B"), values.address if values else 0, cuts[0]
-    for (name, dtype, here, there, start), begin, end in zip(described, ends[:-1], ends[1:], strict=True):
-        shape = tuple(lengths[here - first : there - first])
-        yield Part(Piece(name, dtype, shape, start, end - begin), content[begin:end], address + begin)
+    cuts = shapes.offsets.to_numpy()
+    return Rows(
+        names.to_pylist(),
+        dtypes.to_pylist(),
+        shapes.flatten().to_pylist(),
+        (cuts - cuts[0]).tolist(),
+        starts.to_numpy(),
+        memoryview(values or b"").cast("B"),
+        np.frombuffer(offsets, np.int64)[data.offset : data.offset + len(data) + 1],
+        values.address if values else 0,
+    )

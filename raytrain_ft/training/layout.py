@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, eq, is_
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.storage.shard import Piece
+from raytrain_ft.training.memory import Numbers, addresses, at_a_time
 
 ALIGNMENT = 4096
 Pairs = Sequence[tuple[str, Tensor]]
@@ -31,19 +33,21 @@ class Slice(NamedTuple):
         tensor: an alias of it, so that its bytes stay where they are until they are copied, also if a forward pass gives the
             parameter others (`p.data = ...`).
         source: the tensor itself.
+        plain: whether the alias's bytes lie one after the other, in this process.
     """
 
     piece: Piece
     offset: int
     tensor: Tensor
     source: Tensor
+    plain: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
     """What a layout follows from: of all tensors, what they are; the last `own` of them are stored whole."""
 
-    names: list[str]
+    names: Sequence[str]
     dtypes: list[torch.dtype]
     shapes: list[torch.Size]
     own: int
@@ -76,6 +80,19 @@ class Layout:
         self.offsets = np.cumsum(self.sizes) - self.sizes
         self.size = int(self.sizes.sum())
 
+    def fits(self, names: Sequence[str], sources: Sequence[Tensor], own: int, number: int, count: int) -> bool:
+        """Whether it is that of these tensors too."""
+        described = self.described
+        if (described.own, described.number, described.count) != (own, number, count) or described.names != names:
+            return False
+        return all(self._fits(sources[some], some) for some in at_a_time(len(sources)))
+
+    def _fits(self, sources: Sequence[Tensor], numbers: slice) -> bool:
+        """Nothing is kept of what is looked at: so many new objects would have Python look for garbage."""
+        same_dtypes = all(map(is_, map(_dtype, sources), self.described.dtypes[numbers]))
+        same_shapes = same_dtypes and all(map(eq, map(_shape, sources), self.described.shapes[numbers]))
+        return same_shapes and all(map(is_, map(_layout, sources), repeat(torch.strided)))
+
 
 def _cuts(sizes: Sequence[int], number: int, count: int) -> list[tuple[int, int, int]]:
     """Number, first byte and bytes of what worker `number` takes of each tensor."""
@@ -99,16 +116,22 @@ def _cut(total: int, number: int, count: int) -> int:
 
 
 class Share(NamedTuple):
-    """One worker's part of the state. sources: the tensors that the pieces of its layout are of."""
+    """One worker's part of the state.
+
+    Attributes:
+        sources: the tensors that the pieces of its layout are of.
+        addresses: where the bytes of each begin; 0 if they do not lie one after the other, in this process.
+    """
 
     layout: Layout
-    sources: list[Tensor]
+    sources: Sequence[Tensor]
+    addresses: Numbers
 
     def slices(self, numbers: Sequence[int] | None = None) -> list[Slice]:
         """The pieces of these numbers (all), each with an alias of its tensor."""
         numbers = range(len(self.sources)) if numbers is None else numbers
-        pieces, offsets = self.layout.pieces, self.layout.offsets.tolist()
-        return [Slice(pieces[n], offsets[n], self.sources[n].detach(), self.sources[n]) for n in numbers]
+        pieces, offsets, plain = self.layout.pieces, self.layout.offsets.tolist(), (self.addresses != 0).tolist()
+        return [Slice(pieces[n], offsets[n], self.sources[n].detach(), self.sources[n], plain[n]) for n in numbers]
 
 
 def share(tensors: Pairs, number: int, count: int, own: Pairs = (), before: Layout | None = None) -> Share:
@@ -123,12 +146,12 @@ def share(tensors: Pairs, number: int, count: int, own: Pairs = (), before: Layo
     """
     pairs = [*tensors, *own]
     names, sources = [name for name, _ in pairs], [tensor for _, tensor in pairs]
-    described = Described(names, list(map(_dtype, sources)), list(map(_shape, sources)), len(own), number, count)
-    if before is None or before.described != described or {*map(_layout, sources)} - {torch.strided}:
+    if before is None or not before.fits(names, sources, len(own), number, count):
         for name, tensor in pairs:
             check_plain(name, tensor)
-        before = Layout(described)
-    return Share(before, [sources[number] for number in before.tensors])
+        before = Layout(Described(names, list(map(_dtype, sources)), list(map(_shape, sources)), len(own), number, count))
+    mine = [sources[number] for number in before.tensors]
+    return Share(before, mine, addresses(mine))
 
 
 def total_size(tensors: Pairs) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
+from itertools import compress
 
 import numpy as np
 import torch
@@ -12,12 +12,10 @@ from torch import Tensor
 
 from raytrain_ft.errors import StorageError
 from raytrain_ft.storage.checkpoint import Content
+from raytrain_ft.storage.pieces import Columns, columns
 from raytrain_ft.storage.shard import Part
 from raytrain_ft.storage.tensors import DTYPES
-from raytrain_ft.training.memory import is_plain, move, move_all
-
-Copy = tuple[int, int, int]
-"""Addresses of the source and the target, and bytes."""
+from raytrain_ft.training.memory import Numbers, Turn, addresses, move, move_all, move_each
 
 
 def described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -35,23 +33,29 @@ def fill(tensors: Mapping[str, Tensor], content: Content) -> None:
         StorageError: a tensor is not there, or of another size: nothing was changed. Or a file is damaged: by then the tensors
             hold anything, and the caller must fill them from another checkpoint or give them up.
     """
-    copies: list[Copy] = []
-    others: list[str] = []
-    for name, tensor in tensors.items():
-        parts, size = content.pieces.get(name), tensor.nbytes
-        if parts is None or sum([part.piece.size for part in parts]) != size:
-            raise _misfit(content, f"{name} is not there, or not with {size} bytes")
-        if is_plain(tensor):
-            copies += _copies(tensor, parts)
-        else:
-            others.append(name)
+    targets = list(tensors.values())
+    missing = next((name for name in tensors if name not in content.pieces), None)
+    if missing is not None:
+        raise _misfit(content, f"{missing} is not there")
+    found = columns(content.pieces, tensors)
+    _check_sizes(tensors, found, content)
+    places = addresses(targets)
+    copies = _copies(places, found)
     if not content.verified:
-        content.verify(_Walk(copies).copy)
-    elif copies:
-        sources, targets, sizes = np.array(copies, np.int64).T
-        move_all(targets, sources, sizes, content.check)
-    for name in others:
+        content.verify(_Walk(*copies).copy)
+    elif len(found.sizes):
+        move_all(*copies, content.check)
+    for name in compress(tensors, places == 0):
         _put(tensors[name], content.pieces[name])
+
+
+def _check_sizes(tensors: Mapping[str, Tensor], found: Columns, content: Content) -> None:
+    """Raises StorageError unless each tensor has as many bytes there as here."""
+    ends = np.cumsum(found.counts)
+    there = np.diff(np.cumsum([0, *found.sizes.tolist()])[ends], prepend=0)
+    here = [tensor.nbytes for tensor in tensors.values()]
+    for name, size in compress(zip(tensors, here, strict=True), there != here):
+        raise _misfit(content, f"{name} is not there with {size} bytes")
 
 
 def _misfit(content: Content, what: str) -> StorageError:
@@ -60,10 +64,11 @@ def _misfit(content: Content, what: str) -> StorageError:
     return StorageError(f"{content.manifest.name}: tensor {what}")
 
 
-def _copies(tensor: Tensor, parts: list[Part]) -> list[Copy]:
-    """What fills a plain tensor."""
-    target = tensor.data_ptr()
-    return [(address, target + piece.start, piece.size) for piece, _, address in parts if piece.size]
+def _copies(places: Numbers, found: Columns) -> Turn:
+    """Targets, sources and sizes of what fills the tensors that begin at these addresses; 0 of one that is filled otherwise."""
+    targets = np.repeat(places, found.counts)
+    some = (targets != 0) & (found.sizes > 0)
+    return (targets + found.starts)[some], found.addresses[some], found.sizes[some]
 
 
 def _put(tensor: Tensor, parts: list[Part]) -> None:
@@ -76,17 +81,17 @@ def _put(tensor: Tensor, parts: list[Part]) -> None:
 class _Walk:
     """Copies in the order of their sources, done bit by bit as the sources come by."""
 
-    def __init__(self, copies: list[Copy]) -> None:
-        self._copies = sorted(copies)
-        self._sources = [source for source, _, _ in self._copies]
+    def __init__(self, targets: Numbers, sources: Numbers, sizes: Numbers) -> None:
+        order = np.argsort(sources)
+        self._sources, self._sizes = sources[order], sizes[order]
+        self._shifts = targets[order] - self._sources
+        self._ends = self._sources + self._sizes
 
     def copy(self, start: int, stop: int) -> None:
         """Copies what begins at address `start` and ends at `stop`."""
-        number, end = max(0, bisect_right(self._sources, start) - 1), bisect_left(self._sources, stop)
-        for source, target, size in self._copies[number:end]:
-            first, last = max(source, start), min(source + size, stop)
-            if first < last:
-                move(target + first - source, first, last - first)
+        some = slice(self._ends.searchsorted(start, "right"), self._sources.searchsorted(stop))
+        first, last = np.maximum(self._sources[some], start), np.minimum(self._ends[some], stop)
+        move_each(first + self._shifts[some], first, last - first)
 
 
 def allocate(content: Content, name: str) -> Tensor:
@@ -117,6 +122,8 @@ def make(content: Content, name: str) -> Tensor:
     """
     assert content.verified
     tensor = allocate(content, name)
-    for source, target, size in _copies(tensor, content.pieces[name]):
-        move(target, source, size)
+    place = tensor.data_ptr()
+    for piece, _, address in content.pieces[name]:
+        if piece.size:
+            move(place + piece.start, address, piece.size)
     return tensor

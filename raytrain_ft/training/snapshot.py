@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -51,7 +52,7 @@ class Copy:
         self.device_seconds: float | None = None
         self.seconds: float | None = None
         self.error: BaseException | None = None
-        self._share = share
+        self._share: Share | None = share
         self._versions: list[int] = []
         self._mode = mode
         self._memory = memory
@@ -64,9 +65,10 @@ class Copy:
     def start(self) -> None:
         """Begins. From now on nobody may change the tensors until `wait` returns."""
         self._began = time.monotonic()
-        share, self._share = self._share, Share(self._share.layout, [])
+        share, self._share = self._share, None
+        assert share is not None, "it is begun once"
         self.slices = share.slices(self._copy_small(share))
-        self._versions = [version_of(one.source) for one in self.slices]
+        self._versions = _versions_of(self.slices)
         self._ready = _now_on_device(self.slices)
         self._thread.start()
 
@@ -101,7 +103,9 @@ class Copy:
 
     def _check_unchanged(self) -> None:
         """Raises StorageError if somebody did not wait: the copy may hold a mix of before and after."""
-        begun = zip(self.slices, self._versions, strict=False)  # clones are nobody else's, and have none
+        if not self._versions or _versions_of(self.slices) == self._versions:  # clones are nobody else's, and have none
+            return
+        begun = zip(self.slices, self._versions, strict=True)
         changed = [one.piece.name for one, version in begun if _is_changed(one, version)]
         if changed:
             raise StorageError(
@@ -133,6 +137,15 @@ class Copy:
         return time.monotonic() - began
 
 
+def _versions_of(slices: Sequence[Slice]) -> list[int]:
+    """What counts the changes to each."""
+    sources = [one.source for one in slices]
+    try:
+        return list(map(attrgetter("_version"), sources))
+    except RuntimeError:  # those of inference mode have none
+        return list(map(version_of, sources))
+
+
 def _is_changed(one: Slice, version: int) -> bool:
     """Whether its bytes are not those of this version any more, as far as torch counts. Memory of which it is a part may have
     one counter for all, and a tensor that was given other memory counts what is changed there."""
@@ -146,9 +159,9 @@ def _cloned(slices: Sequence[Slice]) -> list[Slice] | None:
     """The slices, copied within their device's memory; None if it has no room for them."""
     clones = []
     try:
-        for piece, offset, tensor, _ in slices:
+        for piece, offset, tensor, *_ in slices:
             clone = bytes_of(tensor)[piece.start : piece.start + piece.size].clone()
-            clones.append(Slice(piece._replace(start=0), offset, clone, clone))
+            clones.append(Slice(piece._replace(start=0), offset, clone, clone, is_plain(clone)))
     except torch.OutOfMemoryError:
         return None
     _synchronize(slices)
@@ -163,17 +176,10 @@ def free_on_device(tensors: Sequence[tuple[str, Tensor]]) -> int:
 def copy_small(share: Share, memory: memoryview) -> list[int]:
     """Copies the small tensors of this process into memory; returns the numbers of the others that have any bytes."""
     layout, left = share.layout, share.layout.sizes > 0
-    numbers: list[int] = []
-    addresses: list[int] = []
-    for number in np.flatnonzero(left & (layout.sizes < AT_ONCE_BYTES)).tolist():
-        tensor = share.sources[number]
-        if is_plain(tensor):
-            numbers.append(number)
-            addresses.append(tensor.data_ptr())
-    if numbers:
-        which, sources = np.array(numbers), np.array(addresses)
+    which = np.flatnonzero(left & (layout.sizes < AT_ONCE_BYTES) & (share.addresses != 0))
+    if len(which):
         target = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-        move_all(target + layout.offsets[which], sources + layout.starts[which], layout.sizes[which])
+        move_all(target + layout.offsets[which], share.addresses[which] + layout.starts[which], layout.sizes[which])
         left[which] = False
     return np.flatnonzero(left).tolist()
 
@@ -185,12 +191,14 @@ def copy_all(slices: Sequence[Slice], memory: memoryview) -> None:
         return
     target = torch.frombuffer(memory, dtype=torch.uint8)
     address = target.data_ptr()
-    plain: list[tuple[int, int, int]] = []
-    for piece, offset, tensor, _ in slices:
+    plain = [
+        (address + offset, tensor.data_ptr() + piece.start, piece.size)
+        for piece, offset, tensor, _, lies in slices
+        if lies and piece.size
+    ]
+    for piece, offset, tensor, _, lies in slices:
         start, size = piece.start, piece.size
-        if size and is_plain(tensor):
-            plain.append((address + offset, tensor.data_ptr() + start, size))
-        elif size:
+        if size and not lies:
             target[offset : offset + size].copy_(bytes_of(tensor)[start : start + size], non_blocking=True)
     if plain:
         move_all(*np.array(plain, np.int64).T)

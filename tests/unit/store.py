@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +21,7 @@ from raytrain_ft.storage.lock import Owner
 from raytrain_ft.storage.lock import _write as write_owner
 from raytrain_ft.storage.log_reader import LogReader
 from raytrain_ft.storage.persister import carry_out
-from raytrain_ft.storage.shard import encode
+from raytrain_ft.storage.shard import Part, decode, encode
 from raytrain_ft.training.layout import share, total_size
 from raytrain_ft.training.restore import make
 from raytrain_ft.training.snapshot import copy_all
@@ -63,6 +64,11 @@ def save(place: Place | str, step: int, tensors: Mapping[str, Tensor], count: in
             **({"owner": OWNER.owner, "epoch": OWNER.epoch, "incarnation": 1, "keep": 2} | more),  # pyright: ignore
         )
         carry_out(job, encode(job.pieces, memory), set())
+
+
+def parts_of(file: bytes) -> list[Part]:
+    """The pieces of a shard's file, in its order."""
+    return [rows.part(n) for rows in decode(pa.py_buffer(file), "the shard") for n in range(len(rows.names))]
 
 
 def newest(storage: Storage, warnings: list[str]) -> Content | None:

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 import torch
 import xxhash
-from store import newest, save, state, step_of, two_checkpoints
+from store import newest, parts_of, save, state, step_of, two_checkpoints
 
 from raytrain_ft.errors import StorageError
 from raytrain_ft.places import Place, told
@@ -263,7 +263,7 @@ def row(**changes: Any) -> dict[str, list[Any]]:
 def content_of(file: bytes) -> Content:
     """As `checkpoint.read` gives it, for a file that its manifest vouches for."""
     pieces: dict[str, Any] = {}
-    for part in shard.decode(pa.py_buffer(file), "the shard"):
+    for part in parts_of(file):
         pieces.setdefault(part.piece.name, []).append(part)
     written_by = Manifest(step=1, epoch=1, incarnation=1, shards=[])
     for name, parts in pieces.items():

@@ -25,7 +25,8 @@ from raytrain_ft.storage.arrow import write_tensors
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.filesystem import LocalStorage
 from raytrain_ft.storage.manifest import Manifest
-from raytrain_ft.training import durable, resume
+from raytrain_ft.storage.pieces import columns
+from raytrain_ft.training import durable, restore, resume
 from raytrain_ft.training.export import state_dicts, state_of
 from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.restore import fill, make
@@ -77,11 +78,25 @@ def test_tensors_are_filled_while_they_are_verified(storage: LocalStorage, count
     assert same_bits(make(content, "t3"), tensors["t3"])
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_pieces_are_the_same_in_columns(storage: LocalStorage, count: int) -> None:
+    """Of tensors that were cut too; and whoever puts pieces together himself gets the same of them."""
+    save(storage.uri, 1, some(), count)
+    pieces = mapped(storage).pieces
+    names = ["t6", "t0", "t1", "t5"]
+    found = columns(pieces, names)
+    assert [part.piece.name for name in names for part in pieces[name]] == np.repeat(names, found.counts).tolist()
+    for one, same in zip(found, columns(dict(pieces), names), strict=True):
+        assert one.tolist() == same.tolist()
+    with pytest.raises(KeyError):
+        columns(pieces, ["t6", "none"])
+
+
 def test_each_byte_is_copied_once(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = some()
     save(storage.uri, 1, tensors, 2)
     copied: list[tuple[int, int]] = []
-    monkeypatch.setattr("raytrain_ft.training.restore.move", lambda target, source, size: copied.append((target, size)))
+    monkeypatch.setattr(restore, "move_each", lambda targets, _, sizes: copied.extend(zip(targets, sizes, strict=True)))
     fill(tensors, mapped(storage))
     assert sum(size for _, size in copied) == sum(SIZES)
     assert all(first + size <= second for (first, size), (second, _) in pairwise(sorted(copied)))
@@ -98,11 +113,11 @@ def test_an_error_of_a_copy_is_not_lost_in_its_thread(storage: LocalStorage, mon
     save(storage.uri, 1, some())
     calls = iter(range(10**6))
 
-    def move(target: int, source: int, size: int) -> None:
+    def move_each(*blocks: object) -> None:
         if next(calls) == 20:
             raise OSError("once")
 
-    monkeypatch.setattr("raytrain_ft.training.restore.move", move)
+    monkeypatch.setattr(restore, "move_each", move_each)
     with pytest.raises(OSError, match="once"):
         fill(some(), mapped(storage))
 

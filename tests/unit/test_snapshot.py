@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -196,7 +197,7 @@ def test_every_device_is_waited_for(memory: SharedMemory, log: list[tuple[str, s
     """On each one the copy comes after what training has queued there, and training goes on only when it is complete."""
     described = Described(["wa", "wb"], [torch.uint8] * 2, [torch.Size([8])] * 2, 0, 0, 1)
     devices: list[Any] = [OnDevice("a"), OnDevice("b")]
-    copy = Copy(Share(Layout(described), devices), memory, lambda _: None, mode)
+    copy = Copy(Share(Layout(described), devices, np.zeros(2, np.int64)), memory, lambda _: None, mode)
 
     class Told(threading.Event):
         def set(self) -> None:
@@ -237,7 +238,9 @@ def taken(tensors: list[tuple[str, torch.Tensor]], memory: SharedMemory, before:
 
 
 def raw(tensors: list[tuple[str, torch.Tensor]]) -> bytes:
-    return b"".join(t.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy() for _, t in tensors)
+    """Their bytes. Of clones: memory that numpy has looked at cannot be resized."""
+    clones = [tensor.detach().clone().resolve_conj().resolve_neg().contiguous() for _, tensor in tensors]
+    return b"".join(clone.view(-1).view(torch.uint8).numpy().tobytes() for clone in clones)
 
 
 def test_small_tensors_are_copied_before_training_goes_on(memory: SharedMemory) -> None:
@@ -292,6 +295,55 @@ def test_a_parameter_that_was_given_other_memory_is_copied_from_there(memory: Sh
     _, layout = taken([("w", weight)], memory)
     weight.data = torch.full((100,), 2.0)
     assert taken([("w", weight)], memory, layout) == (raw([("w", weight)]), layout)
+
+
+def to_storage(weight: torch.Tensor, like: torch.Tensor) -> None:
+    weight.set_(like)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+def to_data(weight: torch.Tensor, like: torch.Tensor) -> None:
+    weight.data = like
+
+
+IN_PLACE: dict[str, Callable[[torch.Tensor], object]] = {
+    "turned": lambda w: w.t_(),
+    "of another size": lambda w: w.resize_(w.shape[0] - 1, w.shape[1]),
+    "larger": lambda w: w.resize_(w.shape[0] + 1, w.shape[1]).fill_(1),
+    "of another shape": lambda w: w.unsqueeze_(0),
+    "column by column": lambda w: w.as_strided_(tuple(w.shape), (1, w.shape[0])),
+    "one element, again and again": lambda w: w.as_strided_(tuple(w.shape), (0, 0)),
+    "in other memory": lambda w: to_storage(w, torch.rand(w.shape)),
+    "in other memory, turned": lambda w: to_storage(w, torch.rand(w.shape[::-1]).t()),
+    "with other data": lambda w: to_data(w, torch.rand(w.shape)),
+    "with other data, turned": lambda w: to_data(w, torch.rand(w.shape[::-1]).t()),
+    "with other data of another shape": lambda w: to_data(w, torch.rand(w.numel())),
+    "with data that are another's, negated": lambda w: to_data(w, torch.rand(*w.shape, dtype=torch.complex64).conj().imag),
+}
+
+
+@pytest.mark.parametrize("change", IN_PLACE)
+@pytest.mark.parametrize("scale", [1, 100])
+def test_a_tensor_that_becomes_another_between_two_snapshots(memory: SharedMemory, change: str, scale: int) -> None:
+    """It is the same object: its name and address may be all that stays."""
+    tensors = [("a", torch.rand(5)), ("w", torch.rand(2 * scale, 3 * scale)), ("z", torch.rand(5000))]
+    memory.reserve(10 * 2**20)
+    content, layout = taken(tensors, memory)
+    assert content == raw(tensors)
+    IN_PLACE[change](tensors[1][1])
+    content, layout = taken(tensors, memory, layout)
+    assert content == raw(tensors)
+    assert [piece.shape for piece in layout.pieces] == [tuple(tensor.shape) for _, tensor in tensors]
+
+
+def test_a_tensor_whose_memory_was_given_up_costs_the_snapshot_and_not_the_process(memory: SharedMemory) -> None:
+    tensor = torch.rand(100)
+    memory.reserve(tensor.nbytes)
+    _, layout = taken([("w", tensor)], memory)
+    tensor.untyped_storage().resize_(0)
+    copy = Copy(share([("w", tensor)], 0, 1, before=layout), memory, lambda _: None)
+    copy.start()
+    copy.join(30)
+    assert isinstance(copy.error, RuntimeError)
 
 
 def test_what_cannot_be_copied_at_once_is_left_to_the_thread(memory: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store import newest as newest_of
-from store import own, same_bits, save, state, step_of, tensors_of, two_checkpoints
+from store import own, parts_of, same_bits, save, state, step_of, tensors_of, two_checkpoints
 from torch import Tensor, nn
 
 import raytrain_ft
@@ -161,7 +161,7 @@ def test_the_shares_are_the_whole_state_once(sizes: list[int], count: int, data:
         files.append(file)
     found: dict[str, bytes] = {}
     for file in files:
-        for piece, content, _ in shard.decode(file, "file"):  # pyright: ignore
+        for piece, content, _ in parts_of(file):
             found[piece.name] = found.get(piece.name, b"") + bytes(content)
     assert found == {name: tensor.numpy().tobytes() for name, tensor in tensors}
 
@@ -175,7 +175,7 @@ def test_a_shard_of_many_batches_and_blocks(monkeypatch: pytest.MonkeyPatch) -> 
     hashed = shard.Hashed(shard.encode(pieces, memoryview(data)))
     file = b"".join(bytes(part) for part in hashed)
     assert len(hashed.blocks()) == shard.count_blocks(len(file)) > 10
-    found = list(shard.decode(file, "file"))  # pyright: ignore
+    found = parts_of(file)
     assert [part.piece for part in found] == pieces
     assert b"".join(bytes(part.data) for part in found) == data
     for position in range(0, len(file), 997):

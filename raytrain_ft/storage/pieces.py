@@ -1,0 +1,93 @@
+"""The pieces of tensors that were read from shards, found by name, without an object for each: see `shard.Rows`."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from raytrain_ft.storage.shard import Part, Rows
+
+
+class Columns(NamedTuple):
+    """The pieces of some tensors, one tensor after the other.
+
+    Attributes:
+        counts: how many each tensor has.
+        addresses: where the bytes of each piece are; starts: its first byte in the tensor; sizes: how many they are.
+    """
+
+    counts: npt.NDArray[np.int64]
+    addresses: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+
+
+class Pieces(Mapping[str, list[Part]]):
+    """The pieces of tensors by name, in order; of those whose bytes nobody asks for by name, without an object for each."""
+
+    def __init__(self, rows: Sequence[Rows]) -> None:
+        self._rows = rows
+        self._firsts = np.cumsum([0, *(len(one.names) for one in rows)]).tolist()
+        names = list(chain.from_iterable(one.names for one in rows))
+        none = np.zeros(0, np.int64)
+        addresses = np.concatenate([none, *(one.ends[:-1] + one.address for one in rows)])
+        sizes = np.concatenate([none, *(np.diff(one.ends) for one in rows)])
+        self._starts = np.concatenate([none, *(one.starts for one in rows)])
+        self._addresses, self._sizes = addresses, sizes
+        self._last = dict(zip(names, range(len(names)), strict=True))
+        self._several: dict[str, list[int]] = {}
+        if len(self._last) < len(names):
+            again = {name for number, name in enumerate(names) if self._last[name] != number}
+            for number in sorted(range(len(names)), key=self._starts.tolist().__getitem__):
+                if names[number] in again:
+                    self._several.setdefault(names[number], []).append(number)
+        self.cut = {*self._several, *(names[number] for number in np.flatnonzero(self._starts))}
+        """Names of tensors of which a piece does not begin at their first byte, or that have several."""
+
+    def __getitem__(self, name: str) -> list[Part]:
+        return [self._part(number) for number in self._numbers(name)]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._last
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._last)
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def _numbers(self, name: str) -> Sequence[int]:
+        return self._several.get(name) or (self._last[name],)
+
+    def _part(self, number: int) -> Part:
+        which = bisect_right(self._firsts, number) - 1
+        return self._rows[which].part(number - self._firsts[which])
+
+    def columns(self, names: Iterable[str]) -> Columns:
+        """Of these tensors.
+
+        Raises:
+            KeyError: one is not there.
+        """
+        groups = list(map(self._numbers, names))
+        which = list(chain.from_iterable(groups))
+        counts = np.fromiter(map(len, groups), np.int64, len(groups))
+        return Columns(counts, self._addresses[which], self._starts[which], self._sizes[which])
+
+
+def columns(pieces: Mapping[str, Sequence[Part]], names: Collection[str]) -> Columns:
+    """Of the pieces of these tensors.
+
+    Raises:
+        KeyError: one is not there.
+    """
+    if isinstance(pieces, Pieces):
+        return pieces.columns(names)
+    found = [pieces[name] for name in names]
+    rows = [(part.address, part.piece.start, part.piece.size) for parts in found for part in parts]
+    return Columns(np.array(list(map(len, found)), np.int64), *np.array(rows, np.int64).reshape(-1, 3).T)
