@@ -87,8 +87,8 @@ def _differing_losses(records: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _hidden_checkpoints(records: Sequence[dict[str, Any]]) -> list[str]:
-    """Who looks for checkpoints finds the newest that was committed, unless it could not be loaded before; or one that has taken
-    its place, whose writer died before it could tell of it.
+    """Who looks for checkpoints finds the newest that was committed, unless it could not be loaded before; or one that has
+    taken its place, whose writer died before it could tell of it.
 
     Copies in other nodes' memory (Elastic Horovod) may be lost with these nodes.
     """

@@ -24,7 +24,8 @@ from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.job import Job, Outcome
 from raytrain_ft.storage.manifest import Manifest, Name
 from raytrain_ft.storage.persister import SharedMemory
-from raytrain_ft.storage.shard import Part, Piece
+from raytrain_ft.storage.pieces import Pieces
+from raytrain_ft.storage.shard import Piece, Rows, rows_of
 
 ANSWER_SECONDS = 30.0
 
@@ -185,16 +186,10 @@ def load(spec: RunSpec, name: Name) -> Content:
         arrays = ray.get([reference for _, reference in parts], timeout=spec.rules.phase_timeout)
     except RayError as error:
         raise StorageError(f"the holder of snapshots: {error}") from error
-    pieces: dict[str, list[Part]] = {}
+    rows: list[Rows] = []
     for (described, _), data in zip(parts, arrays, strict=True):
-        offset, address = 0, data.ctypes.data
-        for tensor, dtype, shape, start, size in described:
-            piece = Piece(tensor, dtype, tuple(shape), start, size)
-            part = Part(piece, memoryview(data)[offset : offset + size], address + offset)
-            pieces.setdefault(tensor, []).append(part)
-            offset += size
-    for those in pieces.values():
-        those.sort(key=lambda part: part.piece.start)
+        pieces = [Piece(tensor, dtype, tuple(shape), *where) for tensor, dtype, shape, *where in described]
+        rows.append(rows_of(pieces, memoryview(data), data.ctypes.data))
     values, size = head["values"], int(head["size"])
     manifest = Manifest(step=name.step, epoch=name.epoch, incarnation=name.incarnation, shards=[], values=values, size=size)
-    return Content(manifest, pieces)
+    return Content(manifest, Pieces(rows))

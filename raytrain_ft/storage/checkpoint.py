@@ -226,7 +226,7 @@ class Content:
     def __init__(
         self,
         manifest: Manifest,
-        pieces: Mapping[str, list[Part]],
+        pieces: Pieces,
         files: Sequence[Mapped] = (),
         check: Callable[[], None] = nothing,
     ) -> None:
@@ -289,9 +289,9 @@ def map_shards(
     for number in filter(wanted, range(count)):
         check()
         files.append(_mapped(storage, f"{manifest.name}/{shard_file(number, count)}", manifest.shards[number]))
-    content = Content(manifest, {}, files, check)
+    content = Content(manifest, Pieces([]), files, check)
     try:
-        _find_pieces(content)
+        content.pieces = _find_pieces(content)
     except StorageError:
         content.verify()  # which says where the damage is, if it is damage
         raise
@@ -307,11 +307,11 @@ def _mapped(storage: Storage, file: str, entry: ShardEntry) -> Mapped:
     return Mapped(file, storage.view(file), entry.blocks)
 
 
-def _find_pieces(content: Content) -> None:
+def _find_pieces(content: Content) -> Pieces:
     found = Pieces([rows for file, buffer, _ in content.files for rows in shards.decode(buffer, file)])
     for name in found.cut:
         _check_whole(content.manifest, name, found[name])
-    content.pieces = found
+    return found
 
 
 def _check_whole(manifest: Manifest, name: str, parts: list[Part]) -> None:
@@ -421,9 +421,12 @@ def sweep(storage: Storage, epoch: int, *, new: bool) -> None:
             storage.delete(name)
 
 
-def differences(wanted: Mapping[str, tuple[str, tuple[int, ...]]], content: Content) -> list[str]:
-    """Every way in which the tensors of a checkpoint are not those that are wanted ({name: (dtype, shape)})."""
-    there = {name: (parts[0].piece.dtype, parts[0].piece.shape) for name, parts in content.pieces.items()}
+Described = Mapping[str, tuple[str, tuple[int, ...]]]
+"""{name: (dtype, shape)}"""
+
+
+def differences(wanted: Described, there: Described) -> list[str]:
+    """Every way in which the tensors of a checkpoint are not those that are wanted."""
     lines = [f"{name} is missing in the checkpoint" for name in wanted.keys() - there.keys()]
     lines += [f"{name} is in the checkpoint only" for name in there.keys() - wanted.keys()]
     lines += [

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from itertools import chain
 from typing import NamedTuple
 
@@ -68,6 +69,19 @@ class Pieces(Mapping[str, list[Part]]):
         which = bisect_right(self._firsts, number) - 1
         return self._rows[which].part(number - self._firsts[which])
 
+    def under(self, prefix: str, but: str) -> Pieces:
+        """Those of the tensors whose names begin so, by the rest of their names, without one of them."""
+        part = copy(self)
+        part._last = {name.removeprefix(prefix): number for name, number in self._last.items() if name.startswith(prefix)}
+        part._several = {name.removeprefix(prefix): some for name, some in self._several.items() if name.startswith(prefix)}
+        part._last.pop(but, None)
+        return part
+
+    def described(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """{name: (dtype, shape)} of all."""
+        found = [what for one in self._rows for what in zip(one.dtypes, one.shapes, strict=True)]
+        return {name: found[number] for name, number in self._last.items()}
+
     def columns(self, names: Iterable[str]) -> Columns:
         """Of these tensors.
 
@@ -78,16 +92,3 @@ class Pieces(Mapping[str, list[Part]]):
         which = list(chain.from_iterable(groups))
         counts = np.fromiter(map(len, groups), np.int64, len(groups))
         return Columns(counts, self._addresses[which], self._starts[which], self._sizes[which])
-
-
-def columns(pieces: Mapping[str, Sequence[Part]], names: Collection[str]) -> Columns:
-    """Of the pieces of these tensors.
-
-    Raises:
-        KeyError: one is not there.
-    """
-    if isinstance(pieces, Pieces):
-        return pieces.columns(names)
-    found = [pieces[name] for name in names]
-    rows = [(part.address, part.piece.start, part.piece.size) for parts in found for part in parts]
-    return Columns(np.array(list(map(len, found)), np.int64), *np.array(rows, np.int64).reshape(-1, 3).T)

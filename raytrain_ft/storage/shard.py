@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -207,14 +208,12 @@ class Rows(NamedTuple):
     Python look for garbage, which takes longer than both.
 
     Attributes:
-        lengths, cuts: all shapes in a row, and where each ends and the next begins.
         data: the bytes of all; ends: where those of each begin, and the last one's end; address: of the first.
     """
 
     names: list[str]
     dtypes: list[str]
-    lengths: list[int]
-    cuts: list[int]
+    shapes: list[tuple[int, ...]]
     starts: npt.NDArray[np.int64]
     data: memoryview
     ends: npt.NDArray[np.int64]
@@ -222,9 +221,8 @@ class Rows(NamedTuple):
 
     def part(self, number: int) -> Part:
         """One of them."""
-        shape = tuple(self.lengths[self.cuts[number] : self.cuts[number + 1]])
         begin, end = self.ends[number : number + 2].tolist()
-        piece = Piece(self.names[number], self.dtypes[number], shape, int(self.starts[number]), end - begin)
+        piece = Piece(self.names[number], self.dtypes[number], self.shapes[number], int(self.starts[number]), end - begin)
         return Part(piece, self.data[begin:end], self.address + begin)
 
 
@@ -258,14 +256,27 @@ def _rows(batch: pa.RecordBatch) -> Rows:
         raise ValueError("a row lacks a value")
     names, dtypes, shapes, starts, data = batch.columns
     _, offsets, values = data.buffers()  # a value that is asked for by its row would be a copy
-    cuts = shapes.offsets.to_numpy()
     return Rows(
         names.to_pylist(),
         dtypes.to_pylist(),
-        shapes.flatten().to_pylist(),
-        (cuts - cuts[0]).tolist(),
+        _shapes(shapes),
         starts.to_numpy(),
         memoryview(values or b"").cast("B"),
         np.frombuffer(offsets, np.int64)[data.offset : data.offset + len(data) + 1],
         values.address if values else 0,
     )
+
+
+def _shapes(column: pa.ListArray) -> list[tuple[int, ...]]:
+    """One tuple for all tensors of a shape: there are few shapes, and Python looks at each new object for garbage."""
+    lengths, cuts = column.flatten().to_pylist(), column.offsets.to_pylist()
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}
+    shapes = (tuple(lengths[here - cuts[0] : there - cuts[0]]) for here, there in pairwise(cuts))
+    return [known.setdefault(shape, shape) for shape in shapes]
+
+
+def rows_of(pieces: Sequence[Piece], data: memoryview, address: int) -> Rows:
+    """Pieces whose bytes lie one after the other, from an address on."""
+    starts, ends = np.array([piece.start for piece in pieces], np.int64), np.cumsum([0, *(piece.size for piece in pieces)])
+    what = [piece.name for piece in pieces], [piece.dtype for piece in pieces], [piece.shape for piece in pieces]
+    return Rows(*what, starts, data, ends, address)

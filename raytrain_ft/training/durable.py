@@ -121,8 +121,7 @@ def of_stage(content: Content, stage: int | None) -> tuple[Content, Stored]:
         if "stages" in values:
             raise _mismatch(content.manifest, [f"{values['stages']} stages of a pipeline in the checkpoint, none here"])
         return content, decode(content.manifest, values)
-    pieces = {name.removeprefix(prefix): parts for name, parts in content.pieces.items() if name.startswith(prefix)}
-    if OWN_VALUES not in pieces:
+    if f"{prefix}{OWN_VALUES}" not in content.pieces:
         there = values.get("stages", "no")
         raise _mismatch(
             content.manifest, [f"{there} stages of a pipeline in the checkpoint, and not number {stage} of this run"]
@@ -130,8 +129,7 @@ def of_stage(content: Content, stage: int | None) -> tuple[Content, Stored]:
     if not content.verified:
         content.verify()
     own = own_values(content, f"{prefix}{OWN_VALUES}")
-    del pieces[OWN_VALUES]
-    part = Content(content.manifest, pieces, content.files, content.check)
+    part = Content(content.manifest, content.pieces.under(prefix, but=OWN_VALUES), content.files, content.check)
     part.verified = True
     return part, decode(content.manifest, values | own)
 
@@ -168,9 +166,9 @@ def restore(
     """
     content, stored = of_stage(content, state.stage)
     own = dict([*_weights(state), *_buffers(state)])
-    theirs = {name: parts for name, parts in content.pieces.items() if name.startswith(("model/", "buffer/"))}
+    theirs = {name: what for name, what in content.pieces.described().items() if name.startswith(("model/", "buffer/"))}
     other_optimizer, other_data = _other_optimizer(state, stored, theirs), _other_data(stored, data)
-    lines = [*_otherwise_spread(stored, pipeline), *differences(described(own), Content(content.manifest, theirs))]
+    lines = [*_otherwise_spread(stored, pipeline), *differences(described(own), theirs)]
     lines += other_optimizer if "optimizer" not in override else []
     lines += other_data if "dataset" not in override else []
     if lines:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raytrain_ft.errors import StorageError
 from raytrain_ft.storage.checkpoint import Content
-from raytrain_ft.storage.pieces import Columns, columns
+from raytrain_ft.storage.pieces import Columns
 from raytrain_ft.storage.shard import Part
 from raytrain_ft.storage.tensors import DTYPES
 from raytrain_ft.training.memory import Numbers, Turn, addresses, move, move_all, move_each
@@ -37,7 +37,7 @@ def fill(tensors: Mapping[str, Tensor], content: Content) -> None:
     missing = next((name for name in tensors if name not in content.pieces), None)
     if missing is not None:
         raise _misfit(content, f"{missing} is not there")
-    found = columns(content.pieces, tensors)
+    found = content.pieces.columns(tensors)
     _check_sizes(tensors, found, content)
     places = addresses(targets)
     copies = _copies(places, found)

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 import torch
 import xxhash
-from store import newest, parts_of, save, state, step_of, two_checkpoints
+from store import newest, save, state, step_of, two_checkpoints
 
 from raytrain_ft.errors import StorageError
 from raytrain_ft.places import Place, told
@@ -25,6 +25,7 @@ from raytrain_ft.storage import checkpoint, manifest, shard
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.filesystem import LocalStorage
 from raytrain_ft.storage.manifest import Manifest, Name, ShardEntry
+from raytrain_ft.storage.pieces import Pieces
 from raytrain_ft.training.restore import fill, make
 
 NEW = "step-000000020-e1-i1"
@@ -262,10 +263,8 @@ def row(**changes: Any) -> dict[str, list[Any]]:
 
 def content_of(file: bytes) -> Content:
     """As `checkpoint.read` gives it, for a file that its manifest vouches for."""
-    pieces: dict[str, Any] = {}
-    for part in parts_of(file):
-        pieces.setdefault(part.piece.name, []).append(part)
     written_by = Manifest(step=1, epoch=1, incarnation=1, shards=[])
+    pieces = Pieces(shard.decode(pa.py_buffer(file), "the shard"))
     for name, parts in pieces.items():
         checkpoint._check_whole(written_by, name, parts)
     return Content(written_by, pieces)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,6 @@ from raytrain_ft.storage.arrow import write_tensors
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.filesystem import LocalStorage
 from raytrain_ft.storage.manifest import Manifest
-from raytrain_ft.storage.pieces import columns
 from raytrain_ft.training import durable, restore, resume
 from raytrain_ft.training.export import state_dicts, state_of
 from raytrain_ft.training.fence import Fence
@@ -80,16 +80,20 @@ def test_tensors_are_filled_while_they_are_verified(storage: LocalStorage, count
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_pieces_are_the_same_in_columns(storage: LocalStorage, count: int) -> None:
-    """Of tensors that were cut too; and whoever puts pieces together himself gets the same of them."""
+    """Of tensors that were cut too, and by a part of their names."""
     save(storage.uri, 1, some(), count)
     pieces = mapped(storage).pieces
     names = ["t6", "t0", "t1", "t5"]
-    found = columns(pieces, names)
-    assert [part.piece.name for name in names for part in pieces[name]] == np.repeat(names, found.counts).tolist()
-    for one, same in zip(found, columns(dict(pieces), names), strict=True):
-        assert one.tolist() == same.tolist()
+    found, parts = pieces.columns(names), [part for name in names for part in pieces[name]]
+    assert [part.piece.name for part in parts] == np.repeat(names, found.counts).tolist()
+    for column, of_parts in ((found.addresses, "address"), (found.starts, "piece.start"), (found.sizes, "piece.size")):
+        assert column.tolist() == [attrgetter(of_parts)(part) for part in parts]
+    assert pieces.described() == {name: (parts[0].piece.dtype, parts[0].piece.shape) for name, parts in pieces.items()}
+    rest = pieces.under("t", but="3")
+    assert list(rest) == [name.removeprefix("t") for name in pieces if name != "t3"]
+    assert all(rest[name] == pieces[f"t{name}"] for name in rest)
     with pytest.raises(KeyError):
-        columns(pieces, ["t6", "none"])
+        pieces.columns(["t6", "none"])
 
 
 def test_each_byte_is_copied_once(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
