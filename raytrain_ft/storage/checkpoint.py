@@ -309,7 +309,7 @@ def _mapped(storage: Storage, file: str, entry: ShardEntry) -> Mapped:
 
 def _find_pieces(content: Content) -> Pieces:
     found = Pieces([rows for file, buffer, _ in content.files for rows in shards.decode(buffer, file)])
-    for name in found.cut:
+    for name in found.cut():
         _check_whole(content.manifest, name, found[name])
     return found
 

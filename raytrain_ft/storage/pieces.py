@@ -47,8 +47,6 @@ class Pieces(Mapping[str, list[Part]]):
             for number in sorted(range(len(names)), key=self._starts.tolist().__getitem__):
                 if names[number] in again:
                     self._several.setdefault(names[number], []).append(number)
-        self.cut = {*self._several, *(names[number] for number in np.flatnonzero(self._starts))}
-        """Names of tensors of which a piece does not begin at their first byte, or that have several."""
 
     def __getitem__(self, name: str) -> list[Part]:
         return [self._part(number) for number in self._numbers(name)]
@@ -68,6 +66,11 @@ class Pieces(Mapping[str, list[Part]]):
     def _part(self, number: int) -> Part:
         which = bisect_right(self._firsts, number) - 1
         return self._rows[which].part(number - self._firsts[which])
+
+    def cut(self) -> set[str]:
+        """Names of tensors of which a piece does not begin at their first byte, or that have several."""
+        starts = self._starts.tolist()
+        return {*self._several, *(name for name, number in self._last.items() if starts[number])}
 
     def under(self, prefix: str, but: str) -> Pieces:
         """Those of the tensors whose names begin so, by the rest of their names, without one of them."""

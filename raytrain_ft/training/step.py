@@ -170,6 +170,7 @@ class Replica:
         them now. Who is to wake is told before those who say it for him."""
         sleep = self.state.tail.sleep
         if links.replica in sleep.asleep:
+            self.at("wait")
             self.reducer.await_others()
             if sleep.wanted:
                 links.fence.rest(REST * (time.monotonic() - began))

@@ -414,15 +414,18 @@ def test_inputs_that_are_drawn_are_a_function_of_the_step() -> None:
 
 def test_a_sleeper_rests_before_it_takes_the_sums_unless_it_wakes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     rested: list[tuple[int, int]] = []
+    phases: dict[int, str] = {}
 
     def rest(rank: int, replica: Replica, seconds: float) -> None:
         assert seconds > 0
+        assert phases[rank] == "wait", "it would be taken for the one that hangs when another one does"
         works = [bucket.work for bucket in replica.state.buckets]
         assert all(work is not None and work.is_completed() for work in works), "the others would still wait for it"
         rested.append((rank, replica.state.step))
 
     for replica, links in zip(pair.replicas, pair.links, strict=True):
         monkeypatch.setattr(links.fence, "rest", partial(rest, links.replica, replica))
+        monkeypatch.setattr(replica, "_probe", lambda phase, *_, rank=links.replica: phases.update({rank: phase}))
     pair.train(1)
     pair.ask(1, True)
     pair.train(3)  # in the first one it takes part
