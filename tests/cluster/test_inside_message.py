@@ -26,7 +26,7 @@ from toy import Toy
 
 import raytrain_ft as ft
 from raytrain_ft.policy.strategy import Guarantee, Strategy
-from raytrain_ft.training.edges import CHANNELS, tag
+from raytrain_ft.training.edges import CHANNELS, WHOLE_STEP, tag
 from raytrain_ft.training.fence import WAIT_DEADLINE, Fence
 from raytrain_ft.training.process_group import FencedGroup
 
@@ -51,7 +51,7 @@ class Strike:
     sender: int
     receiver: int
     step: int
-    kind: Literal["activation", "gradient"]
+    kind: Literal["activation", "gradient", "tied"]
     micro_batch: int = 1
 
     @property
@@ -62,10 +62,10 @@ class Strike:
     def name(self) -> str:
         return f"{self.inside}-{self.sender}-{self.receiver}-{self.step}"
 
-    def is_in(self, sender: int, receiver: int, number: int) -> bool:
-        """Whether this is the message."""
+    def is_in(self, sender: int, receiver: int, number: int, tensor: torch.Tensor) -> bool:
+        """Whether this is the message; what is said of a tied gradient before it is not."""
         mine = tag(self.step, self.micro_batch, CHANNELS.index(self.kind))
-        return (sender, receiver, number) == (self.sender, self.receiver, mine)
+        return (sender, receiver, number) == (self.sender, self.receiver, mine) and tensor.numel() == NUMBERS
 
     def is_due(self, notes: Path) -> bool:
         return not (notes / f"{self.name}.struck").exists()
@@ -99,7 +99,7 @@ def look_into_messages(strikes: Sequence[Strike], notes: Path) -> None:
 
     def watched_send(self: FencedGroup, tensor: torch.Tensor, peer: int, number: int) -> Any:
         for strike in strikes:
-            if strike.is_in(self.rank(), peer, number):
+            if strike.is_in(self.rank(), peer, number, tensor):
                 (notes / f"{strike.name}.sender").write_text(str(os.getpid()))
                 work = send(self, tensor, peer, number)
                 about = (work, notes / f"{strike.name}.sent")
@@ -109,13 +109,13 @@ def look_into_messages(strikes: Sequence[Strike], notes: Path) -> None:
 
     def watched_receive(self: FencedGroup, tensor: torch.Tensor, peer: int, number: int) -> Any:
         for strike in strikes:
-            if strike.is_in(peer, self.rank(), number) and strike.is_due(notes):
+            if strike.is_in(peer, self.rank(), number, tensor) and strike.is_due(notes):
                 tensor.fill_(math.nan)  # what no message has in it
                 numbers = broken_off[strike.name] = tensor.view(-1).numpy()
                 work = receive(self, tensor, peer, number)
                 threading.Thread(target=strike_inside, args=(strike, numbers, self.fence, notes), daemon=True).start()
                 return work
-            if strike.is_in(peer, self.rank(), number) and strike.name in broken_off:  # it is sent once more
+            if strike.is_in(peer, self.rank(), number, tensor) and strike.name in broken_off:  # it is sent once more
                 came = np.count_nonzero(~np.isnan(broken_off.pop(strike.name)))
                 (notes / f"{strike.name}.came").write_text(str(came))
         return receive(self, tensor, peer, number)
@@ -161,6 +161,33 @@ STRIKES = [
 HOW = {"steps": 6, "micro_batches": 2, "global_batch_size": 2 * SAMPLES, "split": (4, 9), "strategy": "logging"}
 
 
+class Corner(torch.nn.Module):
+    """Uses a few numbers of a large parameter, whose gradient is as large."""
+
+    def __init__(self, weight: torch.nn.Parameter, inputs: int) -> None:
+        super().__init__()
+        self.weight, self.inputs = weight, inputs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight[: self.inputs, :WIDTH]
+
+
+class Tied(Wide):
+    """The first and the last stage share a large parameter, and send each other their parts of its gradient in every step."""
+
+    def model(self, stage: int) -> torch.nn.Module:
+        super().model(stage)
+        weight = torch.nn.Parameter(0.1 * torch.randn(NUMBERS // 512, 512))
+        first, middle = [Corner(weight, 16), torch.nn.Tanh()], [torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh()]
+        return torch.nn.Sequential(*first, *middle, Corner(weight, WIDTH), torch.nn.Linear(WIDTH, 4))
+
+
+TIED = [
+    *(Strike("send", 0, 2, 1, "tied", WHOLE_STEP), Strike("receive", 2, 0, 3, "tied", WHOLE_STEP)),
+    *(Strike("receive", 0, 2, 2, "tied", WHOLE_STEP), Strike("send", 2, 0, 4, "tied", WHOLE_STEP)),
+]
+
+
 @pytest.fixture(scope="module")
 def calm(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> ft.Result:
     return pipeline(tmp_path_factory.mktemp("calm"), "run", task=Wide(), **HOW)
@@ -169,8 +196,28 @@ def calm(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> ft.Result:
 @pytest.mark.parametrize("stage", range(STAGES))
 def test_a_stage_dies_inside_what_it_sends_and_what_it_receives(calm: ft.Result, tmp_path: Path, stage: int) -> None:
     strikes = [strike for strike in STRIKES if strike.victim == stage]
-    task, never = Wide(strikes, tmp_path), ft.CheckpointConfig(every=100)
-    result = pipeline(tmp_path, "run", task=task, **HOW, num_spares=1, checkpoints=never)
+    has_struck(strikes, calm, Wide(strikes, tmp_path), HOW)
+
+
+@pytest.fixture(scope="module")
+def calm_tied(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> ft.Result:
+    return pipeline(tmp_path_factory.mktemp("calm"), "run", task=Tied(), **TOGETHER)
+
+
+TOGETHER = {**HOW, "split": (2, 4)}
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_stage_dies_inside_a_gradient_of_what_it_shares(calm_tied: ft.Result, tmp_path: Path, stage: int) -> None:
+    strikes = [strike for strike in TIED if strike.victim == stage]
+    has_struck(strikes, calm_tied, Tied(strikes, tmp_path), TOGETHER)
+
+
+def has_struck(strikes: Sequence[Strike], calm: ft.Result, task: Wide, how: dict[str, Any]) -> None:
+    """A run in which these strike ends as the calm one."""
+    tmp_path, never = task.notes, ft.CheckpointConfig(every=100)
+    assert tmp_path is not None
+    result = pipeline(tmp_path, "run", task=task, **how, num_spares=1, checkpoints=never)
     for strike in strikes:
         assert not strike.is_due(tmp_path), f"{strike} has struck"
         if strike.inside == "send":
