@@ -82,7 +82,7 @@ def prepare(
             stacklevel=3,
         )
         recovery = replace(recovery, replay_workers=1)
-    log_choice = choose_log(task, step, settings, scaling, recovery, _policy(run).every)
+    log_choice = choose_log(task, step, settings, scaling, recovery, _policy(run).every, directory)
     rules = _rules(settings, scaling, run, recovery, update, step.stages, log_choice)
     rules = replace(rules, phase_timeout=_phase_timeout(recovery, model_key))
     if pipeline is not None:  # with sums in another order, copies of what stages share would differ from then on
@@ -209,7 +209,7 @@ def _rules(
         replay_workers=recovery.replay_workers,
         exact_sums=recovery.replay_sums == "exact",
         logging=log is not None and log.kept,
-        groups=log.groups if log is not None else (),
+        selective=log.selective if log is not None and log.kept else None,
         spares=recovery.num_spares,
         whole_update=update == "barrier",
         strategy=recovery.strategy,

@@ -86,6 +86,7 @@ class Replay:
         until: the number of steps that are committed afterwards.
         since: the incarnation from which on what was logged counts.
         exact: whether what is computed must be what was logged before, to the bit.
+        nodes: of the members of `world`, in their order.
     """
 
     world: tuple[str, ...]
@@ -96,10 +97,16 @@ class Replay:
     until: int
     since: int
     exact: bool
+    nodes: tuple[str, ...] = ()
 
     def team_of(self, member: str) -> tuple[str, ...]:
         """Whom this member replays a stage with, itself included; the first of them hosts it."""
         return next(team for team in self.teams if member in team)
+
+    def helpers_beside(self, member: str) -> int:
+        """How many helpers are on the node of this one, itself included: they need memory at the same time."""
+        node = dict(zip(self.world, self.nodes, strict=False))
+        return sum(node.get(helper) == node.get(member) for team in self.teams for helper in team[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +115,23 @@ class Trim:
 
     members: tuple[str, ...]
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogOnly:
+    """Of the boundaries that are logged, these are enough from now on, each named by the stage before it.
+
+    Attributes:
+        groups: of stages, between which they are. seconds: of each stage per step, by which they were chosen.
+        reason: in words.
+    """
+
+    members: tuple[str, ...]
+    incarnation: int
+    boundaries: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
+    seconds: tuple[float, ...]
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +223,7 @@ Command = (
     | Fill
     | Replay
     | Trim
+    | LogOnly
     | Run
     | StopAtBoundary
     | Sleep

@@ -6,13 +6,11 @@ import math
 from dataclasses import dataclass
 
 from raytrain_ft.errors import ConfigError
-
-FAR = 100.0
-"""Times the model's state. The paper says "far exceeds" and no number; its own logs reach 94 times (ViT-128/32: 24.66 GB per
-step, about 50 steps as the limits of Table 7 imply, 8 bytes of state per parameter), and it calls those worth doing."""
+from raytrain_ft.policy.units import in_bytes, in_seconds
 
 FAR_PER_STEP = 10.0
-"""Times the model's state that a run may log in one step; the paper's largest is about twice (ViT-128/32, see `FAR`)."""
+"""Times the model's state that a run may log in one step. The paper says "far exceeds" and no number; its own largest is about
+twice (ViT-128/32: 24.66 GB, with 8 bytes of state per parameter), and it calls that worth doing."""
 SMALL_LOG = 16 * 2**20
 """Bytes per step that are never too many, however small the model: what a disk writes in a few hundredths of a second."""
 
@@ -69,59 +67,30 @@ def in_proportion(log_bytes: float, state_bytes: float) -> Worth:
     return Worth(True, f"{found} (no more than {FAR_PER_STEP:g})")
 
 
-def worth_logging(
-    *,
-    log_bytes: float,
-    step_seconds: float,
-    copy_bandwidth: float,
-    stages: int,
-    micro_batches: int,
-    state_bytes: float,
-    total_log_bytes: float,
-    interval: int,
-    far: float = FAR,
-) -> Worth:
-    """Whether to log (section 5.4): the copies must fit the idle time, and the log must not dwarf the model.
+def fits_idle_time(*, log_bytes: float, bandwidth: float, step_seconds: float, stages: int, micro_batches: int) -> Worth:
+    """Whether the log of a step is written while its writer is idle anyway (section 5.4, whose devices copy to their hosts
+    meanwhile).
 
     Args:
-        log_bytes: per step, of the device that logs most: devices copy side by side.
-        step_seconds: of a step without logging. copy_bandwidth: from a device to its host, bytes per second.
+        log_bytes: per step, of the worker that logs most: they write side by side.
+        bandwidth: bytes per second that a log takes. step_seconds: of a step without logging.
         stages, micro_batches: of the pipeline.
-        state_bytes: what a checkpoint holds. total_log_bytes: per step, of all devices together.
-        interval: steps between checkpoints. 1 compares the state with the log of a single step.
-        far: how many times the state the log between two checkpoints may be.
 
     Raises:
         ConfigError: a value that cannot be used.
     """
-    sizes = {"log_bytes": log_bytes, "total_log_bytes": total_log_bytes}
-    positive = {"step_seconds": step_seconds, "copy_bandwidth": copy_bandwidth, "state_bytes": state_bytes, "far": far}
-    for name, value in (sizes | positive).items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not (0 <= value < math.inf):
-            raise ConfigError(f"worth_logging({name}={value!r}): use a finite number that is not negative")
-        if value == 0 and name in positive:
-            raise ConfigError(f"worth_logging({name}={value!r}): use a number greater than 0")
-    _whole("interval", interval, 1)
+    for name, value in {"log_bytes": log_bytes, "bandwidth": bandwidth, "step_seconds": step_seconds}.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ConfigError(f"{name}={value!r}: use a finite number that is not negative")
+    if not bandwidth:
+        raise ConfigError(f"bandwidth={bandwidth!r}: use a number greater than 0")
     idle = bubble_share(stages, micro_batches) * step_seconds
-    copying = log_bytes / copy_bandwidth
-    if copying > idle:
-        return Worth(
-            False,
-            f"copying {log_bytes / 1e9:.3g} GB of log takes {1e3 * copying:.3g} ms per step, and a stage is idle for "
-            f"{1e3 * idle:.3g} ms: log fewer boundaries, or rely on checkpoints",
-        )
-    times = total_log_bytes * interval / state_bytes
-    if times > far:
-        return Worth(
-            False,
-            f"the log between two checkpoints is {times:.3g} times the model's state (more than {far:g}): checkpoint more "
-            "often instead, or log fewer boundaries",
-        )
-    return Worth(
-        True,
-        f"copying the log takes {1e3 * copying:.3g} of the {1e3 * idle:.3g} ms per step that a stage is idle, and the log "
-        f"between two checkpoints is {times:.3g} times the model's state",
-    )
+    writing = log_bytes / bandwidth
+    found = f"a stage writes up to {in_bytes(log_bytes)} of log per step in {in_seconds(writing)} ({in_bytes(bandwidth)}/s)"
+    found = f"{found} and is idle for {in_seconds(idle)}"
+    if writing > idle:
+        return Worth(False, f"{found}, which is less: log fewer boundaries, or rely on checkpoints")
+    return Worth(True, found)
 
 
 def _whole(name: str, value: int, least: int) -> None:

@@ -264,7 +264,13 @@ def _on_checkpoint_committed(run: RunState, event: m.CheckpointCommitted) -> lis
 
 def _on_noted(
     run: RunState,
-    event: m.CheckpointFailed | m.IntervalChosen | m.LogWritten | m.NoticesUnavailable | m.SamplesLost | m.SetAside,
+    event: m.CheckpointFailed
+    | m.IntervalChosen
+    | m.LogChosen
+    | m.LogWritten
+    | m.NoticesUnavailable
+    | m.SamplesLost
+    | m.SetAside,
 ) -> list[m.Command]:
     del run, event  # for the record
     return []
@@ -429,6 +435,8 @@ _HANDLERS: dict[type[m.Event], Callable[[RunState, Any], list[m.Command]]] = {
     m.CheckpointsFound: phases.on_checkpoints_found,
     m.IntervalChosen: _on_noted,
     m.Dormant: _on_dormant,
+    m.StageTimed: replaying.on_stage_timed,
+    m.LogChosen: _on_noted,
     m.LogFailed: _on_log_failed,
     m.LogWritten: _on_noted,
     m.SetAside: _on_noted,

@@ -18,6 +18,7 @@ from raytrain_ft.policy.commands import (
     FindCheckpoints,
     Forsake,
     Kill,
+    LogOnly,
     Reconcile,
     Replay,
     Run,
@@ -318,6 +319,27 @@ class LogFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimed(Event):
+    """What a worker's stage takes for its passes: seconds of one of its first steps, that which took least."""
+
+    member: str
+    incarnation: int
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogChosen(Event):
+    """Which boundaries are logged from now on; see `LogOnly`."""
+
+    incarnation: int
+    boundaries: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
+    seconds: tuple[float, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogWritten(Event):
     """What a worker has logged so far of what it sent to other stages; told when an incarnation ends for it.
 
@@ -501,8 +523,10 @@ __all__ = [
     "Forsake",
     "IntervalChosen",
     "Kill",
+    "LogChosen",
     "LogFailed",
     "LogMissing",
+    "LogOnly",
     "LogWritten",
     "Noticed",
     "NoticesUnavailable",
@@ -518,6 +542,7 @@ __all__ = [
     "SetAside",
     "SetTimer",
     "Sleep",
+    "StageTimed",
     "StartWorker",
     "StepsCommitted",
     "StopAtBoundary",

@@ -278,7 +278,7 @@ def on_undo_refused(run: RunState, event: m.UndoRefused) -> list[m.Command]:
 def join(run: RunState, world: tuple[str, ...]) -> list[m.Command]:
     """The members of the next world come together in a new group, and those who hold state carry out the plan."""
     run.state = State.REPLACE
-    run.joining, run.seated, run.answers = world, world, {}
+    run.joining, run.seated, run.answers, run.timed = world, world, {}, {}
     stages = {member: stage_of(rank, run.rules.stages) for rank, member in enumerate(world)}
     run.give_up([member for member, marks in run.survivors.items() if stages.get(member) != marks.stage])
     for member in world:

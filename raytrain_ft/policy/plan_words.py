@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raytrain_ft.policy.logging_cost import bubble_share
-from raytrain_ft.policy.planning import Measured, Plan, named
+from raytrain_ft.policy.planning import Measured, Plan, most_per_stage, named
 from raytrain_ft.policy.topology import Groups
 from raytrain_ft.policy.units import in_bytes, in_seconds
 
@@ -92,11 +92,7 @@ def _advice(measured: Measured, groups: Groups) -> list[str]:
     """Whether a GPU could copy its log while it is idle (section 5.4). A CPU copies nothing, so this decides nothing."""
     if len(groups) == 1:
         return []
-    edges = {group[-1] for group in groups[:-1]}
-    per_stage = [
-        sum(measured.crossing[edge] / 2 for edge in (stage - 1, stage) if edge in edges) for stage in range(measured.stages)
-    ]
-    busiest = max(per_stage)
+    busiest = most_per_stage(measured, groups)
     idle = bubble_share(measured.stages, measured.micro_batches)
     shortest = busiest / DEVICE_COPY / idle if idle else 0.0
     return [

@@ -75,13 +75,26 @@ class Wish:
     replay_workers: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Selective:
+    """What is asked for of a log that is to be smaller than it could be, and all but the stages' times."""
+
+    wish: Wish
+    measured: Measured
+
+    def groups_of(self, seconds: tuple[float, ...]) -> Groups:
+        """The groups for stages that compute for so many seconds per step. Raises ConfigError: see `choose_groups`."""
+        return choose_groups(replace(self.measured, compute=seconds), self.wish)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogChoice:
     """What a run decided about its log, with the numbers that it was decided by. Goes into the run's record.
 
     Attributes:
         kept: whether there is a log. reason: why, in words.
-        groups: of stages, only what crosses between them is logged; () is every boundary between nodes.
+        groups: of stages, only what crosses between them is logged; () is every boundary between nodes. With `selective` they
+            are an estimate: they are chosen by what the first steps take on the workers.
         bytes_per_step: of the log at most, all workers together: if each stage is on a node of its own, with all its replicas.
         state_bytes: of the model and its optimizer. interval: steps between checkpoints that were reckoned with.
         compute_ms: per stage and step, if they were timed.
@@ -94,10 +107,11 @@ class LogChoice:
     state_bytes: int = 0
     interval: int = 0
     compute_ms: tuple[float, ...] = ()
+    selective: Selective | None = None
 
     def as_record(self) -> dict[str, Any]:
         """For a line of JSON."""
-        return asdict(self)
+        return asdict(replace(self, selective=None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +205,18 @@ def log_per_step(measured: Measured, groups: Groups) -> float:
     group_of = {stage: number for number, group in enumerate(groups) for stage in group}
     tied = sum(size for one, other, size in measured.tied if group_of[one] != group_of[other])
     return measured.replicas * (crossing + tied)
+
+
+def most_per_stage(measured: Measured, groups: Groups) -> float:
+    """Bytes per step that the stage sends across groups that sends most: half of what crosses there."""
+    sent = [0.0] * measured.stages
+    group_of = {stage: number for number, group in enumerate(groups) for stage in group}
+    next_to = [(stage, stage + 1, size) for stage, size in enumerate(measured.crossing)]
+    for one, other, size in (*next_to, *measured.tied):
+        if group_of[one] != group_of[other]:
+            sent[one] += size / 2
+            sent[other] += size / 2
+    return max(sent)
 
 
 # ---------------------------------------------------------------- what `raytrain-ft plan` asks

@@ -3,6 +3,7 @@ neighbours have logged (SWIFT, section 5): which ones, from where, by whom, and 
 
 from __future__ import annotations
 
+from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.topology import (
@@ -67,8 +68,8 @@ def log_from_now_on(run: RunState) -> None:
     if not rules.logging:
         return
     boundaries = logged_edges(groups_by_node(run.joining, nodes, rules.stages))
-    if rules.groups:
-        boundaries &= logged_edges(rules.groups)
+    if run.groups:
+        boundaries &= logged_edges(run.groups)
     if rules.strategy == "auto" and rules.checkpoints:
         boundaries -= between(replicated(run.joining, nodes, rules.stages))
     goes_on = run.plan is not None and len(run.joining) == len(run.world) and boundaries <= run.log.boundaries
@@ -79,6 +80,25 @@ def log_from_now_on(run: RunState) -> None:
         run.log.goes_on(run.plan.step, gone - run.replaying, run.replaying)
     else:
         run.log.begin(run.plan.step if run.plan is not None else run.step, run.incarnation)
+
+
+def on_stage_timed(run: RunState, event: m.StageTimed) -> list[m.Command]:
+    """When all have told, it is decided which boundaries are logged from now on (SWIFT, section 5.3, by a profile of the first
+    steps). What is logged already stays, so fewer boundaries are never a gap."""
+    selective, stages = run.rules.selective, run.rules.stages
+    if selective is None or run.groups:
+        return []
+    run.timed[event.member] = event.seconds
+    if not all(member in run.timed for member in run.world):
+        return []
+    seconds = tuple(max(run.timed[member] for member in run.world[stage::stages]) for stage in range(stages))
+    try:
+        run.groups, reason = selective.groups_of(seconds), "by what the first steps took"
+    except ConfigError as error:
+        run.groups, reason = tuple((stage,) for stage in range(stages)), f"every boundary between nodes is logged: {error}"
+        run.warn(reason)
+    run.log.boundaries &= logged_edges(run.groups)
+    return [m.LogOnly(run.world, run.incarnation, tuple(sorted(run.log.boundaries)), run.groups, seconds, reason)]
 
 
 def replay(run: RunState) -> m.Replay:
@@ -98,7 +118,8 @@ def replay(run: RunState) -> m.Replay:
         run.history.rounded(source.step)
     recovery.replay(_words(run.replaying), source.step, source.name or "the beginning", most)
     stages = tuple(sorted(run.replaying))
-    return m.Replay(run.joining, run.incarnation, teams, stages, source.name, plan.step, run.log.incarnation, exact)
+    nodes = tuple(run.roster.nodes.get(member, member) for member in run.joining)
+    return m.Replay(run.joining, run.incarnation, teams, stages, source.name, plan.step, run.log.incarnation, exact, nodes)
 
 
 def _helpers(run: RunState, steps: int) -> int:

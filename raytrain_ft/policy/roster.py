@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Literal
 
 from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.planning import Selective
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +17,8 @@ class Rules:
 
     Attributes:
         stages: of the pipeline; a world is of whole replicas, so its size is a multiple of this.
-        logging: whether what crosses between stages is logged. groups: of stages, if only what crosses between these is logged;
-            () logs every boundary between nodes. Either way not where replicas make it needless, if the strategy is "auto".
+        logging: whether what crosses between stages is logged: every boundary between nodes, but where replicas make it
+            needless if the strategy is "auto". selective: what is asked for if some boundaries are enough.
         joined: stages that wait for each other though they are no neighbours.
         replay_workers: how many replay one lost stage, if there are so many.
         exact_sums: whether these add gradients in the order in which one alone would.
@@ -29,7 +30,7 @@ class Rules:
     max_steps: int
     stages: int = 1
     logging: bool = False
-    groups: tuple[tuple[int, ...], ...] = ()
+    selective: Selective | None = None
     joined: tuple[tuple[int, ...], ...] = ()
     replay_workers: int = 1
     exact_sums: bool = True

@@ -12,7 +12,7 @@ from raytrain_ft.policy.reconcile import Marks, Plan
 from raytrain_ft.policy.roster import Leave, MemberState, Roster, Rules
 from raytrain_ft.policy.states import ENDED, TRAINING, State
 from raytrain_ft.policy.strategy import Recoveries, Recovery
-from raytrain_ft.policy.topology import members_of
+from raytrain_ft.policy.topology import Groups, members_of
 
 MOST_REASONS = 4
 """Checkpoints that could not be loaded of which an error says why: the newest, since there may be one of every epoch."""
@@ -37,6 +37,8 @@ class RunState:
         replaying: stages that nobody holds, or that go back with such a one: they are replayed.
         source: the checkpoint that they replay from.
         log: what is logged of what crosses between stages, and how far back that reaches.
+        groups: of stages, if only what crosses between them is logged; () while that is not decided, and if all is.
+        timed: of who trains now, seconds of a step's passes.
         plan: what the survivors do to become consistent; None if nobody holds state.
         stored: checkpoints to go back to, newest first.
         load: the checkpoint that everybody loads if nobody holds state; None: the run begins anew.
@@ -78,6 +80,8 @@ class RunState:
     replaying: frozenset[int] = frozenset()
     source: m.Stored | None = None
     log: LogCover = field(default_factory=LogCover)
+    groups: Groups = ()
+    timed: dict[str, float] = field(default_factory=dict)
     plan: Plan | None = None
     stored: list[m.Stored] = field(default_factory=list)
     load: m.Stored | None = None

@@ -88,6 +88,11 @@ class Connections:
         about = (self._world, self._stage_group, self._stages, self._logged, self._log, stage)
         return Switchboard(*about, pipeline.sharing, looped=pipeline.chunks > 1)
 
+    def log_only(self, incarnation: int, boundaries: frozenset[int]) -> None:
+        """Of the boundaries that are logged, these are enough from now on. A word of another incarnation is not about these."""
+        if incarnation == self._world.fence.incarnation and self._board is not None:
+            self._board.log_only(boundaries)
+
     def live(self) -> Links:
         """For training."""
         return data_parallel(self._world) if self._board is None else self._keep(self._board.live(self._past))

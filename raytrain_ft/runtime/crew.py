@@ -76,6 +76,12 @@ class Crew:
             case m.Trim(members, step):
                 for member in members:
                     self._spawn(self._ask(member, "trim", step))
+            case m.LogOnly(members, incarnation, boundaries, groups, seconds, reason):
+                for member in members:
+                    self._spawn(self._ask(member, "log_only", incarnation, boundaries))
+                self._tell(
+                    m.LogChosen(incarnation=incarnation, boundaries=boundaries, groups=groups, seconds=seconds, reason=reason)
+                )
             case m.Run():
                 for member in command.world:
                     self._spawn(self._ask(member, "run", command))

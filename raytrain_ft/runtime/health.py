@@ -51,6 +51,7 @@ Note = (
     | m.LogWritten
     | m.NoticesUnavailable
     | m.SetAside
+    | m.StageTimed
 )
 IDENTITY = ("incarnation", "step", "source", "number")
 """What tells two notes of the same kind and worker apart."""

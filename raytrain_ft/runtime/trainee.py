@@ -34,6 +34,7 @@ from raytrain_ft.training.links import Links
 from raytrain_ft.training.process_group import FencedGroup
 from raytrain_ft.training.state import Extras
 from raytrain_ft.training.step import Replica
+from raytrain_ft.training.stopwatch import FirstSteps
 
 GROUP_TIMEOUT = timedelta(seconds=30)
 FLUSH_S = 5.0
@@ -141,9 +142,13 @@ class Trainee:
                 about = (rank, size, fence.incarnation, state.step, command.failure_s, stages, command.rejected)
                 replica.checkpointer.begin(*about)
             self._share_out(links)
+            first_steps = FirstSteps() if self._spec.rules.selective is not None else None
             while state.step < self._spec.rules.max_steps:
                 commit = replica.train_step(links)
                 self._heartbeat.committed(commit)
+                if first_steps is not None and (seconds := first_steps.add(replica.computed_s)) is not None:
+                    self._note("StageTimed", {"incarnation": fence.incarnation, "step": state.step, "seconds": seconds})
+                    first_steps = None
                 self._first_step = False
                 if commit.reads_change:
                     self._share_out(links)
@@ -188,6 +193,12 @@ class Trainee:
         if asleep != self._asleep:
             self._asleep = asleep
             self._note("Dormant", {"incarnation": links.fence.incarnation, "step": state.step, "asleep": asleep})
+
+    def log_only(self, incarnation: int, boundaries: frozenset[int]) -> None:
+        """See `Worker.log_only`. From any thread."""
+        connections = self._connections
+        if connections is not None:
+            connections.log_only(incarnation, boundaries)
 
     # ---------------------------------------------------------------- the phases of a recovery
 
@@ -326,8 +337,9 @@ class Trainee:
         fence.check()
         team = command.team_of(self._member)
         stage = stage_of(self._world.index(team[0]), self._spec.rules.stages)
+        sharing = command.helpers_beside(self._member)
         try:
-            with aside.room_for_another(self.replica.state, fence.check, partial(self._set_aside, fence)):
+            with aside.room_for_another(self.replica.state, fence.check, partial(self._set_aside, fence), sharing):
                 self._replay_beside(fence, command, stage, team)
         except aside.LostAsideError as error:
             self.replica.state.filled = False

@@ -202,6 +202,10 @@ class Worker:
         if self._trainee.log is not None:
             self._trainee.log.trim(step)
 
+    def log_only(self, incarnation: int, boundaries: tuple[int, ...]) -> None:
+        """Of the boundaries that are logged in this incarnation, these are enough from now on."""
+        self._trainee.log_only(incarnation, frozenset(boundaries))
+
     def run(self, command: Run) -> None:
         """Goes on training. Returns at once; the heartbeat tells how it goes."""
         fence = self._enter(command.incarnation)

@@ -102,13 +102,16 @@ def _reclaimable(path: str) -> int:
 
 
 @contextmanager
-def room_for_another(state: TrainingState, check: Callable[[], None], tell: Callable[[int, float], None]) -> Iterator[None]:
+def room_for_another(
+    state: TrainingState, check: Callable[[], None], tell: Callable[[int, float], None], sharing: int = 1
+) -> Iterator[None]:
     """For as long as this is entered there is room for a replica of another stage, as far as that is known: this state stays
     in memory if both fit, and is on the disk if they do not.
 
     Args:
         check: called again and again while it is written; may raise to leave that, and then nothing has changed.
         tell: is told, once it is back, of its bytes and of the seconds that it took to write and to read them.
+        sharing: how many on this node make room at the same time, this one included: each may use its part of what is free.
 
     Raises:
         MemoryError: the other stage does not fit even so. OSError, LostAsideError: see `on_disk`.
@@ -116,7 +119,7 @@ def room_for_another(state: TrainingState, check: Callable[[], None], tell: Call
     regions = regions_of(state)
     size = sum(region.size for region in regions)
     _collect()
-    free = free_memory()
+    free = free_memory() // sharing
     if fits_beside(size, free):
         yield
         return

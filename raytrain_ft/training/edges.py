@@ -305,6 +305,10 @@ class Tap:
         self._fence = fence
         self._step = 0
 
+    def stop_logging(self) -> None:
+        """What is given from now on is sent only. From any thread."""
+        self._log = None
+
     def begin(self, step: int) -> None:
         self._step = step
         if self._past is not None and step > self._past.until:

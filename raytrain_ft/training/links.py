@@ -120,6 +120,14 @@ class Switchboard:
         self._replicas = world.size() // stages
         self._tied = sorted({other for stages in sharing if self._stage in stages for other in stages} - {self._stage})
         self._looped = looped
+        self._taps: list[tuple[frozenset[int], Tap]] = []
+
+    def log_only(self, boundaries: frozenset[int]) -> None:
+        """From now on, of what is logged this is enough; also on the edges that there are. From any thread."""
+        self._logged &= boundaries
+        for crossed, tap in self._taps:
+            if self._logged.isdisjoint(crossed):
+                tap.stop_logging()
 
     def live(self, past: Past | None = None) -> Links:
         """For training: every edge leads to a neighbour.
@@ -187,10 +195,12 @@ class Switchboard:
     def _outbound(self, neighbour: int, kind: Any, together: frozenset[int] | None, past: Past | None) -> Outbound:
         is_live = together is None or neighbour in together
         live = LiveOutbound(self._world, self._rank(neighbour), kind) if is_live else None
-        crossed = range(min(self._stage, neighbour), max(self._stage, neighbour))
+        crossed = frozenset(range(min(self._stage, neighbour), max(self._stage, neighbour)))
         log = self._log if not self._logged.isdisjoint(crossed) else None  # else both are lost together
         key = lambda step, number: Key(step, number, kind, self._stage, neighbour, self._replica)  # noqa: E731
-        return Tap(live, log, key, self._world.fence, past)
+        tap = Tap(live, log, key, self._world.fence, past)
+        self._taps.append((crossed, tap))
+        return tap
 
     def _agree(self, step: int, numbers: Tensor) -> Tensor:
         with self._idle():

@@ -6,7 +6,9 @@ with, and one loop for both is what makes a replay the same to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -152,6 +154,9 @@ def taken_in(tensors: Sequence[Tensor]) -> list[Tensor]:
 class Stage:
     """Runs the micro-batches of a step through one stage.
 
+    Attributes:
+        computed_s: seconds of the passes of the step at hand, without what is waited for between them.
+
     Args:
         params: what is trained here, by chunk.
         forward: runs the model on these inputs, as pass number so and so (`policy.schedule.Action`).
@@ -179,6 +184,13 @@ class Stage:
         self._arm = arm
         self._probe = probe
         self._saved: dict[int, _Saved] = {}
+        self.computed_s = 0.0
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.computed_s += time.perf_counter() - began
 
     def forget(self) -> None:
         """Lets go of what the backward passes of an interrupted step would have needed: whole graphs, beside which a helper
@@ -192,7 +204,7 @@ class Stage:
             FencedError, PeerLostError: it broke off. LogGapError: a replay lacks a record.
         """
         actions = self._actions(links.team)
-        self._saved = {}
+        self._saved, self.computed_s = {}, 0.0
         if links.activations is not None:
             wanted = [a.number for a in actions if a.kind == "forward" and not self._is_first(a.number)]
             links.activations.begin(step, wanted)
@@ -242,7 +254,8 @@ class Stage:
                 return
             case "backward_weight":
                 self._probe("weight_pass", number)
-                split_backward.of_weights(self._saved.pop(number).weights, self._params[self._chunk(number)])
+                with self._computing():
+                    split_backward.of_weights(self._saved.pop(number).weights, self._params[self._chunk(number)])
             case "backward":
                 self._arm(final and (team is None or not team.exact))
                 self._backward(number, links)
@@ -259,9 +272,11 @@ class Stage:
             saved.inputs = links.activations.take(number)
             arguments = taken_in(saved.inputs)
         self._probe("forward", number)
-        output = self._forward_of(number, arguments)
+        with self._computing():
+            output = self._forward_of(number, arguments)
+            if self._is_last(number):
+                saved.outputs = [self._loss(number % self._settings.micro_batches, output)]
         if self._is_last(number):
-            saved.outputs = [self._loss(number % self._settings.micro_batches, output)]
             return
         saved.outputs = passed_on(output, self._stage)
         if self._settings.schedule == "zero_bubble":
@@ -275,7 +290,8 @@ class Stage:
     def _backward(self, number: int, links: Links) -> None:
         saved = self._saved.pop(number)
         outputs, gradients = self._outputs(number, saved, links)
-        torch.autograd.backward(outputs, gradients)
+        with self._computing():
+            torch.autograd.backward(outputs, gradients)
         self._pass_back(number, saved, links)
 
     def _backward_input(self, number: int, links: Links) -> None:
@@ -283,7 +299,8 @@ class Stage:
         saved = self._saved[number]
         outputs, gradients = self._outputs(number, saved, links)
         learned = [tensor for tensor in saved.inputs if has_gradient(tensor)]
-        saved.weights = split_backward.of_inputs(outputs, gradients, learned, self._params[self._chunk(number)])
+        with self._computing():
+            saved.weights = split_backward.of_inputs(outputs, gradients, learned, self._params[self._chunk(number)])
         self._pass_back(number, saved, links)
 
     def _outputs(self, number: int, saved: _Saved, links: Links) -> tuple[list[Tensor], list[Tensor] | None]:

@@ -111,6 +111,11 @@ class Replica:
                 probe=self._at_bucket,
             )
 
+    @property
+    def computed_s(self) -> float:
+        """Seconds of the passes of the last step of a pipeline's stage."""
+        return 0.0 if self._pipeline is None else self._pipeline.computed_s
+
     def train_step(self, links: Links) -> Commit:
         """Runs one step to its commit.
 

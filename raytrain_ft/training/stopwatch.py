@@ -6,6 +6,22 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+UNTIMED_STEPS, TIMED_STEPS = 1, 3
+"""Of the first: in a step to warm up, memory is touched for the first time."""
+
+
+class FirstSteps:
+    """How long a stage computes in a step, by its first ones."""
+
+    def __init__(self) -> None:
+        self._seconds: list[float] = []
+
+    def add(self, seconds: float) -> float | None:
+        """One more step. With enough of them, that which took least: what disturbs one of them is no property of the stage."""
+        self._seconds.append(seconds)
+        enough = len(self._seconds) == UNTIMED_STEPS + TIMED_STEPS
+        return min(self._seconds[UNTIMED_STEPS:]) if enough else None
+
 
 class Stopwatch:
     """Adds up the time during which it runs. At first it stands still."""

@@ -1,5 +1,5 @@
-"""A budget for the log, or a target for the recovery: only some boundaries are logged, and a lost stage takes its group back
-with it."""
+"""A budget for the log, or a target for the recovery: once the first steps have been timed, only some boundaries are logged,
+and a lost stage takes its group back with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raytrain_ft.runtime.event_log import read_records
 
 pytestmark = pytest.mark.long
 
-STEPS, EVERY, BATCH, MICRO_BATCHES = 12, 5, 32, 4
+STEPS, EVERY, BATCH, MICRO_BATCHES = 22, 5, 32, 4
 NARROW = 8
 PER_STEP = 2 * BATCH * NARROW * 4
 """Bytes over the second boundary."""
@@ -56,15 +56,24 @@ def calm(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> ft.Result:
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_lost_stage_takes_its_group_back(calm: ft.Result, tmp_path: Path, choice: str) -> None:
-    """A second one has no other in its group, and goes back alone."""
-    faults = [ft.FailAt(rank=0, step=7, phase="forward", micro_batch=2), ft.FailAt(rank=2, step=10, phase="backward_pass")]
+    """Not yet in the first steps. Later, a second one has no other in its group, and goes back alone."""
+    faults = [
+        ft.FailAt(rank=0, step=2, phase="forward", micro_batch=2),
+        ft.FailAt(rank=0, step=12, phase="forward", micro_batch=2),
+        ft.FailAt(rank=2, step=18, phase="backward_pass"),
+    ]
     result = run(tmp_path, "run", task=Waisted(REST_S), log=CHOICES[choice], faults=faults)
     assert result.digest == calm.digest
     assert promise_kept(result) == []
-    first, second = result.recoveries
-    assert {(r.strategy, r.guarantee, r.redone) for r in (first, second)} == {(Strategy.LOGGING, Guarantee.EXACT, 0)}
+    early, first, second = result.recoveries
+    assert {(r.strategy, r.guarantee, r.redone) for r in result.recoveries} == {(Strategy.LOGGING, Guarantee.EXACT, 0)}
+    assert "stage 0 had no replica left" in early.reason, "nothing was decided yet"
     assert "stages 0, 1 had no replica left" in first.reason, "stage 1 lived, and went back with its group"
     assert "stage 2 had no replica left" in second.reason
-    (started,) = [one for one in read_records(Path(result.path) / "events.jsonl") if one["event"] == "RunStarted"]
+    records = read_records(Path(result.path) / "events.jsonl")
+    (started,) = [one for one in records if one["event"] == "RunStarted"]
     log = started["details"]["log"]
     assert (log["kept"], log["groups"], log["bytes_per_step"]) == (True, [[0, 1], [2]], PER_STEP)
+    (choice,) = [one for one in records if one["event"] == "LogChosen"]
+    assert (choice["groups"], choice["boundaries"], len(choice["seconds"])) == ([[0, 1], [2]], [1], 3)
+    assert choice["seconds"][2] > REST_S * MICRO_BATCHES > choice["seconds"][0]

@@ -116,6 +116,19 @@ def test_where_there_is_too_little_even_so_nothing_is_written(monkeypatch: pytes
     assert state.digests() == before
 
 
+def test_helpers_on_one_node_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would see the same memory, and take it."""
+    state, told = trained(), []
+    size = sum(region.size for region in aside.regions_of(state))
+    monkeypatch.setattr(aside, "free_memory", lambda: int(2 * aside.NEEDED * size))
+    for sharing in (1, 2, 3):
+        with aside.room_for_another(state, never, lambda *about: told.append(about), sharing):
+            pass
+        assert len(told) == (sharing == 3), sharing
+    with pytest.raises(MemoryError), aside.room_for_another(state, never, lambda *about: told.append(about), 5):
+        pytest.fail("there is no room for five")
+
+
 def test_a_fence_in_the_midst_of_writing_leaves_it_where_it_was() -> None:
     state, looks = trained(), iter(range(5))
     before = state.digests()

@@ -136,7 +136,7 @@ def test_who_computes_something_else_in_its_first_step_has_not_failed() -> None:
     state = SimpleNamespace(filled=True, step=13, tail=SimpleNamespace(sleep=Sleep()))
     found.replica = SimpleNamespace(state=state, checkpointer=None, train_step=train_step)
     found.rank, found._world = 1, ("w0", "w3")
-    found._spec = SimpleNamespace(rules=SimpleNamespace(stages=2, max_steps=20))
+    found._spec = SimpleNamespace(rules=SimpleNamespace(stages=2, max_steps=20, selective=None))
     found._connections = SimpleNamespace(live=lambda: None)
     found._heartbeat = SimpleNamespace(ended=lambda status, detail: ended.append((status, detail)))
     found._share_out = lambda _: None

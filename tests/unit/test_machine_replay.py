@@ -516,3 +516,15 @@ def test_stages_whose_log_was_not_needed_go_back_together_if_all_replicas_are_lo
     assert told.run.log.boundaries == frozenset()
     told.lose("w2", "w6")
     assert told.run.seeking, "everybody goes back to the checkpoint"
+
+
+@pytest.mark.parametrize(("node", "beside"), [("n0", 2), ("n2", 1)])
+def test_helpers_know_how_many_share_their_node(node: str, beside: int) -> None:
+    """They need memory at the same time."""
+    told = Told(replay_workers=3)
+    told.run.roster.nodes["w2"] = node
+    told.tell(m.WorkerLost, member="w1", cause="killed")
+    told.fence()
+    replay = told.replay()
+    assert replay.teams[0][1:] == ("w0", "w2")
+    assert [replay.helpers_beside(member) for member in ("w0", "w2")] == [beside, beside]

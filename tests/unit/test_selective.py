@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from test_profile import Bad, Layers, settings
 
+from raytrain_ft import selective
 from raytrain_ft.config import LogConfig, ParallelismConfig, RecoveryConfig
 from raytrain_ft.errors import ConfigError, TaskError
 from raytrain_ft.policy import logging_cost, phases
@@ -33,7 +35,7 @@ SMALL, LARGE = 4 * 256, 4 * 2048
 def choose(log: LogConfig | None = None, task: Any = None, every: Any = 10, step: StepSettings | None = None, **recovery: Any):
     how = RecoveryConfig(log=log or LogConfig(), **recovery)
     numbers = TrainSettings(max_steps=100, global_batch_size=16)
-    return choose_log(task or Layers(), step or settings(), numbers, ScalingConfig(num_workers=3), how, every)
+    return choose_log(task or Layers(), step or settings(), numbers, ScalingConfig(num_workers=3), how, every, Path("/tmp/no"))
 
 
 def chosen(*arguments: Any, **more: Any) -> LogChoice:
@@ -72,6 +74,8 @@ def test_a_budget_chooses_groups() -> None:
     assert len(choice.compute_ms) == 3
     assert chosen(LogConfig(budget_bytes=10 * (SMALL + LARGE))).groups == ((0,), (1,), (2,))
     assert "budget_bytes" in choice.as_record()["reason"]
+    assert choice.selective is not None, "for the workers' times"
+    assert choice.selective.groups_of((1.0, 1.0, 1.0)) == ((0, 1), (2,))
 
 
 def test_the_interval_of_a_budget() -> None:
@@ -111,6 +115,40 @@ def test_a_log_far_larger_than_the_model_is_not_kept(monkeypatch: pytest.MonkeyP
     assert chosen(strategy="logging").kept, "who insists gets it"
 
 
+@pytest.mark.parametrize(("bandwidth", "kept"), [(1e9, True), (1.0, False), (None, True)])
+def test_a_large_log_is_kept_if_it_fits_the_idle_time(
+    monkeypatch: pytest.MonkeyPatch, bandwidth: float | None, kept: bool
+) -> None:
+    """Of the stages' measured times, and of what the place of the log was measured to take (SWIFT, section 5.4)."""
+    monkeypatch.setattr(selective, "SMALL_LOG", 0)
+    monkeypatch.setattr(selective, "bandwidth_of", lambda directory: bandwidth)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        choice = chosen()
+    assert choice.kept == kept
+    assert ("idle" in choice.reason) == (bandwidth is not None)
+    assert len(told) == (not kept)
+    assert chosen(strategy="logging").kept, "who insists gets it"
+
+
+def test_another_schedule_leaves_less_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def fits(**about: Any) -> logging_cost.Worth:
+        asked.append(about["micro_batches"])
+        assert about["log_bytes"] == (SMALL + LARGE) / 2, "the middle stage sends half of what crosses either boundary"
+        return logging_cost.fits_idle_time(**about)
+
+    monkeypatch.setattr(selective, "SMALL_LOG", 0)
+    monkeypatch.setattr(selective, "bandwidth_of", lambda directory: 1e9)
+    monkeypatch.setattr(selective, "fits_idle_time", fits)
+    pipeline = settings().pipeline
+    assert pipeline is not None
+    for schedule in ("1f1b", "zero_bubble"):
+        chosen(step=replace(settings(), pipeline=replace(pipeline, schedule=schedule)))
+    assert asked == [pipeline.micro_batches, 3 * pipeline.micro_batches]
+
+
 def test_nothing_is_decided_where_nothing_is_logged() -> None:
     assert choose(LogConfig(enabled=False)) is None
     assert choose(strategy="checkpoint") is None
@@ -141,7 +179,7 @@ def test_a_task_that_fails_here_is_left_to_the_workers() -> None:
     ],
 )
 def test_what_is_logged_crosses_groups_and_nodes(groups: Groups, nodes: str, logged: tuple[int, ...]) -> None:
-    run = RunState(Rules(min_workers=3, max_workers=3, max_steps=10, stages=3, logging=True, groups=groups))
+    run = RunState(Rules(min_workers=3, max_workers=3, max_steps=10, stages=3, logging=True), groups=groups)
     world = tuple(f"w{rank}" for rank in range(3))
     run.roster.nodes = dict(zip(world, nodes, strict=True))
     (told,) = [command for command in join(run, world) if isinstance(command, m.Reconcile)]
@@ -183,8 +221,9 @@ def test_neighbours_share_a_node_where_they_can(nodes: str, leaving: tuple[int, 
 )
 def test_what_is_filled_from_replicas_is_not_logged(nodes: str, rules: dict[str, Any], logged: tuple[int, ...]) -> None:
     """Four stages, two replicas."""
-    how = {"stages": 4, "logging": True, "checkpoints": True, **rules}
-    run = RunState(Rules(min_workers=8, max_workers=8, max_steps=10, **how))
+    groups = rules.get("groups", ())
+    how = {"stages": 4, "logging": True, "checkpoints": True, **{name: rules[name] for name in rules if name != "groups"}}
+    run = RunState(Rules(min_workers=8, max_workers=8, max_steps=10, **how), groups=groups)
     world = tuple(f"w{rank}" for rank in range(8))
     run.roster.nodes = dict(zip(world, nodes, strict=True))
     (told,) = [command for command in join(run, world) if isinstance(command, m.Reconcile)]
