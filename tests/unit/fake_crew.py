@@ -486,9 +486,13 @@ class Cluster:
             full = m.LogFailed(member=member, incarnation=self.run.incarnation, step=self.run.step, reason="disk full")
             sizes = {"records": 1, "payload_bytes": 1, "file_bytes": 1, "stalls": 0, "stalled_s": 0.0}
             about = {"member": member, "incarnation": self.run.incarnation, "step": self.run.step}
-            # one or the other, without a draw: else every life that is known by its seed would become another one
-            told = (m.SetAside(**about, size=1, seconds=0.1), m.LogWritten(**about, **sizes))
-            said = told[self.run.incarnation % 2]
+            chosen = {"boundaries": (), "groups": (), "seconds": (), "reason": ""}
+            # one of them, without a draw: else every life that is known by its seed would become another one
+            told = (
+                *(m.SetAside(**about, size=1, seconds=0.1), m.LogWritten(**about, **sizes)),
+                *(m.StageTimed(**about, seconds=0.1), m.LogChosen(incarnation=self.run.incarnation, **chosen)),
+            )
+            said = told[(self.run.incarnation + 2 * self.run.step) % 4]
             actions += [lambda: self._post(full), lambda: self._post(said)]
         if self.rules.checkpoints and self.promises.formed and self.workers:
             worker = self.workers[self.chance.choice(list(self.workers))]
