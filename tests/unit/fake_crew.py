@@ -486,11 +486,11 @@ class Cluster:
             full = m.LogFailed(member=member, incarnation=self.run.incarnation, step=self.run.step, reason="disk full")
             sizes = {"records": 1, "payload_bytes": 1, "file_bytes": 1, "stalls": 0, "stalled_s": 0.0}
             about = {"member": member, "incarnation": self.run.incarnation, "step": self.run.step}
-            chosen = {"boundaries": (), "groups": (), "seconds": (), "reason": ""}
+            chosen = m.LogChosen(incarnation=self.run.incarnation, boundaries=(), groups=(), seconds=(), reason="")
             # one of them, without a draw: else every life that is known by its seed would become another one
             told = (
                 *(m.SetAside(**about, size=1, seconds=0.1), m.LogWritten(**about, **sizes)),
-                *(m.StageTimed(**about, seconds=0.1), m.LogChosen(incarnation=self.run.incarnation, **chosen)),
+                *(m.StageTimed(**about, seconds=0.1), chosen),
             )
             said = told[(self.run.incarnation + 2 * self.run.step) % 4]
             actions += [lambda: self._post(full), lambda: self._post(said)]
