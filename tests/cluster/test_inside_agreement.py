@@ -1,8 +1,8 @@
 """A stage of a pipeline dies inside the agreement at a step's end: some have what it said, and others never will.
 
-It waits until a second stage, which came to the agreement with it, has its numbers for certain, and a third one has not come to
-it at all. Then it kills itself, and the third goes on. So of those who are left, some know what was agreed, and perhaps others
-do not: whoever may update must be known to all.
+It waits until a second stage has come to the agreement as well, for long enough to send each other their numbers, while a third
+one has not. Then it kills itself, and the third goes on. In four of the six cases the second one then knows what was agreed, and
+may have updated; the third never will. In the others nobody does.
 """
 
 from __future__ import annotations
@@ -79,6 +79,8 @@ def test_a_stage_dies_inside_the_agreement(undisturbed_pipeline: ft.Result, tmp_
     task, never = Agreeing(victim, late, tmp_path), ft.CheckpointConfig(every=100)
     result = pipeline(tmp_path, "run", task=task, num_spares=1, checkpoints=never)
     assert (tmp_path / f"struck-{victim}").exists()
+    (other,) = {0, 1, 2} - {victim, late}
+    assert (tmp_path / f"came-{other}").exists(), "it was there, and the late one was not"
     assert result.digest == undisturbed_pipeline.digest
     assert promise_kept(result) == []
     (recovery,) = result.recoveries
