@@ -1,8 +1,8 @@
 """A stage of a pipeline dies inside the agreement at a step's end: some have what it said, and others never will.
 
 It waits until a second stage has come to the agreement as well, for long enough to send each other their numbers, while a third
-one has not. Then it kills itself, and the third goes on. In four of the six cases the second one then knows what was agreed, and
-may have updated; the third never will. In the others nobody does.
+one has not. Then it kills itself, and the third goes on. In four of the six cases the second one then knows what was agreed,
+and may have updated; the third never will. In the others nobody does.
 """
 
 from __future__ import annotations
