@@ -63,7 +63,7 @@ class FencedWork(dist.Work):
         try:
             self._inner.wait()
         except RuntimeError as error:
-            future.set_exception(error)
+            future.set_exception(error.with_traceback(None))  # which would keep this work, where no collector looks
         else:
             future.set_result(None)
 
@@ -170,7 +170,7 @@ class FencedGroup(dist.ProcessGroup):
         """
         if self._on_device or not is_small(tensor, self._size):
             return self.start("allreduce", [tensor])
-        return Exchange(self.start, self._buffers, tensor, self._rank, self._size, silent, said)
+        return Exchange(self, self._buffers, tensor, self._rank, self._size, silent, said)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks, by rank: [ranks, elements]. Waits; raises as `start` and its work do."""
@@ -178,7 +178,8 @@ class FencedGroup(dist.ProcessGroup):
         if self._on_device or not is_small(tensor, self._size):
             self.start("_allgather_base", parts.view(-1), tensor.reshape(-1)).wait()
         else:
-            exchange(self.start, tensor.reshape(-1).repeat(self._size), parts.view(-1), [tensor.numel()] * self._size).wait()
+            each = [tensor.numel()] * self._size
+            exchange(self, tensor.reshape(-1).repeat(self._size), parts.view(-1), each, each).wait()
         return parts
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
