@@ -170,7 +170,7 @@ class FencedGroup(dist.ProcessGroup):
         """
         if self._on_device or not is_small(tensor, self._size):
             return self.start("allreduce", [tensor])
-        return Exchange(self, self._buffers, tensor, self._rank, self._size, silent, said)
+        return Exchange(self.start, self._buffers, tensor, self._rank, self._size, silent, said)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks, by rank: [ranks, elements]. Waits; raises as `start` and its work do."""
@@ -178,8 +178,7 @@ class FencedGroup(dist.ProcessGroup):
         if self._on_device or not is_small(tensor, self._size):
             self.start("_allgather_base", parts.view(-1), tensor.reshape(-1)).wait()
         else:
-            each = [tensor.numel()] * self._size
-            exchange(self, tensor.reshape(-1).repeat(self._size), parts.view(-1), each, each).wait()
+            exchange(self.start, tensor.reshape(-1).repeat(self._size), parts.view(-1), [tensor.numel()] * self._size).wait()
         return parts
 
     def all_to_all(self, tensor: Tensor) -> Tensor:

@@ -143,15 +143,6 @@ def wait_for(work: Any) -> None:
         work.wait(process_group.WAIT_DEADLINE)
 
 
-def leave_at_once(world: list[FencedGroup], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was posted in it has arrived."""
-    monkeypatch.setattr(process_group, "WAIT_DEADLINE", timedelta())
-    for group in world:
-        process_group.abandon(group)
-    process_group.leave(None)
-    assert process_group._abandoned == []
-
-
 @pytest.mark.parametrize("size", [1, 5, MOST_BYTES // 8, MOST_BYTES // 8 + 1])
 def test_every_rank_has_the_same_sum(size: int) -> None:
     """Small tensors are exchanged, and added in the order of ranks; of larger ones a ring makes the sum."""
@@ -176,7 +167,7 @@ def test_every_rank_has_the_same_sum(size: int) -> None:
 
 @pytest.mark.parametrize("silent", [{0}, {1}, {0, 2}])
 @pytest.mark.parametrize("said", [0, 3])
-def test_zeros_need_not_travel(silent: set[int], said: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zeros_need_not_travel(silent: set[int], said: int) -> None:
     """The sum is the same; what a silent rank has before the elements that it says is not sent, or the sum would show it."""
     world = groups(1, 3)
     parts = [torch.randn(50) * 10.0**rank for rank in range(3)]
@@ -185,49 +176,9 @@ def test_zeros_need_not_travel(silent: set[int], said: int, monkeypatch: pytest.
         here = slice(50 - said if rank in silent else 0, 50)
         want[here] += parts[rank][here]
     works = [group.all_reduce(own, silent, said) for group, own in zip(world, parts, strict=True)]
-    for rank in sorted(range(3), key=lambda rank: rank in silent):
-        works[rank].wait()
-        assert torch.equal(parts[rank], want)
-    leave_at_once(world, monkeypatch)
-
-
-def test_who_is_silent_takes_the_sum_when_it_suits_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is sent as it was, whatever became of the tensor since; and in the next one its memory is used again."""
-    world = groups(1, 3)
-    size = MOST_BYTES // 16
-    places: list[int] = []
-    tensors = [torch.empty(size) for _ in range(3)]
-    for turn in range(4):
-        for rank, tensor in enumerate(tensors):
-            tensor.fill_(float(rank + turn))
-        works = [group.all_reduce(own, {2}) for group, own in zip(world, tensors, strict=True)]
-        places.append(works[0]._parts[0].data_ptr())  # pyright: ignore
-        for work, own in zip(works[:2], tensors[:2], strict=True):
-            work.wait()
-            own.mul_(-1)
-        assert not works[2].is_completed()
-        assert not works[2].succeeded()
-        works[2].wait()
-        assert works[2].succeeded()
-        assert torch.equal(tensors[2], torch.full((size,), 1.0 + 2 * turn))
-        assert torch.equal(tensors[0], -tensors[2])
-    assert len(set(places)) == 2, "what a message is read from is not written to before it has arrived"
-    assert places[:2] == places[2:]
-    leave_at_once(world, monkeypatch)
-
-
-def test_a_sum_that_was_not_passed_on_is_had_by_those_who_made_it() -> None:
-    world = groups(1, 3)
-    tensors = [torch.ones(50) for _ in range(3)]
-    works = [group.all_reduce(own, {2}) for group, own in zip(world, tensors, strict=True)]
-    works[1].wait()
-    until(lambda: all(work._work.is_completed() for work in works))  # pyright: ignore
-    for group in world:
-        group.fence.trip()
-    with pytest.raises(FencedError):
-        works[0].wait()
-    assert [work.succeeded() for work in works] == [True, True, False]
-    assert tensors[0].tolist() == tensors[1].tolist() == [2.0] * 50
+    for work, own in zip(works, parts, strict=True):
+        work.wait()
+        assert torch.equal(own, want)
     for group in world:
         process_group.abandon(group)
 
