@@ -381,8 +381,8 @@ def test_who_waits_is_not_kept_waiting_for_a_bubble(tmp_path: Path, monkeypatch:
     assert all(reader.has(key(step, number)) for step in range(4) for number in range(2))
 
 
-def comes(what: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 10
+def comes(what: Callable[[], bool], seconds: float = 10) -> bool:
+    deadline = time.monotonic() + seconds
     while not what() and time.monotonic() < deadline:
         time.sleep(0.001)
     return what()
@@ -391,6 +391,7 @@ def comes(what: Callable[[], bool]) -> bool:
 def test_bubbles_are_written_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not between them, nor at the beginning of one that may be short; what a flush writes is not counted among them."""
     monkeypatch.setattr(tensor_log, "PATIENCE_S", 1e6)
+    monkeypatch.setattr(tensor_log, "BATCH_BYTES", 800)
     log = TensorLog(tmp_path, "w0")
     fill(log, range(1))
     with log.idle():
@@ -406,10 +407,37 @@ def test_bubbles_are_written_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     log.close()
 
 
+def test_a_batch_is_waited_for_but_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less than that is written in the first bubble after a while; all of a batch in one call per file."""
+    calls, real = list[int](), log_files.write_all
+    monkeypatch.setattr(log_files, "write_all", lambda file, parts: (calls.append(sum(map(len, parts))), real(file, parts)))
+    monkeypatch.setattr(tensor_log, "PATIENCE_S", 1e6)
+    monkeypatch.setattr(tensor_log, "BATCH_BYTES", 1600)
+    log = TensorLog(tmp_path, "w0")
+    fill(log, range(1))
+    with log.idle():
+        assert not comes(lambda: log.stats.records > 0, seconds=0.05)
+    fill(log, range(1, 3))
+    with log.idle():
+        assert comes(lambda: log.stats.records == 6), "once it has begun it writes what there is"
+    assert len(calls) == 2
+    assert complete_steps(seen(tmp_path), 0, 1, "activation", 2) == {0, 1, 2}
+    monkeypatch.setattr(tensor_log, "PATIENCE_S", 2.0)
+    began = time.monotonic()
+    fill(log, range(3, 4))
+    while log.stats.records == 6 and time.monotonic() < began + 10:
+        with log.idle():
+            time.sleep(0.01)
+    assert 0.9 < time.monotonic() - began < 1.9
+    assert log.stats.idle_bytes == log.stats.payload_bytes
+    log.close()
+
+
 def test_a_record_that_outlasts_its_bubble_was_not_written_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go, real = threading.Event(), threading.Event(), log_files.write_all
     monkeypatch.setattr(log_files, "write_all", lambda *args: (begun.set(), go.wait(20), real(*args)))
     monkeypatch.setattr(tensor_log, "PATIENCE_S", 1e6)
+    monkeypatch.setattr(tensor_log, "BATCH_BYTES", 400)
     log = TensorLog(tmp_path, "w0")
     fill(log, range(1))
     with log.idle():
