@@ -78,38 +78,28 @@ class LogFiles:
         self._all: list[_OpenFile] = []
         self._sequence = 0
 
-    def write(self, records: Iterable[Record]) -> None:
-        """Appends records.
+    def write(self, record: Record) -> None:
+        """Appends a record.
 
         Raises:
             OSError: the disk, or the quota; the caller must `delete` the log.
             ValueError: a tensor that cannot be logged, or was changed.
         """
-        unwritten: dict[int, list[memoryview]] = {}  # by receiver
-        for record in records:
-            receiver = record.key.receiver
-            file = self._current.get(receiver)
-            if file is None or not file.takes(record):
-                if file is not None:
-                    write_all(file.descriptor, unwritten.pop(receiver, ()))
-                self._end(receiver)
-                file = self._current[receiver] = self._begin(record.incarnation, record.key.step, receiver)
-            unwritten.setdefault(receiver, []).extend(self._encode(record, file))
-        for receiver, parts in unwritten.items():
-            write_all(self._current[receiver].descriptor, parts)
-
-    def _encode(self, record: Record, file: _OpenFile) -> list[memoryview]:
-        """The parts of a record that is to be in this file."""
+        receiver = record.key.receiver
+        file = self._current.get(receiver)
+        if file is None or not file.takes(record):
+            self._end(receiver)
+            file = self._current[receiver] = self._begin(record.incarnation, record.key.step, receiver)
         assert file.encoder is not None
         parts = file.encoder.encode(record.key, record.incarnation, record.tensors)
         if tuple(map(version_of, record.tensors)) != record.versions:  # after its checksum was made; later a reader sees it
             raise ValueError(f"a tensor of {record.key} was changed before it was written")
         size = sum(map(len, parts))
         self._check_quota(size + len(END))
+        write_all(file.descriptor, parts)
         file.size += size
         self.size += size
         file.first, file.last = min(file.first, record.key.step), max(file.last, record.key.step)
-        return parts
 
     def _check_quota(self, size: int) -> None:
         if self._quota_bytes is None:

@@ -36,9 +36,9 @@ NAP_S = 0.002
 """A bubble that has lasted so long will mostly last long enough to write a record; in a shorter one nothing is begun."""
 PATIENCE_S = 1.0
 """How long the thread waits for a bubble: there are some in every step, but none in a replay, nor in a pass that is so long."""
-BATCH_BYTES = 2**20
-"""So much is written at a time, or what there is after half that patience. Who wakes up for each record finds the caches cold,
-and the system has smaller pages to find: CPU time that the other stages on the machine lack."""
+BATCH_BYTES, BATCH_S = 2**20, 0.05
+"""So much is written in a row, or what there is when the first of it has waited so long. Who wakes up for each record finds the
+caches cold: CPU time that the other stages on the machine lack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class LogStats:
     Attributes:
         records: Written whole.
         payload_bytes: Bytes of the tensors in them, before compression.
-        idle_bytes: Of these, bytes of batches that were written in bubbles: from beginning to end within one `idle`.
+        idle_bytes: Of these, bytes of records that were written in bubbles: from beginning to end within one `idle`.
         file_bytes: Bytes of the files that exist now; `trim` lowers it.
         stalls, stalled_s: How often and how long `append` waited because too much was waiting to be written.
         failed: Why nothing is written at present; empty if all is well.
@@ -292,22 +292,11 @@ class TensorLog:
         if self._thread is None:
             with self._serial:
                 while self._queue:
-                    self._carry_out(self._taken())
-
-    def _taken(self) -> list[Record | _Trim | _Close]:
-        """What comes next; of records a batch, unless somebody waits for room."""
-        taken = [self._queue.popleft()]
-        size = taken[0].size
-        while isinstance(taken[-1], Record) and not self._awaited and self._queue:
-            size += self._queue[0].size
-            if not isinstance(self._queue[0], Record) or size > BATCH_BYTES:
-                break
-            taken.append(self._queue.popleft())
-        return taken
+                    self._carry_out(self._queue.popleft())
 
     def _run(self) -> None:
         while self._next():
-            self._carry_out(self._taken())  # in no variable of this frame: its memory is free when it is done
+            self._carry_out(self._queue.popleft())  # in no variable of this frame: its memory is free when it is done
         with suppress(OSError):  # nobody is left to be told
             self._files.end()
 
@@ -329,7 +318,7 @@ class TensorLog:
     def _await_bubble(self) -> bool:
         """Returns False if none came in time."""
         began = time.monotonic()
-        self._content_at, deadline = began + PATIENCE_S / 2, began + PATIENCE_S
+        self._content_at, deadline = began + BATCH_S, began + PATIENCE_S
         while not self._is_urgent():
             now, since = time.monotonic(), self._idle_since
             if since == self._used:
@@ -343,8 +332,7 @@ class TensorLog:
             self._hurry.wait(min(ready, deadline) - now)
         return True
 
-    def _carry_out(self, items: Sequence[Record | _Trim | _Close]) -> None:
-        item, size = items[0], sum(each.size for each in items)
+    def _carry_out(self, item: Record | _Trim | _Close) -> None:
         reason, written, revived = "", False, False
         bubble = self._idle_since
         try:
@@ -354,19 +342,19 @@ class TensorLog:
             elif isinstance(item, _Close):
                 self._files.end()
             elif not self._failed:
-                self._files.write([each for each in items if isinstance(each, Record)])
+                self._files.write(item)
                 written = True
         except Exception as error:  # whatever it is: training goes on without the log
             self._files.delete()  # a log with a gap is of no use, and its room may be what a checkpoint lacks
             reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
             reason = f"{self._files.directory}: {reason}"
         with self._room:
-            self._done += len(items)
-            self._waiting -= size
+            self._done += 1
+            self._waiting -= item.size
             if written:
-                self._records += len(items)
-                self._payload_bytes += size
-                self._idle_bytes += size if bubble == self._idle_since < math.inf else 0
+                self._records += 1
+                self._payload_bytes += item.size
+                self._idle_bytes += item.size if bubble == self._idle_since < math.inf else 0
             if isinstance(item, _Trim):
                 self._trims = max(0, self._trims - 1)
                 self._failed = "" if revived else self._failed
