@@ -360,11 +360,12 @@ def measure_all(report: Report, options: Options) -> None:
     replayed, repeats = (10, 3) if options.quick else (30, 5)
     for micro_batches in (8,) if options.quick else SUFFIXES:
         report_steps(report, paced(micro_batches), blocks, steps)
-        report_steps(report, Shape(micro_batches), 2 * blocks, steps)  # steps that compute differ more from each other
+        # steps that compute differ more from each other, and take as long as they have work: more blocks, all equally long
+        report_steps(report, Shape(micro_batches), 2 * blocks, steps * max(SUFFIXES) // micro_batches)
         report_replays(report, paced(micro_batches), replayed, repeats)
     if not options.quick:
-        report_replays(report, Shape(8), replayed, repeats)
-    report_on_nodes(report, paced(8), *((2, 20) if options.quick else (6, 40)))
+        report_replays(report, Shape(8), replayed, 3 * repeats)  # of those that compute
+    report_on_nodes(report, paced(8), *((2, 20) if options.quick else (10, 40)))
     checkpoint, kill = (20, 38) if options.quick else (100, 149)  # there is no second checkpoint before the kill
     times = report_recoveries(report, paced(4), checkpoint, kill, 1 if options.quick else 3)
     if options.quick:
