@@ -146,7 +146,7 @@ def report_steps(report: Report, shape: Shape, blocks: int, steps: int) -> None:
     last = [min(waits) for waits in zip(*(answer["agreements"] for answer in found), strict=True)]
     shares = [wait / step for wait, step in zip(last, itertools.chain.from_iterable(of("off")), strict=True)]
     report.add(f"agreement_share_{kind}{suffix}", shares)
-    agreed = 4 * 8 * STAGES  # what all stages agree upon at the end of a step is logged by each of them
+    agreed = (4 + STAGES) * 8 * STAGES  # what all agree upon at the end of a step, logged by each of them
     payload, idle = np.array([answer["bytes"] for answer in found]).sum(axis=0).T  # per block, of all stages
     logged = payload.sum() / (blocks * steps) - agreed
     in_bubbles = estimate((idle / payload).tolist())

@@ -21,13 +21,15 @@ _PARTS_PER_CALL = 512  # Linux takes at most 1024
 
 @dataclass(slots=True)
 class Record:
-    """What waits to be written: tensors of `size` bytes, and what `version_of` said of each when it was handed over."""
+    """What waits to be written: tensors of `size` bytes, what `version_of` said of each when it was handed over, and their
+    checksum if the caller had it."""
 
     key: Key
     incarnation: int
     tensors: tuple[Tensor, ...]
     versions: tuple[int, ...]
     size: int
+    checksum: int | None = None
 
 
 def version_of(tensor: Tensor) -> int:
@@ -91,7 +93,7 @@ class LogFiles:
             self._end(receiver)
             file = self._current[receiver] = self._begin(record.incarnation, record.key.step, receiver)
         assert file.encoder is not None
-        parts = file.encoder.encode(record.key, record.incarnation, record.tensors)
+        parts = file.encoder.encode(record.key, record.incarnation, record.tensors, record.checksum)
         if tuple(map(version_of, record.tensors)) != record.versions:  # after its checksum was made; later a reader sees it
             raise ValueError(f"a tensor of {record.key} was changed before it was written")
         size = sum(map(len, parts))

@@ -1,8 +1,8 @@
 """The log of the tensors that cross from one pipeline stage to another, kept by their sender (SWIFT, section 5.1).
 
 It protects against the loss of the *receiver*: its replacement computes again from what it was sent. So a record is safe once
-another process can read it; nothing is fsynced. The caller hands over references; a thread encodes, checksums and writes, if it
-can while the caller waits for another stage anyway: in the bubbles of the pipeline (SWIFT, section 5.1). That is the only copy.
+another process can read it; nothing is fsynced. The caller hands over references; a thread encodes and writes, if it can while
+the caller waits for another stage anyway: in the bubbles of the pipeline (SWIFT, section 5.1). That is the only copy.
 Training is never disturbed: a log that cannot be written stops, says why, and lets training go on without it.
 """
 
@@ -137,16 +137,27 @@ class TensorLog:
 
     # ------------------------------------------------------------ for the caller
 
-    def append(self, key: Key, incarnation: int, tensors: Sequence[Tensor], check: Callable[[], None] = lambda: None) -> None:
+    def append(
+        self,
+        key: Key,
+        incarnation: int,
+        tensors: Sequence[Tensor],
+        check: Callable[[], None] = lambda: None,
+        checksum: int | None = None,
+    ) -> None:
         """Hands a record over; never raises because of the disk. If that has to be waited for, `check` is called meanwhile, and
         may raise to leave the wait: then there is no such record.
 
         The tensors must not be changed until a `flush`: they are not copied. Where PyTorch notices that one was, the log fails
         rather than hold something false. Tensors of a device are copied to the CPU here, which waits for the device.
+
+        Args:
+            checksum: `checksum_of` the tensors, if it is known. Who has just computed them finds them in the caches still, and
+                takes a tenth of the time that it takes the log's thread.
         """
         kept = tuple(t.detach() if t.device.type == "cpu" else t.detach().cpu() for t in tensors)
         size = sum(t.numel() * t.element_size() for t in kept)
-        record = Record(key, incarnation, kept, tuple(map(version_of, kept)), size)
+        record = Record(key, incarnation, kept, tuple(map(version_of, kept)), size, checksum)
         with self._work:
             if self._closed or (self._failed and not self._trims):
                 return

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from raytrain_ft.errors import FencedError, ReplayDivergedError, TaskError
 from raytrain_ft.policy.schedule import MOST_MICRO_BATCHES
+from raytrain_ft.storage.log_format import array_of, checksum_of
 from raytrain_ft.storage.log_reader import LogReader
 from raytrain_ft.storage.tensor_log import Key, TensorLog
 from raytrain_ft.training.fence import WAIT_DEADLINE, Fence, PeerLostError
@@ -264,20 +265,38 @@ class Past:
     until: int
     exact: bool
 
-    def has(self, key: Key, tensors: Sequence[Tensor]) -> bool:
-        """Whether there is a record of what is now these tensors.
+    def has(self, key: Key, tensors: Sequence[Tensor], checksum: int) -> bool:
+        """Whether there is a record of what is now these tensors, of this checksum.
 
         Raises:
             ReplayDivergedError: it is another one.
         """
         before = self.reader.head(key)
-        if before is not None and self.exact and not before.is_of(tensors):
+        if before is not None and self.exact and not before.is_of(tensors, checksum):
             where = "gradients" if key.micro_batch == WHOLE_STEP else f"of micro-batch {key.micro_batch}"
-            raise ReplayDivergedError(
-                f"stage {key.sender}, step {key.step}: the {key.kind} {where} is another than before. Is something in the "
-                "model random that is not drawn from torch, random or numpy, or are its kernels not deterministic?"
-            )
+            raise diverged(key.sender, key.step, f"the {key.kind} {where}")
         return before is not None
+
+    def compare(self, stage: int, step: int, before: int, now: int) -> None:
+        """Compares all that a stage sent in a step, as `Tap.sent` sums it up. Its own log lacks what it had not written when it
+        died; this number everybody has who was in the step.
+
+        Args:
+            before: 0 if nobody knows.
+
+        Raises:
+            ReplayDivergedError: it is another one.
+        """
+        if self.exact and before not in (0, now):
+            raise diverged(stage, step, "what it sent")
+
+
+def diverged(stage: int, step: int, what: str) -> ReplayDivergedError:
+    """What is said of a stage that computed something else in a replay."""
+    return ReplayDivergedError(
+        f"stage {stage}, step {step}: {what} is another than before. Is something in the model random that is not drawn from "
+        "torch, random or numpy, or are its kernels not deterministic?"
+    )
 
 
 class Tap:
@@ -288,6 +307,10 @@ class Tap:
         past: in a replay, and in the step after it, what was logged before. That is what the receiver was sent, so it is not
             logged again: a log that took twice the room could be full, and would then be deleted, together with what the replay
             itself reads.
+
+    Attributes:
+        sent: a number that sums up what went out in the step at hand, in any order: the checksums of its micro-batches, modulo
+            2**48, so that a few of them fit into a float64.
     """
 
     def __init__(
@@ -304,13 +327,14 @@ class Tap:
         self._key = key
         self._fence = fence
         self._step = 0
+        self.sent = 0
 
     def stop_logging(self) -> None:
         """What is given from now on is sent only. From any thread."""
         self._log = None
 
     def begin(self, step: int) -> None:
-        self._step = step
+        self._step, self.sent = step, 0
         if self._past is not None and step > self._past.until:
             self._past = None
         if self._live is not None:
@@ -319,11 +343,15 @@ class Tap:
     def give(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
         """Raises ReplayDivergedError: what is sent is something else than before, so a replay has computed something else."""
         key = self._key(self._step, micro_batch)
-        is_there = self._past is not None and self._past.has(key, tensors)
+        kept = [tensor.detach().cpu() for tensor in tensors]
+        checksum = checksum_of(map(array_of, kept))
+        if micro_batch != WHOLE_STEP:  # what is shared by stages is compared by them (`ties`)
+            self.sent = (self.sent + checksum) % 2**48
+        is_there = self._past is not None and self._past.has(key, kept, checksum)
         log = None if is_there else self._log
         if log is not None and log.synchronous:
-            log.append(key, self._fence.incarnation, tensors, self._fence.check)
+            log.append(key, self._fence.incarnation, kept, self._fence.check, checksum)
         if self._live is not None:
             self._live.give(micro_batch, tensors)
         if log is not None and not log.synchronous:  # the neighbour need not wait for the handing over
-            log.append(key, self._fence.incarnation, tensors, self._fence.check)
+            log.append(key, self._fence.incarnation, kept, self._fence.check, checksum)

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from raytrain_ft.policy.topology import replica_of, stage_of
@@ -65,7 +67,8 @@ class Links:
         activations, gradients: where a stage's inputs come from, in the forward and in the backward pass.
         outputs, input_gradients: where its outputs go.
         ties: to each stage that shares parameters with this one.
-        agree: sums a few numbers over all stages; None without a pipeline.
+        agree: sums a few numbers over all stages, and returns with them, by rank, what each worker has sent (`sent`), which a
+            replay compares; None without a pipeline.
         team: who replays this stage together with this worker; None if it is alone.
     """
 
@@ -152,9 +155,12 @@ class Switchboard:
             key = lambda step, number: Key(step, number, kind, neighbour, self._stage, self._replica)  # noqa: E731
             return LoggedInbound(reader, key, self._world.fence.check)
 
-        def recall(step: int, numbers: Tensor) -> Tensor:
-            del numbers
-            return reader.await_record(agreed_key(step), RECORD_DEADLINE_S, self._world.fence.check)[0]
+        def recall(edges: Sequence[Outbound], step: int, numbers: Tensor) -> Tensor:
+            found = reader.await_record(agreed_key(step), RECORD_DEADLINE_S, self._world.fence.check)[0]
+            before = int(found[len(numbers) :][self._own].sum())  # 0 where a log does not say it
+            now = sent(edges)
+            past.compare(self._stage, step, before, team.total(now) if team is not None and past.exact else now)
+            return found
 
         return self._connect(inbound, together, recall, past, team)
 
@@ -162,7 +168,7 @@ class Switchboard:
         self,
         inbound: Callable[[int, Any], Inbound],
         together: frozenset[int] | None,
-        agree: Any,
+        agree: Callable[[Sequence[Outbound], int, Tensor], Tensor],
         past: Past | None,
         team: Team | None = None,
     ) -> Links:
@@ -172,6 +178,8 @@ class Switchboard:
         def outbound(neighbour: int, kind: Any) -> Outbound:
             return self._outbound(neighbour, kind, together, past)
 
+        outputs = outbound(after, "activation") if feeds else None
+        input_gradients = outbound(before, "gradient") if is_fed else None
         return Links(
             self._world.fence,
             self._replica,
@@ -179,10 +187,10 @@ class Switchboard:
             self._stage_group if team is None else team.sums,
             activations=inbound(before, "activation") if is_fed else None,
             gradients=inbound(after, "gradient") if feeds else None,
-            outputs=outbound(after, "activation") if feeds else None,
-            input_gradients=outbound(before, "gradient") if is_fed else None,
+            outputs=outputs,
+            input_gradients=input_gradients,
             ties=tuple(TiedEdge(other, outbound(other, "tied"), inbound(other, "tied")) for other in self._tied),
-            agree=agree,
+            agree=partial(agree, [edge for edge in (outputs, input_gradients) if edge is not None]),
             team=team,
         )
 
@@ -195,6 +203,8 @@ class Switchboard:
     def _outbound(self, neighbour: int, kind: Any, together: frozenset[int] | None, past: Past | None) -> Outbound:
         is_live = together is None or neighbour in together
         live = LiveOutbound(self._world, self._rank(neighbour), kind) if is_live else None
+        if live is not None and self._log is None:
+            return live
         crossed = frozenset(range(min(self._stage, neighbour), max(self._stage, neighbour)))
         log = self._log if not self._logged.isdisjoint(crossed) else None  # else both are lost together
         key = lambda step, number: Key(step, number, kind, self._stage, neighbour, self._replica)  # noqa: E731
@@ -202,10 +212,24 @@ class Switchboard:
         self._taps.append((crossed, tap))
         return tap
 
-    def _agree(self, step: int, numbers: Tensor) -> Tensor:
+    @property
+    def _own(self) -> slice:
+        """Where, behind the numbers that all agree upon, the one is that sums up what this stage sent."""
+        rank = self._rank(self._stage)
+        return slice(rank, rank + 1)
+
+    def _agree(self, edges: Sequence[Outbound], step: int, numbers: Tensor) -> Tensor:
+        all_sent = numbers.new_zeros(self._world.size())
+        all_sent[self._own] = sent(edges)
+        agreed = torch.cat([numbers, all_sent])
         with self._idle():
-            self._world.all_reduce(numbers).wait()
+            self._world.all_reduce(agreed).wait()
         if self._log is not None:
             fence = self._world.fence
-            self._log.append(agreed_key(step), fence.incarnation, [numbers], fence.check)
-        return numbers
+            self._log.append(agreed_key(step), fence.incarnation, [agreed], fence.check)
+        return agreed
+
+
+def sent(edges: Sequence[Outbound]) -> int:
+    """All that went out of a stage in the step at hand, in a number: see `Tap.sent`. 0 if nothing is logged."""
+    return sum(edge.sent for edge in edges if isinstance(edge, Tap)) % 2**48

@@ -41,6 +41,10 @@ class Team:
         self.sums: FencedGroup | Solo = Solo(group.fence) if exact else group
         self._collected: dict[int, list[Tensor | None]] = {}
 
+    def total(self, number: int) -> int:
+        """Of a number of each member, of 48 bits at most, the sum in 48 bits."""
+        return int(self._group.all_gather(torch.tensor([number])).sum()) % 2**48
+
     def collect(self, number: int, params: Sequence[Parameter]) -> None:
         """Puts the gradient of a pass aside, so that the next one begins from nothing.
 

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.own_cluster, pytest.mark.long]
 EVERY = 4
 PASSED_ON = PIPELINE_STEPS * 16 * 64 * 4
 """Bytes over one boundary in one replica and one direction, in a run."""
-AGREED = PIPELINE_STEPS * 4 * 8
+AGREED = PIPELINE_STEPS * (4 + 2 * STAGES) * 8
 
 
 @pytest.fixture(scope="module", autouse=True)

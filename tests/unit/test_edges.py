@@ -131,6 +131,30 @@ def test_a_replay_that_computes_something_else_is_noticed_wherever_it_is(logged:
             edge.give(number, wrong)
 
 
+def test_what_died_with_its_log_is_compared_by_what_all_know_of_it(tmp_path: Path) -> None:
+    """A worker's own log lacks what it had not written yet. All of it that it sent has one number, in whatever order."""
+    empty = LogReader(tmp_path)
+    past = Past(empty, 8, exact=True)
+
+    def sum_of(*numbers: int, step: int = 7) -> int:
+        edge = Tap(None, None, edge_key, Fence(2), past)
+        edge.begin(step - 1)
+        edge.give(0, sent(9))
+        edge.begin(step)
+        for number in numbers:
+            edge.give(number, sent(number))
+        return edge.sent
+
+    before = sum_of(0, 1, 2, 3, WHOLE_STEP)
+    past.compare(1, 7, before, sum_of(2, 0, 3, 1))
+    past.compare(1, 7, 0, sum_of(0, 1))  # nobody knows
+    for other in (sum_of(0, 1, 2), sum_of(0, 1, 2, 4)):
+        assert 0 < other < 2**48
+        with pytest.raises(ReplayDivergedError, match="stage 1, step 7: what it sent is another than before"):
+            past.compare(1, 7, before, other)
+        Past(empty, 8, exact=False).compare(1, 7, before, other)  # sums in another order are something else
+
+
 class Sent(list[int]):
     """A live edge; which micro-batches were sent."""
 

@@ -72,3 +72,15 @@ def test_a_team_adds_to_the_bits_that_one_worker_would_have(size: int, count: in
                 if got is not None and total is not None:
                     assert got.shape == total.shape
                     assert torch.equal(got.view(-1).view(torch.uint8), total.view(-1).view(torch.uint8)), "bits, signs of 0 too"
+
+
+def test_a_team_knows_what_all_of_it_sent() -> None:
+    """As one worker would have summed it up, which keeps 48 bits."""
+    world = groups(8, 3)
+    numbers = [2**48 - 1, 5, 2**47]
+    teams = [Team(group, 4, exact=True) for group in world]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda rank: teams[rank].total(numbers[rank]), range(3)))
+    assert found == [sum(numbers) % 2**48] * 3
+    for group in world:
+        process_group.abandon(group)
