@@ -81,7 +81,7 @@ def test_a_stage_with_a_replica_is_filled_from_it(in_one_piece: ft.Result, tmp_p
     how = {"task": Alike(), "stages": 2, "workers": 4, "schedule": "gpipe", "max_grad_norm": 0.5}
     calm = pipeline(tmp_path, "calm", **how)
     assert is_that_of(in_one_piece, calm)
-    agreed = STEPS * 4 * 8
+    agreed = STEPS * (4 + 4) * 8  # four numbers, and one of each worker
     assert [e["payload_bytes"] for e in events(calm, "LogWritten")] == [agreed] * 4, "nothing that crosses between them is"
     result = pipeline(tmp_path, "run", **how, faults=[fault(1, 9, "forward", 1)])
     assert result.digest == calm.digest
@@ -104,7 +104,7 @@ def test_a_stage_whose_replicas_are_all_lost_replays_in_step(cluster: Any, tmp_p
 
 def test_logging_changes_nothing(undisturbed_pipeline: ft.Result, tmp_path: Path) -> None:
     written = events(undisturbed_pipeline, "LogWritten")
-    agreed = STEPS * 4 * 8
+    agreed = STEPS * (4 + 3) * 8
     crossing = {2: STEPS * 2 * 32 * 64 * 4, 1: STEPS * 32 * 64 * 4}  # two boundaries of [32, 64] floats, for the middle stage
     assert sorted(e["payload_bytes"] - agreed for e in written) == sorted([crossing[1], crossing[2], crossing[1]])
     result = pipeline(tmp_path, "run", log=ft.LogConfig(enabled=False))

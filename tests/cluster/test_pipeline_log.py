@@ -33,7 +33,7 @@ SLOWLY_S = 0.5
 """For each record: five a step make more than a fence waits for."""
 FIRST = 1
 """The incarnation that ends with the first loss."""
-AGREED_BYTES = PIPELINE_STEPS * 4 * 8
+AGREED_BYTES = PIPELINE_STEPS * (4 + STAGES) * 8
 
 
 def fault(rank: int, step: int, phase: str, micro_batch: int | None = None) -> ft.FailAt:
@@ -194,20 +194,20 @@ def oldest(run: Path) -> int:
 
 @contextmanager
 def killed_once_trimmed(run: Path, rank: int, pace: Path) -> Iterator[list[tuple[int, int, int]]]:
-    """Twice it is waited for the log to lose its oldest files; then this rank's worker is killed.
+    """Twice it is waited for the log to lose its oldest files, each time for another checkpoint; then this rank's worker is
+    killed.
 
-    Gives, of each time: the step with which these began, that of the newest durable checkpoint, how many steps were done.
+    Gives, of each time: a step that none of them begins after, that of the newest durable checkpoint, how many steps were done.
     """
     seen: list[tuple[int, int, int]] = []
 
     def look_and_strike() -> None:
         wait_for(lambda: oldest(run) == 0, "a log that begins with step 0")
-        at = [0]
+        newest = 0
         for _ in range(2):
-            known = at[-1]
-            wait_for(lambda known=known: at.append(oldest(run)) or at[-1] > known, f"step {known} is trimmed")
-            seen.append((known, max(e["step"] for e in events(run, "CheckpointCommitted")), steps_done(run)))
-        newest = seen[-1][1]
+            wait_for(lambda newest=newest: oldest(run) > newest, f"step {newest} is trimmed")
+            began, newest = newest, max(e["step"] for e in events(run, "CheckpointCommitted"))
+            seen.append((began, newest, steps_done(run)))
         wait_for(lambda: steps_done(run) > newest, "a step to replay")
         status = account(run.name)
         kill(status, status["world"][rank])

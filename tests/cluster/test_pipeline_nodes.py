@@ -34,7 +34,7 @@ def test_a_machine_with_two_stages_is_lost(machines: LocalCluster, tmp_path: Pat
     """They replay together: what goes from one to the other was not logged."""
     how = {"stages": STAGES, "workers": STAGES, "num_spares": 0, "checkpoints": ft.CheckpointConfig(every=100)}
     calm = pipeline(tmp_path, "calm", **how)
-    agreed = PIPELINE_STEPS * 4 * 8
+    agreed = PIPELINE_STEPS * (4 + STAGES) * 8
     logged = sorted(record["payload_bytes"] - agreed for record in records(tmp_path / "calm", "LogWritten"))
     assert logged[:2] == [0, 0], "one boundary of three crosses, which two stages log"
     assert min(logged[2:]) > 0
