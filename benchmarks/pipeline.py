@@ -68,6 +68,8 @@ GOALS = {
 without helpers can save. The paper leaves out the time until the replacement is there; here it counts."""
 LOST = 1
 """The stage that is replayed."""
+AGREED_BYTES = (4 + STAGES) * 8 * STAGES
+"""What all stages agree upon at the end of a step is logged by each of them: four numbers, and one of each worker."""
 REPLAYS = {"": "logging", "_parallel": "logging, four workers"}
 """What is set beside going back: suffixes of metrics, and ways to recover. Both end with the same bits."""
 
@@ -146,9 +148,8 @@ def report_steps(report: Report, shape: Shape, blocks: int, steps: int) -> None:
     last = [min(waits) for waits in zip(*(answer["agreements"] for answer in found), strict=True)]
     shares = [wait / step for wait, step in zip(last, itertools.chain.from_iterable(of("off")), strict=True)]
     report.add(f"agreement_share_{kind}{suffix}", shares)
-    agreed = (4 + STAGES) * 8 * STAGES  # what all agree upon at the end of a step, logged by each of them
     payload, idle = np.array([answer["bytes"] for answer in found]).sum(axis=0).T  # per block, of all stages
-    logged = payload.sum() / (blocks * steps) - agreed
+    logged = payload.sum() / (blocks * steps) - AGREED_BYTES
     in_bubbles = estimate((idle / payload).tolist())
     report.note(
         f"{kind}, m = {shape.micro_batches}: step {1000 * step:.1f} ms; logged {ratio}; synchronous {slow}; "
@@ -294,7 +295,7 @@ def steps_on_nodes(shape: Shape, steps: int, log: bool) -> list[float]:
     with tempfile.TemporaryDirectory(prefix="raytrain_ft-") as directory:
         result, commits = run_of(shape, directory, None, steps, [], log=ft.LogConfig(enabled=log), num_spares=0)
         written = [r for r in read_records(Path(result.path) / "events.jsonl") if r["event"] == "LogWritten"]
-        logged, wanted = sum(r["payload_bytes"] for r in written), steps * (shape.log_bytes + 4 * 8 * STAGES)
+        logged, wanted = sum(r["payload_bytes"] for r in written), steps * (shape.log_bytes + AGREED_BYTES)
         if result.recoveries or logged != (wanted if log else 0):
             raise RuntimeError(f"{len(result.recoveries)} recoveries, {logged} bytes of log instead of {wanted if log else 0}")
         last = [max(at for step, at in commits if step == number) for number in range(steps // 10, steps)]

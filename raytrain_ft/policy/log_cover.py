@@ -19,8 +19,9 @@ class LogCover:
         incarnation: records of earlier ones are of another world, and count no more.
         rounded: since a checkpoint of an earlier step than this, a stage was replayed with sums in another order: from there, a
             replay may compute other bits than were logged.
-        torn: stages of which a worker was lost and filled from a replica, and the step from which on all is there again that
-            they sent: what the lost one had not written yet nobody logs again.
+        torn: stages of which something that they sent is missing, and the step from which on all is there again: a worker was
+            lost and filled from a replica, and what it had not written yet nobody logs again; or a boundary beside was not
+            logged before.
     """
 
     boundaries: frozenset[int] = frozenset()
@@ -35,10 +36,10 @@ class LogCover:
         self.since, self.revived = step, None
         self.incarnation, self.rounded, self.torn = incarnation, 0, {}
 
-    def goes_on(self, step: int, filled: Collection[int], replayed: Collection[int]) -> None:
-        """It goes on with this step. Of the stages `filled` a worker was lost that others can stand in for; those `replayed`
-        log all of it again."""
-        self.torn |= dict.fromkeys(filled, step)
+    def goes_on(self, step: int, torn: Collection[int], replayed: Collection[int]) -> None:
+        """It goes on with this step. Of what the stages `torn` sent before something is missing; those `replayed` log all of it
+        again."""
+        self.torn |= dict.fromkeys(torn, step)
         for stage in replayed:
             self.torn.pop(stage, None)
 

@@ -73,11 +73,13 @@ def log_from_now_on(run: RunState) -> None:
     if rules.strategy == "auto" and rules.checkpoints:
         boundaries -= between(replicated(run.joining, nodes, rules.stages))
     goes_on = run.plan is not None and len(run.joining) == len(run.world) and boundaries <= run.log.boundaries
+    added: frozenset[int] = frozenset()
     if not goes_on:  # else a boundary within a node is logged further: the log stays as it is
-        run.log.boundaries = boundaries
+        added, run.log.boundaries = boundaries - run.log.boundaries, boundaries
     if run.plan is not None and (goes_on or run.replaying):
         gone = {stage_of(run.world.index(member), rules.stages) for member in run.casualties()}
-        run.log.goes_on(run.plan.step, gone - run.replaying, run.replaying)
+        beside = {stage for boundary in added for stage in (boundary, boundary + 1)}  # what crossed them before is not there
+        run.log.goes_on(run.plan.step, (gone | beside) - run.replaying, run.replaying)
     else:
         run.log.begin(run.plan.step if run.plan is not None else run.step, run.incarnation)
 

@@ -48,6 +48,10 @@ class Connections:
     Args:
         world: the group of all ranks.
         logged: the boundaries that are logged, each named by the stage before it.
+        past: what this worker has replayed in an earlier incarnation, of whose end nothing was sent yet.
+
+    Attributes:
+        past: what it has replayed, now or before.
     """
 
     def __init__(
@@ -59,13 +63,14 @@ class Connections:
         logged: frozenset[int],
         log: TensorLog | None,
         timeout: timedelta,
+        past: Past | None = None,
     ) -> None:
         self._spec, self._supervisor, self._world, self._host = spec, supervisor, world, host
         self._logged, self._log, self._timeout = logged, log, timeout
         self._stages = spec.rules.stages
         self._team: FencedGroup | None = None
         self._links: list[Links] = []
-        self._past: Past | None = None  # what this worker has replayed in this incarnation
+        self.past = past
         self._board: Switchboard | None = None
         self._stage_group: FencedGroup | Solo | None = None
         if self._stages > 1:
@@ -95,7 +100,7 @@ class Connections:
 
     def live(self) -> Links:
         """For training."""
-        return data_parallel(self._world) if self._board is None else self._keep(self._board.live(self._past))
+        return data_parallel(self._world) if self._board is None else self._keep(self._board.live(self.past))
 
     def _keep(self, links: Links) -> Links:
         """What was sent at the end of a replay may be on its way for longer than the replay takes."""
@@ -109,13 +114,13 @@ class Connections:
         Args:
             stage: the one that this worker replays, as `number` of a team of `size`; number 0 hosts it.
         """
-        past = Past(LogReader(self._spec.logs, command.since), command.until, command.exact)
+        past = Past(LogReader(self._spec.logs, command.since), command.until, command.exact, command.since)
         try:
             team = self._join_team(stage, size, number) if size > 1 else None
             yield self._keep(self._switchboard(stage).replay(past, frozenset(command.stages), team))
         finally:
             past.reader.close()
-        self._past = past if command.exact and number == 0 else None
+        self.past = past if command.exact and number == 0 else None
 
     def _join_team(self, stage: int, size: int, number: int) -> Team:
         """Whoever helps builds the stage first, and loads its checkpoint."""

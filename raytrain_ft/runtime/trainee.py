@@ -29,6 +29,7 @@ from raytrain_ft.storage.arrow import write_tensors
 from raytrain_ft.storage.filesystem import local_path
 from raytrain_ft.training import aside, mending, process_group, replay
 from raytrain_ft.training.build import build_replica
+from raytrain_ft.training.edges import Past
 from raytrain_ft.training.fence import Fence, PeerLostError
 from raytrain_ft.training.links import Links
 from raytrain_ft.training.process_group import FencedGroup
@@ -60,6 +61,7 @@ class Trainee:
         self._host = host
         self._group: FencedGroup | None = None
         self._connections: Connections | None = None
+        self._past: Past | None = None  # what was replayed, if its end was not compared before the incarnation ended
         self.log = connections.open_log(spec, member, self._note, self._checkpoint_bytes)
         self._world: tuple[str, ...] = ()
         self.rank = -1
@@ -212,6 +214,7 @@ class Trainee:
         self.replica.abandon()
         if self._connections is not None:
             self._connections.leave()
+            self._past = self._connections.past
         process_group.abandon(self._group)
         self._group = self._connections = None
         self._flush_log(ended)
@@ -230,7 +233,10 @@ class Trainee:
             store, self.rank, len(world), fence, host=self._host, use_gpu=self._spec.use_gpu, timeout=GROUP_TIMEOUT
         )
         logged = frozenset(command.logged)
-        self._connections = Connections(self._spec, self._supervisor, self._group, self._host, logged, self.log, GROUP_TIMEOUT)
+        past = self._past if self._past is not None and self._past.since == command.since else None
+        self._connections = Connections(
+            self._spec, self._supervisor, self._group, self._host, logged, self.log, GROUP_TIMEOUT, past
+        )
         self._probe_recovery("reconcile")
         self._take_stage(stage_of(self.rank, self._spec.rules.stages))
         self.replica.state.filled &= self._member in holders

@@ -16,6 +16,7 @@ from raytrain_ft.storage.log_format import (
     MAX_RECORD_BYTES,
     MAXNUMBERS,
     SCHEMA,
+    Checksum,
     Compression,
     Head,
     Key,
@@ -48,13 +49,15 @@ class Encoder:
         options = pa.ipc.IpcWriteOptions(compression=compression, use_threads=False)
         self._writer = pa.ipc.new_stream(pa.PythonFile(self._sink, mode="w"), self._schema, options=options)
 
-    def encode(self, key: Key, incarnation: int, tensors: Sequence[Tensor], checksum: int | None = None) -> list[memoryview]:
+    def encode(
+        self, key: Key, incarnation: int, tensors: Sequence[Tensor], checksum: Checksum | None = None
+    ) -> list[memoryview]:
         """The parts of a record; the file's own head comes before the first.
 
         The tensors' bytes are not copied, unless they are compressed or not contiguous.
 
         Args:
-            checksum: over the tensors' bytes, if it is known.
+            checksum: of the tensors, if the caller needs it too.
 
         Raises:
             ValueError: a record that no reader would take.
@@ -64,7 +67,7 @@ class Encoder:
         pattern = self._patterns.get((key.kind, dtypes, shapes))
         if pattern is None:
             _check(key, dtypes, shapes, sum(map(len, arrays)))
-        head = Head(key, incarnation, dtypes, shapes, checksum_of(arrays) if checksum is None else checksum)
+        head = Head(key, incarnation, dtypes, shapes, checksum() if checksum is not None else checksum_of(arrays))
         if pattern is None:
             return self._encode_first(head, arrays)
         rest = bytes(pattern.length - pattern.size - sum(map(len, arrays)))

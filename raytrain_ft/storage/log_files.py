@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from raytrain_ft.storage.log_encoder import Encoder
-from raytrain_ft.storage.log_format import END, FILE_STEPS, Compression, Key
+from raytrain_ft.storage.log_format import END, FILE_STEPS, Checksum, Compression, Key
 
 FILE_BYTES = 64 * 2**20
 _PARTS_PER_CALL = 512  # Linux takes at most 1024
@@ -22,14 +22,14 @@ _PARTS_PER_CALL = 512  # Linux takes at most 1024
 @dataclass(slots=True)
 class Record:
     """What waits to be written: tensors of `size` bytes, what `version_of` said of each when it was handed over, and their
-    checksum if the caller had it."""
+    checksum if the caller needs it too."""
 
     key: Key
     incarnation: int
     tensors: tuple[Tensor, ...]
     versions: tuple[int, ...]
     size: int
-    checksum: int | None = None
+    checksum: Checksum | None = None
 
 
 def version_of(tensor: Tensor) -> int:

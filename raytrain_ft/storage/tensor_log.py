@@ -1,8 +1,8 @@
 """The log of the tensors that cross from one pipeline stage to another, kept by their sender (SWIFT, section 5.1).
 
 It protects against the loss of the *receiver*: its replacement computes again from what it was sent. So a record is safe once
-another process can read it; nothing is fsynced. The caller hands over references; a thread encodes and writes, if it can while
-the caller waits for another stage anyway: in the bubbles of the pipeline (SWIFT, section 5.1). That is the only copy.
+another process can read it; nothing is fsynced. The caller hands over references; a thread encodes, checksums and writes, if it
+can while the caller waits for another stage anyway: in the bubbles of the pipeline (SWIFT, section 5.1). That is the only copy.
 Training is never disturbed: a log that cannot be written stops, says why, and lets training go on without it.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from raytrain_ft.errors import StorageError
 from raytrain_ft.storage.log_files import LogFiles, Record, version_of
-from raytrain_ft.storage.log_format import NAME, Compression, Key
+from raytrain_ft.storage.log_format import NAME, Checksum, Compression, Key
 
 __all__ = ["Key", "LogStats", "TensorLog"]
 
@@ -143,7 +143,7 @@ class TensorLog:
         incarnation: int,
         tensors: Sequence[Tensor],
         check: Callable[[], None] = lambda: None,
-        checksum: int | None = None,
+        checksum: Checksum | None = None,
     ) -> None:
         """Hands a record over; never raises because of the disk. If that has to be waited for, `check` is called meanwhile, and
         may raise to leave the wait: then there is no such record.
@@ -152,8 +152,7 @@ class TensorLog:
         rather than hold something false. Tensors of a device are copied to the CPU here, which waits for the device.
 
         Args:
-            checksum: `checksum_of` the tensors, if it is known. Who has just computed them finds them in the caches still, and
-                takes a tenth of the time that it takes the log's thread.
+            checksum: of the tensors, if the caller needs it too.
         """
         kept = tuple(t.detach() if t.device.type == "cpu" else t.detach().cpu() for t in tensors)
         size = sum(t.numel() * t.element_size() for t in kept)
@@ -352,7 +351,9 @@ class TensorLog:
                 revived = True
             elif isinstance(item, _Close):
                 self._files.end()
-            elif not self._failed:
+            elif self._failed:
+                self._files.delete()  # it gave up while the disk hung, and could not do so then
+            else:
                 self._files.write(item)
                 written = True
         except Exception as error:  # whatever it is: training goes on without the log

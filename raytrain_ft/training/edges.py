@@ -24,7 +24,7 @@ from torch import Tensor
 
 from raytrain_ft.errors import FencedError, ReplayDivergedError, TaskError
 from raytrain_ft.policy.schedule import MOST_MICRO_BATCHES
-from raytrain_ft.storage.log_format import array_of, checksum_of
+from raytrain_ft.storage.log_format import Checksum
 from raytrain_ft.storage.log_reader import LogReader
 from raytrain_ft.storage.tensor_log import Key, TensorLog
 from raytrain_ft.training.fence import WAIT_DEADLINE, Fence, PeerLostError
@@ -259,20 +259,22 @@ class Past:
     Attributes:
         until: no step after this one was begun before.
         exact: it must be that again, to the bit and as far as it is there. Otherwise sums may be added in another order.
+        since: the incarnation from which on records count.
     """
 
     reader: LogReader
     until: int
     exact: bool
+    since: int = 1
 
-    def has(self, key: Key, tensors: Sequence[Tensor], checksum: int) -> bool:
+    def has(self, key: Key, tensors: Sequence[Tensor], checksum: Checksum) -> bool:
         """Whether there is a record of what is now these tensors, of this checksum.
 
         Raises:
             ReplayDivergedError: it is another one.
         """
         before = self.reader.head(key)
-        if before is not None and self.exact and not before.is_of(tensors, checksum):
+        if before is not None and self.exact and not before.is_of(tensors, checksum()):
             where = "gradients" if key.micro_batch == WHOLE_STEP else f"of micro-batch {key.micro_batch}"
             raise diverged(key.sender, key.step, f"the {key.kind} {where}")
         return before is not None
@@ -307,10 +309,6 @@ class Tap:
         past: in a replay, and in the step after it, what was logged before. That is what the receiver was sent, so it is not
             logged again: a log that took twice the room could be full, and would then be deleted, together with what the replay
             itself reads.
-
-    Attributes:
-        sent: a number that sums up what went out in the step at hand, in any order: the checksums of its micro-batches, modulo
-            2**48, so that a few of them fit into a float64.
     """
 
     def __init__(
@@ -327,14 +325,20 @@ class Tap:
         self._key = key
         self._fence = fence
         self._step = 0
-        self.sent = 0
+        self._given: list[Checksum] = []  # of the step at hand
+
+    @property
+    def sent(self) -> int:
+        """A number that sums up what went out in the step at hand, in any order: its checksums, modulo 2**48, so that a float64
+        holds it. The log's thread has made most of them by the end of the step."""
+        return sum(checksum() for checksum in self._given) % 2**48
 
     def stop_logging(self) -> None:
         """What is given from now on is sent only. From any thread."""
         self._log = None
 
     def begin(self, step: int) -> None:
-        self._step, self.sent = step, 0
+        self._step, self._given = step, []
         if self._past is not None and step > self._past.until:
             self._past = None
         if self._live is not None:
@@ -344,9 +348,8 @@ class Tap:
         """Raises ReplayDivergedError: what is sent is something else than before, so a replay has computed something else."""
         key = self._key(self._step, micro_batch)
         kept = [tensor.detach().cpu() for tensor in tensors]
-        checksum = checksum_of(map(array_of, kept))
-        if micro_batch != WHOLE_STEP:  # what is shared by stages is compared by them (`ties`)
-            self.sent = (self.sent + checksum) % 2**48
+        checksum = Checksum(kept)
+        self._given.append(checksum)
         is_there = self._past is not None and self._past.has(key, kept, checksum)
         log = None if is_there else self._log
         if log is not None and log.synchronous:

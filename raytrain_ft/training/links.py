@@ -180,6 +180,10 @@ class Switchboard:
 
         outputs = outbound(after, "activation") if feeds else None
         input_gradients = outbound(before, "gradient") if is_fed else None
+        ties = tuple(TiedEdge(other, outbound(other, "tied"), inbound(other, "tied")) for other in self._tied)
+        edges = [edge for edge in (outputs, input_gradients) if edge is not None]
+        if team is None or team.leads:  # all of a team send the same there
+            edges += [tie.outbound for tie in ties]
         return Links(
             self._world.fence,
             self._replica,
@@ -189,8 +193,8 @@ class Switchboard:
             gradients=inbound(after, "gradient") if feeds else None,
             outputs=outputs,
             input_gradients=input_gradients,
-            ties=tuple(TiedEdge(other, outbound(other, "tied"), inbound(other, "tied")) for other in self._tied),
-            agree=partial(agree, [edge for edge in (outputs, input_gradients) if edge is not None]),
+            ties=ties,
+            agree=partial(agree, edges),
             team=team,
         )
 

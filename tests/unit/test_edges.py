@@ -146,9 +146,9 @@ def test_what_died_with_its_log_is_compared_by_what_all_know_of_it(tmp_path: Pat
         return edge.sent
 
     before = sum_of(0, 1, 2, 3, WHOLE_STEP)
-    past.compare(1, 7, before, sum_of(2, 0, 3, 1))
+    past.compare(1, 7, before, sum_of(2, 0, WHOLE_STEP, 3, 1))
     past.compare(1, 7, 0, sum_of(0, 1))  # nobody knows
-    for other in (sum_of(0, 1, 2), sum_of(0, 1, 2, 4)):
+    for other in (sum_of(0, 1, 2, 3), sum_of(0, 1, 2, 4, WHOLE_STEP)):
         assert 0 < other < 2**48
         with pytest.raises(ReplayDivergedError, match="stage 1, step 7: what it sent is another than before"):
             past.compare(1, 7, before, other)

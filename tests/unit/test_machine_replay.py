@@ -455,15 +455,15 @@ def as_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Mixed(Told):
-    """Two replicas of four stages: those of stage 0 are on one node, all others on nodes of their own. Two spares."""
+    """Two replicas of four stages: those of stage 0 are on one node, all others on nodes of their own."""
 
-    def __init__(self, nodes: str, **rules: Any) -> None:
-        how = {"stages": 4, "logging": True, "checkpoints": True, "spares": 2, **rules}
+    def __init__(self, nodes: str, spares: str = "yz", **rules: Any) -> None:
+        how = {"stages": 4, "logging": True, "checkpoints": True, "spares": len(spares), **rules}
         self.run = RunState(Rules(min_workers=8, max_workers=8, max_steps=100, **how))
         self.at = 0.0
         self.tell(m.RunStarted, run_id="r")
         self.tell(m.CapacityChanged, slots=12)
-        for number, node in enumerate([*nodes, "y", "z"]):
+        for number, node in enumerate(nodes + spares):
             self.tell(m.WorkerStarted, member=f"w{number}", node=node, pid=1)
         self.answer(m.Reconciled, self.run.joining, digests=("d",))
         self.commit(0, 13)
@@ -505,6 +505,16 @@ def test_what_a_sender_lost_that_was_filled_from_a_replica_is_not_read(checkpoin
     told.lose("w0", "w4", step=20)
     assert told.run.replaying == replayed
     assert not told.run.seeking
+
+
+@pytest.mark.usefixtures("as_they_came")
+def test_what_crossed_a_boundary_before_it_was_logged_is_not_read() -> None:
+    """Replicas that were apart come to one node while another stage is replayed, so the log does not begin anew."""
+    told = Mixed("abcdaefg", spares="eee")
+    told.lose("w0", "w4", "w1")
+    assert (told.run.replaying, told.run.log.since) == ({0}, 6)
+    assert told.run.log.boundaries == {1}, "stage 1 is on one node now, with stage 0"
+    assert told.run.log.torn == {1: 13, 2: 13}, "until a checkpoint comes after it"
 
 
 @pytest.mark.usefixtures("as_they_came")
