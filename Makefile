@@ -63,7 +63,8 @@ chaos: setup ## A seeded campaign of kills: make chaos KILLS=200 MTBF=3 [STAGES=
 
 bench: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev,bench]"
-	for name in step_overhead recovery detection forward goodput undo checkpoint checkfreq pipeline grouping papers; do $(BIN)/python -m benchmarks.$$name --quick --json $$name.json || exit 1; done
+	mkdir -p build
+	for name in step_overhead recovery detection forward goodput undo checkpoint checkfreq pipeline grouping papers; do $(BIN)/python -m benchmarks.$$name --quick --json build/$$name.json || exit 1; done
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build *.egg-info

@@ -326,6 +326,10 @@ def _on_task_failed(run: RunState, event: m.TaskFailed) -> list[m.Command]:
         # The same could be built elsewhere, and those who train need not end for a node that lacks something.
         cause = f"it could not be set up: {event.message}"
         return _lose(run, [event.member], m.WorkerLost(at=event.at, member=event.member, cause=cause, noticed_by="supervisor"))
+    if event.kind == "task" and event.member in run.leaving and run.state in TRAINING:
+        # Perhaps its node takes its disks or its network away first. Is it the task, another one will say so too.
+        cause = f"it failed on a node that is about to be taken away: {event.message}"
+        return _lose(run, [event.member], m.WorkerLost(at=event.at, member=event.member, cause=cause, noticed_by="supervisor"))
     if event.kind == "non_finite" and run.rules.roll_back and event.step not in run.rolled_back and run.state in COMPUTING:
         run.rolled_back.add(event.step)
         run.going_back, run.spoilt = "the loss or a gradient was not finite", event.step
@@ -406,11 +410,11 @@ def _on_supervisor_restarted(run: RunState, event: m.SupervisorRestarted) -> lis
         case State.RESIZING:
             return [*again, m.StopAtBoundary(run.world)]
         case State.RUNNING:
-            return again + leaving.watch(run, event.at) + leaving.doze(run)
+            return again + leaving.watch(run, event.at) + leaving.doze(run) + replaying.log_only_again(run)
         case State.STOPPING:
             return again + stopping.ask_again(run)
         case State.RESUME:
-            return [*again, phases.train(run, event.at)]
+            return [*again, phases.train(run, event.at), *replaying.log_only_again(run)]
         case State.SHUTTING_DOWN:
             return again + _save(run)
     return again

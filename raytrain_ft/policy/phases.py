@@ -243,6 +243,13 @@ def on_checkpoints_found(run: RunState, event: m.CheckpointsFound) -> list[m.Com
         return _go_on(run)
     if event.error:
         return run.fail("RecoveryError", f"{recovery.reason}, and the checkpoints cannot be listed: {event.error}")
+    if run.stored and not event.stored and run.rules.strategy != "snapshot":  # a holder's are gone with its node
+        return run.fail(
+            "NoCheckpointError",
+            f"{recovery.reason}, and no checkpoint is there any more, though {run.stored[0].name} was: is the storage mounted, "
+            "or does a rule of it delete files? Bring them back and submit the run again under the same name; without them it "
+            "begins anew",
+        )
     for member in run.roster.active():
         run.members[member] = MemberState.SPARE
         run.void.add(member)

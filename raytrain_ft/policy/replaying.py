@@ -93,14 +93,29 @@ def on_stage_timed(run: RunState, event: m.StageTimed) -> list[m.Command]:
     run.timed[event.member] = event.seconds
     if not all(member in run.timed for member in run.world):
         return []
-    seconds = tuple(max(run.timed[member] for member in run.world[stage::stages]) for stage in range(stages))
     try:
-        run.groups, reason = selective.groups_of(seconds), "by what the first steps took"
+        run.groups, reason = selective.groups_of(_timed(run)), "by what the first steps took"
     except ConfigError as error:
         run.groups, reason = tuple((stage,) for stage in range(stages)), f"every boundary between nodes is logged: {error}"
         run.warn(reason)
     run.log.boundaries &= logged_edges(run.groups)
-    return [m.LogOnly(run.world, run.incarnation, tuple(sorted(run.log.boundaries)), run.groups, seconds, reason)]
+    return _log_only(run, reason)
+
+
+def log_only_again(run: RunState) -> list[m.Command]:
+    """What was decided since the world began, if anything, for those who may not have heard: the supervisor was lost."""
+    decided = run.groups and run.world and all(member in run.timed for member in run.world)
+    return _log_only(run, "as was decided before the supervisor was lost") if decided else []
+
+
+def _timed(run: RunState) -> tuple[float, ...]:
+    """By stage, seconds of the slowest replica."""
+    stages = run.rules.stages
+    return tuple(max(run.timed[member] for member in run.world[stage::stages]) for stage in range(stages))
+
+
+def _log_only(run: RunState, reason: str) -> list[m.Command]:
+    return [m.LogOnly(run.world, run.incarnation, tuple(sorted(run.log.boundaries)), run.groups, _timed(run), reason)]
 
 
 def replay(run: RunState) -> m.Replay:

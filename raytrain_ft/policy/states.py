@@ -89,7 +89,8 @@ TRANSITIONS: dict[type[m.Event], dict[State, set[State]]] = {
     m.Saved: {S.SHUTTING_DOWN: {S.SHUTTING_DOWN, S.FINISHED}},
     m.TaskFailed: {S.SCHEDULING: {S.ERRORED}}
     | {state: {state, S.ERRORED} for state in LIVE - {S.SCHEDULING}}
-    | {state: {state, S.FENCE, S.ERRORED} for state in TRAINING | {S.REPLACE, S.REBUILD}},
+    | {state: {state, S.FENCE, S.ERRORED} for state in (S.REPLACE, S.REBUILD)}
+    | {state: {state, S.FENCE, S.REPLACE, S.ERRORED} for state in TRAINING},
     m.TimerFired: _stay(TRAINING)
     | {
         S.RUNNING: {S.RUNNING, S.RESIZING},

@@ -141,12 +141,12 @@ class Heartbeat:
         while True:
             self._wake.wait(self._pause)
             self._wake.clear()
-            beat = self._beat()
             try:
+                beat = self._beat()
                 pause: Any = ray.get(self._supervisor.beat.remote(beat), timeout=self._spec.lease)
             except ActorDiedError:
                 os._exit(0)  # the supervisor is gone for good: the run is over, or its driver is
-            except RayError:  # it restarts; training goes on meanwhile
+            except Exception:  # it restarts; training goes on meanwhile. Whatever else it is: a run whose beats end never ends
                 if time.monotonic() - reached > self._spec.lease:
                     os._exit(0)
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
-from raytrain_ft.errors import StorageError
+from raytrain_ft.errors import NoCheckpointError, StorageError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.runtime import placement
 from raytrain_ft.runtime.holder import ANSWER_SECONDS, Holder, holder_of
@@ -21,6 +22,8 @@ from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.storage.manifest import Manifest
 
 FIND_SECONDS = 60.0
+AGAIN_SECONDS = 2.0
+"""Storage that could not be listed is asked again after so long."""
 CLOSE_SECONDS = 60.0
 
 
@@ -85,14 +88,26 @@ class Library:
         task.add_done_callback(self._tasks.discard)
 
     async def _find(self, incarnation: int, reached: int, tell: Callable[[m.Event], None], now: Callable[[], float]) -> None:
-        error, stored = "", ()
+        error, stored, deadline = "", (), time.monotonic() + FIND_SECONDS
         try:
-            stored = await asyncio.wait_for(asyncio.to_thread(self._stored), FIND_SECONDS)
+            stored = await asyncio.wait_for(self._list(deadline), FIND_SECONDS)
         except TimeoutError:
             error = f"the storage did not answer within {FIND_SECONDS:g} s"
         except Exception as failure:  # whatever it is: the run waits for this answer
             error = str(failure) if isinstance(failure, StorageError) else repr(failure)
         tell(m.CheckpointsFound(at=now(), incarnation=incarnation, stored=stored, reached=reached, error=error))
+
+    async def _list(self, deadline: float) -> tuple[m.Stored, ...]:
+        """Storage that fails once may answer when it is asked again; what is damaged stays so."""
+        while True:
+            try:
+                return await asyncio.to_thread(self._stored)
+            except NoCheckpointError:
+                raise
+            except StorageError:
+                if time.monotonic() + AGAIN_SECONDS > deadline:
+                    raise
+            await asyncio.sleep(AGAIN_SECONDS)
 
     def _stored(self) -> tuple[m.Stored, ...]:
         """Of a run that may not resume, only its own."""

@@ -73,6 +73,20 @@ def test_the_stages_times_decide(seconds: tuple[float, ...], groups: Groups, bou
     assert replay(told.rules, told.events) == told.run
 
 
+def test_what_was_decided_is_said_again_when_the_supervisor_was_lost() -> None:
+    """It may have died before anybody heard of it."""
+    told = Told(budget_bytes=1000)
+    assert of_log(told.tell(m.SupervisorRestarted())) == [], "nothing is decided yet"
+    (first,) = told.time(9.0, 1.0, 1.0)
+    assert isinstance(first, m.LogOnly)
+    (again,) = of_log(told.tell(m.SupervisorRestarted()))
+    assert (again.boundaries, again.groups, again.seconds) == (first.boundaries, first.groups, first.seconds)
+
+
+def of_log(commands: list[m.Command]) -> list[m.LogOnly]:
+    return [command for command in commands if isinstance(command, m.LogOnly)]
+
+
 def test_the_slowest_replica_of_a_stage_counts() -> None:
     (command,) = Told(replicas=2, budget_bytes=2000).time(1.0, 1.0, 1.0, 9.0, 1.0, 1.0)
     assert isinstance(command, m.LogOnly)

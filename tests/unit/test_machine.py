@@ -452,6 +452,36 @@ def test_all_replicas_lost_before_the_first_checkpoint_begins_anew() -> None:
     assert story.run.step == 0
 
 
+def test_checkpoints_that_are_not_there_any_more_do_not_begin_the_run_anew() -> None:
+    """The storage that they were on is gone: what is then to be found must not look like a run that never had any."""
+    story = running(2, checkpoints=True)
+    about = {"bytes": 1, "snapshot_s": 0, "stall_s": 0, "persist_s": 0}
+    story.tell(m.CheckpointCommitted(member="w0", incarnation=1, step=40, name="at 40", **about))
+    found(story.lost("w0").lost("w1").started("w2", "w3"))
+    assert story.run.failure is not None
+    assert story.run.failure[0] == "NoCheckpointError"
+    assert "at 40" in story.run.failure[1]
+    story = running(2, checkpoints=True, strategy="snapshot")
+    story.tell(m.CheckpointCommitted(member="w0", incarnation=1, step=40, name="at 40", **about))
+    found(story.lost("w0").lost("w1").started("w2", "w3"))
+    assert story.run.failure is None, "copies in memory go with the node that holds them"
+
+
+def test_what_fails_on_a_node_that_is_about_to_go_is_lost_with_it() -> None:
+    """Its disks and its network may go first. A task that fails elsewhere, too, ends the run."""
+    failure = m.TaskFailed(member="w1", kind="task", step=5, rank=None, message="OSError: stale file handle")
+    story = running(3, spares=1)
+    story.tell(m.Noticed(member="w1", deadline_s=120.0, source="aws", reason="a spot notice"), failure)
+    assert (story.run.state, story.run.failure) == (State.FENCE, None)
+    assert "about to be taken away: OSError" in story.run.recoveries[-1].cause
+    story.fenced("w0", "w2").tell(m.TaskFailed(member="w0", kind="task", step=5, rank=None, message="ValueError: no"))
+    assert story.run.failure is not None
+    alone = running(1, min_workers=1, checkpoints=True)
+    alone.tell(m.Noticed(member="w0", deadline_s=120.0, source="aws", reason="a spot notice"))
+    alone.tell(m.TaskFailed(member="w0", kind="task", step=5, rank=None, message="OSError: stale file handle"))
+    assert alone.run.state == State.REPLACE
+
+
 def test_what_was_committed_before_everybody_went_back_is_no_progress() -> None:
     story = running(2, spares=1, checkpoints=True, strategy="checkpoint").started("w2")
     story.tell(

@@ -204,6 +204,28 @@ def test_the_end_of_a_run_does_not_wait_for_a_storage_that_hangs(monkeypatch: An
     asyncio.run(close())
 
 
+@pytest.mark.parametrize(("failures", "error"), [([StorageError("503")], ""), ([NoCheckpointError("damaged")], "damaged")])
+def test_storage_that_fails_once_is_asked_again_before_a_run_ends(monkeypatch: Any, failures: list[Any], error: str) -> None:
+    """What is damaged is not."""
+    there = (m.Stored("step 9", 9),)
+    told: list[Any] = []
+
+    def listed() -> tuple[m.Stored, ...]:
+        if failures:
+            raise failures.pop()
+        return there
+
+    async def look() -> None:
+        shelf = Library(SimpleNamespace())  # pyright: ignore
+        monkeypatch.setattr(shelf, "_stored", listed)
+        shelf.find(3, 12, told.append, lambda: 1.0)
+        await asyncio.wait_for(asyncio.gather(*shelf._tasks), 5)
+
+    monkeypatch.setattr(library, "AGAIN_SECONDS", 0.01)
+    asyncio.run(look())
+    assert told == [m.CheckpointsFound(at=1.0, incarnation=3, stored=() if error else there, reached=12, error=error)]
+
+
 def full(path: Path) -> Path:
     """Leaves no room on this file system; returns the file that takes it."""
     filler = path / "filler"
