@@ -39,6 +39,8 @@ SUFFIXES = {8: "", 4: "_m4", 16: "_m16"}
 OF_STEPS = {
     "logged_step_ratio_paced": Goal("<=", 1.01),
     "logged_step_ratio_real": Goal("<=", 1.05),
+    "written_step_ratio_paced": REPORT_ONLY,
+    "written_step_ratio_real": REPORT_ONLY,
     "synchronous_step_ratio_paced": REPORT_ONLY,
     "synchronous_step_ratio_real": REPORT_ONLY,
     "agreement_share_paced": REPORT_ONLY,
@@ -68,6 +70,8 @@ GOALS = {
 without helpers can save. The paper leaves out the time until the replacement is there; here it counts."""
 LOST = 1
 """The stage that is replayed."""
+WRITTEN_BYTES = 16 * 2**20
+"""Memory of a log that writes what it is given, but for the last quarter of this."""
 AGREED_BYTES = (4 + STAGES) * 8 * STAGES
 """What all stages agree upon at the end of a step is logged by each of them: four numbers, and one of each worker."""
 REPLAYS = {"": "logging", "_parallel": "logging, four workers"}
@@ -78,35 +82,47 @@ REPLAYS = {"": "logging", "_parallel": "logging, four workers"}
 
 
 def time_steps(blocks: int, steps: int, bench: Bench) -> dict[str, Any]:
-    """In turns: without a log, without a log again (A/A), with one, with a synchronous one. Step times per block.
+    """In turns: without a log, without a log again (A/A), with one as it is by default, with one that has so little memory that
+    it writes everything, with a synchronous one. Step times per block.
 
-    After each block the logs are trimmed, as a checkpoint does it. Where they only grow, each page of a file is memory that
-    nobody had before: on a virtual machine which gives free memory back to its host that takes ten times as long to write.
+    After each block the logs are trimmed, as a checkpoint does it. By default nearly nothing has been written until then. Where
+    files only grow, each of their pages is memory that nobody had before: on a virtual machine which gives free memory back to
+    its host that takes ten times as long to write.
     """
-    log, slow = bench.open_log(), bench.open_log(synchronous=True)
+    logs = {"on": bench.open_log(), "written": bench.open_log(memory_bytes=WRITTEN_BYTES)}
+    logs["synchronous"] = bench.open_log(synchronous=True)
     agreements: list[float] = []
-    ways = {"off": agreeing(bench.live(None), agreements), "off again": bench.live(None), "on": bench.live(log)}
-    ways["synchronous"] = bench.live(slow)
+    ways = {"off": agreeing(bench.live(None), agreements), "off again": bench.live(None)}
+    ways |= {name: bench.live(log) for name, log in logs.items()}
     replica = bench.replica()
     bench.start(replica)
     for links in ways.values():
         bench.steps(replica, links, 2)
-    log.flush(10)
+    written = logs["written"]
+    written.flush(10)
     agreements.clear()
-    before = [log.stats]
+    handed, before = logs["on"].stats.payload_bytes, [written.stats]
     times: dict[str, list[list[float]]] = {name: [] for name in ways}
     for block in range(blocks):
         order = list(ways) if block % 2 == 0 else list(reversed(ways))
         for name in order:
             times[name].append(bench.steps(replica, ways[name], steps))
-            (log if name == "on" else slow).flush(10)
-            if name == "on":
-                before.append(log.stats)
-        for each in (log, slow):
-            each.trim(replica.state.step)
-            each.flush(10)
-    per_block = [(b.payload_bytes - a.payload_bytes, b.idle_bytes - a.idle_bytes) for a, b in pairwise(before)]
-    return {"times": times, "agreements": agreements, "bytes": per_block, "stalls": before[-1].stalls}
+            if name == "written":
+                written.flush(10)
+                before.append(written.stats)
+        for log in logs.values():
+            log.trim(replica.state.step)
+            log.flush(10)
+    per_block = [(b.written_bytes - a.written_bytes, b.idle_bytes - a.idle_bytes) for a, b in pairwise(before)]
+    kept = logs["on"].stats
+    return {
+        "times": times,
+        "agreements": agreements,
+        "bytes": kept.payload_bytes - handed,
+        "kept": 1 - kept.written_bytes / kept.payload_bytes,
+        "written": per_block,
+        "stalls": sum(log.stats.stalls for log in (logs["on"], written)),
+    }
 
 
 def agreeing(links: Links, seconds: list[float]) -> Links:
@@ -126,10 +142,10 @@ def agreeing(links: Links, seconds: list[float]) -> Links:
 def report_steps(report: Report, shape: Shape, blocks: int, steps: int) -> None:
     """Logged over unlogged; of each step the slowest stage's time, which is the pipeline's.
 
-    In bubbles: the share of the logged bytes whose record was copied to its file, from the first byte to the last, while its
-    sender waited for another stage, in a receive or in the agreement at the step's end. On CPUs there is no copy before this.
-    What came too late for a bubble, so that the flush at the end of the block wrote it, is outside. Of an agreement, what the
-    stage takes that comes last to it: the others would wait anyway.
+    In bubbles: the share of the bytes, where all are written, whose record was copied to its file, from the first byte to the
+    last, while its sender waited for another stage, in a receive or in the agreement at the step's end. On CPUs there is no
+    copy before this. What came too late, so that the flush at the end of the block wrote it, is outside. Of an agreement, what
+    the stage takes that comes last to it: the others would wait anyway.
     """
     found = stages.run(shape, partial(time_steps, blocks, steps))
 
@@ -139,21 +155,24 @@ def report_steps(report: Report, shape: Shape, blocks: int, steps: int) -> None:
 
     unlogged = [before + after for before, after in zip(of("off"), of("off again"), strict=True)]
     ratio = paired_ratio(of("on"), unlogged)
-    slow = paired_ratio(of("synchronous"), unlogged)
+    others = {name: paired_ratio(of(name), unlogged) for name in ("written", "synchronous")}
     step = statistics.median(t for block in of("off") for t in block)
     kind, suffix = "paced" if shape.forward_s else "real", SUFFIXES[shape.micro_batches]
     report.add(f"logged_step_ratio_{kind}{suffix}", ratio)
-    report.add(f"synchronous_step_ratio_{kind}{suffix}", slow)
+    for name, other in others.items():
+        report.add(f"{name}_step_ratio_{kind}{suffix}", other)
     report.noise_floor = report.noise_floor or noise_floor(of("off again"), of("off"))
     last = [min(waits) for waits in zip(*(answer["agreements"] for answer in found), strict=True)]
     shares = [wait / step for wait, step in zip(last, itertools.chain.from_iterable(of("off")), strict=True)]
     report.add(f"agreement_share_{kind}{suffix}", shares)
-    payload, idle = np.array([answer["bytes"] for answer in found]).sum(axis=0).T  # per block, of all stages
-    logged = payload.sum() / (blocks * steps) - AGREED_BYTES
-    in_bubbles = estimate((idle / payload).tolist())
+    logged = sum(answer["bytes"] for answer in found) / (blocks * steps) - AGREED_BYTES
+    written, idle = np.array([answer["written"] for answer in found]).sum(axis=0).T  # per block, of all stages
+    in_bubbles = estimate((idle / written).tolist())
+    kept = statistics.mean(answer["kept"] for answer in found)
     report.note(
-        f"{kind}, m = {shape.micro_batches}: step {1000 * step:.1f} ms; logged {ratio}; synchronous {slow}; "
-        f"{logged / 2**20:.2f} MiB per step, {in_bubbles} of it in bubbles, {sum(answer['stalls'] for answer in found)} stalls"
+        f"{kind}, m = {shape.micro_batches}: step {1000 * step:.1f} ms; logged {ratio}, {100 * kept:.0f} % of it trimmed "
+        f"unwritten; all written {others['written']}, {in_bubbles} of it in bubbles; synchronous {others['synchronous']}; "
+        f"{logged / 2**20:.2f} MiB per step, {sum(answer['stalls'] for answer in found)} stalls"
     )
     if kind == "paced":
         report.add(f"log_bytes_ratio_vs_formula{suffix}", logged / shape.log_bytes, n=blocks * steps)

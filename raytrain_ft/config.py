@@ -77,7 +77,8 @@ class LogConfig:
 
     Attributes:
         enabled: without a log, the loss of a stage that has no replica takes everybody back to the newest checkpoint.
-        memory_bytes: how much may wait to be written on each worker; beyond that training waits, which is counted.
+        memory_bytes: how much may wait to be written on each worker; beyond that training waits, which is counted. A quarter is
+            written only if a loss is noticed before the next checkpoint is durable.
         quota_bytes: how much each worker may have on the disk, its parts of the checkpoints beside it included; beyond that it
             stops logging until the next checkpoint.
         compression: "lz4" or "zstd", lossless; None writes the bytes as they are.

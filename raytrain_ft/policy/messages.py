@@ -344,8 +344,9 @@ class LogWritten(Event):
     """What a worker has logged so far of what it sent to other stages; told when an incarnation ends for it.
 
     Attributes:
-        payload_bytes: of the tensors; idle_bytes: of these, those written while training waited for another stage anyway;
-            file_bytes: on the disk now.
+        payload_bytes: of the tensors; written_bytes: of these, those in records that were written, for others had been trimmed
+            before; idle_bytes: of these, those written while training waited for another stage anyway; file_bytes: on the disk
+            now. records: written.
         stalls, stalled_s: how often, and how long, training waited because too much was waiting to be written.
     """
 
@@ -358,6 +359,7 @@ class LogWritten(Event):
     stalls: int
     stalled_s: float
     idle_bytes: int = 0
+    written_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import ActorDiedError
 
 from raytrain_ft.policy.sampling import digest_of_ids
 from raytrain_ft.runtime.notices.notice import Notice

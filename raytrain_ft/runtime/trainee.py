@@ -94,7 +94,7 @@ class Trainee:
         if self.log is None:
             return
         self.log.flush(min(FLUSH_S, self._spec.rules.fence_timeout / 2))  # who is silent for longer is given up
-        if self.log.stats.records:
+        if self.log.stats.payload_bytes:
             stats = {name: value for name, value in asdict(self.log.stats).items() if name != "failed"}
             self._note("LogWritten", {"incarnation": incarnation, "step": self.replica.state.step, **stats})
 

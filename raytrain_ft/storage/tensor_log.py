@@ -1,9 +1,11 @@
 """The log of the tensors that cross from one pipeline stage to another, kept by their sender (SWIFT, section 5.1).
 
 It protects against the loss of the *receiver*: its replacement computes again from what it was sent. So a record is safe once
-another process can read it; nothing is fsynced. The caller hands over references; a thread encodes, checksums and writes, if it
-can while the caller waits for another stage anyway: in the bubbles of the pipeline (SWIFT, section 5.1). That is the only copy.
-Training is never disturbed: a log that cannot be written stops, says why, and lets training go on without it.
+another process can read it; nothing is fsynced. The caller hands over references, which are kept: most records are needed by
+nobody, and go with the next checkpoint without ever being written. When a loss is noticed, `flush` writes them. A thread does
+if they become too many, while the caller waits for another stage anyway: in the bubbles of the pipeline (SWIFT,
+section 5.1). That is the only copy. Training is never disturbed: a log that cannot be written stops, says why, and lets
+training go on without it.
 """
 
 from __future__ import annotations
@@ -36,9 +38,11 @@ NAP_S = 0.002
 """A bubble that has lasted so long will mostly last long enough to write a record; in a shorter one nothing is begun."""
 PATIENCE_S = 1.0
 """How long the thread waits for a bubble: there are some in every step, but none in a replay, nor in a pass that is so long."""
-BATCH_BYTES, BATCH_S = 2**20, 0.05
-"""So much is written in a row, or what there is when the first of it has waited so long. Who wakes up for each record finds the
-caches cold: CPU time that the other stages on the machine lack."""
+KEPT = 0.25
+"""Of the memory. Less than that stays where it is. More would have to be written when a loss is noticed, while all wait."""
+BATCH_BYTES = 2**20
+"""So much is written in a row. Who wakes up for each record finds the caches cold: CPU time that other stages on the machine
+lack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +50,18 @@ class LogStats:
     """What a log has done so far.
 
     Attributes:
+        payload_bytes: Bytes of the tensors that were handed over.
         records: Written whole.
-        payload_bytes: Bytes of the tensors in them, before compression.
+        written_bytes: Bytes of the tensors in these, before compression.
         idle_bytes: Of these, bytes of records that were written in bubbles: from beginning to end within one `idle`.
         file_bytes: Bytes of the files that exist now; `trim` lowers it.
         stalls, stalled_s: How often and how long `append` waited because too much was waiting to be written.
         failed: Why nothing is written at present; empty if all is well.
     """
 
-    records: int
     payload_bytes: int
+    records: int
+    written_bytes: int
     idle_bytes: int
     file_bytes: int
     stalls: int
@@ -73,6 +79,7 @@ class _Trim:
 @dataclass(slots=True)
 class _Close:
     size: int = 0
+    done: bool = False
 
 
 class TensorLog:
@@ -81,7 +88,8 @@ class TensorLog:
     Args:
         directory: Shared by all members of a run; made if need be.
         member: Names the files; letters, digits, ".", "_" and "-".
-        memory_bytes: How much may wait to be written; `append` waits for room beyond that.
+        memory_bytes: How much may wait to be written; `append` waits for room beyond that. Of a quarter nothing is written
+            before a `flush`.
         quota_bytes: How much may lie on the disk at one time; beyond that the log fails.
         beside: How much else counts towards the quota now, bytes; asked by the log's thread.
         synchronous: `append` writes before it returns. For comparison.
@@ -111,13 +119,13 @@ class TensorLog:
         self._tell = tell
         self._files = LogFiles(directory, member, quota_bytes, compression, beside)
         self._queue: deque[Record | _Trim | _Close] = deque()
-        self._accepted = self._done = self._waiting = self._trims = 0  # items, items, bytes, trims that are in the queue
-        self._flushed = 0  # items
-        self._records = self._payload_bytes = self._idle_bytes = self._stalls = 0
+        self._done = self._waiting = self._trims = 0  # items, bytes and trims that are in the queue
+        self._flushed: _Close | None = None  # the last one, and whether nothing was put after it
+        self._is_flushed = True
+        self._records = self._payload_bytes = self._written_bytes = self._idle_bytes = self._stalls = 0
         self._idle_since = math.inf  # when the bubble began that the caller is in
         self._used = 0.0  # when the one began in which something was written last
-        self._content_at = math.inf  # from when on less than a batch is enough to be written
-        self._overdue = False  # no bubble came: what is in the queue is written without one
+        self._overdue = False  # no bubble came: a batch is written without one
         self._stalled_s = 0.0
         self._failed = ""
         self._told = 0  # failures
@@ -125,8 +133,8 @@ class TensorLog:
         self._began = 0
         self._closed = False
         lock = threading.Lock()
-        self._work = threading.Condition(lock)  # for the writer: there is something to do
-        self._hurry = threading.Condition(lock)  # for the writer: it need not wait any longer, or a bubble has begun
+        self._work = threading.Condition(lock)  # for the writer: there is enough to do
+        self._hurry = threading.Condition(lock)  # for the writer: it need not wait for a bubble any longer, or one has begun
         self._room = threading.Condition(lock)  # for callers: something was done
         self._awaited = 0  # callers that wait for the writer
         self._serial = threading.Lock()  # only for a log that is synchronous
@@ -163,6 +171,7 @@ class TensorLog:
             reason = self._wait_for_room(size, check)
             if not self._closed and (not self._failed or self._trims):  # else that happened while this waited
                 self._latest = (incarnation, key.step)
+                self._payload_bytes += size
                 self._put(record)
         if reason:
             self._say(reason, incarnation, key.step)
@@ -173,8 +182,7 @@ class TensorLog:
         """Around whatever the caller waits for without anything to do: a bubble, and the time to write in."""
         with self._work:
             self._idle_since = time.monotonic()
-            if self._is_enough(self._idle_since):
-                self._hurry.notify()
+            self._hurry.notify()
         try:
             yield
         finally:
@@ -188,20 +196,19 @@ class TensorLog:
             False if the time was up before that, or the log has failed.
         """
         with self._work:
-            if not self._closed and self._accepted != self._flushed:
-                self._put(_Close())
-                self._flushed = self._accepted
+            if not self._closed and not self._is_flushed:
+                self._flushed = _Close()
+                self._put(self._flushed)
+            last = self._flushed
         self._help()
         with self._room:
-            target = self._accepted
-            with self._hurried():
-                return self._room.wait_for(lambda: self._done >= target, seconds) and not self._failed
+            return self._room.wait_for(lambda: last is None or last.done, seconds) and not self._failed
 
     def trim(self, step: int) -> None:
         """Says that records of earlier steps than `step` are not needed any more. Returns at once.
 
-        Files that hold nothing else are deleted. A log that had failed begins anew: the records that are appended from here on
-        are written, and it is seen from the keys which ones are missing.
+        Files that hold nothing else are deleted, and what is not written yet never is. A log that had failed begins anew: it is
+        seen from the keys which records are missing.
         """
         self._trim(_Trim(step, 0))
 
@@ -215,8 +222,11 @@ class TensorLog:
         with self._work:
             if self._closed:
                 return
+            self._discard(
+                lambda one: isinstance(one, Record) and (one.key.step < item.step or one.incarnation < item.incarnation)
+            )
             self._trims += 1
-            self._put(item)
+            self._put(item, first=True)
         self._help()
 
     def close(self) -> None:
@@ -240,8 +250,9 @@ class TensorLog:
         """What was done so far."""
         with self._room:
             return LogStats(
-                records=self._records,
                 payload_bytes=self._payload_bytes,
+                records=self._records,
+                written_bytes=self._written_bytes,
                 idle_bytes=self._idle_bytes,
                 file_bytes=self._files.size,
                 stalls=self._stalls,
@@ -251,13 +262,23 @@ class TensorLog:
 
     # ------------------------------------------------------------ inside
 
-    def _put(self, item: Record | _Trim | _Close) -> None:
-        self._queue.append(item)
-        self._accepted += 1
+    def _put(self, item: Record | _Trim | _Close, *, first: bool = False) -> None:
+        (self._queue.appendleft if first else self._queue.append)(item)
         self._waiting += item.size
-        self._work.notify()
+        self._is_flushed = isinstance(item, _Close)
         if self._is_urgent():
             self._hurry.notify()
+        if self._is_urgent() or self._is_enough():
+            self._work.notify()
+
+    def _discard(self, is_needless: Callable[[Record | _Trim | _Close], bool]) -> None:
+        """Of what waits, this is never carried out."""
+        before, left = list(self._queue), [item for item in self._queue if not is_needless(item)]
+        self._queue.clear()
+        self._queue.extend(left)
+        self._done += len(before) - len(left)
+        self._waiting -= sum(item.size for item in before) - sum(item.size for item in left)
+        self._room.notify_all()
 
     def _wait_for_room(self, size: int, check: Callable[[], None]) -> str:
         """Returns why the log fails just now, if the disk does not take anything. A record that is larger than all the room
@@ -282,6 +303,7 @@ class TensorLog:
                         self._trims = 0  # nothing that waits will be carried out in time: the record at hand must not go in
                         reason = "" if self._failed else f"nothing could be written for {STALL_LIMIT_S:.0f} s"
                         self._failed = self._failed or reason
+                        self._discard(lambda one: not isinstance(one, _Close))
                         return reason
         finally:
             self._stalled_s += time.monotonic() - began
@@ -289,9 +311,10 @@ class TensorLog:
 
     @contextmanager
     def _hurried(self) -> Iterator[None]:
-        """Somebody waits: no nap."""
+        """Somebody waits for room."""
         self._awaited += 1
         self._hurry.notify()
+        self._work.notify()
         try:
             yield
         finally:
@@ -311,36 +334,38 @@ class TensorLog:
             self._files.end()
 
     def _next(self) -> bool:
+        """Waits until the next item is to be carried out; returns False if there will be none."""
         with self._work:
-            if not self._queue:
-                self._work.wait_for(lambda: self._queue or self._closed)
-                self._overdue = False
-            self._overdue = self._overdue or not self._await_bubble()
+            began = math.inf  # when there was enough to write, while no bubble came
+            while not self._is_urgent():
+                now, since = time.monotonic(), self._idle_since
+                if not self._is_enough():
+                    self._overdue, began = False, math.inf
+                    self._work.wait()
+                elif self._overdue or since == self._used:
+                    break  # more of the batch
+                elif now >= since + NAP_S:
+                    self._used = since
+                    break
+                else:
+                    began = min(began, now)
+                    self._overdue = now >= began + PATIENCE_S
+                    if not self._overdue:
+                        self._hurry.wait(min(since + NAP_S, began + PATIENCE_S) - now)
             return bool(self._queue)
 
     def _is_urgent(self) -> bool:
-        """Whether to write at once: somebody waits, or would soon have to, for room."""
-        return bool(self._awaited or self._closed or 2 * self._waiting > self._memory_bytes)
+        """Whether to go on at once: somebody waits, or would soon have to, for room; or there is something to be deleted."""
+        if not self._queue:
+            return self._closed
+        flushes = self._flushed is not None and not self._flushed.done
+        trims = isinstance(self._queue[0], _Trim)
+        return self._closed or flushes or trims or self._awaited > 0 or 2 * self._waiting > self._memory_bytes
 
-    def _is_enough(self, now: float) -> bool:
-        return self._waiting >= BATCH_BYTES or now >= self._content_at
-
-    def _await_bubble(self) -> bool:
-        """Returns False if none came in time."""
-        began = time.monotonic()
-        self._content_at, deadline = began + BATCH_S, began + PATIENCE_S
-        while not self._is_urgent():
-            now, since = time.monotonic(), self._idle_since
-            if since == self._used:
-                return True  # more of the batch
-            if now >= deadline:
-                return False
-            ready = since + NAP_S if self._is_enough(now) else self._content_at
-            if now >= ready:
-                self._used = since
-                return True
-            self._hurry.wait(min(ready, deadline) - now)
-        return True
+    def _is_enough(self) -> bool:
+        """Whether something is to be written in the next bubble; what has begun goes on until a batch is done."""
+        begun = self._overdue or self._idle_since == self._used
+        return bool(self._queue) and self._waiting >= KEPT * self._memory_bytes - begun * BATCH_BYTES
 
     def _carry_out(self, item: Record | _Trim | _Close) -> None:
         reason, written, revived = "", False, False
@@ -351,11 +376,11 @@ class TensorLog:
                 revived = True
             elif isinstance(item, _Close):
                 self._files.end()
-            elif self._failed:
-                self._files.delete()  # it gave up while the disk hung, and could not do so then
-            else:
+            elif not self._failed:
                 self._files.write(item)
                 written = True
+            if self._failed and not revived:
+                self._files.delete()  # it was given up while the disk hung, and could not be deleted then
         except Exception as error:  # whatever it is: training goes on without the log
             self._files.delete()  # a log with a gap is of no use, and its room may be what a checkpoint lacks
             reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
@@ -365,13 +390,17 @@ class TensorLog:
             self._waiting -= item.size
             if written:
                 self._records += 1
-                self._payload_bytes += item.size
+                self._written_bytes += item.size
                 self._idle_bytes += item.size if bubble == self._idle_since < math.inf else 0
+            if isinstance(item, _Close):
+                item.done = True
             if isinstance(item, _Trim):
                 self._trims = max(0, self._trims - 1)
                 self._failed = "" if revived else self._failed
             reason = "" if self._failed else reason
             self._failed = self._failed or reason
+            if self._failed:
+                self._discard(lambda one: isinstance(one, Record))
             self._room.notify_all()
         if reason:
             self._say(reason, *((item.incarnation, item.key.step) if isinstance(item, Record) else self._latest))

@@ -519,7 +519,8 @@ def test_a_damaged_log_is_not_replayed(undisturbed_pipeline: ft.Result, tmp_path
     thread = threading.Thread(target=wait_and_damage)
     thread.start()
     faults = [fault(1, 19, "forward", 1)]
-    result = pipeline(tmp_path, "run", task=Slow(), faults=faults, checkpoints=ft.CheckpointConfig(every=100))
+    how = {"checkpoints": ft.CheckpointConfig(every=100), "log": ft.LogConfig(memory_bytes=2**14)}  # it is written as it goes
+    result = pipeline(tmp_path, "run", task=Slow(), faults=faults, **how)
     thread.join()
     assert result.digest == undisturbed_pipeline.digest, "from the beginning, for there is no checkpoint yet"
     (recovery,) = result.recoveries

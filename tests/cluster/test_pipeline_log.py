@@ -164,13 +164,15 @@ def written(result: ft.Result) -> tuple[list[float], int]:
     return [e["file_bytes"] / e["payload_bytes"] for e in then], sum(e["idle_bytes"] for e in then)
 
 
+LITTLE: dict[str, Any] = {"memory_bytes": 2**14}
+"""So little memory that a log writes while training goes on, not only when somebody is lost."""
 HOW = {"plain": {}, "lz4": {"compression": "lz4"}, "zstd": {"compression": "zstd"}, "synchronous": {"synchronous": True}}
 
 
 @pytest.mark.parametrize("how", HOW)
 def test_a_stage_is_replayed_however_the_log_is_written(calm: ft.Result, tmp_path: Path, how: str) -> None:
     faults = [fault(1, 7, "forward", 2), fault(2, 14, "backward_pass", 1)]
-    result = pipeline(tmp_path, "run", **REPEATING, log=ft.LogConfig(**HOW[how]), faults=faults)
+    result = pipeline(tmp_path, "run", **REPEATING, log=ft.LogConfig(**LITTLE, **HOW[how]), faults=faults)
     assert result.digest == calm.digest
     assert promise_kept(result) == []
     assert is_exact(result)
@@ -225,7 +227,7 @@ def test_a_log_is_trimmed_in_mid_run_and_a_stage_replayed_from_what_is_left(
 ) -> None:
     pace = tmp_path / "pace"
     pace.touch()
-    how = {"task": Leisurely(pace), "checkpoints": ft.CheckpointConfig(every=3), "num_spares": 1}
+    how = {"task": Leisurely(pace), "checkpoints": ft.CheckpointConfig(every=3), "num_spares": 1, "log": ft.LogConfig(**LITTLE)}
     with killed_once_trimmed(tmp_path / "run", 1, pace) as seen:
         result = pipeline(tmp_path, "run", **how)
     (_, _, then), (_, newest, later) = seen

@@ -362,7 +362,7 @@ def test_prefetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_reader_and_writer_at_the_same_time(tmp_path: Path) -> None:
-    log = TensorLog(tmp_path, "w0")
+    log = TensorLog(tmp_path, "w0", memory_bytes=1)
     reader = LogReader(tmp_path)
 
     def write() -> None:

@@ -16,7 +16,7 @@ import pytest
 from disks import small_file_system
 
 from benchmarks.control_plane import WithoutRay, spec_of
-from raytrain_ft.errors import ConfigError, LockedError, StorageError
+from raytrain_ft.errors import ConfigError, LockedError, NoCheckpointError, StorageError
 from raytrain_ft.places import Place
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.reconcile import Plan

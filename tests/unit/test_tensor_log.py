@@ -323,6 +323,7 @@ def test_a_disk_that_takes_nothing_does_not_hold_training_up(tmp_path: Path, mon
     assert len(told) == 1
     go.set()
     log.flush(10)
+    assert names(tmp_path) == [], "what it had is of no use, and takes room"
     log.trim(60)
     fill(log, range(60, 62))
     assert log.flush(10)
@@ -388,56 +389,76 @@ def comes(what: Callable[[], bool], seconds: float = 10) -> bool:
     return what()
 
 
+def written(log: TensorLog) -> int:
+    return log.stats.records
+
+
+def test_what_a_checkpoint_makes_needless_is_never_written(tmp_path: Path) -> None:
+    """In bubbles neither, as long as there is room for it; what is not needless is there when somebody is lost."""
+    log = TensorLog(tmp_path, "w0", memory_bytes=40_000)
+    for first in range(0, 50, 5):
+        fill(log, range(first, first + 5))  # 4,000 bytes, of 10,000 that may stay
+        with log.idle():
+            time.sleep(0.005)
+        log.trim(first + 4)
+    assert log._waiting <= 2 * 400 + 4000
+    assert log.flush(10)
+    assert (log.stats.payload_bytes, log.stats.written_bytes) == (50 * 800, 800)
+    assert complete_steps(seen(tmp_path), 0, 1, "activation", 2) == {49}
+    fill(log, range(50, 52))
+    log.begin(2)
+    fill(log, range(52, 53), incarnation=2)
+    assert log.flush(10)
+    assert complete_steps(seen(tmp_path), 0, 1, "activation", 2) == {52}, "of another world"
+    log.close()
+
+
 def test_bubbles_are_written_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not between them, nor at the beginning of one that may be short; what a flush writes is not counted among them."""
     monkeypatch.setattr(tensor_log, "PATIENCE_S", 1e6)
-    monkeypatch.setattr(tensor_log, "BATCH_BYTES", 800)
-    log = TensorLog(tmp_path, "w0")
+    log = TensorLog(tmp_path, "w0", memory_bytes=2000)
     fill(log, range(1))
     with log.idle():
-        assert comes(lambda: log.stats.records == 2)
+        assert comes(lambda: written(log) == 2)
     fill(log, range(1, 2))
-    assert log.stats.records == 2
+    assert written(log) == 2
     monkeypatch.setattr(tensor_log, "NAP_S", 1e6)
     with log.idle():
-        fill(log, range(2, 3))
-    assert log.stats.records == 2
+        log.trim(0)
+        time.sleep(0.01)
+    assert written(log) == 2
     assert log.flush(10)
-    assert (log.stats.records, log.stats.idle_bytes, log.stats.payload_bytes) == (6, 800, 2400)
+    assert (written(log), log.stats.idle_bytes, log.stats.written_bytes) == (4, 800, 1600)
     log.close()
 
 
-def test_a_batch_is_waited_for_but_not_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a bubble that comes before there is one, nothing is begun; what has begun goes on in the same bubble."""
+def test_a_batch_is_written_of_what_is_too_much_and_the_rest_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a bubble that comes before that, nothing is begun; what has begun goes on in the same bubble."""
     monkeypatch.setattr(tensor_log, "PATIENCE_S", 1e6)
-    monkeypatch.setattr(tensor_log, "BATCH_S", 1e5)
-    monkeypatch.setattr(tensor_log, "BATCH_BYTES", 1600)
-    log = TensorLog(tmp_path, "w0")
-    fill(log, range(1))
+    monkeypatch.setattr(tensor_log, "BATCH_BYTES", 1000)
+    log = TensorLog(tmp_path, "w0", memory_bytes=16_000)
+    fill(log, range(4))  # 3,200 bytes, of 4,000
     with log.idle():
-        assert not comes(lambda: log.stats.records > 0, seconds=0.05)
-    fill(log, range(1, 3))
+        assert not comes(lambda: written(log) > 0, seconds=0.05)
+    fill(log, range(4, 6))  # 4,800
     with log.idle():
-        assert comes(lambda: log.stats.records == 6)
-    assert log.stats.idle_bytes == log.stats.payload_bytes
-    monkeypatch.setattr(tensor_log, "BATCH_S", 1.0)
-    began = time.monotonic()
-    fill(log, range(3, 4))
-    while log.stats.records == 6 and time.monotonic() < began + 10:
-        with log.idle():
-            time.sleep(0.01)
-    assert time.monotonic() - began >= 1.0
+        assert comes(lambda: written(log) == 5), "until less than 3,000 wait"
+        assert not comes(lambda: written(log) > 5, seconds=0.05)
+        fill(log, range(6, 7), micro_batches=1)
+        assert comes(lambda: written(log) == 6), "the same bubble"
+    fill(log, range(7, 8))  # 3,600
     with log.idle():
-        assert comes(lambda: log.stats.records == 8)
+        assert not comes(lambda: written(log) > 6, seconds=0.05), "another one"
+    assert log.stats.idle_bytes == log.stats.written_bytes == 2400
     log.close()
+    assert complete_steps(seen(tmp_path), 0, 1, "activation", 1) == set(range(8)), "the end is a flush"
 
 
 def test_a_record_that_outlasts_its_bubble_was_not_written_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go, real = threading.Event(), threading.Event(), log_files.write_all
     monkeypatch.setattr(log_files, "write_all", lambda *args: (begun.set(), go.wait(20), real(*args)))
     monkeypatch.setattr(tensor_log, "PATIENCE_S", 1e6)
-    monkeypatch.setattr(tensor_log, "BATCH_BYTES", 400)
-    log = TensorLog(tmp_path, "w0")
+    log = TensorLog(tmp_path, "w0", memory_bytes=1600)
     fill(log, range(1))
     with log.idle():
         assert begun.wait(10)
@@ -452,9 +473,9 @@ def test_a_record_that_outlasts_its_bubble_was_not_written_in_it(tmp_path: Path,
 
 def test_where_no_bubble_comes_nothing_waits_for_long_nor_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_log, "PATIENCE_S", 0.05)
-    log = TensorLog(tmp_path, "w0")
-    fill(log, range(10))
-    assert comes(lambda: log.stats.records == 20)
+    log = TensorLog(tmp_path, "w0", memory_bytes=16_000)
+    fill(log, range(9))
+    assert comes(lambda: log.stats.records == 18)
     log.close()
     monkeypatch.setattr(tensor_log, "PATIENCE_S", 1e6)
     log = TensorLog(tmp_path, "w1", memory_bytes=2000)
