@@ -70,7 +70,7 @@ GOALS = {
 without helpers can save. The paper leaves out the time until the replacement is there; here it counts."""
 LOST = 1
 """The stage that is replayed."""
-WRITTEN_BYTES = 16 * 2**20
+WRITTEN_BYTES = 64 * 2**20
 """Memory of a log that writes what it is given, but for the last quarter of this."""
 AGREED_BYTES = (4 + STAGES) * 8 * STAGES
 """What all stages agree upon at the end of a step is logged by each of them: four numbers, and one of each worker."""
@@ -101,19 +101,18 @@ def time_steps(blocks: int, steps: int, bench: Bench) -> dict[str, Any]:
     written = logs["written"]
     written.flush(10)
     agreements.clear()
-    handed, before = logs["on"].stats.payload_bytes, [written.stats]
+    handed, before, per_block = logs["on"].stats.payload_bytes, written.stats, []
     times: dict[str, list[list[float]]] = {name: [] for name in ways}
     for block in range(blocks):
         order = list(ways) if block % 2 == 0 else list(reversed(ways))
         for name in order:
             times[name].append(bench.steps(replica, ways[name], steps))
-            if name == "written":
-                written.flush(10)
-                before.append(written.stats)
+        now = written.stats
+        per_block.append((now.written_bytes - before.written_bytes, now.idle_bytes - before.idle_bytes))
         for log in logs.values():
             log.trim(replica.state.step)
             log.flush(10)
-    per_block = [(b.written_bytes - a.written_bytes, b.idle_bytes - a.idle_bytes) for a, b in pairwise(before)]
+        before = written.stats
     kept = logs["on"].stats
     return {
         "times": times,
@@ -142,10 +141,9 @@ def agreeing(links: Links, seconds: list[float]) -> Links:
 def report_steps(report: Report, shape: Shape, blocks: int, steps: int) -> None:
     """Logged over unlogged; of each step the slowest stage's time, which is the pipeline's.
 
-    In bubbles: the share of the bytes, where all are written, whose record was copied to its file, from the first byte to the
-    last, while its sender waited for another stage, in a receive or in the agreement at the step's end. On CPUs there is no
-    copy before this. What came too late, so that the flush at the end of the block wrote it, is outside. Of an agreement, what
-    the stage takes that comes last to it: the others would wait anyway.
+    In bubbles: of the bytes that were written by the end of a block, those whose record was copied to its file, from the first
+    byte to the last, while its sender waited for another stage, in a receive or in the agreement at the step's end. On CPUs
+    there is no copy before this. Of an agreement, what the stage takes that comes last to it: the others would wait anyway.
     """
     found = stages.run(shape, partial(time_steps, blocks, steps))
 

@@ -119,6 +119,8 @@ class TensorLog:
         self._tell = tell
         self._files = LogFiles(directory, member, quota_bytes, compression, beside)
         self._queue: deque[Record | _Trim | _Close] = deque()
+        self._sums: deque[tuple[Checksum, int]] = deque()  # that the caller needs, and of how many bytes
+        self._sum_bytes = 0
         self._done = self._waiting = self._trims = 0  # items, bytes and trims that are in the queue
         self._flushed: _Close | None = None  # the last one, and whether nothing was put after it
         self._is_flushed = True
@@ -172,6 +174,9 @@ class TensorLog:
             if not self._closed and (not self._failed or self._trims):  # else that happened while this waited
                 self._latest = (incarnation, key.step)
                 self._payload_bytes += size
+                if checksum is not None and self._thread is not None:
+                    self._sums.append((checksum, size))
+                    self._sum_bytes += size
                 self._put(record)
         if reason:
             self._say(reason, incarnation, key.step)
@@ -268,7 +273,7 @@ class TensorLog:
         self._is_flushed = isinstance(item, _Close)
         if self._is_urgent():
             self._hurry.notify()
-        if self._is_urgent() or self._is_enough():
+        if self._is_urgent() or self._is_enough() or self._are_sums_enough():
             self._work.notify()
 
     def _discard(self, is_needless: Callable[[Record | _Trim | _Close], bool]) -> None:
@@ -328,19 +333,21 @@ class TensorLog:
                     self._carry_out(self._queue.popleft())
 
     def _run(self) -> None:
-        while self._next():
-            self._carry_out(self._queue.popleft())  # in no variable of this frame: its memory is free when it is done
+        while (task := self._next()) is not None:
+            with suppress(Exception):  # of a checksum, that whoever asks for it meets too
+                task()
         with suppress(OSError):  # nobody is left to be told
             self._files.end()
 
-    def _next(self) -> bool:
-        """Waits until the next item is to be carried out; returns False if there will be none."""
+    def _next(self) -> Callable[[], object] | None:
+        """Waits until there is something to do; returns None if there never will be."""
         with self._work:
             began = math.inf  # when there was enough to write, while no bubble came
             while not self._is_urgent():
-                now, since = time.monotonic(), self._idle_since
-                if not self._is_enough():
+                now, since, is_enough = time.monotonic(), self._idle_since, self._is_enough()
+                if not is_enough:
                     self._overdue, began = False, math.inf
+                if not is_enough and not self._are_sums_enough():
                     self._work.wait()
                 elif self._overdue or since == self._used:
                     break  # more of the batch
@@ -348,11 +355,21 @@ class TensorLog:
                     self._used = since
                     break
                 else:
-                    began = min(began, now)
+                    began = min(began, now) if is_enough else math.inf
                     self._overdue = now >= began + PATIENCE_S
                     if not self._overdue:
-                        self._hurry.wait(min(since + NAP_S, began + PATIENCE_S) - now)
-            return bool(self._queue)
+                        until = min(since + NAP_S, began + PATIENCE_S)
+                        self._hurry.wait(None if until == math.inf else until - now)
+            if self._queue and (self._is_urgent() or self._is_enough()):
+                return self._carry_out_next
+            if not self._sums or self._closed:
+                return None
+            checksum, size = self._sums.popleft()
+            self._sum_bytes -= size
+            return checksum
+
+    def _carry_out_next(self) -> None:
+        self._carry_out(self._queue.popleft())  # in no variable of this thread: its memory is free when it is done
 
     def _is_urgent(self) -> bool:
         """Whether to go on at once: somebody waits, or would soon have to, for room; or there is something to be deleted."""
@@ -366,6 +383,10 @@ class TensorLog:
         """Whether something is to be written in the next bubble; what has begun goes on until a batch is done."""
         begun = self._overdue or self._idle_since == self._used
         return bool(self._queue) and self._waiting >= KEPT * self._memory_bytes - begun * BATCH_BYTES
+
+    def _are_sums_enough(self) -> bool:
+        """The same of checksums that the caller needs by the end of the step."""
+        return bool(self._sums) and (self._sum_bytes >= BATCH_BYTES or self._idle_since == self._used)
 
     def _carry_out(self, item: Record | _Trim | _Close) -> None:
         reason, written, revived = "", False, False

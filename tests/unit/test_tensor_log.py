@@ -22,7 +22,7 @@ from torch import Tensor
 
 from raytrain_ft.errors import FencedError, LogGapError, StorageError
 from raytrain_ft.storage import log_files, tensor_log
-from raytrain_ft.storage.log_format import END
+from raytrain_ft.storage.log_format import END, Checksum, checksum_of
 from raytrain_ft.storage.log_reader import LogReader
 from raytrain_ft.storage.tensor_log import Key, TensorLog
 from raytrain_ft.training.fence import Fence
@@ -452,6 +452,36 @@ def test_a_batch_is_written_of_what_is_too_much_and_the_rest_is_kept(tmp_path: P
     assert log.stats.idle_bytes == log.stats.written_bytes == 2400
     log.close()
     assert complete_steps(seen(tmp_path), 0, 1, "activation", 1) == set(range(8)), "the end is a flush"
+
+
+def test_checksums_that_the_caller_needs_are_made_in_bubbles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though nothing is written: of a batch, and then of what comes in the same bubble."""
+    monkeypatch.setattr(tensor_log, "BATCH_BYTES", 800)
+    log = TensorLog(tmp_path, "w0")
+    sums = [Checksum([torch.full((100,), float(number))]) for number in range(5)]
+
+    def append(*numbers: int) -> None:
+        for number in numbers:
+            log.append(key(0, number), 1, [torch.full((100,), float(number))], checksum=sums[number])
+
+    def made() -> list[bool]:
+        return [one._value is not None for one in sums]
+
+    append(0)
+    with log.idle():
+        assert not comes(lambda: any(made()), seconds=0.05)
+    append(1, 2)
+    assert not any(made())
+    with log.idle():
+        assert comes(lambda: made() == [True] * 3 + [False] * 2)
+        append(3)
+        assert comes(lambda: made() == [True] * 4 + [False])
+    append(4)
+    assert log.flush(10)
+    assert all(made())
+    assert [one() for one in sums] == [checksum_of([np.full(100, n, np.float32).view(np.uint8)]) for n in range(5)]
+    assert log.stats.idle_bytes == 0
+    log.close()
 
 
 def test_a_record_that_outlasts_its_bubble_was_not_written_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
