@@ -129,9 +129,9 @@ def agreeing(links: Links, seconds: list[float]) -> Links:
     asked = links.agree
     assert asked is not None
 
-    def agree(step: int, numbers: Tensor) -> Tensor:
+    def agree(step: int, numbers: Tensor, sample: int) -> Tensor:
         began = time.perf_counter()
-        agreed = asked(step, numbers)
+        agreed = asked(step, numbers, sample)
         seconds.append(time.perf_counter() - began)
         return agreed
 

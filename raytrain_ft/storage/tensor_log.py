@@ -273,7 +273,8 @@ class TensorLog:
         self._is_flushed = isinstance(item, _Close)
         if self._is_urgent():
             self._hurry.notify()
-        if self._is_urgent() or self._is_enough() or self._are_sums_enough():
+            self._work.notify()
+        elif self._is_enough() or self._are_sums_enough():
             self._work.notify()
 
     def _discard(self, is_needless: Callable[[Record | _Trim | _Close], bool]) -> None:

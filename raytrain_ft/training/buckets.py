@@ -20,12 +20,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from raytrain_ft.errors import FencedError, TaskError
+from raytrain_ft.storage.log_format import array_of, checksum_of
 from raytrain_ft.training.exchange import Exchange
 from raytrain_ft.training.fence import PeerLostError
 from raytrain_ft.training.process_group import FencedGroup, FencedWork
 from raytrain_ft.training.solo import Finished, Solo
 
 Probe = Callable[[str, int | None], None]
+SAMPLED = 1024
+"""Of each bucket's gradients, at least."""
 
 
 class Bucket:
@@ -88,6 +91,17 @@ class Bucket:
         used = [True] * len(self.params) if all(p.grad is not None for p in self.params) else self.used.tolist()
         for p, view, flag in zip(self.params, self.views, used, strict=True):
             p.grad = view if p.grad is not None or flag else None
+
+
+def sample_of(buckets: Sequence[Bucket]) -> int:
+    """A number of 48 bits that stands for the gradients: the checksum of a thousand of each bucket, from all over it. What
+    computes others (another kernel, another random number) changes nearly all of them."""
+    found = []
+    for bucket in buckets:
+        size = sum(view.numel() for view in bucket.views)
+        stride = max(1, size // SAMPLED) | 1  # odd, so that no column of a matrix is left out because of its width
+        found.append(bucket.flat[:size:stride].contiguous().cpu())
+    return checksum_of(map(array_of, found)) % 2**48
 
 
 def partition(params: Sequence[Parameter], bucket_bytes: int, first_bucket_bytes: int) -> list[list[Parameter]]:

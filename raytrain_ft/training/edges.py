@@ -280,8 +280,8 @@ class Past:
         return before is not None
 
     def compare(self, stage: int, step: int, before: int, now: int) -> None:
-        """Compares all that a stage sent in a step, as `Tap.sent` sums it up. Its own log lacks what it had not written when it
-        died; this number everybody has who was in the step.
+        """Compares all that a stage sent and computed in a step, as `links.of_step` sums it up. Its own log lacks what it had
+        not written when it died; this number everybody has who was in the step.
 
         Args:
             before: 0 if nobody knows.
@@ -290,7 +290,7 @@ class Past:
             ReplayDivergedError: it is another one.
         """
         if self.exact and before not in (0, now):
-            raise diverged(stage, step, "what it sent")
+            raise diverged(stage, step, "what it computed")
 
 
 def diverged(stage: int, step: int, what: str) -> ReplayDivergedError:

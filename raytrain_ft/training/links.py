@@ -44,6 +44,11 @@ def agreed_key(step: int) -> Key:
     return Key(step, WHOLE_STEP, "agreed", EVERYBODY, EVERYBODY)
 
 
+Agree = Callable[[int, Tensor, int], Tensor]
+"""Given a step, numbers to be summed over all stages, and one that stands for this worker's gradients (`buckets.sample_of`);
+returns the sums and, by rank, a number for all that each worker has sent and computed in the step, which a replay compares."""
+
+
 @dataclass(frozen=True, slots=True)
 class TiedEdge:
     """Between two stages that share parameters: once a step, the gradients of these go both ways.
@@ -67,8 +72,7 @@ class Links:
         activations, gradients: where a stage's inputs come from, in the forward and in the backward pass.
         outputs, input_gradients: where its outputs go.
         ties: to each stage that shares parameters with this one.
-        agree: sums a few numbers over all stages, and returns with them, by rank, what each worker has sent (`sent`), which a
-            replay compares; None without a pipeline.
+        agree: sums a few numbers over all stages; None without a pipeline.
         team: who replays this stage together with this worker; None if it is alone.
     """
 
@@ -81,7 +85,7 @@ class Links:
     outputs: Outbound | None = None
     input_gradients: Outbound | None = None
     ties: tuple[TiedEdge, ...] = ()
-    agree: Callable[[int, Tensor], Tensor] | None = None
+    agree: Agree | None = None
     team: Team | None = None
 
 
@@ -155,10 +159,10 @@ class Switchboard:
             key = lambda step, number: Key(step, number, kind, neighbour, self._stage, self._replica)  # noqa: E731
             return LoggedInbound(reader, key, self._world.fence.check)
 
-        def recall(edges: Sequence[Outbound], step: int, numbers: Tensor) -> Tensor:
+        def recall(edges: Sequence[Outbound], step: int, numbers: Tensor, sample: int) -> Tensor:
             found = reader.await_record(agreed_key(step), RECORD_DEADLINE_S, self._world.fence.check)[0]
             before = int(found[len(numbers) :][self._own].sum())  # 0 where a log does not say it
-            now = sent(edges)
+            now = of_step(edges, sample if team is None or team.leads else 0)  # which all of a team have
             past.compare(self._stage, step, before, team.total(now) if team is not None and past.exact else now)
             return found
 
@@ -168,7 +172,7 @@ class Switchboard:
         self,
         inbound: Callable[[int, Any], Inbound],
         together: frozenset[int] | None,
-        agree: Callable[[Sequence[Outbound], int, Tensor], Tensor],
+        agree: Callable[[Sequence[Outbound], int, Tensor, int], Tensor],
         past: Past | None,
         team: Team | None = None,
     ) -> Links:
@@ -218,14 +222,15 @@ class Switchboard:
 
     @property
     def _own(self) -> slice:
-        """Where, behind the numbers that all agree upon, the one is that sums up what this stage sent."""
+        """Where, behind the numbers that all agree upon, the one is that stands for what this stage sent and computed."""
         rank = self._rank(self._stage)
         return slice(rank, rank + 1)
 
-    def _agree(self, edges: Sequence[Outbound], step: int, numbers: Tensor) -> Tensor:
-        all_sent = numbers.new_zeros(self._world.size())
-        all_sent[self._own] = sent(edges)
-        agreed = torch.cat([numbers, all_sent])
+    def _agree(self, edges: Sequence[Outbound], step: int, numbers: Tensor, sample: int) -> Tensor:
+        of_all = numbers.new_zeros(self._world.size())
+        if self._log is not None:
+            of_all[self._own] = of_step(edges, sample)
+        agreed = torch.cat([numbers, of_all])
         with self._idle():
             self._world.all_reduce(agreed).wait()
         if self._log is not None:
@@ -234,6 +239,6 @@ class Switchboard:
         return agreed
 
 
-def sent(edges: Sequence[Outbound]) -> int:
-    """All that went out of a stage in the step at hand, in a number: see `Tap.sent`. 0 if nothing is logged."""
-    return sum(edge.sent for edge in edges if isinstance(edge, Tap)) % 2**48
+def of_step(edges: Sequence[Outbound], sample: int) -> int:
+    """What a stage has sent (`Tap.sent`) and computed in the step at hand, in a number of 48 bits."""
+    return (sum(edge.sent for edge in edges if isinstance(edge, Tap)) + sample) % 2**48

@@ -20,10 +20,10 @@ from torch import Tensor
 from raytrain_ft.errors import LogGapError, NonFiniteLossError
 from raytrain_ft.policy.sampling import Range
 from raytrain_ft.training.attempt import Attempt, Commit, keeps_gradients
-from raytrain_ft.training.buckets import Bucket, Reducer, only
+from raytrain_ft.training.buckets import Bucket, Reducer, only, sample_of
 from raytrain_ft.training.checkpointer import Checkpointer
 from raytrain_ft.training.data import Loader, MicroBatch
-from raytrain_ft.training.links import Links
+from raytrain_ft.training.links import Agree, Links
 from raytrain_ft.training.passes import Passes
 from raytrain_ft.training.pipeline import Stage, chunks_of
 from raytrain_ft.training.settings import StepSettings
@@ -214,7 +214,7 @@ class Replica:
             loss.backward()
 
     @torch.no_grad()
-    def _agree(self, agree: Callable[[int, Tensor], Tensor], shared: Shared) -> None:
+    def _agree(self, agree: Agree, shared: Shared) -> None:
         """The end of a pipeline's backward pass: what was summed over each stage's replicas is now summed over the stages. Who
         has the answer knows that nobody lacks a gradient any more."""
         assert self.attempt is not None
@@ -224,7 +224,7 @@ class Replica:
             if self.settings.max_grad_norm is not None:
                 numbers[HEADER] = torch.nn.utils.get_total_norm(shared.counted()).double() ** 2
         self.at("wait")
-        self.take_agreed(agree(self.state.step, numbers).tolist())
+        self.take_agreed(agree(self.state.step, numbers, sample_of(self.state.buckets)).tolist())
 
     def take_agreed(self, numbers: Sequence[float]) -> None:
         """Takes over what all stages agreed upon in the step under way: loss, stop, checkpoint, square of the gradient norm."""

@@ -15,6 +15,7 @@ from raytrain_ft.errors import ReplayDivergedError
 from raytrain_ft.storage import tensor_log
 from raytrain_ft.storage.log_reader import LogReader
 from raytrain_ft.storage.tensor_log import Key, TensorLog
+from raytrain_ft.training.buckets import Bucket, sample_of
 from raytrain_ft.training.edges import HEADER_TAG, WHOLE_STEP, LiveInbound, LiveOutbound, Past, Tap, describe
 from raytrain_ft.training.fence import Fence, PeerLostError
 
@@ -150,9 +151,29 @@ def test_what_died_with_its_log_is_compared_by_what_all_know_of_it(tmp_path: Pat
     past.compare(1, 7, 0, sum_of(0, 1))  # nobody knows
     for other in (sum_of(0, 1, 2, 3), sum_of(0, 1, 2, 4, WHOLE_STEP)):
         assert 0 < other < 2**48
-        with pytest.raises(ReplayDivergedError, match="stage 1, step 7: what it sent is another than before"):
+        with pytest.raises(ReplayDivergedError, match="stage 1, step 7: what it computed is another than before"):
             past.compare(1, 7, before, other)
         Past(empty, 8, exact=False).compare(1, 7, before, other)  # sums in another order are something else
+
+
+def test_a_number_stands_for_the_gradients_and_not_for_what_lies_beside_them() -> None:
+    """Those of other random numbers differ in it, wherever they are; a wish for a checkpoint, which is made anew, does not."""
+    weight, bias = torch.nn.Parameter(torch.zeros(256, 512)), torch.nn.Parameter(torch.zeros(3))
+    buckets = [Bucket(0, [weight], 0), Bucket(1, [bias], 4)]
+    chance = torch.Generator().manual_seed(0)
+    for bucket in buckets:
+        bucket.flat.copy_(torch.randn(bucket.flat.shape, generator=chance))
+    before = sample_of(buckets)
+    assert 0 < before < 2**48
+    buckets[1].tail.add_(1)
+    buckets[1].missing.add_(1)
+    assert sample_of(buckets) == before
+    for column in (0, 255, 511):  # of one feature alone
+        buckets[0].views[0][:, column] += 1e-6
+        assert sample_of(buckets) != before
+        before = sample_of(buckets)
+    buckets[1].views[0][2] += 1e-6
+    assert sample_of(buckets) != before
 
 
 class Sent(list[int]):
