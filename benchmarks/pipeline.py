@@ -31,7 +31,7 @@ from benchmarks.stages import STAGES, Bench, Shape, Staged, paced
 from raytrain_ft.chaos.cluster import LocalCluster
 from raytrain_ft.chaos.faults import when
 from raytrain_ft.runtime.event_log import read_records
-from raytrain_ft.training.links import Links
+from raytrain_ft.training.links import Links, Sample
 from raytrain_ft.training.team import Team
 
 SUFFIXES = {8: "", 4: "_m4", 16: "_m16"}
@@ -129,7 +129,7 @@ def agreeing(links: Links, seconds: list[float]) -> Links:
     asked = links.agree
     assert asked is not None
 
-    def agree(step: int, numbers: Tensor, sample: int) -> Tensor:
+    def agree(step: int, numbers: Tensor, sample: Sample) -> Tensor:
         began = time.perf_counter()
         agreed = asked(step, numbers, sample)
         seconds.append(time.perf_counter() - began)

@@ -44,8 +44,10 @@ def agreed_key(step: int) -> Key:
     return Key(step, WHOLE_STEP, "agreed", EVERYBODY, EVERYBODY)
 
 
-Agree = Callable[[int, Tensor, int], Tensor]
-"""Given a step, numbers to be summed over all stages, and one that stands for this worker's gradients (`buckets.sample_of`);
+Sample = Callable[[], int]
+"""Makes a number that stands for this worker's gradients (`buckets.sample_of`); asked for only where there is a log."""
+Agree = Callable[[int, Tensor, Sample], Tensor]
+"""Given a step, numbers to be summed over all stages, and what makes a sample of this worker's gradients;
 returns the sums and, by rank, a number for all that each worker has sent and computed in the step, which a replay compares."""
 
 
@@ -159,10 +161,10 @@ class Switchboard:
             key = lambda step, number: Key(step, number, kind, neighbour, self._stage, self._replica)  # noqa: E731
             return LoggedInbound(reader, key, self._world.fence.check)
 
-        def recall(edges: Sequence[Outbound], step: int, numbers: Tensor, sample: int) -> Tensor:
+        def recall(edges: Sequence[Outbound], step: int, numbers: Tensor, sample: Sample) -> Tensor:
             found = reader.await_record(agreed_key(step), RECORD_DEADLINE_S, self._world.fence.check)[0]
             before = int(found[len(numbers) :][self._own].sum())  # 0 where a log does not say it
-            now = of_step(edges, sample if team is None or team.leads else 0)  # which all of a team have
+            now = of_step(edges, sample() if team is None or team.leads else 0)  # which all of a team have
             past.compare(self._stage, step, before, team.total(now) if team is not None and past.exact else now)
             return found
 
@@ -172,7 +174,7 @@ class Switchboard:
         self,
         inbound: Callable[[int, Any], Inbound],
         together: frozenset[int] | None,
-        agree: Callable[[Sequence[Outbound], int, Tensor, int], Tensor],
+        agree: Callable[[Sequence[Outbound], int, Tensor, Sample], Tensor],
         past: Past | None,
         team: Team | None = None,
     ) -> Links:
@@ -226,10 +228,10 @@ class Switchboard:
         rank = self._rank(self._stage)
         return slice(rank, rank + 1)
 
-    def _agree(self, edges: Sequence[Outbound], step: int, numbers: Tensor, sample: int) -> Tensor:
+    def _agree(self, edges: Sequence[Outbound], step: int, numbers: Tensor, sample: Sample) -> Tensor:
         of_all = numbers.new_zeros(self._world.size())
         if self._log is not None:
-            of_all[self._own] = of_step(edges, sample)
+            of_all[self._own] = of_step(edges, sample())
         agreed = torch.cat([numbers, of_all])
         with self._idle():
             self._world.all_reduce(agreed).wait()

@@ -224,7 +224,7 @@ class Replica:
             if self.settings.max_grad_norm is not None:
                 numbers[HEADER] = torch.nn.utils.get_total_norm(shared.counted()).double() ** 2
         self.at("wait")
-        self.take_agreed(agree(self.state.step, numbers, sample_of(self.state.buckets)).tolist())
+        self.take_agreed(agree(self.state.step, numbers, lambda: sample_of(self.state.buckets)).tolist())
 
     def take_agreed(self, numbers: Sequence[float]) -> None:
         """Takes over what all stages agreed upon in the step under way: loss, stop, checkpoint, square of the gradient norm."""
