@@ -30,6 +30,7 @@ NEWS = (
     m.Dormant,
     m.LogFailed,
     m.LogWritten,
+    m.Parted,
     m.SetAside,
 )
 """What counts whichever incarnation it is about."""
@@ -269,6 +270,7 @@ def _on_noted(
     | m.LogChosen
     | m.LogWritten
     | m.NoticesUnavailable
+    | m.Parted
     | m.SamplesLost
     | m.SetAside,
 ) -> list[m.Command]:
@@ -439,6 +441,7 @@ _HANDLERS: dict[type[m.Event], Callable[[RunState, Any], list[m.Command]]] = {
     m.CheckpointsFound: phases.on_checkpoints_found,
     m.IntervalChosen: _on_noted,
     m.Dormant: _on_dormant,
+    m.Parted: _on_noted,
     m.StageTimed: replaying.on_stage_timed,
     m.LogChosen: _on_noted,
     m.LogFailed: _on_log_failed,

@@ -388,6 +388,15 @@ class Dormant(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Parted(Event):
+    """From this step on, those who are awake reduce among themselves, and this one of them tells who sleeps."""
+
+    member: str
+    incarnation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IntervalChosen(Event):
     """Worker 0 decided how many steps lie between two checkpoints, or knows it when it becomes worker 0; the numbers are those
     of `tuner.Decision`.
@@ -532,6 +541,7 @@ __all__ = [
     "LogWritten",
     "Noticed",
     "NoticesUnavailable",
+    "Parted",
     "Reconcile",
     "Reconciled",
     "Replay",

@@ -72,6 +72,7 @@ TRANSITIONS: dict[type[m.Event], dict[State, set[State]]] = {
     m.CheckpointFailed: _stay(LIVE - {S.SCHEDULING}),
     m.IntervalChosen: _stay(LIVE - {S.SCHEDULING}),
     m.Dormant: _stay(LIVE - {S.SCHEDULING}),
+    m.Parted: _stay(LIVE - {S.SCHEDULING}),
     m.StageTimed: _stay(LIVE - {S.SCHEDULING}),
     m.LogChosen: _stay(LIVE - {S.SCHEDULING}),
     m.LogFailed: _stay(LIVE - {S.SCHEDULING}),

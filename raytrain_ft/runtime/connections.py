@@ -16,6 +16,8 @@ from raytrain_ft.runtime.spec import RunSpec
 from raytrain_ft.storage.log_reader import LogReader
 from raytrain_ft.storage.tensor_log import TensorLog
 from raytrain_ft.training import process_group
+from raytrain_ft.training.apart import Parting
+from raytrain_ft.training.buckets import Bucket
 from raytrain_ft.training.edges import Past
 from raytrain_ft.training.links import Links, Switchboard, agreed_key, data_parallel
 from raytrain_ft.training.process_group import FencedGroup
@@ -69,6 +71,7 @@ class Connections:
         self._logged, self._log, self._timeout = logged, log, timeout
         self._stages = spec.rules.stages
         self._team: FencedGroup | None = None
+        self._parting: Parting | None = None
         self._links: list[Links] = []
         self.past = past
         self._board: Switchboard | None = None
@@ -78,13 +81,21 @@ class Connections:
             self._board = self._switchboard(None)
 
     def _join_stage(self) -> FencedGroup | Solo:
-        rank, fence = self._world.rank(), self._world.fence
-        replicas = self._world.size() // self._stages
+        rank, replicas = self._world.rank(), self._world.size() // self._stages
         if replicas == 1:
-            return Solo(fence)
-        store = RayStore(self._supervisor, fence, self._timeout, f"stage-{stage_of(rank, self._stages)}/")
-        number = replica_of(rank, self._stages)
-        return process_group.build(store, number, replicas, fence, host=self._host, timeout=self._timeout, default=False)
+            return Solo(self._world.fence)
+        return self._join(f"stage-{stage_of(rank, self._stages)}/", replica_of(rank, self._stages), replicas)
+
+    def _join(self, name: str, rank: int, size: int) -> FencedGroup:
+        """Builds a group of some of this world's workers."""
+        fence = self._world.fence
+        store = RayStore(self._supervisor, fence, self._timeout, name)
+        return process_group.build(store, rank, size, fence, host=self._host, timeout=self._timeout, default=False)
+
+    def parting(self, buckets: Sequence[Bucket]) -> Parting:
+        """For while some sleep."""
+        self._parting = Parting(self._join, self._world.rank(), self._world.size(), buckets)
+        return self._parting
 
     def _switchboard(self, stage: int | None) -> Switchboard:
         pipeline = self._spec.step.pipeline
@@ -141,3 +152,5 @@ class Connections:
         """The incarnation is over."""
         for group in (self._stage_group, self._team):
             process_group.leave(group)
+        if self._parting is not None:
+            self._parting.leave()

@@ -50,6 +50,7 @@ Note = (
     | m.LogFailed
     | m.LogWritten
     | m.NoticesUnavailable
+    | m.Parted
     | m.SetAside
     | m.StageTimed
 )

@@ -28,6 +28,7 @@ from raytrain_ft.runtime.transfer import Transfer
 from raytrain_ft.storage.arrow import write_tensors
 from raytrain_ft.storage.filesystem import local_path
 from raytrain_ft.training import aside, mending, process_group, replay
+from raytrain_ft.training.apart import Parting
 from raytrain_ft.training.build import build_replica
 from raytrain_ft.training.edges import Past
 from raytrain_ft.training.fence import Fence, PeerLostError
@@ -136,24 +137,27 @@ class Trainee:
             links = self._connections.live()
             assert state.filled, "told to run before it was filled"
             state.tail.stop_requested = False
-            state.tail.sleep.asleep = frozenset()  # after a recovery all take part in a step, and then sleep again
-            state.tail.sleep.waking.clear()
+            sleep, parting = state.tail.sleep, self._connections.parting(state.buckets)
+            sleep.begin()
             self._first_step = True
             rank, size, stages = self.rank, len(self._world), self._spec.rules.stages
             if replica.checkpointer is not None:
                 about = (rank, size, fence.incarnation, state.step, command.failure_s, stages, command.rejected)
                 replica.checkpointer.begin(*about)
-            self._share_out(links)
+            self._share_out(links, parting)
             first_steps = FirstSteps() if self._spec.rules.selective is not None else None
             while state.step < self._spec.rules.max_steps:
-                commit = replica.train_step(links)
+                apart = sleep.apart
+                commit = replica.train_step(parting.connect(links, sleep))
                 self._heartbeat.committed(commit)
+                if sleep.apart and not apart and replica.leads:
+                    self._note("Parted", {"incarnation": fence.incarnation, "step": state.step})
                 if first_steps is not None and (seconds := first_steps.add(replica.computed_s)) is not None:
                     self._note("StageTimed", {"incarnation": fence.incarnation, "step": state.step, "seconds": seconds})
                     first_steps = None
                 self._first_step = False
                 if commit.reads_change:
-                    self._share_out(links)
+                    self._share_out(links, parting)
                 if commit.checkpoint:
                     replica.checkpoint(fence.check)
                 if commit.stop:
@@ -183,13 +187,15 @@ class Trainee:
         waking = self.replica.state.tail.sleep.waking
         (waking.difference_update if asleep else waking.update)(rank for rank, one in enumerate(self._world) if one == member)
 
-    def _share_out(self, links: Links) -> None:
+    def _share_out(self, links: Links, parting: Parting) -> None:
         """From here on, this is who reads what."""
         state = self.replica.state
         sleep, micro_batches = state.tail.sleep, self._spec.step.micro_batches
         self.replica.loader.start(
             state.position, links.replica, links.replicas, micro_batches, weights=sleep.weights(links.replicas)
         )
+        if not self._spec.use_gpu:  # there a group is joined with its first collective, which holds up the device
+            parting.begin(sleep.asleep, state.step)
         asleep = links.replica in sleep.asleep
         sleep.at_once &= not asleep  # it has done so; a share that is empty anyway breaks off nowhere
         if asleep != self._asleep:

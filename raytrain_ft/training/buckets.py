@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,13 +23,40 @@ from torch.nn import Parameter
 from raytrain_ft.errors import FencedError, TaskError
 from raytrain_ft.storage.log_format import array_of, checksum_of
 from raytrain_ft.training.exchange import Exchange
-from raytrain_ft.training.fence import PeerLostError
-from raytrain_ft.training.process_group import FencedGroup, FencedWork
-from raytrain_ft.training.solo import Finished, Solo
+from raytrain_ft.training.fence import Fence, PeerLostError
 
 Probe = Callable[[str, int | None], None]
 SAMPLED = 1024
 """Of each bucket's gradients, at least."""
+
+
+class Reduction(Protocol):
+    """A sum under way."""
+
+    def wait(self) -> bool:
+        """Waits until the tensor holds it. Raises `FencedError` or `PeerLostError`."""
+        ...
+
+    def is_completed(self) -> bool:
+        """Whether a wait would return, or raise, at once."""
+        ...
+
+    def succeeded(self) -> bool:
+        """Whether the tensor holds it. Never waits, and looks past the fence."""
+        ...
+
+
+class Summing(Protocol):
+    """What sums tensors over ranks: a group of an incarnation, or what stands in its place."""
+
+    @property
+    def fence(self) -> Fence:
+        """Of the incarnation."""
+        ...
+
+    def all_reduce(self, tensor: Tensor, silent: Collection[int] = (), said: int = 0) -> Reduction:
+        """See `FencedGroup.all_reduce`."""
+        ...
 
 
 class Bucket:
@@ -47,7 +75,7 @@ class Bucket:
         self.version = 0
         self.gradient: int | None = None
         self.dirty = False
-        self.work: FencedWork | Exchange | Finished | None = None
+        self.work: Reduction | None = None
         self.allocate()
 
     def allocate(self) -> None:
@@ -162,6 +190,7 @@ class Reducer:
 
     Attributes:
         complete: the backward pass of the attempt has come to its end: `p.grad` is final where nothing was accepted.
+        awaited: what must have come before the first bucket of the attempt is launched, if anything.
     """
 
     def __init__(
@@ -180,7 +209,8 @@ class Reducer:
         self._finishes_alone = finishes_alone
         self._is_silent = is_silent
         self._interrupted: Exception | None = None
-        self.group: FencedGroup | Solo | None = None
+        self.group: Summing | None = None
+        self.awaited: Reduction | None = None
         self._on_reduced = on_reduced
         self._eager = eager
         self._fill_tail = fill_tail
@@ -203,7 +233,7 @@ class Reducer:
         all they say is in the tail."""
         self._step, self._samples, self._idle = step, samples, idle
         self._armed = self.complete = False
-        self._interrupted = None
+        self._interrupted = self.awaited = None
         self._missing = [len(bucket.params) for bucket in self.buckets]
         self._ready.clear()
         self._launched = self._accepted = 0
@@ -251,6 +281,8 @@ class Reducer:
     def _reduce_ready(self) -> None:
         assert self.group is not None
         self.group.fence.check()
+        if self.awaited is not None and not self.awaited.succeeded():
+            return
         while self._launched < len(self.buckets) - 1 and self._missing[self._launched] == 0:
             self._launch()
         if self._eager:
@@ -275,7 +307,7 @@ class Reducer:
         self._launched += 1
         self._probe("reduce", bucket.index)
 
-    def _next(self) -> FencedWork | Exchange | Finished:
+    def _next(self) -> Reduction:
         work = self.buckets[self._accepted].work
         assert work is not None
         return work
@@ -296,6 +328,9 @@ class Reducer:
         self.complete = True
         if self._interrupted is not None:
             raise self._interrupted
+        if self.awaited is not None:
+            self._probe("wait", None)
+            self.awaited.wait()
         while self._launched < len(self.buckets):
             self._launch()
 
@@ -313,7 +348,7 @@ class Reducer:
         while self._accepted < len(self.buckets):
             self._accept()
 
-    def reduce_alone(self, bucket: Bucket, group: FencedGroup, factor: float) -> None:
+    def reduce_alone(self, bucket: Bucket, group: Summing, factor: float) -> None:
         """Reduces a bucket whose reduction failed once more, over another group: the sum of its members' own gradients, times
         `factor`. Into a buffer of its own, which an interruption leaves to the abandoned group."""
         bucket.collect()

@@ -246,6 +246,7 @@ for _name in (
 
 _abandoned: list[FencedGroup] = []
 """Groups that were left. Destroying one with works under way would wait for a peer that never comes."""
+_leaving = threading.Lock()
 
 
 def _create(options: Any, prepared: FencedGroup) -> FencedGroup:
@@ -334,10 +335,11 @@ def abandon(group: FencedGroup | None) -> None:
 
 def leave(group: object) -> None:
     """Leaves a part of the world, as `abandon` leaves the world; anything else than a group needs no leaving."""
-    if isinstance(group, FencedGroup):
-        group.leave()
-        _abandoned.append(group)
-    quiet = [each for each in _abandoned if each.is_quiet()]
-    _abandoned[:] = [each for each in _abandoned if each not in quiet]
+    with _leaving:
+        if isinstance(group, FencedGroup):
+            group.leave()
+            _abandoned.append(group)
+        quiet = [each for each in _abandoned if each.is_quiet()]
+        _abandoned[:] = [each for each in _abandoned if each not in quiet]
     if quiet:  # else each incarnation would keep some threads and sockets; gloo joins its threads, for which nobody waits here
         threading.Thread(target=lambda: [each.release() for each in quiet], name="release-groups", daemon=True).start()

@@ -1,12 +1,14 @@
 """Dormant replicas: members of the group that contribute nothing for now, with weight zero, and stay up to date.
 
-A replica falls asleep, and wakes up, without any group being rebuilt (Nicolae et al., III-B). In the tail of each step's last
-bucket every rank says whether it sleeps from the next step on; the others then share out its samples. It goes on to reduce,
-with zeros, and to update, so it can take part again from one step to the next. A sleeper has nothing to compute and sends its
-zeros as the step begins, so what it says itself, that it wakes, counts a step late: the first of those who are awake, who hears
-of it too, says as the step ends whether it sleeps on, and nobody waits for a sleeper. A replica that is told to sleep *at once*
-does not finish its part of the step under way: the buckets that it has not launched are zeros, the mean is taken over the
-samples that are there, and its own are listed as lost.
+A replica falls asleep, and wakes up, and nobody waits for a group to be rebuilt (Nicolae et al., III-B). In the tail of each
+step's last bucket every rank says whether it sleeps from the next step on; the others then share out its samples. It goes on to
+update, so it can take part again from one step to the next. A sleeper has nothing to compute and says what it has to say as the
+step begins, so that it wakes, if it says so itself, counts a step late: the first of those who are awake, who hears of it too,
+says as the step ends whether it sleeps on, and nobody waits for a sleeper. A replica that is told to sleep *at once* does not
+finish its part of the step under way: the buckets that it has not launched are zeros, the mean is taken over the samples that
+are there, and its own are listed as lost.
+
+While the same replicas sleep, the others reduce among themselves (`apart.py`).
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from collections.abc import Sequence
 
 from raytrain_ft.policy.sampling import GlobalBatch, Range, share
 
-ASLEEP, SILENT, WAKES = 1, 2, 4
+ASLEEP, SILENT, WAKES, JOINED = 1, 2, 4, 8
 """What is said of a rank in the tail, added up: it sleeps from the next step on; it contributed only a part to this one; it
-sleeps no longer, whatever others say."""
+sleeps no longer, whatever others say; it has joined the groups for those who are awake and who sleep now."""
 
 
 class Sleep:
@@ -28,6 +30,8 @@ class Sleep:
         waking: the replicas that are to wake; set by other threads, too, and cleared of who has woken.
         silent_from: in the step under way, the first bucket to which this replica contributes nothing.
         asleep: the replicas that sleep in the step under way: the same set on every rank.
+        joined: whether this replica has joined the groups that are for them.
+        apart: whether all have, and those who are awake reduce among themselves: the same on every rank.
     """
 
     def __init__(self) -> None:
@@ -36,6 +40,13 @@ class Sleep:
         self.waking: set[int] = set()
         self.silent_from: int | None = None
         self.asleep: frozenset[int] = frozenset()
+        self.joined = False
+        self.apart = False
+
+    def begin(self) -> None:
+        """A new incarnation: all take part in a step, and then sleep again."""
+        self.asleep, self.joined, self.apart = frozenset(), False, False
+        self.waking.clear()
 
     def is_silent(self, bucket: int) -> bool:
         """Asked before each bucket is launched. Who is silent stays so until the step's end."""
@@ -51,6 +62,7 @@ class Sleep:
             own = 0 if self.wanted else WAKES  # perhaps who leads did not hear of it
         else:
             own = (ASLEEP if self.wanted else 0) + (SILENT if self.silent_from is not None and samples else 0)
+        own += JOINED if self.joined else 0
         return words | {rank: own} if own else words
 
     def weights(self, replicas: int) -> tuple[float, ...] | None:
@@ -72,6 +84,7 @@ class Sleep:
     def settle(self, said: Sequence[int]) -> bool:
         """The step is committed. Returns whether others sleep from here on."""
         before, self.asleep = self.asleep, self.next(said)
+        self.apart = self.asleep == before and bool(before) and all(word & JOINED for word in said)
         self.waking -= before - self.asleep
         if self.silent_from is not None:
             self.silent_from, self.at_once = None, False  # it has done so, once

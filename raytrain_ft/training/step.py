@@ -19,6 +19,7 @@ from torch import Tensor
 
 from raytrain_ft.errors import LogGapError, NonFiniteLossError
 from raytrain_ft.policy.sampling import Range
+from raytrain_ft.training.apart import Apart
 from raytrain_ft.training.attempt import Attempt, Commit, keeps_gradients
 from raytrain_ft.training.buckets import Bucket, Reducer, only, sample_of
 from raytrain_ft.training.checkpointer import Checkpointer
@@ -80,6 +81,7 @@ class Replica:
         self.left_out: int | None = None
         self._said: list[int] = []  # of their sleep, by all replicas; nothing is known if the state came from another
         self._samples = 0
+        self._apart: Apart | None = None
         self.leads = False
         # What the flat buffers hold after an update may be passed to others as the step's gradient only if it still is that.
         self._gradients_survive = settings.max_grad_norm is None and keeps_gradients(state.optimizer)
@@ -151,6 +153,7 @@ class Replica:
     def abandon(self) -> None:
         """Takes stock after a fence, and lets go of what only the rest of the step would have needed."""
         self.reducer.abandon()
+        self._apart = None
         if self._pipeline is not None:
             self._pipeline.forget()
 
@@ -190,7 +193,8 @@ class Replica:
         ids = tuple(micro_batch.ids for micro_batch in micro_batches)
         leads = links.team is None or links.team.leads  # of a team, one speaks for all of what none of them changes
         self._samples = sum(len(i) for i in ids) if leads else 0
-        self.reducer.group = links.group
+        self._apart = links.apart
+        self.reducer.group = links.group if links.apart is None else links.apart
         self.reducer.begin(self.state.step, self._samples, self.state.tail.sleep.asleep)
         weights = self.state.tail.sleep.weights(links.replicas)
         world = (links.replica, links.replicas, links.fence.incarnation)
@@ -198,6 +202,8 @@ class Replica:
         self.passes.begin(self.attempt, micro_batches)
         # Who sleeps runs no forward pass, and could not say what that changes.
         self.leads = links.replica == min(set(range(links.replicas)) - self.state.tail.sleep.asleep, default=0)
+        if links.apart is not None:
+            self.reducer.awaited = links.apart.begin()
 
     def forward_backward(self) -> None:
         """All micro-batches, one after the other."""
@@ -404,6 +410,8 @@ class Replica:
             epoch_ends = self._keep_epochs and self.attempt.replica == 0 and self.attempt.after.consumed == 0
             self.state.tail.checkpoint_wanted = epoch_ends or self.checkpointer.wants(self.state.step + 1)
         self.state.tail.fill(tail, self._samples, len(self.attempt.batch), self.attempt.replica, leads=self.leads)
+        if self._apart is not None:
+            self._apart.add_words(tail)
 
     def at(self, phase: str) -> None:
         """Tells the probe where this replica is."""

@@ -52,6 +52,7 @@ def test_a_replica_sleeps_and_wakes_from_one_step_to_the_next(cluster, tmp_path:
             ft.suspend(run, rank)
     assert "sleeps" in CliRunner().invoke(main, ["suspend", str(run), "1"]).output
     until(lambda: len(records(run, "Dormant")) == 1)
+    until(lambda: records(run, "Parted"))
     assert "takes part" in CliRunner().invoke(main, ["resume", str(run), "1"]).output
     until(lambda: len(records(run, "Dormant")) == 2)
     assert "sleeps" in CliRunner().invoke(main, ["suspend", "sleep", "2", "--at-once"]).output
@@ -88,3 +89,26 @@ def test_a_simulated_loss_is_a_real_one_to_the_bit(cluster, tmp_path: Path) -> N
     assert lost[0] == lost[1]
     assert "1 of 3 buckets" in recovery.reason
     assert simulated.digest == real.digest
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("update", ["barrier", "wait_free"])
+@pytest.mark.parametrize(("rank", "phase"), [(0, "update"), (0, "backward"), (1, "reduced"), (2, "reduce"), (2, "update")])
+def test_a_loss_while_the_others_reduce_without_a_sleeper(cluster, tmp_path: Path, rank: int, phase: str, update: Any) -> None:
+    """Of the one that leads the others, of another one, and of the sleeper."""
+    outcome: list[Any] = []
+    how: dict[str, Any] = {"task": Toy(step_seconds=0.03), "steps": 250, "faults": [FailAt(rank=rank, step=150, phase=phase)]}
+    thread = threading.Thread(target=lambda: outcome.append(train(tmp_path, "apart", update=update, **how)))
+    thread.start()
+    run = tmp_path / "apart"
+    until(lambda: records(run, "StepsCommitted"))
+    ft.suspend(run, 2)
+    thread.join(120)
+    (result,) = outcome
+    assert promise_kept(result) == []
+    (recovery,) = result.recoveries
+    assert (len(recovery.lost), recovery.world_after, recovery.samples_lost) == (1, 3, 0)
+    parted = records(run, "Parted")
+    assert parted[0]["step"] < 150, "it came too late for this test"
+    assert len(parted) == (1 if rank == 2 else 2), "who slept sleeps again"
+    assert audit(read_records(run / "events.jsonl")).ok

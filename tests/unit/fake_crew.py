@@ -479,8 +479,9 @@ class Cluster:
             actions += [lambda: self._post(lost), lambda: self._post(late)]
         if self.promises.formed and self.workers:
             member = self.chance.choice(list(self.workers))
-            dormant = m.Dormant(member=member, incarnation=self.run.incarnation, step=self.run.step, asleep=True)
-            actions.append(lambda: self._post(dormant))
+            about = {"member": member, "incarnation": self.run.incarnation, "step": self.run.step}
+            slept = m.Parted(**about) if self.run.step % 4 == 3 else m.Dormant(**about, asleep=True)
+            actions.append(lambda: self._post(slept))
         if self.rules.stages > 1 and self.promises.formed and self.workers:
             member = self.chance.choice(list(self.workers))
             full = m.LogFailed(member=member, incarnation=self.run.incarnation, step=self.run.step, reason="disk full")
