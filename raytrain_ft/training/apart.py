@@ -68,9 +68,10 @@ class Apart:
         Raises:
             FencedError: the incarnation ended; PeerLostError: a connection did.
         """
-        self._filled, self._words, self.sent = 0, None, None
-        if self._awake is not None and self._followers is not None:
-            self._words = self._followers.all_reduce(self._said.zero_())
+        self._filled, self.sent = 0, None
+        if self._awake is None or self._followers is None:
+            return None
+        self._words = self._followers.all_reduce(self._said.zero_())
         return self._words
 
     def add_words(self, tail: Tensor) -> None:
@@ -100,6 +101,8 @@ class Apart:
 
     def _follow(self, words: Tensor) -> None:
         assert self._followers is not None
+        if self._words is not None:
+            self._words.wait()  # of the step before: others have them, but perhaps not this one
         self._words = self._followers.all_reduce(self._said.copy_(words))
         self.sent = self._broadcast()
 
@@ -145,9 +148,12 @@ class _Told:
     def __init__(self, apart: Apart, tensor: Tensor, told: Tensor) -> None:
         self._apart, self._tensor, self._told = apart, tensor.view(torch.uint8), told
 
-    def wait(self) -> bool:
+    def await_parts(self) -> None:
         assert self._apart.sent is not None, "waited for before the last bucket was launched"
         self._apart.sent.wait()
+
+    def wait(self) -> bool:
+        self.await_parts()
         self._tensor.copy_(self._told)
         return True
 
@@ -176,14 +182,17 @@ class Parting:
         self._asleep: frozenset[int] = frozenset()
         self._groups: list[FencedGroup | None] = []
         self._apart: Apart | None = None
+        self._served = False  # whether all have joined these: the same on every rank
 
     def begin(self, asleep: frozenset[int], step: int) -> None:
-        """From this step on, these sleep. Who slept last time is known already."""
+        """From this step on, these sleep. The groups for who slept last time are there, if all have come to use them."""
+        if not self._served:
+            self.leave()
         awake = [rank for rank in range(self._size) if rank not in asleep]
         if not asleep or len(awake) < LEAST_AWAKE or asleep == self._asleep:
             return
         self.leave()
-        self._asleep = asleep
+        self._asleep, self._served = asleep, False
         members = {"awake": awake, "followers": [awake[0], *sorted(asleep)]}
         threading.Thread(target=self._join_all, args=(members, step, self._groups), name="parting", daemon=True).start()
 
@@ -209,6 +218,7 @@ class Parting:
             if self._apart is None and len(self._groups) == 2:
                 awake, followers = self._groups
                 self._apart = Apart(awake, followers, self._buckets)
+        self._served |= sleep.apart
         sleep.joined = self._apart is not None and sleep.asleep == self._asleep
         return replace(links, apart=self._apart) if sleep.apart else links
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from torch.nn import Parameter
 
 from raytrain_ft.errors import FencedError, TaskError
 from raytrain_ft.storage.log_format import array_of, checksum_of
-from raytrain_ft.training.exchange import Exchange
 from raytrain_ft.training.fence import Fence, PeerLostError
 
 Probe = Callable[[str, int | None], None]
@@ -43,6 +42,15 @@ class Reduction(Protocol):
 
     def succeeded(self) -> bool:
         """Whether the tensor holds it. Never waits, and looks past the fence."""
+        ...
+
+
+@runtime_checkable
+class InParts(Protocol):
+    """A sum whose parts come before it is made of them."""
+
+    def await_parts(self) -> None:
+        """Waits until they are there. Raises as `Reduction.wait` does."""
         ...
 
 
@@ -337,7 +345,7 @@ class Reducer:
     def await_others(self) -> None:
         """Waits until all ranks have given their part to every bucket, and accepts nothing yet."""
         for bucket in self.buckets:
-            if isinstance(bucket.work, Exchange):
+            if isinstance(bucket.work, InParts):
                 bucket.work.await_parts()
             elif bucket.work is not None:
                 bucket.work.wait()

@@ -479,9 +479,8 @@ class Cluster:
             actions += [lambda: self._post(lost), lambda: self._post(late)]
         if self.promises.formed and self.workers:
             member = self.chance.choice(list(self.workers))
-            about = {"member": member, "incarnation": self.run.incarnation, "step": self.run.step}
-            slept = m.Parted(**about) if self.run.step % 4 == 3 else m.Dormant(**about, asleep=True)
-            actions.append(lambda: self._post(slept))
+            dormant = m.Dormant(member=member, incarnation=self.run.incarnation, step=self.run.step, asleep=True)
+            actions.append(lambda: self._post(dormant))
         if self.rules.stages > 1 and self.promises.formed and self.workers:
             member = self.chance.choice(list(self.workers))
             full = m.LogFailed(member=member, incarnation=self.run.incarnation, step=self.run.step, reason="disk full")
@@ -505,7 +504,7 @@ class Cluster:
             actions.append(lambda: self._post(m.CheckpointCommitted(**about, **times)))
         unavailable = m.NoticesUnavailable(member=None, source="aws", reason="the metadata service does not answer")
         found = m.CauseFound(lost=self.chance.choice(self.run.roster.gone or ["w0"]), cause="killed for memory")
-        actions += [lambda: self._post(unavailable), lambda: self._post(found)]
+        actions += [lambda: self._post(unavailable if self.run.step % 3 != 1 else PARTED), lambda: self._post(found)]
         if self.workers:  # one worker's turn: a notice for each would crowd out everything else
             member, seconds = self.chance.choice(list(self.workers)), self.chance.choice([0.0, 30.0])
             source = self.chance.choice(["aws spot", "request"])
@@ -599,3 +598,7 @@ class Cluster:
             return False
         self._post(m.UndoRefused(member=worker.member, incarnation=command.incarnation, reason="SGD cannot be undone"))
         return True
+
+
+PARTED = m.Parted(member="w0", incarnation=1, step=1)
+"""Down here: a line more above would give each fault another number (`test_interleavings._kind`), each seed another life."""

@@ -73,10 +73,23 @@ class Crew:
 
     def train(self, count: int) -> list[Commit]:
         """So many steps of all; what rank 0 committed."""
+        return self.train_all(count)[0]
+
+    def train_all(self, count: int) -> list[list[Commit]]:
+        """What each of them committed."""
+        with self.pool() as pool:
+            return [each.result(60) for each in [pool.submit(self.steps, rank, count) for rank in range(self.size)]]
+
+    @contextmanager
+    def pool(self) -> Iterator[ThreadPoolExecutor]:
+        """A thread for each. If anything goes wrong, nobody waits for the others any longer."""
         with ThreadPoolExecutor(self.size) as pool:
-            all_of_them = [pool.submit(self.steps, rank, count) for rank in range(self.size)]
-            found = [each.result(60) for each in all_of_them]
-        return found[0]
+            try:
+                yield pool
+            except BaseException:
+                for fence in self.fences:
+                    fence.trip()
+                raise
 
     def steps(self, rank: int, count: int) -> list[Commit]:
         replica, parting, found = self.replicas[rank], self.partings[rank], []
@@ -100,7 +113,7 @@ class Crew:
         """These fall asleep, and all train on until the others reduce without them."""
         self.ask(ranks, True)
         deadline = time.monotonic() + 20
-        while not self.apart:
+        while not (self.apart and self.asleep == ranks):
             assert time.monotonic() < deadline
             self.train(1)
 
@@ -194,12 +207,14 @@ def test_a_sleeper_wakes_from_one_step_to_the_next(monkeypatch: pytest.MonkeyPat
         together = started(crew, monkeypatch)
         crew.train(2)
         assert set(together) == {0, 1, 2}
-        monkeypatch.setattr(Parting, "_join_all", lambda *_: pytest.fail("the groups are there"))
+        joins: list[Any] = []
+        monkeypatch.setattr(Parting, "_join_all", lambda *about: joins.append(about))
         crew.ask({2}, True)
         crew.train(1)
         assert (crew.asleep, crew.apart) == ({2}, False)
         crew.train(1)
         assert (crew.asleep, crew.apart) == ({2}, True)
+        assert joins == [], "the groups are there"
         assert crew.digests
 
 
@@ -216,9 +231,7 @@ def test_what_a_sleeper_says_besides_reaches_all() -> None:
 
         tail.fill = wants_one  # type: ignore[method-assign]
         tail.stop_requested = True
-        with ThreadPoolExecutor(3) as pool:
-            commits = [each.result(60) for each in [pool.submit(crew.steps, rank, 1) for rank in range(3)]]
-        assert [(commit[0].stop, commit[0].checkpoint) for commit in commits] == [(True, True)] * 3
+        assert [(commit.stop, commit.checkpoint) for (commit,) in crew.train_all(1)] == [(True, True)] * 3
 
 
 def hold(monkeypatch: pytest.MonkeyPatch, crew: Crew, rank: int, owner: Any, method: str) -> None:
@@ -228,7 +241,7 @@ def hold(monkeypatch: pytest.MonkeyPatch, crew: Crew, rank: int, owner: Any, met
 
 def interrupt(crew: Crew, steps: int, until: Callable[[], bool]) -> list[Any]:
     """Trains until that is so; then every incarnation ends. What each of them is left with."""
-    with ThreadPoolExecutor(crew.size) as pool:
+    with crew.pool() as pool:
         under_way = [pool.submit(crew.steps, rank, steps) for rank in range(crew.size)]
         deadline = time.monotonic() + 20
         while not until():
@@ -274,39 +287,77 @@ def test_a_sleeper_that_lacks_the_sums_of_a_step_is_one_step_behind_at_most(
         crew.part({3})
         step = crew.step
         hold(monkeypatch, crew, 3, crew.replicas[3], "_let_others_go_first")
-        marks = interrupt(crew, 9, waiting(crew, 0, step + 1, monkeypatch))
+        ahead = [waiting(crew, rank, step + 1, monkeypatch) for rank in range(3)]
+        marks = interrupt(crew, 9, lambda: all(each() for each in ahead))
         assert [mark.step for mark in marks] == [step + 1] * 3 + [step]
         plan = reconcile(marks, whole_update=update == "barrier")
         assert (plan.step, plan.completes) == (step + 1, True)
 
 
-def test_where_the_groups_cannot_be_joined_all_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_groups_cannot_be_joined_all_stay_together_and_try_again_the_next_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with crew_of(3) as crew:
-        failed = threading.Event()
+        failed = [threading.Event() for _ in range(3)]
 
-        def fails(*_: Any) -> FencedGroup:
-            failed.set()
+        def fails(rank: int, *_: Any) -> FencedGroup:
+            failed[rank].set()
             raise PeerLostError("no route")
 
-        monkeypatch.setattr(crew.partings[1], "_join", fails)
-        crew.ask({2}, True)
-        deadline = time.monotonic() + 20
-        while not failed.is_set():
-            assert time.monotonic() < deadline
-            crew.train(1)
-        crew.train(5)
-        assert (crew.asleep, crew.apart) == ({2}, False)
-        crew.ask({2}, False)
+        with monkeypatch.context() as broken:
+            for rank, parting in enumerate(crew.partings):
+                broken.setattr(parting, "_join", partial(fails, rank))
+            crew.ask({2}, True)
+            deadline = time.monotonic() + 20
+            while not all(each.is_set() for each in failed):
+                assert time.monotonic() < deadline
+                crew.train(1)
+            crew.train(5)
+            assert (crew.asleep, crew.apart) == ({2}, False)
+            crew.ask({2}, False)
+            crew.train(2)
+        crew.part({2})
+        assert crew.digests
+
+
+def test_others_fall_asleep_meanwhile() -> None:
+    """The groups for who slept before are left in the midst of training."""
+    with crew_of(4) as crew:
+        crew.part({3})
+        crew.part({3, 0})
+        assert crew.asleep == {0, 3}
+        crew.ask({3}, False)
+        crew.train(1)
+        assert (crew.asleep, crew.apart) == ({0}, False)
+        crew.part({0})
+        crew.ask({0}, False)
         crew.train(2)
+        assert crew.asleep == set()
+        assert crew.digests
+
+
+def test_who_leads_the_others_falls_silent_in_the_midst_of_a_step() -> None:
+    with crew_of(4) as crew:
+        crew.part({3})
+        step = crew.step
+        crew.replicas[0].state.tail.sleep.at_once = True
+        crew.ask({0}, True)
+        commits = [commit for (commit,) in crew.train_all(1)]
+        (lost,) = {commit.lost for commit in commits}
+        ids = commits[0].attempt.ids
+        assert sum(stop - start for start, stop in lost) == sum(map(len, ids)) > 0
+        assert (crew.step, crew.asleep) == (step + 1, {0, 3})
+        crew.part({0, 3})
         assert crew.digests
 
 
 def test_one_alone_does_not_part_from_who_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     with crew_of(2) as crew:
-        monkeypatch.setattr(Parting, "_join_all", lambda *_: pytest.fail("it joins another group"))
+        joins: list[Any] = []
+        monkeypatch.setattr(Parting, "_join_all", lambda *about: joins.append(about))
         crew.ask({1}, True)
         crew.train(5)
-        assert (crew.asleep, crew.apart) == ({1}, False)
+        assert (crew.asleep, crew.apart, joins) == ({1}, False, [])
 
 
 def test_groups_that_come_too_late_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
