@@ -157,6 +157,13 @@ class StopAtBoundary:
 
 
 @dataclass(frozen=True, slots=True)
+class Secure:
+    """Ask for a checkpoint at the next step boundary that all ranks agree upon, and go on."""
+
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Sleep:
     """These replicas sleep from the next step on, or take part again."""
 
@@ -226,6 +233,7 @@ Command = (
     | LogOnly
     | Run
     | StopAtBoundary
+    | Secure
     | Sleep
     | Checkpoint
     | Save

@@ -9,6 +9,9 @@ run has a worker less from that moment on, and there is nothing to wait for.
 Until then a member may sleep, by choice (`sleeps_on_notice`; Nicolae et al., III-B): it has no samples then, so that
 the strategy "lossy" loses none with it if its node goes sooner than was said.
 
+Where all who hold some stage are to leave and nobody could take over, they train on, and what was trained since the last
+checkpoint is in danger: so there is another one, as late as is safe.
+
 What does not come true lapses, and the member keeps its place: a person's request that could not be met by its deadline, and
 what a cloud said of a node that lives on. Ray's word of a drain is never taken back.
 """
@@ -63,12 +66,15 @@ def noticed(run: RunState, event: m.Noticed) -> list[m.Command]:
     run.roster.leaving = frozenset(run.leaving)
     if run.state != State.RUNNING:
         return run.provision()
-    return [*run.provision(), *watch(run, event.at), *(stop(run, event.at) or [*doze(run), *relieve(run)])]
+    return [*run.provision(), *watch(run, event.at), *(stop(run, event.at) or stay(run, event.at))]
 
 
 def watch(run: RunState, at: float) -> list[m.Command]:
-    """For the next moment when somebody is to leave whether there is a replacement or not, or when a notice lapses."""
+    """For the next moment when somebody is to leave whether there is a replacement or not, or when a notice lapses; or when
+    there must be a checkpoint."""
     moments = [due if (due := _due(run, leave)) > at else leave.lapses for leave in run.leaving.values()]
+    if (last := _last_moment(run)) > at:
+        moments.append(last)
     first = min(moments, default=math.inf)
     return [] if first == math.inf else [m.SetTimer(TIMER, max(0.0, first - at), run.incarnation)]
 
@@ -100,6 +106,35 @@ def _dispensable(run: RunState, going: list[str], there: int) -> list[str]:
         return going
     urgent = sorted(going, key=lambda member: run.leaving[member].deadline)[:lasting]
     return urgent if rules.whole(there - len(urgent) + lasting) >= rules.min_workers else []
+
+
+def stay(run: RunState, at: float) -> list[m.Command]:
+    """Nobody can leave now."""
+    return [*doze(run), *relieve(run), *secure(run, at)]
+
+
+def secure(run: RunState, at: float) -> list[m.Command]:
+    """Asks for a checkpoint, if one must be begun by now: once for each first deadline, and again in another incarnation."""
+    if _last_moment(run) > at:
+        return []
+    run.secured = run.incarnation, _first_deadline(run)
+    return [m.Secure(run.world)]
+
+
+def _last_moment(run: RunState) -> float:
+    """When a checkpoint must be begun because nobody could stay; infinite if none must."""
+    held = all(
+        any(one not in run.leaving for one in members_of(run.world, s, run.rules.stages)) for s in range(run.rules.stages)
+    )
+    if held or not run.world or not run.rules.leaves_checkpoint or run.secured == (run.incarnation, _first_deadline(run)):
+        return math.inf
+    return min(_due(run, run.leaving[one]) for one in run.world if one in run.leaving) - max(
+        SHORTEST_MARGIN_S, 2 * run.persist_s
+    )
+
+
+def _first_deadline(run: RunState) -> float:
+    return min(run.leaving[one].deadline for one in run.world if one in run.leaving)
 
 
 def doze(run: RunState) -> list[m.Command]:

@@ -146,8 +146,8 @@ def _begin(run: RunState, *, waited: bool = False) -> list[m.Command]:
 
 
 def _resize(run: RunState, at: float) -> list[m.Command]:
-    """Who had notice leaves, if there is a replacement now; or else the world grows; or else spares that had notice leave."""
-    return leaving.stop(run, at) or _grow(run, at) or [*leaving.doze(run), *leaving.relieve(run)]
+    """Who had notice leaves, if there is a replacement now; or else the world grows; or else all stay for now."""
+    return leaving.stop(run, at) or _grow(run, at) or leaving.stay(run, at)
 
 
 def _grow(run: RunState, at: float) -> list[m.Command]:
@@ -257,6 +257,7 @@ def _on_checkpoint_committed(run: RunState, event: m.CheckpointCommitted) -> lis
     if event.incarnation < run.counts_from:
         return []  # everybody has gone back to before it: it is of another training than what is logged since
     run.stored = [m.Stored(event.name, event.step), *run.stored][:MOST_STORED]
+    run.persist_s = event.persist_s
     if not run.rules.logging or run.state not in TRAINING:
         return []  # in a recovery, the log may be being replayed from an older checkpoint: the next one trims it
     run.log.trimmed(event.step, run.step)
@@ -412,7 +413,8 @@ def _on_supervisor_restarted(run: RunState, event: m.SupervisorRestarted) -> lis
         case State.RESIZING:
             return [*again, m.StopAtBoundary(run.world)]
         case State.RUNNING:
-            return again + leaving.watch(run, event.at) + leaving.doze(run) + replaying.log_only_again(run)
+            run.secured = None
+            return again + leaving.watch(run, event.at) + leaving.stay(run, event.at) + replaying.log_only_again(run)
         case State.STOPPING:
             return again + stopping.ask_again(run)
         case State.RESUME:

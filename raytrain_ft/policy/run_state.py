@@ -41,6 +41,7 @@ class RunState:
         timed: of who trains now, seconds of a step's passes.
         plan: what the survivors do to become consistent; None if nobody holds state.
         stored: checkpoints to go back to, newest first.
+        persist_s: how long the last one was written, seconds.
         load: the checkpoint that everybody loads if nobody holds state; None: the run begins anew.
         seeking: whether nobody holds state, and it is being looked what there is to load.
         void: who holds what is no use any more, for it has not joined another world since: everybody has gone back from it,
@@ -51,6 +52,7 @@ class RunState:
         rolled_back: steps whose loss was not finite, and that were therefore tried again from a checkpoint.
         leaving: members whose node will be taken away, and when.
         dozing: members that were told to sleep until they leave.
+        secured: the incarnation, and the deadline before which a checkpoint was asked for in it because nobody could stay.
         givers: per stage, who hands over what nobody else holds.
         answers: to what was asked last.
         history: every recovery and planned resize so far.
@@ -84,6 +86,7 @@ class RunState:
     timed: dict[str, float] = field(default_factory=dict)
     plan: Plan | None = None
     stored: list[m.Stored] = field(default_factory=list)
+    persist_s: float = 0.0
     load: m.Stored | None = None
     seeking: bool = False
     going_back: str = ""
@@ -93,6 +96,7 @@ class RunState:
     rolled_back: set[int] = field(default_factory=set)
     leaving: dict[str, Leave] = field(default_factory=dict)
     dozing: set[str] = field(default_factory=set)
+    secured: tuple[int, float] | None = None
     givers: dict[int, str] = field(default_factory=dict)
     answers: dict[str, m.Event] = field(default_factory=dict)
     history: Recoveries = field(default_factory=Recoveries)

@@ -88,6 +88,9 @@ class Crew:
             case m.StopAtBoundary(members):
                 for member in members:
                     self._spawn(self._ask(member, "stop_at_boundary"))
+            case m.Secure(members):
+                for member in members:
+                    self._spawn(self._ask(member, "secure"))
             case m.Sleep(members, asleep):
                 self.sleep(members, asleep)
             case m.Checkpoint(members, incarnation):

@@ -124,6 +124,12 @@ class Worker:
         """Asks for a stop at the next step boundary that all ranks agree upon."""
         self._trainee.replica.state.tail.stop_requested = True
 
+    def secure(self) -> None:
+        """Asks for a checkpoint at the next step boundary that all ranks agree upon."""
+        checkpointer = self._trainee.replica.checkpointer
+        if checkpointer is not None:
+            checkpointer.asked = True
+
     def sleep(self, asleep: bool, at_once: bool) -> None:
         """Asks for a replica that contributes nothing, or does again, from the next step on; `at_once`, from where it is."""
         sleep = self._trainee.replica.state.tail.sleep

@@ -95,7 +95,11 @@ class Target:
 
 
 class Checkpointer:
-    """One worker's part in the checkpoints of a run. All methods but the callbacks belong to the training thread."""
+    """One worker's part in the checkpoints of a run. All methods but the callbacks belong to the training thread.
+
+    Attributes:
+        asked: whether there is to be one soon, whatever the interval; set by other threads.
+    """
 
     def __init__(
         self,
@@ -122,6 +126,7 @@ class Checkpointer:
         self._job: Job | None = None
         self._outcome: Future[Outcome] | None = None
         self._preparing: threading.Thread | None = None
+        self.asked = False
         self._failing = False
         self._began_at = -math.inf
         self._free = 0
@@ -188,7 +193,9 @@ class Checkpointer:
 
     def wants(self, step: int) -> bool:
         """Whether worker 0 wants a checkpoint once `step` steps are committed. Everybody must be told before the commit."""
-        return self._rank == 0 and self._tuner is not None and self._tuner.due(step, busy=self.busy)
+        if self._rank != 0 or self._tuner is None:
+            return False
+        return (self.asked and not self.busy) or self._tuner.due(step, busy=self.busy)
 
     def earliest(self, step: int) -> int:
         """The first step after this one at which worker 0 may want a checkpoint, by what it knows now; on worker 0 only."""
@@ -249,7 +256,7 @@ class Checkpointer:
             check: called while waiting; may raise to leave the wait.
             kept: retention leaves it alone.
         """
-        began = time.monotonic()
+        began, self.asked = time.monotonic(), False
         try:
             self.await_durable(check, 0.0 if self._failing else min(self._patience(PATIENCE_S), self._target.most_patience_s))
         except StorageError as error:

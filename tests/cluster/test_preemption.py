@@ -162,6 +162,32 @@ def test_too_little_time_is_a_loss_like_any_other(
     assert promise_kept(result) == []
 
 
+def test_when_all_are_told_to_go_what_was_trained_is_stored_first(
+    cluster: LocalCluster, tmp_path: Path, undisturbed: Callable[..., ft.Result]
+) -> None:
+    """There is no room for others. The nodes stay in the end, so the run goes on from that checkpoint by itself."""
+    run = Watched(tmp_path, "all")
+    arguments = {"workers": 5, "steps": 60}
+    settings: dict[str, Any] = {"sigterm_grace": timedelta(seconds=7), "preemption": ("sigterm",), "num_spares": 0}
+    with ThreadPoolExecutor(1) as pool, taking_time(tmp_path) as slow:
+        never = ft.CheckpointConfig(every=10_000)
+        task = Leisurely(slow)
+        training = pool.submit(train, tmp_path, "all", task=task, checkpoints=never, **arguments, **settings)
+        run.until(lambda: run.records("StepsCommitted"))
+        for pid in run.account()["pids"].values():
+            os.kill(pid, signal.SIGTERM)
+        run.until(lambda: len({record["member"] for record in run.records("WorkerLost")}) == 5)
+        slow.unlink()
+        result = training.result(timeout=90)
+    stored = run.records("CheckpointCommitted")[0]
+    assert stored["step"] > 0
+    assert stored["at"] < run.records("WorkerLost")[0]["at"]
+    redone = sum(recovery.redone for recovery in result.recoveries)
+    assert redone <= 15, "it was stored four seconds before the end, in steps of more than 0.4 s"
+    assert result.digest == undisturbed(**arguments).digest
+    assert promise_kept(result) == []
+
+
 def test_a_worker_that_would_ask_another_machine_is_refused(cluster: LocalCluster, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{ENDPOINT_VARIABLE}.*loopback"):
         train(tmp_path, "elsewhere", workers=1, worker_runtime_env={"env_vars": {ENDPOINT_VARIABLE: "http://93.184.216.34"}})

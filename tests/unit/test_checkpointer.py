@@ -115,6 +115,23 @@ def test_the_last_checkpoint_of_a_fresh_launch_is_waited_for(
     assert told == [("CheckpointCommitted", 5), ("CheckpointCommitted", 9)]
 
 
+def test_one_that_is_asked_for_does_not_wait_for_the_interval(make: Make, told: list[tuple[str, int]]) -> None:
+    """But for the one before: there is one at a time."""
+    one = make(0.2, timeout_s=5.0)
+    assert not one.wants(3)
+    one.asked = True
+    assert one.wants(3)
+    one.take(3, go_on)
+    assert not one.wants(4)
+    one.asked = True
+    assert not one.wants(4), "the other is under way"
+    one.await_durable(go_on, 5.0)
+    assert one.wants(4)
+    one.take(4, go_on)
+    one.await_durable(go_on, 5.0)
+    assert told == [("CheckpointCommitted", 3), ("CheckpointCommitted", 4)]
+
+
 def test_the_last_checkpoint_is_waited_for_where_those_before_it_were_too_slow_for_training(
     make: Make, told: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1022,6 +1022,39 @@ def test_who_says_of_all_nodes_that_they_will_be_gone_stops_nothing() -> None:
     assert "max_failures allows 0" in story.run.failure[1]
 
 
+def test_where_nobody_could_stay_there_is_a_checkpoint_before_the_first_deadline() -> None:
+    everybody = [m.Secure(("w0", "w1", "w2"))]
+    story = running(min_workers=3, slots=3, checkpoints=True)
+    story.tell(told("w0"))
+    assert of(story.tell(told("w1")), m.Secure, m.SetTimer) == [m.SetTimer("leave", 118.0, 1)]
+    assert of(story.tell(told("w2")), m.Secure, m.SetTimer) == [m.SetTimer("leave", 116.0, 1)]
+    assert of(story.tell(m.TimerFired(at=116.0, timer="leave", incarnation=1)), m.Secure) == everybody
+    assert of(story.said, m.SetTimer) == [m.SetTimer("leave", 2.0, 1)]
+    assert of(story.tell(m.TimerFired(at=118.0, timer="leave", incarnation=1)), m.Secure) == []
+    assert of(story.tell(m.SupervisorRestarted(at=118.5)), m.Secure) == everybody, "the old one may not have come to it"
+    story.lost("w0").fenced("w1", "w2")
+    assert of(story.said, m.Secure) == [], "there is nobody who trains"
+
+
+def test_a_checkpoint_before_all_leave_is_begun_in_time() -> None:
+    story = running(min_workers=3, slots=3, checkpoints=True)
+    about = {"bytes": 1, "snapshot_s": 0.0, "stall_s": 0.0, "persist_s": 10.0}
+    story.tell(m.CheckpointCommitted(member="w0", incarnation=1, step=5, name="step-5", **about))
+    story.tell(told("w0"), told("w1"), told("w2"))
+    assert of(story.said, m.SetTimer)[-1] == m.SetTimer("leave", 98.0, 1)
+    short = [replace(told(member), deadline_s=3.0) for member in ("w0", "w1", "w2")]
+    assert of(running(min_workers=3, slots=3, checkpoints=True).tell(*short), m.Secure) == [m.Secure(("w0", "w1", "w2"))]
+    assert of(running(min_workers=3, slots=3).tell(*short), m.Secure) == [], "there are no checkpoints"
+    assert of(running(min_workers=3, slots=3, checkpoints=True, strategy="snapshot").tell(*short), m.Secure) == []
+
+
+def test_all_replicas_of_one_stage_are_enough_for_a_checkpoint_before_they_leave() -> None:
+    story = running(4, min_workers=4, slots=4, stages=2, checkpoints=True)
+    short = {member: replace(told(member), deadline_s=3.0) for member in ("w1", "w2", "w3")}
+    assert of(story.tell(short["w1"], short["w2"]), m.Secure) == [], "w0 hosts stage 0, and w3 stage 1"
+    assert of(story.tell(short["w3"]), m.Secure) == [m.Secure(("w0", "w1", "w2", "w3"))]
+
+
 def leaving_two(**about: Any) -> Story:
     """Two of three have notice, w2 the shorter one, and there is one spare; the number of workers is fixed."""
     story = running(min_workers=3, slots=4, spares=1, **about).started("w3")
