@@ -37,6 +37,11 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def on_cpu(tensor: Tensor) -> Tensor:
+    """It, or a copy if it lies elsewhere; without its graph."""
+    return tensor if tensor.is_cpu and not tensor.requires_grad else tensor.detach().cpu()
+
+
 class _OpenFile:
     """A file that is being written, or was."""
 

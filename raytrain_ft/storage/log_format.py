@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -53,8 +53,7 @@ HEAD = pa.schema(
 SCHEMA = HEAD.append(pa.field("data", pa.large_binary()))
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Key:
+class Key(NamedTuple):
     """What a record is: one crossing of a boundary.
 
     Attributes:

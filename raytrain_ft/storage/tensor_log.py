@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from raytrain_ft.errors import StorageError
-from raytrain_ft.storage.log_files import LogFiles, Record, version_of
+from raytrain_ft.storage.log_files import LogFiles, Record, on_cpu, version_of
 from raytrain_ft.storage.log_format import NAME, Checksum, Compression, Key
 
 __all__ = ["Key", "LogStats", "TensorLog"]
@@ -40,6 +40,9 @@ PATIENCE_S = 1.0
 """How long the thread waits for a bubble: there are some in every step, but none in a replay, nor in a pass that is so long."""
 KEPT = 0.25
 """Of the memory. Less than that stays where it is. More would have to be written when a loss is noticed, while all wait."""
+INCOMING = 1 / 128
+"""Of the memory. What is handed over is taken in when the caller waits for another stage, or once it is so much: between one
+pass and the next, when other stages wait for the caller, it is only put down."""
 BATCH_BYTES = 2**20
 """So much is written in a row. Who wakes up for each record finds the caches cold: CPU time that other stages on the machine
 lack."""
@@ -82,6 +85,19 @@ class _Close:
     done: bool = False
 
 
+class _Idle:
+    """See `TensorLog.idle`. Made once: it is entered on the way from one pass to the next."""
+
+    def __init__(self, log: TensorLog) -> None:
+        self._log = log
+
+    def __enter__(self) -> None:
+        self._log.begin_idle()
+
+    def __exit__(self, *_: object) -> None:
+        self._log.end_idle()
+
+
 class TensorLog:
     """The log of one sender process, for one life of it. Safe for use by several threads.
 
@@ -118,6 +134,9 @@ class TensorLog:
         self._memory_bytes = memory_bytes
         self._tell = tell
         self._files = LogFiles(directory, member, quota_bytes, compression, beside)
+        self._incoming: deque[tuple[Record, Callable[[], None]]] = deque()  # and how its caller leaves a wait
+        self._incoming_bytes = 0  # about: callers do not wait for each other here
+        self._idle = _Idle(self)
         self._queue: deque[Record | _Trim | _Close] = deque()
         self._sums: deque[tuple[Checksum, int]] = deque()  # that the caller needs, and of how many bytes
         self._sum_bytes = 0
@@ -155,8 +174,8 @@ class TensorLog:
         check: Callable[[], None] = lambda: None,
         checksum: Checksum | None = None,
     ) -> None:
-        """Hands a record over; never raises because of the disk. If that has to be waited for, `check` is called meanwhile, and
-        may raise to leave the wait: then there is no such record.
+        """Hands a record over; never raises because of the disk. If that has to be waited for, here or in an `idle`, `check` is
+        called meanwhile, and may raise to leave the wait: then there is no such record.
 
         The tensors must not be changed until a `flush`: they are not copied. Where PyTorch notices that one was, the log fails
         rather than hold something false. Tensors of a device are copied to the CPU here, which waits for the device.
@@ -164,34 +183,30 @@ class TensorLog:
         Args:
             checksum: of the tensors, if the caller needs it too.
         """
-        kept = tuple(t.detach() if t.device.type == "cpu" else t.detach().cpu() for t in tensors)
-        size = sum(t.numel() * t.element_size() for t in kept)
-        record = Record(key, incarnation, kept, tuple(map(version_of, kept)), size, checksum)
-        with self._work:
-            if self._closed or (self._failed and not self._trims):
-                return
-            reason = self._wait_for_room(size, check)
-            if not self._closed and (not self._failed or self._trims):  # else that happened while this waited
-                self._latest = (incarnation, key.step)
-                self._payload_bytes += size
-                if checksum is not None and self._thread is not None:
-                    self._sums.append((checksum, size))
-                    self._sum_bytes += size
-                self._put(record)
-        if reason:
-            self._say(reason, incarnation, key.step)
-        self._help()
+        kept = tuple([on_cpu(tensor) for tensor in tensors])
+        size = sum([tensor.numel() * tensor.element_size() for tensor in kept])
+        self._incoming.append((Record(key, incarnation, kept, tuple(map(version_of, kept)), size, checksum), check))
+        self._incoming_bytes += size
+        waits_anyway = self._thread is None or self._idle_since < math.inf
+        if waits_anyway or self._incoming_bytes > INCOMING * self._memory_bytes:
+            self._take_in()
+            self._help()
 
-    @contextmanager
-    def idle(self) -> Iterator[None]:
+    def idle(self) -> AbstractContextManager[None]:
         """Around whatever the caller waits for without anything to do: a bubble, and the time to write in."""
+        return self._idle
+
+    def begin_idle(self) -> None:
+        """Such a wait begins."""
+        if self._incoming:
+            self._take_in()
         with self._work:
             self._idle_since = time.monotonic()
             self._hurry.notify()
-        try:
-            yield
-        finally:
-            self._idle_since = math.inf
+
+    def end_idle(self) -> None:
+        """It is over."""
+        self._idle_since = math.inf
 
     def flush(self, seconds: float) -> bool:
         """Waits until everything appended so far can be read by other processes. It need not be on the disk, but its file is
@@ -200,6 +215,7 @@ class TensorLog:
         Returns:
             False if the time was up before that, or the log has failed.
         """
+        self._take_in(waits=False)
         with self._work:
             if not self._closed and not self._is_flushed:
                 self._flushed = _Close()
@@ -224,6 +240,7 @@ class TensorLog:
             self._trim(_Trim(0, incarnation))
 
     def _trim(self, item: _Trim) -> None:
+        self._take_in(waits=False)
         with self._work:
             if self._closed:
                 return
@@ -236,6 +253,7 @@ class TensorLog:
 
     def close(self) -> None:
         """Writes what is waiting, for a minute at most, and ends. What is appended later is ignored."""
+        self._take_in(waits=False)
         with self._work:
             self._closed = True
             for condition in (self._work, self._hurry, self._room):
@@ -253,6 +271,7 @@ class TensorLog:
     @property
     def stats(self) -> LogStats:
         """What was done so far."""
+        self._take_in(waits=False)
         with self._room:
             return LogStats(
                 payload_bytes=self._payload_bytes,
@@ -266,6 +285,30 @@ class TensorLog:
             )
 
     # ------------------------------------------------------------ inside
+
+    def _take_in(self, *, waits: bool = True) -> None:
+        """Queues what was handed over. Where it need not wait for room: that is little, and there will be some."""
+        while self._incoming:
+            reason = ""
+            with self._work:
+                try:
+                    record, check = self._incoming.popleft()
+                except IndexError:  # another thread has taken it
+                    return
+                self._incoming_bytes = max(0, self._incoming_bytes - record.size)
+                if self._closed or (self._failed and not self._trims):
+                    continue
+                if waits:
+                    reason = self._wait_for_room(record.size, check)
+                if not self._closed and (not self._failed or self._trims):  # else that happened while this waited
+                    self._latest = (record.incarnation, record.key.step)
+                    self._payload_bytes += record.size
+                    if record.checksum is not None and self._thread is not None:
+                        self._sums.append((record.checksum, record.size))
+                        self._sum_bytes += record.size
+                    self._put(record)
+            if reason:
+                self._say(reason, record.incarnation, record.key.step)
 
     def _put(self, item: Record | _Trim | _Close, *, first: bool = False) -> None:
         (self._queue.appendleft if first else self._queue.append)(item)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from raytrain_ft.errors import FencedError, ReplayDivergedError, TaskError
 from raytrain_ft.policy.schedule import MOST_MICRO_BATCHES
+from raytrain_ft.storage.log_files import on_cpu
 from raytrain_ft.storage.log_format import Checksum
 from raytrain_ft.storage.log_reader import LogReader
 from raytrain_ft.storage.tensor_log import Key, TensorLog
@@ -347,7 +348,7 @@ class Tap:
     def give(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
         """Raises ReplayDivergedError: what is sent is something else than before, so a replay has computed something else."""
         key = self._key(self._step, micro_batch)
-        kept = [tensor.detach().cpu() for tensor in tensors]
+        kept = [on_cpu(tensor) for tensor in tensors]
         checksum = Checksum(kept)
         self._given.append(checksum)
         is_there = self._past is not None and self._past.has(key, kept, checksum)
