@@ -133,13 +133,14 @@ def test_who_computes_something_else_in_its_first_step_has_not_failed() -> None:
     def train_step(_: Any) -> None:
         raise ReplayDivergedError("another than before")
 
-    state = SimpleNamespace(filled=True, step=13, tail=SimpleNamespace(sleep=Sleep()))
+    state = SimpleNamespace(filled=True, step=13, tail=SimpleNamespace(sleep=Sleep()), buckets=())
     found.replica = SimpleNamespace(state=state, checkpointer=None, train_step=train_step)
     found.rank, found._world = 1, ("w0", "w3")
     found._spec = SimpleNamespace(rules=SimpleNamespace(stages=2, max_steps=20, selective=None))
-    found._connections = SimpleNamespace(live=lambda: None)
+    parting = SimpleNamespace(connect=lambda links, _: links)
+    found._connections = SimpleNamespace(live=lambda: None, parting=lambda _: parting)
     found._heartbeat = SimpleNamespace(ended=lambda status, detail: ended.append((status, detail)))
-    found._share_out = lambda _: None
+    found._share_out = lambda *_: None
     found.run(Fence(3), m.Run(("w0", "w3"), 3))
     assert ended == [("diverged", "another than before")]
     assert not state.filled, "nobody goes on from what it has"
