@@ -123,14 +123,12 @@ def secure(run: RunState, at: float) -> list[m.Command]:
 
 def _last_moment(run: RunState) -> float:
     """When a checkpoint must be begun because nobody could stay; infinite if none must."""
-    held = all(
-        any(one not in run.leaving for one in members_of(run.world, s, run.rules.stages)) for s in range(run.rules.stages)
-    )
+    stages, going = run.rules.stages, {*run.leaving}
+    held = all({*members_of(run.world, stage, stages)} - going for stage in range(stages))
     if held or not run.world or not run.rules.leaves_checkpoint or run.secured == (run.incarnation, _first_deadline(run)):
         return math.inf
-    return min(_due(run, run.leaving[one]) for one in run.world if one in run.leaving) - max(
-        SHORTEST_MARGIN_S, 2 * run.persist_s
-    )
+    first = min(_due(run, run.leaving[one]) for one in run.world if one in going)
+    return first - max(SHORTEST_MARGIN_S, 2 * run.persist_s)
 
 
 def _first_deadline(run: RunState) -> float:

@@ -287,7 +287,11 @@ class TensorLog:
     # ------------------------------------------------------------ inside
 
     def _take_in(self, *, waits: bool = True) -> None:
-        """Queues what was handed over. Where it need not wait for room: that is little, and there will be some."""
+        """Queues what was handed over.
+
+        Args:
+            waits: for room. Who must not be held up does without: it is little (`INCOMING`).
+        """
         while self._incoming:
             reason = ""
             with self._work:

@@ -33,6 +33,7 @@ from raytrain_ft.training.process_group import FencedGroup, FencedWork
 from raytrain_ft.training.sleep import Sleep
 
 LEAST_AWAKE = 2
+"""For fewer no other groups are joined."""
 
 
 class Apart:
