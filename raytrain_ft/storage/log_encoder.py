@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, get_args
@@ -10,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
+from raytrain_ft.storage.columns import integer_column, list_column, text_column
 from raytrain_ft.storage.log_format import (
     FORMAT,
-    HEAD,
     MAX_RECORD_BYTES,
     MAXNUMBERS,
     SCHEMA,
@@ -119,9 +120,8 @@ def _rows(kind: pa.DataType, numbers: np.ndarray[Any, Any]) -> list[pa.Array]:
 @lru_cache(maxsize=256)
 def _layout(kind: str, dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> list[pa.Array]:
     """The columns that are the same in every step."""
-    return [
-        pa.array([value], HEAD.field(name).type) for name, value in (("kind", kind), ("dtypes", dtypes), ("shapes", shapes))
-    ]
+    sizes = list_column(shapes, integer_column(list(itertools.chain.from_iterable(shapes))))
+    return [text_column([kind]), list_column([dtypes], text_column(dtypes)), list_column([shapes], sizes)]
 
 
 def _address(part: memoryview | np.ndarray[Any, Any]) -> int:

@@ -9,6 +9,7 @@ No torch here: the process that writes shards does not need it.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,7 @@ import pyarrow as pa
 import xxhash
 
 from raytrain_ft.errors import StorageError
+from raytrain_ft.storage.columns import integer_column, list_column, numpy_of, text_column
 from raytrain_ft.storage.parts import Parts
 
 FORMAT = "raytrain_ft-shard-1"
@@ -89,12 +91,13 @@ def _batch(pieces: list[Piece], data: memoryview, offset: int) -> pa.RecordBatch
     np.cumsum([piece.size for piece in pieces], out=ends[1:])
     values = pa.py_buffer(data[offset : offset + int(ends[-1])])
     column = pa.Array.from_buffers(pa.large_binary(), len(pieces), [None, pa.py_buffer(ends), values])
+    shapes = [piece.shape for piece in pieces]
     return pa.record_batch(
         [
-            pa.array([piece.name for piece in pieces], pa.string()),
-            pa.array([piece.dtype for piece in pieces], pa.string()),
-            pa.array([piece.shape for piece in pieces], pa.list_(pa.int64())),
-            pa.array([piece.start for piece in pieces], pa.int64()),
+            text_column([piece.name for piece in pieces]),
+            text_column([piece.dtype for piece in pieces]),
+            list_column(shapes, integer_column(list(itertools.chain.from_iterable(shapes)))),
+            integer_column([piece.start for piece in pieces]),
             column,
         ],
         schema=SCHEMA,
@@ -252,7 +255,7 @@ def decode(buffer: pa.Buffer, name: str) -> list[Rows]:
 
 
 def _rows(batch: pa.RecordBatch) -> Rows:
-    if any(column.null_count for column in (*batch.columns, batch.column(2).flatten())):
+    if any(column.null_count for column in (*batch.columns, batch.column(2).values)):
         raise ValueError("a row lacks a value")
     names, dtypes, shapes, starts, data = batch.columns
     _, offsets, values = data.buffers()  # a value that is asked for by its row would be a copy
@@ -260,7 +263,7 @@ def _rows(batch: pa.RecordBatch) -> Rows:
         names.to_pylist(),
         dtypes.to_pylist(),
         _shapes(shapes),
-        starts.to_numpy(),
+        numpy_of(starts),
         memoryview(values or b"").cast("B"),
         np.frombuffer(offsets, np.int64)[data.offset : data.offset + len(data) + 1],
         values.address if values else 0,
@@ -269,9 +272,9 @@ def _rows(batch: pa.RecordBatch) -> Rows:
 
 def _shapes(column: pa.ListArray) -> list[tuple[int, ...]]:
     """One tuple for all tensors of a shape: there are few shapes, and Python looks at each new object for garbage."""
-    lengths, cuts = column.flatten().to_pylist(), column.offsets.to_pylist()
+    lengths, cuts = column.values.to_pylist(), column.offsets.to_pylist()
     known: dict[tuple[int, ...], tuple[int, ...]] = {}
-    shapes = (tuple(lengths[here - cuts[0] : there - cuts[0]]) for here, there in pairwise(cuts))
+    shapes = (tuple(lengths[here:there]) for here, there in pairwise(cuts))
     return [known.setdefault(shape, shape) for shape in shapes]
 
 

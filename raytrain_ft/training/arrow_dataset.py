@@ -20,6 +20,7 @@ import torch
 
 from raytrain_ft.errors import ConfigError, StorageError
 from raytrain_ft.places import Place, told
+from raytrain_ft.storage.columns import integer_column, numpy_of
 from raytrain_ft.storage.filesystem import local_path
 
 _SUFFIXES = (".arrow", ".feather", ".ipc", ".parquet")
@@ -169,10 +170,10 @@ def _reader(name: str, column: pa.Array) -> Reader:
     kind = column.type
     if _is_text(kind):
         _refuse_nulls(name, column)
-        return lambda rows: column.take(pa.array(rows)).to_pylist()
+        return lambda rows: column.take(integer_column(rows)).to_pylist()
     if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_number(kind.value_type):
         _refuse_nulls(name, column)
-        offsets = column.offsets.to_numpy() - column.offsets[0].as_py()
+        offsets = numpy_of(column.offsets) - column.offsets[0].as_py()
         flat = _numbers(name, column.flatten())
         return lambda rows: [torch.from_numpy(flat[offsets[row] : offsets[row + 1]].copy()) for row in rows]
     shape: tuple[int, ...] = (len(column),)
@@ -195,7 +196,7 @@ def _reader(name: str, column: pa.Array) -> Reader:
 def _numbers(name: str, flat: pa.Array) -> np.ndarray:
     """The column's memory itself; a copy of it only for booleans, which Arrow packs eight to a byte."""
     _refuse_nulls(name, flat)
-    return flat.to_numpy(zero_copy_only=not pa.types.is_boolean(flat.type))
+    return flat.to_numpy(zero_copy_only=False) if pa.types.is_boolean(flat.type) else numpy_of(flat)
 
 
 def _refuse_nulls(name: str, values: pa.Array) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from raytrain_ft.errors import StorageError, TaskError
 from raytrain_ft.policy.schedule import Action, order
 from raytrain_ft.training import split_backward
+from raytrain_ft.training.backward import backward
 from raytrain_ft.training.edges import WHOLE_STEP
 from raytrain_ft.training.links import Links
 from raytrain_ft.training.settings import PipelineSettings
@@ -291,7 +292,7 @@ class Stage:
         saved = self._saved.pop(number)
         outputs, gradients = self._outputs(number, saved, links)
         with self._computing():
-            torch.autograd.backward(outputs, gradients)
+            backward(outputs, gradients)
         self._pass_back(number, saved, links)
 
     def _backward_input(self, number: int, links: Links) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from raytrain_ft.errors import FTError, TaskError
 from raytrain_ft.policy.planning import Measured
+from raytrain_ft.training.backward import backward
 from raytrain_ft.training.build import build_model
 from raytrain_ft.training.pipeline import chunks_of, has_gradient, passed_on, taken_in
 from raytrain_ft.training.settings import StepSettings
@@ -152,7 +153,7 @@ class _Measurement:
 
 def _backward(outputs: Sequence[Tensor]) -> None:
     roots = [one for one in outputs if one.requires_grad]
-    torch.autograd.backward(roots, [torch.ones_like(one) for one in roots])
+    backward(roots, [torch.ones_like(one) for one in roots])
 
 
 def _size(tensors: Iterable[Tensor]) -> int:

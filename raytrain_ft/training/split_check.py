@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from raytrain_ft.errors import ConfigError, FTError
 from raytrain_ft.training import split_backward
+from raytrain_ft.training.backward import backward
 from raytrain_ft.training.build import build_model
 from raytrain_ft.training.pipeline import chunks_of, has_gradient, passed_on, taken_in
 from raytrain_ft.training.profile import as_before
@@ -71,7 +72,7 @@ def _compare(model: nn.Module, part: int, arguments: Sequence[Any], loss: Callab
                 sent += [None if one.grad is None else one.grad.clone() for one in learned]
                 split_backward.of_weights(rest, params)
             else:
-                torch.autograd.backward(ends, gradients)
+                backward(ends, gradients)
                 sent += [one.grad for one in learned]
         found.append([*sent, *(None if p.grad is None else p.grad.clone() for p in params)])
     names = [*(f"input {number}" for number in range(len(found[0]) - len(params))), *(name for name, _ in named)]
