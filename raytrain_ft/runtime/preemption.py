@@ -43,10 +43,10 @@ class Preemption:
         self._standing: dict[str, tuple[float, Notice]] = {}  # by source: until when, and what
         self._asked = threading.Event()  # to end, by SIGTERM
         self._failed: set[str] = set()
-        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._watch, name="preemption", daemon=True)
         if spec.grace_s is not None:
             signal.signal(signal.SIGTERM, self._on_sigterm)
+            os.register_at_fork(after_in_child=self._let_go)
 
     def start(self) -> None:
         """Begins to ask.
@@ -74,13 +74,15 @@ class Preemption:
         if known is None or until < known[0]:
             self._standing[notice.source] = until, notice
 
+    def _let_go(self) -> None:
+        """A process that was forked off this one has no notice to take: SIGTERM ends it at once, whatever it waits for. Python
+        would only look for the signal between two instructions."""
+        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:  # else whoever has come later knows better
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        """Whoever asks twice is not kept waiting, and a process that was forked off this one has no notice to take."""
+        """Whoever asks twice is not kept waiting."""
         del frame
-        if os.getpid() != self._pid:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            return
         if SIGTERM in self._standing or self._spec.grace_s is None:
             os._exit(128 + number)
         self._take(Notice(self._spec.grace_s, SIGTERM, "the process was asked to end"))

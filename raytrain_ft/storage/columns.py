@@ -1,8 +1,8 @@
 """Arrow columns from Python's values and back, without pandas.
 
-`pa.array`, `pa.scalar` and `to_numpy` look whether they were given something of pandas, and load it to that end where it is installed: a
-quarter of a second in which nothing else of the process runs. In a training process that would come in the middle of a step,
-or of a recovery, while all wait.
+`pa.array`, `pa.scalar` and `to_numpy` look whether they were given something of pandas, and load it to that end where it is
+installed: a quarter of a second in which nothing else of the process runs. In a training process that would come in the middle
+of a step, or of a recovery, while all wait.
 """
 
 from __future__ import annotations
