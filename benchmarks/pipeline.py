@@ -383,7 +383,8 @@ def measure_all(report: Report, options: Options) -> None:
         report_replays(report, paced(micro_batches), replayed, repeats)
     if not options.quick:
         report_replays(report, Shape(8), replayed, 3 * repeats)  # of those that compute
-    report_on_nodes(report, paced(8), *((2, 20) if options.quick else (10, 40)))
+    # whole runs differ more from each other than their steps do: many of them
+    report_on_nodes(report, paced(8), *((2, 20) if options.quick else (16, 40)))
     checkpoint, kill = (20, 38) if options.quick else (100, 149)  # there is no second checkpoint before the kill
     times = report_recoveries(report, paced(4), checkpoint, kill, 1 if options.quick else 3)
     if options.quick:
