@@ -375,14 +375,14 @@ def report_peer(report: Report, shape: Shape, checkpoint: int, kill: int, times:
 def measure_all(report: Report, options: Options) -> None:
     """Steps, replays, whole runs on nodes, recoveries."""
     blocks, steps = (4, 5) if options.quick else (10, 10)
-    replayed, repeats = (10, 3) if options.quick else (30, 5)
+    replayed, repeats = (10, 3) if options.quick else (30, 11)  # of five, one slow replay decided the interval
     for micro_batches in (8,) if options.quick else SUFFIXES:
         report_steps(report, paced(micro_batches), blocks, steps)
         # steps that compute differ more from each other, and take as long as they have work: more blocks, all equally long
         report_steps(report, Shape(micro_batches), 2 * blocks, steps * max(SUFFIXES) // micro_batches)
         report_replays(report, paced(micro_batches), replayed, repeats)
     if not options.quick:
-        report_replays(report, Shape(8), replayed, 3 * repeats)  # of those that compute
+        report_replays(report, Shape(8), replayed, 15)  # of those that compute
     # whole runs differ more from each other than their steps do: many of them
     report_on_nodes(report, paced(8), *((2, 20) if options.quick else (16, 40)))
     checkpoint, kill = (20, 38) if options.quick else (100, 149)  # there is no second checkpoint before the kill
