@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import torch
 import xxhash
 from torch import Tensor
 
 from raytrain_ft.errors import StorageError
-from raytrain_ft.storage.columns import integer_column, list_column, text_column
+from raytrain_ft.storage.columns import bytes_column, integer_column, list_column, text_column
 from raytrain_ft.storage.filesystem import LocalStorage
 from raytrain_ft.storage.parts import Parts
 from raytrain_ft.storage.tensors import DTYPES, bytes_of
@@ -49,12 +48,11 @@ def _encoded(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> Iterat
     with pa.ipc.new_file(pa.PythonFile(sink, mode="w"), schema) as writer:
         for name, tensor in tensors.items():
             data = bytes_of(tensor).cpu().numpy()
-            ends = pa.py_buffer(np.array([0, len(data)], np.int64))
             row = [
                 text_column([name]),
                 text_column([str(tensor.dtype)]),
                 list_column([tensor.shape], integer_column(tensor.shape)),
-                pa.Array.from_buffers(pa.large_binary(), 1, [None, ends, pa.py_buffer(data)]),
+                bytes_column(data, [len(data)]),
                 integer_column([xxhash.xxh3_64_intdigest(data.data)], pa.uint64()),
             ]
             writer.write_batch(pa.record_batch(row, schema=schema))

@@ -18,7 +18,7 @@ import pyarrow as pa
 def integer_column(values: Sequence[int] | np.ndarray[Any, Any], kind: pa.DataType | None = None) -> pa.Array:
     """A column of int64, or of another `kind` of 8 bytes."""
     kind = kind or pa.int64()
-    buffer = pa.py_buffer(np.asarray(values, np.dtype(str(kind))))
+    buffer = pa.py_buffer(np.ascontiguousarray(values, np.dtype(str(kind))))
     return pa.Array.from_buffers(kind, len(values), [None, buffer])
 
 
@@ -26,6 +26,12 @@ def text_column(values: Sequence[str]) -> pa.Array:
     """A column of strings."""
     encoded = [value.encode() for value in values]
     return pa.Array.from_buffers(pa.string(), len(encoded), [None, _ends(encoded), pa.py_buffer(b"".join(encoded))])
+
+
+def bytes_column(data: memoryview | np.ndarray[Any, Any], sizes: Sequence[int]) -> pa.Array:
+    """A column of large binaries of these sizes; `data` is what is in them, one after the other, and is not copied."""
+    ends = pa.py_buffer(np.cumsum([0, *sizes], dtype=np.int64))
+    return pa.Array.from_buffers(pa.large_binary(), len(sizes), [None, ends, pa.py_buffer(data)])
 
 
 def list_column(values: Sequence[Sequence[Any]], flat: pa.Array) -> pa.Array:

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
-from raytrain_ft.storage.columns import integer_column, list_column, text_column
+from raytrain_ft.storage.columns import bytes_column, integer_column, list_column, text_column
 from raytrain_ft.storage.log_format import (
     FORMAT,
     MAX_RECORD_BYTES,
@@ -98,23 +98,15 @@ class Encoder:
         else:
             values = np.empty(size, np.uint8)  # takes the place of the tensors' bytes, which are written instead; never touched
         key = head.key
-        numbers = np.array([key.step, key.micro_batch, key.sender, key.receiver, key.replica, head.incarnation], np.int64)
-        checksums = np.array([head.checksum, head.digest()], np.uint64)
-        ends = pa.py_buffer(np.array([0, size], np.int64))
+        numbers = (key.step, key.micro_batch, key.sender, key.receiver, key.replica, head.incarnation)
         columns = [
-            *_rows(pa.int64(), numbers),
+            *(integer_column([number]) for number in numbers),
             *_layout(key.kind, head.dtypes, head.shapes),
-            *_rows(pa.uint64(), checksums),
-            pa.Array.from_buffers(pa.large_binary(), 1, [None, ends, pa.py_buffer(values)]),
+            *(integer_column([checksum], pa.uint64()) for checksum in (head.checksum, head.digest())),
+            bytes_column(values, [size]),
         ]
         self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
         return values
-
-
-def _rows(kind: pa.DataType, numbers: np.ndarray[Any, Any]) -> list[pa.Array]:
-    """A column of one row for each number. Ten times as fast as `pa.array`, of which each record would need eight."""
-    buffer = pa.py_buffer(numbers)
-    return [pa.Array.from_buffers(kind, 1, [None, buffer.slice(start, 8)]) for start in range(0, 8 * len(numbers), 8)]
 
 
 @lru_cache(maxsize=256)

@@ -22,7 +22,7 @@ import pyarrow as pa
 import xxhash
 
 from raytrain_ft.errors import StorageError
-from raytrain_ft.storage.columns import integer_column, list_column, numpy_of, text_column
+from raytrain_ft.storage.columns import bytes_column, integer_column, list_column, numpy_of, text_column
 from raytrain_ft.storage.parts import Parts
 
 FORMAT = "raytrain_ft-shard-1"
@@ -87,18 +87,14 @@ def _batches(pieces: Sequence[Piece]) -> Iterator[tuple[list[Piece], int]]:
 
 
 def _batch(pieces: list[Piece], data: memoryview, offset: int) -> pa.RecordBatch:
-    ends = np.zeros(len(pieces) + 1, dtype=np.int64)
-    np.cumsum([piece.size for piece in pieces], out=ends[1:])
-    values = pa.py_buffer(data[offset : offset + int(ends[-1])])
-    column = pa.Array.from_buffers(pa.large_binary(), len(pieces), [None, pa.py_buffer(ends), values])
-    shapes = [piece.shape for piece in pieces]
+    shapes, sizes = [piece.shape for piece in pieces], [piece.size for piece in pieces]
     return pa.record_batch(
         [
             text_column([piece.name for piece in pieces]),
             text_column([piece.dtype for piece in pieces]),
             list_column(shapes, integer_column(list(itertools.chain.from_iterable(shapes)))),
             integer_column([piece.start for piece in pieces]),
-            column,
+            bytes_column(data[offset : offset + sum(sizes)], sizes),
         ],
         schema=SCHEMA,
     )

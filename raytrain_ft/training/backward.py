@@ -1,8 +1,8 @@
 """A backward pass that begins where another stage's has ended.
 
 `torch.autograd.backward` given gradients compares their shapes by means of torch's symbolic shapes, and loads sympy to that
-end: half a second, in the first step of every worker, and in that of a lost one's replacement, for which all wait. The engine
-itself compares the shapes as well.
+end: 0.3 s of CPU time, in the first step of every worker, and in that of a lost one's replacement, for which all wait. The
+engine itself compares the shapes as well.
 """
 
 from __future__ import annotations
