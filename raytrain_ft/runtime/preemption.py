@@ -43,6 +43,7 @@ class Preemption:
         self._standing: dict[str, tuple[float, Notice]] = {}  # by source: until when, and what
         self._asked = threading.Event()  # to end, by SIGTERM
         self._failed: set[str] = set()
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._watch, name="preemption", daemon=True)
         if spec.grace_s is not None:
             signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -83,6 +84,10 @@ class Preemption:
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         """Whoever asks twice is not kept waiting."""
         del frame
+        if os.getpid() != self._pid:  # just forked off: before its turn came to let go
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         if SIGTERM in self._standing or self._spec.grace_s is None:
             os._exit(128 + number)
         self._take(Notice(self._spec.grace_s, SIGTERM, "the process was asked to end"))
