@@ -375,6 +375,8 @@ class Trainee:
         try:
             with self._connections.replay(command, stage, len(team), team.index(self._member)) as links:
                 replay.replay(helper, links, command.until, self._spec.step.micro_batches)
+            if self.log is not None:
+                self.log.flush(FLUSH_S)  # some of what it sent for the lost stage went to its own, and must outlive it
         finally:
             helper.loader.stop(timedelta(seconds=0))
 
