@@ -34,10 +34,12 @@ def links(*_: Any, **__: Any) -> Any:
 
 
 def helper(monkeypatch: pytest.MonkeyPatch, **fails: Exception) -> Trainee:
-    """Helps w3 with stage 1; what is named in `fails` raises."""
+    """Helps w3 with stage 1; what is named in `fails` raises. `done` lists what it did, in order."""
+    done: list[str] = []
 
     def method(name: str, result: Any = None) -> Any:
         def call(*_: Any, **__: Any) -> Any:
+            done.append(name)
             if name in fails:
                 raise fails[name]
             return result
@@ -48,6 +50,8 @@ def helper(monkeypatch: pytest.MonkeyPatch, **fails: Exception) -> Trainee:
     found._member, found._world = "w0", ("w0", "w3")
     found._spec = SimpleNamespace(rules=SimpleNamespace(stages=2), step=SimpleNamespace(micro_batches=2))
     found._connections = SimpleNamespace(replay=links)
+    found.log = SimpleNamespace(flush=method("flush"))
+    found.done = done
     found.replica = SimpleNamespace(state=SimpleNamespace(digests=lambda: ("its own",), buckets=[], filled=True), stage=0)
     beside = SimpleNamespace(loader=SimpleNamespace(stop=lambda _: None))
     monkeypatch.setattr(found, "_build_replica", method("build", beside))
@@ -68,6 +72,13 @@ def told(error: Exception) -> m.Event:
 
 def test_who_can_help_says_what_it_holds_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert helper(monkeypatch).help(*HELP) == ("its own",)
+
+
+def test_what_a_helper_logged_for_the_lost_stage_outlives_the_helper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It alone has what it sent to its own stage: were it lost next, unwritten, nobody could replay that stage."""
+    own: Any = helper(monkeypatch)
+    own.help(*HELP)
+    assert own.done == ["build", "load", "replay", "flush"]
 
 
 def test_who_does_not_get_its_own_back_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
