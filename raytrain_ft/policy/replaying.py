@@ -29,12 +29,18 @@ def find(run: RunState) -> None:
     else:
         until = min(marks.step for marks in run.survivors.values())
         run.source = run.log.source(run.stored, run.rejected, until) if run.rules.logging else None
-        _join_torn_ones(run)
+        if run.source is not None and run.source.step < until:
+            _join_torn_ones(run, run.log.torn_since(run.source.step) | _struck(run))
 
 
-def _join_torn_ones(run: RunState) -> None:
+def _struck(run: RunState) -> frozenset[int]:
+    """Stages that lost a worker since all trained, and with it what that had logged and not written."""
+    return frozenset(stage_of(run.world.index(member), run.rules.stages) for member in run.casualties())
+
+
+def _join_torn_ones(run: RunState, torn: frozenset[int]) -> None:
     """Who is replayed cannot read what is missing of what a neighbour sent: that one is replayed with it, though it is held."""
-    torn, stages = run.log.torn_since(run.source.step) if run.source is not None else frozenset(), run.rules.stages
+    stages = run.rules.stages
     while more := {s for s in torn - run.replaying if waits(s, run.replaying | {s}, stages, run.rules.joined)}:
         held = frozenset(range(stages)) - run.replaying - more
         run.replaying = to_replay(groups_of(run.log.boundaries, stages), held, stages)
@@ -77,9 +83,8 @@ def log_from_now_on(run: RunState) -> None:
     if not goes_on:  # else a boundary within a node is logged further: the log stays as it is
         added, run.log.boundaries = boundaries - run.log.boundaries, boundaries
     if run.plan is not None and (goes_on or run.replaying):
-        gone = {stage_of(run.world.index(member), rules.stages) for member in run.casualties()}
         beside = {stage for boundary in added for stage in (boundary, boundary + 1)}  # what crossed them before is not there
-        run.log.goes_on(run.plan.step, (gone | beside) - run.replaying, run.replaying)
+        run.log.goes_on(run.plan.step, (_struck(run) | beside) - run.replaying, run.replaying)
     else:
         run.log.begin(run.plan.step if run.plan is not None else run.step, run.incarnation)
 

@@ -68,6 +68,7 @@ class Trainee:
         self.rank = -1
         self._first_step = False
         self._replayed = ""  # the checkpoint that an interrupted replay began from
+        self._team: tuple[str, ...] = ()  # who shared that replay
         self._asleep = False
         self._used = False  # whether this replica may hold anything else than what it was built with
         self._chaos = Injector(spec.faults, spec.directory / "faults", "worker", self._fall_silent)
@@ -317,7 +318,8 @@ class Trainee:
         return state.digests()
 
     def replay(self, fence: Fence, command: Replay) -> tuple[str, ...]:
-        """A replay by one alone that was interrupted goes on from where it stood: what it has is what any other would have.
+        """A replay by one alone that was interrupted goes on from where it stood: what it has is what any other would have. It
+        may have been shared until then, but by nobody who is lost: with a helper goes what it had logged of this replay.
 
         With others (who share it, replay the next stage, or another replica of this one) it begins anew, for they may. Who
         replays a stage that it does not wait for is none of these.
@@ -328,9 +330,10 @@ class Trainee:
         rules, team = self._spec.rules, command.team_of(self._member)
         waiting = waits(self.replica.stage, frozenset(command.stages), rules.stages, rules.joined)
         alone = len(team) == 1 and not waiting and len(self._world) == rules.stages
-        if not alone or self._replayed != source or self.replica.state.step > command.until:
+        is_logged = self._replayed == source and set(self._team) <= set(self._world)
+        if not alone or not is_logged or self.replica.state.step > command.until:
             self._begin_from(command.load, fence)
-            self._replayed = source
+            self._replayed, self._team = source, team
         self.replica.state.filled = False
         self._first_step = False
         with self._connections.replay(command, self.replica.stage, len(team), 0) as links:

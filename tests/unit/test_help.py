@@ -114,6 +114,39 @@ def test_who_cannot_help_ends_no_run_and_rejects_no_checkpoint(
     assert event.reason == f"w0 cannot help to replay stage 1: {type(error).__name__}: {error}"
 
 
+@pytest.mark.parametrize(
+    ("world", "began"),
+    [(("w0", "w4", "w3"), ["c", "c"]), (("w0", "w1", "w3"), ["c"])],
+    ids=["the helper is lost", "only somebody else is"],
+)
+def test_a_replay_that_was_shared_goes_on_unless_a_helper_is_lost(
+    monkeypatch: pytest.MonkeyPatch, world: tuple[str, ...], began: list[str]
+) -> None:
+    """With it is lost what it had logged of this replay: who is lost next could not be replayed."""
+    state = SimpleNamespace(step=9, filled=False, digests=lambda: ("d",))
+    found: Any = object.__new__(Trainee)
+    found._member, found._replayed, found._team = "w3", "", ()
+    found._spec = SimpleNamespace(rules=SimpleNamespace(stages=3, joined=()), step=SimpleNamespace(micro_batches=2))
+    found._connections = SimpleNamespace(replay=links)
+    found.replica = SimpleNamespace(state=state, stage=2)
+    loaded: list[str] = []
+    found._begin_from = lambda load, fence: loaded.append(load)
+
+    def replay_in(world: tuple[str, ...], team: tuple[str, ...]) -> None:
+        found._world = world
+        found.replay(Fence(3), m.Replay(world, 3, (team,), (2,), "c", until=13, since=1, exact=True))
+
+    def lost(*_: Any) -> None:
+        raise PeerLostError("w1 is lost")
+
+    monkeypatch.setattr(trainee.replay, "replay", lost)
+    with pytest.raises(PeerLostError):
+        replay_in(("w0", "w1", "w3"), ("w3", "w1"))
+    monkeypatch.setattr(trainee.replay, "replay", lambda *_: None)
+    replay_in(world, ("w3",))
+    assert loaded == began
+
+
 @pytest.mark.parametrize("error", [LogGapError("a gap"), ReplayDivergedError("another"), FencedError("it is over")])
 def test_what_a_helper_finds_out_about_the_log_counts(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     with pytest.raises(type(error)):

@@ -510,11 +510,30 @@ def test_what_a_sender_lost_that_was_filled_from_a_replica_is_not_read(checkpoin
 @pytest.mark.usefixtures("as_they_came")
 def test_what_crossed_a_boundary_before_it_was_logged_is_not_read() -> None:
     """Replicas that were apart come to one node while another stage is replayed, so the log does not begin anew."""
-    told = Mixed("abcdaefg", spares="eee")
-    told.lose("w0", "w4", "w1")
+    told = Mixed("abcdaefg", spares="efe")
+    told.lose("w0", "w4", "w2")
     assert (told.run.replaying, told.run.log.since) == ({0}, 6)
-    assert told.run.log.boundaries == {1}, "stage 1 is on one node now, with stage 0"
-    assert told.run.log.torn == {1: 13, 2: 13}, "until a checkpoint comes after it"
+    assert told.run.log.boundaries == {0, 1, 2}, "stage 2 is on one node now"
+    assert told.run.log.torn == {1: 13, 2: 13, 3: 13}, "until a checkpoint comes after it"
+
+
+@pytest.mark.usefixtures("as_they_came")
+@pytest.mark.parametrize(("also", "step", "replayed"), [("w1", 13, {0, 1}), ("w2", 13, {0}), ("w1", 6, {0})])
+def test_what_a_sender_lost_that_went_at_the_same_time_is_not_read(also: str, step: int, replayed: set[int]) -> None:
+    """What it had logged was in its memory, though another replica of its stage is left. Who sent nothing to the lost stage, or
+    nothing since the checkpoint, is not missed."""
+    told = Mixed("abcdefgh", spares="xyz", strategy="logging")
+    told.lose("w0", "w4", also, step=step)
+    assert told.run.replaying == replayed
+    assert not told.run.seeking
+
+
+@pytest.mark.usefixtures("as_they_came")
+def test_a_stage_that_lacks_what_a_lost_sender_logged_goes_back_at_once() -> None:
+    """If the log does not reach far enough to replay the sender as well: a replay would only find the gap, after a while."""
+    told = Mixed("abcdaefg")
+    told.lose("w0", "w4", "w1")
+    assert told.run.seeking
 
 
 @pytest.mark.usefixtures("as_they_came")
