@@ -188,6 +188,10 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost) -> list[m.Comm
     kills: list[m.Command] = [m.Kill(member) for member in members]
     working = [member for member in members if was[member] in (MemberState.ACTIVE, MemberState.LEAVING)]
     if not working:
+        waiting = [member for member in members if run.state == State.REPLACE and member in run.world]
+        exhausted = _count_lost(run, waiting, preempted, event) if waiting else ""
+        if exhausted:
+            return kills + run.fail("RetryBudgetError", exhausted)
         commands = kills + run.provision() + _go_on_waiting(run)
         if run.state == State.SCHEDULING and run.roster.cannot_start() and not run.roster.any_starting():
             commands += run.fail("RecoveryError", f"workers cannot be started: {event.cause}")
@@ -200,15 +204,20 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost) -> list[m.Comm
             who = "every worker" if run.rules.stages == 1 else "every worker of a stage"
             why = f"{run.unsaved} times, {who} was lost before the final state was saved"
             return kills + run.fail("NoSurvivorError", f"{why}; last cause: {event.cause}")
-    recovery = run.history.begin(event.at, event.cause, event.noticed_by, len(run.world))
-    recovery.lost += working
-    for member in working:
-        run.history.slept(member, run.step, asleep=False)  # if it did
-    exhausted = [words for words in [run.roster.charge(preempted[member]) for member in working] if words]
-    if exhausted:
-        return kills + run.fail("RetryBudgetError", f"{exhausted[-1]}; last cause: {event.cause}")
+    if exhausted := _count_lost(run, working, preempted, event):
+        return kills + run.fail("RetryBudgetError", exhausted)
     go_on = phases.take_stock if run.state == State.FENCE else phases.fence
     return kills + go_on(run, event.at)
+
+
+def _count_lost(run: RunState, trainers: list[str], preempted: dict[str, bool], event: m.WorkerLost) -> str:
+    """That these, who trained, are lost is recorded, and charged. Returns why no more may be, in words; empty if more may."""
+    recovery = run.history.begin(event.at, event.cause, event.noticed_by, len(run.world))
+    recovery.lost += trainers
+    for member in trainers:
+        run.history.slept(member, run.step, asleep=False)  # if it did
+    exhausted = [words for words in [run.roster.charge(preempted[member]) for member in trainers] if words]
+    return f"{exhausted[-1]}; last cause: {event.cause}" if exhausted else ""
 
 
 def _on_cause_found(run: RunState, event: m.CauseFound) -> list[m.Command]:

@@ -1,12 +1,16 @@
-"""The clock of a run's records: seconds since it began, which go on while its supervisor is away."""
+"""The clock of a run's records: seconds since it began, which go on while its supervisor is away. And the one of its deadlines,
+which stands still while it is held up."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 from typing import Any
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+SLICE_S = 0.5
+"""Whose end comes later than that by as much again was slept through by the whole process, not only by who waits."""
 
 
 def origin(began: float) -> dict[str, Any]:
@@ -32,6 +36,19 @@ def began(origin: Any, last: float, most_away: float) -> float:
     except (TypeError, KeyError, ValueError):
         away = 0.0
     return now - last - min(max(away, 0.0), most_away)
+
+
+async def run_for(seconds: float) -> None:
+    """Waits until this process has run for so long. While it was held up (stopped, or on a machine that was), others went on,
+    and what they said is still to be read: that time does not count, nor does it end the wait at once."""
+    late = 0.0
+    while seconds > 0:
+        began, piece = time.monotonic(), min(seconds, SLICE_S)
+        await asyncio.sleep(piece)
+        late = time.monotonic() - began - piece
+        seconds -= piece
+    if late > SLICE_S:
+        await asyncio.sleep(SLICE_S)
 
 
 def _boot() -> str:

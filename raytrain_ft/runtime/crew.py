@@ -19,7 +19,7 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.topology import stage_of
-from raytrain_ft.runtime import lifeline, placement
+from raytrain_ft.runtime import clock, lifeline, placement
 from raytrain_ft.runtime.calls import BROKEN_SECONDS, DIED, Calls, cause_of, differs
 from raytrain_ft.runtime.contacts import ROOM_SECONDS, Contacts
 from raytrain_ft.runtime.health import Health
@@ -344,5 +344,5 @@ class Crew:
             self._contacts.handles.pop(member, None)
 
     async def _timer(self, timer: str, seconds: float, incarnation: int | None) -> None:
-        await asyncio.sleep(seconds)
+        await clock.run_for(seconds)
         self._tell(m.TimerFired(timer=timer, incarnation=incarnation))

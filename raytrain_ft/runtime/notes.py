@@ -44,10 +44,14 @@ class Notes:
         self._over: list[dict[str, Any]] = []  # the recoveries that are, as plain data
 
     def recoveries(self) -> list[dict[str, Any]]:
-        """All, as plain data. What is over changes no more; it may be thousands, and this is asked for many times a second."""
+        """All, as plain data. What is over hardly changes; it may be thousands, and this is asked for many times a second."""
         recoveries, over = self._machine.recoveries, self._finished()
         self._over += [asdict(recovery) for recovery in recoveries[len(self._over) : over]]
         return self._over + [asdict(recovery) for recovery in recoveries[over:]]
+
+    def explained(self) -> None:
+        """The cause of a recovery has become known, perhaps of one that is over."""
+        self._over.clear()
 
     def _finished(self) -> int:
         """How many recoveries are over: all but perhaps the last."""

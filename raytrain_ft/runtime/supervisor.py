@@ -339,6 +339,8 @@ class Supervisor:
         self._notes.finished_recoveries()
         self._metrics.take(event, self._machine)
         self._note_sleep(event)
+        if isinstance(event, m.CauseFound):
+            self._notes.explained()
         for command in commands:
             if isinstance(command, m.Run):
                 self._notes.resumed(command)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -37,3 +39,23 @@ def test_elsewhere_the_time_of_day_tells_and_no_clock_is_trusted_too_far(
 @pytest.mark.parametrize("recorded", [None, {}, "word", {"boot": "", "wall": "noon"}, {"boot": "x"}])
 def test_a_record_without_a_clock(recorded: Any) -> None:
     assert time.monotonic() - clock.began(recorded, last=60.0, most_away=120.0) == pytest.approx(60.0, abs=0.1)
+
+
+def test_a_deadline_stands_still_while_the_process_does() -> None:
+    """What others said meanwhile is read before it is over, whether it would have been over by then or not."""
+
+    async def wait(seconds: float, held_up: float) -> tuple[float, list[str]]:
+        said: list[str] = []
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.1, time.sleep, held_up)  # nothing runs in this process
+        threading.Timer(0.2, lambda: threading.Timer(held_up, loop.call_soon_threadsafe, (said.append, "here")).start()).start()
+        began = time.monotonic()
+        await clock.run_for(seconds)
+        return time.monotonic() - began, list(said)
+
+    passed, said = asyncio.run(wait(0.3, 2.0))
+    assert (said, 2.0 <= passed < 4.0) == (["here"], True)
+    passed, said = asyncio.run(wait(2.0, 1.5))
+    assert (said, 3.0 <= passed < 4.5) == (["here"], True)
+    passed, _ = asyncio.run(wait(1.2, 0.0))
+    assert 1.2 <= passed < 1.7

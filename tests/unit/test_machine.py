@@ -446,6 +446,22 @@ def test_all_replicas_lost_and_everybody_loads_the_newest_checkpoint() -> None:
     assert (recovery.step, recovery.redone) == (40, 7)
 
 
+def test_who_is_lost_while_the_run_waits_for_a_replacement_is_counted() -> None:
+    """It trained until then, though it is to load a checkpoint like a new one. A spare that is lost meanwhile did not."""
+    story = running(3, checkpoints=True, strategy="checkpoint", spares=1, max_failures=2)
+    story.tell(
+        m.CheckpointCommitted(member="w0", incarnation=1, step=4, name="at 4", bytes=1, snapshot_s=0, stall_s=0, persist_s=0)
+    )
+    found(story.lost("w1").fenced("w0", "w2"), 4, reached=5)
+    assert story.run.state == State.REPLACE
+    story.lost("w2").lost("w3")
+    assert story.run.recoveries[-1].lost == ["w1", "w2"]
+    assert (story.run.state, story.run.failure) == (State.REPLACE, None)
+    story.lost("w0")
+    assert story.run.failure is not None
+    assert story.run.failure[0] == "RetryBudgetError"
+
+
 def test_all_replicas_lost_before_the_first_checkpoint_begins_anew() -> None:
     story = found(running(2, checkpoints=True).lost("w0").lost("w1").started("w2", "w3"))
     assert of(story.said, m.Reconcile) == [m.Reconcile(("w2", "w3"), story.run.incarnation, None, "")]

@@ -70,6 +70,10 @@ def test_a_recovery_that_is_over_is_made_plain_data_once(monkeypatch: Any) -> No
         end(machine, number + 0.5)
         assert one.recoveries() == one.recoveries() == [asdict(known) for known in machine.recoveries]
     assert len(made) == 200, "once while it goes on, and once when it is over"
+    machine.recoveries[0].lost.append("w7")
+    machine.history.explain("w7", "killed, perhaps for memory")
+    one.explained()
+    assert one.recoveries()[0]["cause"].endswith("; w7: killed, perhaps for memory"), "it was known late"
 
 
 def test_the_last_replica_that_is_awake_is_not_put_to_sleep() -> None:
