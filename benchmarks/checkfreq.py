@@ -27,7 +27,7 @@ from raytrain_ft.errors import StorageError
 from raytrain_ft.policy import sampling as order
 from raytrain_ft.policy.sampling import Position, Sampling, next_batch, sample_ids, share
 from raytrain_ft.policy.tuner import JUDGED_STEPS
-from raytrain_ft.storage import checkpoint
+from raytrain_ft.storage import checkpoint, selection
 from raytrain_ft.storage.filesystem import LocalStorage
 from raytrain_ft.storage.manifest import Manifest, Name
 from raytrain_ft.storage.shard import Piece, encode
@@ -224,7 +224,7 @@ def _store(storage: LocalStorage, step: int) -> None:
 
 def _newest(storage: LocalStorage, file: str) -> int:
     told: list[str] = []
-    for manifest in checkpoint.select(storage, told.append):
+    for manifest in selection.select(storage, told.append):
         try:
             checkpoint.read(storage, manifest)
         except StorageError as error:

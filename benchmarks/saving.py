@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from raytrain_ft.storage import checkpoint, lock
+from raytrain_ft.storage import checkpoint, lock, selection
 from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.storage.job import Job
 from raytrain_ft.storage.persister import Persister, SharedMemory
@@ -95,7 +95,7 @@ class Ours:
 
     def restore(self) -> None:
         """From the files to tensors, verified."""
-        manifest = next(checkpoint.select(self.storage, print))
+        manifest = next(selection.select(self.storage, print))
         fill(self.targets, checkpoint.map_shards(self.storage, manifest))
 
     def file(self) -> Path:

@@ -28,12 +28,12 @@ from raytrain_ft.errors import ConfigError
 from raytrain_ft.places import Place
 from raytrain_ft.policy.frequency import LONGEST_PROFILE, check_budget, profile_steps
 from raytrain_ft.storage.filesystem import LocalStorage, Storage, open_storage, within
+from raytrain_ft.storage.selection import counting
 from raytrain_ft.training import objects as states
 from raytrain_ft.training.journal import Journal
 from raytrain_ft.training.layout import check_plain
 from raytrain_ft.training.ranks import Ranks, current
 from raytrain_ft.training.resumable import Loader
-from raytrain_ft.training.resume import counting
 from raytrain_ft.training.session import Plan, Session
 
 __all__ = ["Loader", "Run", "open"]

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from raytrain_ft.errors import ConfigError, StorageError
 from raytrain_ft.places import Place
-from raytrain_ft.storage import checkpoint
+from raytrain_ft.storage import checkpoint, selection
 from raytrain_ft.storage.checkpoint import Content, Found
 from raytrain_ft.storage.filesystem import Storage, open_storage, within
 from raytrain_ft.storage.manifest import FILE as MANIFEST
@@ -140,6 +140,8 @@ def export(place: Place, file: Path, which: str | None, kind: str, optimizer: bo
     """
     if file.exists() and not force:
         raise click.ClickException(f"{file} exists: choose another file, or overwrite it with --force")
+    if not file.parent.is_dir():
+        raise click.ClickException(f"{file.parent} is no directory: make it first, or choose another file")
     content = _content(_storage(place), which)
     partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     try:
@@ -190,7 +192,7 @@ def _damage(storage: Storage, found: Found) -> str | None:
 def _content(storage: Storage, which: str | None) -> Content:
     """A checkpoint by its name or step; by default the newest that is whole."""
     if which is None:
-        for manifest in checkpoint.select(storage, _warn):
+        for manifest in selection.select(storage, _warn):
             try:
                 return checkpoint.read(storage, manifest)
             except StorageError as error:
@@ -212,7 +214,8 @@ def _warn(message: str) -> None:
 
 def _save_torch(state: dict[str, Any], path: Path) -> None:
     state = {name: value for name, value in state.items() if name != objects.GENERATORS}
-    torch.save(state, path)
+    with path.open("wb") as file:  # so that an error of the disk is one
+        torch.save(state, file)
 
 
 def _save_safetensors(state: dict[str, Any], manifest: Manifest, path: Path, optimizer: bool) -> None:
@@ -235,6 +238,8 @@ def _save_safetensors(state: dict[str, Any], manifest: Manifest, path: Path, opt
     try:
         save_file(tensors, path, {"format": "pt", "step": str(manifest.step), "checkpoint": str(manifest.name)})
     except (SafetensorError, ValueError, RuntimeError) as error:
+        if "I/O error" in str(error):  # it has no class of its own
+            raise click.ClickException(f"{path.parent}: {error}") from error
         raise click.ClickException(f"safetensors cannot hold this state ({error}): use --format torch") from error
 
 

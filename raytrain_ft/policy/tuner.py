@@ -330,6 +330,8 @@ class Tuner:
         """The times of a checkpoint, from the latest ones."""
         assert self.profile is not None
         latest = list(self._latest)  # at once: another thread may add to it
+        if not latest:  # it counted a checkpoint in the stretch that began with a resize, which had forgotten its times
+            return
         copy, persist = (_mean(times) for times in zip(*((c.copy, c.persist) for c in latest), strict=True))
         last = latest[-1]
         self.profile = replace(self.profile, copy=copy, persist=persist, size=last.size, free=last.free)

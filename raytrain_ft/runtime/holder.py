@@ -73,8 +73,8 @@ class Holder:
     def _forget(self) -> None:
         """The newest complete ones stay; what is incomplete and older broke off."""
         complete = sorted((name for name, s in self._snapshots.items() if s.complete.is_set()), reverse=True)
-        oldest = complete[: self._keep][-1]
-        for name in [name for name in self._snapshots if name < oldest]:
+        newest, oldest = complete[0], complete[: self._keep][-1]
+        for name in [n for n, s in self._snapshots.items() if n < (oldest if s.complete.is_set() else newest)]:
             del self._snapshots[name]
 
     async def found(self) -> list[tuple[str, int, list[dict[str, Any]]]]:

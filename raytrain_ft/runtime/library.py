@@ -17,7 +17,7 @@ from raytrain_ft.policy import messages as m
 from raytrain_ft.runtime import placement
 from raytrain_ft.runtime.holder import ANSWER_SECONDS, Holder, holder_of
 from raytrain_ft.runtime.spec import NAMESPACE, RunSpec
-from raytrain_ft.storage import checkpoint, lock
+from raytrain_ft.storage import checkpoint, lock, selection
 from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.storage.manifest import Manifest
 
@@ -66,7 +66,9 @@ class Library:
         self._lock = lock.acquire(storage, self._spec.run_id)
         self.epoch = self._lock.owner.epoch
         checkpoint.sweep(storage, self.epoch, new=self._lock.new)
-        return () if self._spec.checkpoints.resume == "never" else self._stored()
+        if self._spec.checkpoints.resume == "never":
+            selection.begin_anew(storage, self.epoch)
+        return self._stored()
 
     @property
     def _in_memory(self) -> bool:
@@ -110,13 +112,11 @@ class Library:
             await asyncio.sleep(AGAIN_SECONDS)
 
     def _stored(self) -> tuple[m.Stored, ...]:
-        """Of a run that may not resume, only its own."""
         assert self._spec.checkpoints is not None
         if self._in_memory:
             return self._held()
         storage = open_storage(self._spec.checkpoints.place)
-        epoch = self.epoch if self._spec.checkpoints.resume == "never" else None
-        found = list(checkpoint.select(storage, warnings.warn, epoch))
+        found = list(selection.select(storage, warnings.warn))
         self.records = {str(one.name): _records(one) for one in found}
         return tuple(m.Stored(str(one.name), one.step) for one in found)
 

@@ -71,10 +71,21 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             metadata = reader.schema.metadata or {}
             if metadata.get(b"format") != FORMAT.encode():
                 raise StorageError(f"{path} is not a {FORMAT} file (format {metadata.get(b'format')!r})")
-            rows = reader.read_all().to_pylist()
-    except (OSError, pa.ArrowInvalid) as error:
-        raise StorageError(f"{path} cannot be read: {error}") from error
-    return {row["name"]: _tensor(path, row) for row in rows}, json.loads(metadata[b"values"])
+            batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+            return {row["name"]: _tensor(path, row) for row in _rows(path, batches)}, json.loads(metadata[b"values"])
+    except StorageError:
+        raise
+    except (OSError, ValueError, LookupError, TypeError, MemoryError, RuntimeError, pa.ArrowException) as error:
+        raise StorageError(f"{path} cannot be read: it is damaged, or none of ours ({error!r:.200})") from error
+
+
+def _rows(path: str | Path, batches: list[pa.RecordBatch]) -> Iterator[dict[str, Any]]:
+    """One for each tensor. What is in the file says where to read: it is looked at before it is followed."""
+    for batch in batches:
+        batch.validate(full=True)
+        if not batch.schema.equals(_SCHEMA) or any(column.null_count for column in batch.columns):
+            raise StorageError(f"{path} is damaged: it has other columns than {_SCHEMA.names}, or values are missing")
+        yield from batch.to_pylist()
 
 
 def _tensor(path: str | Path, row: dict[str, Any]) -> Tensor:

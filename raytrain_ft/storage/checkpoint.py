@@ -18,14 +18,14 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from raytrain_ft.errors import NoCheckpointError, StorageError
+from raytrain_ft.errors import StorageError
 from raytrain_ft.storage import manifest as manifests
 from raytrain_ft.storage import shard as shards
 from raytrain_ft.storage.filesystem import PARTIAL, Storage
@@ -35,8 +35,6 @@ from raytrain_ft.storage.shard import Part
 
 POLL_S = 0.01
 NOTE = re.compile(r"shard-[0-9]+-of-[0-9]+\.json")
-MOST_REASONS = 4
-"""Checkpoints that cannot be read of which an error says why: the newest."""
 KEEP_ALL = sys.maxsize
 """How many stay if none is deleted."""
 
@@ -170,32 +168,6 @@ def read_manifest(storage: Storage, name: Name) -> Manifest:
     if manifest.name != name:
         raise StorageError(f"{where} is of {manifest.name}: files were moved")
     return manifest
-
-
-def select(storage: Storage, warn: Callable[[str], None], epoch: int | None = None) -> Iterator[Manifest]:
-    """Manifests of complete checkpoints, newest first.
-
-    Args:
-        warn: is told of each one that is passed over because it is damaged.
-        epoch: look at those alone that were written with this right.
-
-    Raises:
-        NoCheckpointError: there are some, and no manifest can be read: to whoever reads this, that must not look like none.
-    """
-    passed, readable = [], False
-    for candidate in found(storage):
-        if not candidate.complete or epoch not in (None, candidate.name.epoch):
-            continue
-        try:
-            manifest = read_manifest(storage, candidate.name)
-        except StorageError as error:
-            passed.append(f"checkpoint {candidate.name} is passed over: {error}")
-            warn(passed[-1])
-        else:
-            readable = True
-            yield manifest
-    if passed and not readable:
-        raise NoCheckpointError(f"{storage.uri}: no checkpoint can be read; " + "; ".join(passed[:MOST_REASONS]))
 
 
 # ---------------------------------------------------------------- reading

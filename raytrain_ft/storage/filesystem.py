@@ -354,5 +354,5 @@ class RemoteStorage:
         """An error of pyarrow becomes one of ours. It may name a URL with credentials, so it is not kept as the cause."""
         try:
             yield
-        except OSError as error:
+        except (OSError, pa.ArrowException) as error:
             raise StorageError(f"{failure}: {self.place.told(str(error))}") from None

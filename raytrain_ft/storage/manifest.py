@@ -17,6 +17,8 @@ FORMAT = "raytrain_ft-checkpoint-1"
 FILE = "manifest.json"
 LARGEST = 256 * 2**20
 """Bytes. A longer manifest is refused unread."""
+MOST = 2**63
+"""Of bytes, and of seconds since 1970: none that is true is that large."""
 NAME = re.compile(r"step-([0-9]{9,18})-e([0-9]{1,9})-i([0-9]{1,9})")
 KINDS: dict[str, type | tuple[type, ...]] = {
     "step": int,
@@ -122,6 +124,8 @@ def decode(content: pa.Buffer, where: str) -> Manifest:
         raise StorageError(f"{where} is damaged: its hash differs")
     if fields.keys() != KINDS.keys() or not all(isinstance(fields[name], kind) for name, kind in KINDS.items()):
         raise StorageError(f"{where} does not have the fields of a {FORMAT}")
+    if not 0 <= fields["created"] < MOST:
+        raise StorageError(f"{where} says that it was written at {str(fields['created'])[:80]} s since 1970")
     return Manifest(shards=[decode_entry(shard, where) for shard in fields.pop("shards")], **fields)
 
 
@@ -132,8 +136,9 @@ def decode_entry(fields: Any, where: str) -> ShardEntry:
         StorageError: it does not.
     """
     match fields:
-        case {"size": int(size), "blocks": list(blocks), **rest} if not rest and all(isinstance(b, str) for b in blocks):
-            return ShardEntry(size, blocks)
+        case {"size": int(size), "blocks": list(blocks), **rest} if not rest and 0 <= size < MOST:
+            if all(isinstance(block, str) for block in blocks):
+                return ShardEntry(size, blocks)
     raise StorageError(f"{where} does not describe its shards")
 
 

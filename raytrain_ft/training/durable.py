@@ -251,6 +251,9 @@ def _other_data(stored: Stored, data: dict[str, Any]) -> list[str]:
 def _restore_optimizer(state: TrainingState, stored: Stored, tensors: dict[str, Tensor]) -> None:
     by_name = {f"optimizer/{name}": p for name, p in state.model.named_parameters()}
     state.optimizer.state.clear()
+    settings = unflatten(stored.settings, tensors.__getitem__)
+    for group, there in zip(state.optimizer.param_groups, settings["groups"], strict=True):
+        group.update(there)  # first: they say where a counter belongs (see `at_home`)
     for path in [*(name for name in tensors if name.startswith("optimizer/")), *stored.numbers]:
         prefix, _, key = path.rpartition("/")
         p = by_name[prefix]
@@ -258,8 +261,5 @@ def _restore_optimizer(state: TrainingState, stored: Stored, tensors: dict[str, 
             state.optimizer.state[p][key] = unflatten(stored.numbers[path], tensors.__getitem__)
         else:
             state.optimizer.state[p][key] = at_home(state.optimizer, p, key, tensors[path])
-    settings = unflatten(stored.settings, tensors.__getitem__)
-    for group, there in zip(state.optimizer.param_groups, settings["groups"], strict=True):
-        group.update(there)
     if state.scheduler is not None and settings["scheduler"] is not None:
         state.scheduler.load_state_dict(settings["scheduler"])

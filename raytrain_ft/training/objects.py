@@ -172,6 +172,20 @@ def _describe(value: Any) -> dict[str, Any]:
     return about
 
 
+def described(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """What `describe` has said of one object, as it was stored.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    found = dict(stored)
+    tensors, groups = dict(found.get("tensors", {})), list(found.get("groups", []))
+    for dtype, shape in (*tensors.values(), *(one for group in groups for one in group)):
+        if not isinstance(dtype, str) or not isinstance(shape, list):
+            raise TypeError(f"a tensor of {dtype!r:.80} and {shape!r:.80}")
+    return found
+
+
 def unlike(first: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """What one rank described otherwise than the first."""
     missing = [f"{name} (is missing on one of them)" for name in sorted(first.keys() ^ here.keys())]

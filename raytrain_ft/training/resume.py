@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,8 +19,6 @@ from raytrain_ft.training.random import seed_all, step_seed
 from raytrain_ft.training.resumable import Loader, position_of, two_integers
 
 KIND = "raytrain_ft.checkfreq-1"
-BEGUN_FILE = "begun.json"
-"""Says from which writer's epoch on checkpoints count: a run was told to begin anew where there were some."""
 
 
 # ---------------------------------------------------------------- what is stored beside the tensors
@@ -60,35 +56,13 @@ def _stored(manifest: Manifest) -> _Stored:
         datasets = {name: dict(one) for name, one in found["datasets"].items()}
         for one in datasets.values():
             of_records(one.get("samples", []))
-        objects = {name: dict(one) for name, one in found["objects"].items()}
+        objects = {name: states.described(one) for name, one in found["objects"].items()}
         return _Stored(int(found["world"]), data, datasets, objects)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise StorageError(f"{manifest.name} does not have the values of a {KIND}: {error!r}") from error
 
 
 # ---------------------------------------------------------------- finding
-
-
-def begin_anew(storage: Storage, epoch: int) -> None:
-    """From now on only checkpoints of writers from `epoch` on count."""
-    if checkpoint.found(storage):
-        storage.put(BEGUN_FILE, [memoryview(json.dumps({"epoch": epoch}).encode())])
-
-
-def _begun(storage: Storage) -> int:
-    if storage.size(BEGUN_FILE) is None:
-        return 0
-    with suppress(ValueError, RecursionError):
-        match json.loads(storage.view(BEGUN_FILE).to_pybytes()):
-            case {"epoch": int(epoch)}:
-                return epoch
-    raise StorageError(f"{storage.uri}/{BEGUN_FILE} is damaged: remove it to go on from the newest checkpoint")
-
-
-def counting(storage: Storage) -> list[Name]:
-    """The complete checkpoints that count, newest first."""
-    begun = _begun(storage)
-    return [found.name for found in checkpoint.found(storage) if found.complete and found.name.epoch >= begun]
 
 
 def read(storage: Storage, name: str) -> Content:

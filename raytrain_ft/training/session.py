@@ -25,7 +25,7 @@ import torch
 from raytrain_ft.errors import ConfigError, FTError, NoCheckpointError, StorageError
 from raytrain_ft.policy.sampling import Position
 from raytrain_ft.policy.tuner import Tuner
-from raytrain_ft.storage import checkpoint, lock
+from raytrain_ft.storage import checkpoint, lock, selection
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.filesystem import Storage
 from raytrain_ft.training import objects as states
@@ -138,9 +138,9 @@ class Session:
 
         def choose() -> list[str]:
             if resume == "never":
-                resuming.begin_anew(self.storage, epoch)
+                selection.begin_anew(self.storage, epoch)
                 return []
-            names = [str(name) for name in resuming.counting(self.storage)]
+            names = [str(name) for name in selection.counting(self.storage)]
             if not names and resume == "require":
                 raise NoCheckpointError(f'{self.storage.uri} holds no checkpoint, and resume="require"')
             return names

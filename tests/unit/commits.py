@@ -9,7 +9,7 @@ from typing import Any
 
 from raytrain_ft.errors import StorageError
 from raytrain_ft.places import Place
-from raytrain_ft.storage import checkpoint, lock, persister
+from raytrain_ft.storage import checkpoint, lock, persister, selection
 from raytrain_ft.storage.filesystem import LocalStorage, Storage, open_storage
 from raytrain_ft.storage.job import Job
 from raytrain_ft.storage.lock import Owner
@@ -66,7 +66,7 @@ def newest(storage: Storage, warnings: list[str] | None = None) -> int | None:
         AssertionError: it is a mix of two steps, or not whole.
     """
     told = [] if warnings is None else warnings
-    for manifest in checkpoint.select(storage, told.append):
+    for manifest in selection.select(storage, told.append):
         try:
             content = checkpoint.read(storage, manifest)
         except StorageError as error:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from raytrain_ft.errors import StorageError
 from raytrain_ft.places import Place
-from raytrain_ft.storage import checkpoint
+from raytrain_ft.storage import checkpoint, selection
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.filesystem import LocalStorage, Storage, open_storage
 from raytrain_ft.storage.job import Job
@@ -73,7 +73,7 @@ def parts_of(file: bytes) -> list[Part]:
 
 def newest(storage: Storage, warnings: list[str]) -> Content | None:
     """The newest checkpoint that can be read whole, as every reader chooses it."""
-    for manifest in checkpoint.select(storage, warnings.append):
+    for manifest in selection.select(storage, warnings.append):
         try:
             return checkpoint.read(storage, manifest)
         except StorageError as error:

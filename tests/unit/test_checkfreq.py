@@ -34,7 +34,7 @@ import raytrain_ft.checkfreq as checkfreq
 from raytrain_ft.errors import ConfigError, FTError, LockedError, MismatchError, NoCheckpointError, StorageError
 from raytrain_ft.policy.sampling import Position, Sampling, next_batch, order, share
 from raytrain_ft.result import load_model
-from raytrain_ft.storage import tree
+from raytrain_ft.storage import selection, tree
 from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.storage.tree import flatten
 from raytrain_ft.training import checkpointer, resume, snapshot
@@ -690,7 +690,7 @@ def test_a_run_that_began_anew_hands_no_checkpoint_of_the_one_before_to_ray(run_
     "content", [b"", b"{", b"[" * 100_000, b'{"epoch": 1e999}', b'{"epoch": "2"}', b'{"epoch": 2.5}', b"{}", b"[2]", b"\xff"]
 )
 def test_a_damaged_note_of_a_new_beginning_is_a_typed_error(run_directory: Path, content: bytes) -> None:
-    (run_directory / "checkpoints" / resume.BEGUN_FILE).write_bytes(content)
+    (run_directory / "checkpoints" / selection.BEGUN_FILE).write_bytes(content)
     with pytest.raises(StorageError, match=r"begun\.json is damaged: remove it"):
         checkfreq.open(run_directory, **Setup().objects)
 
@@ -1161,7 +1161,7 @@ def test_what_another_rank_finds_damaged_is_passed_over_on_all(run_directory: Pa
     others: list[FTError] = [StorageError("rank 1: shard-00000-of-00001.arrow is damaged")]
     ranks: Any = SimpleNamespace(failures=lambda error: [others.pop()] if others else [])
     storage = open_storage(str(run_directory / "checkpoints"))
-    names = [str(name) for name in resume.counting(storage)]
+    names = [str(name) for name in selection.counting(storage)]
     session = Session(ranks, storage, Journal(None), {}, {}, cast(Any, None))
     assert session._newest(names).manifest.step == 10
     assert "step-000000012-e1-i1 is passed over: rank 1: shard" in caplog.text

@@ -11,6 +11,7 @@ import pytest
 import torch
 import xxhash
 from click.testing import CliRunner, Result
+from disks import small_file_system
 from safetensors import safe_open
 from safetensors.torch import load_file
 from store import own, save
@@ -237,6 +238,17 @@ def test_clear_errors(tmp_path: Path, run_directory: Path) -> None:
     manifest.write_text(json.dumps(fields | {"step": 4}))
     assert "damaged" in call("list", run_directory).output
     assert call("verify", run_directory).exit_code == 1
-    result = call("export", run_directory, tmp_path / "missing" / "file", "--name", "2")
-    assert result.exit_code == 1
-    assert "Traceback" not in result.output
+    for kind in ("safetensors", "torch"):
+        result = call("export", run_directory, tmp_path / "missing" / "file", "--name", "2", "--format", kind)
+        assert isinstance(result.exception, SystemExit), "an error that nobody caught would be a traceback"
+        assert f"{tmp_path / 'missing'} is no directory: make it first" in result.output
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+def test_a_disk_that_is_full(tmp_path: Path, run_directory: Path, kind: str) -> None:
+    with small_file_system(tmp_path / "disk", "4K") as disk:
+        (disk / "mine").write_bytes(bytes(4096))
+        result = call("export", run_directory, disk / "file", "--name", "2", "--format", kind)
+        assert isinstance(result.exception, SystemExit), "an error that nobody caught would be a traceback"
+        assert "No space left" in result.output
+        assert [path.name for path in disk.iterdir()] == ["mine"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import random
+import struct
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,38 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     assert values == {"step": 3}
     assert {name: (t.dtype, t.shape) for name, t in found.items()} == {name: (t.dtype, t.shape) for name, t in tensors.items()}
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_damaged_file_is_told_and_never_followed(tmp_path: Path) -> None:
+    """What lies in it says where to read. Each bit of it may be another; what is not noticed changes no tensor."""
+    tensors = {"layer.weight": torch.randn(3, 4), "layer.bias": torch.randn(3)}
+    write_tensors(path := tmp_path / "final.arrow", tensors, {"step": 3})
+    whole, chosen, noticed = path.read_bytes(), random.Random(0), 0
+    for number in chosen.sample(range(8 * len(whole)), 2000):
+        damaged = bytearray(whole)
+        damaged[number // 8] ^= 1 << number % 8
+        path.write_bytes(damaged)
+        try:
+            found, _ = read_tensors(path)
+        except StorageError:
+            noticed += 1
+        else:
+            assert all(torch.equal(tensor, tensors[name]) for name, tensor in found.items() if name in tensors)
+    assert noticed > 200
+    for size in range(0, len(whole), 7):
+        path.write_bytes(whole[:size])
+        with pytest.raises(StorageError, match=r"final\.arrow"):
+            read_tensors(path)
+
+
+@pytest.mark.parametrize("offset", [-5, 2**20, 2**30, 2**40])
+def test_an_offset_that_lies_is_not_followed(tmp_path: Path, offset: int) -> None:
+    write_tensors(path := tmp_path / "final.arrow", {"a": torch.randn(777)}, {})
+    whole, true = path.read_bytes(), struct.pack("<qq", 0, 4 * 777)
+    assert whole.count(true) >= 1
+    path.write_bytes(whole.replace(true, struct.pack("<qq", 0, offset)))
+    with pytest.raises(StorageError, match=r"final\.arrow"):
+        read_tensors(path)
 
 
 def test_a_disk_that_is_full_is_told_and_given_back(tmp_path: Path) -> None:

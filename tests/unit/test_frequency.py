@@ -233,6 +233,18 @@ def test_slow_steps_are_not_measured_for_long_before_the_first_checkpoint(iterat
     assert simulated.decisions[0].step == first + 1
 
 
+def test_a_resize_while_a_checkpoint_is_told_to_be_durable() -> None:
+    """That is two things that another thread notes, one after the other; the resize forgets the first before the second."""
+    simulated = machine()
+    simulated.run(100)
+    tuner = simulated.tuner
+    assert tuner.profile is not None
+    tuner.disturbed(100, resized=True)
+    tuner._stretch.costs.append(Costs(copy=0.5, persist=3.0, stall=0.0))
+    simulated.run(100)
+    assert simulated.taken[-1] > 100
+
+
 @pytest.mark.parametrize(("fixed", "recalled"), [(None, 0), (7, 0), (None, 7)])
 def test_what_is_measured_while_checkpoints_fail_is_bounded(fixed: int | None, recalled: int) -> None:
     simulated = Machine(Tuner(budget=0.05, window=50, fixed=fixed), copy=0.1, persist=0.2, broken=True)

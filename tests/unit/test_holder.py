@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -88,3 +89,23 @@ def test_a_cancelled_snapshot_is_not_over_before_its_bytes_were_taken(monkeypatc
     assert waiting.result(timeout=5).error == f"{job.name}: the world that was writing it is over"
     memory.reserve(4)[:] = b"next"
     assert brought == [b"ten!"]
+
+
+def test_snapshots_that_broke_off_go_with_the_next_that_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one before that stays, as it is asked for; of one that is newer, the parts are still to come."""
+    monkeypatch.setattr(holder, "ray", SimpleNamespace(put=lambda data: data))
+    kept = holder.Holder(keep=2)
+    about = {"place": Place("here"), "owner": "run", "epoch": 0, "incarnation": 1, "pieces": PIECES}
+
+    async def put(step: int, *numbers: int) -> None:
+        for number in numbers:
+            await kept.put(Job(step=step, number=number, count=2, size=4, timeout_s=5.0, **about), np.zeros(4, np.uint8))
+
+    async def live() -> None:
+        await put(5, 1, 0)
+        await put(10, 1)  # worker 0 is lost
+        await put(20, 1)
+        await put(15, 1, 0)  # after going back
+
+    asyncio.run(live())
+    assert sorted(name.step for name in kept._snapshots) == [5, 15, 20]

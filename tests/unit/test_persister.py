@@ -22,7 +22,7 @@ from store import save, state, two_checkpoints
 
 from raytrain_ft.errors import LockedError, StorageError
 from raytrain_ft.places import Place
-from raytrain_ft.storage import checkpoint, lock
+from raytrain_ft.storage import checkpoint, lock, selection
 from raytrain_ft.storage import persister as persisters
 from raytrain_ft.storage.filesystem import LocalStorage, open_storage
 from raytrain_ft.storage.job import Job, Outcome
@@ -199,7 +199,7 @@ def test_pieces_that_were_told_before_need_not_be_told_again(tmp_path: Path) -> 
                 lost = True
             outcome = persister.submit(Job(step=step, number=0, count=1, pieces=pieces, **about)).result(timeout=60)
             assert outcome.error is None
-            content = checkpoint.read(storage, next(checkpoint.select(storage, pytest.fail)))
+            content = checkpoint.read(storage, next(selection.select(storage, pytest.fail)))
             found = b"".join(bytes(part.data) for name in "ab" for part in content.pieces[name])
             assert (content.manifest.step, found) == (step, bytes(memory.reserve(size)))
             assert [len(content.pieces[name][0].data) for name in "ab"] == [size // 2] * 2

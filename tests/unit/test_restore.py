@@ -21,7 +21,7 @@ from raytrain_ft.policy.sampling import Position
 from raytrain_ft.result import load_model
 from raytrain_ft.runtime import library, recovery
 from raytrain_ft.runtime.trainee import Trainee
-from raytrain_ft.storage import checkpoint, shard
+from raytrain_ft.storage import checkpoint, selection, shard
 from raytrain_ft.storage.arrow import write_tensors
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.filesystem import LocalStorage
@@ -55,7 +55,7 @@ def storage(tmp_path: Path) -> LocalStorage:
 
 def mapped(storage: LocalStorage, number: int = 0) -> Content:
     """A checkpoint, counted from the newest, that nobody has verified."""
-    manifests = list(checkpoint.select(storage, pytest.fail))
+    manifests = list(selection.select(storage, pytest.fail))
     return checkpoint.map_shards(storage, manifests[number])
 
 
@@ -441,7 +441,7 @@ def test_a_fence_leaves_a_load_in_its_midst(storage: LocalStorage) -> None:
     """A checkpoint may take minutes to read, and a worker that does not leave its step in time is given up."""
     old, here = trained(3), trained(1)
     store(storage, old)
-    manifest = next(checkpoint.select(storage, pytest.fail))
+    manifest = next(selection.select(storage, pytest.fail))
     fence, seen = Fence(1), []
 
     def check() -> None:
@@ -526,7 +526,7 @@ def test_values_that_are_forged_are_damage(storage: LocalStorage, forged: dict[s
 def test_a_number_of_stages_that_is_forged_is_damage(storage: LocalStorage, stages: Any) -> None:
     save(storage.uri, 3, some(), values={"stages": stages})
     with pytest.raises(StorageError, match="stages"):
-        durable.holds(next(checkpoint.select(storage, pytest.fail)), 1)
+        durable.holds(next(selection.select(storage, pytest.fail)), 1)
 
 
 @pytest.mark.parametrize("content", [b"\xff", b"[]", b"{}", b'{"optimizer": 1}'])

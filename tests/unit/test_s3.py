@@ -231,6 +231,15 @@ def test_a_uri_that_cannot_be_used(bad: str) -> None:
         open_storage(bad)
 
 
+def test_a_path_that_pyarrow_refuses_late_is_told() -> None:
+    """`f"{base}/runs"`, and the base ends with a slash: it is noticed when something is looked for."""
+    storage = open_storage(uri(1, "/runs"))
+    with pytest.raises(StorageError, match="//runs"):
+        storage.size("writer.json")
+    with pytest.raises(StorageError, match="//runs"):
+        storage.names()
+
+
 # ---------------------------------------------------------------- credentials
 
 

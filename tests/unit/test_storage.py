@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import raytrain_ft
 from raytrain_ft.errors import ConfigError, NoCheckpointError, StorageError
 from raytrain_ft.places import Place
-from raytrain_ft.storage import checkpoint, filesystem, lock, manifest, shard
+from raytrain_ft.storage import checkpoint, filesystem, lock, manifest, selection, shard
 from raytrain_ft.storage.durable import sync_directory
 from raytrain_ft.storage.filesystem import LocalStorage, RemoteStorage, Storage, open_storage
 from raytrain_ft.storage.manifest import Manifest, Name, ShardEntry
@@ -399,9 +399,9 @@ def test_checkpoints_that_cannot_be_read_do_not_look_like_none(tmp_path: Path, m
 
     monkeypatch.setattr(LocalStorage, "view", hiccup)
     with pytest.raises(NoCheckpointError, match=r"step-000000020.*timed out.*step-000000010"):
-        list(checkpoint.select(storage, passed.append))
+        list(selection.select(storage, passed.append))
     monkeypatch.setattr(LocalStorage, "view", view)
-    assert len(passed) == len(list(checkpoint.select(storage, pytest.fail))) == 2
+    assert len(passed) == len(list(selection.select(storage, pytest.fail))) == 2
 
 
 def test_retention_counts_what_was_written_last(tmp_path: Path) -> None:

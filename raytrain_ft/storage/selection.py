@@ -1,0 +1,71 @@
+"""Which of the checkpoints in a directory a run may go on from.
+
+A run that was told to begin anew where there were some leaves a note: from then on only checkpoints of its own epoch and later
+ones count, also in the launches after it, which no longer say so. Those of before lie there until new ones take their place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+from raytrain_ft.errors import NoCheckpointError, StorageError
+from raytrain_ft.storage import checkpoint
+from raytrain_ft.storage.filesystem import Storage
+from raytrain_ft.storage.manifest import Manifest, Name
+
+BEGUN_FILE = "begun.json"
+"""Says from which writer's epoch on checkpoints count."""
+MOST_REASONS = 4
+"""Checkpoints that cannot be read of which an error says why: the newest."""
+
+
+def begin_anew(storage: Storage, epoch: int) -> None:
+    """From now on only checkpoints of writers from `epoch` on count."""
+    if checkpoint.found(storage):
+        storage.put(BEGUN_FILE, [memoryview(json.dumps({"epoch": epoch}).encode())])
+
+
+def _begun(storage: Storage) -> int:
+    if storage.size(BEGUN_FILE) is None:
+        return 0
+    with suppress(ValueError, RecursionError):
+        match json.loads(storage.view(BEGUN_FILE).to_pybytes()):
+            case {"epoch": int(epoch)}:
+                return epoch
+    raise StorageError(f"{storage.uri}/{BEGUN_FILE} is damaged: remove it to go on from the newest checkpoint")
+
+
+def counting(storage: Storage) -> list[Name]:
+    """The complete checkpoints that count, newest first.
+
+    Raises:
+        StorageError: the note of a new beginning is damaged.
+    """
+    begun = _begun(storage)
+    return [found.name for found in checkpoint.found(storage) if found.complete and found.name.epoch >= begun]
+
+
+def select(storage: Storage, warn: Callable[[str], None]) -> Iterator[Manifest]:
+    """Manifests of those, newest first.
+
+    Args:
+        warn: is told of each one that is passed over because it is damaged.
+
+    Raises:
+        NoCheckpointError: there are some, and no manifest can be read: to whoever reads this, that must not look like none.
+        StorageError: the note of a new beginning is damaged.
+    """
+    passed, readable = [], False
+    for name in counting(storage):
+        try:
+            manifest = checkpoint.read_manifest(storage, name)
+        except StorageError as error:
+            passed.append(f"checkpoint {name} is passed over: {error}")
+            warn(passed[-1])
+        else:
+            readable = True
+            yield manifest
+    if passed and not readable:
+        raise NoCheckpointError(f"{storage.uri}: no checkpoint can be read; " + "; ".join(passed[:MOST_REASONS]))
