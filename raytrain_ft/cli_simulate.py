@@ -184,6 +184,7 @@ def _study(
             swept.append(sweep_mtbf(job, strategies, failures, times, seeds, done))
     for sweep in swept:
         console.print(views.sweep_table(sweep))
+    output.write(json_path, views.as_json(job, summaries, swept, **more))
     if plots is not None:
         with output.told(plots):
             plots.mkdir(parents=True, exist_ok=True)
@@ -191,7 +192,6 @@ def _study(
             for sweep in swept:
                 views.plot_sweep(job, sweep, plots / f"{sweep.variable.removesuffix('_s')}.png")
         console.print(f"plots are in {plots}", markup=False)
-    output.write(json_path, views.as_json(job, summaries, swept, **more))
 
 
 def _times_between(job: Job, failures: Failures) -> list[float]:

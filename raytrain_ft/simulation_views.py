@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from raytrain_ft.simulate.model import Job
@@ -39,10 +40,10 @@ def in_time(seconds: float) -> str:
 def table(job: Job, summaries: Sequence[Summary]) -> Table:
     """One column per strategy: means over its runs."""
     title = f"{job.name}: {job.steps:,} steps, {in_time(job.useful_s)} without failures and without saving"
-    shown = Table(title=title, title_justify="left")
+    shown = Table(title=escape(title), title_justify="left")
     shown.add_column("")
     for one in summaries:
-        shown.add_column(one.strategy, justify="right")
+        shown.add_column(escape(one.strategy), justify="right")
     rows = {
         "saves every": [f"{one.interval:,} steps" if one.interval else "never" for one in summaries],
         "time to finish": [in_time(one.seconds) for one in summaries],
@@ -79,7 +80,7 @@ def sweep_table(sweep: Sweep) -> Table:
     shown = Table(title=f"time to finish by {what}")
     shown.add_column("saves every" if by_interval else "failure every", justify="right")
     for name in sweep.summaries:
-        shown.add_column(name, justify="right")
+        shown.add_column(escape(name), justify="right")
     best = {name: sweep.best(name)[0] for name in sweep.summaries}
     for number, point in enumerate(sweep.points):
         cells = [f"{point:,.0f} steps" if by_interval else in_time(point)]
@@ -129,11 +130,14 @@ def plot_sweep(job: Job, sweep: Sweep, path: Path) -> None:
     axes = figure.subplots()
     by_interval = sweep.variable == "interval"
     xs = sweep.points if by_interval else [point / HOUR for point in sweep.points]
+    lasted = [s.seconds for summaries in sweep.summaries.values() for s in summaries if s.finished]
+    is_log = min(lasted, default=0.0) > job.useful_s  # a step that is skipped costs nothing, and may be more than all else
     for number, (name, summaries) in enumerate(sweep.summaries.items()):
         known = [(x, s) for x, s in zip(xs, summaries, strict=True) if s.finished]
         beyond = [(s.seconds - job.useful_s) / HOUR for _, s in known]
         widths = [0.0 if math.isnan(s.ci_s) else s.ci_s / HOUR for _, s in known]
-        below = [min(width, 0.9 * value) for width, value in zip(widths, beyond, strict=True)]  # the axis has no zero
+        # a logarithmic axis has no zero
+        below = [min(width, 0.9 * value) if is_log else width for width, value in zip(widths, beyond, strict=True)]
         axes.errorbar(
             [x for x, _ in known],
             beyond,
@@ -146,7 +150,7 @@ def plot_sweep(job: Job, sweep: Sweep, path: Path) -> None:
             capsize=2,
         )
     axes.set_xscale("log")
-    axes.set_yscale("log")
+    axes.set_yscale("log" if is_log else "linear")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     xlabel = "steps between two times that the state is saved" if by_interval else "hours between failures of the cluster"

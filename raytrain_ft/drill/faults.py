@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import ray.cloudpickle
@@ -126,7 +127,7 @@ def casualties(who: Who, workers: int) -> int:
     """How many of so many workers are struck where a number or a share is given; never more than there are."""
     if who.survivors is not None:
         return max(0, workers - who.survivors)
-    return min(workers, who.count if who.count is not None else math.ceil((who.share or 0) * workers))
+    return min(workers, who.count if who.count is not None else math.ceil(Fraction(str(who.share or 0)) * workers))
 
 
 def _fault(scenario: Scenario, task: TrainTask, event: Event, rank: int | None, together: int) -> FailAt:

@@ -179,6 +179,8 @@ def strategy_of(scenario: Scenario, job: Job) -> Strategy:
         every = Strategy(kind="checkpoint").interval(job)
     if scenario.strategy == "replication":
         every = None
+    elif kind == "logging" and every is None:
+        every = job.steps  # never: it replays from the beginning
     stated: dict[str, Any] = {name: getattr(scenario, name) for name in ("quorum", "lost_samples", "replacement", "update")}
     return Strategy(kind=kind, every=every, **stated)  # pyright: ignore[reportArgumentType]
 

@@ -63,14 +63,14 @@ def worth_finishing(survivors: Iterable[Marks], gone: Sequence[int], size: int, 
         return None
     step, (start, stop) = found
     lost = sum(len(share(GlobalBatch(0, start, stop), rank, size)) for rank in gone)
-    return step if 1 - lost / (stop - start) >= quorum else None
+    return step if (stop - start - lost) / (stop - start) >= quorum else None  # one division: 0.2 of 5 is exactly 1
 
 
 def _finish(plan: Plan, survivors: Sequence[Marks], shares: Sequence[Share], quorum: float) -> Plan:
     step = plan.step
     start, stop = shares[0].batch
     lost = complement(shares[0].batch, [share.mine for share in shares])
-    left = 1 - samples_in(lost) / (stop - start)
+    left = (stop - start - samples_in(lost)) / (stop - start)
     all_began = len(shares) == len(survivors)
     if all_began and (left < quorum or left <= 0):  # first: survivors may have left their gradients for it (`worth_finishing`)
         return replace(plan, reason=f"{plan.reason}, because {left:.0%} of its batch are left and the quorum is {quorum:.0%}")

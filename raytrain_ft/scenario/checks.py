@@ -37,10 +37,11 @@ def problems(scenario: Scenario) -> Iterator[Problem]:
     """Everything that cannot be."""
     yield from _of_the_job(scenario)
     yield from _of_events(scenario)
-    yield from _of_costs(scenario.assumed.costs if scenario.assumed is not None else {})
+    if scenario.assumed is not None:
+        yield from _of_costs(scenario.assumed.costs, scenario.assumed.step_s)
 
 
-def _of_costs(costs: Mapping[str, float]) -> Iterator[Problem]:
+def _of_costs(costs: Mapping[str, float], step_s: float) -> Iterator[Problem]:
     """What the simulator would refuse."""
     names = tuple(Costs.__dataclass_fields__)
     for name, value in costs.items():
@@ -52,6 +53,9 @@ def _of_costs(costs: Mapping[str, float]) -> Iterator[Problem]:
             Costs(**{name: value})
         except ConfigError as error:
             yield place, value, str(error)
+            continue
+        if name == "update_s" and value >= step_s:
+            yield place, value, f"an update is part of a step: use less than step_s, which is {step_s:g}"
 
 
 def _of_the_job(scenario: Scenario) -> Iterator[Problem]:

@@ -215,7 +215,10 @@ def _strategy(records: Records, recoveries: Records, details: dict[str, Any]) ->
     helped = [int(number) for r in recoveries for number in HELPED.findall(r["reason"])]
     workers = max(helped, default=1)
     said: dict[str, Any] = {name: details[name] for name in ("replacement", "update") if name in details}
-    return Strategy(kind=found[0], every=_interval(records), replay_workers=workers, label=found[0], **said)
+    every = _interval(records)
+    if found[0] == "logging" and every is None:
+        every = details["max_steps"]  # never: it replayed from the beginning
+    return Strategy(kind=found[0], every=every, replay_workers=workers, label=found[0], **said)
 
 
 def _interval(records: Records) -> int | None:

@@ -6,6 +6,7 @@ Between failures, training is a closed form (`pace`), so a run costs as much as 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, State
 from raytrain_ft.policy.strategy import weakest
 from raytrain_ft.simulate.crew import Crew
-from raytrain_ft.simulate.failures import Failure, Failures
+from raytrain_ft.simulate.failures import Failure, Failures, unheeded
 from raytrain_ft.simulate.ledger import Ledger
 from raytrain_ft.simulate.model import Job
 from raytrain_ft.simulate.nodes import Nodes
@@ -55,7 +56,7 @@ def simulate(job: Job, strategy: Strategy, failures: Failures, *, seed: int = 0,
     strategy.check(job)
     drawn = failures.draw(job, np.random.default_rng([seed, 0]))
     if strategy.kind in HEEDLESS:
-        drawn = (failure.unheeded(job) for failure in drawn)
+        drawn = unheeded(drawn, job)
     if strategy.kind == "torchft":
         return simulate_torchft(job, strategy, drawn, seed)
     return Simulation(job, strategy, drawn, seed, watch).run()
@@ -139,7 +140,7 @@ class Simulation:
             reason,
             recoveries=len(recoveries),
             guarantee=str(weakest(*(recovery.guarantee for recovery in self.state.recoveries))),
-            strategies={kind: sum(r.strategy == kind for r in recoveries) for kind in {str(r.strategy) for r in recoveries}},
+            strategies=dict(Counter(str(recovery.strategy) for recovery in recoveries)),
         )
 
     # ---------------------------------------------------------------- time

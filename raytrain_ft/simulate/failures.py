@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
@@ -62,6 +62,26 @@ class Failure:
         if self.step is not None:
             later = {"step": self.step + self.notice_s / job.step_s}
         return replace(self, **later, notice_s=0.0, back_s=max(0.0, self.back_s - self.notice_s))
+
+
+def unheeded(failures: Iterable[Failure], job: Job) -> Iterator[Failure]:
+    """What failures are to those who do nothing upon a notice, in order of time: one that was told of early comes after others
+    that were not."""
+    waiting: list[tuple[float, int, Failure]] = []
+    for number, failure in enumerate(failures):
+        while waiting and waiting[0][0] <= _when(failure):
+            yield heapq.heappop(waiting)[2]
+        later = failure.unheeded(job)
+        heapq.heappush(waiting, (_when(later), number, later))
+    while waiting:
+        yield heapq.heappop(waiting)[2]
+
+
+def _when(failure: Failure) -> float:
+    """All failures of a source are at a time, or all at a step."""
+    when = failure.step if failure.at is None else failure.at
+    assert when is not None
+    return when
 
 
 class Failures(Protocol):
@@ -256,7 +276,10 @@ class SpotTrace:
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
-        rows = list(csv.reader(text.splitlines()))
+        try:
+            rows = list(csv.reader(text.splitlines()))
+        except csv.Error as error:
+            raise ConfigError(f"{path} cannot be read: {error}. A quote without its counterpart?") from error
         if not rows or [cell.strip() for cell in rows[0]] != ["seconds", "change"]:
             raise ConfigError(f"{path}, line 1: {','.join(rows[0]) if rows else ''!r}: the first line is seconds,change")
         failures, lines = [], []
@@ -266,8 +289,8 @@ class SpotTrace:
             lines.append(f"{path}, line {number}")
             failures.append(_of_row(row, lines[-1]))
         _check_order(failures, lines)
-        possible = checks.is_number(cycle) and math.isfinite(cycle) and failures and cycle > (failures[-1].at or 0.0)
-        if cycle and not possible:
+        is_number = checks.is_number(cycle) and math.isfinite(cycle)
+        if not is_number or (cycle and not (failures and cycle > (failures[-1].at or 0.0))):
             raise ConfigError(f"SpotTrace(cycle={cycle!r}): use seconds beyond the last line of {path}")
         return cls(tuple(failures), tuple(lines), cycle)
 
@@ -353,9 +376,7 @@ def _check_order(failures: Sequence[Failure], lines: Sequence[str]) -> None:
     for before, failure, line in zip(failures, failures[1:], lines[1:], strict=False):
         if (before.at is None) != (failure.at is None):
             raise ConfigError(f"{line}: {failure}: all failures of a list are at a time, or all at a step")
-        earlier, later = (before.at, failure.at) if before.at is not None else (before.step, failure.step)
-        assert earlier is not None
-        assert later is not None
+        earlier, later = _when(before), _when(failure)
         if later < earlier:
             raise ConfigError(f"{line}: {later:g} comes after {earlier:g}: lines are in order of time")
 

@@ -45,7 +45,7 @@ PIPELINED = frozenset({"checkfreq", "checkpoint", "replication", "logging", "los
 
 def fits(kind: Kind, job: Job) -> bool:
     """Stages cannot go on without one of them, and only what crosses between stages is logged."""
-    return kind not in forward.STRATEGIES if job.stages > 1 else kind != "logging"
+    return kind not in (*forward.STRATEGIES, "torchft") if job.stages > 1 else kind != "logging"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,7 +135,7 @@ def _falling(outcomes: Iterable[Outcome], case: Callable[[Outcome], tuple[object
     found: dict[tuple[object, ...], list[float]] = {}
     for outcome in outcomes:
         found.setdefault(case(outcome), []).append(outcome.distance)
-    return count(all(b < a for a, b in pairwise(values)) for values in found.values())
+    return count(all(b < a for a, b in pairwise(values)) for values in found.values() if len(values) > 1)
 
 
 def lower_loss(outcomes: Iterable[Outcome]) -> Count:

@@ -53,6 +53,35 @@ def test_a_file_is_simulated(file: Path, tmp_path: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in plots.iterdir())
 
 
+def test_what_takes_less_than_the_undisturbed_steps_is_plotted_too(file: Path, tmp_path: Path) -> None:
+    """A step that is skipped costs nothing."""
+    file.write_text(FILE.replace("step_s: 1.0", "step_s: 60.0").replace("{kind: replication}", "{kind: skip}"))
+    out, plots = tmp_path / "out.json", tmp_path / "plots"
+    result = invoke(file, "--strategy", "skip", "--seeds", 3, "--sweep", "mtbf", "--plots", plots, "--json", out)
+    assert (result.exit_code, result.exception) == (0, None), result.output
+    assert (plots / "mtbf.png").read_bytes().startswith(b"\x89PNG")
+    (sweep,) = json.loads(out.read_text())["sweeps"]
+    assert min(point["seconds"] for point in sweep["strategies"]["skip"]) < 5000 * 60.0, "else this shows nothing"
+
+
+def test_names_are_printed_as_they_are(file: Path) -> None:
+    file.write_text(
+        FILE.replace("name: small", "name: 'bert [/data]'").replace("{kind: repl", "{label: 'ours [a100]', kind: repl")
+    )
+    result = invoke(file, "--seeds", 2)
+    assert (result.exit_code, result.exception) == (0, None)
+    assert "bert [/data]" in result.output
+    assert "ours [a100]" in result.output
+
+
+def test_a_trace_with_half_a_quote_is_told(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text('seconds,change\n5,"' + "-1\n" * 100_000)
+    file.write_text(FILE.replace("kind: weibull, mtbf_s: 1e3, shape: 0.8", "kind: trace, path: t.csv"))
+    result = invoke(file)
+    assert isinstance(result.exception, SystemExit)
+    assert "t.csv cannot be read" in result.output
+
+
 @pytest.mark.parametrize(
     ("failures", "mean_s"),
     [("exponential, mtbf_s: 2000", 2000), ("weibull, mtbf_s: 2000, per: node", 500), ("uniform, number: 5", 1000)],
@@ -165,6 +194,11 @@ def test_json_is_yaml_too(file: Path, tmp_path: Path) -> None:
             "kind: weibull, mtbf_s: 1e3, shape: 0.8",
             "kind: trace, path: t.csv, cycle: .inf",
             "line 14: SpotTrace(cycle=inf): use",
+        ),
+        (
+            "kind: weibull, mtbf_s: 1e3, shape: 0.8",
+            "kind: trace, path: t.csv, cycle: ",
+            "line 14: SpotTrace(cycle=None): use",
         ),
         ("kind: weibull", "kind: sometimes", "line 14: kind='sometimes': failures are of a kind: exponential, weibull"),
         ("shape: 0.8", "together: 1", "line 14: Weibull(together=1): use a list of probabilities"),

@@ -49,6 +49,18 @@ def test_lossy_with_wait_free_updates_takes_the_state_where_the_gradient_was_use
     assert plan.undo == ()
 
 
+@pytest.mark.parametrize("of", [2, 4, 8, 16, 32])
+def test_a_quorum_that_is_just_met_is_met(of: int) -> None:
+    """Whatever the sums round to: BATCH has 32 samples."""
+    for left in range(1, of):
+        survivors = [survivor(rank, (5,), (None,), of=of) for rank in range(left)]
+        assert plan_of(survivors, "lossy", left / of).completes, (left, of)
+    five = [Marks("w0", 5, (5,), (None,), share=Share(5, (0, 5), (0, 1), True))]
+    assert plan_of(five, "lossy", 0.2).completes
+    assert not plan_of(five, "lossy", 0.21).completes
+    assert worth_finishing(five, range(1, 5), 5, 0.2) == 5
+
+
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("quorum", [0.6, 1.0])
 def test_fewer_samples_than_the_quorum_are_redone(quorum: float, whole: bool) -> None:

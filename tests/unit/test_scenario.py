@@ -106,6 +106,12 @@ BAD = {
     "a name that is a path": (HEAD.replace("test", "../up") + "  []\n", 1, "'../up'", "pattern"),
     "a truth value": (HEAD.replace("steps: 50", "steps: yes") + "  []\n", 3, "True", "valid integer"),
     "a cost that there is not": (HEAD + "  []\nassumed: {step_s: 1, costs: {lunch_s: 3}}\n", 9, "3", "no such cost"),
+    "an update longer than a step": (
+        HEAD + "  []\nassumed:\n  step_s: 1\n  costs:\n    update_s: 2\n",
+        12,
+        "2",
+        "use less than step_s, which is 1",
+    ),
     "a cost that cannot be": (HEAD + "  []\nassumed:\n  step_s: 1\n  costs:\n    bandwidth: 0\n", 12, "0", "greater than 0"),
     "a field twice": (HEAD + "  []\nsteps: 3\n", 9, "steps", "twice"),
     "a reference": ("name: &n test\nabout: *n\n", 2, "n", "not supported"),

@@ -346,6 +346,18 @@ def test_who_does_nothing_upon_a_notice_loses_the_node_at_its_deadline(kind: str
         assert once(kind, Listed((one,)), every=10) == once(kind, Listed((other,)), every=10)
 
 
+@pytest.mark.parametrize("kind", ["global_checkpoint", "checkfreq", "torchft"])
+def test_what_was_told_of_early_holds_up_no_loss_before_it(kind: str) -> None:
+    by_time = [Failure(at=27.0, lost=1, notice_s=30.0), Failure(at=33.5, lost=1)], [(33.5, 0.0), (57.0, 0.0)]
+    by_step = [Failure(step=27.0, lost=1, notice_s=30.0), Failure(step=33.5, lost=1)], [(33.5, 0.0), (57.0, 0.0)]
+    for told, struck in (by_time, by_step):
+        name = "step" if told[0].at is None else "at"
+        plain = [Failure(**{name: when}, lost=1, notice_s=notice) for when, notice in struck]
+        found = once(kind, Listed(tuple(told)), every=10)
+        assert found == once(kind, Listed(tuple(plain)), every=10)
+        assert found.failures == 2
+
+
 # ---------------------------------------------------------------- slow workers
 
 
@@ -524,6 +536,7 @@ def test_troubled_runs_go_everywhere() -> None:
         (lambda: once("lossy", Listed(), PIPELINE), r"kind=\"lossy\"\) does not go with Job\(stages=2\)"),
         (lambda: once("rollback", Listed(), PIPELINE), "does not go with"),
         (lambda: once("skip", Listed(), PIPELINE), "does not go with"),
+        (lambda: once("torchft", Listed(), PIPELINE), "does not go with"),
         (lambda: once("replication", Listed(), PIPELINE, update="wait_free"), "stages update when all have finished"),
         (lambda: Failure(lost=1), "either the time"),
         (lambda: Failure(at=1.0, back=1, back_s=-1.0), r"back_s=-1.0\): use a finite number that is not negative"),
