@@ -34,8 +34,12 @@ def find(run: RunState) -> None:
 
 
 def _struck(run: RunState) -> frozenset[int]:
-    """Stages that lost a worker since all trained, and with it what that had logged and not written."""
-    return frozenset(stage_of(run.world.index(member), run.rules.stages) for member in run.casualties())
+    """Stages of which somebody who came together with the others last holds nothing now. Lost with it is what it had logged and
+    not written; or it was still to log all of that again. What is missing of those before is known (`LogCover.torn`), or was
+    replayed since."""
+    left = run.recoveries[-1].left
+    gone = [rank for rank, member in enumerate(run.seated) if member not in run.survivors and member not in left]
+    return frozenset(stage_of(rank, run.rules.stages) for rank in gone)
 
 
 def _join_torn_ones(run: RunState, torn: frozenset[int]) -> None:
@@ -83,8 +87,9 @@ def log_from_now_on(run: RunState) -> None:
     if not goes_on:  # else a boundary within a node is logged further: the log stays as it is
         added, run.log.boundaries = boundaries - run.log.boundaries, boundaries
     if run.plan is not None and (goes_on or run.replaying):
+        gone = {stage_of(run.world.index(member), rules.stages) for member in run.casualties()}
         beside = {stage for boundary in added for stage in (boundary, boundary + 1)}  # what crossed them before is not there
-        run.log.goes_on(run.plan.step, (_struck(run) | beside) - run.replaying, run.replaying)
+        run.log.goes_on(run.plan.step, (gone | beside) - run.replaying, run.replaying)
     else:
         run.log.begin(run.plan.step if run.plan is not None else run.step, run.incarnation)
 

@@ -215,6 +215,19 @@ def test_an_unrelated_loss_does_not_disturb_a_replay() -> None:
     assert not waits(2, frozenset(replay.stages), STAGES)
 
 
+def test_who_has_replayed_its_stage_is_read_by_others() -> None:
+    """It has logged all again, also for helpers that lost their own stages meanwhile."""
+    told = Told(replay_workers=3)
+    told.tell(m.WorkerLost, member="w1", cause="killed")
+    told.fence()
+    assert [len(team) for team in told.replay().teams] == [3]
+    told.tell(m.Suspected, incarnation=told.run.incarnation, reason="w0 has lost stage 0", noticed_by="aside")
+    for member in told.run.joining:
+        marks = Marks("w3", 13, (13,), (None,), 1) if member == "w3" else None
+        told.tell(m.Fenced, member=member, incarnation=told.run.incarnation, marks=marks)
+    assert (told.run.replaying, told.run.seeking) == ({0, 2}, False)
+
+
 def test_a_team_that_is_too_slow_is_not_tried_again() -> None:
     told = Told(replay_workers=3)
     told.tell(m.WorkerLost, member="w1", cause="killed")
