@@ -221,8 +221,9 @@ def test_who_has_replayed_its_stage_is_read_by_others() -> None:
     told.tell(m.WorkerLost, member="w1", cause="killed")
     told.fence()
     assert [len(team) for team in told.replay().teams] == [3]
+    world = told.run.joining
     told.tell(m.Suspected, incarnation=told.run.incarnation, reason="w0 has lost stage 0", noticed_by="aside")
-    for member in told.run.joining:
+    for member in world:
         marks = Marks("w3", 13, (13,), (None,), 1) if member == "w3" else None
         told.tell(m.Fenced, member=member, incarnation=told.run.incarnation, marks=marks)
     assert (told.run.replaying, told.run.seeking) == ({0, 2}, False)
