@@ -187,8 +187,8 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost) -> list[m.Comm
         leaving.forget(run, member)
     kills: list[m.Command] = [m.Kill(member) for member in members]
     working = [member for member in members if was[member] in (MemberState.ACTIVE, MemberState.LEAVING)]
+    waiting = [member for member in members if member not in working and run.state == State.REPLACE and member in run.world]
     if not working:
-        waiting = [member for member in members if run.state == State.REPLACE and member in run.world]
         exhausted = _count_lost(run, waiting, preempted, event) if waiting else ""
         if exhausted:
             return kills + run.fail("RetryBudgetError", exhausted)
@@ -204,7 +204,7 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost) -> list[m.Comm
             who = "every worker" if run.rules.stages == 1 else "every worker of a stage"
             why = f"{run.unsaved} times, {who} was lost before the final state was saved"
             return kills + run.fail("NoSurvivorError", f"{why}; last cause: {event.cause}")
-    if exhausted := _count_lost(run, working, preempted, event):
+    if exhausted := _count_lost(run, working + waiting, preempted, event):
         return kills + run.fail("RetryBudgetError", exhausted)
     go_on = phases.take_stock if run.state == State.FENCE else phases.fence
     return kills + go_on(run, event.at)

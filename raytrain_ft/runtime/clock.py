@@ -46,7 +46,7 @@ async def run_for(seconds: float) -> None:
         began, piece = time.monotonic(), min(seconds, SLICE_S)
         await asyncio.sleep(piece)
         late = time.monotonic() - began - piece
-        seconds -= piece
+        seconds -= piece + (late if late <= SLICE_S else 0.0)
     if late > SLICE_S:
         await asyncio.sleep(SLICE_S)
 

@@ -16,12 +16,13 @@ from click.testing import CliRunner
 from raytrain_ft.chaos.hand import Hand
 from raytrain_ft.cli_drill import drill_command
 from raytrain_ft.drill import _predicted, drill
+from raytrain_ft.drill.faults import casualties
 from raytrain_ft.drill.measure import Clock, guilty
 from raytrain_ft.drill.numbers import Spread
 from raytrain_ft.drill.played import Struck
 from raytrain_ft.drill.predict import job_of, predict, rehearse
 from raytrain_ft.errors import ScenarioError
-from raytrain_ft.scenario import Scenario, trainer_parts
+from raytrain_ft.scenario import Scenario, Who, trainer_parts
 from raytrain_ft.scenario.points import STEP_PHASES
 
 SIMULATED = """
@@ -235,6 +236,23 @@ def test_the_simulator_goes_back_to_checkpoints_where_a_run_would(
     assert outcome.reason.startswith("" if goes_back else "NoSurvivorError")
     assert (outcome.finished, outcome.guarantee, outcome.samples_lost) == (goes_back, "exact", 0)
     assert outcome.strategies == {"checkpoint" if goes_back else "replication": 1}
+
+
+def test_a_pipeline_without_checkpoints_replays_from_the_beginning_in_the_simulator_too(tmp_path: Path) -> None:
+    def lost(every: str) -> float:
+        head = SIMULATED.replace("workers: 4", "workers: 4\nstages: 4").replace("every: 50", f"every: {every}")
+        asked = scenario(tmp_path, head + "  - {action: kill_node, who: {rank: 1}, when: {step: 600}}\n")
+        (outcome,) = predict(asked, job_of(asked, None)).outcomes
+        assert (outcome.finished, outcome.strategies) == (True, {"logging": 1})
+        return outcome.seconds - outcome.useful_s
+
+    # A replay has no bubbles: m / (m + p - 1) of a step. The last of these checkpoints is of one step before, or some more.
+    assert lost("null") - lost("10") > 580 * 0.5 / 4
+
+
+@pytest.mark.parametrize(("share", "workers", "struck"), [(0.28, 25, 7), (0.14, 50, 7), (0.07, 100, 7), (0.281, 25, 8)])
+def test_a_share_of_workers_is_not_one_more_by_rounding(share: float, workers: int, struck: int) -> None:
+    assert casualties(Who(share=share), workers) == struck
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.filesystem import LocalStorage
 from raytrain_ft.storage.manifest import Manifest, Name, ShardEntry
 from raytrain_ft.storage.pieces import Pieces
+from raytrain_ft.training import resume
 from raytrain_ft.training.restore import fill, make
 
 NEW = "step-000000020-e1-i1"
@@ -330,6 +331,40 @@ def test_a_damaged_header_never_crashes_and_never_lies_about_memory() -> None:
                 make(content, name)
         except StorageError:
             continue
+
+
+@pytest.mark.parametrize("created", [float("inf"), float("nan"), -1.0, 10**400])
+def test_a_time_that_cannot_be_is_told(created: float) -> None:
+    """Who forges a manifest can give it the right hash."""
+    content = manifest.encode(Manifest(step=1, epoch=1, incarnation=1, shards=[], values={}, created=created))
+    with pytest.raises(StorageError, match="here"):
+        manifest.decode(pa.py_buffer(content), "here")
+
+
+@pytest.mark.parametrize("size", [-1, 10**400])
+def test_a_size_that_cannot_be_is_told(size: int) -> None:
+    content = manifest.encode(Manifest(step=1, epoch=1, incarnation=1, shards=[ShardEntry(size, ["a"])], values={}))
+    with pytest.raises(StorageError, match="here does not describe its shards"):
+        manifest.decode(pa.py_buffer(content), "here")
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"world": float("inf")},
+        {"data": {"loader": [float("inf"), 0]}},
+        {"objects": {"model": {"class": "module", "tensors": [["torch.float32", [3]]]}}},
+        {"objects": {"model": {"class": "module", "tensors": {"w": 3}}}},
+        {"objects": {"optimizer": {"class": "Adam", "groups": [3]}}},
+        {"objects": {"optimizer": {"class": "Adam", "groups": [[["torch.float32", 3]]]}}},
+    ],
+)
+def test_forged_values_of_checkfreq_are_told(forged: dict[str, Any]) -> None:
+    objects = {"model": {"class": "module", "tensors": {"w": ["torch.float32", [3]]}}}
+    values = {"kind": resume.KIND, "world": 1, "data": {}, "datasets": {}, "objects": objects}
+    assert resume._stored(Manifest(step=1, epoch=1, incarnation=1, shards=[], values=values)).objects == objects
+    with pytest.raises(StorageError, match="does not have the values of"):
+        resume._stored(Manifest(step=1, epoch=1, incarnation=1, shards=[], values=values | forged))
 
 
 def test_the_hash_is_of_every_byte_of_a_manifest() -> None:

@@ -420,6 +420,21 @@ def test_the_optimizers_state_is_where_torch_keeps_it(fused: bool) -> None:
     assert at_home(optimizer, p, "decay", 0.1) == 0.1
 
 
+def test_a_counter_is_placed_by_the_flags_that_come_with_it(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the run that loads it are gone by then, and a fused kernel would not find it."""
+    before, here, seen = trained(3), trained(1), []
+    before.optimizer.param_groups[0]["fused"] = True
+    store(storage, before)
+
+    def at_home(optimizer: torch.optim.Optimizer, p: Tensor, key: str, value: Any) -> Any:
+        seen.append(optimizer.param_groups[0]["fused"])
+        return value
+
+    monkeypatch.setattr(durable, "at_home", at_home)
+    durable.restore(here, mapped(storage), DATA)
+    assert set(seen) == {True}
+
+
 def test_a_state_whose_restore_failed_counts_for_nothing_until_another_succeeds(storage: LocalStorage) -> None:
     before, here = trained(3), trained(1)
     store(storage, before)

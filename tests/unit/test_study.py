@@ -282,6 +282,7 @@ def test_trends_are_counted() -> None:
     assert nearer_than_rollback(o for o in known if o.arm.cut == "early") == Count(3, 4)
     assert nearer_with_survivors(known) == Count(2, 4)  # both cuts of the first training; then equal, and the wrong way round
     assert nearer_with_cuts(known) == Count(3, 4)
+    assert nearer_with_survivors(o for o in known if o.arm.survivors in (0, 3)) == Count(0, 0), "one is no trend"
     assert farther_with_cuts(known) == Count(1, 2)
     assert str(farther_with_cuts(known)) == "1 of 2"
 
