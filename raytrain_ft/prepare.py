@@ -365,6 +365,9 @@ def _worker_options(scaling: ScalingConfig, run: RunConfig) -> dict[str, Any]:
     wanted: Any = run.worker_runtime_env
     runtime_env: dict[str, Any] = dict(wanted or {})
     threads = str(max(1, int(options["num_cpus"])))
-    environment = {"OMP_NUM_THREADS": threads, **runtime_env.get("env_vars", {})}
+    environment = {"OMP_NUM_THREADS": threads}
+    if scaling.use_gpu is True:
+        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # else cuBLAS may add up in another order each time
+    environment |= runtime_env.get("env_vars", {})
     options["runtime_env"] = {**runtime_env, "env_vars": environment}
     return options

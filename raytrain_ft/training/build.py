@@ -67,6 +67,8 @@ def build_replica(
         ConfigError: the model has nothing to train, parameters of a kind that cannot be handled, or the dataset is not
             deterministic.
     """
+    if use_gpu:  # before the task builds anything: it may decide otherwise
+        torch.use_deterministic_algorithms(True, warn_only=True)
     model = build_model(task, stage, settings)
     device = torch.device("cuda") if use_gpu else torch.device("cpu")
     model.to(device)

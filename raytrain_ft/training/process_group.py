@@ -12,6 +12,7 @@ This module knows nothing of who decides to fence, or why.
 from __future__ import annotations
 
 import math
+import os
 import re
 import threading
 import time
@@ -44,6 +45,7 @@ class FencedWork(dist.Work):
         self._fence = fence
         self._on_device = on_device
         self._done = threading.Event()
+        self._broken_off = False
         self._future = None if on_device else self._observe()
 
     def _observe(self) -> torch.futures.Future:
@@ -75,7 +77,11 @@ class FencedWork(dist.Work):
         if not self.is_completed():
             return RuntimeError("not finished")
         if self._future is None:
-            return None if self._inner.is_success() else RuntimeError("NCCL gave it up")
+            # Of NCCL's works `is_success` is not implemented. This future has a number once something went wrong, or, some time
+            # after it went well, 0. What `release` broke off looks as if it had come to its end.
+            result = self._inner.get_future_result()
+            broken = self._broken_off or (result.done() and result.value() != 0)
+            return RuntimeError("NCCL gave it up") if broken else None
         try:
             self._future.value()
         except RuntimeError as error:
@@ -105,10 +111,15 @@ class FencedWork(dist.Work):
         while not self.is_completed() and time.monotonic() < deadline:
             self._fence.check()
             time.sleep(DEVICE_POLL_S)
+        self._fence.check()  # it may be complete because it was broken off
 
     def is_completed(self) -> bool:
         # Not `_done`, which the fence sets as well: gloo is then still at work.
         return self._inner.is_completed() if self._future is None else self._future.done()
+
+    def break_off(self) -> None:
+        """It counts as failed from now on, unless it is complete: its group is about to be given back."""
+        self._broken_off = not self.is_completed()
 
     def is_success(self) -> bool:
         return self.succeeded()
@@ -141,7 +152,7 @@ class FencedGroup(dist.ProcessGroup):
         self.fence = fence
         self._rank, self._size = rank, size
         self._on_device = not isinstance(inner, dist.ProcessGroupGloo)
-        self._store = store  # NCCL comes back to it with its first collective
+        self._store = store  # NCCL may come back to it
         self._works: list[FencedWork] = []
         self._buffers = Buffers()
         self._posted = False
@@ -202,6 +213,8 @@ class FencedGroup(dist.ProcessGroup):
     def release(self) -> None:
         """Gives back what the system holds for it. It may not be used any more. What NCCL has under way is broken off."""
         if self._on_device:
+            for work in self._works:
+                work.break_off()
             self.inner.abort()
         self._works = []
         self.inner = self._store = None
@@ -262,9 +275,15 @@ def _register() -> None:
 
 def _connect(store: Store, rank: int, size: int, host: str, use_gpu: bool, timeout: timedelta) -> Any:
     if use_gpu:
+        # torch's watchdog would end this process when a peer dies: here the fence does what is to be done
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = WAIT_DEADLINE  # after that its watchdog ends this process
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+        options._timeout = WAIT_DEADLINE
+        group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+        # Else it comes together with its first collective, where no fence wakes whoever waits for a peer that died, and once
+        # more for each pair that sends and receives.
+        group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+        return group
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     # bound to this node's address alone: gloo's default is whatever the host name resolves to
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]

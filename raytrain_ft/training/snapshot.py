@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from operator import attrgetter
 from typing import Any, Literal
@@ -83,13 +84,13 @@ class Copy:
 
     def _run(self) -> None:
         try:
-            memory = self._memory.reserve(self.size)
             self._ready()
             if self._mode == "gpu" and (clones := _cloned(self.slices)) is not None:
                 self._check_unchanged()
                 self.slices, self._versions = clones, []
                 self.device_seconds = time.monotonic() - self._began
                 self._done.set()
+            memory = self._memory.reserve(self.size)
             if torch.cuda.is_initialized():
                 _pin(self._memory)
             copy_all(self.slices, memory)
@@ -213,6 +214,9 @@ def _pin(memory: SharedMemory) -> None:
     address = torch.frombuffer(memory.view, dtype=torch.uint8).data_ptr()
     pinned = int(runtime.cudaHostRegister(address, len(memory.view), 0)) == 0
     memory.unpin = (lambda: runtime.cudaHostUnregister(address)) if pinned else lambda: None
+    if not pinned:
+        with suppress(RuntimeError):  # the runtime keeps an error until it is asked, and torch asks after each kernel
+            torch.zeros((), device="cuda")
 
 
 def _now_on_device(slices: Sequence[Slice]) -> Callable[[], None]:

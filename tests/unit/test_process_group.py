@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 import weakref
@@ -268,7 +269,9 @@ class OnDevice:
     off what is under way. `wait` would hold the thread up, or the stream."""
 
     def __init__(self) -> None:
-        self.ended = self.sound = self.waited = self.aborted = False
+        self.ended = self.waited = self.aborted = False
+        self.result = torch.futures.Future()
+        self.joined: list[torch.device] = []
 
     def allreduce(self, tensors: list[torch.Tensor]) -> Any:
         return self
@@ -278,11 +281,14 @@ class OnDevice:
         future.set_result(None)
         return future
 
+    def get_future_result(self) -> torch.futures.Future:
+        return self.result
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.joined.append(device)
+
     def is_completed(self) -> bool:
         return self.ended
-
-    def is_success(self) -> bool:
-        return self.sound
 
     def wait(self) -> bool:
         assert self.ended, "the thread waits, where no fence can wake it"
@@ -290,7 +296,7 @@ class OnDevice:
         return True
 
     def abort(self) -> None:
-        self.aborted = True
+        self.ended = self.aborted = True  # the kernel is gone, and what it should have written is not there
 
 
 @pytest.fixture
@@ -300,6 +306,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> OnDevice:
     options = type("Options", (), {})
     made = type("ProcessGroupNCCL", (), {"Options": options, "__new__": lambda *_: inner})
     monkeypatch.setattr(process_group.dist, "ProcessGroupNCCL", made, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")  # torch's own choice: it ends the process
     return inner
 
 
@@ -311,6 +319,8 @@ def on_device() -> FencedGroup:
 def test_on_a_gpu_the_end_of_the_kernel_counts_and_not_the_future(device: OnDevice) -> None:
     group = on_device()
     assert group.inner is device, "use_gpu builds NCCL's group"
+    assert device.joined == [torch.device("cuda", 3)], "it has come together before anything is reduced"
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     work = group.all_reduce(torch.ones(1))  # however small, it is not exchanged
     assert isinstance(work, process_group.FencedWork)
     assert not work.is_completed()
@@ -318,12 +328,20 @@ def test_on_a_gpu_the_end_of_the_kernel_counts_and_not_the_future(device: OnDevi
         work.wait(timedelta(milliseconds=10))
     assert not device.waited
     device.ended = True
-    with pytest.raises(PeerLostError, match="NCCL gave it up"):
-        work.wait()
-    device.sound = True
     assert work.wait()
     assert device.waited, "what is computed next must come after it in the stream"
     assert work.succeeded()
+    device.result.set_result(0)  # this comes later
+    assert work.succeeded()
+
+
+def test_on_a_gpu_what_went_wrong_is_no_result(device: OnDevice) -> None:
+    work = on_device().all_reduce(torch.ones(1))
+    device.ended = True
+    device.result.set_result(1)
+    with pytest.raises(PeerLostError, match="NCCL gave it up"):
+        work.wait()
+    assert not device.waited
 
 
 def test_on_a_gpu_a_group_that_is_left_is_broken_off(device: OnDevice) -> None:
@@ -343,6 +361,8 @@ def test_on_a_gpu_a_group_that_is_left_is_broken_off(device: OnDevice) -> None:
     assert len(ended) == 1
     until(lambda: device.aborted)
     assert process_group._abandoned == []
+    assert work.is_completed()
+    assert not work.succeeded(), "it was broken off"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: NCCL itself is not tried")
