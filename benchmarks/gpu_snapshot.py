@@ -51,8 +51,10 @@ def measure(megabytes: int, blocks: int) -> Times:
         for _ in range(PRODUCTS):
             torch.mm(matrix, matrix)
 
+    layout = share(pairs, 0, 1).layout
+
     def begun(mode: Literal["cpu", "gpu"]) -> Copy:
-        copy = Copy(share(pairs, 0, 1), memory, lambda _: None, mode)
+        copy = Copy(share(pairs, 0, 1, before=layout), memory, lambda _: None, mode)
         copy.start()
         return copy
 

@@ -42,6 +42,7 @@ from raytrain_ft.storage.filesystem import HALF_A_URI, local_path, open_storage,
 from raytrain_ft.storage.selection import select
 from raytrain_ft.task import TrainTask
 from raytrain_ft.training.data import task_size
+from raytrain_ft.training.memory import STREAMING
 from raytrain_ft.training.settings import PipelineSettings, StepSettings
 from raytrain_ft.training.split_check import check_split
 
@@ -65,7 +66,8 @@ def prepare(
     """
     if scaling.use_gpu is True:
         warnings.warn(
-            "ScalingConfig(use_gpu=True): training over NCCL has never been run on real GPUs. Rehearse it before you trust it.",
+            "ScalingConfig(use_gpu=True): training over NCCL was tried with replicas that share one GPU, never on several. "
+            "Rehearse it before you trust it.",
             stacklevel=3,
         )
     settings.check_checkpoints(_policy(run), recovery)
@@ -365,7 +367,7 @@ def _worker_options(scaling: ScalingConfig, run: RunConfig) -> dict[str, Any]:
     wanted: Any = run.worker_runtime_env
     runtime_env: dict[str, Any] = dict(wanted or {})
     threads = str(max(1, int(options["num_cpus"])))
-    environment = {"OMP_NUM_THREADS": threads}
+    environment = {"OMP_NUM_THREADS": threads, **STREAMING}
     if scaling.use_gpu is True:
         environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # else cuBLAS may add up in another order each time
     environment |= runtime_env.get("env_vars", {})

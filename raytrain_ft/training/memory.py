@@ -20,15 +20,22 @@ from torch import Tensor
 
 SMALL_BYTES = 64 * 2**10
 PART_BYTES = 512 * 2**10
-"""What fits into a core's own cache the C library copies in another way, about an eighth faster than a large block at once."""
-TURN_BYTES = 4 * 2**20
+"""Of a large block at once, so that two threads share the work."""
+TURN_BYTES = 8 * 2**20
 """What one thread copies before it looks what is next."""
+MOST_TURNS = 32
+"""More are not worth what it takes to begin each: then they are longer."""
 ALONE = 2
 """So many turns are not worth a second thread, which uses what one leaves of the memory's bandwidth."""
 MOST_BLOCKS = 1024
 """That the kernel takes at once (IOV_MAX)."""
 LOOK = 256
 """Tensors that are looked at together."""
+
+STREAMING = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x10000"}
+"""For the environment of a process that copies large states, before it starts: the C library then writes what has 64 KiB or
+more past the processor's cache, which would read it from memory first. By default it does so only from 3/4 of a shared cache on,
+and a copy takes up to 1.7 times as long."""
 
 Numbers = npt.NDArray[np.int64]
 Turn = tuple[Numbers, Numbers, Numbers]
@@ -84,7 +91,7 @@ def move_all(targets: Numbers, sources: Numbers, sizes: Numbers, check: Callable
     Args:
         check: called again and again; may raise to leave.
     """
-    turns = deque(_turns(*_cut(targets, sources, sizes)))
+    turns = deque(_turns(*_cut(targets, sources, sizes, PART_BYTES)))
     errors: list[BaseException] = []
 
     def work() -> None:
@@ -113,21 +120,22 @@ def _next(turns: deque[Turn]) -> Turn | None:
     return None
 
 
-def _cut(targets: Numbers, sources: Numbers, sizes: Numbers) -> Turn:
-    """The same copies, none of which is longer than one turn."""
-    counts = -(-sizes // TURN_BYTES)
+def _cut(targets: Numbers, sources: Numbers, sizes: Numbers, most: int) -> Turn:
+    """The same copies, none of which is longer than `most` bytes."""
+    counts = -(-sizes // most)
     if not len(counts) or counts.max() <= 1:
         return targets, sources, sizes
     which = np.repeat(np.arange(len(sizes)), counts)
-    starts = (np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)) * TURN_BYTES
-    return targets[which] + starts, sources[which] + starts, np.minimum(sizes[which] - starts, TURN_BYTES)
+    starts = (np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)) * most
+    return targets[which] + starts, sources[which] + starts, np.minimum(sizes[which] - starts, most)
 
 
 def _turns(targets: Numbers, sources: Numbers, sizes: Numbers) -> Iterator[Turn]:
     if not len(sizes):
         return
     ends = np.cumsum(sizes)
-    firsts = np.flatnonzero(np.diff((ends - sizes) // TURN_BYTES, prepend=-1)).tolist()
+    turn = max(TURN_BYTES, int(ends[-1]) // MOST_TURNS)
+    firsts = np.flatnonzero(np.diff((ends - sizes) // turn, prepend=-1)).tolist()
     for first, last in zip(firsts, [*firsts[1:], len(sizes)], strict=True):
         yield targets[first:last], sources[first:last], sizes[first:last]
 
@@ -141,12 +149,10 @@ def move_blocks(targets: Numbers, sources: Numbers, sizes: Numbers) -> None:
 
 def move_each(targets: Numbers, sources: Numbers, sizes: Numbers) -> None:
     """As `move_blocks`, without the kernel: what is in the processor's cache already is so copied in half the time."""
-    blocks = targets.tolist(), sources.tolist(), sizes.tolist()
-    if sizes.max(initial=0) < SMALL_BYTES:
-        deque(map(_short, *blocks), maxlen=0)  # a loop in Python would take as long again
-        return
-    for target, source, size in zip(*blocks, strict=True):
-        move(target, source, size)
+    small = sizes.max(initial=0) < SMALL_BYTES
+    parts = (targets, sources, sizes) if small else _cut(targets, sources, sizes, PART_BYTES)
+    # a loop in Python would take as long again, and two threads would wait for each other in it
+    deque(map(_short if small else _long, *(numbers.tolist() for numbers in parts)), maxlen=0)
 
 
 def _by_kernel(targets: Numbers, sources: Numbers, sizes: Numbers) -> bool:

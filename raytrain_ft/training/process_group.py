@@ -41,7 +41,7 @@ class FencedWork(dist.Work):
 
     def __init__(self, inner: dist.Work, fence: Fence, *, on_device: bool = False) -> None:
         super().__init__()
-        self._inner = inner
+        self._inner: Any = inner
         self._fence = fence
         self._on_device = on_device
         self._done = threading.Event()

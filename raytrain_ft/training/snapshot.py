@@ -7,6 +7,7 @@ at once, for that takes no longer than to see to it that it can be copied later.
 
 from __future__ import annotations
 
+import _thread
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -59,9 +60,9 @@ class Copy:
         self._memory = memory
         self._then = then
         self._done = threading.Event()
+        self._handed_on = threading.Event()
         self._ready: Callable[[], None] = lambda: None
         self._began = 0.0
-        self._thread = threading.Thread(target=self._run, name="snapshot", daemon=True)
 
     def start(self) -> None:
         """Begins. From now on nobody may change the tensors until `wait` returns."""
@@ -71,7 +72,7 @@ class Copy:
         self.slices = share.slices(self._copy_small(share))
         self._versions = _versions_of(self.slices)
         self._ready = _now_on_device(self.slices)
-        self._thread.start()
+        _thread.start_new_thread(self._run, ())  # `Thread.start` waits until it runs, which training has no need of
 
     def _copy_small(self, share: Share) -> list[int] | None:
         """Copies what takes no longer than to arrange for later; returns the numbers of the others (None: all)."""
@@ -96,11 +97,14 @@ class Copy:
             copy_all(self.slices, memory)
             self._check_unchanged()
         except BaseException as error:  # told to whoever waits
-            self.error = error
+            self.error = error.with_traceback(None)  # whose frames hold the clones
         self.slices = []  # clones, and bytes that a parameter no longer has, are given back
         self.seconds = time.monotonic() - self._began
         self._done.set()
-        self._then(self)
+        try:
+            self._then(self)
+        finally:
+            self._handed_on.set()
 
     def _check_unchanged(self) -> None:
         """Raises StorageError if somebody did not wait: the copy may hold a mix of before and after."""
@@ -116,7 +120,7 @@ class Copy:
 
     def join(self, timeout_s: float = 5.0) -> None:
         """Waits until the copy was also handed on, which takes milliseconds unless who it goes to is frozen."""
-        self._thread.join(timeout_s)
+        self._handed_on.wait(timeout_s)
 
     def wait(self, check: Callable[[], None], timeout_s: float = 300.0) -> float:
         """Waits until the tensors may change again; returns how long that took, in seconds.

@@ -68,7 +68,7 @@ def train(path: Path, name: str, **arguments: Any) -> ft.Result:
 
 
 def trainer_of(
-    path: Path, name: str, *, task: Any = None, workers: Any = 3, steps: int = STEPS, **arguments: Any
+    path: Path, name: str, *, task: Any = None, workers: Any = 3, use_gpu: bool = False, steps: int = STEPS, **arguments: Any
 ) -> ft.Trainer:
     """A trainer of the toy task; `arguments` are of Trainer, of RecoveryConfig where it has them, or of
     RunConfig."""
@@ -81,7 +81,7 @@ def trainer_of(
     return ft.Trainer(
         task or Toy(),
         max_steps=steps,
-        scaling_config=ft.ScalingConfig(num_workers=workers),
+        scaling_config=ft.ScalingConfig(num_workers=workers, use_gpu=use_gpu),
         recovery_config=ft.RecoveryConfig(**recovery),
         run_config=ft.RunConfig(
             name=name, storage_path=str(path), checkpoint_config=checkpoints, worker_runtime_env=environment

@@ -1,6 +1,7 @@
 """A small training script with `raytrain_ft.checkfreq`, for tests that kill it: alone, or as ranks of gloo (RANK, WORLD_SIZE).
 
     python checkfreq_job.py DIRECTORY --until 40 [--every 3] [--quiet] [--total-steps 200] [--timeout 120] [--reading 0]
+                            [--device cpu]
 
 Prints the number of each step; writes the ids it read to DIRECTORY/ids-*.jsonl and its final state to DIRECTORY/final-RANK.pt.
 """
@@ -71,6 +72,7 @@ def main() -> None:
     parser.add_argument("--total-steps", type=int, default=200, help="of the learning rate's schedule")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that ranks wait for each other")
     parser.add_argument("--reading", type=float, default=0.0, help="seconds that it takes to verify a checkpoint")
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     read_slowly(args.reading)
 
@@ -78,7 +80,7 @@ def main() -> None:
     if world > 1:
         dist.init_process_group("gloo")
     torch.manual_seed(100 + rank)  # a restart begins with the same draws: they must be overridden
-    model: nn.Module = build(args.quiet)
+    model: nn.Module = build(args.quiet).to(args.device)
     if world > 1:
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -91,7 +93,7 @@ def main() -> None:
         with path.open("w") as ids_file:
             for ids, inputs, labels in run.batches(loader, until_step=args.until):
                 optimizer.zero_grad()
-                (F.cross_entropy(model(inputs), labels) * loader.share).backward()
+                (F.cross_entropy(model(inputs.to(args.device)), labels.to(args.device)) * loader.share).backward()
                 optimizer.step()
                 scheduler.step()
                 epoch = loader.position.epoch - (loader.position.consumed == 0)
@@ -100,7 +102,8 @@ def main() -> None:
                 print(run.step, flush=True)
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     final = {"model": inner.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
-    torch.save(final | {"drawn": torch.rand(3), "position": loader.state_dict()}, args.directory / f"final-{rank}.pt")
+    drawn = torch.rand(3), torch.rand(3, device=args.device)
+    torch.save(final | {"drawn": drawn, "position": loader.state_dict()}, args.directory / f"final-{rank}.pt")
     if world > 1:
         dist.destroy_process_group()
 

@@ -21,6 +21,7 @@ import torch
 JOB = Path(__file__).with_name("checkfreq_job.py")
 SAMPLES, BATCHES_PER_EPOCH = 60, 8
 DEADLINE_S = 120
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is False")
 
 
 @contextmanager
@@ -106,8 +107,9 @@ def check_each_once(directory: Path, until: int) -> None:
         assert sorted(ids) == list(range(SAMPLES)), epoch
 
 
-def test_killed_anywhere_the_end_has_the_same_bits(tmp_path: Path) -> None:
-    directory, schedule = tmp_path / "killed", ("--total-steps", "1000000")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+def test_killed_anywhere_the_end_has_the_same_bits(tmp_path: Path, device: str) -> None:
+    directory, schedule = tmp_path / "killed", ("--total-steps", "1000000", "--device", device)
     generator = random.Random(5)
     step = 0
     for how in ("step", "persisting", "step", "persisting", "process alone"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -38,6 +38,7 @@ def test_a_snapshot_is_the_state_before_the_update(mode: Literal["cpu", "gpu"], 
         assert copy.error is None
         assert (copy.device_seconds is not None) == (mode == "gpu")
         taken += memory.reserve(copy.size)
+        memory.close()
     assert bytes(taken) == before
 
 
@@ -46,13 +47,15 @@ def test_within_the_device_is_faster_than_over_the_bus() -> None:
     assert free_on_device(tensors) > 0
     seconds = {}
     for mode in ("cpu", "gpu", "cpu", "gpu"):  # the first of each touches the memory
-        copy = Copy(share(tensors, 0, 1), SharedMemory(), lambda _: None, mode)
+        memory = SharedMemory()
+        copy = Copy(share(tensors, 0, 1), memory, lambda _: None, mode)
         torch.cuda.synchronize()
         began = time.monotonic()
         copy.start()
         copy.wait(nothing)
         seconds[mode] = time.monotonic() - began
         copy.join()
+        memory.close()
     assert seconds["gpu"] < seconds["cpu"]
 
 
@@ -66,6 +69,7 @@ def test_all_snapshots_use_the_same_memory_of_the_device() -> None:
         copy.join()
         assert copy.device_seconds is not None
         reserved.append(torch.cuda.memory_reserved())
+    memory.close()
     assert len(set(reserved)) == 1, reserved
 
 
@@ -83,3 +87,20 @@ def test_a_device_without_room_does_not_cost_the_snapshot() -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert (copy.error, copy.device_seconds) == (None, None)
     assert bytes(memory.reserve(copy.size)) == tensors[0][1].cpu().numpy().tobytes()
+    memory.close()
+
+
+def test_memory_that_cannot_be_pinned_costs_nothing_but_time() -> None:
+    tensors, memory = [("w", torch.ones(1000, device="cuda"))], SharedMemory()
+    memory.reserve(4000)
+    address = torch.frombuffer(memory.view, dtype=torch.uint8).data_ptr()
+    runtime: Any = torch.cuda.cudart()
+    assert int(runtime.cudaHostRegister(address, len(memory.view), 0)) == 0  # so it cannot be once more
+    copy = Copy(share(tensors, 0, 1), memory, lambda _: None)
+    copy.start()
+    copy.join()
+    assert copy.error is None
+    assert (tensors[0][1] + 1).tolist() == [2.0] * 1000, "no error is left for whoever uses the GPU next"
+    assert bytes(memory.reserve(4000)) == tensors[0][1].cpu().numpy().tobytes()
+    runtime.cudaHostUnregister(address)
+    memory.close()
