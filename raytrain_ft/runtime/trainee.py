@@ -195,7 +195,7 @@ class Trainee:
         self.replica.loader.start(
             state.position, links.replica, links.replicas, micro_batches, weights=sleep.weights(links.replicas)
         )
-        if not self._spec.use_gpu:  # there a group is joined with its first collective, which holds up the device
+        if not self._spec.use_gpu:  # NCCL's groups beside one another were never tried
             parting.begin(sleep.asleep, state.step)
         asleep = links.replica in sleep.asleep
         sleep.at_once &= not asleep  # it has done so; a share that is empty anyway breaks off nowhere

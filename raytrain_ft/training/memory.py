@@ -34,8 +34,8 @@ LOOK = 256
 
 STREAMING = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x10000"}
 """For the environment of a process that copies large states, before it starts: the C library then writes what has 64 KiB or
-more past the processor's cache, which would read it from memory first. By default it does so only from 3/4 of a shared cache on,
-and a copy takes up to 1.7 times as long."""
+more past the processor's cache, which would read it from memory first. By default it does so only from 3/4 of a shared cache
+on, and a copy takes up to 1.7 times as long."""
 
 Numbers = npt.NDArray[np.int64]
 Turn = tuple[Numbers, Numbers, Numbers]
