@@ -20,7 +20,7 @@ import torch
 
 from raytrain_ft.errors import ConfigError, StorageError
 from raytrain_ft.places import Place, told
-from raytrain_ft.storage.columns import integer_column, numpy_of
+from raytrain_ft.storage.columns import numpy_of
 from raytrain_ft.storage.filesystem import local_path
 
 _SUFFIXES = (".arrow", ".feather", ".ipc", ".parquet")
@@ -66,7 +66,7 @@ class ArrowDataset:
                 )
             for batch in table.to_batches():
                 rows.append(batch.num_rows)
-                self._readers.append({name: _reader(name, batch.column(name)) for name in batch.schema.names})
+                self._readers.append(_readers(path, batch))
         self._starts = np.cumsum([0, *rows])  # of each record batch; last, the number of rows
         if len(self) == 0 or not self._readers[0]:
             raise ConfigError(f"{names} hold no row, or no column.")
@@ -145,7 +145,9 @@ def _read(filesystem: pafs.FileSystem, path: str, columns: Sequence[str] | None)
                 f"{path} is neither an Arrow IPC file nor Parquet: it begins with {magic!r}. "
                 "(An Arrow *stream* has no random access: write it with pyarrow.ipc.new_file.)"
             )
-    except (OSError, pa.ArrowException) as error:
+    except ConfigError:
+        raise
+    except (OSError, ValueError, pa.ArrowException) as error:  # names that are no text are no ArrowException
         raise StorageError(f"{path} is damaged or cannot be read: {told(str(error))}. Write or copy it again.") from None
     return table if columns is None else table.select(list(columns))
 
@@ -161,6 +163,17 @@ def _refuse_missing(path: str, columns: Sequence[str] | None, names: list[str]) 
 Reader = Callable[[np.ndarray], Sequence[Any]]  # row numbers, int64 -> one value per row
 
 
+def _readers(path: str, batch: pa.RecordBatch) -> dict[str, Reader]:
+    """Of each column. Raises ConfigError as `_reader` does, StorageError for a file whose memory would be read at random."""
+    try:
+        batch.validate()
+        return {name: _reader(name, batch.column(name)) for name in batch.schema.names}
+    except ConfigError:
+        raise
+    except (pa.ArrowException, ValueError) as error:
+        raise StorageError(f"{path} is damaged: {error}. Write or copy it again.") from None
+
+
 def _reader(name: str, column: pa.Array) -> Reader:
     """How to read rows of one column of one record batch. Raises ConfigError for nulls and for types without a tensor.
 
@@ -169,11 +182,11 @@ def _reader(name: str, column: pa.Array) -> Reader:
     """
     kind = column.type
     if _is_text(kind):
-        _refuse_nulls(name, column)
-        return lambda rows: column.take(integer_column(rows)).to_pylist()
+        return _text(name, column)
     if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_number(kind.value_type):
         _refuse_nulls(name, column)
-        offsets = numpy_of(column.offsets) - column.offsets[0].as_py()
+        offsets = _in_order(name, numpy_of(column.offsets), len(column.values))
+        offsets = offsets - offsets[0]
         flat = _numbers(name, column.flatten())
         return lambda rows: [torch.from_numpy(flat[offsets[row] : offsets[row + 1]].copy()) for row in rows]
     shape: tuple[int, ...] = (len(column),)
@@ -191,6 +204,39 @@ def _reader(name: str, column: pa.Array) -> Reader:
         )
     view = _numbers(name, column).reshape(shape)
     return lambda rows: torch.from_numpy(view[rows]).unbind(0)  # indexing copies: the tensors own their memory
+
+
+def _text(name: str, column: pa.Array) -> Reader:
+    """Strings and binary, which pyarrow's `take` would read without a look at where they are said to be."""
+    _refuse_nulls(name, column)
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        numbers, value = numpy_of(column.indices), _text(name, column.dictionary)
+        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(column.dictionary):
+            raise ValueError(f"column {name!r} refers to more than the {len(column.dictionary)} values of its dictionary")
+        return lambda rows: value(numbers[rows])
+    _, places, data = column.buffers()
+    wide = pa.types.is_large_string(kind) or pa.types.is_large_binary(kind)
+    offsets = np.frombuffer(places or bytes(8), np.int64 if wide else np.int32)[column.offset :][: len(column) + 1]
+    memory = memoryview(data or b"").cast("B")
+    _in_order(name, offsets, len(memory))
+    is_string = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+    def read(rows: np.ndarray) -> list[Any]:
+        pieces = [memory[begin:end] for begin, end in zip(offsets[rows].tolist(), offsets[rows + 1].tolist(), strict=True)]
+        try:
+            return [str(piece, "utf-8") for piece in pieces] if is_string else list(map(bytes, pieces))
+        except UnicodeDecodeError as error:
+            raise StorageError(f"Column {name!r} is damaged: {error}. Write or copy its file again.") from None
+
+    return read
+
+
+def _in_order(name: str, offsets: np.ndarray, size: int) -> np.ndarray:
+    """Offsets of values that lie one after the other in so many elements. Raises ValueError for others."""
+    if len(offsets) and (offsets[0] < 0 or offsets[-1] > size or (np.diff(offsets) < 0).any()):
+        raise ValueError(f"column {name!r} says that values lie outside its memory")
+    return offsets
 
 
 def _numbers(name: str, flat: pa.Array) -> np.ndarray:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import random
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -620,3 +622,65 @@ def test_arrow_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     holes = write(tmp_path / "holes.arrow", pa.table({"x": pa.array([[1, None]], pa.list_(pa.int64(), 2))}))
     with pytest.raises(ConfigError, match="'x' holds 1 null"):
         ArrowDataset(holes)
+
+
+def damaged(path: Path, kind: str) -> Path:
+    """A file in which one value is said to lie far outside the memory of its column."""
+    texts = ["ab", "cd", "ef", "gh"]
+    column, right = {
+        "text": (pa.array(texts), np.array([0, 2, 4, 6, 8], np.int32)),
+        "binary": (pa.array([text.encode() for text in texts], pa.large_binary()), np.array([0, 2, 4, 6, 8], np.int64)),
+        "tokens": (pa.array([[1, 2], [3, 4], [5, 6]]), np.array([0, 2, 4, 6], np.int32)),
+        "label": (pa.array(["a", "b", "c", "a"]).dictionary_encode(), np.array([0, 1, 2, 0], np.int32)),
+    }[kind]
+    write(path, pa.table({kind: column}))
+    wrong = right.copy()
+    wrong[2] = 2**31 - 1
+    content = path.read_bytes()
+    assert content.count(right.tobytes()) == 1
+    path.write_bytes(content.replace(right.tobytes(), wrong.tobytes()))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["text", "binary", "tokens", "label"])
+def test_a_damaged_place_of_a_value_is_not_followed(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(StorageError, match=rf"rows.arrow is damaged: .*'{kind}'"):
+        ArrowDataset(damaged(tmp_path / "rows.arrow", kind))
+
+
+def test_text_that_is_none_is_told_when_it_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.arrow", pa.table({"name": ["a long enough name", "another"]}))
+    path.write_bytes(path.read_bytes().replace(b"long", b"l\xffng"))
+    rows = ArrowDataset(path)
+    assert rows[1]["name"] == "another"
+    with pytest.raises(StorageError, match="'name' is damaged"):
+        rows[0]
+
+
+FLIPS = """
+import random, sys
+from pathlib import Path
+from raytrain_ft.errors import ConfigError, StorageError
+from raytrain_ft.training.arrow_dataset import ArrowDataset
+path, draws = Path(sys.argv[1]), random.Random(7)
+content, refused = path.read_bytes(), 0
+other = path.with_name("flipped.arrow")
+for _ in range(400):
+    flipped = bytearray(content)
+    flipped[draws.randrange(len(content))] ^= 1 << draws.randrange(8)
+    other.unlink(missing_ok=True)  # the one before is still mapped
+    other.write_bytes(flipped)
+    try:
+        rows = ArrowDataset(other)
+        rows.__getitems__(range(len(rows)))
+    except (ConfigError, StorageError):
+        refused += 1
+print(refused)
+"""
+
+
+def test_no_flipped_bit_ends_the_process_or_escapes_as_another_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.arrow", table(0, 7))
+    done = subprocess.run([sys.executable, "-c", FLIPS, str(path)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) > 20
