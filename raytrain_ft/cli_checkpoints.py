@@ -64,11 +64,14 @@ def _clearly(command: Command) -> Command:
 def list_(place: Place, verify: bool) -> None:
     """Lists checkpoints, newest first, with those that broke off or are under way."""
     storage = _storage(place)
+    counting = selection.counting(storage)
     table = Table("name", "step", "size", "age", "shards", "kept", "state")
     for found in _found(storage):
         manifest, error = _manifest(storage, found)
         error = error or (_damage(storage, found) if verify and found.complete else None)
         state = f"damaged: {error}" if error else "ok" if verify and found.complete else "" if found.complete else "incomplete"
+        if found.complete and found.name not in counting:
+            state = ", ".join(filter(None, (state, "not resumed from: a later run began anew")))
         if manifest is None:
             _row(table, str(found.name), f"{found.name.step:,}", "", "", "", "", state)
         else:

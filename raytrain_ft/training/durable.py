@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raytrain_ft.errors import MismatchError
+from raytrain_ft.errors import ConfigError, MismatchError
 from raytrain_ft.policy.sampling import Position, samples_in
 from raytrain_ft.policy.sketch import of_records, unlike
 from raytrain_ft.storage.checkpoint import Content, differences
@@ -38,7 +38,13 @@ def capture(
     tensors = [*_weights(state), *((name, buffer.clone()) for name, buffer in _buffers(state))]
     numbers: dict[str, Any] = {}
     for name, p in state.model.named_parameters():
-        for key, value in sorted(state.optimizer.state.get(p, {}).items()):
+        kept = state.optimizer.state.get(p, {})
+        for key in kept:
+            if not isinstance(key, str) or "/" in key:
+                raise ConfigError(
+                    f"{type(state.optimizer).__name__} keeps {key!r} for {name}: what it keeps is stored by name, without '/'"
+                )
+        for key, value in sorted(kept.items()):
             path = f"optimizer/{name}/{key}"
             if isinstance(value, Tensor):
                 tensors.append((path, value))

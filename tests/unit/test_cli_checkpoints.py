@@ -21,8 +21,8 @@ from torch.utils.data import TensorDataset
 import raytrain_ft.checkfreq as checkfreq
 from raytrain_ft.cli import main
 from raytrain_ft.result import load_model
-from raytrain_ft.storage import checkpoint
-from raytrain_ft.storage.filesystem import LocalStorage
+from raytrain_ft.storage import checkpoint, selection
+from raytrain_ft.storage.filesystem import LocalStorage, open_storage
 from raytrain_ft.storage.manifest import Manifest, Name
 from raytrain_ft.storage.shard import Piece, encode
 from raytrain_ft.training import durable
@@ -80,6 +80,17 @@ def test_list(run_directory: Path, inside: str) -> None:
     assert "incomplete" in lines[0]
     assert "KiB" in lines[1]
     assert "ok" not in result.output
+
+
+def test_list_says_which_no_run_goes_on_from(run_directory: Path) -> None:
+    storage = open_storage(str(run_directory / "checkpoints"))
+    selection.begin_anew(storage, 2)
+    lines = [line for line in call("list", run_directory).output.splitlines() if "step-" in line]
+    assert ["a later run began anew" in line for line in lines] == [True, True]
+    (run_directory / "checkpoints" / selection.BEGUN_FILE).write_text('{"epoch": 1}')
+    assert "anew" not in call("list", run_directory).output
+    (run_directory / "checkpoints" / selection.BEGUN_FILE).write_text("x")
+    assert "begun.json is damaged" in call("list", run_directory).output
 
 
 def test_list_verifies(run_directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -218,6 +219,16 @@ def test_an_optimizer_with_tensors_in_a_list_is_refused_once_it_has_them() -> No
     for use in (state.digest, state.pack):
         with pytest.raises(ConfigError, match=r"state\.[01]\.GG/0 .* under a key of its own"):
             use(state.buckets[0])
+
+
+@pytest.mark.parametrize("key", [7, "of/two", ("a", 1)])
+def test_what_an_optimizer_keeps_under_a_key_that_is_no_name_is_refused(key: Any) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = TrainingState(model, optimizer, None, bucket_bytes=1000, first_bucket_bytes=1000)
+    optimizer.state[model.bias] |= {"momentum_buffer": torch.ones(2), key: torch.ones(2)}
+    with pytest.raises(ConfigError, match=f"SGD keeps {re.escape(repr(key))} for bias"):
+        durable.capture(state, DATA, [])
 
 
 class Counting(torch.optim.SGD):
