@@ -23,12 +23,12 @@ import xxhash
 
 from raytrain_ft.errors import StorageError
 from raytrain_ft.storage.columns import bytes_column, integer_column, list_column, numpy_of, text_column
+from raytrain_ft.storage.cores import on_two
 from raytrain_ft.storage.parts import Parts
 
 FORMAT = "raytrain_ft-shard-1"
 BLOCK_BYTES = 4 * 2**20
 BATCH_BYTES = 64 * 2**20
-HASH_THREADS = 2
 HASHED_BYTES = 512 * 2**10
 """A reader hashes so many bytes at a time: what comes next finds them in the processor's cache."""
 SCHEMA = pa.schema(
@@ -194,11 +194,10 @@ def verify(buffer: pa.Buffer, blocks: Sequence[str], hashed: Callable[[int, int]
             if hasher.hexdigest() != blocks[number]:
                 bad.append(number)
 
-    with ThreadPoolExecutor(max_workers=HASH_THREADS, thread_name_prefix="verify") as pool:
-        helpers = [pool.submit(work) for _ in range(min(HASH_THREADS, count) - 1)]
+    if count > 1:
+        on_two(work)
+    else:
         work()
-        for helper in helpers:
-            helper.result()
     return min(bad, default=None)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -17,6 +16,8 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
+
+from raytrain_ft.storage.cores import on_two
 
 SMALL_BYTES = 64 * 2**10
 PART_BYTES = 512 * 2**10
@@ -92,26 +93,20 @@ def move_all(targets: Numbers, sources: Numbers, sizes: Numbers, check: Callable
         check: called again and again; may raise to leave.
     """
     turns = deque(_turns(*_cut(targets, sources, sizes, PART_BYTES)))
-    errors: list[BaseException] = []
 
     def work() -> None:
         try:
             while (turn := _next(turns)) is not None:
                 check()
                 move_blocks(*turn)
-        except BaseException as error:
-            errors.append(error)
+        except BaseException:
             turns.clear()
+            raise
 
-    helper = threading.Thread(target=work, name="copy", daemon=True)
-    if len(turns) > ALONE and len(os.sched_getaffinity(0)) > 1:
-        with suppress(RuntimeError):  # none is to be had; then this one copies all
-            helper.start()
-    work()
-    if helper.ident is not None:
-        helper.join()
-    if errors:
-        raise errors[0]
+    if len(turns) > ALONE:
+        on_two(work)
+    else:
+        work()
 
 
 def _next(turns: deque[Turn]) -> Turn | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -93,5 +94,5 @@ def test_who_cannot_have_a_second_thread_copies_alone(monkeypatch: pytest.Monkey
     def refuse(thread: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(memory.threading.Thread, "start", refuse)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
     copied([9 * MB] * times, 8, 0, 0, memory.move_all)
