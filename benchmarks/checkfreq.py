@@ -22,6 +22,7 @@ import numpy as np
 from benchmarks.harness import REPORT_ONLY, Goal, Options, Report, estimate, main
 from benchmarks.interruptions import measure_accuracy
 from benchmarks.paced import How, Loop, Preset, loop, second_writer
+from benchmarks.saving import as_workers
 from benchmarks.timelines import measure_timelines
 from raytrain_ft.errors import StorageError
 from raytrain_ft.policy import sampling as order
@@ -33,7 +34,7 @@ from raytrain_ft.storage.manifest import Manifest, Name
 from raytrain_ft.storage.shard import Piece, encode
 
 BUDGET = 0.035
-JUDGEMENTS = 12
+JUDGEMENTS = 30
 STRETCH_STEPS = 160
 BOUND = Preset("copy as long as ten steps", 0.012, 0.002, 256)  # T_c > T_i - T_w: the budget decides on k
 FREE = Preset("copy hidden in a step", 0.030, 0.002, 32)  # the copy is hidden: persisting decides on k
@@ -91,8 +92,8 @@ def measure_quiet(report: Report, options: Options) -> None:
     worst = None
     for preset in (BOUND, FREE):
         with loop(preset, budget=BUDGET) as run:
-            k = learn(run)
-            shares = overhead(run, 3 if options.quick else 10, 3)
+            k = learn(run, 12 if options.quick else JUDGEMENTS)
+            shares = overhead(run, 3 if options.quick else 30, 3)
             bound = binds(run)
             found = estimate([statistics.mean(error_points([statistics.mean(shares)], bound=bound))])
             worst = found if worst is None or (found.value or 0) > (worst.value or 0) else worst
@@ -278,4 +279,5 @@ def run(options: Options) -> Report:
 
 
 if __name__ == "__main__":
+    as_workers("benchmarks.checkfreq")
     main(run, __doc__)

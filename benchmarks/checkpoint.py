@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -23,9 +22,8 @@ from rich.table import Table
 
 from benchmarks import gpu_snapshot
 from benchmarks.harness import Goal, Options, Report, main, noise_floor, paired_ratio
-from benchmarks.saving import Times, measure, state
+from benchmarks.saving import Times, as_workers, measure, state
 from benchmarks.stalls import paced_elsewhere
-from raytrain_ft.training.memory import STREAMING
 
 RATIOS = {
     "snapshot_ratio_vs_memcpy": ("snapshot", "memcpy", Goal("<=", 1.1)),
@@ -106,6 +104,5 @@ def run(options: Options) -> Report:
 
 
 if __name__ == "__main__":
-    if not os.environ.items() >= STREAMING.items():  # as workers run; it counts from a process's start on
-        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.checkpoint", *sys.argv[1:]], os.environ | STREAMING)
+    as_workers("benchmarks.checkpoint")
     main(run, __doc__)

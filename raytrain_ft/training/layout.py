@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from operator import attrgetter, eq, is_
+from operator import attrgetter, eq, is_, methodcaller
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from raytrain_ft.training.memory import Numbers, addresses, at_a_time
 ALIGNMENT = 4096
 Pairs = Sequence[tuple[str, Tensor]]
 _layout, _dtype, _shape = attrgetter("layout"), attrgetter("dtype"), attrgetter("shape")
+_alias = methodcaller("detach")
 
 
 class Slice(NamedTuple):
@@ -33,14 +34,14 @@ class Slice(NamedTuple):
         tensor: an alias of it, so that its bytes stay where they are until they are copied, also if a forward pass gives the
             parameter others (`p.data = ...`).
         source: the tensor itself.
-        plain: whether the alias's bytes lie one after the other, in this process.
+        address: where the piece's bytes begin; 0 if they do not lie one after the other, in this process.
     """
 
     piece: Piece
     offset: int
     tensor: Tensor
     source: Tensor
-    plain: bool
+    address: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +131,11 @@ class Share(NamedTuple):
     def slices(self, numbers: Sequence[int] | None = None) -> list[Slice]:
         """The pieces of these numbers (all), each with an alias of its tensor."""
         numbers = range(len(self.sources)) if numbers is None else numbers
-        pieces, offsets, plain = self.layout.pieces, self.layout.offsets.tolist(), (self.addresses != 0).tolist()
-        return [Slice(pieces[n], offsets[n], self.sources[n].detach(), self.sources[n], plain[n]) for n in numbers]
+        sources = [self.sources[n] for n in numbers]
+        places = np.where(self.addresses != 0, self.addresses + self.layout.starts, 0)
+        which = np.array(numbers, np.int64)
+        columns = self.layout.offsets[which].tolist(), map(_alias, sources), sources, places[which].tolist()
+        return list(map(Slice, map(self.layout.pieces.__getitem__, numbers), *columns))
 
 
 def share(tensors: Pairs, number: int, count: int, own: Pairs = (), before: Layout | None = None) -> Share:

@@ -30,8 +30,9 @@ from raytrain_ft.training.memory import is_plain, move_all
 POLL_S = 0.05
 MOST_NAMES = 3
 """Of tensors that an error names."""
-AT_ONCE_BYTES = 16 * 2**10
+AT_ONCE_BYTES = 32 * 2**10
 """A tensor of less is copied in the time that an alias and two looks at what counts its changes take."""
+_size = attrgetter("size")
 
 
 class Copy:
@@ -166,7 +167,7 @@ def _cloned(slices: Sequence[Slice]) -> list[Slice] | None:
     try:
         for piece, offset, tensor, *_ in slices:
             clone = bytes_of(tensor)[piece.start : piece.start + piece.size].clone()
-            clones.append(Slice(piece._replace(start=0), offset, clone, clone, is_plain(clone)))
+            clones.append(Slice(piece._replace(start=0), offset, clone, clone, clone.data_ptr() if is_plain(clone) else 0))
     except torch.OutOfMemoryError:
         return None
     _synchronize(slices)
@@ -192,21 +193,16 @@ def copy_small(share: Share, memory: memoryview) -> list[int]:
 @torch.no_grad()
 def copy_all(slices: Sequence[Slice], memory: memoryview) -> None:
     """Copies slices to their places in memory."""
-    if not len(memory):
+    if not len(memory) or not slices:
         return
     target = torch.frombuffer(memory, dtype=torch.uint8)
-    address = target.data_ptr()
-    plain = [
-        (address + offset, tensor.data_ptr() + piece.start, piece.size)
-        for piece, offset, tensor, _, lies in slices
-        if lies and piece.size
-    ]
-    for piece, offset, tensor, _, lies in slices:
-        start, size = piece.start, piece.size
-        if size and not lies:
-            target[offset : offset + size].copy_(bytes_of(tensor)[start : start + size], non_blocking=True)
-    if plain:
-        move_all(*np.array(plain, np.int64).T)
+    pieces, offsets, tensors, _, addresses = zip(*slices, strict=True)
+    sizes, places = np.fromiter(map(_size, pieces), np.int64, len(pieces)), np.array(addresses, np.int64)
+    for n in np.flatnonzero((places == 0) & (sizes > 0)).tolist():
+        (_, _, _, start, size), offset = pieces[n], offsets[n]
+        target[offset : offset + size].copy_(bytes_of(tensors[n])[start : start + size], non_blocking=True)
+    plain = (places != 0) & (sizes > 0)
+    move_all(target.data_ptr() + np.array(offsets, np.int64)[plain], places[plain], sizes[plain])
     _synchronize(slices)
 
 
