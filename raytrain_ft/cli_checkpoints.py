@@ -62,7 +62,8 @@ def _clearly(command: Command) -> Command:
 @click.option("--verify", is_flag=True, help="Read them all, and say which are damaged.")
 @_clearly
 def list_(place: Place, verify: bool) -> None:
-    """Lists checkpoints, newest first, with those that broke off or are under way."""
+    """Lists checkpoints, newest first, with those that broke off or are under way. "abandoned": a later run began anew
+    (resume="never"), so none goes on from it."""
     storage = _storage(place)
     counting = selection.counting(storage)
     table = Table("name", "step", "size", "age", "shards", "kept", "state")
@@ -71,7 +72,7 @@ def list_(place: Place, verify: bool) -> None:
         error = error or (_damage(storage, found) if verify and found.complete else None)
         state = f"damaged: {error}" if error else "ok" if verify and found.complete else "" if found.complete else "incomplete"
         if found.complete and found.name not in counting:
-            state = ", ".join(filter(None, (state, "not resumed from: a later run began anew")))
+            state = ", ".join(filter(None, (state, "abandoned")))
         if manifest is None:
             _row(table, str(found.name), f"{found.name.step:,}", "", "", "", "", state)
         else:

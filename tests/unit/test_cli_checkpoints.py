@@ -86,9 +86,9 @@ def test_list_says_which_no_run_goes_on_from(run_directory: Path) -> None:
     storage = open_storage(str(run_directory / "checkpoints"))
     selection.begin_anew(storage, 2)
     lines = [line for line in call("list", run_directory).output.splitlines() if "step-" in line]
-    assert ["a later run began anew" in line for line in lines] == [True, True]
+    assert ["abandoned" in line for line in lines] == [True, True]
     (run_directory / "checkpoints" / selection.BEGUN_FILE).write_text('{"epoch": 1}')
-    assert "anew" not in call("list", run_directory).output
+    assert "abandoned" not in call("list", run_directory).output
     (run_directory / "checkpoints" / selection.BEGUN_FILE).write_text("x")
     assert "begun.json is damaged" in call("list", run_directory).output
 
