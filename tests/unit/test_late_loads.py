@@ -51,10 +51,20 @@ from raytrain_ft.training.backward import backward
 out = torch.ones(3, requires_grad=True).exp()
 backward([out], [torch.ones(3)])
 """
+READS = """
+import sys
+import pyarrow.ipc
+from raytrain_ft.storage.columns import text_column
+from raytrain_ft.training.arrow_dataset import ArrowDataset
+path = sys.argv[1] + "/rows.arrow"
+with pyarrow.ipc.new_file(path, pa.schema([("t", pa.string())])) as writer:
+    writer.write_batch(pa.record_batch([text_column(["a", "b"])], names=["t"]))
+assert ArrowDataset(path)[1] == {"t": "b"}
+"""
 LOADED = 'print(sorted({"pandas", "pyarrow.compute", "sympy", "torch._dynamo", "matplotlib"} & sys.modules.keys()))\n'
 
 
-@pytest.mark.parametrize("program", [STORES, BACKWARD], ids=["stores", "backward"])
+@pytest.mark.parametrize("program", [STORES, READS, BACKWARD], ids=["stores", "reads", "backward"])
 def test_nothing_is_loaded_for_it(program: str, tmp_path: Path) -> None:
     run = [sys.executable, "-c", "import pyarrow as pa\n" + program + LOADED, str(tmp_path)]
     assert subprocess.run(run, capture_output=True, text=True, check=True, timeout=120).stdout == "[]\n"
