@@ -390,7 +390,7 @@ class Dormant(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parted(Event):
-    """From this step on, those who are awake reduce among themselves, and this one of them tells who sleeps."""
+    """From this step on, those who are awake train without those who sleep; this one of them brings these up to date later."""
 
     member: str
     incarnation: int

@@ -17,7 +17,6 @@ from raytrain_ft.storage.log_reader import LogReader
 from raytrain_ft.storage.tensor_log import TensorLog
 from raytrain_ft.training import process_group
 from raytrain_ft.training.apart import Parting
-from raytrain_ft.training.buckets import Bucket
 from raytrain_ft.training.edges import Past
 from raytrain_ft.training.links import Links, Switchboard, agreed_key, data_parallel
 from raytrain_ft.training.process_group import FencedGroup
@@ -92,9 +91,10 @@ class Connections:
         store = RayStore(self._supervisor, fence, self._timeout, name)
         return process_group.build(store, rank, size, fence, host=self._host, timeout=self._timeout, default=False)
 
-    def parting(self, buckets: Sequence[Bucket]) -> Parting:
+    def parting(self) -> Parting:
         """For while some sleep."""
-        self._parting = Parting(self._join, self._world.rank(), self._world.size(), buckets)
+        replicas = self._world.size() // self._stages
+        self._parting = Parting(self._join, replica_of(self._world.rank(), self._stages), replicas)
         return self._parting
 
     def _switchboard(self, stage: int | None) -> Switchboard:

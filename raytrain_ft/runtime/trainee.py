@@ -7,6 +7,7 @@ thing that comes from outside: it wakes whatever this thread waits for, and the 
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -18,7 +19,7 @@ from raytrain_ft.chaos.faults import Injector
 from raytrain_ft.errors import ConfigError, FencedError, LogGapError, NonFiniteLossError, ReplayDivergedError
 from raytrain_ft.policy.commands import Fill, Reconcile, Replay, Run
 from raytrain_ft.policy.reconcile import Marks
-from raytrain_ft.policy.topology import stage_of, waits
+from raytrain_ft.policy.topology import replica_of, stage_of, waits
 from raytrain_ft.runtime import connections, recovery, sealed
 from raytrain_ft.runtime.connections import Connections
 from raytrain_ft.runtime.heartbeat import Heartbeat
@@ -28,7 +29,8 @@ from raytrain_ft.runtime.transfer import Transfer
 from raytrain_ft.storage.arrow import write_tensors
 from raytrain_ft.storage.filesystem import local_path
 from raytrain_ft.training import aside, mending, process_group, replay
-from raytrain_ft.training.apart import Parting
+from raytrain_ft.training.apart import Parting, Woken, can_be_sent
+from raytrain_ft.training.attempt import Commit
 from raytrain_ft.training.build import build_replica
 from raytrain_ft.training.edges import Past
 from raytrain_ft.training.fence import Fence, PeerLostError
@@ -138,30 +140,28 @@ class Trainee:
             links = self._connections.live()
             assert state.filled, "told to run before it was filled"
             state.tail.stop_requested = False
-            sleep, parting = state.tail.sleep, self._connections.parting(state.buckets)
+            sleep, parting = state.tail.sleep, self._connections.parting()
             sleep.begin()
             self._first_step = True
-            rank, size, stages = self.rank, len(self._world), self._spec.rules.stages
-            if replica.checkpointer is not None:
-                about = (rank, size, fence.incarnation, state.step, command.failure_s, stages, command.rejected)
-                replica.checkpointer.begin(*about)
+            self._share_checkpoints(fence, command, parting.members)
             self._share_out(links, parting)
             first_steps = FirstSteps() if self._spec.rules.selective is not None else None
             while state.step < self._spec.rules.max_steps:
-                apart = sleep.apart
-                commit = replica.train_step(parting.connect(links, sleep))
-                self._heartbeat.committed(commit)
-                if sleep.apart and not apart and replica.leads:
-                    self._note("Parted", {"incarnation": fence.incarnation, "step": state.step})
+                before = parting.members
+                boundary = self._train(links, parting)
+                if parting.members != before:
+                    self._share_checkpoints(fence, command, parting.members)
+                    if replica.leads and sleep.apart:
+                        self._note("Parted", {"incarnation": fence.incarnation, "step": state.step - 1})
                 if first_steps is not None and (seconds := first_steps.add(replica.computed_s)) is not None:
                     self._note("StageTimed", {"incarnation": fence.incarnation, "step": state.step, "seconds": seconds})
                     first_steps = None
                 self._first_step = False
-                if commit.reads_change:
+                if boundary.reads_change:
                     self._share_out(links, parting)
-                if commit.checkpoint:
+                if boundary.checkpoint:
                     replica.checkpoint(fence.check)
-                if commit.stop:
+                if boundary.stop:
                     self._heartbeat.ended("stopped", str(state.step))
                     return
             replica.finish(fence.check)
@@ -183,6 +183,33 @@ class Trainee:
                 return  # the error is the fence's doing: torch wraps what a hook raises
             self._heartbeat.ended("failed", traceback.format_exc(), kind="task")
 
+    def _train(self, links: Links, parting: Parting) -> Commit | Woken:
+        """A step; or, for who sleeps while the others train without it, so many of theirs."""
+        replica = self.replica
+        if parting.part(replica.state.tail.sleep):
+            return self._doze(parting, links.fence)
+        commit = replica.train_step(parting.connect(links))
+        self._heartbeat.committed(commit)
+        parting.gather(replica, commit, last=replica.state.step == self._spec.rules.max_steps)
+        return commit
+
+    def _doze(self, parting: Parting, fence: Fence) -> Woken:
+        replica = self.replica
+        replica.loader.stop(timedelta(seconds=0))
+        self._heartbeat.tell_all(0.0)
+        if replica.checkpointer is not None:
+            replica.at("wait")
+            replica.checkpointer.await_copy(fence.check)  # of the state that will be written over
+        return parting.doze(replica)
+
+    def _share_checkpoints(self, fence: Fence, command: Run, replicas: Sequence[int]) -> None:
+        """From here on, the workers of these replicas write checkpoints."""
+        checkpointer, stages = self.replica.checkpointer, self._spec.rules.stages
+        writers = [rank for rank in range(len(self._world)) if replica_of(rank, stages) in replicas]
+        if checkpointer is not None and self.rank in writers:
+            about = (fence.incarnation, self.replica.state.step, command.failure_s, stages, command.rejected)
+            checkpointer.begin(writers.index(self.rank), len(writers), *about)
+
     def speak_for(self, member: str, asleep: bool) -> None:
         """This one was asked to sleep, or to wake: whoever leads those who are awake says it for who sleeps."""
         waking = self.replica.state.tail.sleep.waking
@@ -195,7 +222,7 @@ class Trainee:
         self.replica.loader.start(
             state.position, links.replica, links.replicas, micro_batches, weights=sleep.weights(links.replicas)
         )
-        if not self._spec.use_gpu:  # NCCL's groups beside one another were never tried
+        if not self._spec.use_gpu and can_be_sent(self.replica):  # NCCL's groups beside one another were never tried
             parting.begin(sleep.asleep, state.step)
         asleep = links.replica in sleep.asleep
         sleep.at_once &= not asleep  # it has done so; a share that is empty anyway breaks off nowhere

@@ -1,171 +1,189 @@
-"""While some replicas sleep: those who are awake reduce among themselves, and one of them tells the sleepers the sums.
+"""While some replicas sleep: those who are awake train without them, and the first of them brings them up to date as they wake.
 
 In one group for all, every collective costs each member something for every other one, however little that one says, and a
 ring takes it in. So two more groups are joined while training goes on: of those who are awake; and of the first of them, who
-*leads*, with all who sleep. As a step begins, a sleeper sends who leads its tail, all that it has to say, to be added to the
-leader's own; when all is reduced, it is sent the sums. Both are one message.
+*leads*, with all who sleep. All use these groups from the step on before which everybody said that it has joined
+(`Sleep.settle`): from then on a sleeper does nothing at all, and is sent nothing. What it holds grows old, so it counts as a
+replica without state (`TrainingState.filled`): if somebody is lost meanwhile, it is filled as a replacement is.
 
-All use these groups from the step on before which everybody said that it has joined (`Sleep.settle`). At the boundary at which
-somebody falls asleep or wakes up, all are back in the group of the incarnation, which nobody has left: nobody waits for one.
+At the boundary at which somebody falls asleep or wakes up, or training stops, who leads sends all who sleep the state of that
+boundary, and everybody is back in the group of the incarnation, which nobody has left: nobody waits for one. The others begin
+the next step meanwhile, in whose reductions they wait for who is not there yet.
 
-Who leads launches nothing before all who sleep have begun the step, so there is no sum of a step that somebody is not in: the
-survivors of a loss are no further apart than one step (`policy/reconcile.py`). There must be two who are awake: of one alone,
-whose sums are only its own, others could hear that it has committed a step, and lose it with its sums.
+There must be two who are awake: of the state of one alone the sleepers stay copies, in the group of all.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raytrain_ft.errors import FencedError
+from raytrain_ft.errors import ConfigError, FencedError
+from raytrain_ft.policy.sampling import Position
+from raytrain_ft.storage.tree import flatten, unflatten
 from raytrain_ft.training import process_group
-from raytrain_ft.training.buckets import Bucket, Reduction
-from raytrain_ft.training.fence import PeerLostError
+from raytrain_ft.training.attempt import Commit
+from raytrain_ft.training.fence import WAIT_DEADLINE, PeerLostError
 from raytrain_ft.training.links import Links
-from raytrain_ft.training.memory import move
 from raytrain_ft.training.process_group import FencedGroup, FencedWork
 from raytrain_ft.training.sleep import Sleep
+from raytrain_ft.training.state import Extras, packed, unpacked
+from raytrain_ft.training.step import Replica
 
 LEAST_AWAKE = 2
 """For fewer no other groups are joined."""
+REASSURE_S = WAIT_DEADLINE.total_seconds() / 10
+"""How often sleepers are told that they sleep on: gloo gives up a message that does not come for so much longer."""
+LOOK_S = 0.5
+UNHEARD_S, UNHEARD_STEPS = 10.0, 5
+"""After so long a sleeper that was told to wake takes it that no other one has heard of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Woken:
+    """What is agreed upon at the boundary at which a sleeper is up to date again; as of a `Commit`."""
+
+    stop: bool
+    checkpoint: bool
+    reads_change: bool = True
 
 
 class Apart:
-    """One worker's part in it: it sums gradients in the place of the group of the incarnation.
+    """One worker's part in it.
 
     Args:
         awake: the group of those who are awake; None for who sleeps.
         followers: that of who leads and of all who sleep, in this order; None for the others.
-        buckets: of this worker.
 
     Attributes:
-        sent: the sums of the step under way, between who leads and who sleeps.
+        group: sums the gradients of who is awake; None for who sleeps.
     """
 
-    def __init__(self, awake: FencedGroup | None, followers: FencedGroup | None, buckets: Sequence[Bucket]) -> None:
-        joined = awake if awake is not None else followers
-        assert joined is not None
-        self.fence = joined.fence
-        self._awake, self._followers = awake, followers
-        last, size = buckets[-1], sum(bucket.flat.nbytes for bucket in buckets) if followers is not None else 0
-        self._said = torch.zeros(last.tail_size, dtype=last.flat.dtype)
-        self._sums = torch.empty(size, dtype=torch.uint8)  # of a step, one after the other
-        self._filled = 0
-        self._words: Reduction | None = None
-        self.sent: FencedWork | None = None
+    def __init__(self, awake: FencedGroup | None, followers: FencedGroup | None) -> None:
+        self.group = awake
+        self._followers = followers
+        self._reassured = time.monotonic()
 
-    def begin(self) -> Reduction | None:
-        """A step begins.
-
-        Returns:
-            For who leads, what must have come before it launches anything.
-
-        Raises:
-            FencedError: the incarnation ended; PeerLostError: a connection did.
-        """
-        self._filled, self.sent = 0, None
-        if self._awake is None or self._followers is None:
-            return None
-        self._words = self._followers.all_reduce(self._said.zero_())
-        return self._words
-
-    def add_words(self, tail: Tensor) -> None:
-        """Adds what the sleepers said to what this worker says, if it leads."""
-        if self._awake is not None and self._words is not None:
-            self._words.wait()
-            tail.add_(self._said)
-
-    def all_reduce(self, tensor: Tensor, silent: Collection[int] = (), said: int = 0) -> Reduction:
-        """Starts to sum a tensor, in place: one bucket after the other, and the last of a step says something at its end.
+    def reassure(self) -> None:
+        """Tells the sleepers, from time to time, that they sleep on; of who leads.
 
         Raises:
             FencedError: the incarnation ended; PeerLostError: it could not start.
         """
-        del silent
-        if self._awake is None:
-            if said:
-                self._follow(tensor[len(tensor) - said :])
-            return _Told(self, tensor, self._next(tensor))
-        work = self._awake.all_reduce(tensor)
-        return work if self._followers is None else _PassedOn(work, self, tensor)
+        if self._followers is not None and time.monotonic() > self._reassured + REASSURE_S:
+            self._reassured = time.monotonic()
+            self._broadcast(_size(0))
 
-    def _next(self, tensor: Tensor) -> Tensor:
-        """Where this step's next sum lies."""
-        start, self._filled = self._filled, self._filled + tensor.nbytes
-        return self._sums[start : self._filled]
+    def wake(self, replica: Replica, commit: Commit) -> None:
+        """Sends the sleepers the state after this step, if this worker leads.
 
-    def _follow(self, words: Tensor) -> None:
-        assert self._followers is not None
-        if self._words is not None:
-            self._words.wait()  # of the step before: others have them, but perhaps not this one
-        self._words = self._followers.all_reduce(self._said.copy_(words))
-        self.sent = self._broadcast()
+        Raises:
+            FencedError: the incarnation ended; PeerLostError: a message failed.
+        """
+        if self._followers is None:
+            return
+        state = replica.state
+        for number in range(-1, len(state.buckets)):
+            if number < 0:
+                content = _pack(replica, stop=commit.stop, checkpoint=commit.checkpoint)
+            else:
+                content = state.pack(state.buckets[number])
+            replica.at("transfer_source")
+            works = [self._broadcast(_size(len(content))), self._broadcast(content)]
+            replica.at("wait")
+            for work in works:
+                work.wait()
 
-    def pass_on(self, tensor: Tensor) -> None:
-        """The next sum is there. Copied, for the update changes it; that the copy before was sent is what sleepers have said by
-        beginning this step."""
-        move(self._next(tensor).data_ptr(), tensor.data_ptr(), tensor.nbytes)
-        if self._filled == len(self._sums):
-            self.sent = self._broadcast()
+    def doze(self, replica: Replica) -> Woken:
+        """Does nothing until this worker is to be up to date again, and takes over the state then.
 
-    def _broadcast(self) -> FencedWork:
+        Raises:
+            FencedError: the incarnation ended. PeerLostError: a message failed, or nobody heard that this one is to wake.
+        """
+        state, sleep = replica.state, replica.state.tail.sleep
+        state.filled = False
+        replica.at("wait")
+        size = self._await_word(sleep, replica.step_s)
+        about = dict(unpacked(self._receive(replica, size)))
+        for bucket in state.buckets:
+            state.unpack(bucket, self._receive(replica, self._await_size()))
+        settings = unflatten(about["settings"], about.__getitem__)
+        state.take(Extras(about["step"], Position(**about["position"]), tuple(settings["groups"]), settings["scheduler"]))
+        replica.forget()
+        sleep.settle(about["said"])
+        if replica.checkpointer is not None:
+            replica.checkpointer.catch_up(about["checkpointed"])
+        return Woken(about["stop"], about["checkpoint"])
+
+    def _await_word(self, sleep: Sleep, step_s: float) -> int:
+        """The size of what is said next, once it is not that this worker sleeps on."""
+        while True:
+            message = _size(0)
+            work, told = self._broadcast(message), None
+            deadline = time.monotonic() + WAIT_DEADLINE.total_seconds()
+            while not work.came(LOOK_S):
+                now = time.monotonic()
+                told = None if sleep.wanted else told or now
+                if now > deadline or (told is not None and now > told + UNHEARD_S + UNHEARD_STEPS * step_s):
+                    raise PeerLostError("a replica that sleeps was told to wake, and who leads the others did not hear of it")
+            work.wait()
+            if int(message):
+                return int(message)
+
+    def _await_size(self) -> int:
+        message = _size(0)
+        self._broadcast(message).wait()
+        return int(message)
+
+    def _receive(self, replica: Replica, size: int) -> Tensor:
+        content = torch.empty(size, dtype=torch.uint8)
+        replica.at("transfer_receiver")
+        work = self._broadcast(content)
+        replica.at("wait")
+        work.wait()
+        return content
+
+    def _broadcast(self, tensor: Tensor) -> FencedWork:
+        """From who leads."""
         assert self._followers is not None
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        return self._followers.start("broadcast", [self._sums], options)
+        return self._followers.start("broadcast", [tensor], options)
 
 
-class _PassedOn:
-    """A sum of those who are awake, which the sleepers are told."""
-
-    def __init__(self, work: Reduction, apart: Apart, tensor: Tensor) -> None:
-        self._work, self._apart, self._tensor = work, apart, tensor
-
-    def wait(self) -> bool:
-        self._work.wait()
-        self._apart.pass_on(self._tensor)
-        return True
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def succeeded(self) -> bool:
-        return self._work.succeeded()
+def _size(number: int) -> Tensor:
+    return torch.tensor([number], dtype=torch.int64)
 
 
-class _Told:
-    """A sum that a sleeper is told.
+def can_be_sent(replica: Replica) -> bool:
+    """Whether sleepers could be brought up to date: a schedule, say, may keep what is neither a tensor nor a plain value."""
+    try:
+        _pack(replica, stop=False, checkpoint=False)
+    except ConfigError:
+        return False
+    return True
 
-    Args:
-        told: where it comes.
-    """
 
-    def __init__(self, apart: Apart, tensor: Tensor, told: Tensor) -> None:
-        self._apart, self._tensor, self._told = apart, tensor.view(torch.uint8), told
-
-    def await_parts(self) -> None:
-        assert self._apart.sent is not None, "waited for before the last bucket was launched"
-        self._apart.sent.wait()
-
-    def wait(self) -> bool:
-        self.await_parts()
-        self._tensor.copy_(self._told)
-        return True
-
-    def is_completed(self) -> bool:
-        return self._apart.sent is not None and self._apart.sent.is_completed()
-
-    def succeeded(self) -> bool:
-        if self._apart.sent is None or not self._apart.sent.succeeded():
-            return False
-        self._tensor.copy_(self._told)
-        return True
+def _pack(replica: Replica, *, stop: bool, checkpoint: bool) -> Tensor:
+    """What a sleeper needs besides the buckets."""
+    extras = replica.state.extras()
+    settings, tensors = flatten({"groups": list(extras.groups), "scheduler": extras.scheduler}, "settings")
+    about = {
+        "step": extras.step,
+        "position": asdict(extras.position),
+        "settings": settings,
+        "said": replica.said,
+        "stop": stop,
+        "checkpoint": checkpoint,
+        "checkpointed": 0 if replica.checkpointer is None else replica.checkpointer.latest,
+    }
+    return packed([*about.items(), *((name, tensor.detach()) for name, tensor in tensors.items())])
 
 
 class Parting:
@@ -173,12 +191,16 @@ class Parting:
 
     Args:
         join: builds a group, given its name, this worker's rank in it, and its size; raises `FencedError` or `PeerLostError`.
-        rank, size: of this worker, in the incarnation.
-        buckets: of this worker.
+        rank, size: of this worker's replica, in the incarnation.
+
+    Attributes:
+        members: the replicas that train the step under way, and that hold the state of the boundary after it.
     """
 
-    def __init__(self, join: Callable[[str, int, int], FencedGroup], rank: int, size: int, buckets: Sequence[Bucket]) -> None:
-        self._join, self._rank, self._size, self._buckets = join, rank, size, buckets
+    def __init__(self, join: Callable[[str, int, int], FencedGroup], rank: int, size: int) -> None:
+        self._join, self._rank = join, rank
+        self._everybody = tuple(range(size))
+        self.members = self._everybody
         self._lock = threading.Lock()
         self._asleep: frozenset[int] = frozenset()
         self._groups: list[FencedGroup | None] = []
@@ -189,7 +211,7 @@ class Parting:
         """From this step on, these sleep. The groups for who slept last time are there, if all have come to use them."""
         if not self._served:
             self.leave()
-        awake = [rank for rank in range(self._size) if rank not in asleep]
+        awake = [rank for rank in self._everybody if rank not in asleep]
         if not asleep or len(awake) < LEAST_AWAKE or asleep == self._asleep:
             return
         self.leave()
@@ -213,15 +235,43 @@ class Parting:
             process_group.leave(group)  # others sleep by now
             return
 
-    def connect(self, links: Links, sleep: Sleep) -> Links:
-        """The connections for the step that begins, and for `sleep` to say whether this worker has joined."""
+    def part(self, sleep: Sleep) -> bool:
+        """A step begins. Returns whether this worker has no part in it. Tells `sleep` whether it has joined."""
         with self._lock:
             if self._apart is None and len(self._groups) == 2:
-                awake, followers = self._groups
-                self._apart = Apart(awake, followers, self._buckets)
+                self._apart = Apart(*self._groups)
         self._served |= sleep.apart
         sleep.joined = self._apart is not None and sleep.asleep == self._asleep
-        return replace(links, apart=self._apart) if sleep.apart else links
+        self.members = tuple(rank for rank in self._everybody if not (sleep.apart and rank in sleep.asleep))
+        return self._rank not in self.members
+
+    def connect(self, links: Links) -> Links:
+        """The connections of the step that begins."""
+        if self._apart is None or self.members == self._everybody:
+            return links
+        self._apart.reassure()
+        assert self._apart.group is not None
+        return replace(links, group=self._apart.group)
+
+    def gather(self, replica: Replica, commit: Commit, *, last: bool) -> None:
+        """A step was committed, perhaps the `last` one. Where others than before sleep from here on, or training stops, all
+        come together.
+
+        Raises:
+            FencedError: the incarnation ended; PeerLostError: a message failed.
+        """
+        sleep = replica.state.tail.sleep
+        if self._apart is None or self.members == self._everybody or (sleep.apart and not commit.stop and not last):
+            return
+        sleep.apart, self.members = False, self._everybody
+        self._apart.wake(replica, commit)
+
+    def doze(self, replica: Replica) -> Woken:
+        """For who has no part in the steps of others, until all come together. Raises as `Apart.doze` does."""
+        assert self._apart is not None
+        woken = self._apart.doze(replica)
+        replica.state.tail.sleep.apart, self.members = False, self._everybody
+        return woken
 
     def leave(self) -> None:
         """These groups are not used any more."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -42,15 +42,6 @@ class Reduction(Protocol):
 
     def succeeded(self) -> bool:
         """Whether the tensor holds it. Never waits, and looks past the fence."""
-        ...
-
-
-@runtime_checkable
-class InParts(Protocol):
-    """A sum whose parts come before it is made of them."""
-
-    def await_parts(self) -> None:
-        """Waits until they are there. Raises as `Reduction.wait` does."""
         ...
 
 
@@ -198,7 +189,6 @@ class Reducer:
 
     Attributes:
         complete: the backward pass of the attempt has come to its end: `p.grad` is final where nothing was accepted.
-        awaited: what must have come before the first bucket of the attempt is launched, if anything.
     """
 
     def __init__(
@@ -218,7 +208,6 @@ class Reducer:
         self._is_silent = is_silent
         self._interrupted: Exception | None = None
         self.group: Summing | None = None
-        self.awaited: Reduction | None = None
         self._on_reduced = on_reduced
         self._eager = eager
         self._fill_tail = fill_tail
@@ -241,7 +230,7 @@ class Reducer:
         all they say is in the tail."""
         self._step, self._samples, self._idle = step, samples, idle
         self._armed = self.complete = False
-        self._interrupted = self.awaited = None
+        self._interrupted = None
         self._missing = [len(bucket.params) for bucket in self.buckets]
         self._ready.clear()
         self._launched = self._accepted = 0
@@ -289,8 +278,6 @@ class Reducer:
     def _reduce_ready(self) -> None:
         assert self.group is not None
         self.group.fence.check()
-        if self.awaited is not None and not self.awaited.succeeded():
-            return
         while self._launched < len(self.buckets) - 1 and self._missing[self._launched] == 0:
             self._launch()
         if self._eager:
@@ -336,19 +323,8 @@ class Reducer:
         self.complete = True
         if self._interrupted is not None:
             raise self._interrupted
-        if self.awaited is not None:
-            self._probe("wait", None)
-            self.awaited.wait()
         while self._launched < len(self.buckets):
             self._launch()
-
-    def await_others(self) -> None:
-        """Waits until all ranks have given their part to every bucket, and accepts nothing yet."""
-        for bucket in self.buckets:
-            if isinstance(bucket.work, InParts):
-                bucket.work.await_parts()
-            elif bucket.work is not None:
-                bucket.work.wait()
 
     def finish(self) -> None:
         """Launches what is left and accepts everything."""

@@ -171,6 +171,16 @@ class Checkpointer:
             self._recall_profile(self._tuner)  # what worker 0 measured, who waits for the shards of all, counts most
             self._note(self._tuner.known(step))
 
+    @property
+    def latest(self) -> int:
+        """The step of the latest checkpoint, or at which training began."""
+        return 0 if self._tuner is None else self._tuner.last
+
+    def catch_up(self, latest: int) -> None:
+        """Others have written checkpoints meanwhile, the latest one of this step."""
+        if self._tuner is not None:
+            self._tuner.last = latest
+
     def fenced(self) -> None:
         """The world is over. A copy that is under way comes to its end before anything else touches the state."""
         if self._copy is not None:

@@ -76,17 +76,13 @@ class Exchange:
         sent.view(ranks, len(mine)).copy_(mine)
         self._work = exchange(start, sent, received, self._sizes)
 
-    def await_parts(self) -> None:
-        """Waits until all ranks have sent theirs. Raises as `wait` does."""
-        self._work.wait()
-
     def wait(self) -> bool:
         """Waits for the sum.
 
         Raises:
             FencedError: the incarnation ended; PeerLostError: it failed.
         """
-        self.await_parts()
+        self._work.wait()
         self._add()
         return True
 

@@ -53,14 +53,6 @@ class Fence:
         if self._tripped:
             raise FencedError(f"incarnation {self.incarnation} is over on this worker")
 
-    def rest(self, seconds: float) -> None:
-        """Does nothing for so long.
-
-        Raises:
-            FencedError: this incarnation ended first.
-        """
-        self._came(threading.Event(), seconds)
-
     def wait(self, done: threading.Event, deadline: timedelta = WAIT_DEADLINE) -> None:
         """Waits for `done`, but no longer than the fence or the deadline.
 
@@ -68,12 +60,16 @@ class Fence:
             FencedError: this incarnation ended first.
             PeerLostError: the deadline passed.
         """
-        if not done.is_set() and not self._came(done, deadline.total_seconds()):
+        if not done.is_set() and not self.came(done, deadline.total_seconds()):
             raise PeerLostError(f"no answer from the peers within {deadline}")
         self.check()
 
-    def _came(self, event: threading.Event, seconds: float) -> bool:
-        """Whether the event came in time. Raises `FencedError` if the fence, which sets it too, did."""
+    def came(self, event: threading.Event, seconds: float) -> bool:
+        """Whether the event came within so many seconds.
+
+        Raises:
+            FencedError: this incarnation ended first.
+        """
         with self._lock:
             if not self._tripped:
                 self._waiters.add(event)

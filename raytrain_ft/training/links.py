@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +34,6 @@ from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.process_group import FencedGroup
 from raytrain_ft.training.solo import Solo
 from raytrain_ft.training.team import Team
-
-if TYPE_CHECKING:
-    from raytrain_ft.training.apart import Apart
 
 EVERYBODY = -1
 """In place of a sender and a receiver."""
@@ -73,8 +70,7 @@ class Links:
 
     Attributes:
         replica, replicas: which copy of its stage the worker hosts, and of how many.
-        group: of the replicas of this stage; sums their gradients.
-        apart: does so in its place, while some of them sleep.
+        group: of the replicas of this stage, or of those that do not sleep; sums their gradients.
         activations, gradients: where a stage's inputs come from, in the forward and in the backward pass.
         outputs, input_gradients: where its outputs go.
         ties: to each stage that shares parameters with this one.
@@ -86,7 +82,6 @@ class Links:
     replica: int
     replicas: int
     group: FencedGroup | Solo
-    apart: Apart | None = None
     activations: Inbound | None = None
     gradients: Inbound | None = None
     outputs: Outbound | None = None

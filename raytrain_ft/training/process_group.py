@@ -107,6 +107,10 @@ class FencedWork(dist.Work):
             self._inner.wait()  # it has ended: this only orders the streams
         return True
 
+    def came(self, seconds: float) -> bool:
+        """Whether it came to its end, be it a good one, within so many seconds; of gloo only. Raises FencedError."""
+        return self._fence.came(self._done, seconds)
+
     def _look_until(self, deadline: float) -> None:
         while not self.is_completed() and time.monotonic() < deadline:
             self._fence.check()

@@ -1,14 +1,12 @@
-"""Dormant replicas: members of the group that contribute nothing for now, with weight zero, and stay up to date.
+"""Dormant replicas: members of the world that contribute nothing for now, with weight zero.
 
 A replica falls asleep, and wakes up, and nobody waits for a group to be rebuilt (Nicolae et al., III-B). In the tail of each
-step's last bucket every rank says whether it sleeps from the next step on; the others then share out its samples. It goes on to
-update, so it can take part again from one step to the next. A sleeper has nothing to compute and says what it has to say as the
-step begins, so that it wakes, if it says so itself, counts a step late: the first of those who are awake, who hears of it too,
-says as the step ends whether it sleeps on, and nobody waits for a sleeper. A replica that is told to sleep *at once* does not
-finish its part of the step under way: the buckets that it has not launched are zeros, the mean is taken over the samples that
-are there, and its own are listed as lost.
-
-While the same replicas sleep, the others reduce among themselves (`apart.py`).
+step's last bucket every rank says whether it sleeps from the next step on; the others then share out its samples, and it sends
+zeros and goes on to update. A few steps later the others train without it (`apart.py`), and it is brought up to date as it
+wakes. What it says itself, as a step begins, for it has nothing to compute, counts a step late: the first of those who are
+awake, who hears of it too, says as the step ends whether it sleeps on, and nobody waits for a sleeper. A replica that is told
+to sleep *at once* does not finish its part of the step under way: the buckets that it has not launched are zeros, the mean is
+taken over the samples that are there, and its own are listed as lost.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ class Sleep:
         silent_from: in the step under way, the first bucket to which this replica contributes nothing.
         asleep: the replicas that sleep in the step under way: the same set on every rank.
         joined: whether this replica has joined the groups that are for them.
-        apart: whether all have, and those who are awake reduce among themselves: the same on every rank.
+        apart: whether all have, and those who are awake train without the others: the same on every rank.
     """
 
     def __init__(self) -> None:
@@ -84,7 +82,8 @@ class Sleep:
     def settle(self, said: Sequence[int]) -> bool:
         """The step is committed. Returns whether others sleep from here on."""
         before, self.asleep = self.asleep, self.next(said)
-        self.apart = self.asleep == before and bool(before) and all(word & JOINED for word in said)
+        joined = self.apart or all(word & JOINED for word in said)  # who is left out says nothing
+        self.apart = self.asleep == before and bool(before) and joined
         self.waking -= before - self.asleep
         if self.silent_from is not None:
             self.silent_from, self.at_once = None, False  # it has done so, once

@@ -9,7 +9,7 @@ A packed bucket describes itself: a JSON header and raw bytes, never pickle.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -129,34 +129,19 @@ class TrainingState:
 
     def pack(self, bucket: Bucket) -> Tensor:
         """The state of a bucket as one uint8 tensor that describes itself."""
-        slots = list(self.slots(bucket))
-        header = json.dumps([_describe(name, value) for name, value in slots]).encode()
-        length = len(header).to_bytes(HEADER_LENGTH_BYTES, "little")
-        parts = [torch.frombuffer(bytearray(length + header), dtype=torch.uint8)]
-        parts += [bytes_of(value).cpu() for _, value in slots if isinstance(value, Tensor)]
-        return torch.cat(parts)
+        return packed(list(self.slots(bucket)))
 
     @torch.no_grad()
-    def unpack(self, bucket: Bucket, packed: Tensor) -> None:
+    def unpack(self, bucket: Bucket, content: Tensor) -> None:
         """Takes over a packed state, creating the optimizer's state as it is there (no dummy step).
 
         Raises:
             StorageError: the packed state belongs to another model; nothing was changed.
         """
-        length = int.from_bytes(bytes(packed[:HEADER_LENGTH_BYTES].tolist()), "little")
-        start = HEADER_LENGTH_BYTES + length
-        described = json.loads(bytes(packed[HEADER_LENGTH_BYTES:start].numpy()))
         own = {name: value for name, value in self.slots(bucket) if name.startswith(_EXISTING)}
-        self._check(bucket, described, own)
+        self._check(bucket, _head(content)[0], own)
         states: list[dict[str, Any]] = [{} for _ in bucket.params]
-        for name, dtype, shape, skeleton in described:
-            value: Any
-            if dtype is None:
-                value = unflatten(skeleton, {}.__getitem__)  # there are no tensors in it
-            else:
-                size = torch.Size(shape).numel() * DTYPES[dtype].itemsize
-                value = packed[start : start + size].clone().view(DTYPES[dtype]).reshape(shape)
-                start += size
+        for name, value in unpacked(content):
             if name == "loss":
                 self.loss = value
             elif name in own:
@@ -199,6 +184,38 @@ class TrainingState:
 _EXISTING = ("param.", "frozen.", "buffer.")
 """Slots whose tensors every worker has from the start; the optimizer's come into being with the first update."""
 _COUNTERS = ("step", "mu_product")
+
+
+def packed(slots: Sequence[tuple[str, Any]]) -> Tensor:
+    """Named tensors and plain values as one uint8 tensor on the CPU that describes itself.
+
+    Raises:
+        ConfigError: a value cannot be stored.
+    """
+    header = json.dumps([_describe(name, value) for name, value in slots]).encode()
+    length = len(header).to_bytes(HEADER_LENGTH_BYTES, "little")
+    parts = [torch.frombuffer(bytearray(length + header), dtype=torch.uint8)]
+    parts += [bytes_of(value).cpu() for _, value in slots if isinstance(value, Tensor)]
+    return torch.cat(parts)
+
+
+def unpacked(content: Tensor) -> Iterator[tuple[str, Any]]:
+    """What was packed, one by one; tensors in memory of their own."""
+    described, start = _head(content)
+    for name, dtype, shape, skeleton in described:
+        if dtype is None:
+            yield name, unflatten(skeleton, {}.__getitem__)  # there are no tensors in it
+            continue
+        size = torch.Size(shape).numel() * DTYPES[dtype].itemsize
+        yield name, content[start : start + size].clone().view(DTYPES[dtype]).reshape(shape)
+        start += size
+
+
+def _head(content: Tensor) -> tuple[list[Any], int]:
+    """What there is, and where the first tensor's bytes begin."""
+    length = int.from_bytes(bytes(content[:HEADER_LENGTH_BYTES].tolist()), "little")
+    start = HEADER_LENGTH_BYTES + length
+    return json.loads(bytes(content[HEADER_LENGTH_BYTES:start].numpy())), start
 
 
 def at_home(optimizer: torch.optim.Optimizer, p: Tensor, key: str, value: Any) -> Any:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from raytrain_ft.errors import LogGapError, NonFiniteLossError
 from raytrain_ft.policy.sampling import Range
-from raytrain_ft.training.apart import Apart
 from raytrain_ft.training.attempt import Attempt, Commit, keeps_gradients
 from raytrain_ft.training.buckets import Bucket, Reducer, only, sample_of
 from raytrain_ft.training.checkpointer import Checkpointer
@@ -35,8 +34,6 @@ from raytrain_ft.training.undo import Undo
 
 AGREED = HEADER + 1
 """Numbers that the stages of a pipeline agree upon: the head of the tail, and the square of the gradients' norm."""
-REST = 0.1
-"""How much of a step a sleeper lets pass before it takes the sums: two cores for four workers cost the others 1 %."""
 NOT_FINITE = "the loss or a gradient was not finite"
 NOTHING_LEFT = "all workers that had samples of it were told to sleep at once"
 
@@ -51,6 +48,8 @@ class Replica:
         lost: the latest step that went on without some samples, and their positions.
         left_out: the step that a recovery left out, unless another one was begun since.
         passes: what is computed of each micro-batch of the step under way.
+        said: of their sleep, by all replicas, in the latest step; nothing is known if its state came from another one.
+        step_s: seconds of the latest step that this one committed itself.
         leads: of those who reduce the step under way, this one speaks for what is the same everywhere.
     """
 
@@ -79,9 +78,9 @@ class Replica:
         self._skip = ""  # why the update of the step under way is left out
         self.lost: tuple[int, tuple[Range, ...]] | None = None
         self.left_out: int | None = None
-        self._said: list[int] = []  # of their sleep, by all replicas; nothing is known if the state came from another
+        self.said: list[int] = []
+        self.step_s = 0.0
         self._samples = 0
-        self._apart: Apart | None = None
         self.leads = False
         # What the flat buffers hold after an update may be passed to others as the step's gradient only if it still is that.
         self._gradients_survive = settings.max_grad_norm is None and keeps_gradients(state.optimizer)
@@ -138,8 +137,6 @@ class Replica:
         else:
             self.forward_backward()
         self.passes.check_parameters()
-        self.reducer.launch()
-        self._let_others_go_first(links, began)
         self.reducer.finish()
         if links.agree is not None and self._shared is not None:
             self._shared.add_up(self.state.step, links.ties, self.at)
@@ -150,10 +147,13 @@ class Replica:
         self.at("commit")
         return self.commit()
 
+    def forget(self) -> None:
+        """The state is what another replica came to, between two steps, and this one knows of none of them."""
+        self.lost, self.left_out, self._last_commit = None, None, None
+
     def abandon(self) -> None:
         """Takes stock after a fence, and lets go of what only the rest of the step would have needed."""
         self.reducer.abandon()
-        self._apart = None
         if self._pipeline is not None:
             self._pipeline.forget()
 
@@ -173,37 +173,25 @@ class Replica:
             self.at("checkpoint")
             self.checkpointer.finish(self.state.step, check, kept=self._keep_epochs and self.state.position.consumed == 0)
 
-    def _let_others_go_first(self, links: Links, began: float) -> None:
-        """Who sleeps, and sleeps on, has the whole next step for its sums and its update; where cores are shared, others need
-        them now. Who is to wake is told before those who say it for him."""
-        sleep = self.state.tail.sleep
-        if links.replica in sleep.asleep:
-            self.at("wait")
-            self.reducer.await_others()
-            if sleep.wanted:
-                links.fence.rest(REST * (time.monotonic() - began))
-
     def begin(self, micro_batches: list[MicroBatch], links: Links, began: float) -> None:
         """Starts an attempt: from here on the buffers may change, so they are saved."""
         first = micro_batches[0]
-        self._said, self._skip, self.left_out = [], "", None
+        self.said, self._skip, self.left_out = [], "", None
         if self.lost is not None and self.lost[0] == self.state.step:
             self.lost = None  # of an attempt that came to nothing: this one has all of its samples again
         self.state.tail.begin()
         ids = tuple(micro_batch.ids for micro_batch in micro_batches)
         leads = links.team is None or links.team.leads  # of a team, one speaks for all of what none of them changes
         self._samples = sum(len(i) for i in ids) if leads else 0
-        self._apart = links.apart
-        self.reducer.group = links.group if links.apart is None else links.apart
-        self.reducer.begin(self.state.step, self._samples, self.state.tail.sleep.asleep)
-        weights = self.state.tail.sleep.weights(links.replicas)
+        sleep = self.state.tail.sleep
+        self.reducer.group = links.group
+        self.reducer.begin(self.state.step, self._samples, () if sleep.apart else sleep.asleep)
+        weights = sleep.weights(links.replicas)
         world = (links.replica, links.replicas, links.fence.incarnation)
         self.attempt = Attempt(self.state.step, first.batch, first.after, ids, *world, began, weights)
         self.passes.begin(self.attempt, micro_batches)
         # Who sleeps runs no forward pass, and could not say what that changes.
-        self.leads = links.replica == min(set(range(links.replicas)) - self.state.tail.sleep.asleep, default=0)
-        if links.apart is not None:
-            self.reducer.awaited = links.apart.begin()
+        self.leads = links.replica == min(set(range(links.replicas)) - sleep.asleep, default=0)
 
     def forward_backward(self) -> None:
         """All micro-batches, one after the other."""
@@ -322,7 +310,7 @@ class Replica:
                 else:
                     self.state.tail.apply(bucket.tail)
                 self.state.loss = self.state.tail.loss(bucket.tail)
-                self._said = self.state.tail.said(bucket.tail, self.attempt.replicas) if self.attempt is not None else []
+                self.said = self.state.tail.said(bucket.tail, self.attempt.replicas) if self.attempt is not None else []
             bucket.version += 1
             bucket.dirty = False
             if not self._gradients_survive:
@@ -352,8 +340,9 @@ class Replica:
             returned,
             stop=state.tail.stop_agreed(tail),
             checkpoint=state.tail.checkpoint_agreed(tail),
-            reads_change=state.tail.sleep.settle(self._said) or returned,
+            reads_change=state.tail.sleep.settle(self.said) or returned,
         )
+        self.step_s = commit.seconds
         if self.checkpointer is not None:
             now = time.monotonic()
             self.checkpointer.stepped(state.step, now - (self._last_commit or attempt.began))
@@ -366,8 +355,8 @@ class Replica:
             lost, why = ((attempt.batch.start, attempt.batch.stop),), self._skip
         elif self.lost is not None and self.lost[0] == attempt.step and self.lost[1]:
             return self.lost[1], "their gradients went down with a worker"
-        elif any(self._said):
-            lost, why = self.state.tail.sleep.lost(self._said, attempt.batch), "a worker was told to sleep at once"
+        elif any(self.said):
+            lost, why = self.state.tail.sleep.lost(self.said, attempt.batch), "a worker was told to sleep at once"
         else:
             return (), ""
         if why != NOT_FINITE:  # whose samples are never read again: their position is that of a step that lost none
@@ -407,11 +396,9 @@ class Replica:
     def _fill_tail(self, tail: Tensor) -> None:
         assert self.attempt is not None
         if self.checkpointer is not None:
-            epoch_ends = self._keep_epochs and self.attempt.replica == 0 and self.attempt.after.consumed == 0
+            epoch_ends = self._keep_epochs and self.leads and self.attempt.after.consumed == 0
             self.state.tail.checkpoint_wanted = epoch_ends or self.checkpointer.wants(self.state.step + 1)
         self.state.tail.fill(tail, self._samples, len(self.attempt.batch), self.attempt.replica, leads=self.leads)
-        if self._apart is not None:
-            self._apart.add_words(tail)
 
     def at(self, phase: str) -> None:
         """Tells the probe where this replica is."""

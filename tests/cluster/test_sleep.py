@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +17,15 @@ from conftest import promise_kept, train
 from toy import Toy
 
 import raytrain_ft as ft
-from raytrain_ft import FailAt
+from raytrain_ft import FailAt, follow
 from raytrain_ft.cli import main
-from raytrain_ft.errors import ConfigError
+from raytrain_ft.errors import AbortedError, ConfigError
 from raytrain_ft.policy.audit import audit
+from raytrain_ft.policy.history import check
 from raytrain_ft.policy.sampling import Sampling, next_batch, position_at, share
 from raytrain_ft.runtime.event_log import read_records
+from raytrain_ft.storage import checkpoint
+from raytrain_ft.storage.filesystem import open_storage
 
 
 def records(path: Path, event: str) -> list[dict[str, Any]]:
@@ -91,25 +98,89 @@ def test_a_simulated_loss_is_a_real_one_to_the_bit(cluster, tmp_path: Path) -> N
     assert simulated.digest == real.digest
 
 
+def begun(path: Path, name: str, **arguments: Any) -> tuple[threading.Thread, list[Any]]:
+    """A run under way, whose rank 2 is asleep and left alone."""
+    outcome: list[Any] = []
+    thread = threading.Thread(target=lambda: outcome.append(train(path, name, **arguments)))
+    thread.start()
+    until(lambda: records(path / name, "StepsCommitted"))
+    ft.suspend(path / name, 2)
+    until(lambda: records(path / name, "Parted"))
+    return thread, outcome
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("update", ["barrier", "wait_free"])
-@pytest.mark.parametrize(("rank", "phase"), [(0, "update"), (0, "backward"), (1, "reduced"), (2, "reduce"), (2, "update")])
-def test_a_loss_while_the_others_reduce_without_a_sleeper(cluster, tmp_path: Path, rank: int, phase: str, update: Any) -> None:
-    """Of the one that leads the others, of another one, and of the sleeper."""
-    outcome: list[Any] = []
-    how: dict[str, Any] = {"task": Toy(step_seconds=0.03), "steps": 350, "faults": [FailAt(rank=rank, step=150, phase=phase)]}
-    thread = threading.Thread(target=lambda: outcome.append(train(tmp_path, "apart", update=update, **how)))
-    thread.start()
-    run = tmp_path / "apart"
-    until(lambda: records(run, "StepsCommitted"))
-    ft.suspend(run, 2)
+@pytest.mark.parametrize(("rank", "phase"), [(0, "update"), (0, "backward"), (1, "reduced")])
+def test_a_loss_while_the_others_train_without_a_sleeper(cluster, tmp_path: Path, rank: int, phase: str, update: Any) -> None:
+    """Of the one that leads the others, and of another one: the sleeper is brought up to date by the recovery."""
+    faults = [FailAt(rank=rank, step=150, phase=phase)]
+    thread, outcome = begun(tmp_path, "apart", task=Toy(step_seconds=0.03), steps=350, update=update, faults=faults)
     thread.join(120)
     (result,) = outcome
     assert promise_kept(result) == []
     (recovery,) = result.recoveries
     assert (len(recovery.lost), recovery.world_after, recovery.samples_lost) == (1, 3, 0)
-    parted = records(run, "Parted")
-    assert parted
+    parted = records(tmp_path / "apart", "Parted")
     assert parted[0]["step"] < 150, "it came too late for this test"
-    assert len(parted) == (1 if rank == 2 else 2), "who slept sleeps again"
-    assert audit(read_records(run / "events.jsonl")).ok
+    assert len(parted) == 2, "who slept sleeps again"
+
+
+@pytest.mark.long
+def test_a_sleeper_dies(cluster, tmp_path: Path) -> None:
+    run = tmp_path / "dies"
+    thread, outcome = begun(tmp_path, "dies", task=Toy(step_seconds=0.03), steps=250)
+    (sleeper,) = {record["member"] for record in records(run, "Dormant")}
+    (pid,) = {record["pid"] for record in records(run, "WorkerStarted") if record["member"] == sleeper}
+    os.kill(pid, signal.SIGKILL)
+    thread.join(120)
+    (result,) = outcome
+    assert promise_kept(result) == []
+    (recovery,) = result.recoveries
+    assert (recovery.lost, recovery.world_after, recovery.samples_lost) == ([sleeper], 3, 0)
+    assert records(run, "StepsCommitted")[-1]["weights"] is None, "the replacement was not told to sleep"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("rank", "phase"), [(0, "transfer_source"), (2, "transfer_receiver")])
+def test_a_loss_while_a_sleeper_is_brought_up_to_date(cluster, tmp_path: Path, rank: int, phase: str) -> None:
+    """It holds a part of the state by then."""
+    run, faults = tmp_path / "wakes", [FailAt(rank=rank, phase=phase)]
+    thread, outcome = begun(tmp_path, "wakes", task=Toy(step_seconds=0.03), steps=250, faults=faults)
+    ft.resume(run, 2)
+    thread.join(120)
+    (result,) = outcome
+    assert promise_kept(result) == []
+    (recovery,) = result.recoveries
+    assert (len(recovery.lost), recovery.world_after, recovery.samples_lost) == (1, 3, 0)
+    assert records(run, "StepsCommitted")[-1]["weights"] is None
+
+
+def test_checkpoints_are_written_by_those_who_are_awake(cluster, tmp_path: Path) -> None:
+    """The sleeper is who decides on them otherwise. The run is stopped while it sleeps: all write the last one, and go on."""
+    run = tmp_path / "stored"
+    how: dict[str, Any] = {"task": Toy(step_seconds=0.02), "checkpoints": ft.CheckpointConfig(every=10, num_to_keep=1000)}
+    with ThreadPoolExecutor(1) as pool:
+        stopped = pool.submit(train, tmp_path, "stored", steps=100_000, **how)
+        until(lambda: records(run, "StepsCommitted"))
+        ft.suspend(run, 0)
+        until(lambda: records(run, "Parted"))
+        parted = records(run, "Parted")[0]["step"]
+        until(lambda: [one for one in records(run, "CheckpointCommitted") if one["step"] > parted + 40])
+        ft.resume(run, 0)
+        until(lambda: len(records(run, "Dormant")) == 2)
+        ft.suspend(run, 0)
+        until(lambda: len(records(run, "Parted")) == 2)
+        follow.stop(run, "a test", quiet=True)
+        with pytest.raises(AbortedError, match="a test"):
+            stopped.result(60)
+    assert records(run, "CheckpointFailed") == []
+    written = [one["step"] for one in records(run, "CheckpointCommitted")]
+    assert {b - a for a, b in itertools.pairwise(written[:-1])} == {10}, "one was left out"
+    storage = open_storage(str(run / "checkpoints"))
+    shards = {one.name.step: len(checkpoint.read_manifest(storage, one.name).shards) for one in checkpoint.found(storage)}
+    assert shards[written[-1]] == 3
+    assert [shards[step] for step in written if parted < step <= parted + 40] == [2] * 4
+    assert check(read_records(run / "events.jsonl")) == []
+    train(tmp_path, "stored", steps=written[-1] + 20, **how)
+    assert records(run, "Resumed")[-1]["step"] == written[-1]

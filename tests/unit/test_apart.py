@@ -1,4 +1,4 @@
-"""Real replicas and gloo groups in one process: while some sleep, the others reduce among themselves, and nobody notices."""
+"""Real replicas and gloo groups in one process: while some sleep, the others train without them, and no result shows it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from sleepers import Task, one_generator_each
 from torch._C._distributed_c10d import HashStore
 
@@ -20,8 +21,8 @@ from raytrain_ft.errors import FencedError
 from raytrain_ft.policy.reconcile import reconcile
 from raytrain_ft.policy.sampling import Position, Sampling
 from raytrain_ft.runtime import recovery
-from raytrain_ft.training import process_group
-from raytrain_ft.training.apart import Parting
+from raytrain_ft.training import apart, process_group
+from raytrain_ft.training.apart import Parting, Woken
 from raytrain_ft.training.attempt import Commit
 from raytrain_ft.training.build import build_replica
 from raytrain_ft.training.fence import Fence, PeerLostError
@@ -29,6 +30,7 @@ from raytrain_ft.training.links import Links, data_parallel
 from raytrain_ft.training.process_group import FencedGroup
 from raytrain_ft.training.settings import StepSettings
 from raytrain_ft.training.sleep import JOINED, Sleep
+from raytrain_ft.training.step import Replica
 
 TIMEOUT = timedelta(seconds=20)
 SAMPLING = Sampling(32, 16, seed=0, shuffle=False)
@@ -58,9 +60,9 @@ class Crew:
         with ThreadPoolExecutor(size) as pool:
             self.worlds = list(pool.map(lambda rank: self._join(rank, "", rank, size), range(size)))
         self.links: list[Links] = [data_parallel(world) for world in self.worlds]
-        self.partings = [
-            Parting(partial(self._join, rank), rank, size, replica.state.buckets) for rank, replica in enumerate(self.replicas)
-        ]
+        self.partings = [Parting(partial(self._join, rank), rank, size) for rank in range(size)]
+        self._pool, self.training = ThreadPoolExecutor(size), dict[int, Future[list[Commit | Woken]]]()
+        self.target, self.dozing = 0, set[int]()
         for rank, replica in enumerate(self.replicas):
             replica.loader.start(Position(), rank, size)
             replica.state.filled = True
@@ -71,31 +73,47 @@ class Crew:
         fence = self.fences[owner]
         return process_group.build(store, rank, size, fence, host="127.0.0.1", timeout=TIMEOUT, default=False)
 
-    def train(self, count: int) -> list[Commit]:
-        """So many steps of all; what rank 0 committed."""
-        return self.train_all(count)[0]
+    def train(self, count: int) -> None:
+        """So many steps of all who do not sleep."""
+        self.train_all(count)
 
-    def train_all(self, count: int) -> list[list[Commit]]:
-        """What each of them committed."""
-        with self.pool() as pool:
-            return [each.result(60) for each in [pool.submit(self.steps, rank, count) for rank in range(self.size)]]
+    def train_all(self, count: int) -> list[list[Commit | Woken]]:
+        """So many steps; what each of them committed, or woke up to. Who does nothing at the end of these is left alone."""
+        self.begin(count)
+        deadline = time.monotonic() + 30
+        while not self.done:
+            assert time.monotonic() < deadline, {rank: each.done() for rank, each in self.training.items()}
+            time.sleep(0.001)
+        return [[] if rank in self.dozing else self.training[rank].result() for rank in range(self.size)]
 
-    @contextmanager
-    def pool(self) -> Iterator[ThreadPoolExecutor]:
-        """A thread for each. If anything goes wrong, nobody waits for the others any longer."""
-        with ThreadPoolExecutor(self.size) as pool:
-            try:
-                yield pool
-            except BaseException:
-                for fence in self.fences:
-                    fence.trip()
-                raise
+    @property
+    def done(self) -> bool:
+        """Whether all have come as far as they will."""
+        ended = [rank for rank, each in self.training.items() if each.done()]
+        for rank in ended:
+            if self.training[rank].exception() is not None:
+                self.trip()
+                self.training[rank].result()
+        parted = [self.replicas[rank].state.tail.sleep.apart for rank in ended]
+        return len(ended) == self.size or (any(parted) and len(ended) + len(self.dozing) == self.size)
 
-    def steps(self, rank: int, count: int) -> list[Commit]:
+    def begin(self, count: int) -> None:
+        self.target = self.step + count
+        for rank in range(self.size):
+            if rank not in self.dozing:
+                self.training[rank] = self._pool.submit(self.steps, rank)
+
+    def steps(self, rank: int) -> list[Commit | Woken]:
         replica, parting, found = self.replicas[rank], self.partings[rank], []
         sleep = replica.state.tail.sleep
-        for _ in range(count):
-            found.append(replica.train_step(parting.connect(self.links[rank], sleep)))
+        while replica.state.step < self.target:
+            if parting.part(sleep):
+                self.dozing.add(rank)
+                found.append(parting.doze(replica))
+                self.dozing.discard(rank)
+            else:
+                found.append(replica.train_step(parting.connect(self.links[rank])))
+                parting.gather(replica, found[-1], last=False)
             if found[-1].reads_change:
                 replica.loader.start(replica.state.position, rank, self.size, weights=sleep.weights(self.size))
                 if self._parts:
@@ -124,23 +142,32 @@ class Crew:
         return found.pop()
 
     @property
+    def awake(self) -> list[Replica]:
+        """Who is up to date."""
+        return [replica for rank, replica in enumerate(self.replicas) if not self.apart or rank not in self.asleep]
+
+    @property
     def asleep(self) -> set[int]:
         (found,) = {replica.state.tail.sleep.asleep for replica in self.replicas}
         return set(found)
 
     @property
     def step(self) -> int:
-        (found,) = {replica.state.step for replica in self.replicas}
+        (found,) = {replica.state.step for replica in self.awake}
         return found
 
     @property
-    def digests(self) -> tuple[str, ...]:
-        (found,) = {replica.state.digests() for replica in self.replicas}
+    def digest(self) -> str:
+        (found,) = {replica.state.final_digest() for replica in self.awake}
         return found
 
-    def close(self) -> None:
+    def trip(self) -> None:
         for fence in self.fences:
             fence.trip()
+
+    def close(self) -> None:
+        self.trip()
+        self._pool.shutdown()
         for replica, parting, world in zip(self.replicas, self.partings, self.worlds, strict=True):
             replica.abandon()
             replica.loader.stop()
@@ -180,30 +207,34 @@ def test_nobody_sees_in_the_result_who_reduces_with_whom(
         crew.train(2)
         crew.part(sleepers)
         assert crew.asleep == sleepers
-        together = started(crew, monkeypatch)
+        together, before = started(crew, monkeypatch), [crew.replicas[rank].state.digests() for rank in sleepers]
         crew.train(3)
         assert together == []
+        assert crew.dozing == sleepers
+        assert [crew.replicas[rank].state.digests() for rank in sleepers] == before, "nothing reached them"
+        crew.ask(sleepers, False)
+        crew.train(3)
         counts = {int(replica.state.model[1].num_batches_tracked) for replica in crew.replicas}  # type: ignore[index]
         assert counts == {crew.step}
-        found, steps = crew.digests, crew.step
+        assert (crew.asleep, crew.apart, len(crew.awake)) == (set(), False, 4)
+        found, steps = crew.digest, crew.step
     with crew_of(4, update=update, parts=False) as other:
         other.train(2)
         other.ask(sleepers, True)
-        other.train(steps - 2)
+        other.train(steps - 5)
+        other.ask(sleepers, False)
+        other.train(3)
         assert not other.apart
-        assert other.digests == found
+        assert other.digest == found
 
 
-@pytest.mark.parametrize("heard", [True, False], ids=["who leads hears of it", "it says so itself"])
-def test_a_sleeper_wakes_from_one_step_to_the_next(monkeypatch: pytest.MonkeyPatch, heard: bool) -> None:
+def test_a_sleeper_wakes_from_one_step_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     with crew_of(3) as crew:
         crew.part({2})
-        if heard:
-            crew.ask({2}, False)
-        else:
-            crew.replicas[2].state.tail.sleep.wanted = False
+        crew.ask({2}, False)
         crew.train(1)
         assert (crew.asleep, crew.apart) == (set(), False)
+        assert crew.digest
         together = started(crew, monkeypatch)
         crew.train(2)
         assert set(together) == {0, 1, 2}
@@ -215,14 +246,44 @@ def test_a_sleeper_wakes_from_one_step_to_the_next(monkeypatch: pytest.MonkeyPat
         crew.train(1)
         assert (crew.asleep, crew.apart) == ({2}, True)
         assert joins == [], "the groups are there"
-        assert crew.digests
+        crew.train(2)
+        crew.ask({2}, False)
+        crew.train(1)
+        assert crew.digest
 
 
-def test_what_a_sleeper_says_besides_reaches_all() -> None:
-    """A stop that it was asked for, and a checkpoint, which rank 0 decides on."""
+def test_a_sleeper_that_nobody_wakes_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apart, "UNHEARD_S", 0.1)
+    monkeypatch.setattr(apart, "LOOK_S", 0.01)
+    with crew_of(3) as crew:
+        crew.part({2})
+        crew.train(2)
+        crew.replicas[2].state.tail.sleep.wanted = False
+        with pytest.raises(PeerLostError, match="did not hear of it"):
+            crew.training[2].result(30)
+        assert not crew.replicas[2].state.filled
+
+
+def test_sleepers_are_told_from_time_to_time_that_they_sleep_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apart, "REASSURE_S", 0.0)
+    words: list[int] = []
+    size = apart._size
+    monkeypatch.setattr(apart, "_size", lambda number: words.append(threading.get_ident()) or size(number))
+    with crew_of(4) as crew:
+        crew.part({2, 3})
+        del words[:]
+        crew.train(5)
+        assert len(words) >= 5
+        crew.ask({2, 3}, False)
+        crew.train(2)
+        assert crew.digest
+
+
+def test_what_is_agreed_upon_reaches_the_sleepers() -> None:
+    """A stop, and a checkpoint, which who leads the others decides on."""
     with crew_of(3) as crew:
         crew.part({0})
-        tail = crew.replicas[0].state.tail
+        tail = crew.replicas[1].state.tail
         fill = tail.fill
 
         def wants_one(*args: Any, **kwargs: Any) -> None:
@@ -231,29 +292,47 @@ def test_what_a_sleeper_says_besides_reaches_all() -> None:
 
         tail.fill = wants_one  # type: ignore[method-assign]
         tail.stop_requested = True
-        assert [(commit.stop, commit.checkpoint) for (commit,) in crew.train_all(1)] == [(True, True)] * 3
+        assert [(one.stop, one.checkpoint) for one in crew.train_all(1)[1]] == [(True, True)]
+        assert [(one.stop, one.checkpoint) for one in crew.training[0].result(30)[-1:]] == [(True, True)]
+        assert (crew.asleep, crew.apart) == ({0}, False)
+        assert crew.digest
 
 
-def hold(monkeypatch: pytest.MonkeyPatch, crew: Crew, rank: int, owner: Any, method: str) -> None:
-    """That one comes as far as to this method, and no further until its incarnation is over."""
-    monkeypatch.setattr(owner, method, lambda *_: crew.fences[rank].wait(threading.Event(), TIMEOUT))
+@pytest.mark.parametrize("update", ["barrier", "wait_free"])
+@pytest.mark.parametrize("during", ["training", "waking"])
+def test_a_sleeper_holds_nothing_until_it_is_up_to_date(monkeypatch: pytest.MonkeyPatch, update: Any, during: str) -> None:
+    """If the incarnation ends while it sleeps, or has a part of the state, the others go on from what they have."""
+    with crew_of(4, update=update) as crew:
+        crew.part({3})
+        crew.train(1)
+        step = crew.step
+        if during == "waking":
+            packs = iter([crew.replicas[0].state.pack] * 2)
+            never = lambda _: crew.fences[0].wait(threading.Event(), TIMEOUT)  # noqa: E731
+            monkeypatch.setattr(crew.replicas[0].state, "pack", lambda bucket: next(packs, never)(bucket))
+            crew.ask({3}, False)
+        else:
+            monkeypatch.setattr(crew.replicas[1].loader, "next", lambda _: crew.fences[1].wait(threading.Event(), TIMEOUT))
+        places = [waiting(crew, rank, step + (during == "waking"), monkeypatch) for rank in (0, 2)]
+        crew.begin(2)
+        marks = interrupted(crew, lambda: all(place() for place in places))
+        assert marks[3] is None
+        survivors = [mark for mark in marks if mark is not None]
+        assert [mark.step for mark in survivors] == [step + (during == "waking")] * 3
+        assert reconcile(survivors, whole_update=update == "barrier").step == step + (during == "waking")
 
 
-def interrupt(crew: Crew, steps: int, until: Callable[[], bool]) -> list[Any]:
+def interrupted(crew: Crew, until: Callable[[], bool]) -> list[Any]:
     """Trains until that is so; then every incarnation ends. What each of them is left with."""
-    with crew.pool() as pool:
-        under_way = [pool.submit(crew.steps, rank, steps) for rank in range(crew.size)]
-        deadline = time.monotonic() + 20
-        while not until():
-            assert time.monotonic() < deadline, [each for each in under_way if each.done()]
-            time.sleep(0.001)
-        for fence in crew.fences:
-            fence.trip()
-        for each in under_way:
-            with pytest.raises(FencedError):
-                each.result(30)
+    deadline = time.monotonic() + 20
+    while not until():
+        assert time.monotonic() < deadline, {rank: each.done() for rank, each in crew.training.items()}
+        time.sleep(0.001)
+    crew.trip()
     found = []
     for rank, replica in enumerate(crew.replicas):
+        with pytest.raises(FencedError):
+            crew.training[rank].result(30)
         replica.abandon()
         found.append(recovery.marks(f"w{rank}", replica))
     return found
@@ -266,32 +345,15 @@ def waiting(crew: Crew, rank: int, step: int, monkeypatch: pytest.MonkeyPatch) -
     return lambda: bool(places) and places[-1] == (step, "wait")
 
 
-@pytest.mark.parametrize("update", ["barrier", "wait_free"])
-def test_there_is_no_sum_of_a_step_that_a_sleeper_is_not_in(monkeypatch: pytest.MonkeyPatch, update: Any) -> None:
-    """It has committed the step before, and comes no further: the others are in the next, and have computed all of it."""
-    with crew_of(4, update=update) as crew:
-        crew.part({3})
-        step = crew.step
-        hold(monkeypatch, crew, 3, crew.replicas[3].loader, "next")
-        marks = interrupt(crew, 1, waiting(crew, 0, step, monkeypatch))
-        assert {(mark.step, mark.versions) for mark in marks} == {(step, (step,) * len(marks[0].versions))}
-        assert all(step not in mark.gradients for mark in marks)
-        assert reconcile(marks, whole_update=update == "barrier").step == step
+@pytest.mark.parametrize("can", [True, False])
+def test_what_a_schedule_keeps_decides_whether_sleepers_can_be_brought_up_to_date(can: bool) -> None:
+    class Schedule:
+        def state_dict(self) -> dict[str, Any]:
+            return {"rate": torch.ones(3) if can else object()}
 
-
-@pytest.mark.parametrize("update", ["barrier", "wait_free"])
-def test_a_sleeper_that_lacks_the_sums_of_a_step_is_one_step_behind_at_most(
-    monkeypatch: pytest.MonkeyPatch, update: Any
-) -> None:
-    with crew_of(4, update=update) as crew:
-        crew.part({3})
-        step = crew.step
-        hold(monkeypatch, crew, 3, crew.replicas[3], "_let_others_go_first")
-        ahead = [waiting(crew, rank, step + 1, monkeypatch) for rank in range(3)]
-        marks = interrupt(crew, 9, lambda: all(each() for each in ahead))
-        assert [mark.step for mark in marks] == [step + 1] * 3 + [step]
-        plan = reconcile(marks, whole_update=update == "barrier")
-        assert (plan.step, plan.completes) == (step + 1, True)
+    with crew_of(1) as crew:
+        crew.replicas[0].state.scheduler = Schedule()
+        assert apart.can_be_sent(crew.replicas[0]) == can
 
 
 def test_where_the_groups_cannot_be_joined_all_stay_together_and_try_again_the_next_time(
@@ -317,7 +379,7 @@ def test_where_the_groups_cannot_be_joined_all_stay_together_and_try_again_the_n
             crew.ask({2}, False)
             crew.train(2)
         crew.part({2})
-        assert crew.digests
+        assert crew.digest
 
 
 def test_others_fall_asleep_meanwhile() -> None:
@@ -333,7 +395,7 @@ def test_others_fall_asleep_meanwhile() -> None:
         crew.ask({0}, False)
         crew.train(2)
         assert crew.asleep == set()
-        assert crew.digests
+        assert crew.digest
 
 
 def test_who_leads_the_others_falls_silent_in_the_midst_of_a_step() -> None:
@@ -342,13 +404,13 @@ def test_who_leads_the_others_falls_silent_in_the_midst_of_a_step() -> None:
         step = crew.step
         crew.replicas[0].state.tail.sleep.at_once = True
         crew.ask({0}, True)
-        commits = [commit for (commit,) in crew.train_all(1)]
+        commits = [commit for found in crew.train_all(1)[:3] for commit in found if isinstance(commit, Commit)]
         (lost,) = {commit.lost for commit in commits}
         ids = commits[0].attempt.ids
         assert sum(stop - start for start, stop in lost) == sum(map(len, ids)) > 0
         assert (crew.step, crew.asleep) == (step + 1, {0, 3})
         crew.part({0, 3})
-        assert crew.digests
+        assert crew.digest
 
 
 def test_one_alone_does_not_part_from_who_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,7 +433,7 @@ def test_groups_that_come_too_late_are_left(monkeypatch: pytest.MonkeyPatch) -> 
             assert go_on[name].wait(10)
         return f"{name} {rank} of {size}"
 
-    parting = Parting(join, 0, 4, ())
+    parting = Parting(join, 0, 4)
     parting.begin(frozenset({3}), 5)
     parting.begin(frozenset({2}), 7)
     go_on["awake-7/"].set()

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import pytest
@@ -383,36 +382,13 @@ def test_inputs_that_are_drawn_are_a_function_of_the_step() -> None:
     assert digests[0] == digests[1]
 
 
-def test_a_sleeper_rests_before_it_takes_the_sums_unless_it_wakes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    rested: list[tuple[int, int]] = []
-    phases: dict[int, str] = {}
-
-    def rest(rank: int, replica: Replica, seconds: float) -> None:
-        assert seconds > 0
-        assert phases[rank] == "wait", "it would be taken for the one that hangs when another one does"
-        works = [bucket.work for bucket in replica.state.buckets]
-        assert all(work is not None and work.is_completed() for work in works), "the others would still wait for it"
-        rested.append((rank, replica.state.step))
-
-    for replica, links in zip(pair.replicas, pair.links, strict=True):
-        monkeypatch.setattr(links.fence, "rest", partial(rest, links.replica, replica))
-        monkeypatch.setattr(replica, "_probe", lambda phase, *_, rank=links.replica: phases.update({rank: phase}))
-    pair.train(1)
-    pair.ask(1, True)
-    pair.train(3)  # in the first one it takes part
-    pair.ask(1, False)
-    pair.train(2)  # in the first one it sleeps, and the others would wait for it in the second
-    assert rested == [(1, 2), (1, 3)]
-    assert pair.equal
-
-
-def test_a_rest_ends_with_the_incarnation() -> None:
-    fence = Fence(3)
-    fence.rest(0.01)
+def test_a_look_for_something_ends_with_the_incarnation() -> None:
+    fence, never = Fence(3), threading.Event()
+    assert not fence.came(never, 0.01)
     threading.Timer(0.05, fence.trip).start()
     began = time.monotonic()
     with pytest.raises(FencedError):
-        fence.rest(60)
+        fence.came(never, 60)
     assert time.monotonic() - began < 30
     with pytest.raises(FencedError):
-        fence.rest(60)
+        fence.came(never, 60)
