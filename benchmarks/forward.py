@@ -21,15 +21,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import ray
-import torch
-from torch import Tensor, nn
 
 import raytrain_ft as ft
+from benchmarks import dormant
 from benchmarks.drains import committed_at
-from benchmarks.harness import REPORT_ONLY, Goal, Options, Report, main, noise_floor, p95_of, paired_ratio
-from benchmarks.models import Work
+from benchmarks.harness import REPORT_ONLY, Goal, Options, Report, main, p95_of
 from benchmarks.ours import Run, Task, training
 from benchmarks.recovery import CommitJournal, breakdown, wait_for
+from benchmarks.slow import SlowWork
 from raytrain_ft.chaos.cluster import LocalCluster
 from raytrain_ft.policy.audit import audit
 from raytrain_ft.runtime.event_log import read_records
@@ -37,8 +36,6 @@ from raytrain_ft.runtime.spec import NAMESPACE, supervisor_name
 
 WORKERS = 4
 BATCH = 12  # of a replica; divides among two, three and four
-SAMPLE_S = 0.02  # of computation: a step takes 0.24 s and what it costs to keep together
-FORWARD_SHARE = 1 / 3
 BUCKETS = {"bucket_bytes": 200_000, "first_bucket_bytes": 50_000}
 KILLS_APART = 30  # steps, in which a replacement starts and joins
 FOLLOWING = 3
@@ -58,47 +55,9 @@ GOALS = {
     "resume_latency_steps": Goal("<=", 1.0),
     "suspend_latency_p95_steps": REPORT_ONLY,
     "resume_latency_p95_steps": REPORT_ONLY,
-    "dormant_throughput_ratio_vs_smaller_group": REPORT_ONLY,
+    "first_step_awake_steps": REPORT_ONLY,
+    **dormant.GOALS,
 }
-
-
-class _Slow(torch.autograd.Function):
-    """The identity; its backward pass takes a while."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        return inputs.view_as(inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)
-        return gradients[0], None
-
-
-class Slow(nn.Module):
-    """A layer of which each sample takes so long: a share of it forward, the rest backward."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds = seconds
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """As it is, later."""
-        seconds = self.seconds * len(inputs)
-        time.sleep(seconds * FORWARD_SHARE)
-        return _Slow.apply(inputs, seconds * (1 - FORWARD_SHARE))  # pyright: ignore[reportReturnType]
-
-
-@dataclass(frozen=True, slots=True)
-class SlowWork(Work):
-    """A small model whose layers take their time."""
-
-    def model(self) -> nn.Module:
-        """The model of `Work`, with a slow layer after each of its own."""
-        layers = list(Work.model(self).children())
-        slow = [Slow(SAMPLE_S / len(layers)) for _ in layers]
-        return nn.Sequential(*itertools.chain.from_iterable(zip(layers, slow, strict=True)))
 
 
 class Forward(Task):
@@ -223,14 +182,13 @@ def add_kills(report: Report, strategy: Literal["lossy", "rollback"], count: int
 
 
 @contextmanager
-def calm(directory: str, name: str, workers: int, steps: int) -> Iterator[tuple[Run, str]]:
-    """An undisturbed run of so many workers on the same global batch, and the directory of its journals."""
+def calm(directory: str, name: str) -> Iterator[tuple[Run, str]]:
+    """An undisturbed run, and the directory of its journals."""
     journals = Path(directory) / f"journals-{name}"
     journals.mkdir()
-    task = Forward(str(journals))
-    task.work = SlowWork(num_parameters=200_000, batch_per_worker=BATCH * WORKERS // workers)
     recovery = ft.RecoveryConfig(num_spares=0)
-    with training(task, name, directory, workers, recovery, max_steps=steps, **BUCKETS) as run:
+    task = Forward(str(journals))
+    with training(task, name, directory, WORKERS, recovery, max_steps=1_000_000, **BUCKETS) as run:
         wait_for(lambda: len(committed_at(str(journals))) > 5, 120)
         yield run, str(journals)
 
@@ -264,66 +222,52 @@ class Naps:
 
     Attributes:
         suspended: until it slept, of requests at a step's end (False) and at once (True). resumed: until it woke.
-        awake, dormant: the pace of all, and of the others while it sleeps. smaller: of a group without it, before and after.
+        awake, dormant: the pace of all, and of the others while it sleeps. first: seconds of the step in which it takes part
+            again: the others wait there until it is up to date.
     """
 
     suspended: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
     resumed: list[float] = field(default_factory=list)
     awake: list[float] = field(default_factory=list)
-    dormant: list[list[float]] = field(default_factory=list)
-    smaller: tuple[list[list[float]], list[list[float]]] = field(default_factory=lambda: ([], []))
+    dormant: list[float] = field(default_factory=list)
+    first: list[float] = field(default_factory=list)
 
 
 def take_naps(naps: Naps, directory: str, number: int, rounds: int, chance: random.Random) -> None:
-    """One run with requests at random phases, between two of a group of one less."""
-    dormant = []
-    naps.smaller[0].append(pace_of_smaller(directory, f"before-{number}", rounds))
-    with calm(directory, f"sleep-{number}", WORKERS, 1_000_000) as (run, journals):
+    """One run with requests at random phases."""
+    with calm(directory, f"sleep-{number}") as (run, journals):
         step_s = 1 / steps_per_s(journals, 10)
         for request in range(rounds):
             time.sleep(chance.uniform(2.0, 3.0) * step_s)
             at_once = request % 4 == 3
             naps.suspended[at_once].append(ask(run, journals, True, at_once))
-            dormant.append(steps_per_s(journals, 10))
-            time.sleep(chance.uniform(0.0, 1.0) / dormant[-1])
+            naps.dormant.append(steps_per_s(journals, 10))
+            time.sleep(chance.uniform(0.0, 1.0) / naps.dormant[-1])
             naps.resumed.append(ask(run, journals, False, False))
             naps.awake.append(steps_per_s(journals, 5))
-    naps.dormant.append(dormant)
-    naps.smaller[1].append(pace_of_smaller(directory, f"after-{number}", rounds))
-
-
-def pace_of_smaller(directory: str, name: str, rounds: int) -> list[float]:
-    """Steps per second of a group of one less, measured so many times."""
-    with calm(directory, name, WORKERS - 1, 1_000_000) as (_, journals):
-        return [steps_per_s(journals, 10) for _ in range(rounds)]
+            step, times = dormancies(run)[-1]["step"], committed_at(journals)
+            naps.first.append(times[step] - times[step - 1])
 
 
 def measure_sleep(report: Report, turns: int, rounds: int, seed: int) -> None:
-    """So many turns of a smaller group, of one with a sleeper, and of the smaller one again (which says how far a pace differs
-    from itself): the machine's pace changes from minute to minute."""
+    """How long it takes until a replica sleeps, and until it takes part again."""
     naps, chance = Naps(), random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="raytrain_ft-") as directory, LocalCluster(WORKERS):
         for number in range(turns):
             take_naps(naps, directory, number, rounds, chance)
     step_s = 1 / statistics.median(naps.awake)
-    beside = [before + after for before, after in zip(*naps.smaller, strict=True)]
-    dormant, smaller = (list(itertools.chain.from_iterable(paces)) for paces in (naps.dormant, beside))
     latencies = {
         "suspend_latency": [seconds / step_s for seconds in naps.suspended[False]],
-        "resume_latency": [seconds * statistics.median(dormant) for seconds in naps.resumed],
+        "resume_latency": [seconds * statistics.median(naps.dormant) for seconds in naps.resumed],
     }
     for name, steps in latencies.items():
         report.add(f"{name}_steps", steps)
         report.add(f"{name}_p95_steps", steps, statistic=p95_of)
-    report.add("dormant_throughput_ratio_vs_smaller_group", paired_ratio(naps.dormant, beside))
-    report.noise_floor = noise_floor(*naps.smaller)
-    again = paired_ratio(*naps.smaller)
-    report.note(f"pace of the smaller group, before / after: {again.value:.4f} [{again.low:.4f}, {again.high:.4f}]")
+    report.add("first_step_awake_steps", [seconds / step_s for seconds in naps.first])
     at_rest, at_once = (statistics.median(naps.suspended[way]) for way in (False, True))
     report.note(
-        f"sleep: a step takes {step_s:.3f} s with {WORKERS} awake, {1 / statistics.median(dormant):.3f} s with one asleep, "
-        f"{1 / statistics.median(smaller):.3f} s in a group of {WORKERS - 1}; falls asleep in median {at_rest:.3f} s "
-        f"({at_once:.3f} s if at once), wakes in {statistics.median(naps.resumed):.3f} s"
+        f"sleep: a step takes {step_s:.3f} s with {WORKERS} awake, {1 / statistics.median(naps.dormant):.3f} s with one "
+        f"asleep; falls asleep in median {at_rest:.3f} s ({at_once:.3f} s if at once), wakes in {statistics.median(naps.resumed):.3f} s"
     )
 
 
@@ -331,7 +275,8 @@ def run(options: Options) -> Report:
     """All of it."""
     report = Report("forward", GOALS)
     kills = 2 if options.quick else 32
-    measure_sleep(report, *((1, 4) if options.quick else (12, 5)), options.seed)
+    measure_sleep(report, *((1, 4) if options.quick else (4, 15)), options.seed)
+    dormant.add_all(report, quick=options.quick)
     add_kills(report, "lossy", kills, options.seed)
     add_kills(report, "rollback", kills, options.seed + 1)
     return report
