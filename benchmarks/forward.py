@@ -267,7 +267,8 @@ def measure_sleep(report: Report, turns: int, rounds: int, seed: int) -> None:
     at_rest, at_once = (statistics.median(naps.suspended[way]) for way in (False, True))
     report.note(
         f"sleep: a step takes {step_s:.3f} s with {WORKERS} awake, {1 / statistics.median(naps.dormant):.3f} s with one "
-        f"asleep; falls asleep in median {at_rest:.3f} s ({at_once:.3f} s if at once), wakes in {statistics.median(naps.resumed):.3f} s"
+        f"asleep; falls asleep in median {at_rest:.3f} s ({at_once:.3f} s if at once), "
+        f"wakes in {statistics.median(naps.resumed):.3f} s"
     )
 
 

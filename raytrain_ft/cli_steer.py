@@ -22,7 +22,7 @@ RANK = click.argument("rank", type=int)
     "--at-once", is_flag=True, help="Contribute nothing more to the step under way either; its samples are listed as lost."
 )
 def suspend_command(run: str, rank: int, at_once: bool) -> None:
-    """Lets the replica of this RANK sleep: it contributes nothing for now, and stays up to date.
+    """Lets the replica of this RANK sleep: it contributes nothing for now, and can wake from one step to the next.
 
     RUN is the run's directory or its name. No group is rebuilt, and nobody waits.
     """

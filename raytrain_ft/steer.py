@@ -1,6 +1,6 @@
 """Steering a run that is alive on the cluster: a replica sleeps, wakes up, or leaves.
 
-For planned downsizing without a failure: a suspended replica contributes nothing and stays up to date, so it takes part again
+For planned downsizing without a failure: a suspended replica contributes nothing and can take part again
 from one step to the next; one that is asked to leave is replaced first, if there is room, and then goes at a step boundary.
 """
 
