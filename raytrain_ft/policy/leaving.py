@@ -123,11 +123,16 @@ def secure(run: RunState, at: float) -> list[m.Command]:
 
 def _last_moment(run: RunState) -> float:
     """When a checkpoint must be begun because nobody could stay; infinite if none must."""
-    stages, going = run.rules.stages, {*run.leaving}
-    held = all({*members_of(run.world, stage, stages)} - going for stage in range(stages))
-    if held or not run.world or not run.rules.leaves_checkpoint or run.secured == (run.incarnation, _first_deadline(run)):
+    stages, absent = run.rules.stages, {*run.leaving, *run.history.sleepers}  # what a sleeper holds may be old
+    held = all({*members_of(run.world, stage, stages)} - absent for stage in range(stages))
+    if (
+        held
+        or run.leaving.keys().isdisjoint(run.world)
+        or not run.rules.leaves_checkpoint
+        or run.secured == (run.incarnation, _first_deadline(run))
+    ):
         return math.inf
-    first = min(_due(run, run.leaving[one]) for one in run.world if one in going)
+    first = min(_due(run, run.leaving[one]) for one in run.world if one in run.leaving)
     return first - max(SHORTEST_MARGIN_S, 2 * run.persist_s)
 
 
@@ -165,6 +170,7 @@ def _idle(run: RunState) -> list[str]:
 
 def _dismiss(run: RunState, members: list[str]) -> list[m.Command]:
     for member in members:
+        run.history.slept(member, run.step, asleep=False)  # if it did
         forget(run, member)
         run.roster.lose(member)
     return [m.Kill(member) for member in members]

@@ -184,6 +184,7 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost) -> list[m.Comm
     was = {member: run.roster.lose(member) for member in members}
     preempted = {member: event.preempted or member in run.leaving for member in members}  # the end of a notice is no failure
     for member in members:
+        run.history.slept(member, run.step, asleep=False)  # if it did
         leaving.forget(run, member)
     kills: list[m.Command] = [m.Kill(member) for member in members]
     working = [member for member in members if was[member] in (MemberState.ACTIVE, MemberState.LEAVING)]
@@ -214,8 +215,6 @@ def _count_lost(run: RunState, trainers: list[str], preempted: dict[str, bool], 
     """That these, who trained, are lost is recorded, and charged. Returns why no more may be, in words; empty if more may."""
     recovery = run.history.begin(event.at, event.cause, event.noticed_by, len(run.world))
     recovery.lost += trainers
-    for member in trainers:
-        run.history.slept(member, run.step, asleep=False)  # if it did
     exhausted = [words for words in [run.roster.charge(preempted[member]) for member in trainers] if words]
     return f"{exhausted[-1]}; last cause: {event.cause}" if exhausted else ""
 

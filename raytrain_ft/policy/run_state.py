@@ -136,9 +136,9 @@ class RunState:
         return all(member in self.answers for member in asked)
 
     def holders(self) -> list[str]:
-        """Who is known to hold training state now."""
+        """Who is known to hold training state now. What a sleeper holds may be old."""
         if self.state in TRAINING:
-            return [member for member in self.world if member in self.members]
+            return [member for member in self.world if member in self.members and member not in self.history.sleepers]
         return [member for member in self.survivors if member in self.members]
 
     def casualties(self) -> list[str]:

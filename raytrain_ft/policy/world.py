@@ -24,11 +24,12 @@ def seats(world: Sequence[str], survivors: Sequence[str], spares: Sequence[str],
     """The next world in rank order: survivors, and spares up to `most`.
 
     A replacement takes the rank of who it replaces, so that sums keep their order and the result its bits. A survivor that is
-    not of `world` is a replacement that was filled, but did not come to train before the next disturbance.
+    not of `world` is a replacement that was filled, but did not come to train before the next disturbance. A spare that is of
+    `world` has lost its state, or slept, and keeps its rank.
     """
-    stay, before = set(survivors), set(world)
     room = max(0, most - len(survivors))  # there may be less than before
-    pool = [*(member for member in survivors if member not in before), *spares[:room]]
+    seated, before = [*survivors, *spares[:room]], set(world)
+    stay, pool = set(seated), [member for member in seated if member not in before]
     taken = [member if member in stay else (pool.pop(0) if pool else None) for member in world]
     return (*(member for member in taken if member is not None), *pool)
 

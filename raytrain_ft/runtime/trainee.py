@@ -19,7 +19,7 @@ from raytrain_ft.chaos.faults import Injector
 from raytrain_ft.errors import ConfigError, FencedError, LogGapError, NonFiniteLossError, ReplayDivergedError
 from raytrain_ft.policy.commands import Fill, Reconcile, Replay, Run
 from raytrain_ft.policy.reconcile import Marks
-from raytrain_ft.policy.topology import replica_of, stage_of, waits
+from raytrain_ft.policy.topology import stage_of, waits
 from raytrain_ft.runtime import connections, recovery, sealed
 from raytrain_ft.runtime.connections import Connections
 from raytrain_ft.runtime.heartbeat import Heartbeat
@@ -72,6 +72,7 @@ class Trainee:
         self._replayed = ""  # the checkpoint that an interrupted replay began from
         self._team: tuple[str, ...] = ()  # who shared that replay
         self._asleep = False
+        self._writers: tuple[int, list[int]] = (0, [])
         self._used = False  # whether this replica may hold anything else than what it was built with
         self._chaos = Injector(spec.faults, spec.directory / "faults", "worker", self._fall_silent)
 
@@ -147,12 +148,7 @@ class Trainee:
             self._share_out(links, parting)
             first_steps = FirstSteps() if self._spec.rules.selective is not None else None
             while state.step < self._spec.rules.max_steps:
-                before = parting.members
-                boundary = self._train(links, parting)
-                if parting.members != before:
-                    self._share_checkpoints(fence, command, parting.members)
-                    if replica.leads and sleep.apart:
-                        self._note("Parted", {"incarnation": fence.incarnation, "step": state.step - 1})
+                boundary = self._train(links, parting, command)
                 if first_steps is not None and (seconds := first_steps.add(replica.computed_s)) is not None:
                     self._note("StageTimed", {"incarnation": fence.incarnation, "step": state.step, "seconds": seconds})
                     first_steps = None
@@ -183,14 +179,24 @@ class Trainee:
                 return  # the error is the fence's doing: torch wraps what a hook raises
             self._heartbeat.ended("failed", traceback.format_exc(), kind="task")
 
-    def _train(self, links: Links, parting: Parting) -> Commit | Woken:
+    def _train(self, links: Links, parting: Parting, command: Run) -> Commit | Woken:
         """A step; or, for who sleeps while the others train without it, so many of theirs."""
-        replica = self.replica
-        if parting.part(replica.state.tail.sleep):
-            return self._doze(parting, links.fence)
-        commit = replica.train_step(parting.connect(links))
-        self._heartbeat.committed(commit)
-        parting.gather(replica, commit, last=replica.state.step == self._spec.rules.max_steps)
+        replica, state, before = self.replica, self.replica.state, parting.members
+        busy = replica.checkpointer is not None and replica.checkpointer.busy
+        dozes = parting.part(state.tail.sleep, busy=busy)
+        if parting.members != before and replica.leads:
+            self._note("Parted", {"incarnation": links.fence.incarnation, "step": state.step})
+        self._share_checkpoints(links.fence, command, parting.members)
+        if dozes:
+            commit: Commit | Woken = self._doze(parting, links.fence)
+        else:
+            commit = replica.train_step(parting.connect(links))
+            self._heartbeat.committed(commit)
+            if parting.ends(state.tail.sleep, commit, last=state.step == self._spec.rules.max_steps):
+                if replica.leads:
+                    self._heartbeat.tell_all(TELL_S)  # else nobody could, if all who trained died once others hold the state
+                parting.gather(replica, commit)
+        self._share_checkpoints(links.fence, command, parting.members)
         return commit
 
     def _doze(self, parting: Parting, fence: Fence) -> Woken:
@@ -205,10 +211,13 @@ class Trainee:
     def _share_checkpoints(self, fence: Fence, command: Run, replicas: Sequence[int]) -> None:
         """From here on, the workers of these replicas write checkpoints."""
         checkpointer, stages = self.replica.checkpointer, self._spec.rules.stages
-        writers = [rank for rank in range(len(self._world)) if replica_of(rank, stages) in replicas]
-        if checkpointer is not None and self.rank in writers:
+        writers = fence.incarnation, [replica * stages + stage for replica in replicas for stage in range(stages)]
+        if checkpointer is None or writers == self._writers:
+            return
+        self._writers = writers
+        if self.rank in writers[1]:
             about = (fence.incarnation, self.replica.state.step, command.failure_s, stages, command.rejected)
-            checkpointer.begin(writers.index(self.rank), len(writers), *about)
+            checkpointer.begin(writers[1].index(self.rank), len(writers[1]), *about)
 
     def speak_for(self, member: str, asleep: bool) -> None:
         """This one was asked to sleep, or to wake: whoever leads those who are awake says it for who sleeps."""
@@ -222,8 +231,11 @@ class Trainee:
         self.replica.loader.start(
             state.position, links.replica, links.replicas, micro_batches, weights=sleep.weights(links.replicas)
         )
-        if not self._spec.use_gpu and can_be_sent(self.replica):  # NCCL's groups beside one another were never tried
+        may_part = not self._spec.use_gpu and can_be_sent(self.replica)  # NCCL's groups beside one another were never tried
+        if may_part and not sleep.apart:  # else they are in use from here on
             parting.begin(sleep.asleep, state.step)
+        elif not sleep.apart:
+            parting.leave()
         asleep = links.replica in sleep.asleep
         sleep.at_once &= not asleep  # it has done so; a share that is empty anyway breaks off nowhere
         if asleep != self._asleep:

@@ -41,8 +41,9 @@ LEAST_AWAKE = 2
 REASSURE_S = WAIT_DEADLINE.total_seconds() / 10
 """How often sleepers are told that they sleep on: gloo gives up a message that does not come for so much longer."""
 LOOK_S = 0.5
-UNHEARD_S, UNHEARD_STEPS = 10.0, 5
-"""After so long a sleeper that was told to wake takes it that no other one has heard of it."""
+UNHEARD_S, UNHEARD_STEPS = 600.0, 10
+"""After so long a sleeper that was told to wake takes it that no other one has heard of it. Storage may hold the others up,
+and data, as long as a hang takes to be one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +90,21 @@ class Apart:
         if self._followers is None:
             return
         state = replica.state
-        for number in range(-1, len(state.buckets)):
-            if number < 0:
-                content = _pack(replica, stop=commit.stop, checkpoint=commit.checkpoint)
-            else:
-                content = state.pack(state.buckets[number])
-            replica.at("transfer_source")
-            works = [self._broadcast(_size(len(content))), self._broadcast(content)]
-            replica.at("wait")
-            for work in works:
-                work.wait()
+        try:
+            content = _pack(replica, stop=commit.stop, checkpoint=commit.checkpoint)
+        except ConfigError as error:  # what cannot be sent has come since
+            raise PeerLostError(f"sleepers cannot be brought up to date but by a recovery: {error}") from error
+        self._send(replica, content)
+        for bucket in state.buckets:
+            self._send(replica, state.pack(bucket))
+        self._followers.forget()
+
+    def _send(self, replica: Replica, content: Tensor) -> None:
+        replica.at("transfer_source")
+        works = [self._broadcast(_size(len(content))), self._broadcast(content)]
+        replica.at("wait")
+        for work in works:
+            work.wait()
 
     def doze(self, replica: Replica) -> Woken:
         """Does nothing until this worker is to be up to date again, and takes over the state then.
@@ -115,10 +121,12 @@ class Apart:
             state.unpack(bucket, self._receive(replica, self._await_size()))
         settings = unflatten(about["settings"], about.__getitem__)
         state.take(Extras(about["step"], Position(**about["position"]), tuple(settings["groups"]), settings["scheduler"]))
-        replica.forget()
+        replica.follow(about["lost"])
         sleep.settle(about["said"])
         if replica.checkpointer is not None:
             replica.checkpointer.catch_up(about["checkpointed"])
+        assert self._followers is not None
+        self._followers.forget()
         return Woken(about["stop"], about["checkpoint"])
 
     def _await_word(self, sleep: Sleep, step_s: float) -> int:
@@ -179,6 +187,7 @@ def _pack(replica: Replica, *, stop: bool, checkpoint: bool) -> Tensor:
         "position": asdict(extras.position),
         "settings": settings,
         "said": replica.said,
+        "lost": replica.lost,
         "stop": stop,
         "checkpoint": checkpoint,
         "checkpointed": 0 if replica.checkpointer is None else replica.checkpointer.latest,
@@ -194,7 +203,8 @@ class Parting:
         rank, size: of this worker's replica, in the incarnation.
 
     Attributes:
-        members: the replicas that train the step under way, and that hold the state of the boundary after it.
+        members: the replicas that train the step under way, and that hold the state of the boundary after it. The first of them
+            decides on checkpoints; who wakes is the last, so that this one goes on to.
     """
 
     def __init__(self, join: Callable[[str, int, int], FencedGroup], rank: int, size: int) -> None:
@@ -235,42 +245,53 @@ class Parting:
             process_group.leave(group)  # others sleep by now
             return
 
-    def part(self, sleep: Sleep) -> bool:
-        """A step begins. Returns whether this worker has no part in it. Tells `sleep` whether it has joined."""
+    def part(self, sleep: Sleep, *, busy: bool = False) -> bool:
+        """A step begins. Returns whether this worker has no part in it. Tells `sleep` whether it has joined.
+
+        Args:
+            busy: a checkpoint is under way, which is to come to its end in the hands in which it is.
+        """
         with self._lock:
             if self._apart is None and len(self._groups) == 2:
                 self._apart = Apart(*self._groups)
         self._served |= sleep.apart
-        sleep.joined = self._apart is not None and sleep.asleep == self._asleep
-        self.members = tuple(rank for rank in self._everybody if not (sleep.apart and rank in sleep.asleep))
+        sleep.joined = self._apart is not None and sleep.asleep == self._asleep and not busy
+        if sleep.apart:
+            self.members = tuple(rank for rank in self.members if rank not in sleep.asleep)
         return self._rank not in self.members
 
     def connect(self, links: Links) -> Links:
         """The connections of the step that begins."""
-        if self._apart is None or self.members == self._everybody:
+        if self._apart is None or len(self.members) == len(self._everybody):
             return links
         self._apart.reassure()
         assert self._apart.group is not None
         return replace(links, group=self._apart.group)
 
-    def gather(self, replica: Replica, commit: Commit, *, last: bool) -> None:
-        """A step was committed, perhaps the `last` one. Where others than before sleep from here on, or training stops, all
-        come together.
+    def ends(self, sleep: Sleep, commit: Commit, *, last: bool) -> bool:
+        """Whether all come together after this step, perhaps the `last` one: others than before sleep from here on, or training
+        stops."""
+        return len(self.members) < len(self._everybody) and (not sleep.apart or commit.stop or last)
+
+    def gather(self, replica: Replica, commit: Commit) -> None:
+        """All come together.
 
         Raises:
             FencedError: the incarnation ended; PeerLostError: a message failed.
         """
-        sleep = replica.state.tail.sleep
-        if self._apart is None or self.members == self._everybody or (sleep.apart and not commit.stop and not last):
-            return
-        sleep.apart, self.members = False, self._everybody
+        assert self._apart is not None
+        self._come_back(replica.state.tail.sleep)
         self._apart.wake(replica, commit)
+
+    def _come_back(self, sleep: Sleep) -> None:
+        sleep.apart = False
+        self.members = (*self.members, *(rank for rank in self._everybody if rank not in self.members))
 
     def doze(self, replica: Replica) -> Woken:
         """For who has no part in the steps of others, until all come together. Raises as `Apart.doze` does."""
         assert self._apart is not None
         woken = self._apart.doze(replica)
-        replica.state.tail.sleep.apart, self.members = False, self._everybody
+        self._come_back(replica.state.tail.sleep)
         return woken
 
     def leave(self) -> None:

@@ -159,6 +159,7 @@ class Checkpointer:
         self._stages, self._rejected = stages, sorted(rejected)
         self._persister.start()  # now, so that its start is not in the first checkpoint's time
         leads = rank == 0 and (self._tuner is None or self._rank != 0)
+        anew = incarnation != self._incarnation
         if self._tuner is None:
             self._tuner = self._make_tuner()
             self._tuner.last = step
@@ -168,7 +169,8 @@ class Checkpointer:
             self._tuner.failure_s = failure_s
         self._rank, self._count, self._incarnation, self._first_step = rank, count, incarnation, True
         if leads:  # who becomes worker 0 says by which k it goes, if that is known already
-            self._recall_profile(self._tuner)  # what worker 0 measured, who waits for the shards of all, counts most
+            if anew:  # in the midst of training nobody waits for storage
+                self._recall_profile(self._tuner)  # what worker 0 measured, who waits for the shards of all, counts most
             self._note(self._tuner.known(step))
 
     @property
@@ -178,6 +180,7 @@ class Checkpointer:
 
     def catch_up(self, latest: int) -> None:
         """Others have written checkpoints meanwhile, the latest one of this step."""
+        self.asked = False
         if self._tuner is not None:
             self._tuner.last = latest
 
@@ -378,7 +381,7 @@ class Checkpointer:
             self._fail(job, result.error)
         else:
             self._longest_s = max(self._longest_s, result.seconds)
-            if self._tuner is not None:
+            if self._tuner is not None and job.count == self._count:
                 times = {"copy": copy.seconds, "persist": seconds, "device_copy": copy.device_seconds}
                 room = {"size": copy.size, "free": self._free}
                 self._tuner.persisted(Costs(stall=self._stall_s, **times, **room))  # pyright: ignore[reportArgumentType]

@@ -173,9 +173,13 @@ class FencedGroup(dist.ProcessGroup):
             work = getattr(self.inner, name)(*args, **kwargs)
         except RuntimeError as error:
             raise PeerLostError(f"{name} could not start: {error}") from error
-        self._works = [other for other in self._works if not other.is_completed()]
+        self.forget()
         self._works.append(FencedWork(work, self.fence, on_device=self._on_device))
         return self._works[-1]
+
+    def forget(self) -> None:
+        """Lets go of the tensors of what has come to its end."""
+        self._works = [work for work in self._works if not work.is_completed()]
 
     def all_reduce(self, tensor: Tensor, silent: Collection[int] = (), said: int = 0) -> FencedWork | Exchange:
         """Starts to sum a contiguous tensor over all ranks, in place, to the same bits everywhere. Raises as `start` does.

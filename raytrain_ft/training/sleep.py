@@ -17,7 +17,8 @@ from raytrain_ft.policy.sampling import GlobalBatch, Range, share
 
 ASLEEP, SILENT, WAKES, JOINED = 1, 2, 4, 8
 """What is said of a rank in the tail, added up: it sleeps from the next step on; it contributed only a part to this one; it
-sleeps no longer, whatever others say; it has joined the groups for those who are awake and who sleep now."""
+sleeps no longer, whatever others say; it has joined the groups for those who are awake and who sleep now, and no checkpoint of
+its own is under way."""
 
 
 class Sleep:
@@ -79,11 +80,15 @@ class Sleep:
         asleep = frozenset(rank for rank, word in enumerate(said) if word & ASLEEP and not word & WAKES)
         return asleep if len(asleep) < len(said) else frozenset()
 
-    def settle(self, said: Sequence[int]) -> bool:
-        """The step is committed. Returns whether others sleep from here on."""
+    def settle(self, said: Sequence[int], *, checkpoint: bool = False) -> bool:
+        """The step is committed. Returns whether others sleep from here on.
+
+        Args:
+            checkpoint: all begin one here, so nobody is left out from here on.
+        """
         before, self.asleep = self.asleep, self.next(said)
         joined = self.apart or all(word & JOINED for word in said)  # who is left out says nothing
-        self.apart = self.asleep == before and bool(before) and joined
+        self.apart = self.asleep == before and bool(before) and joined and (self.apart or not checkpoint)
         self.waking -= before - self.asleep
         if self.silent_from is not None:
             self.silent_from, self.at_once = None, False  # it has done so, once

@@ -147,9 +147,9 @@ class Replica:
         self.at("commit")
         return self.commit()
 
-    def forget(self) -> None:
-        """The state is what another replica came to, between two steps, and this one knows of none of them."""
-        self.lost, self.left_out, self._last_commit = None, None, None
+    def follow(self, lost: tuple[int, tuple[Range, ...]] | None) -> None:
+        """The state is what another replica came to, between two steps, and so is what was lost."""
+        self.lost, self.left_out, self._last_commit = lost, None, None
 
     def abandon(self) -> None:
         """Takes stock after a fence, and lets go of what only the rest of the step would have needed."""
@@ -331,6 +331,7 @@ class Replica:
         lost, why = self._lost(attempt)
         returned = bool(lost) and self.returns_lost()
         state.position = self.loader.position_after(attempt.batch, lost) if returned else attempt.after
+        checkpoint = state.tail.checkpoint_agreed(tail)
         commit = Commit(
             attempt,
             state.loss,
@@ -339,8 +340,8 @@ class Replica:
             why,
             returned,
             stop=state.tail.stop_agreed(tail),
-            checkpoint=state.tail.checkpoint_agreed(tail),
-            reads_change=state.tail.sleep.settle(self.said) or returned,
+            checkpoint=checkpoint,
+            reads_change=state.tail.sleep.settle(self.said, checkpoint=checkpoint) or returned,
         )
         self.step_s = commit.seconds
         if self.checkpointer is not None:

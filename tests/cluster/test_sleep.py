@@ -124,6 +124,9 @@ def test_a_loss_while_the_others_train_without_a_sleeper(cluster, tmp_path: Path
     parted = records(tmp_path / "apart", "Parted")
     assert parted[0]["step"] < 150, "it came too late for this test"
     assert len(parted) == 2, "who slept sleeps again"
+    (sleeper,) = {record["member"] for record in records(tmp_path / "apart", "Dormant")}
+    committed = records(tmp_path / "apart", "StepsCommitted")
+    assert {record["rank"] for record in committed if record["member"] == sleeper} == {2}, "who wakes it names its rank"
 
 
 @pytest.mark.long
@@ -145,7 +148,7 @@ def test_a_sleeper_dies(cluster, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("rank", "phase"), [(0, "transfer_source"), (2, "transfer_receiver")])
 def test_a_loss_while_a_sleeper_is_brought_up_to_date(cluster, tmp_path: Path, rank: int, phase: str) -> None:
     """It holds a part of the state by then."""
-    run, faults = tmp_path / "wakes", [FailAt(rank=rank, phase=phase)]
+    run, faults = tmp_path / "wakes", [FailAt(rank=rank, phase=phase, nth=3)]
     thread, outcome = begun(tmp_path, "wakes", task=Toy(step_seconds=0.03), steps=250, faults=faults)
     ft.resume(run, 2)
     thread.join(120)

@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 from sleepers import Task, one_generator_each
+from torch import nn
 from torch._C._distributed_c10d import HashStore
 
+import raytrain_ft as ft
 from raytrain_ft.errors import FencedError
 from raytrain_ft.policy.reconcile import reconcile
 from raytrain_ft.policy.sampling import Position, Sampling
@@ -46,16 +48,17 @@ class Crew:
 
     Args:
         parts: whether they join other groups while some of them sleep.
+        task: what they train.
     """
 
-    def __init__(self, size: int, *, parts: bool = True, **settings: Any) -> None:
+    def __init__(self, size: int, *, parts: bool = True, task: ft.TrainTask | None = None, **settings: Any) -> None:
         self.size = size
         self._parts = parts
         self._lock, self._stores = threading.Lock(), defaultdict[str, HashStore](HashStore)
         self.fences = [Fence(1) for _ in range(size)]
         made = StepSettings(bucket_bytes=1, first_bucket_bytes=1, seats=size, **settings)
         self.replicas = [
-            build_replica(Task(), SAMPLING, made, use_gpu=False, undo_mode="exact", probe=None) for _ in range(size)
+            build_replica(task or Task(), SAMPLING, made, use_gpu=False, undo_mode="exact", probe=None) for _ in range(size)
         ]
         with ThreadPoolExecutor(size) as pool:
             self.worlds = list(pool.map(lambda rank: self._join(rank, "", rank, size), range(size)))
@@ -112,11 +115,13 @@ class Crew:
                 found.append(parting.doze(replica))
                 self.dozing.discard(rank)
             else:
-                found.append(replica.train_step(parting.connect(self.links[rank])))
-                parting.gather(replica, found[-1], last=False)
+                commit = replica.train_step(parting.connect(self.links[rank]))
+                found.append(commit)
+                if parting.ends(sleep, commit, last=False):
+                    parting.gather(replica, commit)
             if found[-1].reads_change:
                 replica.loader.start(replica.state.position, rank, self.size, weights=sleep.weights(self.size))
-                if self._parts:
+                if self._parts and not sleep.apart:
                     parting.begin(sleep.asleep, replica.state.step)
         return found
 
@@ -266,14 +271,15 @@ def test_a_sleeper_that_nobody_wakes_says_so(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_sleepers_are_told_from_time_to_time_that_they_sleep_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apart, "REASSURE_S", 0.0)
-    words: list[int] = []
-    size = apart._size
-    monkeypatch.setattr(apart, "_size", lambda number: words.append(threading.get_ident()) or size(number))
     with crew_of(4) as crew:
         crew.part({2, 3})
-        del words[:]
+        leads, words = crew.partings[0]._apart, list[int]()
+        assert leads is not None
+        broadcast = leads._broadcast
+        monkeypatch.setattr(leads, "_broadcast", lambda message: words.append(len(message)) or broadcast(message))
         crew.train(5)
-        assert len(words) >= 5
+        assert words == [1] * 5
+        assert crew.dozing == {2, 3}
         crew.ask({2, 3}, False)
         crew.train(2)
         assert crew.digest
@@ -313,7 +319,8 @@ def test_a_sleeper_holds_nothing_until_it_is_up_to_date(monkeypatch: pytest.Monk
             crew.ask({3}, False)
         else:
             monkeypatch.setattr(crew.replicas[1].loader, "next", lambda _: crew.fences[1].wait(threading.Event(), TIMEOUT))
-        places = [waiting(crew, rank, step + (during == "waking"), monkeypatch) for rank in (0, 2)]
+        others = (0, 1, 2) if during == "waking" else (0, 2)
+        places = [waiting(crew, rank, step + (during == "waking"), monkeypatch) for rank in others]
         crew.begin(2)
         marks = interrupted(crew, lambda: all(place() for place in places))
         assert marks[3] is None
@@ -450,6 +457,85 @@ def test_groups_that_come_too_late_are_left(monkeypatch: pytest.MonkeyPatch) -> 
     parting.leave()
     assert left[1:] == ["awake-7/ 0 of 3", "followers-7/ 0 of 2"]
     assert parting._groups == []
+
+
+class Linear(Task):
+    """Takes batches of one."""
+
+    def model(self, stage: int) -> nn.Module:
+        return nn.Linear(3, 1)
+
+
+def test_who_is_left_out_at_once_is_so_though_others_are_to_read_otherwise() -> None:
+    """What one that fell silent has lost is read again, so all begin to read anew at the boundary at which they part."""
+    with crew_of(4, task=Linear(), returns_lost=True) as crew:
+        crew.ask({3}, True)
+        crew.train(1)
+        deadline = time.monotonic() + 20
+        while not all(parting._apart or len(parting._groups) == 2 for parting in crew.partings):
+            assert time.monotonic() < deadline
+            crew.train(1)
+        assert not crew.apart
+        sleep = crew.replicas[1].state.tail.sleep
+        sleep.wanted = sleep.at_once = True
+
+        def once(bucket: int) -> bool:
+            """Falls silent in this step, and does not sleep after it."""
+            silent = sleep.is_silent(bucket)
+            sleep.wanted = False
+            return silent
+
+        crew.replicas[1].reducer._is_silent = once
+        commits = crew.train_all(1)
+        assert [one.returned for one in commits[0] if isinstance(one, Commit)] == [True]
+        assert (crew.asleep, crew.apart) == ({3}, True)
+        crew.train(3)
+        assert crew.dozing == {3}
+        crew.ask({3}, False)
+        crew.train(1)
+        assert crew.digest
+        assert len({replica.state.position for replica in crew.replicas}) == 1
+
+
+def test_what_was_lost_as_a_sleeper_woke_is_known_to_it() -> None:
+    with crew_of(4) as crew:
+        crew.part({3})
+        crew.replicas[1].state.tail.sleep.at_once = True
+        crew.ask({1}, True)
+        crew.train(1)
+        assert not crew.apart
+        (lost,) = {replica.lost for replica in crew.replicas}
+        assert lost is not None
+        assert lost[0] == crew.step - 1
+
+
+def test_who_decides_on_checkpoints_goes_on_to_when_the_first_wakes() -> None:
+    with crew_of(3) as crew:
+        crew.part({0})
+        crew.train(1)
+        assert {parting.members for parting in crew.partings} == {(1, 2)}
+        crew.ask({0}, False)
+        crew.train(1)
+        assert {parting.members for parting in crew.partings} == {(1, 2, 0)}
+        crew.part({2})
+        crew.train(1)
+        assert {parting.members for parting in crew.partings} == {(1, 0)}
+
+
+def test_nobody_parts_while_a_checkpoint_is_under_way() -> None:
+    sleep, parting = Sleep(), Parting(lambda *_: None, 0, 3)  # type: ignore[arg-type, return-value]
+    parting._groups, parting._asleep, sleep.asleep = [None, None], frozenset({2}), frozenset({2})
+    parting.part(sleep, busy=True)
+    assert not sleep.joined
+    parting.part(sleep)
+    assert sleep.joined
+    said = [JOINED, JOINED, 1 | JOINED]
+    sleep.settle(said, checkpoint=True)
+    assert not sleep.apart
+    sleep.settle(said)
+    assert sleep.apart
+    sleep.settle([JOINED, JOINED, 1], checkpoint=True)
+    assert sleep.apart, "those who are awake write this one"
 
 
 def test_that_all_have_joined_counts_for_who_slept_when_they_said_so() -> None:

@@ -1052,6 +1052,25 @@ def test_where_nobody_could_stay_there_is_a_checkpoint_before_the_first_deadline
     assert of(story.said, m.Secure) == [], "there is nobody who trains"
 
 
+def test_who_sleeps_could_not_stay_with_the_state() -> None:
+    """Nobody keeps it up to date."""
+    story = running(min_workers=3, slots=3, checkpoints=True)
+    story.tell(m.Dormant(member="w2", incarnation=1, step=3, asleep=True))
+    assert story.run.holders() == ["w0", "w1"]
+    story.tell(told("w0"), told("w1"))
+    story.tell(m.TimerFired(at=116.0, timer="leave", incarnation=1))
+    assert of(story.said, m.Secure) == [m.Secure(("w0", "w1", "w2"))]
+
+
+def test_a_sleeper_that_is_lost_while_it_waits_for_a_seat_sleeps_no_more() -> None:
+    story = running(spares=0)
+    story.tell(m.Dormant(member="w2", incarnation=1, step=3, asleep=True))
+    story.lost("w0").fenced("w1")
+    story.tell(m.Fenced(member="w2", incarnation=2, marks=None))
+    story.lost("w2")
+    assert story.run.history.sleepers == set()
+
+
 def test_a_checkpoint_before_all_leave_is_begun_in_time() -> None:
     story = running(min_workers=3, slots=3, checkpoints=True)
     about = {"bytes": 1, "snapshot_s": 0.0, "stall_s": 0.0, "persist_s": 10.0}

@@ -27,6 +27,13 @@ def test_without_a_spare_ranks_move_up() -> None:
     assert seats(["a", "b", "c"], ["a", "c"], [], 3) == ("a", "c")
 
 
+def test_who_slept_keeps_its_rank_though_it_holds_nothing() -> None:
+    """Else who is told to wake, by rank, would be another one."""
+    assert seats(["a", "b", "c"], ["b"], ["c", "s"], 3) == ("s", "b", "c")
+    assert seats(["a", "b", "c"], ["b"], ["s", "c"], 3) == ("s", "b", "c")
+    assert seats(["a", "b", "c"], ["b"], ["s", "c"], 2) == ("s", "b")
+
+
 def test_spares_beyond_the_empty_seats_make_the_world_larger() -> None:
     assert seats(["a", "b"], ["a", "b"], ["s", "t"], 3) == ("a", "b", "s")
 
@@ -42,12 +49,12 @@ def test_all_survivors_have_a_seat_and_nobody_has_two(
 ) -> None:
     world = world[:most]
     survivors = [member for member in world if data.draw(st.booleans())]
-    spares = [member for member in others if member not in world]
+    spares = [member for member in others if member not in survivors]  # some of whom may have slept
     seated = seats(world, survivors, spares, most)
     assert len(set(seated)) == len(seated) == min(most, len(survivors) + len(spares))
     assert set(survivors) <= set(seated) <= {*survivors, *spares}
     if len(seated) == len(world):
-        assert all(member == world[rank] for rank, member in enumerate(seated) if member in survivors)
+        assert all(member == world[rank] for rank, member in enumerate(seated) if member in world)
 
 
 def test_to_wait_or_not_to_wait() -> None:
