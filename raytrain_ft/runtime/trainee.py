@@ -7,7 +7,6 @@ thing that comes from outside: it wakes whatever this thread waits for, and the 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -23,28 +22,23 @@ from raytrain_ft.policy.topology import stage_of, waits
 from raytrain_ft.runtime import connections, recovery, sealed
 from raytrain_ft.runtime.connections import Connections
 from raytrain_ft.runtime.heartbeat import Heartbeat
+from raytrain_ft.runtime.loop import TELL_S, Loop
 from raytrain_ft.runtime.rendezvous import RayStore
 from raytrain_ft.runtime.spec import RunSpec
 from raytrain_ft.runtime.transfer import Transfer
 from raytrain_ft.storage.arrow import write_tensors
 from raytrain_ft.storage.filesystem import local_path
 from raytrain_ft.training import aside, mending, process_group, replay
-from raytrain_ft.training.apart import Parting, Woken, can_be_sent
-from raytrain_ft.training.attempt import Commit
 from raytrain_ft.training.build import build_replica
 from raytrain_ft.training.edges import Past
 from raytrain_ft.training.fence import Fence, PeerLostError
-from raytrain_ft.training.links import Links
 from raytrain_ft.training.process_group import FencedGroup
 from raytrain_ft.training.state import Extras
 from raytrain_ft.training.step import Replica
-from raytrain_ft.training.stopwatch import FirstSteps
 
 GROUP_TIMEOUT = timedelta(seconds=30)
 FLUSH_S = 5.0
 """How long a fence waits for what was logged to be readable by others."""
-TELL_S = 1.0
-"""How long a recovery waits until the supervisor knows of the step that it has completed."""
 
 
 class Trainee:
@@ -68,11 +62,10 @@ class Trainee:
         self.log = connections.open_log(spec, member, self._note, self._checkpoint_bytes)
         self._world: tuple[str, ...] = ()
         self.rank = -1
-        self._first_step = False
+        self._loop: Loop | None = None
         self._replayed = ""  # the checkpoint that an interrupted replay began from
         self._team: tuple[str, ...] = ()  # who shared that replay
         self._asleep = False
-        self._writers: tuple[int, list[int]] = (0, [])
         self._used = False  # whether this replica may hold anything else than what it was built with
         self._chaos = Injector(spec.faults, spec.directory / "faults", "worker", self._fall_silent)
 
@@ -119,7 +112,7 @@ class Trainee:
     def _probe(self, phase: str, step: int, part: int | None) -> None:
         self._heartbeat.at(phase, step)
         self._chaos.probe(phase, rank=self.rank, step=step, part=part)
-        if self._first_step and phase == "forward":
+        if self._loop is not None and self._loop.in_first_step and phase == "forward":
             self._chaos.probe("first_step", rank=self.rank, step=step)
 
     def _fall_silent(self, bucket: int) -> None:
@@ -138,28 +131,11 @@ class Trainee:
         assert self._connections is not None
         try:
             fence.check()
-            links = self._connections.live()
             assert state.filled, "told to run before it was filled"
-            state.tail.stop_requested = False
-            sleep, parting = state.tail.sleep, self._connections.parting()
-            sleep.begin()
-            self._first_step = True
-            self._share_checkpoints(fence, command, parting.members)
-            self._share_out(links, parting)
-            first_steps = FirstSteps() if self._spec.rules.selective is not None else None
-            while state.step < self._spec.rules.max_steps:
-                boundary = self._train(links, parting, command)
-                if first_steps is not None and (seconds := first_steps.add(replica.computed_s)) is not None:
-                    self._note("StageTimed", {"incarnation": fence.incarnation, "step": state.step, "seconds": seconds})
-                    first_steps = None
-                self._first_step = False
-                if boundary.reads_change:
-                    self._share_out(links, parting)
-                if boundary.checkpoint:
-                    replica.checkpoint(fence.check)
-                if boundary.stop:
-                    self._heartbeat.ended("stopped", str(state.step))
-                    return
+            self._loop = Loop(self._spec, replica, self._connections, self._heartbeat, fence, command, self.rank, self._asleep)
+            if self._loop.run():
+                self._heartbeat.ended("stopped", str(state.step))
+                return
             replica.finish(fence.check)
             self._flush_log(fence.incarnation)
             self._heartbeat.ended("completed", state.final_digest())
@@ -179,68 +155,10 @@ class Trainee:
                 return  # the error is the fence's doing: torch wraps what a hook raises
             self._heartbeat.ended("failed", traceback.format_exc(), kind="task")
 
-    def _train(self, links: Links, parting: Parting, command: Run) -> Commit | Woken:
-        """A step; or, for who sleeps while the others train without it, so many of theirs."""
-        replica, state, before = self.replica, self.replica.state, parting.members
-        busy = replica.checkpointer is not None and replica.checkpointer.busy
-        dozes = parting.part(state.tail.sleep, busy=busy)
-        if parting.members != before and replica.leads:
-            self._note("Parted", {"incarnation": links.fence.incarnation, "step": state.step})
-        self._share_checkpoints(links.fence, command, parting.members)
-        if dozes:
-            commit: Commit | Woken = self._doze(parting, links.fence)
-        else:
-            commit = replica.train_step(parting.connect(links))
-            self._heartbeat.committed(commit)
-            if parting.ends(state.tail.sleep, commit, last=state.step == self._spec.rules.max_steps):
-                if replica.leads:
-                    self._heartbeat.tell_all(TELL_S)  # else nobody could, if all who trained died once others hold the state
-                parting.gather(replica, commit)
-        self._share_checkpoints(links.fence, command, parting.members)
-        return commit
-
-    def _doze(self, parting: Parting, fence: Fence) -> Woken:
-        replica = self.replica
-        replica.loader.stop(timedelta(seconds=0))
-        self._heartbeat.tell_all(0.0)
-        if replica.checkpointer is not None:
-            replica.at("wait")
-            replica.checkpointer.await_copy(fence.check)  # of the state that will be written over
-        return parting.doze(replica)
-
-    def _share_checkpoints(self, fence: Fence, command: Run, replicas: Sequence[int]) -> None:
-        """From here on, the workers of these replicas write checkpoints."""
-        checkpointer, stages = self.replica.checkpointer, self._spec.rules.stages
-        writers = fence.incarnation, [replica * stages + stage for replica in replicas for stage in range(stages)]
-        if checkpointer is None or writers == self._writers:
-            return
-        self._writers = writers
-        if self.rank in writers[1]:
-            about = (fence.incarnation, self.replica.state.step, command.failure_s, stages, command.rejected)
-            checkpointer.begin(writers[1].index(self.rank), len(writers[1]), *about)
-
     def speak_for(self, member: str, asleep: bool) -> None:
         """This one was asked to sleep, or to wake: whoever leads those who are awake says it for who sleeps."""
         waking = self.replica.state.tail.sleep.waking
         (waking.difference_update if asleep else waking.update)(rank for rank, one in enumerate(self._world) if one == member)
-
-    def _share_out(self, links: Links, parting: Parting) -> None:
-        """From here on, this is who reads what."""
-        state = self.replica.state
-        sleep, micro_batches = state.tail.sleep, self._spec.step.micro_batches
-        self.replica.loader.start(
-            state.position, links.replica, links.replicas, micro_batches, weights=sleep.weights(links.replicas)
-        )
-        may_part = not self._spec.use_gpu and can_be_sent(self.replica)  # NCCL's groups beside one another were never tried
-        if may_part and not sleep.apart:  # else they are in use from here on
-            parting.begin(sleep.asleep, state.step)
-        elif not sleep.apart:
-            parting.leave()
-        asleep = links.replica in sleep.asleep
-        sleep.at_once &= not asleep  # it has done so; a share that is empty anyway breaks off nowhere
-        if asleep != self._asleep:
-            self._asleep = asleep
-            self._note("Dormant", {"incarnation": links.fence.incarnation, "step": state.step, "asleep": asleep})
 
     def log_only(self, incarnation: int, boundaries: frozenset[int]) -> None:
         """See `Worker.log_only`. From any thread."""
@@ -254,6 +172,8 @@ class Trainee:
         """Leaves the group of the incarnation that has ended, and says where this worker stands."""
         self._probe_recovery("fence")
         self._heartbeat.idle(incarnation)
+        if self._loop is not None:
+            self._asleep, self._loop = self._loop.asleep, None
         if self.replica.checkpointer is not None:
             self.replica.checkpointer.fenced()
         self.replica.loader.stop(timedelta(seconds=0))
@@ -374,7 +294,6 @@ class Trainee:
             self._begin_from(command.load, fence)
             self._replayed, self._team = source, team
         self.replica.state.filled = False
-        self._first_step = False
         with self._connections.replay(command, self.replica.stage, len(team), 0) as links:
             replay.replay(self.replica, links, command.until, self._spec.step.micro_batches)
         self.replica.state.filled = self._used = True

@@ -46,7 +46,7 @@ class Reduction(Protocol):
 
 
 class Summing(Protocol):
-    """What sums tensors over ranks: a group of an incarnation, or what stands in its place."""
+    """What sums tensors over ranks: a group, a team, or one alone."""
 
     @property
     def fence(self) -> Fence:
@@ -318,17 +318,13 @@ class Reducer:
         bucket.accept()
         self._on_reduced(bucket)
 
-    def launch(self) -> None:
-        """Launches what is left: the last bucket always waits for the end of the backward pass."""
+    def finish(self) -> None:
+        """Launches what is left (the last bucket always waits for the end of the backward pass) and accepts everything."""
         self.complete = True
         if self._interrupted is not None:
             raise self._interrupted
         while self._launched < len(self.buckets):
             self._launch()
-
-    def finish(self) -> None:
-        """Launches what is left and accepts everything."""
-        self.launch()
         while self._accepted < len(self.buckets):
             self._accept()
 

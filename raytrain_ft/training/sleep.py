@@ -3,10 +3,10 @@
 A replica falls asleep, and wakes up, and nobody waits for a group to be rebuilt (Nicolae et al., III-B). In the tail of each
 step's last bucket every rank says whether it sleeps from the next step on; the others then share out its samples, and it sends
 zeros and goes on to update. A few steps later the others train without it (`apart.py`), and it is brought up to date as it
-wakes. What it says itself, as a step begins, for it has nothing to compute, counts a step late: the first of those who are
-awake, who hears of it too, says as the step ends whether it sleeps on, and nobody waits for a sleeper. A replica that is told
-to sleep *at once* does not finish its part of the step under way: the buckets that it has not launched are zeros, the mean is
-taken over the samples that are there, and its own are listed as lost.
+wakes. The first of those who are awake says as a step ends whether a sleeper sleeps on, and nobody waits for one: what it says
+itself it says as the step begins, for it has nothing to compute, and wakes a step later. A replica that is told to sleep *at
+once* does not finish its part of the step under way: the buckets that it has not launched are zeros, the mean is taken over the
+samples that are there, and its own are listed as lost.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from raytrain_ft.runtime import recovery, trainee
 from raytrain_ft.runtime.calls import Calls
 from raytrain_ft.runtime.connections import Connections
 from raytrain_ft.runtime.contacts import Contacts
+from raytrain_ft.runtime.loop import Loop
 from raytrain_ft.runtime.trainee import Trainee
 from raytrain_ft.training import aside
 from raytrain_ft.training.edges import Past
@@ -169,7 +170,7 @@ def test_who_has_replayed_its_stage_compares_its_next_step_as_well(
     assert [past is not None and past.until for past in pasts] == [13 if compares else False]
 
 
-def test_who_computes_something_else_in_its_first_step_has_not_failed() -> None:
+def test_who_computes_something_else_in_its_first_step_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no error of the task: everybody goes back."""
     found: Any = object.__new__(Trainee)
     ended: list[tuple[str, str]] = []
@@ -179,12 +180,12 @@ def test_who_computes_something_else_in_its_first_step_has_not_failed() -> None:
 
     state = SimpleNamespace(filled=True, step=13, tail=SimpleNamespace(sleep=Sleep()), buckets=())
     found.replica = SimpleNamespace(state=state, checkpointer=None, train_step=train_step)
-    found.rank, found._world = 1, ("w0", "w3")
+    found.rank, found._asleep = 1, False
     found._spec = SimpleNamespace(rules=SimpleNamespace(stages=2, max_steps=20, selective=None))
-    parting = SimpleNamespace(connect=lambda links, _: links)
-    found._connections = SimpleNamespace(live=lambda: None, parting=lambda _: parting)
+    parting = SimpleNamespace(members=(0,), part=lambda *_, **__: False, connect=lambda links: links)
+    found._connections = SimpleNamespace(live=lambda: None, parting=lambda: parting)
     found._heartbeat = SimpleNamespace(ended=lambda status, detail: ended.append((status, detail)))
-    found._share_out = lambda *_: None
+    monkeypatch.setattr(Loop, "_share_out", lambda _: None)
     found.run(Fence(3), m.Run(("w0", "w3"), 3))
     assert ended == [("diverged", "another than before")]
     assert not state.filled, "nobody goes on from what it has"
