@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -88,6 +89,15 @@ def trainer_of(
         ),
         **settings,
     )
+
+
+def kill_the_sleeper(run: Path) -> str:
+    """SIGKILL to the one replica of a run that sleeps; returns which."""
+    records = read_records(run / "events.jsonl")
+    (sleeper,) = {record["member"] for record in records if record["event"] == "Dormant"}
+    (pid,) = {record["pid"] for record in records if record["event"] == "WorkerStarted" and record["member"] == sleeper}
+    os.kill(pid, signal.SIGKILL)
+    return sleeper
 
 
 def pipeline(path: Path, name: str, *, stages: int = STAGES, workers: Any = STAGES, **arguments: Any) -> ft.Result:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from conftest import pipeline, promise_kept, train, trainer_of
+from conftest import kill_the_sleeper, pipeline, promise_kept, train, trainer_of
 from toy import Toy
 
 import raytrain_ft as ft
@@ -78,10 +76,7 @@ def test_who_sleeps_until_it_leaves_takes_no_samples_with_it_if_that_is_too_soon
     thread.start()
     log = tmp_path / "gone" / "events.jsonl"
     until(lambda: log.exists() and any(record["event"] == "Parted" for record in read_records(log)))
-    records = read_records(log)
-    (sleeper,) = {record["member"] for record in records if record["event"] == "Dormant"}
-    (pid,) = {record["pid"] for record in records if record["event"] == "WorkerStarted" and record["member"] == sleeper}
-    os.kill(pid, signal.SIGKILL)
+    sleeper = kill_the_sleeper(tmp_path / "gone")
     thread.join(120)
     (result,) = outcome
     assert promise_kept(result) == []

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from conftest import promise_kept, train
+from conftest import kill_the_sleeper, promise_kept, train
 from toy import Toy
 
 import raytrain_ft as ft
@@ -133,9 +131,7 @@ def test_a_loss_while_the_others_train_without_a_sleeper(cluster, tmp_path: Path
 def test_a_sleeper_dies(cluster, tmp_path: Path) -> None:
     run = tmp_path / "dies"
     thread, outcome = begun(tmp_path, "dies", task=Toy(step_seconds=0.03), steps=250)
-    (sleeper,) = {record["member"] for record in records(run, "Dormant")}
-    (pid,) = {record["pid"] for record in records(run, "WorkerStarted") if record["member"] == sleeper}
-    os.kill(pid, signal.SIGKILL)
+    sleeper = kill_the_sleeper(run)
     thread.join(120)
     (result,) = outcome
     assert promise_kept(result) == []
