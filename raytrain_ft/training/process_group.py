@@ -11,6 +11,7 @@ This module knows nothing of who decides to fence, or why.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -281,6 +282,12 @@ def _register() -> None:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
+@functools.cache
+def _device(host: str) -> Any:
+    """Of all groups of this process: the thread of each looks around a hundred times a second, be there anything to do or not."""
+    return dist.ProcessGroupGloo.create_device(hostname=host)
+
+
 def _connect(store: Store, rank: int, size: int, host: str, use_gpu: bool, timeout: timedelta) -> Any:
     if use_gpu:
         # torch's watchdog would end this process when a peer dies: here the fence does what is to be done
@@ -294,7 +301,7 @@ def _connect(store: Store, rank: int, size: int, host: str, use_gpu: bool, timeo
         return group
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     # bound to this node's address alone: gloo's default is whatever the host name resolves to
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._devices = [_device(host)]
     options._timeout = timeout
     options._threads = 2
     group = dist.ProcessGroupGloo(store, rank, size, options)
