@@ -37,8 +37,8 @@ from raytrain_ft.runtime.preemption import CLOUDS
 from raytrain_ft.runtime.spec import CheckpointSpec, LogSpec, RunSpec
 from raytrain_ft.selective import choose_log
 from raytrain_ft.settings import TrainSettings
-from raytrain_ft.storage.checkpoint import KEEP_ALL
 from raytrain_ft.storage.filesystem import HALF_A_URI, local_path, open_storage, within
+from raytrain_ft.storage.retention import KEEP_ALL
 from raytrain_ft.storage.selection import select
 from raytrain_ft.task import TrainTask
 from raytrain_ft.training.data import task_size

@@ -17,7 +17,7 @@ from raytrain_ft.policy import messages as m
 from raytrain_ft.runtime import placement
 from raytrain_ft.runtime.holder import ANSWER_SECONDS, Holder, holder_of
 from raytrain_ft.runtime.spec import NAMESPACE, RunSpec
-from raytrain_ft.storage import checkpoint, lock, selection
+from raytrain_ft.storage import lock, retention, selection
 from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.storage.manifest import Manifest
 
@@ -65,7 +65,7 @@ class Library:
         storage = open_storage(self._spec.checkpoints.place)
         self._lock = lock.acquire(storage, self._spec.run_id)
         self.epoch = self._lock.owner.epoch
-        checkpoint.sweep(storage, self.epoch, new=self._lock.new)
+        retention.sweep(storage, self.epoch, new=self._lock.new)
         if self._spec.checkpoints.resume == "never":
             selection.begin_anew(storage, self.epoch)
         return self._stored()

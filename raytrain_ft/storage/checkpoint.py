@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -28,15 +27,13 @@ import pyarrow as pa
 from raytrain_ft.errors import StorageError
 from raytrain_ft.storage import manifest as manifests
 from raytrain_ft.storage import shard as shards
-from raytrain_ft.storage.filesystem import PARTIAL, Storage
+from raytrain_ft.storage.filesystem import Storage
 from raytrain_ft.storage.manifest import Manifest, Name, ShardEntry, shard_file
 from raytrain_ft.storage.pieces import Pieces
 from raytrain_ft.storage.shard import Part
 
 POLL_S = 0.01
 NOTE = re.compile(r"shard-[0-9]+-of-[0-9]+\.json")
-KEEP_ALL = sys.maxsize
-"""How many stay if none is deleted."""
 
 
 # ---------------------------------------------------------------- writing
@@ -147,10 +144,11 @@ class Found:
 def found(storage: Storage) -> list[Found]:
     """The checkpoints of a directory, newest first, those that are under way or broke off included. Anything else that lies
     there is passed over."""
-    return [Found(name, storage.size(f"{name}/{manifests.FILE}") is not None) for name in _names(storage)]
+    return [Found(name, storage.size(f"{name}/{manifests.FILE}") is not None) for name in names(storage)]
 
 
-def _names(storage: Storage) -> list[Name]:
+def names(storage: Storage) -> list[Name]:
+    """Theirs, newest first."""
     return sorted(filter(None, map(Name.parse, storage.names())), reverse=True)
 
 
@@ -296,101 +294,7 @@ def _check_whole(manifest: Manifest, name: str, parts: list[Part]) -> None:
         reached += piece.size
 
 
-# ---------------------------------------------------------------- retention
-
-
-def retain(storage: Storage, committed: Name, keep: int, rejected: Collection[str] = ()) -> list[Name]:
-    """Deletes what is not needed any more now that `committed` is durable; returns what was deleted.
-
-    The newest `keep` complete ones stay, and those marked as kept. What is incomplete and older broke off. The manifest
-    goes first, so that what is left when this breaks off is no checkpoint.
-
-    Args:
-        rejected: those that were found to be damaged: they are nothing to fall back to, and do not count.
-
-    Raises:
-        StorageError: some could not be deleted; all others are.
-    """
-    candidates = [candidate for candidate in found(storage) if candidate.name <= committed]
-    complete = [candidate.name for candidate in candidates if candidate.complete and candidate.name != committed]
-    stay = {committed} | _staying(storage, complete, keep - 1, rejected)
-    gone, errors = [], []
-    for name in (candidate.name for candidate in candidates if candidate.name not in stay):
-        try:
-            storage.delete(f"{name}/{manifests.FILE}")
-            storage.delete(str(name))
-            gone.append(name)
-        except StorageError as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
-    return gone
-
-
-def _staying(storage: Storage, complete: Sequence[Name], keep: int, rejected: Collection[str]) -> set[Name]:
-    """Of complete ones, the newest first. One whose manifest cannot be read stays, but does not count: nobody knows whether it
-    was to be kept. Perhaps it is only the storage that gave no answer, and what is deleted is gone."""
-    if keep >= KEEP_ALL - 1:
-        return set(complete)  # without a look at each of them, of which there may be many
-    stay: set[Name] = set()
-    for name in complete:
-        counts = keep > 0 and str(name) not in rejected
-        try:
-            kept = read_manifest(storage, name).kept
-        except StorageError:
-            kept, counts = True, False
-        if kept or counts:
-            stay.add(name)
-        keep -= counts
-    return stay
-
-
-def make_room(storage: Storage, name: Name) -> None:
-    """Before a checkpoint of this name is written: deletes what broke off since the newest that is complete. Else it would stay
-    until the next commit, which never comes on a disk that it fills. What is older, retention has seen to.
-
-    Raises:
-        StorageError: it cannot be told what is there.
-    """
-    for older in (one for one in _names(storage) if one < name):
-        if storage.size(f"{older}/{manifests.FILE}") is not None:
-            return
-        with suppress(StorageError):  # somebody may still be writing there; the next one tries again
-            give_up(storage, older)
-
-
-def give_up(storage: Storage, name: Name) -> None:
-    """Deletes a checkpoint that was not committed, unless it is by now.
-
-    Somebody may be about to do that: the persister of a world that is over. First its notes go, without which it would still be
-    a checkpoint; only if there is no manifest then do the shards. Who commits looks for notes and shards after that. So one of
-    the two sees what the other has done, and what is deleted was never said to be committed.
-
-    Raises:
-        StorageError: something could not be deleted.
-    """
-    for file in storage.names(str(name)):
-        if NOTE.fullmatch(file) or PARTIAL.fullmatch(file):
-            storage.delete(f"{name}/{file}")
-    if storage.size(f"{name}/{manifests.FILE}") is None:
-        storage.delete(str(name))
-
-
-def sweep(storage: Storage, epoch: int, *, new: bool) -> None:
-    """Removes what earlier writers that were killed left half written: nobody can commit it any more.
-
-    Args:
-        epoch: of the present right to write. What is written with it is let be: its workers outlive a supervisor's restart, and
-            may be writing now.
-        new: whether nobody can have written with it before. Files beside the checkpoints do not say whose they are.
-    """
-    for one in found(storage):
-        if not one.complete and one.name.epoch < epoch:
-            with suppress(StorageError):  # it keeps nobody from beginning
-                give_up(storage, one.name)
-    for name in storage.names() if new else ():
-        if PARTIAL.fullmatch(name):
-            storage.delete(name)
+# ---------------------------------------------------------------- telling of one
 
 
 Described = Mapping[str, tuple[str, tuple[int, ...]]]

@@ -29,7 +29,7 @@ from dataclasses import asdict
 from typing import Any
 
 from raytrain_ft.errors import LockedError, StorageError
-from raytrain_ft.storage import checkpoint, lock, pages
+from raytrain_ft.storage import checkpoint, lock, pages, retention
 from raytrain_ft.storage.filesystem import Storage, open_storage
 from raytrain_ft.storage.job import Hearer, Job, Outcome, Teller
 from raytrain_ft.storage.manifest import Manifest, Name
@@ -68,7 +68,7 @@ def carry_out(
     storage = open_storage(job.place)
     if job.number == 0:  # one of them is enough
         with suppress(StorageError):  # perhaps there is room without
-            checkpoint.make_room(storage, job.name)
+            retention.make_room(storage, job.name)
     began = time.monotonic()
     own = checkpoint.write_shard(storage, job.name, job.number, job.count, parts)
     if job.number != 0:
@@ -120,7 +120,7 @@ def _tidy(storage: Storage, job: Job) -> None:
         for name, content in job.files.items():
             storage.put(name, [memoryview(content.encode())])
 
-    for part in (lambda: checkpoint.retain(storage, job.name, job.keep, job.rejected), write_files):
+    for part in (lambda: retention.retain(storage, job.name, job.keep, job.rejected), write_files):
         try:
             part()
         except Exception as error:

@@ -15,7 +15,7 @@ from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.policy.tuner import Tuner
 from raytrain_ft.storage.persister import Persister, SharedMemory
-from raytrain_ft.training.checkpointer import AnyPersister, Checkpointer, Target, Tell
+from raytrain_ft.training.checkpointer import AnyPersister, Checkpointer, Target
 from raytrain_ft.training.data import Loader, augment_of, collate_of
 from raytrain_ft.training.determinism import check_deterministic
 from raytrain_ft.training.durable import capture
@@ -26,6 +26,7 @@ from raytrain_ft.training.settings import StepSettings
 from raytrain_ft.training.state import TrainingState
 from raytrain_ft.training.step import Replica
 from raytrain_ft.training.ties import begin_alike
+from raytrain_ft.training.tuning import Tell
 from raytrain_ft.training.undo import refusals
 
 

@@ -11,7 +11,6 @@ Knows nothing of Ray: the trainer uses it, and so does `raytrain_ft.checkfreq` i
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
@@ -24,20 +23,16 @@ from torch import Tensor
 
 from raytrain_ft.errors import StorageError
 from raytrain_ft.places import Place
-from raytrain_ft.policy.frequency import Interval, Profile
-from raytrain_ft.policy.tuner import Costs, Decision, Tuner
-from raytrain_ft.storage.checkpoint import KEEP_ALL
-from raytrain_ft.storage.filesystem import open_storage
+from raytrain_ft.policy.tuner import Costs, Tuner
 from raytrain_ft.storage.job import Job, Outcome
 from raytrain_ft.storage.manifest import Name
 from raytrain_ft.storage.persister import Persister, SharedMemory
+from raytrain_ft.storage.retention import KEEP_ALL
 from raytrain_ft.training.layout import ALIGNMENT, Layout, share, total_size
 from raytrain_ft.training.snapshot import Copy, free_on_device
+from raytrain_ft.training.tuning import Tell, Tuning
 
-PROFILE_FILE = "profile.json"
 POLL_S = 0.05
-PROFILE_S = 5.0
-"""How long the measurements of an earlier run are waited for."""
 PATIENCE_S = 10.0
 """How long training waits at least for the checkpoint before to be durable: three times the longest that was, if that is more;
 not at all after one that failed or was not in time, until one is durable. At the end of a run a checkpoint is given as long as
@@ -47,8 +42,6 @@ Capture = Callable[[], tuple[Sequence[tuple[str, Tensor]], dict[str, Any]]]
 """Gives the tensors of the state, by name in an order that is the same on every worker, and everything else as JSON."""
 Own = Callable[[], Sequence[tuple[str, Tensor]]]
 """Gives tensors that this worker alone stores, whole, by names that no other worker uses."""
-Tell = Callable[[str, dict[str, Any]], None]
-"""Is told of what happened: "CheckpointCommitted", "CheckpointFailed", "IntervalChosen", with their fields."""
 
 
 class AnyPersister(Protocol):
@@ -114,13 +107,12 @@ class Checkpointer:
         self._target = target
         self._capture = capture
         self._own = own or (lambda: ())
-        self._make_tuner = tuner
+        self._tuning = Tuning(target.place, target.profile_key, tuner, tell)
         self._tell = tell
         self._memory = SharedMemory()
         self._persister = persister(self._memory)
         self._rank, self._count, self._stages, self._incarnation = 0, 1, 1, 0
         self._rejected: list[str] = []
-        self._tuner: Tuner | None = None
         self._layout: Layout | None = None
         self._copy: Copy | None = None
         self._job: Job | None = None
@@ -131,11 +123,8 @@ class Checkpointer:
         self._began_at = -math.inf
         self._free = 0
         self._part = 0  # bytes of this worker's part of a checkpoint, once it is known
-        self._longest_s = 0.0
         self._waited_s = 0.0
         self._stall_s = 0.0
-        self._first_step = True
-        self._update_s = 0.0
 
     # ---------------------------------------------------------------- a world begins and ends
 
@@ -158,31 +147,18 @@ class Checkpointer:
         """
         self._stages, self._rejected = stages, sorted(rejected)
         self._persister.start()  # now, so that its start is not in the first checkpoint's time
-        leads = rank == 0 and (self._tuner is None or self._rank != 0)
-        anew = incarnation != self._incarnation
-        if self._tuner is None:
-            self._tuner = self._make_tuner()
-            self._tuner.last = step
-        else:
-            self._tuner.disturbed(step, resized=count != self._count)
-        if failure_s is not None:
-            self._tuner.failure_s = failure_s
-        self._rank, self._count, self._incarnation, self._first_step = rank, count, incarnation, True
-        if leads:  # who becomes worker 0 says by which k it goes, if that is known already
-            if anew:  # in the midst of training nobody waits for storage
-                self._recall_profile(self._tuner)  # what worker 0 measured, who waits for the shards of all, counts most
-            self._note(self._tuner.known(step))
+        self._rank, self._count, self._incarnation = rank, count, incarnation
+        self._tuning.begin(rank, count, incarnation, step, failure_s)
 
     @property
     def latest(self) -> int:
         """The step of the latest checkpoint, or at which training began."""
-        return 0 if self._tuner is None else self._tuner.last
+        return self._tuning.latest
 
     def catch_up(self, latest: int) -> None:
         """Others have written checkpoints meanwhile, the latest one of this step."""
         self.asked = False
-        if self._tuner is not None:
-            self._tuner.last = latest
+        self._tuning.catch_up(latest)
 
     def fenced(self) -> None:
         """The world is over. A copy that is under way comes to its end before anything else touches the state."""
@@ -206,14 +182,12 @@ class Checkpointer:
 
     def wants(self, step: int) -> bool:
         """Whether worker 0 wants a checkpoint once `step` steps are committed. Everybody must be told before the commit."""
-        if self._rank != 0 or self._tuner is None:
-            return False
-        return (self.asked and not self.busy) or self._tuner.due(step, busy=self.busy)
+        busy = self.busy
+        return self._rank == 0 and ((self.asked and not busy) or self._tuning.is_due(step, busy=busy))
 
     def earliest(self, step: int) -> int:
         """The first step after this one at which worker 0 may want a checkpoint, by what it knows now; on worker 0 only."""
-        assert self._tuner is not None
-        return self._tuner.earliest(step, warm_up=int(self._first_step))
+        return self._tuning.earliest(step)
 
     @property
     def busy(self) -> bool:
@@ -239,17 +213,13 @@ class Checkpointer:
 
     def updated(self, seconds: float) -> None:
         """The weight update of the present step took so long."""
-        self._update_s = seconds
+        self._tuning.updated(seconds)
 
     def stepped(self, step: int, seconds: float) -> None:
         """A step was committed (`step`: how many by now)."""
-        if self._first_step:
+        if self._tuning.in_first_step:
             self._prepare()
-        if self._tuner is not None:
-            if not self._first_step:  # it warms up, or comes after a recovery
-                self._tuner.stepped(seconds, self._update_s, busy=self.busy)
-            self._note(self._tuner.settle(step))
-        self._first_step = False
+        self._tuning.stepped(step, seconds, busy=self.busy)
 
     def _prepare(self) -> None:
         """Touches the memory for snapshots, in the background: the first one is then as fast as those after it. After the first
@@ -275,11 +245,11 @@ class Checkpointer:
         except StorageError as error:
             self._failing = True
             self._tell("CheckpointFailed", {"incarnation": self._incarnation, "step": step, "reason": str(error)})
-            self._due(step, time.monotonic() - began)
+            self._tuning.began(step, time.monotonic() - began)
             return
         self._failing = self._failed()
         waited = time.monotonic() - began
-        self._due(step, waited)
+        self._tuning.began(step, waited)
         tensors, values = self._capture()
         replica, replicas = self._rank // self._stages, self._count // self._stages
         mine = share(tensors, replica, replicas, self._own(), self._layout)
@@ -297,15 +267,14 @@ class Checkpointer:
             kept=kept,
             keep=self._target.keep,
             rejected=self._rejected,
-            files=self._profile_file(),
+            files=self._tuning.files(),
             size=total_size(tensors),
             timeout_s=self._target.timeout_s,
         )
         self._began_at, self._waited_s, self._stall_s = time.monotonic(), waited, 0.0
         self._outcome = Future()
         self._free = free_on_device(tensors)
-        mode = self._tuner.mode if self._tuner is not None else "gpu"
-        copy = Copy(mine, self._memory, self._copied, mode if self._free > mine.layout.size else "cpu")
+        copy = Copy(mine, self._memory, self._copied, self._tuning.mode if self._free > mine.layout.size else "cpu")
         try:
             copy.start()
         except BaseException:  # it never began: nobody waits for its end
@@ -356,7 +325,7 @@ class Checkpointer:
         return self._outcome.result().error is not None
 
     def _patience(self, least: float) -> float:
-        return max(least, 3 * self._longest_s)
+        return max(least, 3 * self._tuning.longest_s)
 
     # ---------------------------------------------------------------- the two phases
 
@@ -380,11 +349,9 @@ class Checkpointer:
         if result.error is not None:  # and how long that took says nothing of how long one takes
             self._fail(job, result.error)
         else:
-            self._longest_s = max(self._longest_s, result.seconds)
-            if self._tuner is not None and job.count == self._count:
-                times = {"copy": copy.seconds, "persist": seconds, "device_copy": copy.device_seconds}
-                room = {"size": copy.size, "free": self._free}
-                self._tuner.persisted(Costs(stall=self._stall_s, **times, **room))  # pyright: ignore[reportArgumentType]
+            times = {"copy": copy.seconds, "persist": seconds, "device_copy": copy.device_seconds}
+            costs = Costs(stall=self._stall_s, size=copy.size, free=self._free, **times)  # pyright: ignore[reportArgumentType]
+            self._tuning.persisted(costs, result.seconds, job.count)
         if result.error is None and job.number == 0:
             self._tell(
                 "CheckpointCommitted",
@@ -403,61 +370,6 @@ class Checkpointer:
 
     def _fail(self, job: Job, reason: str) -> None:
         self._tell("CheckpointFailed", {"incarnation": job.incarnation, "step": job.step, "reason": reason})
-
-    # ---------------------------------------------------------------- the interval
-
-    def _due(self, step: int, waited: float) -> None:
-        """A checkpoint is taken here, or left out, after training has waited so long for the one before."""
-        if self._tuner is not None:
-            decision = self._tuner.began(step)
-            self._tuner.waited(waited)  # the next step's time contains it
-            self._note(decision)
-
-    def _note(self, decision: Decision | None) -> None:
-        if decision is None or self._tuner is None or self._rank != 0:
-            return
-        about = {"step": decision.step, "k": decision.interval.k, "observed": decision.observed, "reason": decision.reason}
-        asked = {"budget": self._tuner.budget, "failure_interval_s": self._tuner.failure_s}
-        measured = {} if decision.profile is None else _numbers(decision.interval, decision.profile)
-        self._tell("IntervalChosen", {"incarnation": self._incarnation, **about, **measured, **asked})
-
-    @property
-    def _key(self) -> str:
-        """What k depends on: a world of another size takes other times."""
-        return f"{self._target.profile_key}, {self._count} workers"
-
-    def _profile_file(self) -> dict[str, str]:
-        if self._rank != 0 or self._tuner is None or not self._tuner.k:
-            return {}
-        return {PROFILE_FILE: json.dumps({"key": self._key, **self._tuner.to_json()})}
-
-    def _recall_profile(self, tuner: Tuner) -> None:
-        """An earlier run of the same kind has measured already. What cannot be read, or not soon, is measured again."""
-        found: Future[Any] = Future()
-        threading.Thread(target=lambda: found.set_result(self._stored_profile()), name="profile", daemon=True).start()
-        try:
-            stored = found.result(PROFILE_S)  # training does not hang with the storage
-        except TimeoutError:
-            return
-        known = isinstance(stored, dict) and stored.get("key") == self._key
-        if known and tuner.begin_from(stored) and tuner.profile is not None:
-            self._longest_s = tuner.profile.persist
-
-    def _stored_profile(self) -> Any:
-        try:
-            storage = open_storage(self._target.place)
-            return None if storage.size(PROFILE_FILE) is None else json.loads(storage.view(PROFILE_FILE).to_pybytes())
-        except (StorageError, ValueError, RecursionError):
-            return None
-
-
-def _numbers(interval: Interval, profile: Profile) -> dict[str, Any]:
-    """What a decision comes from, as it is told."""
-    bounds = {name: getattr(interval, name) for name in ("mode", "k_persist", "k_overhead", "k_failures")}
-    times = {f"{name}_s": getattr(profile, name) for name in ("iteration", "update", "copy", "persist")}
-    times["device_copy_s"] = profile.device_copy if math.isfinite(profile.device_copy) else None
-    room = {"snapshot_bytes": profile.size, "free_bytes": profile.free}
-    return {**bounds, "overhead_s": interval.overhead, **times, **room}
 
 
 def _wait(future: Future[Outcome], seconds: float) -> None:

@@ -284,7 +284,8 @@ def _register() -> None:
 
 @functools.cache
 def _device(host: str) -> Any:
-    """Of all groups of this process: the thread of each looks around a hundred times a second, be there anything to do or not."""
+    """Of all groups of this process: the thread of each device looks around a hundred times a second, whether anything comes or
+    not."""
     return dist.ProcessGroupGloo.create_device(hostname=host)
 
 

@@ -25,7 +25,7 @@ import torch
 from raytrain_ft.errors import ConfigError, FTError, NoCheckpointError, StorageError
 from raytrain_ft.policy.sampling import Position
 from raytrain_ft.policy.tuner import Tuner
-from raytrain_ft.storage import checkpoint, lock, selection
+from raytrain_ft.storage import lock, retention, selection
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.filesystem import Storage
 from raytrain_ft.training import objects as states
@@ -130,7 +130,7 @@ class Session:
     def _acquire(self) -> dict[str, Any]:
         right = lock.acquire(self.storage, uuid.uuid4().hex)
         self._closing.callback(right.release)
-        checkpoint.sweep(self.storage, right.owner.epoch, new=right.new)
+        retention.sweep(self.storage, right.owner.epoch, new=right.new)
         return {"owner": right.owner.owner, "epoch": right.owner.epoch}
 
     def _resume(self, resume: str, override: Collection[str], epoch: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from raytrain_ft.errors import StorageError
 from raytrain_ft.places import Place
-from raytrain_ft.storage import checkpoint, lock, persister, selection
+from raytrain_ft.storage import checkpoint, lock, persister, retention, selection
 from raytrain_ft.storage.filesystem import LocalStorage, Storage, open_storage
 from raytrain_ft.storage.job import Job
 from raytrain_ft.storage.lock import Owner
@@ -84,7 +84,7 @@ def newest(storage: Storage, warnings: list[str] | None = None) -> int | None:
 def check_recovery(root: Path) -> None:
     """Training goes on: the next owner sweeps, a world commits, and leaves nothing of what broke off."""
     storage = open_storage(str(root))
-    checkpoint.sweep(storage, OWNER.epoch + 1, new=True)
+    retention.sweep(storage, OWNER.epoch + 1, new=True)
     commit(root, 40, incarnation=2)
     assert newest(storage) == 40
     assert all(found.complete for found in checkpoint.found(storage))

@@ -544,10 +544,10 @@ def test_a_failure_rate_joins_in_and_what_was_measured_for_another_run_is_not_ta
             objects["optimizer"] = optimizer(objects["model"].parameters(), lr=0.1)
             objects.pop("scheduler", None)
         with checkfreq.open(tmp_path / directory, **options, **objects) as run:
-            checkpointer = run._session._checkpointer
-            assert checkpointer._tuner is not None
-            assert checkpointer._tuner.failure_s == failure_s
-            return checkpointer._key
+            tuning = run._session._checkpointer._tuning
+            assert tuning._tuner is not None
+            assert tuning._tuner.failure_s == failure_s
+            return tuning._key
 
     hour = {"failure_interval": timedelta(hours=1), "failure_s": 3600.0}
     same = {key(), key()}

@@ -20,12 +20,12 @@ from raytrain_ft.places import Place
 from raytrain_ft.policy.frequency import Interval
 from raytrain_ft.policy.messages import IntervalChosen
 from raytrain_ft.policy.tuner import Decision, Tuner
-from raytrain_ft.storage.checkpoint import KEEP_ALL
 from raytrain_ft.storage.filesystem import Storage
 from raytrain_ft.storage.job import Job, Outcome
 from raytrain_ft.storage.manifest import Name
 from raytrain_ft.storage.persister import SharedMemory
-from raytrain_ft.training import checkpointer
+from raytrain_ft.storage.retention import KEEP_ALL
+from raytrain_ft.training import checkpointer, tuning
 from raytrain_ft.training.checkpointer import AnyPersister, Checkpointer, Target
 from raytrain_ft.training.layout import share
 from raytrain_ft.training.snapshot import Copy
@@ -303,7 +303,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., tuple[Checkpointer, list[di
 
 
 def test_what_an_earlier_launch_measured_is_known_and_told(launch: Callable[..., Any], tmp_path: Path) -> None:
-    (tmp_path / checkpointer.PROFILE_FILE).write_text(json.dumps({"key": "same, 1 workers", **MEASURED}))
+    (tmp_path / tuning.PROFILE_FILE).write_text(json.dumps({"key": "same, 1 workers", **MEASURED}))
     one, told = launch()
     one.begin(0, 1, 3, 120, failure_s=500.0)
     assert one._patience(10.0) == 120.0
@@ -312,15 +312,15 @@ def test_what_an_earlier_launch_measured_is_known_and_told(launch: Callable[...,
     assert (chosen["persist_s"], chosen["budget"], chosen["failure_interval_s"]) == (40.0, 0.035, 500.0)
     assert chosen["reason"].startswith("recalled")
     again, _ = launch()
-    (tmp_path / checkpointer.PROFILE_FILE).write_text(one._profile_file()[checkpointer.PROFILE_FILE])
+    (tmp_path / tuning.PROFILE_FILE).write_text(one._tuning.files()[tuning.PROFILE_FILE])
     again.begin(0, 1, 1, 0)
-    assert again._tuner == replace(one._tuner, last=0, failure_s=None)
+    assert again._tuning._tuner == replace(one._tuning._tuner, last=0, failure_s=None)
 
 
 @pytest.mark.parametrize("key", ["same", "other, 1 workers", "same, 2 workers"])
 def test_what_was_measured_of_something_else_is_left_alone(launch: Callable[..., Any], tmp_path: Path, key: str) -> None:
     """Also in a world of another size."""
-    (tmp_path / checkpointer.PROFILE_FILE).write_text(json.dumps({"key": key, **MEASURED}))
+    (tmp_path / tuning.PROFILE_FILE).write_text(json.dumps({"key": key, **MEASURED}))
     one, told = launch()
     one.begin(0, 1, 1, 0)
     assert one._patience(10.0) == 10.0
@@ -372,8 +372,8 @@ def test_training_does_not_begin_late_for_a_storage_that_hangs(monkeypatch: pyte
         hangs.wait(30)
         raise StorageError(f"{place} is out of reach")
 
-    monkeypatch.setattr(checkpointer, "open_storage", out_of_reach)
-    monkeypatch.setattr(checkpointer, "PROFILE_S", 0.1)
+    monkeypatch.setattr(tuning, "open_storage", out_of_reach)
+    monkeypatch.setattr(tuning, "PROFILE_S", 0.1)
     one = Checkpointer(
         Target(place=Place("/nowhere"), owner="run", epoch=1),
         lambda: ([], {}),

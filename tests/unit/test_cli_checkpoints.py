@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 import raytrain_ft.checkfreq as checkfreq
 from raytrain_ft.cli import main
 from raytrain_ft.result import load_model
-from raytrain_ft.storage import checkpoint, selection
+from raytrain_ft.storage import checkpoint, retention, selection
 from raytrain_ft.storage.filesystem import LocalStorage, open_storage
 from raytrain_ft.storage.manifest import Manifest, Name
 from raytrain_ft.storage.shard import Piece, encode
@@ -105,7 +105,7 @@ def test_what_retention_deletes_meanwhile_is_not_damaged(run_directory: Path, mo
 
     def late(storage: LocalStorage, manifest: Manifest) -> checkpoint.Content:
         if manifest.step == 2:
-            checkpoint.retain(storage, Name(3, 1, 1), 1)
+            retention.retain(storage, Name(3, 1, 1), 1)
         return read(storage, manifest)
 
     monkeypatch.setattr(checkpoint, "read", late)

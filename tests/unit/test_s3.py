@@ -31,7 +31,7 @@ from raytrain_ft.policy.tuner import Tuner
 from raytrain_ft.prepare import _checkpoints, directory_of
 from raytrain_ft.runtime import report
 from raytrain_ft.runtime.event_log import EventLog
-from raytrain_ft.storage import checkpoint, filesystem, lock
+from raytrain_ft.storage import checkpoint, filesystem, lock, retention
 from raytrain_ft.storage.filesystem import Storage, open_storage, parent, within
 from raytrain_ft.storage.manifest import Manifest, Name
 from raytrain_ft.storage.shard import Piece, encode
@@ -116,9 +116,9 @@ def test_what_broke_off_is_deleted_and_cannot_be_committed_any_more(storage: Sto
     piece, shards = Piece("t", "torch.uint8", (8,), 0, 8), {}
     for name in (Name(20, 1, 1), Name(25, 1, 2), Name(30, 2, 3)):
         shards[name] = [checkpoint.write_shard(storage, name, 0, 1, encode([piece], memoryview(bytes(8))))]
-    checkpoint.make_room(storage, Name(25, 1, 2))
+    retention.make_room(storage, Name(25, 1, 2))
     assert [found.name.step for found in checkpoint.found(storage)] == [30, 25, 10]
-    checkpoint.sweep(storage, 2, new=True)
+    retention.sweep(storage, 2, new=True)
     assert [found.name.step for found in checkpoint.found(storage)] == [30, 10]
     for name, entries in shards.items():
         manifest = Manifest(step=name.step, epoch=name.epoch, incarnation=name.incarnation, shards=entries)

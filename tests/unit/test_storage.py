@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import raytrain_ft
 from raytrain_ft.errors import ConfigError, NoCheckpointError, StorageError
 from raytrain_ft.places import Place
-from raytrain_ft.storage import checkpoint, filesystem, lock, manifest, selection, shard
+from raytrain_ft.storage import checkpoint, filesystem, lock, manifest, retention, selection, shard
 from raytrain_ft.storage.durable import sync_directory
 from raytrain_ft.storage.filesystem import LocalStorage, RemoteStorage, Storage, open_storage
 from raytrain_ft.storage.manifest import Manifest, Name, ShardEntry
@@ -429,7 +429,7 @@ def test_retention_deletes_the_manifest_first(tmp_path: Path, monkeypatch: pytes
     order: list[str] = []
     unlink = Path.unlink
     monkeypatch.setattr(Path, "unlink", lambda path, missing_ok=False: (order.append(path.name), unlink(path, missing_ok))[1])
-    assert checkpoint.retain(storage, Name(20, 1, 1), 1) == [Name(10, 1, 1)]
+    assert retention.retain(storage, Name(20, 1, 1), 1) == [Name(10, 1, 1)]
     assert order[0] == "manifest.json"
     assert set(order[1:]) == {"shard-00000-of-00001.arrow", "shard-00000-of-00001.json"}
     assert steps(storage) == [20]
@@ -439,7 +439,7 @@ def test_who_keeps_all_keeps_also_what_could_not_be_loaded(tmp_path: Path, monke
     """Perhaps the storage gave no answer. And nobody looks at each of them, of which there may be many."""
     storage = two_checkpoints(tmp_path)
     monkeypatch.setattr(checkpoint, "read_manifest", None)
-    assert checkpoint.retain(storage, Name(20, 1, 1), checkpoint.KEEP_ALL, rejected=[str(Name(10, 1, 1))]) == []
+    assert retention.retain(storage, Name(20, 1, 1), retention.KEEP_ALL, rejected=[str(Name(10, 1, 1))]) == []
     assert steps(storage) == [20, 10]
 
 
@@ -447,7 +447,7 @@ def test_retention_goes_on_past_what_cannot_be_deleted(tmp_path: Path) -> None:
     storage = two_checkpoints(tmp_path)
     (tmp_path / "step-000000015-e1-i1" / "directory").mkdir(parents=True)
     with pytest.raises(StorageError, match="step-000000015"):
-        checkpoint.retain(storage, Name(20, 1, 1), 1)
+        retention.retain(storage, Name(20, 1, 1), 1)
     assert steps(storage) == [20]
 
 
@@ -457,7 +457,7 @@ def test_what_cannot_be_deleted_keeps_nothing_else(tmp_path: Path) -> None:
     for name in foreign:
         (tmp_path / str(Name(10, 1, 1)) / name).mkdir()
     with pytest.raises(StorageError, match=r"step-000000010-e1-i1 could not be removed: .*directory-"):
-        checkpoint.retain(storage, Name(20, 1, 1), 1)
+        retention.retain(storage, Name(20, 1, 1), 1)
     assert {path.name for path in (tmp_path / str(Name(10, 1, 1))).iterdir()} == foreign
 
 
@@ -484,7 +484,7 @@ def test_what_broke_off_is_swept(tmp_path: Path) -> None:
     mine.write_bytes(b"x")
     stuck = tmp_path / str(Name(40, 1, 1)) / "directory"
     stuck.mkdir(parents=True)
-    checkpoint.sweep(storage, 2, new=True)
+    retention.sweep(storage, 2, new=True)
     assert [path.exists() for path in [*left, broken, mine, stuck]] == [False, False, False, True, True]
     assert len(storage.names(str(Name(5, 2, 2)))) == 2, "it may be under way"
     assert step_of(newest(storage)) == 20
@@ -509,7 +509,7 @@ def test_what_broke_off_makes_room_for_the_next(tmp_path: Path) -> None:
         parts(storage, name, 1)
     (tmp_path / str(Name(28, 1, 2)) / "directory").mkdir(parents=True)
     before = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    checkpoint.make_room(storage, Name(30, 1, 2))
+    retention.make_room(storage, Name(30, 1, 2))
     left = [Name(5, 1, 3), Name(30, 1, 2), Name(28, 1, 2), Name(20, 1, 1), Name(10, 1, 1)]
     assert [found.name for found in checkpoint.found(storage)] == left
     after = {str(path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -548,7 +548,7 @@ class Watched(LocalStorage):
 def test_what_was_committed_just_before_it_is_given_up_stays(tmp_path: Path) -> None:
     storage, name = LocalStorage(tmp_path), Name(30, 1, 1)
     whole = Manifest(step=30, epoch=1, incarnation=1, shards=parts(storage, name, 0, 1))
-    checkpoint.give_up(Watched(tmp_path, "before", lambda: checkpoint.commit(storage, whole)), name)
+    retention.give_up(Watched(tmp_path, "before", lambda: checkpoint.commit(storage, whole)), name)
     assert list(checkpoint.read(storage, whole).pieces) == ["t0", "t1"]
 
 
@@ -560,12 +560,12 @@ def test_who_commits_what_is_being_given_up_is_told_so(tmp_path: Path) -> None:
     def written() -> None:
         storage.put(f"{name}/manifest.json", [memoryview(b"{}")])
 
-    checkpoint.give_up(Watched(tmp_path, "after", written), name)
+    retention.give_up(Watched(tmp_path, "after", written), name)
     assert sorted(storage.names(str(name))) == ["manifest.json", "shard-00000-of-00002.arrow", "shard-00001-of-00002.arrow"]
     with pytest.raises(StorageError, match="given up"):
         checkpoint.commit(storage, whole)
     assert [found.complete for found in checkpoint.found(storage)] == [False]
-    checkpoint.give_up(storage, name)
+    retention.give_up(storage, name)
     assert checkpoint.found(storage) == []
 
 
@@ -579,7 +579,7 @@ def test_what_was_given_up_cannot_be_committed(tmp_path: Path, count: int, again
         checkpoint.write_shard(storage, name, number, count, shard.encode([piece], memoryview(bytes(8))))
         for number in range(count)
     ]
-    checkpoint.give_up(LocalStorage(tmp_path), name)
+    retention.give_up(LocalStorage(tmp_path), name)
     whole = Manifest(step=30, epoch=1, incarnation=1, shards=entries)
     with pytest.raises(StorageError, match="given up" if again else "No such file"):
         checkpoint.commit(LocalStorage(tmp_path) if again else storage, whole)
@@ -595,7 +595,7 @@ def test_what_is_being_written_outlives_a_supervisors_restart(tmp_path: Path) ->
         yield memoryview(b"a")
         again = lock.acquire(storage, "run")  # as the next supervisor of this run does
         assert again.owner.epoch == held.owner.epoch
-        checkpoint.sweep(storage, again.owner.epoch, new=again.new)
+        retention.sweep(storage, again.owner.epoch, new=again.new)
         yield memoryview(b"b")
         again.release()
 

@@ -23,7 +23,7 @@ from commits import newest, prepare
 from disks import small_file_system
 
 from raytrain_ft.errors import StorageError
-from raytrain_ft.storage import durable, shard
+from raytrain_ft.storage import durable, retention, shard
 from raytrain_ft.storage.filesystem import LocalStorage
 from raytrain_ft.storage.manifest import Name
 
@@ -324,5 +324,5 @@ def test_a_disk_that_becomes_read_only(small_disk: Path) -> None:
         commits.commit(root, NEW)
     assert newest(LocalStorage(root)) == OLD
     with suppress(StorageError):
-        commits.checkpoint.retain(LocalStorage(root), commits.checkpoint.Name(OLD, 1, 1), 1)
+        retention.retain(LocalStorage(root), commits.checkpoint.Name(OLD, 1, 1), 1)
     assert newest(LocalStorage(root)) == OLD
