@@ -73,7 +73,7 @@ def measure_sizes(report: Report, directory: Path, quick: bool) -> Table:
             for name in RATIOS:
                 report.absent(key_of(name, size), why="--quick leaves this out")
             continue
-        blocks = (9 if quick else 25) if size == JUDGED else 5 if quick else 9
+        blocks = (9 if size == JUDGED else 5) if quick else 25 if megabytes <= JUDGED[0] else 9
         (place := directory / f"{megabytes}-{kind}").mkdir()
         times = measure(place, state(megabytes, kind), blocks)
         shutil.rmtree(place)

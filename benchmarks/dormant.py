@@ -1,7 +1,7 @@
 """Is training beside a replica that sleeps as fast as in a group that never had it? Three live runs take turns.
 
 A run of four, one of which sleeps, and two runs of three (which say how far a pace differs from itself) train the same global
-batch, on nodes of one cluster. Part of `benchmarks.forward`; alone: `python -m benchmarks.dormant`.
+batch, on one node. Part of `benchmarks.forward`; alone: `python -m benchmarks.dormant`.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def measure(case: Case) -> dict[str, list[BlockTimes]]:
     with (
         tempfile.TemporaryDirectory(prefix="raytrain_ft-") as directory,
         Turns.create(sides, timeout_s=600.0) as turns,
-        LocalCluster(3 * WORKERS),
+        LocalCluster(1, cpus_per_node=3 * WORKERS),  # each node has agents, which want a share of two cores, too
         runs(case, turns, directory) as found,
     ):
         last = [Path(turns.directory, f"{SIDES[-1]}.{case.blocks - 1}.{rank}.times") for rank in range(WORKERS - 1)]

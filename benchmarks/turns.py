@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-POLL_S = 0.01
+POLL_S = 0.05
+"""Who waits for its turn looks as rarely as that: each look of a dozen workers takes from those whose turn it is."""
 
 
 class TurnsOver(RuntimeError):
