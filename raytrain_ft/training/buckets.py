@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from raytrain_ft.errors import FencedError, TaskError
 from raytrain_ft.storage.log_format import array_of, checksum_of
 from raytrain_ft.training.fence import Fence, PeerLostError
+from raytrain_ft.training.strides import view_like
 
 Probe = Callable[[str, int | None], None]
 SAMPLED = 1024
@@ -85,7 +86,7 @@ class Bucket:
         self.views: list[Tensor] = []
         offset = 0
         for p in self.params:
-            self.views.append(self.flat[offset : offset + p.numel()].view_as(p))
+            self.views.append(view_like(self.flat[offset : offset + p.numel()], p))
             offset += p.numel()
         self.used = self.flat[offset : offset + len(self.params)]
         self.missing = self.flat[offset + len(self.params)]

@@ -28,6 +28,7 @@ from raytrain_ft.storage.tensors import bytes_of
 from raytrain_ft.storage.tree import flatten, json_tensor, unflatten, versions_of, with_versions
 from raytrain_ft.training import restore
 from raytrain_ft.training.layout import check_plain
+from raytrain_ft.training.strides import laid_out_like
 
 GENERATORS = "generators"
 """What the state of the random generators is called among a rank's own."""
@@ -261,6 +262,9 @@ def put_back(value: Any, state: Any) -> None:
     inner.load_state_dict(state)
     if isinstance(value, torch.optim.Optimizer):
         _undo_casts(value, state)
+        for p, kept in value.state.items():
+            if isinstance(kept, dict):
+                kept.update({key: laid_out_like(one, p) for key, one in kept.items() if isinstance(one, Tensor)})
 
 
 def _undo_casts(optimizer: torch.optim.Optimizer, state: Any) -> None:

@@ -23,6 +23,7 @@ from raytrain_ft.policy.sampling import Position
 from raytrain_ft.storage.tensors import DTYPES, bytes_of
 from raytrain_ft.storage.tree import flatten, unflatten
 from raytrain_ft.training.buckets import Bucket, partition
+from raytrain_ft.training.strides import laid_out_like
 from raytrain_ft.training.tail import Tail, here, places
 
 HEADER_LENGTH_BYTES = 8
@@ -220,11 +221,11 @@ def _head(content: Tensor) -> tuple[list[Any], int]:
 
 def at_home(optimizer: torch.optim.Optimizer, p: Tensor, key: str, value: Any) -> Any:
     """A value of the optimizer's state where torch keeps it: a step counter on the CPU unless a kernel reads it on the device,
-    everything else where its parameter is (as in `Optimizer.load_state_dict`)."""
+    everything else where its parameter is (as in `Optimizer.load_state_dict`), and laid out as that is."""
     if not isinstance(value, Tensor):
         return value
     on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-    return value if key in _COUNTERS and not on_device else value.to(p.device)
+    return value if key in _COUNTERS and not on_device else laid_out_like(value.to(p.device), p)
 
 
 def plain(value: Any, path: str) -> Any:

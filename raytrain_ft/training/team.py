@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from raytrain_ft.training.process_group import FencedGroup
 from raytrain_ft.training.solo import Solo
+from raytrain_ft.training.strides import laid_out_like
 
 
 class Team:
@@ -102,7 +103,7 @@ class Team:
                         begun[i] = True
         whole = self._group.all_gather(sums).view(-1)[: sum(sizes)]
         for p, total, used in zip(params, whole.split(sizes), zip(*there, strict=True), strict=True):
-            p.grad = total.view_as(p) if any(used) else None
+            p.grad = laid_out_like(total.view_as(p), p) if any(used) else None
 
 
 def _pieces(sizes: Sequence[int], first: int, last: int) -> list[tuple[int, int, int]]:
