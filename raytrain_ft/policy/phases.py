@@ -203,7 +203,7 @@ def _seated(run: RunState, spares: list[str]) -> tuple[str, ...]:
         return seats_in_stages(run.world, stages, spares, rules.max_workers, rules.stages, run.seated)
     # who gave its state up keeps its rank
     stay = list(run.survivors) or [member for member in run.world if member in spares]
-    others = [member for member in spares if member not in stay]
+    others = sorted((one for one in spares if one not in stay), key=lambda one: (one in run.leaving, one not in run.world))
     return seats(run.world, stay, others, rules.max_workers)
 
 

@@ -39,12 +39,23 @@ def marks(member: str, replica: Replica) -> Marks | None:
     state = replica.state
     if any(bucket.dirty for bucket in state.buckets):
         state.filled = False  # an update broke off in the middle: what is here is no version of anything
+    if _may_be_left_behind(replica):
+        state.filled = False
+        if replica.undo is not None:
+            replica.undo.forget()
     if not state.filled:
         return None
     versions = tuple(bucket.version for bucket in state.buckets)
     gradients = tuple(bucket.gradient for bucket in state.buckets)
     share, lost, left_out = mending.share(replica), replica.lost, replica.left_out
     return Marks(member, state.step, versions, gradients, replica.stage, state.agreed, share, lost, left_out)
+
+
+def _may_be_left_behind(replica: Replica) -> bool:
+    """Whether this one sleeps and its step broke off after it had said that it has joined: others who knew that of everybody
+    have gone on without it, and may be any number of steps ahead."""
+    sleep, attempt = replica.state.tail.sleep, replica.attempt
+    return attempt is not None and sleep.joined and attempt.replica in sleep.asleep
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,7 +231,9 @@ class Trainee:
     def _rebuild(self, stage: int) -> None:
         if self.replica.checkpointer is not None:
             self.replica.checkpointer.close()
-        self.replica = self._build_replica(stage)
+        built, before = self._build_replica(stage), self.replica.state.tail.sleep
+        built.state.tail.sleep.ask(before.wanted, before.at_once)
+        self.replica = built
         self._used, self._replayed = False, ""
 
     def _begin_from(self, load: str, fence: Fence) -> None:

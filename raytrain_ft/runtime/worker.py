@@ -133,8 +133,7 @@ class Worker:
     def sleep(self, asleep: bool, at_once: bool) -> None:
         """Asks for a replica that contributes nothing, or does again, from the next step on; `at_once`, from where it is."""
         sleep = self._trainee.replica.state.tail.sleep
-        sleep.at_once = at_once
-        sleep.wanted = asleep
+        sleep.ask(asleep, at_once)
 
     def speak_for(self, member: str, asleep: bool) -> None:
         """Another one, which may sleep, is asked for the one or the other."""

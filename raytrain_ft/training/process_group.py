@@ -11,7 +11,6 @@ This module knows nothing of who decides to fence, or why.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import re
@@ -282,13 +281,6 @@ def _register() -> None:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
-@functools.cache
-def _device(host: str) -> Any:
-    """Of all groups of this process: the thread of each device looks around a hundred times a second, whether anything comes or
-    not."""
-    return dist.ProcessGroupGloo.create_device(hostname=host)
-
-
 def _connect(store: Store, rank: int, size: int, host: str, use_gpu: bool, timeout: timedelta) -> Any:
     if use_gpu:
         # torch's watchdog would end this process when a peer dies: here the fence does what is to be done
@@ -302,7 +294,8 @@ def _connect(store: Store, rank: int, size: int, host: str, use_gpu: bool, timeo
         return group
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     # bound to this node's address alone: gloo's default is whatever the host name resolves to
-    options._devices = [_device(host)]
+    # One of its own: after a failed build gloo calls back into what it freed, unless the device ends with it.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timeout
     options._threads = 2
     group = dist.ProcessGroupGloo(store, rank, size, options)
@@ -341,7 +334,7 @@ def build(
         try:
             outcome.append(_connect(store, rank, size, host, use_gpu, timeout))
         except Exception as error:  # whatever it is, who waits for this thread must hear of it
-            outcome.append(error)
+            outcome.append(error.with_traceback(None))  # whose frames keep what it was to be built of
         done.set()
 
     # In a thread of its own: gloo's constructor may hang on a peer that died between publishing its address and connecting.

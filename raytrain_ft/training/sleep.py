@@ -25,7 +25,7 @@ class Sleep:
     """Who sleeps, as of one replica.
 
     Attributes:
-        wanted: this replica is to sleep. at_once: in the middle of a step too. Both are set by other threads.
+        wanted: this replica is to sleep. at_once: in the middle of a step too. See `ask`.
         waking: the replicas that are to wake; set by other threads, too, and cleared of who has woken.
         silent_from: in the step under way, the first bucket to which this replica contributes nothing.
         asleep: the replicas that sleep in the step under way: the same set on every rank.
@@ -41,6 +41,11 @@ class Sleep:
         self.asleep: frozenset[int] = frozenset()
         self.joined = False
         self.apart = False
+
+    def ask(self, asleep: bool, at_once: bool) -> None:
+        """This replica is to sleep, or to wake; on any thread."""
+        self.at_once = at_once  # first: who sees that it is to sleep sees how
+        self.wanted = asleep
 
     def begin(self) -> None:
         """A new incarnation: all take part in a step, and then sleep again."""

@@ -329,6 +329,37 @@ def test_a_sleeper_holds_nothing_until_it_is_up_to_date(monkeypatch: pytest.Monk
         assert reconcile(survivors, whole_update=update == "barrier").step == step + (during == "waking")
 
 
+@pytest.mark.parametrize("update", ["barrier", "wait_free"])
+def test_who_falls_behind_as_the_others_part_from_it_holds_nothing(monkeypatch: pytest.MonkeyPatch, update: Any) -> None:
+    """It has said that it has joined, and stands still before it hears what the others said."""
+    with crew_of(3, update=update) as crew:
+        crew.ask({2}, True)
+        late, others, fence = crew.replicas[2], crew.replicas[:2], crew.fences[2]
+        sleep, wait = late.state.tail.sleep, fence.wait
+
+        def others_have_parted() -> bool:
+            step = late.state.step
+            return all(
+                other.state.tail.sleep.apart or (other.state.tail.sleep.joined and other.state.step == step) for other in others
+            )
+
+        def wait_or_stand_still(done: threading.Event, timeout: Any) -> None:
+            deadline = time.monotonic() + 1.0
+            while sleep.joined and not sleep.apart and time.monotonic() < deadline:
+                if others_have_parted():
+                    wait(threading.Event(), TIMEOUT)
+                time.sleep(0.001)
+            wait(done, timeout)
+
+        monkeypatch.setattr(fence, "wait", wait_or_stand_still)
+        crew.begin(1000)
+        marks = interrupted(crew, lambda: min(other.state.step for other in others) >= late.state.step + 3)
+        assert marks[2] is None
+        survivors = [mark for mark in marks if mark is not None]
+        assert abs(survivors[0].step - survivors[1].step) <= 1
+        assert reconcile(survivors, whole_update=update == "barrier").step >= survivors[0].step - 1
+
+
 def interrupted(crew: Crew, until: Callable[[], bool]) -> list[Any]:
     """Trains until that is so; then every incarnation ends. What each of them is left with."""
     deadline = time.monotonic() + 20

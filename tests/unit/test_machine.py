@@ -1062,6 +1062,16 @@ def test_who_sleeps_could_not_stay_with_the_state() -> None:
     assert of(story.said, m.Secure) == [m.Secure(("w0", "w1", "w2"))]
 
 
+def test_a_sleeper_keeps_its_rank_though_a_spare_is_older() -> None:
+    story = Story(3, spares=1).started("w1", "w2", "w3").fires("schedule")
+    story.reconciled("w1", "w2", "w3").committed(0).started("w0")
+    assert (story.run.world, story.run.roster.spares()) == (("w1", "w2", "w3"), ["w0"])
+    story.tell(m.Dormant(member="w3", incarnation=1, step=3, asleep=True))
+    story.tell(m.Suspected(reason="a connection broke", noticed_by="w1", incarnation=1))
+    story.fenced("w1", "w2", "w3", empty=["w3"])
+    assert story.run.joining == ("w1", "w2", "w3")
+
+
 def test_a_sleeper_that_is_lost_while_it_waits_for_a_seat_sleeps_no_more() -> None:
     story = running(spares=0)
     story.tell(m.Dormant(member="w2", incarnation=1, step=3, asleep=True))
