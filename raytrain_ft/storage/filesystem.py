@@ -193,7 +193,11 @@ class LocalStorage:
 
     def _path(self, name: str) -> Path:
         path = self.root / checked(name)
-        if path.parent != self.root and path.parent.is_symlink():
+        try:
+            leads_away = path.parent != self.root and path.parent.is_symlink()
+        except OSError as error:
+            raise StorageError(f"{path} cannot be reached: {error.strerror or error}") from error
+        if leads_away:
             raise StorageError(f"{path.parent} is a symbolic link, which is not followed")
         return path
 

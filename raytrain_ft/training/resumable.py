@@ -71,8 +71,9 @@ class Loader:
         self.sampling = Sampling(dataset_size(dataset), global_batch_size, seed, shuffle, drop_last)
         self.position = Position()
         self.share = 1.0
-        self._before: Callable[[], None] = _nothing
-        self._after: Callable[[], None] = _nothing
+        self._before: Callable[[], None]
+        self._after: Callable[[bool], None]
+        self.observe()
         if loads_batches(dataset):
             ahead = _Ahead(dataset, self.sampling)
             self._batches, self._look = ahead.batches, ahead.look
@@ -105,6 +106,7 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         epoch = self.position.epoch
         batches: Iterator[Any] | None = None
+        ended = False
         try:
             while self.position.epoch == epoch:
                 self._before()
@@ -115,8 +117,9 @@ class Loader:
                 self.share = len(share(batch, rank, count)) * count / len(batch)
                 self.position = after
                 yield data
+            ended = True
         finally:  # also when the loop is left with `break`
-            self._after()
+            self._after(ended)
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs that are left of `count`: `for epoch in loader.epochs(90): for batch in loader: ...`
@@ -130,9 +133,9 @@ class Loader:
             if self.position == before:
                 raise ConfigError(f"epoch {before.epoch}: the loop over epochs read no batch from its loader")
 
-    def observe(self, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None) -> None:
-        """Has `before` called when a batch is asked for, and `after` when the loop is left."""
-        self._before, self._after = before or _nothing, after or _nothing
+    def observe(self, before: Callable[[], None] | None = None, after: Callable[[bool], None] | None = None) -> None:
+        """Has `before` called when a batch is asked for, and `after` when the loop is left: whether at the epoch's end."""
+        self._before, self._after = before or (lambda: None), after or (lambda _: None)
 
     # ------------------------------------------------------------ what is saved
 
@@ -257,7 +260,3 @@ class _Shares:
 
     def __len__(self) -> int:
         return len(self._loader)
-
-
-def _nothing() -> None:
-    """Nobody observes this loader."""

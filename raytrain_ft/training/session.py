@@ -80,6 +80,7 @@ class Session:
         self._parts: states.Parts | None = None
         self._committed: dict[str, Position] = {}
         self._reading: set[str] = set()  # the loaders whose loop is under way
+        self._ended: set[str] = set()  # those whose epoch came to its end in the loop, with nothing asked of them since
         self._uncommitted: set[str] | None = None  # the loaders that end the present step, if there was an update in it
         self._next_decision = 0
         self._watch = Stopwatch()  # runs from the first batch on
@@ -236,6 +237,7 @@ class Session:
     def _asked(self, name: str) -> None:
         """A batch of this loader is asked for. If the last step read from others only, it goes on: this is its validation."""
         self._reading.add(name)
+        self._ended.discard(name)
         if not self._uncommitted or name in self._uncommitted:
             self.commit()
 
@@ -250,9 +252,11 @@ class Session:
             if ended or self.step >= self._next_decision:
                 self._decide(ended)
 
-    def _left(self, name: str) -> None:
-        """This loader's loop is over, or was left."""
+    def _left(self, name: str, ended: bool) -> None:
+        """This loader's loop was left, perhaps because its epoch has ended."""
         self._reading.discard(name)
+        if ended:
+            self._ended.add(name)
         self.pause()
 
     def pause(self) -> None:
@@ -330,6 +334,8 @@ class Session:
         if self._uncommitted is not None:
             self.pause()
             ended = self._commit_step()
+        else:  # after batches without an update; what is stored is the state after them, so they are not to be read again
+            self._committed |= {name: self._loaders[name].position for name in self._ended}
         if self.step > self._began_at:
             self._checkpointer.finish(self.step, _go_on, kept=ended)
         elif any(loader.position != Position() for loader in self._loaders.values()) and not self.step:

@@ -556,6 +556,30 @@ def test_a_failure_rate_joins_in_and_what_was_measured_for_another_run_is_not_ta
     assert len({*same, *others}) == 1 + len(others)
 
 
+@pytest.mark.parametrize("ends", [(4,), (2, 4), (2, 2, 4), (1, 2, 3, 4, 4)])
+def test_an_epoch_whose_last_batches_had_no_update_is_over_when_its_loop_is(tmp_path: Path, ends: tuple[int, ...]) -> None:
+    """Gradients are accumulated over four of ten batches; the job is started again and again, be there nothing left to do."""
+
+    def job(directory: Path, epochs: int) -> Setup:
+        setup = Setup(samples=10 * BATCH)
+        with checkfreq.open(directory, every=1000, **setup.objects):
+            for _ in setup.loader.epochs(epochs):
+                for number, (inputs, labels) in enumerate(setup.loader):
+                    F.cross_entropy(setup.model(inputs), labels).backward()
+                    if number % 4 == 3:
+                        setup.optimizer.step()
+                        setup.optimizer.zero_grad()
+                setup.scheduler.step()
+                setup.optimizer.zero_grad()
+        return setup
+
+    torch.manual_seed(1)
+    reference = job(tmp_path / "undisturbed", 4).state()
+    torch.manual_seed(1)
+    states = [job(tmp_path / "again", end).state() for end in ends]
+    assert states[-1] == reference
+
+
 # ---------------------------------------------------------------- a disk that cannot be written
 
 BROKEN_DISK = """
