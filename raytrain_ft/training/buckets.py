@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from raytrain_ft.errors import FencedError, TaskError
 from raytrain_ft.storage.log_format import array_of, checksum_of
 from raytrain_ft.training.fence import Fence, PeerLostError
-from raytrain_ft.training.strides import view_like
+from raytrain_ft.training.placing import view_like
 
 Probe = Callable[[str, int | None], None]
 SAMPLED = 1024

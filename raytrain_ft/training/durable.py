@@ -14,6 +14,7 @@ from raytrain_ft.policy.sketch import of_records, unlike
 from raytrain_ft.storage.checkpoint import Content, differences
 from raytrain_ft.storage.manifest import Manifest
 from raytrain_ft.storage.tree import flatten, json_tensor, unflatten
+from raytrain_ft.training.placing import on_devices_of
 from raytrain_ft.training.restore import allocate, described, fill
 from raytrain_ft.training.settings import PipelineSettings
 from raytrain_ft.training.state import TrainingState, at_home, plain
@@ -259,7 +260,7 @@ def _restore_optimizer(state: TrainingState, stored: Stored, tensors: dict[str, 
     state.optimizer.state.clear()
     settings = unflatten(stored.settings, tensors.__getitem__)
     for group, there in zip(state.optimizer.param_groups, settings["groups"], strict=True):
-        group.update(there)  # first: they say where a counter belongs (see `at_home`)
+        group.update(on_devices_of(there, group))  # first: they say where a counter belongs (see `at_home`)
     for path in [*(name for name in tensors if name.startswith("optimizer/")), *stored.numbers]:
         prefix, _, key = path.rpartition("/")
         p = by_name[prefix]

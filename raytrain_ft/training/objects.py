@@ -28,7 +28,7 @@ from raytrain_ft.storage.tensors import bytes_of
 from raytrain_ft.storage.tree import flatten, json_tensor, unflatten, versions_of, with_versions
 from raytrain_ft.training import restore
 from raytrain_ft.training.layout import check_plain
-from raytrain_ft.training.strides import laid_out_like
+from raytrain_ft.training.placing import laid_out_like, on_devices_of
 
 GENERATORS = "generators"
 """What the state of the random generators is called among a rank's own."""
@@ -259,6 +259,8 @@ def put_back(value: Any, state: Any) -> None:
     inner = bare(value)
     if isinstance(inner, nn.Module) and isinstance(state, OrderedDict) and versions_of(state) is None:
         state = with_versions(state, versions_of(inner.state_dict()))
+    if not isinstance(inner, nn.Module):  # torch copies into a module's own tensors
+        state = on_devices_of(state, inner.state_dict())
     inner.load_state_dict(state)
     if isinstance(value, torch.optim.Optimizer):
         _undo_casts(value, state)

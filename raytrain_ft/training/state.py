@@ -23,7 +23,7 @@ from raytrain_ft.policy.sampling import Position
 from raytrain_ft.storage.tensors import DTYPES, bytes_of
 from raytrain_ft.storage.tree import flatten, unflatten
 from raytrain_ft.training.buckets import Bucket, partition
-from raytrain_ft.training.strides import laid_out_like
+from raytrain_ft.training.placing import laid_out_like, on_devices_of
 from raytrain_ft.training.tail import Tail, here, places
 
 HEADER_LENGTH_BYTES = 8
@@ -174,7 +174,7 @@ class TrainingState:
         """Takes over what belongs to no bucket; afterwards this worker holds the run's state."""
         self.step, self.position, self.agreed = extras.step, extras.position, None
         for group, values in zip(self.optimizer.param_groups, extras.groups, strict=True):
-            group.update(values)
+            group.update(on_devices_of(values, group))
         if self.scheduler is not None and extras.scheduler is not None:
             self.scheduler.load_state_dict(extras.scheduler)
         for bucket in self.buckets:

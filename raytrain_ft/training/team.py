@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from raytrain_ft.training.placing import laid_out_like
 from raytrain_ft.training.process_group import FencedGroup
 from raytrain_ft.training.solo import Solo
-from raytrain_ft.training.strides import laid_out_like
 
 
 class Team:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 
 from raytrain_ft import checkfreq
 from raytrain_ft.training.objects import put_back
+from raytrain_ft.training.placing import laid_out_like, on_devices_of, view_like
 from raytrain_ft.training.state import TrainingState
-from raytrain_ft.training.strides import laid_out_like, view_like
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -131,3 +132,32 @@ def test_no_element_is_lost_or_moved(like: Tensor, is_dense: bool) -> None:
     assert seen.shape == like.shape
     assert sorted(seen.flatten().tolist()) == row.tolist()
     assert (laid_out.stride() == seen.stride() == like.stride()) is is_dense
+
+
+def test_what_comes_from_a_file_goes_to_the_device_where_it_was() -> None:
+    """ "meta" stands for a GPU: a device that is not the CPU."""
+
+    class Average:
+        def __init__(self) -> None:
+            there = torch.ones(3, device="meta")
+            self.shadow: dict[str, Any] = {"layers": [there, torch.ones(2)], "steps": (1, there[0])}
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"shadow": self.shadow}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.shadow = state["shadow"]
+
+    average = Average()
+    stored = {"layers": [torch.ones(3), torch.ones(2)], "steps": (7, torch.zeros(())), "new": torch.ones(1)}
+    put_back(average, {"shadow": stored})
+    layers, (steps, last), new = average.shadow["layers"], average.shadow["steps"], average.shadow["new"]
+    assert [one.device.type for one in (*layers, last, new)] == ["meta", "cpu", "meta", "cpu"]
+    assert steps == 7
+
+
+def test_a_rate_that_is_a_tensor_stays_on_its_device() -> None:
+    present = {"lr": torch.empty((), device="meta"), "betas": (0, 1)}
+    found = on_devices_of({"lr": torch.tensor(0.5), "betas": (0.9, 0.99)}, present)
+    assert found["lr"].is_meta
+    assert found["betas"] == (0.9, 0.99)
