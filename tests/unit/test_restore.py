@@ -32,6 +32,7 @@ from raytrain_ft.training.export import state_dicts, state_of
 from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.restore import fill, make
 from raytrain_ft.training.settings import PipelineSettings, Tie
+from raytrain_ft.training.sleep import Sleep
 from raytrain_ft.training.state import TrainingState, at_home
 
 SIZES = (70_000, 0, 1, 12_000, 3, 8192, 33_333, 5)
@@ -456,7 +457,7 @@ def test_a_state_whose_restore_failed_counts_for_nothing_until_another_succeeds(
     with pytest.raises(StorageError, match=f"{last.name} is damaged at or after byte"):
         durable.restore(here, mapped(storage), DATA)
     assert not here.filled
-    assert recovery.marks("w0", SimpleNamespace(state=here)) is None  # pyright: ignore
+    assert recovery.marks("w0", SimpleNamespace(state=here, attempt=None)) is None  # pyright: ignore
     assert list(all_of(here)[1:]) == rest  # what is no tensor is taken over last
     durable.restore(here, mapped(storage, 1), DATA)
     assert all_of(here) == all_of(before)
@@ -658,13 +659,18 @@ def test_a_model_is_told_of_which_version_its_state_is(storage: LocalStorage, tm
         load_model(SimpleNamespace(model=lambda stage: nn.Sequential(Newer(2, 2))), str(place))
 
 
+def unfilled() -> Any:
+    """The state of a replica that holds nothing yet."""
+    return SimpleNamespace(filled=False, tail=SimpleNamespace(sleep=Sleep()))
+
+
 def test_who_begins_anew_after_a_load_that_failed_is_built_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     trainee = object.__new__(Trainee)
     closed: list[bool] = []
 
     def replica(stage: int = 0) -> Any:
         checkpointer = SimpleNamespace(close=lambda: closed.append(True))
-        return SimpleNamespace(checkpointer=checkpointer, state=SimpleNamespace(filled=False), stage=stage)
+        return SimpleNamespace(checkpointer=checkpointer, state=unfilled(), stage=stage)
 
     def load(*_: Any) -> None:
         raise StorageError("damaged")
@@ -676,8 +682,10 @@ def test_who_begins_anew_after_a_load_that_failed_is_built_anew(monkeypatch: pyt
     with pytest.raises(StorageError):
         trainee._begin_from("step-000000001-e1-i1", Fence(1))
     assert not first.state.filled
+    first.state.tail.sleep.ask(asleep=True, at_once=True)
     trainee._begin_from("", Fence(1))
     assert trainee.replica is not first
+    assert (trainee.replica.state.tail.sleep.wanted, trainee.replica.state.tail.sleep.at_once) == (True, True)
     assert trainee.replica.state.filled
     assert closed == [True]
 
@@ -688,7 +696,7 @@ def test_what_a_checkpoint_leaves_alone_is_as_it_was_built(monkeypatch: pytest.M
     trainee = object.__new__(Trainee)
 
     def replica(stage: int = 0) -> Any:
-        return SimpleNamespace(checkpointer=None, state=SimpleNamespace(filled=False), stage=stage)
+        return SimpleNamespace(checkpointer=None, state=unfilled(), stage=stage)
 
     monkeypatch.setattr(recovery, "load", lambda *_: None)
     monkeypatch.setattr(trainee, "_build_replica", replica)
