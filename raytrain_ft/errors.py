@@ -90,6 +90,10 @@ class StorageError(FTError):
     """A file is damaged, missing, or of another format."""
 
 
+class UnreachableError(StorageError):
+    """Storage did not answer as it should. What is there may be whole, and another attempt may succeed."""
+
+
 class LockedError(StorageError):
     """Another run writes to the same place."""
 

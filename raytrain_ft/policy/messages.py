@@ -280,12 +280,13 @@ class CheckpointsFound(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRejected(Event):
-    """A worker could not load the checkpoint that it was told to load."""
+    """A worker could not load the checkpoint that it was told to load. damaged: it is; else it was only out of reach."""
 
     member: str
     incarnation: int
     name: str
     reason: str
+    damaged: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

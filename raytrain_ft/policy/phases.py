@@ -271,6 +271,8 @@ def on_checkpoints_found(run: RunState, event: m.CheckpointsFound) -> list[m.Com
 def on_rejected(run: RunState, event: m.CheckpointRejected) -> list[m.Command]:
     """The next one is the checkpoint before; whoever could load this one may be a survivor, which is as good."""
     run.rejected[event.name] = event.reason
+    if not event.damaged:
+        run.unread.add(event.name)
     return suspect(run, event.at, f"checkpoint {event.name} cannot be loaded: {event.reason}", event.member)
 
 
@@ -370,4 +372,4 @@ def train(run: RunState, at: float) -> m.Run:
     """What tells the workers of this world to train: also how often workers were lost so far, where that is to be regarded."""
     losses = sum(len(recovery.lost) for recovery in run.recoveries) if run.rules.measure_failures else 0
     failure_s = at / losses if losses else None
-    return m.Run(run.world, run.incarnation, failure_s, tuple(sorted(run.rejected)))
+    return m.Run(run.world, run.incarnation, failure_s, tuple(sorted(run.rejected.keys() - run.unread)))

@@ -46,7 +46,7 @@ class RunState:
         seeking: whether nobody holds state, and it is being looked what there is to load.
         void: who holds what is no use any more, for it has not joined another world since: everybody has gone back from it,
             there was no seat for its holder, or it is not what its holder was sent.
-        rejected: checkpoints that could not be loaded, and why.
+        rejected: checkpoints that could not be loaded, and why; unread: those of them that may be whole.
         going_back: why what the survivors hold is to be given up for a checkpoint; empty if it is not.
         spoilt: the step that begins with what is perhaps not finite, while everybody goes back because of that.
         rolled_back: steps whose loss was not finite, and that were therefore tried again from a checkpoint.
@@ -93,6 +93,7 @@ class RunState:
     spoilt: int | None = None
     void: set[str] = field(default_factory=set)
     rejected: dict[str, str] = field(default_factory=dict)
+    unread: set[str] = field(default_factory=set)
     rolled_back: set[int] = field(default_factory=set)
     leaving: dict[str, Leave] = field(default_factory=dict)
     dozing: set[str] = field(default_factory=set)

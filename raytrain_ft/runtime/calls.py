@@ -26,6 +26,7 @@ from raytrain_ft.errors import (
     ReplayDivergedError,
     StorageError,
     UndoRefusedError,
+    UnreachableError,
 )
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.sketch import unlike
@@ -121,8 +122,8 @@ class Calls:
             self._tell(m.UndoRefused(member=member, incarnation=incarnation, reason=reason))
             return
         if load and isinstance(cause, StorageError):
-            reason = str(cause)[:1000]
-            self._tell(m.CheckpointRejected(member=member, incarnation=incarnation, name=load, reason=reason))
+            about = {"name": load, "reason": str(cause)[:1000], "damaged": not isinstance(cause, UnreachableError)}
+            self._tell(m.CheckpointRejected(member=member, incarnation=incarnation, **about))
             return
         kinds: list[m.FailureKind] = [kind for known, kind in _KINDS.items() if isinstance(cause, known)]
         kind = kinds[0] if kinds else "task"

@@ -210,8 +210,12 @@ def load(replica: Replica, spec: RunSpec, name: str, fence: Fence) -> None:
         content = holder.load(spec, parsed)
     else:
         storage = open_storage(spec.checkpoints.place)
-        manifest = checkpoint.read_manifest(storage, parsed)
-        content = checkpoint.map_shards(storage, manifest, durable.holds(manifest, replica.state.stage), fence.check)
+
+        def read() -> checkpoint.Content:
+            manifest = checkpoint.read_manifest(storage, parsed)
+            return checkpoint.map_shards(storage, manifest, durable.holds(manifest, replica.state.stage), fence.check)
+
+        content = checkpoint.patiently(read, fence.check)
     if replica.attempt is not None:
         mending.discard(replica)
     if replica.undo is not None:

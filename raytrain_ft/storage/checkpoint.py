@@ -20,11 +20,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 
-from raytrain_ft.errors import StorageError
+from raytrain_ft.errors import StorageError, UnreachableError
 from raytrain_ft.storage import manifest as manifests
 from raytrain_ft.storage import shard as shards
 from raytrain_ft.storage.filesystem import Storage
@@ -32,7 +32,10 @@ from raytrain_ft.storage.manifest import Manifest, Name, ShardEntry, shard_file
 from raytrain_ft.storage.pieces import Pieces
 from raytrain_ft.storage.shard import Part
 
+T = TypeVar("T")
 POLL_S = 0.01
+READ_S, AGAIN_S = 30.0, 1.0
+"""How long storage that does not answer is asked again, and how often; less than any phase of a recovery may take."""
 NOTE = re.compile(r"shard-[0-9]+-of-[0-9]+\.json")
 
 
@@ -169,6 +172,26 @@ def read_manifest(storage: Storage, name: Name) -> Manifest:
 
 
 # ---------------------------------------------------------------- reading
+
+
+def patiently(read: Callable[[], T], check: Callable[[], None] = lambda: None) -> T:
+    """What is read, for which storage that fails is asked again and again: it may answer soon, and what is damaged stays so.
+
+    Args:
+        check: called between two attempts; may raise to leave.
+
+    Raises:
+        StorageError: of the last attempt.
+    """
+    deadline = time.monotonic() + READ_S
+    while True:
+        try:
+            return read()
+        except UnreachableError:
+            if time.monotonic() + AGAIN_S > deadline:
+                raise
+        check()
+        time.sleep(AGAIN_S)
 
 
 def nothing() -> None:

@@ -8,6 +8,7 @@ never leave the directory, and symbolic links are not followed: the directory ma
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -22,7 +23,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from raytrain_ft.errors import ConfigError, StorageError
+from raytrain_ft.errors import ConfigError, StorageError, UnreachableError
 from raytrain_ft.places import Place
 from raytrain_ft.storage import pages
 from raytrain_ft.storage.durable import advice, sync_directory, write_durably
@@ -33,6 +34,7 @@ HALF_A_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/(?!/)|file://(?!/)")
 """What is meant to be a URI and is none. Of "s3://bucket" pathlib makes "s3:/bucket", which would name a directory here."""
 S3_LIMITS = {"connect_timeout": 5.0, "request_timeout": 20.0, "retry_strategy": pafs.AwsStandardS3RetryStrategy(max_attempts=3)}
 """An endpoint that does not answer is an error after about a minute at most, not after many."""
+NOT_THERE = (FileNotFoundError, NotADirectoryError)
 OBJECT_STORES = ("s3", "gcs", "abfs")
 """Of the kinds that pyarrow knows, those that show a file only when it is whole."""
 SETTLE_S = 1.0
@@ -196,7 +198,7 @@ class LocalStorage:
         try:
             leads_away = path.parent != self.root and path.parent.is_symlink()
         except OSError as error:
-            raise StorageError(f"{path} cannot be reached: {error.strerror or error}") from error
+            raise UnreachableError(f"{path} cannot be reached: {error.strerror or error}") from error
         if leads_away:
             raise StorageError(f"{path.parent} is a symbolic link, which is not followed")
         return path
@@ -230,25 +232,25 @@ class LocalStorage:
             finally:
                 os.close(descriptor)
         except (OSError, ValueError) as error:  # ValueError: it became shorter just now
-            raise StorageError(f"{path} cannot be read: {error}") from error
+            raise _kind(error)(f"{path} cannot be read: {error}") from error
 
     def names(self, directory: str = "") -> list[str]:
         path = self.root / checked(directory) if directory else self.root
         try:
             return sorted(entry.name for entry in os.scandir(path) if not entry.is_symlink())
-        except (FileNotFoundError, NotADirectoryError):
+        except NOT_THERE:
             return []
         except OSError as error:
-            raise StorageError(f"{path} cannot be listed: {error.strerror or error}") from error
+            raise UnreachableError(f"{path} cannot be listed: {error.strerror or error}") from error
 
     def size(self, name: str) -> int | None:
         path = self._path(name)
         try:
             found = path.lstat()
-        except (FileNotFoundError, NotADirectoryError):
+        except NOT_THERE:
             return None
         except OSError as error:
-            raise StorageError(f"{path} cannot be read: {error}") from error
+            raise UnreachableError(f"{path} cannot be read: {error}") from error
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def delete(self, name: str) -> None:
@@ -260,12 +262,18 @@ class LocalStorage:
                     path.rmdir()
             else:
                 path.unlink()
-        except (FileNotFoundError, NotADirectoryError):
+        except NOT_THERE:
             return
         except OSError as error:
             errors = [error]
         if errors:
             raise StorageError(f"{path} could not be removed: {errors[0]}") from errors[0]
+
+
+def _kind(error: Exception) -> type[StorageError]:
+    """Of what failed: whether the storage did, or what lies there is not as it should be."""
+    is_link = isinstance(error, OSError) and error.errno == errno.ELOOP
+    return UnreachableError if isinstance(error, OSError) and not is_link and not isinstance(error, NOT_THERE) else StorageError
 
 
 def _unlink(path: Path) -> OSError | None:
@@ -359,4 +367,4 @@ class RemoteStorage:
         try:
             yield
         except (OSError, pa.ArrowException) as error:
-            raise StorageError(f"{failure}: {self.place.told(str(error))}") from None
+            raise _kind(error)(f"{failure}: {self.place.told(str(error))}") from None

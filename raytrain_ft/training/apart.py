@@ -255,7 +255,9 @@ class Parting:
             if self._apart is None and len(self._groups) == 2:
                 self._apart = Apart(*self._groups)
         self._served |= sleep.apart
-        sleep.joined = self._apart is not None and sleep.asleep == self._asleep and not busy
+        ready = self._apart is not None and sleep.asleep == self._asleep
+        sleep.joined = ready and not busy
+        sleep.ready = sleep.ready + 1 if ready and not sleep.apart else 0
         if sleep.apart:
             self.members = tuple(rank for rank in self.members if rank not in sleep.asleep)
         return self._rank not in self.members

@@ -69,8 +69,13 @@ def read(storage: Storage, name: str) -> Content:
     """A checkpoint that rank 0 found, verified.
 
     Raises:
-        StorageError: it is damaged. MismatchError: it is none of ours. ConfigError: this process does not see it at all.
+        StorageError: it is damaged, or out of reach. MismatchError: it is none of ours. ConfigError: this process does not see
+            it at all.
     """
+    return checkpoint.patiently(lambda: _read(storage, name))
+
+
+def _read(storage: Storage, name: str) -> Content:
     parsed = Name.parse(name)
     if parsed is None or storage.size(f"{name}/{manifests.FILE}") is None:
         raise ConfigError(f"{storage.uri} does not hold {name} here: is it a directory that all ranks share?")

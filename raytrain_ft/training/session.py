@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from raytrain_ft.errors import ConfigError, FTError, NoCheckpointError, StorageError
+from raytrain_ft.errors import ConfigError, FTError, NoCheckpointError, StorageError, UnreachableError
 from raytrain_ft.policy.sampling import Position
 from raytrain_ft.policy.tuner import Tuner
 from raytrain_ft.storage import lock, retention, selection
@@ -177,7 +177,8 @@ class Session:
             if content is not None and not failures:
                 return content
             passed.append(f"checkpoint {name} is passed over: {failures[0]}")
-            self._passed_over.append(name)
+            if any(not isinstance(failure, UnreachableError) for failure in failures):
+                self._passed_over.append(name)
             self._journal.tell("CheckpointPassedOver", {"reason": passed[-1]})
         raise NoCheckpointError(
             f"{self.storage.uri}: no checkpoint can be read; " + "; ".join(passed) + '. resume="never" begins anew'

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 
 from raytrain_ft.policy.sampling import GlobalBatch, Range, share
 
+MOST_READY = 20
+"""Steps. Who is not ready by then may never be: another one could not join."""
 ASLEEP, SILENT, WAKES, JOINED = 1, 2, 4, 8
 """What is said of a rank in the tail, added up: it sleeps from the next step on; it contributed only a part to this one; it
 sleeps no longer, whatever others say; it has joined the groups for those who are awake and who sleep now, and no checkpoint of
@@ -31,6 +33,7 @@ class Sleep:
         asleep: the replicas that sleep in the step under way: the same set on every rank.
         joined: whether this replica has joined the groups that are for them.
         apart: whether all have, and those who are awake train without the others: the same on every rank.
+        ready: for how many steps this replica has been a member of the groups for that, until then.
     """
 
     def __init__(self) -> None:
@@ -41,6 +44,13 @@ class Sleep:
         self.asleep: frozenset[int] = frozenset()
         self.joined = False
         self.apart = False
+        self.ready = 0
+
+    @property
+    def parts_soon(self) -> bool:
+        """Whether a checkpoint that is due had better wait for a few steps: nobody parts while one is under way, and nobody ever
+        would if one is in every step."""
+        return 0 < self.ready <= MOST_READY
 
     def ask(self, asleep: bool, at_once: bool) -> None:
         """This replica is to sleep, or to wake; on any thread."""
@@ -49,7 +59,7 @@ class Sleep:
 
     def begin(self) -> None:
         """A new incarnation: all take part in a step, and then sleep again."""
-        self.asleep, self.joined, self.apart = frozenset(), False, False
+        self.asleep, self.joined, self.apart, self.ready = frozenset(), False, False, 0
         self.waking.clear()
 
     def is_silent(self, bucket: int) -> bool:

@@ -398,7 +398,8 @@ class Replica:
         assert self.attempt is not None
         if self.checkpointer is not None:
             epoch_ends = self._keep_epochs and self.leads and self.attempt.after.consumed == 0
-            self.state.tail.checkpoint_wanted = epoch_ends or self.checkpointer.wants(self.state.step + 1)
+            soon_enough = self.checkpointer.asked or not self.state.tail.sleep.parts_soon
+            self.state.tail.checkpoint_wanted = epoch_ends or (soon_enough and self.checkpointer.wants(self.state.step + 1))
         self.state.tail.fill(tail, self._samples, len(self.attempt.batch), self.attempt.replica, leads=self.leads)
 
     def at(self, phase: str) -> None:

@@ -31,7 +31,7 @@ from raytrain_ft.training.fence import Fence, PeerLostError
 from raytrain_ft.training.links import Links, data_parallel
 from raytrain_ft.training.process_group import FencedGroup
 from raytrain_ft.training.settings import StepSettings
-from raytrain_ft.training.sleep import JOINED, Sleep
+from raytrain_ft.training.sleep import JOINED, MOST_READY, Sleep
 from raytrain_ft.training.step import Replica
 
 TIMEOUT = timedelta(seconds=20)
@@ -567,6 +567,22 @@ def test_nobody_parts_while_a_checkpoint_is_under_way() -> None:
     assert sleep.apart
     sleep.settle([JOINED, JOINED, 1], checkpoint=True)
     assert sleep.apart, "those who are awake write this one"
+
+
+def test_who_is_ready_to_part_waits_for_checkpoints_for_so_long_only() -> None:
+    """Another one may never be."""
+    sleep, parting = Sleep(), Parting(lambda *_: None, 0, 3)  # type: ignore[arg-type, return-value]
+    sleep.asleep = frozenset({2})
+    parting.part(sleep, busy=True)
+    assert not sleep.parts_soon, "it has not joined"
+    parting._groups, parting._asleep = [None, None], frozenset({2})
+    found = []
+    for _ in range(MOST_READY + 2):
+        parting.part(sleep, busy=True)
+        found.append(sleep.parts_soon)
+    assert found == [True] * MOST_READY + [False] * 2
+    sleep.begin()
+    assert not sleep.parts_soon
 
 
 def test_that_all_have_joined_counts_for_who_slept_when_they_said_so() -> None:

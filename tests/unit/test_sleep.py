@@ -359,6 +359,8 @@ def until_update(pair: Pair, pool: ThreadPoolExecutor) -> None:
 class Copying:
     """In the place of a checkpointer: nothing is due."""
 
+    asked = False
+
     def await_copy(self, check: Callable[[], None]) -> None:
         check()
 
@@ -366,6 +368,26 @@ class Copying:
     def stepped(self, step: int, seconds: float) -> None: ...
     def wants(self, step: int) -> bool:
         return False
+
+
+@pytest.mark.parametrize(("ready", "asked", "begins"), [(0, False, True), (3, False, False), (3, True, True)])
+def test_what_is_due_is_put_off_while_replicas_are_about_to_part(pair: Pair, ready: int, asked: bool, begins: bool) -> None:
+    """With a checkpoint in every step, one would always be under way. What somebody asked for is not put off."""
+    for replica in pair.replicas:
+        replica.checkpointer = Due(asked)  # pyright: ignore[reportAttributeAccessIssue]
+        replica.state.tail.sleep.ready = ready
+    (commit,) = pair.train(1)
+    assert commit.checkpoint is begins
+
+
+class Due(Copying):
+    """One is due in every step."""
+
+    def __init__(self, asked: bool) -> None:
+        self.asked = asked
+
+    def wants(self, step: int) -> bool:
+        return True
 
 
 def test_inputs_that_are_drawn_are_a_function_of_the_step() -> None:
