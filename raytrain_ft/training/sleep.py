@@ -48,8 +48,8 @@ class Sleep:
 
     @property
     def parts_soon(self) -> bool:
-        """Whether a checkpoint that is due had better wait for a few steps: nobody parts while one is under way, and nobody ever
-        would if one is in every step."""
+        """Whether a checkpoint that is due had better wait for a few steps: nobody parts while one is under way, and with one
+        in every step nobody ever would."""
         return 0 < self.ready <= MOST_READY
 
     def ask(self, asleep: bool, at_once: bool) -> None:
