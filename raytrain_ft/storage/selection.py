@@ -7,8 +7,10 @@ ones count, also in the launches after it, which no longer say so. Those of befo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 from raytrain_ft.errors import NoCheckpointError, StorageError
 from raytrain_ft.storage import checkpoint
@@ -47,6 +49,25 @@ def counting(storage: Storage) -> list[Name]:
     return [found.name for found in checkpoint.found(storage) if found.complete and found.name.epoch >= begun]
 
 
+def _read(storage: Storage, names: Sequence[Name]) -> Iterator[tuple[Name, Manifest | StorageError]]:
+    """Their manifests, or why one cannot be read. The first one alone, for mostly no other is asked for."""
+    for name in names[:1]:
+        yield name, _attempt(storage, name)
+    if rest := names[1:]:
+        pool = ThreadPoolExecutor(checkpoint.AT_ONCE, thread_name_prefix="manifests")
+        try:
+            yield from zip(rest, pool.map(partial(_attempt, storage), rest), strict=True)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _attempt(storage: Storage, name: Name) -> Manifest | StorageError:
+    try:
+        return checkpoint.patiently(lambda: checkpoint.read_manifest(storage, name))
+    except StorageError as error:
+        return error
+
+
 def select(storage: Storage, warn: Callable[[str], None]) -> Iterator[Manifest]:
     """Manifests of those, newest first.
 
@@ -58,14 +79,12 @@ def select(storage: Storage, warn: Callable[[str], None]) -> Iterator[Manifest]:
         StorageError: the note of a new beginning is damaged.
     """
     passed, readable = [], False
-    for name in counting(storage):
-        try:
-            manifest = checkpoint.read_manifest(storage, name)
-        except StorageError as error:
-            passed.append(f"checkpoint {name} is passed over: {error}")
+    for name, found in _read(storage, counting(storage)):
+        if isinstance(found, StorageError):
+            passed.append(f"checkpoint {name} is passed over: {found}")
             warn(passed[-1])
         else:
             readable = True
-            yield manifest
+            yield found
     if passed and not readable:
         raise NoCheckpointError(f"{storage.uri}: no checkpoint can be read; " + "; ".join(passed[:MOST_REASONS]))

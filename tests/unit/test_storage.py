@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import errno
 import json
 import math
+import os
 import struct
+import time
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -26,7 +29,7 @@ from store import own, parts_of, same_bits, save, state, step_of, tensors_of, tw
 from torch import Tensor, nn
 
 import raytrain_ft
-from raytrain_ft.errors import ConfigError, NoCheckpointError, StorageError
+from raytrain_ft.errors import ConfigError, FencedError, NoCheckpointError, StorageError, UnreachableError
 from raytrain_ft.places import Place
 from raytrain_ft.storage import checkpoint, filesystem, lock, manifest, retention, selection, shard
 from raytrain_ft.storage.durable import sync_directory
@@ -402,6 +405,89 @@ def test_checkpoints_that_cannot_be_read_do_not_look_like_none(tmp_path: Path, m
         list(selection.select(storage, passed.append))
     monkeypatch.setattr(LocalStorage, "view", view)
     assert len(passed) == len(list(selection.select(storage, pytest.fail))) == 2
+
+
+class Far(LocalStorage):
+    """Storage that takes its time for every question, and fails some."""
+
+    def __init__(self, root: Path, failures: int = 0) -> None:
+        super().__init__(root)
+        self.failures, self.asked = failures, 0
+
+    def size(self, name: str) -> int | None:
+        self._ask()
+        return super().size(name)
+
+    def view(self, name: str) -> Any:
+        self._ask()
+        return super().view(name)
+
+    def _ask(self) -> None:
+        time.sleep(0.02)
+        self.asked += 1
+        if self.failures:
+            self.failures -= 1
+            raise UnreachableError("503")
+
+
+def test_many_checkpoints_are_looked_at_side_by_side(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    own(storage)
+    for step in range(1, 41):
+        save(storage.uri, step, state(step), kept=True)
+    far = Far(tmp_path)
+    began = time.monotonic()
+    assert [manifest.step for manifest in selection.select(far, pytest.fail)] == list(range(40, 0, -1))
+    assert time.monotonic() - began < 0.02 * far.asked / 2
+    far.asked = 0
+    assert next(selection.select(far, pytest.fail)).step == 40
+    assert far.asked < 50, "of the newest alone the manifest is read"
+
+
+def test_storage_that_fails_once_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "AGAIN_S", 0.01)
+    far = Far(tmp_path)
+    own(far)
+    save(far.uri, 5, state(5))
+    (name,) = selection.counting(far)
+    far.failures = 3
+    assert checkpoint.patiently(lambda: checkpoint.read_manifest(far, name)).step == 5
+    monkeypatch.setattr(checkpoint, "READ_S", 0.05)
+    far.failures = 1000
+    with pytest.raises(UnreachableError, match="503"):
+        checkpoint.patiently(lambda: checkpoint.read_manifest(far, name))
+    checks = iter([None, FencedError(1)])
+
+    def check() -> None:
+        if (error := next(checks)) is not None:
+            raise error
+
+    monkeypatch.setattr(checkpoint, "READ_S", 30.0)
+    with pytest.raises(FencedError):
+        checkpoint.patiently(lambda: checkpoint.read_manifest(far, name), check)
+
+
+@pytest.mark.parametrize(
+    ("error", "answers"), [(errno.EIO, False), (errno.ESTALE, False), (errno.ENOENT, True), (errno.ELOOP, True)]
+)
+def test_what_does_not_answer_is_told_from_what_is_not_as_it_should_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, answers: bool
+) -> None:
+    storage = LocalStorage(tmp_path)
+    storage.put("directory/file", [memoryview(b"content")])
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError(error, os.strerror(error))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fails)
+        with pytest.raises(StorageError) as raised:
+            storage.view("directory/file")
+    assert isinstance(raised.value, UnreachableError) is not answers
+    if not answers:
+        monkeypatch.setattr(Path, "is_symlink", fails)
+        with pytest.raises(UnreachableError, match="cannot be reached"):
+            storage.size("directory/file")
 
 
 def test_retention_counts_what_was_written_last(tmp_path: Path) -> None:
