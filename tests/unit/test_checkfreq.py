@@ -31,11 +31,19 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import raytrain_ft.checkfreq as checkfreq
-from raytrain_ft.errors import ConfigError, FTError, LockedError, MismatchError, NoCheckpointError, StorageError
+from raytrain_ft.errors import (
+    ConfigError,
+    FTError,
+    LockedError,
+    MismatchError,
+    NoCheckpointError,
+    StorageError,
+    UnreachableError,
+)
 from raytrain_ft.policy.sampling import Position, Sampling, next_batch, order, share
 from raytrain_ft.result import load_model
-from raytrain_ft.storage import selection, tree
-from raytrain_ft.storage.filesystem import open_storage
+from raytrain_ft.storage import checkpoint, selection, tree
+from raytrain_ft.storage.filesystem import LocalStorage, open_storage
 from raytrain_ft.storage.tree import flatten
 from raytrain_ft.training import checkpointer, resume, snapshot
 from raytrain_ft.training import journal as journals
@@ -684,6 +692,26 @@ def test_what_was_passed_over_is_not_kept_in_place_of_what_was_loaded(run_direct
     damage(shard(run_directory, 12))
     trained(run_directory, 14)
     assert [step for step, _ in kept(run_directory)] == [10, 14]
+
+
+def test_what_is_out_of_reach_is_passed_over_but_stays(run_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Perhaps it is whole. Here the file system gives an error for as long as it is asked."""
+    monkeypatch.setattr(checkpoint, "READ_S", 0.0)
+    view = LocalStorage.view
+
+    def fails(self: LocalStorage, name: str) -> Any:
+        if "000000012" in name and name.endswith(".arrow"):
+            raise UnreachableError("Input/output error")
+        return view(self, name)
+
+    setup = Setup()
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "view", fails)
+        run = checkfreq.open(run_directory, every=5, **setup.objects)
+    with run:
+        assert run.step == 10
+        setup.train(run, 14)
+    assert [step for step, _ in kept(run_directory)] == [12, 14]
 
 
 def test_all_damaged_is_an_error_and_never_begins_anew(run_directory: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
 
-from raytrain_ft.errors import FencedError, NonFiniteLossError, UndoRefusedError
+from raytrain_ft.errors import FencedError, NonFiniteLossError, StorageError, UndoRefusedError, UnreachableError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.reconcile import Marks, Plan
 from raytrain_ft.policy.sketch import Sketch
@@ -324,6 +324,16 @@ def test_an_undo_that_is_refused_in_a_recovery_is_no_refusal_of_settings(
     (event,) = told
     assert isinstance(event, kind)
     assert getattr(event, "incarnation", None) == (incarnation or None)
+
+
+@pytest.mark.parametrize(("error", "damaged"), [(StorageError("its hash differs"), True), (UnreachableError("503"), False)])
+def test_what_is_out_of_reach_is_no_damaged_checkpoint(
+    crew: Crew, told: list[m.Event], error: Exception, damaged: bool
+) -> None:
+    crew._calls.report("w0", RayTaskError("reconcile", "Traceback ...", error), 2, "step-000000006-e1-i1")
+    (event,) = told
+    assert isinstance(event, m.CheckpointRejected)
+    assert event.damaged is damaged
 
 
 @pytest.mark.parametrize(("incarnation", "kind"), [(0, m.TaskFailed), (2, m.Suspected)])

@@ -513,13 +513,16 @@ def test_what_was_committed_before_everybody_went_back_is_no_progress() -> None:
     assert recovery.redone == 10, "and not another 10"
 
 
-def test_a_checkpoint_that_cannot_be_loaded_is_not_tried_again() -> None:
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_checkpoint_that_cannot_be_loaded_is_not_tried_again(damaged: bool) -> None:
+    """Nor is it worth anything to retention, unless it was only out of reach."""
     story = found(running(2, checkpoints=True).lost("w0").lost("w1").started("w2", "w3"), 40, 20)
-    story.tell(m.CheckpointRejected(member="w2", incarnation=story.run.incarnation, name="at 40", reason="its hash differs"))
+    about = {"name": "at 40", "reason": "its hash differs", "damaged": damaged}
+    story.tell(m.CheckpointRejected(member="w2", incarnation=story.run.incarnation, **about))
     found(story.fenced("w2", "w3", empty=["w2", "w3"]), 40, 20)
     assert of(story.said, m.Reconcile) == [m.Reconcile(("w2", "w3"), story.run.incarnation, None, "at 20")]
     story.reconciled("w2", "w3")
-    assert of(story.said, m.Run) == [m.Run(("w2", "w3"), story.run.incarnation, rejected=("at 40",))]
+    assert of(story.said, m.Run) == [m.Run(("w2", "w3"), story.run.incarnation, rejected=("at 40",) if damaged else ())]
 
 
 def rejected(story: Story, member: str, step: int, reason: str) -> Story:
