@@ -159,9 +159,9 @@ def add(report: Report, size: str, case: Case) -> None:
 
 def add_all(report: Report, *, quick: bool) -> None:
     """Of a small and a large model."""
-    sets, blocks = (1, 5) if quick else (4, 11)
+    sets, blocks = (2, 5) if quick else (8, 8)
     add(report, "small", Case(200_000, 0.02, sets, blocks, 12))
-    add(report, "large", Case(3_000_000, 0.006, 2 * sets, 3 * blocks // 2, 12))
+    add(report, "large", Case(3_000_000, 0.006, sets, 2 * blocks, 12))
 
 
 def run(options: Options) -> Report:
