@@ -154,6 +154,19 @@ def paired_ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[floa
     return estimate([float(np.median(a) / np.median(b)) for a, b in zip(ours, theirs, strict=True)], seed=seed)
 
 
+def total_ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], seed: int = 0) -> Estimate:
+    """All of our time over all of theirs, by which throughputs compare: every step counts, a slow one too. Blocks as in
+    `paired_ratio`, each as long as its mean step; the interval is of blocks drawn anew, in pairs."""
+    if len(ours) != len(theirs) or not ours:
+        raise ValueError(f"ratios need the same number of blocks on both sides, got {len(ours)} and {len(theirs)}")
+    pairs = np.array([(np.mean(a), np.mean(b)) for a, b in zip(ours, theirs, strict=True)])
+    draws = np.random.default_rng(seed).integers(0, len(pairs), size=(4000, len(pairs)))
+    totals = pairs[draws].sum(axis=1)
+    low, high = np.percentile(totals[:, 0] / totals[:, 1], [2.5, 97.5])
+    value = pairs[:, 0].sum() / pairs[:, 1].sum()
+    return Estimate(float(value), float(low), float(high), len(pairs))
+
+
 def noise_floor(once: Sequence[Sequence[float]], again: Sequence[Sequence[float]], seed: int = 0) -> float:
     """How far the ratio of a thing to itself (an A/A run) strays from 1: the interval's farther end, as a fraction."""
     same = paired_ratio(once, again, seed)

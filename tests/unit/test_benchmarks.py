@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import checkfreq, forward, goodput, recovery, undo
-from benchmarks.harness import FEWEST, Report, p95_of
+from benchmarks.harness import FEWEST, Report, p95_of, total_ratio
 from benchmarks.peers.kills import Kill
 from raytrain_ft.drill.played import Played
 
@@ -57,6 +57,19 @@ def test_of_few_observations_no_percentile_is_judged(seconds: float, verdict: st
     shown = Report("forward", forward.GOALS)
     shown.add("suspend_latency_p95_steps", [seconds], statistic=p95_of)
     assert shown.verdict("suspend_latency_p95_steps") == "report"
+
+
+def test_throughputs_compare_by_all_of_the_time() -> None:
+    """A step that stands still now and then costs what it costs, however rarely; and what drifts alike cancels out."""
+    drift = [1.0, 1.3, 0.8, 1.1]
+    same = total_ratio([[d, d] for d in drift], [[d / 2] * 3 for d in drift])
+    assert (same.value, same.low, same.high) == pytest.approx((2.0, 2.0, 2.0))
+    halts = total_ratio([[1.0, 1.0]] * 19 + [[1.0, 3.0]], [[1.0]] * 20)
+    assert halts.value == pytest.approx(1.05)
+    assert halts.low == pytest.approx(1.0)
+    assert halts.value < halts.high <= 1.3
+    with pytest.raises(ValueError, match="same number of blocks"):
+        total_ratio([[1.0]], [])
 
 
 def test_the_undo_is_compared_with_its_step_at_each_size() -> None:
