@@ -96,6 +96,9 @@ class TrainSettings:
                 f"FailAt(rank={beyond[0]}) would never strike: ranks begin at 0, and ScalingConfig(num_workers) is at most "
                 f"{workers}"
             )
+        names = [fault.name for fault in self.faults]
+        if twice := [fault for number, fault in enumerate(self.faults) if fault.name in names[:number]]:
+            raise ConfigError(f"{twice[0]} is among faults twice, and strikes once: give another rank, step, phase or nth")
         if not silence and any(fault.action == "silence" for fault in self.faults):
             raise ConfigError(
                 'FailAt(action="silence") has a rank contribute zeros to buckets that nobody has updated yet, and no stage is '

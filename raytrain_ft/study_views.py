@@ -140,7 +140,7 @@ def _plot_training(results: Results, path: Path) -> None:
             (of_accuracy, [[100 * value for value in c.accuracy] for c in curves], COLOURS[0]),
             (of_loss, [c.loss for c in curves], COLOURS[1]),
         ):
-            at_a_time = list(zip(*values, strict=True))
+            at_a_time = [[_or_nan(value) for value in each] for each in zip(*values, strict=True)]
             axes.plot(curves[0].steps, [estimate(each).mean for each in at_a_time], color=colour)
             low, high = [min(each) for each in at_a_time], [max(each) for each in at_a_time]
             axes.fill_between(curves[0].steps, low, high, color=colour, alpha=0.2, linewidth=0)
@@ -218,9 +218,14 @@ def _bars(
 
 
 def _bar(axes: Axes, x: float, width: float, value: Estimate, scale: float, colour: str, label: str | None) -> None:
-    half = 0.0 if math.isnan(value.half) else value.half * scale
-    axes.bar(x, value.mean * scale, width * 0.92, color=colour, label=label)
-    axes.errorbar(x, value.mean * scale, yerr=half, color=BLACK, linewidth=0.8, capsize=1.5)
+    half, mean = (0.0 if math.isnan(value.half) else value.half * scale), _or_nan(value.mean * scale)
+    axes.bar(x, mean, width * 0.92, color=colour, label=label)
+    axes.errorbar(x, mean, yerr=half, color=BLACK, linewidth=0.8, capsize=1.5)
+
+
+def _or_nan(value: float) -> float:
+    """What a plot has no place for, it leaves out."""
+    return value if math.isfinite(value) else math.nan
 
 
 def _dress(axes: Axes) -> None:

@@ -80,7 +80,7 @@ def planted(scenario: Scenario, task: TrainTask) -> list[Planted]:
     """The failures at exact points, with ranks drawn from the scenario's seed where it does not name them.
 
     Raises:
-        ScenarioError: a bucket, layer or parameter that the model does not have.
+        ScenarioError: a bucket, layer or parameter that the model does not have, or the same failure twice.
     """
     chance = random.Random(f"{scenario.seed} who")
     found: list[Planted] = []
@@ -91,7 +91,11 @@ def planted(scenario: Scenario, task: TrainTask) -> list[Planted]:
             assert event.who is not None
             struck = ranks(event.who, scenario.range[1], chance)
             together = len(struck) if _all_get_there(scenario, event, struck) else 1
-            found += [Planted(number, event, _fault(scenario, task, event, rank, together)) for rank in struck]
+            faults = [_fault(scenario, task, event, rank, together) for rank in struck]
+            if same := [one.event for one in found if one.fault.name in {fault.name for fault in faults}]:
+                what = f"events.{same[0]} strikes there and then already; for more casualties give ranks or a count"
+                raise scenario.error(("events", number), what)
+            found += [Planted(number, event, fault) for fault in faults]
     return found
 
 

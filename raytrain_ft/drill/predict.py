@@ -10,7 +10,7 @@ import heapq
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from raytrain_ft.drill.verdict import verdict
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.strategy import weakest
 from raytrain_ft.runtime.event_log import read_records
-from raytrain_ft.scenario import Event, Scenario
+from raytrain_ft.scenario import Event, Scenario, Who
 from raytrain_ft.scenario.events import WHOLE_NODES
 from raytrain_ft.scenario.points import STEP_PHASES
 from raytrain_ft.simulate import Costs, Failure, Job, Outcome, SpotTrace, Strategy, simulate
@@ -56,11 +56,12 @@ KINDS = {"auto": "replication", "replication": "replication", "logging": "loggin
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What the simulator says of a scenario: an outcome for each seed."""
+    """What the simulator says of a scenario: an outcome for each seed, and which events did not come about in one of them."""
 
     job: Job
     strategy: Strategy
     outcomes: tuple[Outcome, ...]
+    missed: tuple[int, ...] = ()
 
     def mean(self, name: str) -> float:
         """Of a number that outcomes have."""
@@ -111,7 +112,7 @@ def predict(scenario: Scenario, job: Job, seeds: int = SEEDS) -> Predicted:
     strategy = strategy_of(scenario, job)
     chance = any(event.when is not None and event.when.mtbf is not None for event in scenario.events)
     outcomes = tuple(simulate(job, strategy, events, seed=seed) for seed in range(seeds if chance else 1))
-    return Predicted(job, strategy, outcomes)
+    return Predicted(job, strategy, outcomes, events.missed(outcomes))
 
 
 def job_of(scenario: Scenario, known: Job | None) -> Job:
@@ -158,11 +159,14 @@ def _spread(scenario: Scenario) -> tuple[int | None, int]:
     nodes = scenario.nodes or most + spares
     if nodes >= most + spares:
         return None, nodes - most - spares
-    if not spares and most % nodes == 0:
+    struck = any(event.action in WHOLE_NODES for event in scenario.events)
+    if not spares and most % nodes == 0 and not (struck and scenario.stages > 1):  # it matters which stages share a node
         return nodes, 0
-    if any(event.action in WHOLE_NODES for event in scenario.events):
+    if struck:
         raise scenario.error(
-            ("nodes",), "in the simulator as many workers are on each node, and spares on others: give as many nodes as both"
+            ("nodes",),
+            "in the simulator as many workers are on each node, each stage on one of its own, and spares on others: "
+            f"give {most + spares} nodes",
         )
     return None, 0
 
@@ -218,12 +222,17 @@ class Events:
             )
 
     def check(self, job: Job) -> None:
-        """Whether traces take more nodes than there are.
+        """Whether traces take more nodes than there are, and whether workers are on the nodes that are named.
 
         Raises:
-            ScenarioError: one does.
+            ScenarioError: one does, or nobody is.
         """
+        nodes = self._nodes(job)
         for number, event in enumerate(self._scenario.events):
+            if event.who is not None and event.who.node is not None and event.who.node >= nodes:
+                raise self._scenario.error(
+                    ("events", number, "who", "node"), f"{event.who.node}: the simulator loses no spare: use 0 to {nodes - 1}"
+                )
             if event.when is not None and event.when.trace is not None:
                 try:
                     SpotTrace.read(self._scenario.relative(event.when.trace)).check(job)
@@ -238,14 +247,15 @@ class Events:
             found = [self._at_step(number, job, draws) for number in self._at_steps]
             yield from sorted(found, key=lambda failure: failure.step or 0.0)
             return
-        streams = [self._timed(event, job, random.Random(draws.random())) for event in self._scenario.events]
+        numbered = enumerate(self._scenario.events)
+        streams = [self._timed(number, event, job, random.Random(draws.random())) for number, event in numbered]
         yield from heapq.merge(*streams, key=lambda failure: failure.at or 0.0)
 
     def _at_step(self, number: int, job: Job, draws: random.Random) -> Failure:
         event = self._scenario.events[number]
         assert event.when is not None
         assert event.when.step is not None
-        failure = self._failure(event, job, draws, 0.0)
+        failure = self._failure(number, event, job, draws, 0.0)
         return replace(failure, at=None, step=min(event.when.step + self._place(number, job), job.steps - 1e-3))
 
     def _place(self, number: int, job: Job) -> float:
@@ -260,43 +270,71 @@ class Events:
             return 1 - LEFT_OF_UPDATE[at.strikes_in] * job.costs.update_s / job.step_s
         return PHASE_AT[at.strikes_in]
 
-    def _timed(self, event: Event, job: Job, draws: random.Random) -> Iterator[Failure]:
+    def _timed(self, number: int, event: Event, job: Job, draws: random.Random) -> Iterator[Failure]:
         when = event.when
         assert when is not None
         if when.trace is not None:
             for change in SpotTrace.read(self._scenario.relative(when.trace)).failures:
                 at = self._begin_s + (change.at or 0.0) / (when.speed or 1.0)
-                yield self._of_nodes(event, change.lost, at) if change.lost else Failure(at=at, back=change.back)
+                back = Failure(at=at, back=change.back, event=number) if change.back else None
+                yield back or self._of_nodes(number, event, change.lost, at)
         elif when.mtbf is not None:
             at, left = self._begin_s, when.count or math.inf
             while left > 0:
                 at, left = at + draws.expovariate(1 / when.mtbf), left - 1
-                yield self._failure(event, job, draws, at)
+                yield replace(self._failure(number, event, job, draws, at), spares_one=True)
         else:
-            yield self._failure(event, job, draws, self._begin_s + (when.seconds or 0.0))
+            yield self._failure(number, event, job, draws, self._begin_s + (when.seconds or 0.0))
 
-    def _failure(self, event: Event, job: Job, draws: random.Random, at: float) -> Failure:
+    def _failure(self, number: int, event: Event, job: Job, draws: random.Random, at: float) -> Failure:
         """What an event does to the cluster, once."""
         if event.action == "bring_back":
-            return Failure(at=at, back=1)
+            return Failure(at=at, back=1, event=number)
         who = event.who
         assert who is not None
-        if who.role == "any":
-            struck = [draws.randrange(job.workers)]
-        elif who.node is not None:
-            struck = [who.node]
-        else:
-            struck = [rank for rank in ranks(who, job.workers, draws) if rank is not None]
+        anyone = who.role == "any" and event.when is not None and event.when.step is None  # in a step, spares are not struck
+        struck = () if anyone else self._ranks(who, job, draws)
         if event.action in WHOLE_NODES:
-            return self._of_nodes(event, len({number % job.number_of_nodes for number in struck}), at)  # workers go round them
+            on = {rank % self._nodes(job) for rank in struck}  # workers go round them
+            return self._of_nodes(number, event, len(on) or 1, at, struck if job.per_node == 1 else (), anyone)
+        slow: dict[str, Any] = {}
         if event.action == "slow_down":
-            return Failure(at=at, workers=tuple(struck), factor=event.factor or 1.0, lasts_s=event.lasts or 0.0)
-        return Failure(at=at, workers=tuple(struck))
+            slow = {"factor": event.factor or 1.0, "lasts_s": event.lasts or 0.0}
+        return Failure(at=at, workers=struck, anyone=anyone, event=number, **slow)
 
-    def _of_nodes(self, event: Event, count: int, at: float) -> Failure:
+    def _ranks(self, who: Who, job: Job, draws: random.Random) -> tuple[int, ...]:
+        if who.role == "any":
+            return (draws.randrange(job.workers),)
+        if who.node is not None:
+            return tuple(range(who.node, job.workers, self._nodes(job)))
+        return tuple(rank for rank in ranks(who, job.workers, draws) if rank is not None)
+
+    def _nodes(self, job: Job) -> int:
+        """That those who train are on."""
+        return min(self._scenario.nodes or job.workers, job.workers)
+
+    def _of_nodes(
+        self, number: int, event: Event, count: int, at: float, of: tuple[int, ...] = (), anyone: bool = False
+    ) -> Failure:
         """So many nodes are lost, perhaps with notice, perhaps for a while."""
         notice_s, back = event.notice or 0.0, count if event.lasts is not None else 0
-        return Failure(at=at, lost=count, notice_s=notice_s, back=back, back_s=notice_s + (event.lasts or 0.0))
+        lasts_s = notice_s + (event.lasts or 0.0)
+        return Failure(at=at, lost=count, of=of, anyone=anyone, notice_s=notice_s, back=back, back_s=lasts_s, event=number)
+
+    def missed(self, outcomes: Sequence[Outcome]) -> tuple[int, ...]:
+        """The events that did not come about as often as they should, in one run at least; but for those at random."""
+        return tuple(
+            number
+            for number, event in enumerate(self._scenario.events)
+            if any(outcome.struck.get(number, 0) < self._times(event) for outcome in outcomes)
+        )
+
+    def _times(self, event: Event) -> int:
+        """How often an event is to come about at least."""
+        when = event.when
+        if when is not None and when.trace is not None:
+            return len(SpotTrace.read(self._scenario.relative(when.trace)).failures)
+        return 0 if when is not None and when.mtbf is not None else 1
 
 
 def rehearse(scenario: Scenario, known: Job | None = None) -> Report:
@@ -324,7 +362,7 @@ def rehearse(scenario: Scenario, known: Job | None = None) -> Report:
         undisturbed_s=found.undisturbed_s,
         goodput=found.goodput,
         strikes=(),
-        missed=(),
+        missed=found.missed,
         recoveries=tuple(
             Kind(cause="all", strategy=name, guarantee=kept, count=round(count / runs), pause=found.pauses)
             for name, count in counts.items()

@@ -34,7 +34,12 @@ KINDS: dict[str, Kind] = {
     "rollback": "rollback",
     "skip": "skip",
 }
-"""What a run's strategy is, by the first of these that one of its recoveries used; else it is "replication"."""
+"""The simulator's word for a run's strategy. Of a log that does not say which that was, it is the first of these that one of
+the run's recoveries used; else, and of "auto" without replays, it is "replication"."""
+SAID = ("replacement", "update", "quorum", "lost_samples")
+"""What else the log says of a strategy."""
+CHOOSING = ("logging", "checkpoint", "elastic_horovod")
+"""Kinds for which the simulator would choose an interval, or ask for one."""
 HELPED = re.compile(r" by (\d+) workers")
 """In the reason of a recovery by replay: how many shared it."""
 
@@ -209,16 +214,23 @@ def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 
 
 def _strategy(records: Records, recoveries: Records, details: dict[str, Any]) -> Strategy:
-    used = {r["strategy"] for r in recoveries}
-    found: list[Kind] = [kind for name, kind in KINDS.items() if name in used]
-    found.append("replication")
+    kind = _kind(details.get("strategy"), {r["strategy"] for r in recoveries})
     helped = [int(number) for r in recoveries for number in HELPED.findall(r["reason"])]
     workers = max(helped, default=1)
-    said: dict[str, Any] = {name: details[name] for name in ("replacement", "update") if name in details}
+    said: dict[str, Any] = {name: details[name] for name in SAID if name in details}
     every = _interval(records)
-    if found[0] == "logging" and every is None:
-        every = details["max_steps"]  # never: it replayed from the beginning
-    return Strategy(kind=found[0], every=every, replay_workers=workers, label=found[0], **said)
+    if kind in CHOOSING and every is None:
+        every = details["max_steps"]  # never: it began anew, or replayed from the beginning
+    return Strategy(kind=kind, every=every, replay_workers=workers, label=kind, **said)
+
+
+def _kind(said: str | None, used: set[str]) -> Kind:
+    """By what the run was told, for one recovery of another kind (a fall-back to a checkpoint) says little of the others."""
+    if said == "auto":
+        return "logging" if "logging" in used else "replication"
+    if said is None:
+        said = next((name for name in KINDS if name in used), None)
+    return KINDS.get(said or "", "replication")
 
 
 def _interval(records: Records) -> int | None:
@@ -240,7 +252,11 @@ def _failures(records: Records, recoveries: Records, stretches: Sequence[_Stretc
     found = []
     for recovery, stretch in _struck(recoveries, stretches):
         into, _ = _unaccounted(stretch, recovery, job.step_s)
-        lost = [_worker(records, member, recovery, ranks, job) for member in recovery["lost"]]
+        lost: list[int] = []
+        for member in recovery["lost"]:
+            number = _worker(records, member, recovery, ranks, job)
+            others = [other for other in range(job.workers) if other not in lost]  # the log may not say which worker it was
+            lost.append(number if number in others or not others else others[0])
         step = max(0.0, _reached(recovery, stretch) - _begun(records) + into)
         found.append(Failure(step=min(step, job.steps - 0.01), workers=tuple(dict.fromkeys(lost))))
     return Listed(tuple(sorted(found, key=lambda failure: failure.step or 0.0)))

@@ -24,9 +24,9 @@ from raytrain_ft.simulate.failures import Failure, Failures, unheeded
 from raytrain_ft.simulate.ledger import Ledger
 from raytrain_ft.simulate.model import Job
 from raytrain_ft.simulate.nodes import Nodes
-from raytrain_ft.simulate.outcome import GAVE_UP, HOPELESS, Outcome
+from raytrain_ft.simulate.outcome import GAVE_UP, Outcome
 from raytrain_ft.simulate.peers import simulate_torchft
-from raytrain_ft.simulate.strategies import HEEDLESS, Strategy
+from raytrain_ft.simulate.strategies import HEEDLESS, Strategy, longest_s
 
 Watch = Callable[[RunState, m.Event, State, list[m.Command]], None]
 """Sees every event, the state before it, and what the machine asks for."""
@@ -117,13 +117,14 @@ class Simulation:
         self._queue: list[tuple[float, int, Callable[[float], None]]] = []
         self._number = 0
         self._watched: object = None
+        self._events: Counter[int] = Counter()  # those of a scenario that came about
 
     def run(self) -> Outcome:
         """To the run's end."""
         stored = tuple(self.crew.disk)
         self._tell([m.RunStarted(run_id="simulation", stored=stored), m.CapacityChanged(slots=self.nodes.slots)])
         self._next_failure()
-        longest = HOPELESS * (self.job.useful_s + self.job.costs.begin_s)
+        longest = longest_s(self.job, self.strategy)
         while self.state.state not in ENDED and self._queue and self._queue[0][0] <= longest:
             at, _, what = heapq.heappop(self._queue)
             self._pass_time(at)
@@ -141,6 +142,7 @@ class Simulation:
             recoveries=len(recoveries),
             guarantee=str(weakest(*(recovery.guarantee for recovery in self.state.recoveries))),
             strategies=dict(Counter(str(recovery.strategy) for recovery in recoveries)),
+            struck=dict(self._events),
         )
 
     # ---------------------------------------------------------------- time
@@ -189,23 +191,32 @@ class Simulation:
     def _strike(self, failure: Failure, now: float) -> None:
         if failure is not self._next:
             return
+        workers, nodes = ([], self._struck(failure)) if failure.lost else (self._meant(failure), [])
+        if not failure.spares_one or self._spares_one(workers, nodes):
+            self._carry_out(failure, workers, nodes, now)
+        self._next_failure()
+
+    def _carry_out(self, failure: Failure, workers: list[str], nodes: list[int], now: float) -> None:
+        """It strikes these workers, or these nodes."""
         slots = self.nodes.slots
-        self.ledger.failures += bool(failure.lost or failure.workers)
+        self.ledger.failures += failure.strikes
+        back = min(failure.back, len(nodes)) if failure.lost else failure.back  # who was not there does not come back
+        if failure.event is not None and (workers or nodes or back):
+            self._events[failure.event] += 1
         if failure.factor > 1:
-            self.crew.slow(self._ranked(failure), failure.factor, failure.lasts_s, now)
-        elif failure.workers:
-            self._lose(self._ranked(failure), "the process died", now)
+            self.crew.slow(workers, failure.factor, failure.lasts_s, now)
+        elif failure.strikes and not failure.lost:
+            self._lose(workers, "the process died", now)
         elif failure.notice_s:
-            self._give_notice(self._struck(failure), failure.notice_s, now)
+            self._give_notice(nodes, failure.notice_s, now)
             slots = self.nodes.slots  # that is known
         elif failure.lost:
-            self._lose(self.nodes.lose(self._struck(failure)), f"{failure.lost} nodes were lost", now)
+            self._lose(self.nodes.lose(nodes), f"{failure.lost} nodes were lost", now)
         if failure.back_s:
             self._resize(slots, 0, now)
-            self._at(now + failure.back_s, lambda at: self._resize(self.nodes.slots, failure.back, at))
+            self._at(now + failure.back_s, lambda at: self._resize(self.nodes.slots, back, at))
         else:
-            self._resize(slots, failure.back, now)
-        self._next_failure()
+            self._resize(slots, back, now)
 
     def _lose(self, members: list[str], cause: str, now: float) -> None:
         if not set(self.state.joining).isdisjoint(members):
@@ -229,14 +240,25 @@ class Simulation:
             changed = m.CapacityChanged(at=now, slots=self.nodes.slots)
             self._at(now + self.job.costs.detect_s, lambda _: self._tell([changed]))
 
-    def _ranked(self, failure: Failure) -> list[str]:
-        """The workers that are named, as far as they live."""
+    def _spares_one(self, workers: list[str], nodes: list[int]) -> bool:
+        """Whether somebody who holds the training state is left without them."""
+        gone = self.crew.dead.union(workers, *(self.nodes.hosts[node] for node in nodes))
+        return not gone.issuperset(self.crew.holding)
+
+    def _meant(self, failure: Failure) -> list[str]:
+        """The workers that are named, as far as they live, or whoever is drawn, spares among them."""
+        if failure.anyone:
+            living = sorted(member for member in self.nodes.node_of if member not in self.crew.dead)
+            return [living[self._chance.integers(len(living))]] if living else []
         world = self.state.joining or self.state.world
-        members = [world[rank] for rank in failure.workers if rank < len(world)]
+        members = [world[rank] for rank in failure.workers or failure.of if rank < len(world)]
         return [member for member in members if member in self.nodes.node_of]
 
     def _struck(self, failure: Failure) -> list[int]:
-        """Nodes of the present world, drawn by chance, further ones only if these do not suffice."""
+        """The nodes that are meant, or else nodes of the present world, drawn by chance, further ones only if these do not
+        suffice."""
+        if failure.of or failure.anyone:
+            return list(dict.fromkeys(self.nodes.node_of[member] for member in self._meant(failure)))
         world = self.state.joining or self.state.world
         at_work = {self.nodes.node_of[member] for member in world if member in self.nodes.node_of}
         chosen = self._draw(sorted(at_work), failure.lost)

@@ -24,21 +24,29 @@ class Failure:
     Attributes:
         at: seconds since the run began.
         step: steps committed for the first time; 12.5 is in the middle of the thirteenth.
-        lost: nodes lost at once. workers: or single workers lost, by rank; both may be empty where nodes only come back.
+        lost: nodes lost at once, drawn from those at work; of: or those of these workers, one for each, by rank.
+        workers: single workers lost instead, by rank; nobody may be, where nodes only come back.
+        anyone: a single worker is lost, or the node of one, drawn from all that live, spares among them.
         back: nodes that the cluster has room for again, `back_s` seconds later.
         notice_s: the nodes have notice: they are lost so many seconds later.
         factor: the workers are not lost, but so many times slower for `lasts_s` seconds.
+        spares_one: it does not happen where nobody would be left who holds the training state.
+        event: the number of a scenario's event that it is of.
     """
 
     at: float | None = None
     step: float | None = None
     lost: int = 0
+    of: tuple[int, ...] = ()
     workers: tuple[int, ...] = ()
+    anyone: bool = False
     back: int = 0
     back_s: float = 0.0
     notice_s: float = 0.0
     factor: float = 1.0
     lasts_s: float = 0.0
+    spares_one: bool = False
+    event: int | None = None
 
     def __post_init__(self) -> None:
         if (self.at is None) == (self.step is None):
@@ -49,12 +57,21 @@ class Failure:
         known = isinstance(self.workers, tuple)
         if not known or any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in self.workers):
             raise ConfigError(f"Failure(workers={self.workers!r}): use a list of ranks, whole numbers from 0 on")
-        if not (self.lost or self.workers or self.back) or (self.lost and self.workers):
+        if not (self.strikes or self.back) or (self.lost and self.workers):
             raise ConfigError(f"{self}: say how many nodes are lost (lost=), which workers are (workers=), or who comes back")
+        if self.of and len(set(self.of)) != self.lost:
+            raise ConfigError(f"{self}: of these workers the nodes are lost (of=): as many as nodes (lost=)")
+        if self.anyone and (self.workers or self.of or self.lost > 1):
+            raise ConfigError(f"{self}: anyone is a single worker, or one node (lost=1), which nobody names")
         if self.notice_s and not self.lost:
             raise ConfigError(f"{self}: notice_s is of nodes: say how many (lost=)")
-        if (self.factor > 1 and not self.workers) or (self.lasts_s and self.factor == 1):
+        if (self.factor > 1 and not (self.workers or self.anyone)) or (self.lasts_s and self.factor == 1):
             raise ConfigError(f"{self}: say which workers (workers=) are how many times slower (factor=), for lasts_s")
+
+    @property
+    def strikes(self) -> bool:
+        """Whether it does harm; or else nodes only come back."""
+        return bool(self.lost or self.workers or self.anyone)
 
     def unheeded(self, job: Job) -> Failure:
         """What it is to those who do nothing upon a notice: a loss when the time has come. Back are nodes as before."""

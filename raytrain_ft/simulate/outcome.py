@@ -12,7 +12,7 @@ from raytrain_ft.policy.strategy import weakest
 T_95 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
 """Student's t for 95 % (two-sided), by degrees of freedom; beyond the table 1.96 is near enough."""
 HOPELESS = 20
-"""Times its undisturbed steps that a run may take: it would go back for ever, or nearly so."""
+"""Times the undisturbed time that a run may take: it would go back for ever, or nearly so."""
 GAVE_UP = f"it was given up: after {HOPELESS} times the undisturbed time there was no end"
 
 
@@ -38,6 +38,7 @@ class Outcome:
             afterwards.
         guarantee: the weakest that a recovery kept: "exact", "rounding" or "lossy".
         strategies: by how many recoveries each of the machine's strategies was carried out.
+        struck: how often each of a scenario's events came about, by its number.
     """
 
     strategy: str
@@ -55,6 +56,7 @@ class Outcome:
     pauses: tuple[float, ...] = ()
     guarantee: str = "exact"
     strategies: dict[str, int] = field(default_factory=dict)
+    struck: dict[int, int] = field(default_factory=dict)
     reason: str = ""
 
     @property

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from raytrain_ft.simulate.failures import Failure
 from raytrain_ft.simulate.ledger import Ledger
 from raytrain_ft.simulate.model import Job
-from raytrain_ft.simulate.outcome import GAVE_UP, HOPELESS, Outcome
+from raytrain_ft.simulate.outcome import GAVE_UP, Outcome
 from raytrain_ft.simulate.pace import Pace, Stand
-from raytrain_ft.simulate.strategies import Strategy
+from raytrain_ft.simulate.strategies import Strategy, longest_s
 
 
 def simulate_torchft(job: Job, strategy: Strategy, failures: Iterator[Failure], seed: int) -> Outcome:
@@ -35,6 +35,7 @@ class _Torchft:
         spares: when each spare is ready. free: when each further node is there; None: nodes are not scarce.
         absent: workers that are missing. vacant: groups of them that have no node yet; coming: when the others are back.
         saved: the step of the newest checkpoint. reason: why the run cannot go on.
+        there: nodes that there are, where they are scarce. returning: when so many more of them are there.
     """
 
     job: Job
@@ -50,13 +51,16 @@ class _Torchft:
     coming: list[tuple[float, int]] = field(default_factory=list)
     saved: int | None = None
     reason: str = ""
+    there: int = 0
+    returning: list[tuple[float, int]] = field(default_factory=list)
 
     def run(self, seed: int) -> Outcome:
         """To the run's end."""
         job, recoveries = self.job, 0
+        self.there = job.number_of_nodes + job.spares + (job.spare_nodes or 0)
         self._wait("begin", job.costs.begin_s)
         failure = next(self.failures, None)
-        longest = HOPELESS * (job.useful_s + job.costs.begin_s)
+        longest = longest_s(job, self.strategy)
         while self.step < job.steps and not self.reason:
             if self.now > longest:
                 self.reason = GAVE_UP
@@ -71,6 +75,7 @@ class _Torchft:
                 recoveries += 1
                 self._recover(failure)
             self._free(failure.back, failure.back_s)
+            heapq.heappush(self.returning, (self.now + failure.back_s, failure.back))
             self._replace()
             failure = next(self.failures, None)
         self._wait("end", 0.0 if self.reason else job.costs.end_s)
@@ -136,9 +141,11 @@ class _Torchft:
     def _recover(self, failure: Failure) -> None:
         """Books a recovery. Of lost processes, the nodes are still there."""
         costs, size = self.job.costs, self.job.per_node if failure.lost else 1
-        lost = min(self.present, failure.lost * size or len(failure.workers))
+        workers = len(failure.workers) + failure.anyone
+        lost = min(self.present, failure.lost * size or workers)
         self.ledger.failures += 1
         self.ledger.struck(self.now)
+        self.there = max(0, self.there - failure.lost)
         if lost == self.present and self.saved is None:
             self.reason = "NoSurvivorError: every worker was lost"
             return
@@ -147,7 +154,7 @@ class _Torchft:
         self._wait("replace", costs.rendezvous_s)
         self.absent += lost
         self.vacant += [min(size, lost - first) for first in range(0, lost, size)]
-        self._free(len(failure.workers))
+        self._free(0 if failure.lost else workers)
         if self.present:
             self.ledger.lost(self.step, self.step + 1, self.job.batch)
             return
@@ -178,10 +185,20 @@ class _Torchft:
         self._pass(seconds)
 
     def _pass(self, seconds: float) -> None:
-        self.now += seconds
-        self.ledger.node_s += seconds * (self.job.number_of_nodes + self.job.spares)
+        until = self.now + seconds
+        while self.returning and self.returning[0][0] <= until:
+            at, nodes = heapq.heappop(self.returning)
+            self._pay(at)
+            self.there += nodes
+        self._pay(until)
+
+    def _pay(self, until: float) -> None:
+        """For the nodes that there are, and no more than the job asks for. Not scarce, another is there at once."""
+        wanted = self.job.number_of_nodes + self.job.spares
+        self.ledger.node_s += (until - self.now) * (wanted if self.free is None else min(wanted, self.there))
+        self.now = until
 
 
 def _loses(failure: Failure) -> bool:
     """Whether somebody is lost; or else nodes come back, or workers are slow."""
-    return bool(failure.lost or failure.workers) and failure.factor == 1
+    return failure.strikes and failure.factor == 1

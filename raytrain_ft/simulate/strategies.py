@@ -12,6 +12,7 @@ from raytrain_ft.policy import forward
 from raytrain_ft.policy.frequency import Profile, check_budget, choose
 from raytrain_ft.simulate import checks
 from raytrain_ft.simulate.model import Job
+from raytrain_ft.simulate.outcome import HOPELESS
 
 Kind = Literal[
     "global_checkpoint",
@@ -158,6 +159,15 @@ class Strategy:
         k = self.interval(job)
         saved = 0 if k is None else math.floor((job.steps - 1) / k)
         return job.steps * self.step_s(job) + saved * self.stall_s(job)
+
+
+def longest_s(job: Job, strategy: Strategy) -> float:
+    """How long a run may take before it is given up. Of a run that is as short as that, a single recovery may be the most."""
+    costs = job.costs
+    recovery_s = costs.detect_s + costs.fence_s + costs.start_s + costs.restart_s + costs.rendezvous_s + costs.load_s
+    recovery_s += costs.restore_s + costs.filling_s + costs.resume_s
+    undisturbed_s = max(job.useful_s, strategy.undisturbed_s(job))  # of a pace that was fitted, the latter may be less
+    return HOPELESS * (costs.begin_s + undisturbed_s + costs.end_s + recovery_s)
 
 
 def check_names(strategies: Sequence[Strategy]) -> None:

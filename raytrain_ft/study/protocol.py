@@ -7,6 +7,7 @@ shows whether the deviation grows or fades.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -257,12 +258,17 @@ class Training:
                 loss_off=measured[number][1] - loss,
                 later_accuracy_off=later[number][0] - later_accuracy,
                 later_loss_off=later[number][1] - later_loss,
-                distance=distances[number] / size,
-                of_a_step=distances[number] / moved,
-                later_distance=distance(group, baseline) / norm(baseline),
+                distance=relative(distances[number], size),
+                of_a_step=relative(distances[number], moved),
+                later_distance=relative(distance(group, baseline), norm(baseline)),
                 updated_twice=twice,
                 slowdown=seconds / arms[1][3],
             )
+
+
+def relative(length: float, to: float) -> float:
+    """One distance in terms of another; NaN if nothing moved at all."""
+    return length / to if to else math.nan
 
 
 def _loss(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -328,7 +334,7 @@ def contrast(training: Training, optimizer: str) -> Contrast:
         optimizer=optimizer,
         seed=training.seed,
         step=step,
-        interrupted=interrupted / moved,
-        replayed=distance(skipped, zeroed) / moved,
-        rollback=distance(skipped, baseline) / moved,
+        interrupted=relative(interrupted, moved),
+        replayed=relative(distance(skipped, zeroed), moved),
+        rollback=relative(distance(skipped, baseline), moved),
     )

@@ -14,7 +14,8 @@ from raytrain_ft.study.protocol import Arm, Outcome
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean, and half the width of its 95 % confidence interval (Student's t; NaN of a single value)."""
+    """A mean, and half the width of its 95 % confidence interval (Student's t; NaN of a single value, and of a training that
+    diverged, whose values are infinite or NaN)."""
 
     mean: float
     half: float
@@ -27,8 +28,10 @@ class Estimate:
 
 def estimate(values: Sequence[float]) -> Estimate:
     """Of at least one value."""
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return Estimate(sum(values) / len(values), math.nan)  # not fmean, which refuses infinities of both signs
     t = T_95[len(values) - 1] if len(values) <= len(T_95) else 1.96
-    return Estimate(fmean(values), t * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan)
+    return Estimate(fmean(values), t * stdev(values) / math.sqrt(len(values)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +88,7 @@ def over_points(outcomes: Iterable[Outcome], of: Callable[[Outcome], float]) -> 
     found: dict[int, list[float]] = {}
     for outcome in outcomes:
         found.setdefault(outcome.seed, []).append(of(outcome))
-    return estimate([fmean(values) for values in found.values()])
+    return estimate([sum(values) / len(values) for values in found.values()])
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.simulate import Costs, Failure, Job, Listed, Strategy, simulate
-from raytrain_ft.simulate.calibrate import Calibration, calibrate
+from raytrain_ft.simulate.calibrate import Calibration, _kind, calibrate
 from raytrain_ft.simulate.engine import Simulation, rules_of
 from raytrain_ft.simulate.promises import Record
 
@@ -64,6 +64,34 @@ def test_other_strategies_are_recognised_and_predicted(kind: Any) -> None:
     known = calibrate(log_of(JOB, Strategy(kind=kind, every=10 if kind == "checkpoint" else None)))
     assert known.strategy.kind == kind
     assert predicted(known) == pytest.approx(1, abs=0.02)  # "lossy": the rest of a step is taken for a rendezvous
+
+
+def test_a_run_that_fell_back_to_a_checkpoint_once_is_still_one_of_its_strategy() -> None:
+    """Seven losses were met by replicas, and one took all of them."""
+    failures = [Failure(step=step, workers=(0, 1, 2) if number == 4 else (number % 3,)) for number, step in enumerate(STEPS)]
+    simulation = Simulation(JOB, strategy := Strategy(kind="replication", every=10), iter(failures), 0)
+    record = Record(rules_of(JOB, strategy), Sampling(120, JOB.batch, 1))
+    simulation.watch = record.after
+    assert simulation.run().strategies == {"replication": 7, "checkpoint": 1}
+    known = calibrate(record.lines)
+    assert (known.strategy.kind, known.strategy.every) == ("replication", 10)
+    assert predicted(known) == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("said", "used", "kind"),
+    [
+        ("auto", {"replication", "checkpoint"}, "replication"),
+        ("auto", {"logging", "checkpoint"}, "logging"),
+        ("checkpoint", set(), "checkpoint"),
+        ("snapshot", {"snapshot"}, "elastic_horovod"),
+        ("lossy", {"checkpoint"}, "lossy"),
+        (None, {"checkpoint", "replication"}, "checkpoint"),
+        (None, set(), "replication"),
+    ],
+)
+def test_what_a_run_was_told_says_its_strategy_and_else_what_it_used(said: str | None, used: set[str], kind: str) -> None:
+    assert _kind(said, used) == kind
 
 
 def test_the_costs_of_snapshots_in_memory_come_back() -> None:

@@ -111,6 +111,10 @@ def trainer(**arguments: Any) -> ft.Trainer:
         ),
         (lambda: trainer(faults=[SILENT], recovery_config=ft.RecoveryConfig(update="wait_free")), 'goes with update="barrier"'),
         (lambda: trainer(faults=[SILENT], **IN_STAGES), "without a pipeline"),
+        (
+            lambda: trainer(faults=[ft.FailAt(phase="update", step=3)] * 2),
+            r"FailAt\(phase='update', step=3.* among faults twice",
+        ),
         (lambda: trainer(faults=[ft.FailAt(phase="update", rank=1)]), r"FailAt\(rank=1\) would never strike.* at most 1"),
     ],
 )

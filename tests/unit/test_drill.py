@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from click.testing import CliRunner
@@ -16,14 +17,15 @@ from click.testing import CliRunner
 from raytrain_ft.chaos.hand import Hand
 from raytrain_ft.cli_drill import drill_command
 from raytrain_ft.drill import _predicted, drill
-from raytrain_ft.drill.faults import casualties
+from raytrain_ft.drill.faults import casualties, planted, task_of
 from raytrain_ft.drill.measure import Clock, guilty
 from raytrain_ft.drill.numbers import Spread
 from raytrain_ft.drill.played import Struck
-from raytrain_ft.drill.predict import job_of, predict, rehearse
+from raytrain_ft.drill.predict import Events, job_of, predict, rehearse, strategy_of
 from raytrain_ft.errors import ScenarioError
 from raytrain_ft.scenario import Scenario, Who, trainer_parts
 from raytrain_ft.scenario.points import STEP_PHASES
+from raytrain_ft.simulate import simulate
 
 SIMULATED = """
 name: simulated
@@ -415,11 +417,58 @@ def test_workers_that_share_a_node_are_lost_together(tmp_path: Path) -> None:
     (outcome,) = predict(asked, job).outcomes
     assert outcome.finished, outcome.reason
     assert outcome.seconds > 500 * 0.5 + 500 * 1.0  # with half of the workers from then on
+    both = scenario(tmp_path, head + "  - {action: kill, who: {node: 1}, when: {step: 500}}\n")
+    assert [one.workers for one in Events(both).draw(job, np.random.default_rng(0))] == [(1, 3)]
     uneven = scenario(tmp_path, SIMULATED.replace("nodes: 8", "nodes: 3") + events)
     with pytest.raises(ScenarioError, match=r"nodes.*as many workers are on each node"):
         job_of(uneven, None)
     kills = "  - {action: kill, who: {rank: 1}, when: {step: 500}}\n"
     assert job_of(scenario(tmp_path, SIMULATED.replace("nodes: 8", "nodes: 3") + kills), None).nodes is None
+
+
+@pytest.mark.parametrize("action", ["kill", "kill_node"])
+def test_the_nodes_that_are_named_are_struck(action: str, tmp_path: Path) -> None:
+    """Both replicas of the first stage: nobody holds its state any more, and drawing by chance would mostly take others."""
+    head = SIMULATED.replace("workers: 4", "workers: 4\nstages: 2\nmicro_batches: 2")
+    asked = scenario(tmp_path, f"{head}  - {{action: {action}, who: {{ranks: [0, 2]}}, when: {{step: 400}}}}\n")
+    job = job_of(asked, None)
+    for seed in range(10):
+        outcome = simulate(job, strategy_of(asked, job), Events(asked), seed=seed)
+        assert outcome.strategies == {"checkpoint": 1}
+
+
+def test_what_comes_at_random_never_strikes_the_last_replica_in_the_simulator_either(tmp_path: Path) -> None:
+    head = SIMULATED.replace("workers: 4", "workers: 2").replace("checkpoint_every: 50", "checkpoint_every: null")
+    both = scenario(tmp_path, head + "  - {action: kill, who: {count: 2}, when: {mtbf: 60s}}\n")
+    assert [one.failures for one in predict(both, job_of(both, None), seeds=3).outcomes] == [0, 0, 0]
+    anyone = scenario(tmp_path, head + "  - {action: kill, who: {role: any}, when: {mtbf: 20s}}\n")
+    found = predict(anyone, job_of(anyone, None), seeds=5)
+    assert all(outcome.finished for outcome in found.outcomes)
+    assert sum(outcome.failures for outcome in found.outcomes) > sum(outcome.recoveries for outcome in found.outcomes) > 0, (
+        "some struck a spare"
+    )
+
+
+def test_a_drill_whose_event_never_came_fails_in_the_simulator_too(tmp_path: Path) -> None:
+    came, late = "{action: kill, who: {rank: 1}, when: {seconds: 5s}}", "{action: kill, who: {rank: 1}, when: {seconds: 1h}}"
+    report = rehearse(scenario(tmp_path, f"{SIMULATED}  - {came}\n  - {late}\n"))
+    assert report.missed == (1,)
+    assert not report.passed
+    assert rehearse(scenario(tmp_path, f"{SIMULATED}  - {came}\n")).missed == ()
+
+
+def test_a_spares_node_is_nobodys_in_the_simulator(tmp_path: Path) -> None:
+    event = "  - {action: kill_node, who: {node: 5}, when: {step: 30}}\n"
+    with pytest.raises(ScenarioError, match=r"node: 5: the simulator loses no spare: use 0 to 3"):
+        rehearse(scenario(tmp_path, SIMULATED + event))
+
+
+def test_the_same_failure_twice_is_refused(tmp_path: Path) -> None:
+    """Each strikes once, and they could not be told apart."""
+    event = "  - {action: kill, who: {role: any}, when: {step: 30}}\n"
+    asked = scenario(tmp_path, SIMULATED + event + event)
+    with pytest.raises(ScenarioError, match=r"line 14: .*events.0 strikes there and then already"):
+        planted(asked, task_of(asked))
 
 
 def test_without_costs_there_is_no_simulation(tmp_path: Path) -> None:

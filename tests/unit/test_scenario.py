@@ -364,7 +364,8 @@ def test_shares_of_back_propagation_and_layers_become_buckets(tmp_path: Path) ->
     """Of the tiny model, gradients come in two buckets: 9,248 + 66,048 bytes and 17,408 bytes."""
     at = ["share: 0%", "share: 90%", "layer: 0", "layer: 3", "bucket: 1"]
     at += ["tensors: 25%", "tensors: 50%", "tensors: 99%", "name: 4.bias", "name: 1.bias"]
-    text = HEAD + "".join(f"  - {{action: kill, who: {{rank: 0}}, when: {{step: 1}}, at: {{{place}}}}}\n" for place in at)
+    kill = "  - {{action: kill, who: {{rank: 0}}, when: {{step: {}}}, at: {{{}}}}}\n"
+    text = HEAD + "".join(kill.format(step, place) for step, place in enumerate(at))
     scenario = load(tmp_path, text)
     found = faults.planted(scenario, faults.task_of(scenario))
     assert [entry.fault.phase for entry in found] == ["backward"] * 10

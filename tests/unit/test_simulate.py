@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -209,6 +210,15 @@ def test_torchft_goes_on_with_fewer_where_there_are_no_nodes_and_grows_when_one_
     assert (grows.finished, grows.samples_lost) == (True, 8 + 110 * 2)
 
 
+@pytest.mark.parametrize("kind", ["torchft", "lossy"])
+def test_nobody_pays_for_nodes_that_are_gone(kind: str) -> None:
+    job, gone = replace(SCARCE, min_workers=3), Failure(at=50.0, lost=1)
+    outcome = once(kind, Listed((gone,)), job, replacement="shrink")
+    assert outcome.node_hours * 3600 == pytest.approx(4 * 50 + 3 * (outcome.seconds - 50))
+    back = once(kind, Listed((gone, Failure(at=150.0, back=1))), job, replacement="shrink")
+    assert back.node_hours * 3600 == pytest.approx(4 * (back.seconds - 100) + 3 * 100)
+
+
 @pytest.mark.parametrize("kind", ["torchft", "replication"])
 def test_a_node_may_come_back_a_while_after_it_was_lost(kind: str) -> None:
     at_once, later = (Listed((Failure(step=100, lost=1, back=1, back_s=seconds),)) for seconds in (0.0, 50.0))
@@ -268,7 +278,27 @@ def test_a_run_that_gets_nowhere_is_given_up_with_its_account() -> None:
     outcome = once("global_checkpoint", Exponential(mtbf_s=50.0), job, every=900)
     assert not outcome.finished
     assert outcome.reason.startswith("it was given up: after 20 times")
-    assert 19_000 < outcome.seconds <= 20_000
+    assert 19_000 < outcome.seconds <= 20 * (1000 + 5.0)  # of a recovery, too
+
+
+@pytest.mark.parametrize(
+    ("job", "strategy", "failures", "seconds"),
+    [
+        (Job(steps=100, step_s=0.1, workers=2, costs=Costs(persist_s=5.0)), {"kind": "global_checkpoint", "every": 1}, (), 505),
+        (
+            Job(steps=100, step_s=0.05, workers=2, spares=0, costs=Costs(start_s=120.0)),
+            {"kind": "replication"},
+            (Failure(at=2.525, lost=1),),
+            125.025,
+        ),
+    ],
+    ids=["saving takes most of the time", "a single recovery does"],
+)
+def test_a_run_that_takes_as_long_as_it_must_is_not_given_up(
+    job: Job, strategy: dict[str, Any], failures: tuple[Failure, ...], seconds: float
+) -> None:
+    outcome = simulate(job, Strategy(**strategy), Listed(failures))
+    assert (outcome.finished, outcome.seconds) == (True, pytest.approx(seconds))
 
 
 # ---------------------------------------------------------------- notices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -241,6 +242,14 @@ def test_an_interval_is_student_s() -> None:
     assert estimate([2.0, 2.1, 1.9]).differs
 
 
+@pytest.mark.parametrize("values", [[math.nan, 1.0], [math.inf, 1.0, 2.0], [math.inf, -math.inf]])
+def test_a_training_that_diverged_has_no_interval(values: list[float]) -> None:
+    found = estimate(values)
+    assert not math.isfinite(found.mean)
+    assert math.isnan(found.half)
+    assert not found.differs
+
+
 def outcome(step: int, seed: int, arm: Arm, distance: float, loss_off: float = 0.0, later: float = 0.0) -> Outcome:
     return Outcome(
         model="m",
@@ -336,6 +345,15 @@ def test_the_command_writes_tables_plots_and_json(tmp_path: Path) -> None:
     assert {one["arm"]["kind"] for one in found["summaries"]} == {"before", "baseline", "rollback", "lossy"}
     assert sorted(path.name for path in plots.iterdir()) == ["nt3.png", "training.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in plots.iterdir())
+
+
+def test_what_was_measured_of_a_training_that_diverges_is_not_lost(tmp_path: Path) -> None:
+    out, plots = tmp_path / "out.json", tmp_path / "plots"
+    result = invoke(tmp_path / "wild.yaml", FILE.replace("    lr: 0.1", "    lr: 100000"), "--json", out, "--plots", plots)
+    assert result.exit_code == 0, result.output
+    assert None in [one["loss"] for one in json.loads(out.read_text())["outcomes"]]
+    assert "nan" in result.output
+    assert (plots / "nt3.png").exists()
 
 
 @pytest.mark.parametrize(
