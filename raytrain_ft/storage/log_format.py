@@ -123,6 +123,11 @@ class Checksum:
         self._tensors = tensors
         self._value: int | None = None
 
+    @property
+    def is_known(self) -> bool:
+        """Whether it was made."""
+        return self._value is not None
+
     def __call__(self) -> int:
         tensors = self._tensors  # before the look: another thread lets go of them once it has the value
         if self._value is None:

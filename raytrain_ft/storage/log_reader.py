@@ -224,6 +224,13 @@ class LogReader:
         if ahead is not None:
             ahead.close()
 
+    def forget(self) -> None:
+        """Nothing will be read any more: gives back the memory for what is known of the files, too."""
+        self.close()
+        with self._lock:
+            for known in (self._files, self._keys, self._places):
+                known.clear()
+
 
 def _file_of(path: Path) -> LogFile:
     match = NAME.fullmatch(path.name)

@@ -307,6 +307,8 @@ class TensorLog:
                 if not self._closed and (not self._failed or self._trims):  # else that happened while this waited
                     self._latest = (record.incarnation, record.key.step)
                     self._payload_bytes += record.size
+                    while self._sums and self._sums[0][0].is_known:  # where there are no bubbles, the caller makes all of them
+                        self._forget_sum()
                     if record.checksum is not None and self._thread is not None:
                         self._sums.append((record.checksum, record.size))
                         self._sum_bytes += record.size
@@ -326,7 +328,8 @@ class TensorLog:
 
     def _discard(self, is_needless: Callable[[Record | _Trim | _Close], bool]) -> None:
         """Of what waits, this is never carried out."""
-        before, left = list(self._queue), [item for item in self._queue if not is_needless(item)]
+        before = list(self._queue)
+        left = [item for item in before if not is_needless(item)]
         self._queue.clear()
         self._queue.extend(left)
         self._done += len(before) - len(left)
@@ -378,7 +381,7 @@ class TensorLog:
         if self._thread is None:
             with self._serial:
                 while self._queue:
-                    self._carry_out(self._queue.popleft())
+                    self._carry_out_next()
 
     def _run(self) -> None:
         while (task := self._next()) is not None:
@@ -410,14 +413,20 @@ class TensorLog:
                         self._hurry.wait(None if until == math.inf else until - now)
             if self._queue and (self._is_urgent() or self._is_enough()):
                 return self._carry_out_next
-            if not self._sums or self._closed:
+            if self._closed:
                 return None
-            checksum, size = self._sums.popleft()
-            self._sum_bytes -= size
-            return checksum
+            return self._forget_sum() if self._sums else _do_nothing
 
     def _carry_out_next(self) -> None:
-        self._carry_out(self._queue.popleft())  # in no variable of this thread: its memory is free when it is done
+        with self._work:  # a trim may have left nothing meanwhile
+            item = self._queue.popleft() if self._queue else None
+        if item is not None:
+            self._carry_out(item)
+
+    def _forget_sum(self) -> Checksum:
+        checksum, size = self._sums.popleft()
+        self._sum_bytes -= size
+        return checksum
 
     def _is_urgent(self) -> bool:
         """Whether to go on at once: somebody waits, or would soon have to, for room; or there is something to be deleted."""
@@ -480,3 +489,7 @@ class TensorLog:
         about = {**where, "reason": reason, "number": self._told}
         with suppress(Exception):  # the listener's trouble is not the log's
             self._tell("LogFailed", about)
+
+
+def _do_nothing() -> None:
+    """What there was to do is done already."""

@@ -68,9 +68,9 @@ def regions_of(state: TrainingState) -> list[Region]:
     return sorted({Region(storage.data_ptr(), storage.nbytes()) for storage in storages if storage.nbytes()})
 
 
-def fits_beside(own: int, free: int) -> bool:
-    """Whether another stage fits beside one whose state has `own` bytes, with so many bytes free."""
-    return free >= NEEDED * own
+def fits_beside(own: int, free: int, extra: int = 0) -> bool:
+    """Whether another stage fits beside one whose state has `own` bytes, with so many bytes free, if it needs so much more."""
+    return free >= NEEDED * own + extra
 
 
 def free_memory() -> int:
@@ -103,7 +103,7 @@ def _reclaimable(path: str) -> int:
 
 @contextmanager
 def room_for_another(
-    state: TrainingState, check: Callable[[], None], tell: Callable[[int, float], None], sharing: int = 1
+    state: TrainingState, check: Callable[[], None], tell: Callable[[int, float], None], sharing: int = 1, extra: int = 0
 ) -> Iterator[None]:
     """For as long as this is entered there is room for a replica of another stage, as far as that is known: this state stays
     in memory if both fit, and is on the disk if they do not.
@@ -112,6 +112,7 @@ def room_for_another(
         check: called again and again while it is written; may raise to leave that, and then nothing has changed.
         tell: is told, once it is back, of its bytes and of the seconds that it took to write and to read them.
         sharing: how many on this node make room at the same time, this one included: each may use its part of what is free.
+        extra: bytes that the other stage needs beyond what any does.
 
     Raises:
         MemoryError: the other stage does not fit even so. OSError, LostAsideError: see `on_disk`.
@@ -120,11 +121,13 @@ def room_for_another(
     size = sum(region.size for region in regions)
     _collect()
     free = free_memory() // sharing
-    if fits_beside(size, free):
+    if fits_beside(size, free, extra):
         yield
         return
-    if not fits_beside(size, free + size):
-        raise MemoryError(f"{free} bytes are free, and {size} more without its own state, of {NEEDED:g} times {size}")
+    if not fits_beside(size, free + size, extra):
+        raise MemoryError(
+            f"{free} bytes are free, and {size} more without its own state, of {NEEDED:g} times {size} and {extra}"
+        )
     seconds = -time.monotonic()
     with on_disk(regions, check):
         seconds += time.monotonic()

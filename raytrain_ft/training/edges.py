@@ -341,6 +341,7 @@ class Tap:
     def begin(self, step: int) -> None:
         self._step, self._given = step, []
         if self._past is not None and step > self._past.until:
+            self._past.reader.forget()
             self._past = None
         if self._live is not None:
             self._live.begin(step)

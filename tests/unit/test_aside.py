@@ -129,6 +129,21 @@ def test_helpers_on_one_node_share_what_is_free(monkeypatch: pytest.MonkeyPatch)
         pytest.fail("there is no room for five")
 
 
+def test_gradients_that_are_kept_for_exact_sums_need_room_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, told = trained(), []
+    size = sum(region.size for region in aside.regions_of(state))
+    monkeypatch.setattr(aside, "free_memory", lambda: int(aside.NEEDED * size))
+    for extra, is_aside in ((0, False), (size, True)):
+        with aside.room_for_another(state, never, lambda *about: told.append(about), extra=extra):
+            pass
+        assert bool(told) == is_aside
+    with (
+        pytest.raises(MemoryError),
+        aside.room_for_another(state, never, lambda *about: told.append(about), extra=size + 1),
+    ):
+        pytest.fail("there is no room for them")
+
+
 def test_a_fence_in_the_midst_of_writing_leaves_it_where_it_was() -> None:
     state, looks = trained(), iter(range(5))
     before = state.digests()

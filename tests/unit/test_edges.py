@@ -185,6 +185,16 @@ class Sent(list[int]):
         self.append(micro_batch)
 
 
+def test_what_is_known_of_the_log_is_let_go_of_when_it_has_been_compared(logged: LogReader) -> None:
+    """Of thousands of steps it is a lot."""
+    edge = Tap(Sent(), None, edge_key, Fence(2), Past(logged, 7, exact=True))
+    edge.begin(7)
+    edge.give(0, sent(0))
+    assert logged._places
+    edge.begin(8)
+    assert not logged._places
+
+
 def test_the_step_after_a_replay_shows_what_its_last_update_led_to(logged: LogReader, tmp_path: Path) -> None:
     """It was begun before. Later ones were not: what may be found of them is of another time."""
     live, log = Sent(), TensorLog(tmp_path / "again", "w3")

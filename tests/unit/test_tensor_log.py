@@ -413,6 +413,53 @@ def test_what_a_checkpoint_makes_needless_is_never_written(tmp_path: Path) -> No
     log.close()
 
 
+def test_the_writer_takes_nothing_from_under_who_trims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has decided to write, and is held up, while what it would write is found to be needless."""
+    log, (decided, trimmed) = TensorLog(tmp_path, "w0"), (threading.Event(), threading.Event())
+    carry_out = log._carry_out_next
+
+    def held_up() -> None:
+        decided.set()
+        trimmed.wait(0.2)
+        carry_out()
+
+    monkeypatch.setattr(log, "_carry_out_next", held_up)
+    fill(log, range(50))
+    flushing = threading.Thread(target=log.flush, args=(10,))
+    flushing.start()
+    assert decided.wait(10)
+    discard = log._discard
+
+    def slowly(is_needless: Any) -> None:
+        def ask(item: Any) -> bool:
+            time.sleep(0.005)
+            return is_needless(item)
+
+        discard(ask)
+
+    monkeypatch.setattr(log, "_discard", slowly)
+    log.trim(49)
+    trimmed.set()
+    flushing.join(10)
+    assert log.flush(10)
+    assert log._waiting == 0
+    assert complete_steps(seen(tmp_path), 0, 1, "activation", 2) >= {49}
+    log.close()
+
+
+def test_checksums_that_the_caller_has_made_are_not_kept(tmp_path: Path) -> None:
+    """There may be no bubble for hours: a replay has none."""
+    log = TensorLog(tmp_path, "w0")
+    for number in range(200):
+        tensors = [torch.full((10,), float(number))]
+        checksum = Checksum(tensors)
+        log.append(key(number), 1, tensors, checksum=checksum)
+        checksum()
+        log.stats  # noqa: B018  takes in what was handed over
+    assert len(log._sums) <= 1
+    log.close()
+
+
 def test_bubbles_are_written_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not between them, nor at the beginning of one that may be short; what a flush writes is not counted among them."""
     monkeypatch.setattr(tensor_log, "PATIENCE_S", 1e6)
