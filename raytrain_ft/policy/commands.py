@@ -141,12 +141,15 @@ class Run:
     Attributes:
         failure_s: mean time between failures so far, seconds, if that is to be regarded.
         rejected: checkpoints that could not be loaded: they are nothing to fall back to.
+        rounded: since a checkpoint of an earlier step than this, a stage was replayed with sums in another order: what follows
+            is not, to the bit, what was logged of it before.
     """
 
     world: tuple[str, ...]
     incarnation: int
     failure_s: float | None = None
     rejected: tuple[str, ...] = ()
+    rounded: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +197,11 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Make sure that this worker is gone."""
+    """Make sure that this worker is gone. `avoid`: for some time, start others where it was only if no other node
+    has room."""
 
     member: str
+    avoid: bool = False
 
 
 @dataclass(frozen=True, slots=True)

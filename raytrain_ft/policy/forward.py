@@ -41,7 +41,8 @@ def instead(plan: Plan, survivors: Sequence[Marks], strategy: str, quorum: float
         return _keep(plan, survivors)
     if strategy == "skip":
         reason = f"step {plan.step} is skipped: its batch is lost"
-        return replace(plan, step=plan.step + 1, skips=True, lost=(shares[0].batch,), reason=reason)
+        left_out = {"skips": True, "lost": (shares[0].batch,), "trained": _trained(survivors)}
+        return replace(plan, step=plan.step + 1, reason=reason, **left_out)
     return plan
 
 
@@ -119,7 +120,13 @@ def _skip_again(step: int, survivors: Sequence[Marks], sources: Sequence[str]) -
         updated = tuple(m.member for m in survivors if m.step == step and m.versions[bucket] == step + 1)
         states += [Copy(bucket, "state", sources[bucket % len(sources)], updated)] if updated else []
     reason = f"step {step} is skipped by all, as {len(sources)} of {len(survivors)} survivors have done: its batch is lost"
-    return Plan(step + 1, states=tuple(states), reason=reason, skips=True, lost=known_losses(survivors, step))
+    lost = known_losses(survivors, step)
+    return Plan(step + 1, states=tuple(states), reason=reason, skips=True, lost=lost, trained=_trained(survivors))
+
+
+def _trained(survivors: Sequence[Marks]) -> int:
+    """The incarnation in which the interrupted step was begun: not everybody has come to train in it."""
+    return max(marks.trained for marks in survivors)
 
 
 def complement(batch: Range, parts: Sequence[Range]) -> tuple[Range, ...]:

@@ -55,7 +55,8 @@ def noticed(run: RunState, event: m.Noticed) -> list[m.Command]:
             run.warn(f"{event.member} stays, although it was asked to leave without a replacement: {why}")
             return []
         fewer = run.one_less()
-    if run.members[event.member] in IDLE and event.source in (REQUEST, SIGTERM, DRAIN):
+    is_sure = event.source in (REQUEST, SIGTERM, DRAIN)
+    if run.members[event.member] in IDLE and is_sure and (fewer or not _is_waited_for(run)):
         return [*_dismiss(run, [event.member]), *run.provision()]
     deadline, why = event.at + event.deadline_s, f"{event.source}: {event.reason}"
     leave = Leave(deadline, why, deadline + (math.inf if event.source == DRAIN else lapses_after(event.source)))
@@ -67,6 +68,14 @@ def noticed(run: RunState, event: m.Noticed) -> list[m.Command]:
     if run.state != State.RUNNING:
         return run.provision()
     return [*run.provision(), *watch(run, event.at), *(stop(run, event.at) or stay(run, event.at))]
+
+
+def _is_waited_for(run: RunState) -> bool:
+    """Whether a world is being gathered, and there are not more who are ready than it needs: all leave once it trains."""
+    if run.state != State.REPLACE or run.joining:
+        return False
+    wanted = min(len(run.world) or run.rules.max_workers, run.rules.max_workers)
+    return len(run.survivors) + len(run.roster.spares()) <= wanted
 
 
 def watch(run: RunState, at: float) -> list[m.Command]:

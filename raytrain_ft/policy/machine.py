@@ -36,6 +36,10 @@ NEWS = (
 """What counts whichever incarnation it is about."""
 FORGETTING = 0.9
 """With every record of committed steps, what was a long step before counts by so much less."""
+FORGETTING_SLOWLY = 0.999
+"""The same of what is a reason to be patient with who hangs perhaps: a rare step may take long."""
+IN_VAIN = 3
+"""Recoveries in a row without a step after which a worker that is new, and says that it cannot join, is the reason perhaps."""
 COMPUTING = TRAINING | {State.REPLACE, State.REBUILD}
 """Where a loss may turn out not to be finite: a recovery completes steps, too."""
 MOST_STORED = 16
@@ -177,8 +181,8 @@ def _on_worker_lost(run: RunState, event: m.WorkerLost) -> list[m.Command]:
     return _lose(run, [event.member], event)
 
 
-def _lose(run: RunState, members: list[str], event: m.WorkerLost) -> list[m.Command]:
-    """These members are gone, all in the way that the event tells."""
+def _lose(run: RunState, members: list[str], event: m.WorkerLost, *, avoid: bool = False) -> list[m.Command]:
+    """These members are gone, all in the way that the event tells. `avoid`: it may be for where they were."""
     savers = run.savers()
     leaving.lapse(run, event.at)
     was = {member: run.roster.lose(member) for member in members}
@@ -186,7 +190,7 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost) -> list[m.Comm
     for member in members:
         run.history.slept(member, run.step, asleep=False)  # if it did
         leaving.forget(run, member)
-    kills: list[m.Command] = [m.Kill(member) for member in members]
+    kills: list[m.Command] = [m.Kill(member, avoid) for member in members]
     working = [member for member in members if was[member] in (MemberState.ACTIVE, MemberState.LEAVING)]
     waiting = [member for member in members if member not in working and run.state == State.REPLACE and member in run.world]
     if not working:
@@ -227,20 +231,37 @@ def _on_cause_found(run: RunState, event: m.CauseFound) -> list[m.Command]:
 def _on_suspected(run: RunState, event: m.Suspected) -> list[m.Command]:
     if run.state in (State.FENCE, State.SHUTTING_DOWN) or (run.state == State.REPLACE and not run.joining):
         return []  # nobody computes anything
+    if strangers := _strangers(run, event.noticed_by):
+        cause = f"it could not join the others in {run.fruitless} recoveries: {event.reason}"
+        lost = m.WorkerLost(at=event.at, member=strangers[0], cause=cause, noticed_by=event.noticed_by)
+        return _lose(run, strangers, lost, avoid=True)
     return phases.suspect(run, event.at, event.reason, event.noticed_by)
+
+
+def _strangers(run: RunState, noticed_by: str) -> list[str]:
+    """Newcomers that are perhaps why recovery after recovery comes to nothing: who reports it itself, and, before the run would
+    be given up, all of them. Those who have trained together can do without."""
+    world = run.joining or run.world
+    new = [member for member in world if _is_newcomer(run, member)]
+    if len(new) == len(world):
+        return []  # nobody is left who has trained: it may be for anybody
+    if run.fruitless >= IN_VAIN and noticed_by in new:
+        return [noticed_by]
+    return new if 2 * run.fruitless >= max(2 * IN_VAIN, run.rules.max_fruitless_recoveries) else []
 
 
 # ---------------------------------------------------------------- training, and its end
 
 
 def _on_steps_committed(run: RunState, event: m.StepsCommitted) -> list[m.Command]:
-    if event.incarnation >= run.counts_from and event.stop_step > run.step:
+    is_first = event.incarnation >= run.counts_from and event.stop_step > run.step  # to tell of these steps
+    if is_first:
         _advance(run, event.stop_step)
     if event.incarnation != run.incarnation:
         return []  # a step that a recovery completed, for example: its time says nothing
-    run.longest_step = max(run.longest_step, event.longest_s)
+    run.longest_step = max(event.longest_s, (FORGETTING_SLOWLY if is_first else 1.0) * run.longest_step)
     run.long_step = max(event.longest_s, FORGETTING * run.long_step)
-    run.fruitless, run.help_left, run.slow_replays = 0, MOST_HELPED, 0
+    run.fruitless, run.help_left, run.slow_replays, run.newcomers = 0, MOST_HELPED, 0, frozenset()
     if run.state != State.RESUME:
         return []
     run.history.close(event.at)
@@ -333,10 +354,13 @@ def _on_saved(run: RunState, event: m.Saved) -> list[m.Command]:
 
 
 def _on_task_failed(run: RunState, event: m.TaskFailed) -> list[m.Command]:
-    if run.world and (run.members.get(event.member) == MemberState.STARTING or _is_newcomer(run, event.member)):
-        # The same could be built elsewhere, and those who train need not end for a node that lacks something.
-        cause = f"it could not be set up: {event.message}"
-        return _lose(run, [event.member], m.WorkerLost(at=event.at, member=event.member, cause=cause, noticed_by="supervisor"))
+    starts = run.members.get(event.member) == MemberState.STARTING
+    if run.world and (starts or _is_newcomer(run, event.member)) and event.kind != "non_finite":
+        # The same could be done elsewhere, and those who train need not end for a node that lacks something.
+        what = "it failed in its first step" if run.state == State.RESUME and not starts else "it could not be set up"
+        cause = f"{what}: {event.message}"
+        lost = m.WorkerLost(at=event.at, member=event.member, cause=cause, noticed_by="supervisor")
+        return _lose(run, [event.member], lost, avoid=True)
     if event.kind == "task" and event.member in run.leaving and run.state in TRAINING:
         # Perhaps its node takes its disks or its network away first. Is it the task, another one will say so too.
         cause = f"it failed on a node that is about to be taken away: {event.message}"
@@ -361,8 +385,11 @@ def _on_task_failed(run: RunState, event: m.TaskFailed) -> list[m.Command]:
 
 
 def _is_newcomer(run: RunState, member: str) -> bool:
-    """Whether it has not trained yet, and is about to get what that takes."""
-    return run.state in (State.REPLACE, State.REBUILD) and member in run.joining and member not in run.world
+    """Whether it has not trained yet, and is about to get what that takes, or in the midst of its first step."""
+    if run.state == State.RESUME:
+        return member in run.newcomers
+    joins = run.state in (State.REPLACE, State.REBUILD) and member in run.joining
+    return joins and (member not in run.world or member in run.newcomers)
 
 
 def _on_timer_fired(run: RunState, event: m.TimerFired) -> list[m.Command]:

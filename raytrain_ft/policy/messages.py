@@ -502,7 +502,8 @@ class AbortRequested(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RightLost(Event):
-    """Another run has taken the right to write this one's records, which nobody renewed: two must not write there."""
+    """Another run has taken the right to write this one's records or checkpoints, which nobody renewed: two must not write
+    there."""
 
     reason: str
 

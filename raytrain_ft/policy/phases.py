@@ -364,6 +364,8 @@ def resume(run: RunState, at: float) -> list[m.Command]:
     if run.state in ENDED:
         return departed
     run.state = State.RESUME
+    veterans = (frozenset(run.world) - run.newcomers).intersection(run.joining)
+    run.newcomers = frozenset(run.joining) - veterans if veterans else frozenset()
     run.world, run.answers, run.going_back, run.spoilt = run.joining, {}, "", None
     return [*departed, train(run, at)]
 
@@ -372,4 +374,5 @@ def train(run: RunState, at: float) -> m.Run:
     """What tells the workers of this world to train: also how often workers were lost so far, where that is to be regarded."""
     losses = sum(len(recovery.lost) for recovery in run.recoveries) if run.rules.measure_failures else 0
     failure_s = at / losses if losses else None
-    return m.Run(run.world, run.incarnation, failure_s, tuple(sorted(run.rejected.keys() - run.unread)))
+    rejected = tuple(sorted(run.rejected.keys() - run.unread))
+    return m.Run(run.world, run.incarnation, failure_s, rejected, run.log.rounded)

@@ -56,6 +56,7 @@ class Marks:
         share: its part in the step under way, if it has begun one.
         lost: the latest step that went on without some samples, and their positions.
         left_out: the step that it counts as committed without an update, unless it has begun another one since.
+        trained: the incarnation in which it trained last.
     """
 
     member: str
@@ -67,6 +68,7 @@ class Marks:
     share: Share | None = None
     lost: tuple[int, tuple[Range, ...]] | None = None
     left_out: int | None = None
+    trained: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class Plan:
         keep: buckets whose update of step `step` stays although that step is redone (lossy).
         skips: the interrupted step is left out: it counts as committed, without an update (lossy).
         lost: positions that the interrupted step goes on without.
+        trained: the incarnation in which a step that is left out was begun.
     """
 
     step: int
@@ -111,6 +114,7 @@ class Plan:
     keep: tuple[int, ...] = ()
     skips: bool = False
     lost: tuple[Range, ...] = ()
+    trained: int = 0
 
     @property
     def interrupted(self) -> int:

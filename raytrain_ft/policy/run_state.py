@@ -32,6 +32,7 @@ class RunState:
         incarnation: the number of the present world; 0 before the first.
         world: who trains, in rank order; during a recovery, who trained before it.
         joining: the world of this incarnation; empty until it is told to join.
+        newcomers: who was to train for the first time beside others who had trained before, until a step is committed.
         seated: the world that came together last, whether or not it came to train.
         survivors: who holds state in this incarnation, and where it stood when it was fenced.
         replaying: stages that nobody holds, or that go back with such a one: they are replayed.
@@ -62,7 +63,8 @@ class RunState:
         unsaved: how often a stage was lost at the end of the run before its final state was saved.
         step: steps that somebody is known to have committed.
         counts_from: the incarnation from which on steps count: everybody went back from what was committed before.
-        longest_step, long_step: the longest step so far, and of late, seconds.
+        longest_step, long_step: the longest step for a long time, and of late, seconds. What happened once, as a stall of
+            storage, is no measure for ever.
         longest_build: the longest time that a worker took to build its model, seconds.
         abort_reason: why the run is to end before its time, once somebody has asked for that.
         failure: (error class name, message) once ERRORED or ABORTED.
@@ -77,6 +79,7 @@ class RunState:
     incarnation: int = 0
     world: tuple[str, ...] = ()
     joining: tuple[str, ...] = ()
+    newcomers: frozenset[str] = frozenset()
     seated: tuple[str, ...] = ()
     survivors: dict[str, Marks] = field(default_factory=dict)
     replaying: frozenset[int] = frozenset()

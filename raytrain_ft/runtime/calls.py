@@ -32,7 +32,6 @@ from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.sketch import unlike
 from raytrain_ft.runtime.contacts import Contacts
 from raytrain_ft.runtime.health import Health
-from raytrain_ft.runtime.nodes import FORGIVE_SILENT_S
 from raytrain_ft.runtime.spec import Introduction, RunSpec
 from raytrain_ft.training.fence import PeerLostError
 
@@ -108,7 +107,7 @@ class Calls:
         cause = error.cause if isinstance(error.cause, BaseException) else error
         if isinstance(cause, FencedError):
             return
-        if isinstance(cause, PeerLostError | ObjectLostError) or (incarnation and isinstance(cause, TimeoutError)):
+        if incarnation and isinstance(cause, PeerLostError | ObjectLostError | TimeoutError):  # setting one up asks no peer
             reason = str(cause)[:300] or f"{member} ran into a deadline"
             self._tell(m.Suspected(incarnation=incarnation, reason=reason, noticed_by=member))
             return
@@ -129,7 +128,7 @@ class Calls:
         kind = kinds[0] if kinds else "task"
         unable = kind != "non_finite" and (incarnation or self._health.is_starting(member))
         if unable and (node := self._contacts.node_of(member)) is not None:
-            self._health.nodes.avoid(node, FORGIVE_SILENT_S)  # it may lack what others have: the next one is started elsewhere
+            self._health.nodes.disfavour(node)
         message = str(error) if kind == "task" else str(cause)
         step, of = self._health.step if step is None else step, incarnation or None
         self._tell(m.TaskFailed(member=member, rank=None, step=step, kind=kind, message=message, incarnation=of))

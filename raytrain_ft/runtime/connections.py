@@ -109,9 +109,13 @@ class Connections:
         if incarnation == self._world.fence.incarnation and self._board is not None:
             self._board.log_only(boundaries)
 
-    def live(self) -> Links:
-        """For training."""
-        return data_parallel(self._world) if self._board is None else self._keep(self._board.live(self.past))
+    def live(self, rounded: int = 0) -> Links:
+        """For training. `rounded`: see `Run`."""
+        if self._board is None:
+            return data_parallel(self._world)
+        if self.past is not None and self.past.until < rounded:
+            self.past = None  # another stage is not what it was, to the bit: what it receives is not what it had received
+        return self._keep(self._board.live(self.past))
 
     def _keep(self, links: Links) -> Links:
         """What was sent at the end of a replay may be on its way for longer than the replay takes."""
@@ -131,7 +135,8 @@ class Connections:
             yield self._keep(self._switchboard(stage).replay(past, frozenset(command.stages), team))
         finally:
             past.reader.close()
-        self.past = past if command.exact and number == 0 else None
+        if number == 0:  # else this is another stage's, and its own is as it was
+            self.past = past if command.exact else None
 
     def _join_team(self, stage: int, size: int, number: int) -> Team:
         """Whoever helps builds the stage first, and loads its checkpoint."""

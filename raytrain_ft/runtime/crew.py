@@ -99,7 +99,9 @@ class Crew:
             case m.Save(members, world, incarnation):
                 for member in members:
                     self._spawn(self._save(member, world, incarnation))
-            case m.Kill(member):
+            case m.Kill(member, avoid):
+                if avoid and (node := self._contacts.node_of(member)) is not None:
+                    self._health.nodes.disfavour(node)
                 if member in self._bringing:
                     self._bringing.pop(member).cancel()  # else one that is struck off would be started, and keep its place
                 self._spawn(self._kill(member), self._killing)
@@ -166,7 +168,8 @@ class Crew:
         deadline = time.monotonic() + ROOM_SECONDS
         while True:
             nodes = await self._nodes()
-            chosen = placement.choose(nodes, wanted, self._contacts.taken(), self._health.nodes.avoided)
+            where, avoided = (nodes, wanted, self._contacts.taken()), self._health.nodes.avoided
+            chosen = placement.choose(*where, avoided | self._health.nodes.disfavoured) or placement.choose(*where, avoided)
             self._contacts.place(member, chosen)  # taken from now on, whatever others are started meanwhile
             if chosen is None:
                 if time.monotonic() > deadline:
@@ -206,7 +209,7 @@ class Crew:
         if why := differs(
             known, self._contacts.introductions.values(), other_data=stored is not None and "dataset" in stored.override
         ):
-            self._health.nodes.avoid(known.node, FORGIVE_SILENT_S)
+            self._health.nodes.disfavour(known.node)
             self._tell(m.TaskFailed(member=member, rank=None, step=self._health.step, kind="mismatch", message=why))
             return
         self._contacts.introductions[member] = known

@@ -17,8 +17,10 @@ from typing import Any, get_args
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.forward import complement
 from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.run_state import RunState
+from raytrain_ft.policy.sampling import Range
 from raytrain_ft.policy.states import TRAINING, State
 from raytrain_ft.policy.topology import stage_of
 from raytrain_ft.runtime import standstill
@@ -59,6 +61,8 @@ IDENTITY = ("incarnation", "step", "source", "number")
 NOTES: dict[str, type[Note]] = {cls.__name__: cls for cls in get_args(Note)}
 WAITING = "wait"
 """The place where a worker waits for others: who is elsewhere holds them up."""
+REPLAYED = frozenset({"data", "forward", "backward_pass", "weight_pass", "update"})
+"""The places of a step where a replay computes. It has none of a recovery's own, where a worker may wait for its turn."""
 STORING = "checkpoint"
 """The place where a worker waits for storage. The `Checkpointer` gives up by itself, after minutes if checkpoints take minutes,
 and training then goes on without the checkpoint: no step's time says how long that may be."""
@@ -82,7 +86,7 @@ class Health:
         self._beats: dict[str, Beat] = {}
         self._told: dict[str, tuple[int, str]] = {}
         self._recorded: dict[tuple[str, int], int] = {}
-        self._lost: set[tuple[int, int, int]] = set()  # (incarnation, step, position) of lost samples
+        self._lost: dict[tuple[int, int], list[Range]] = {}  # of (incarnation, step), the samples that were told to be lost
         self._noted: set[tuple[Any, ...]] = set()
         self._board = NoticeBoard(tell, now)
         self._probing: set[str] = set()
@@ -118,7 +122,7 @@ class Health:
             if isinstance(event, m.StepsCommitted):
                 self._recorded[event.member, event.incarnation] = event.stop_step
             elif isinstance(event, m.SamplesLost):
-                self._lost.add((event.incarnation, event.step, event.start))
+                self._not_listed(event.incarnation, event.step, event.start, event.stop)
             elif isinstance(event, Note):
                 self._noted.add((event.member, type(event).__name__, *(getattr(event, name, None) for name in IDENTITY)))
             elif isinstance(event, m.Noticed):
@@ -135,6 +139,7 @@ class Health:
         """This worker is gone."""
         for known in (self._heard, self._beats, self._told):
             known.pop(member, None)
+        self._board.forget(member)
 
     def silence(self, member: str) -> float | None:
         """Seconds since this worker was heard last; None if it never was."""
@@ -194,15 +199,26 @@ class Health:
         self.samples_lost(commit)
 
     def samples_lost(self, commit: dict[str, Any]) -> None:
-        """Tells of the samples that committed steps went without. All ranks say the same; one is enough."""
+        """Tells of the samples that committed steps went without. All ranks say the same; one is enough. Only if who was the
+        first to say it is lost, and a further recovery lost more of the same step, do others say more."""
+        incarnation = commit["incarnation"]
         for lost in commit["lost"]:
-            key = (commit["incarnation"], lost["step"], lost["start"])
-            if key not in self._lost:
-                self._lost.add(key)
-                self._tell(m.SamplesLost(incarnation=commit["incarnation"], **lost))
+            for start, stop in self._not_listed(incarnation, lost["step"], lost["start"], lost["stop"]):
+                self._tell(m.SamplesLost(incarnation=incarnation, **(lost | {"start": start, "stop": stop})))
+
+    def _not_listed(self, incarnation: int, step: int, start: int, stop: int) -> tuple[Range, ...]:
+        """What of these samples nobody has told of; from now on it counts as told."""
+        known = self._lost.setdefault((incarnation, step), [])
+        more = complement((start, stop), [one for one in known if one[0] < stop and start < one[1]])
+        known += more
+        return more
 
     def _note(self, member: str, name: str, fields: dict[str, Any]) -> None:
-        """An event about checkpoints, logs or notices, once."""
+        """An event about checkpoints, logs or notices, once; or of samples that were lost."""
+        if name == m.SamplesLost.__name__:
+            lost = {name: value for name, value in fields.items() if name != "incarnation"}
+            self.samples_lost({"incarnation": fields["incarnation"], "lost": [lost]})
+            return
         key = (member, name, *(fields.get(part) for part in IDENTITY))
         if key not in self._noted:
             self._noted.add(key)
@@ -334,6 +350,8 @@ class Health:
 
     def _find_hang(self) -> None:
         """A worker that lives and beats, but has been in the same place far longer than any step took."""
+        if self.state == State.REBUILD:
+            self._find_hang_in_replay()
         if self.state not in TRAINING:
             return
         now, limit = time.monotonic(), self._hang_limit
@@ -361,6 +379,18 @@ class Health:
         if len(waiting) == len(active) - len(done) and self._stood_still < self.incarnation:
             self._stood_still = self.incarnation
             self._spawn(self._break_standstill(active))
+
+    def _find_hang_in_replay(self) -> None:
+        """The same of a replay, which is made of steps; whoever waits there has a deadline, or is fenced."""
+        now, limit = time.monotonic(), self._hang_limit
+        for member, beat in list(self._beats.items()):
+            silent = now - self._heard.get(member, now)
+            age = beat.since + max(0.0, silent - self.pace)
+            age -= sum(seconds for ended, seconds in self._held_up if ended > now - age)
+            if beat.where in REPLAYED and beat.status == "idle" and age > limit and silent <= self._timeout:
+                cause = f"hung for {age:.0f} s in {beat.where!r} of step {beat.step}, which it replays"
+                self._beats.pop(member)
+                self._tell(m.WorkerLost(member=member, cause=cause, noticed_by="step time", silent_s=age))
 
     def _find_idle(self, limit: float) -> None:
         """Who still says that it does nothing, long after all were told to train, was not reached by that, and others wait."""

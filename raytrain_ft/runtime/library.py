@@ -116,7 +116,8 @@ class Library:
         if self._in_memory:
             return self._held()
         storage = open_storage(self._spec.checkpoints.place)
-        found = list(selection.select(storage, warnings.warn))
+        # Another run that has taken the right to write meanwhile may have other checkpoints: this one is about to end.
+        found = [one for one in selection.select(storage, warnings.warn) if one.name.epoch <= self.epoch]
         self.records = {str(one.name): _records(one) for one in found}
         return tuple(m.Stored(str(one.name), one.step) for one in found)
 
@@ -129,6 +130,12 @@ class Library:
             raise StorageError(f"the holder of snapshots does not answer: {error}") from error
         self.records = {name: records for name, _, records in found}
         return tuple(m.Stored(name, step) for name, step, _ in found)
+
+    async def until_lost(self) -> str:
+        """Returns when another run has the right to write, and says who that is."""
+        while self._lock is None or not self._lock.lost:
+            await asyncio.sleep(lock.RENEW_S)
+        return self._lock.lost
 
     async def close(self) -> None:
         """Gives up the right to write. The end of a run does not wait for long: it also runs out by itself."""

@@ -45,7 +45,7 @@ class Loop:
     ) -> None:
         self._spec, self._replica, self._heartbeat = spec, replica, heartbeat
         self._fence, self._command, self._rank = fence, command, rank
-        self._links, self._parting = connections.live(), connections.parting()
+        self._links, self._parting = connections.live(command.rounded), connections.parting()
         self._sleep = replica.state.tail.sleep
         self._writers: list[int] = []
         self.in_first_step = True

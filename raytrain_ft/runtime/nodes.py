@@ -20,6 +20,8 @@ FORGIVE_DEAD_S = 90.0
 """How long a node that refuses connections is avoided. By then Ray knows of its death."""
 FORGIVE_SILENT_S = 15.0
 """How long a node is avoided whose worker fell silent: most often it was that process alone, which Ray kills in seconds."""
+DISFAVOUR_S = 600.0
+"""How long other nodes are preferred to one where a worker could not do what others can."""
 UNTIMED_DRAIN_S = 3600.0
 """How long a node is taken to stay that Ray drains without a deadline."""
 
@@ -45,6 +47,7 @@ class Nodes:
         self._contacts = contacts
         self.links = NodeLinks(died)
         self._avoid: dict[str, float] = {}
+        self._disfavour: dict[str, float] = {}
         self._capacity: int | None = None
 
     async def watch(self, members: Callable[[], list[str]]) -> None:
@@ -65,7 +68,17 @@ class Nodes:
 
     def avoid(self, node: str, seconds: float) -> None:
         """Nothing is placed there for so long, whatever Ray still thinks of it."""
-        self._avoid[node] = time.monotonic() + seconds
+        self._avoid[node] = max(time.monotonic() + seconds, self._avoid.get(node, 0.0))
+
+    def disfavour(self, node: str) -> None:
+        """It may lack what others have: for some time nothing is placed there if another node has room."""
+        self._disfavour[node] = time.monotonic() + DISFAVOUR_S
+
+    @property
+    def disfavoured(self) -> set[str]:
+        """See `disfavour`."""
+        now = time.monotonic()
+        return {node for node, until in self._disfavour.items() if now < until}
 
     @property
     def avoided(self) -> set[str]:

@@ -156,6 +156,8 @@ def details_of(spec: RunSpec) -> dict[str, Any]:
         "num_workers": [rules.min_workers, rules.max_workers],
         "replacement": rules.replacement,
         "strategy": rules.strategy,
+        "quorum": rules.quorum,
+        "lost_samples": "return" if spec.step.returns_lost else "drop",
         "update": spec.step.update,
         "stages": rules.stages,
     }

@@ -23,13 +23,16 @@ class NoticeBoard:
         self._until: dict[str, dict[str, float]] = {}  # of each worker, by source
         self._gone: dict[str, dict[str, float]] = {}  # of each node, by source: when it is gone, if that was true
         self._avoid: dict[str, float] = {}
+        self._going: dict[
+            str, tuple[str, float]
+        ] = {}  # of each process that goes while its node stays, that node, and until when
         self._drained: set[str] = set()
 
     def recall(self, event: m.Noticed, node: str | None) -> None:
         """This was told before the supervisor's own restart."""
         until = event.at + event.deadline_s
         self._until.setdefault(event.member, {})[event.source] = until
-        self._shun(node, event.source, until)
+        self._shun(event.member, node, event.source, until)
 
     def noticed(self, member: str, node: str | None, notice: Notice) -> None:
         """This worker will be taken away. Told only if it is more urgent than all that was told of this worker so far.
@@ -42,7 +45,7 @@ class NoticeBoard:
         until, asked = now + notice.deadline_s, notice.source == REQUEST
         if self._is_refuted(node, notice.source):
             return
-        self._shun(node, notice.source, until)
+        self._shun(member, node, notice.source, until)
         for source in [source for source in known if known[source] + lapses_after(source) <= now]:
             del known[source]
         if until >= min(known.values(), default=math.inf) - (0.0 if asked else SOONER_S) and notice.replaced:
@@ -55,14 +58,20 @@ class NoticeBoard:
         """Whether this source said long ago that a node would be gone, which has a worker that says so again."""
         return source not in (*NODE_STAYS, DRAIN) and self._gone.get(node or "", {}).get(source, math.inf) <= self._now()
 
-    def _shun(self, node: str | None, source: str, until: float) -> None:
-        """Nothing is placed there any more, or not before the deadline if it is the process that goes."""
+    def _shun(self, member: str, node: str | None, source: str, until: float) -> None:
+        """Nothing is placed there any more; if it is the process that goes, not before it is gone, or the deadline is over."""
         if node is None:
             return
-        if source not in NODE_STAYS:
-            gone = self._gone.setdefault(node, {})
-            until = gone[source] = min(until + lapses_after(source), gone.get(source, math.inf))
+        if source in NODE_STAYS:
+            self._going[member] = node, max(until, self._going.get(member, (node, until))[1])
+            return
+        gone = self._gone.setdefault(node, {})
+        until = gone[source] = min(until + lapses_after(source), gone.get(source, math.inf))
         self._avoid[node] = max(until, self._avoid.get(node, until))
+
+    def forget(self, member: str) -> None:
+        """This worker is gone."""
+        self._going.pop(member, None)
 
     def drained(self, nodes: dict[str, float], members: Iterable[str], contacts: Contacts) -> None:
         """Ray drains these nodes, each with so many seconds left: their workers have notice."""
@@ -75,7 +84,8 @@ class NoticeBoard:
     def condemned(self) -> set[str]:
         """Nodes where nothing should be placed now."""
         now = self._now()
-        return {node for node, until in self._avoid.items() if now < until} | self._drained
+        avoided = {node for node, until in (*self._avoid.items(), *self._going.values()) if now < until}
+        return avoided | self._drained
 
     def going(self) -> set[str]:
         """Nodes that will be taken away, of which Ray knows nothing: one that it drains ends once nothing is left there."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from raytrain_ft.storage.manifest import Name
 from raytrain_ft.storage.persister import Persister
 from raytrain_ft.storage.tensors import bytes_of
 from raytrain_ft.training import durable, mending
-from raytrain_ft.training.attempt import Commit
+from raytrain_ft.training.attempt import WENT_DOWN, Commit
 from raytrain_ft.training.build import Checkpointing
 from raytrain_ft.training.checkpointer import Target
 from raytrain_ft.training.fence import Fence, PeerLostError
@@ -48,7 +49,7 @@ def marks(member: str, replica: Replica) -> Marks | None:
     versions = tuple(bucket.version for bucket in state.buckets)
     gradients = tuple(bucket.gradient for bucket in state.buckets)
     share, lost, left_out = mending.share(replica), replica.lost, replica.left_out
-    return Marks(member, state.step, versions, gradients, replica.stage, state.agreed, share, lost, left_out)
+    return Marks(member, state.step, versions, gradients, replica.stage, state.agreed, share, lost, left_out, replica.trained)
 
 
 def _may_be_left_behind(replica: Replica) -> bool:
@@ -60,11 +61,13 @@ def _may_be_left_behind(replica: Replica) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a survivor's part of a plan: parameters undone, parameters whose update was kept, the step committed."""
+    """What came of a survivor's part of a plan: parameters undone, parameters whose update was kept, the step committed, and
+    what to tell of a step that is left out and that this one had not begun."""
 
     undone: int
     kept: int
     commit: Commit | None
+    lost: dict[str, Any] | None = None
 
 
 @torch.no_grad()
@@ -95,9 +98,14 @@ def reconcile(replica: Replica, plan: Plan, transfer: Transfer, sampling: Sampli
     undone = sum(mending.undo_bucket(replica, state.buckets[index]) for index in plan.undo)
     take_states(replica, plan.states, transfer, version=base if plan.skips else plan.step)
     kept = sum(mending.keep_bucket(replica, state.buckets[index]) for index in plan.keep)
-    commit = None
+    commit, lost = None, None
     if plan.skips and state.step == base:
-        commit = mending.skip(replica, *next_batch(sampling, state.position))
+        batch, after = next_batch(sampling, state.position)
+        replica.trained = max(replica.trained, plan.trained)
+        commit = mending.skip(replica, batch, after)
+        if commit is None:  # nor will it ever have a record of that step
+            where = {"incarnation": plan.trained, "step": base, "epoch": batch.epoch, "start": batch.start, "stop": batch.stop}
+            lost = where | {"why": WENT_DOWN, "returned": replica.settings.returns_lost}
     elif plan.completes and state.step == base:
         behind = [bucket.index for bucket in state.buckets if bucket.version != plan.step]
         if behind:
@@ -106,7 +114,7 @@ def reconcile(replica: Replica, plan: Plan, transfer: Transfer, sampling: Sampli
         commit = replica.commit()
     elif replica.attempt is not None:
         mending.discard(replica)
-    return Outcome(undone, kept, commit)
+    return Outcome(undone, kept, commit, lost)
 
 
 @torch.no_grad()

@@ -239,9 +239,14 @@ class Supervisor:
             await asyncio.sleep(metrics.PUBLISH_INTERVAL_S)
 
     async def _watch_right(self) -> None:
-        """Another run writes to the same files now: this one ends, and leaves them alone."""
-        reason = await self._right.until_lost()
-        self.tell(m.RightLost(at=self.now(), reason=reason))
+        """Another run writes to the same files now, or to where checkpoints are: this one ends, and leaves them alone."""
+        rights = [asyncio.create_task(one.until_lost()) for one in (self._right, self._library)]
+        try:
+            lost, _ = await asyncio.wait(rights, return_when=asyncio.FIRST_COMPLETED)
+            self.tell(m.RightLost(at=self.now(), reason=lost.pop().result()))
+        finally:
+            for right in rights:
+                right.cancel()
 
     async def _watch_driver(self) -> None:
         """A run that nobody follows comes to an end."""

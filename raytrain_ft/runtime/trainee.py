@@ -132,6 +132,7 @@ class Trainee:
         try:
             fence.check()
             assert state.filled, "told to run before it was filled"
+            replica.trained = fence.incarnation
             self._loop = Loop(self._spec, replica, self._connections, self._heartbeat, fence, command, self.rank, self._asleep)
             if self._loop.run():
                 self._heartbeat.ended("stopped", str(state.step))
@@ -180,7 +181,8 @@ class Trainee:
         self.replica.abandon()
         if self._connections is not None:
             self._connections.leave()
-            self._past = self._connections.past
+            past = self._connections.past
+            self._past = past if past is not None and self.replica.state.step <= past.until else None
         process_group.abandon(self._group)
         self._group = self._connections = None
         self._flush_log(ended)
@@ -220,6 +222,9 @@ class Trainee:
             if self.log is not None:
                 self.log.flush(FLUSH_S)  # who replays may need it
             self._heartbeat.committed(outcome.commit)
+        if outcome.lost is not None:
+            self._heartbeat.note("SamplesLost", outcome.lost)
+        if outcome.commit is not None or outcome.lost is not None:
             self._heartbeat.tell_all(TELL_S)  # else nobody could, if all who completed this step died once others were filled
         return state.digests(), outcome.undone, outcome.kept
 
@@ -298,6 +303,7 @@ class Trainee:
         self.replica.state.filled = False
         with self._connections.replay(command, self.replica.stage, len(team), 0) as links:
             replay.replay(self.replica, links, command.until, self._spec.step.micro_batches)
+        self._heartbeat.at("replayed", command.until)  # others may take longer, and this one does not hang
         self.replica.state.filled = self._used = True
         self._replayed = ""
         return self.replica.state.digests()
@@ -314,8 +320,12 @@ class Trainee:
         stage = stage_of(self._world.index(team[0]), self._spec.rules.stages)
         sharing = command.helpers_beside(self._member)
         try:
-            with aside.room_for_another(self.replica.state, fence.check, partial(self._set_aside, fence), sharing):
-                self._replay_beside(fence, command, stage, team)
+            extra = self._gradients_of(len(team))
+            with aside.room_for_another(self.replica.state, fence.check, partial(self._set_aside, fence), sharing, extra):
+                try:
+                    self._replay_beside(fence, command, stage, team)
+                finally:
+                    self._heartbeat.at("replayed", command.until)  # its own state may now be read back from the disk
         except aside.LostAsideError as error:
             self.replica.state.filled = False
             raise PeerLostError(f"{self._member} has lost stage {self.replica.stage}: {error}") from error
@@ -325,6 +335,14 @@ class Trainee:
             what = f"{type(error).__name__}: {error}"
             raise PeerLostError(f"{self._member} cannot help to replay stage {stage}: {what}") from error
         return self.replica.state.digests()
+
+    def _gradients_of(self, workers: int) -> int:
+        """Bytes of the gradients that each of so many holds, if sums are to be exact: of all of its micro-batches at once, and
+        then, while it adds them up, three times as much as those of one. Stages are alike: this one's size is another's."""
+        if not self._spec.rules.exact_sums:
+            return 0
+        size = sum(p.numel() * p.element_size() for bucket in self.replica.state.buckets for p in bucket.params)
+        return (-(-self._spec.step.micro_batches // workers) + 3) * size
 
     def _set_aside(self, fence: Fence, size: int, seconds: float) -> None:
         about = {"incarnation": fence.incarnation, "step": self.replica.state.step}

@@ -9,6 +9,9 @@ import torch
 
 from raytrain_ft.policy.sampling import GlobalBatch, Position, Range
 
+WENT_DOWN = "their gradients went down with a worker"
+"""Why samples are lost."""
+
 
 @dataclass(frozen=True, slots=True)
 class Attempt:

@@ -223,6 +223,7 @@ class Stage:
             links.fence.check()
             self._act(action, links, final=action is final.get(self._chunk(action.number)))
         if links.team is not None:
+            self._probe("wait", None)
             links.team.add_up(self._params)
 
     def _actions(self, team: Team | None) -> list[Action]:

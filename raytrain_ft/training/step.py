@@ -19,7 +19,7 @@ from torch import Tensor
 
 from raytrain_ft.errors import LogGapError, NonFiniteLossError
 from raytrain_ft.policy.sampling import Range
-from raytrain_ft.training.attempt import Attempt, Commit, keeps_gradients
+from raytrain_ft.training.attempt import WENT_DOWN, Attempt, Commit, keeps_gradients
 from raytrain_ft.training.buckets import Bucket, Reducer, only, sample_of
 from raytrain_ft.training.checkpointer import Checkpointer
 from raytrain_ft.training.data import Loader, MicroBatch
@@ -47,6 +47,7 @@ class Replica:
         checkpointer: None writes none.
         lost: the latest step that went on without some samples, and their positions.
         left_out: the step that a recovery left out, unless another one was begun since.
+        trained: the incarnation in which it trained last.
         passes: what is computed of each micro-batch of the step under way.
         said: of their sleep, by all replicas, in the latest step; nothing is known if its state came from another one.
         step_s: seconds of the latest step that this one committed itself.
@@ -78,6 +79,7 @@ class Replica:
         self._skip = ""  # why the update of the step under way is left out
         self.lost: tuple[int, tuple[Range, ...]] | None = None
         self.left_out: int | None = None
+        self.trained = 0
         self.said: list[int] = []
         self.step_s = 0.0
         self._samples = 0
@@ -355,7 +357,7 @@ class Replica:
         if self._skip:
             lost, why = ((attempt.batch.start, attempt.batch.stop),), self._skip
         elif self.lost is not None and self.lost[0] == attempt.step and self.lost[1]:
-            return self.lost[1], "their gradients went down with a worker"
+            return self.lost[1], WENT_DOWN
         elif any(self.said):
             lost, why = self.state.tail.sleep.lost(self.said, attempt.batch), "a worker was told to sleep at once"
         else:

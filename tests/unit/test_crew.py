@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostError, OutOfMemoryError, RayTaskError
 
 from raytrain_ft.errors import FencedError, NonFiniteLossError, StorageError, UndoRefusedError, UnreachableError
 from raytrain_ft.policy import messages as m
@@ -45,7 +45,9 @@ class Health:
     def __init__(self) -> None:
         self.expected: list[str] = []
         self.step = 7
-        self.nodes = SimpleNamespace(avoided=set(), avoid=lambda *_: None, count=lambda *_: None)
+        self.nodes = SimpleNamespace(
+            avoided=set(), disfavoured=set(), avoid=lambda *_: None, disfavour=lambda _: None, count=lambda *_: None
+        )
 
     def expect(self, member: str) -> None:
         self.expected.append(member)
@@ -71,6 +73,10 @@ def crew(told: list[m.Event]) -> Crew:
     return Crew(spec, told.append, Contacts(spec), health)
 
 
+def gone(member: str) -> Any:
+    raise ValueError(f"no actor {member}")
+
+
 async def until(true: Callable[[], bool]) -> None:
     for _ in range(500):
         if true():
@@ -89,9 +95,6 @@ def test_who_is_struck_off_while_a_node_is_chosen_is_not_started(
     async def reaction(node: Any) -> str:
         await answered.wait()
         return "answer"
-
-    def gone(member: str) -> Any:
-        raise ValueError(f"no actor {member}")
 
     def remote(actor: Any) -> Any:
         started.append("started")
@@ -116,13 +119,10 @@ def test_who_is_struck_off_while_a_node_is_chosen_is_not_started(
     assert started == told == []
 
 
-@pytest.mark.parametrize(("says", "seconds"), [("refusal", FORGIVE_DEAD_S), ("silence", FORGIVE_SILENT_S)])
-def test_a_node_whose_raylet_does_not_answer_is_left_out_and_counted_no_more(
-    says: str, seconds: float, crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def reaction(node: Any) -> str:
-        return says if node["NodeID"] == "n1" else "answer"
-
+def two_nodes(
+    crew: Crew, told: list[m.Event], reaction: Any, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Nodes, list[dict[str, Any]]]:
+    """n1 and n2, each with room for one worker."""
     there: list[dict[str, Any]] = [
         {"NodeID": name, "Alive": True, "Resources": {"CPU": 1.0}, "Available": {"CPU": 1.0}} for name in ("n1", "n2")
     ]
@@ -130,9 +130,40 @@ def test_a_node_whose_raylet_does_not_answer_is_left_out_and_counted_no_more(
     monkeypatch.setattr(crews.placement, "reaction", reaction)
     health: Any = crew._health
     health.nodes = Nodes(crew._spec, told.append, NoticeBoard(told.append, lambda: 0.0), crew._contacts, fail)
+    return health.nodes, there
+
+
+def test_a_node_that_may_lack_something_is_used_where_there_is_no_other(
+    crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def reaction(_: Any) -> str:
+        return "answer"
+
+    nodes, there = two_nodes(crew, told, reaction, monkeypatch)
+    monkeypatch.setattr(crew._contacts, "handle", gone)
+    crew._contacts.place("w1", "n1")
+
+    async def play() -> list[str | None]:
+        crew.carry_out(m.Kill("w1", avoid=True))
+        await crew.settled()
+        return [await crew._choose_node(member) for member in ("w5", "w6")]
+
+    assert asyncio.run(play()) == ["n2", "n1"]
+    nodes.count(there)
+    assert told == [m.CapacityChanged(slots=2)], "there is as much room as before"
+
+
+@pytest.mark.parametrize(("says", "seconds"), [("refusal", FORGIVE_DEAD_S), ("silence", FORGIVE_SILENT_S)])
+def test_a_node_whose_raylet_does_not_answer_is_left_out_and_counted_no_more(
+    says: str, seconds: float, crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def reaction(node: Any) -> str:
+        return says if node["NodeID"] == "n1" else "answer"
+
+    nodes, _ = two_nodes(crew, told, reaction, monkeypatch)
     began = time.monotonic()
     assert asyncio.run(crew._choose_node("w5")) == "n2"
-    assert health.nodes._avoid["n1"] == pytest.approx(began + seconds, abs=5)
+    assert nodes._avoid["n1"] == pytest.approx(began + seconds, abs=5)
     assert crew._contacts.taken() == Counter({"n2": 1})
     (event,) = told
     assert isinstance(event, m.CapacityChanged)
@@ -336,12 +367,14 @@ def test_what_is_out_of_reach_is_no_damaged_checkpoint(
     assert event.damaged is damaged
 
 
+@pytest.mark.parametrize("error", [TimeoutError(), ObjectLostError("00" * 28, None, "")], ids=["deadline", "lost"])
 @pytest.mark.parametrize(("incarnation", "kind"), [(0, m.TaskFailed), (2, m.Suspected)])
 def test_a_deadline_that_a_recovery_ran_into_is_no_error_of_the_task(
-    crew: Crew, told: list[m.Event], incarnation: int, kind: type[m.Event]
+    crew: Crew, told: list[m.Event], incarnation: int, kind: type[m.Event], error: Exception
 ) -> None:
-    """That of a long replay, say: the worker is as good as before."""
-    crew._calls.report("w0", RayTaskError("replay", "Traceback ...", TimeoutError()), incarnation)
+    """That of a long replay, say, or something that a peer had: the worker is as good as before. Who is set up asks no peer:
+    what was lost is the task's own."""
+    crew._calls.report("w0", RayTaskError("replay", "Traceback ...", error), incarnation)
     (event,) = told
     assert isinstance(event, kind)
 
@@ -355,7 +388,7 @@ def test_a_loss_that_is_not_finite_in_a_recovery_is_told_as_that(
     actor = SimpleNamespace(reconcile=Method(lambda: SimpleNamespace(future=lambda: raised)))
     avoided: list[str] = []
     health: Any = crew._health
-    health.nodes.avoid = lambda node, seconds: avoided.append(node)
+    health.nodes.disfavour = avoided.append
     monkeypatch.setattr(crew._contacts, "handle", lambda member: actor)
     monkeypatch.setattr(crew._contacts, "node_of", lambda member: "n1")
     asyncio.run(crew._reconcile("w0", m.Reconcile(("w0",), 2, Plan(step=9, completes=True), holders=("w0",))))

@@ -216,6 +216,67 @@ def test_a_machine_that_was_suspended_hangs_nowhere() -> None:
     assert (lost.member, lost.noticed_by) == ("w1", "step time"), "that one had been there for long before"
 
 
+@pytest.mark.parametrize(
+    ("where", "state", "lost"),
+    [
+        ("forward", State.REBUILD, True),
+        ("data", State.REBUILD, True),
+        ("wait", State.REBUILD, False),
+        ("reconcile", State.REBUILD, False),
+        ("replayed", State.REBUILD, False),
+        ("forward", State.REPLACE, False),
+    ],
+)
+def test_who_hangs_in_a_replay_is_found_as_in_a_step(where: str, state: State, lost: bool) -> None:
+    """Not who builds or loads, which may take any time, nor who waits for others, or is done."""
+    events: list[m.Event] = []
+
+    async def run() -> None:
+        health = Health(PATIENT, events.append, time.monotonic, Mute())
+        health.state, health.incarnation = state, 2
+        health._members = dict.fromkeys(("w0", "w1"), MemberState.ACTIVE)
+        for member, since in (("w0", 0.2), ("w1", 0.5)):
+            health.expect(member)
+            health.heard(beat(member, where=where, step=7, since=since))
+        health._find_hang()
+
+    asyncio.run(run())
+    found = [(event.member, event.cause) for event in events if isinstance(event, m.WorkerLost)]
+    assert found == ([("w1", f"hung for 0 s in {where!r} of step 7, which it replays")] if lost else [])
+
+
+def test_of_what_a_step_lost_each_sample_is_listed_once() -> None:
+    """Who was the first to tell is lost, and with it more of the step; or the record of who had not begun it comes late."""
+    events: list[m.Event] = []
+    about: dict[str, Any] = {"step": 7, "epoch": 0, "why": "a worker was lost", "returned": False}
+
+    def said(*ranges: tuple[int, int]) -> dict[str, Any]:
+        return {"incarnation": 1, "lost": [about | {"start": start, "stop": stop} for start, stop in ranges]}
+
+    def listed() -> list[tuple[int, int]]:
+        return [(event.start, event.stop) for event in events if isinstance(event, m.SamplesLost)]
+
+    async def run() -> None:
+        health = Health(PATIENT, events.append, time.monotonic, Mute())
+        health.samples_lost(said((16, 32)))
+        health.samples_lost(said((16, 32)))
+        health.samples_lost(said((0, 48)))
+        assert listed() == [(16, 32), (0, 16), (32, 48)]
+        health.heard(beat("w1", notes=(("SamplesLost", {"incarnation": 1, **about, "start": 40, "stop": 50}),)))
+        assert listed()[3:] == [(48, 50)]
+        apart = said((100, 116), (132, 148))
+        for _ in range(2):
+            health.samples_lost(apart)
+        health.samples_lost({"incarnation": 1, "lost": apart["lost"][::-1]})
+        assert listed()[4:] == [(100, 116), (132, 148)], "those between were drawn by somebody who lives"
+        again = Health(PATIENT, events.append, time.monotonic, Mute())
+        again.recall(list(events))
+        again.samples_lost(said((0, 50), (132, 148)))
+        assert len(listed()) == 6
+
+    asyncio.run(run())
+
+
 def test_what_a_world_had_reached_does_not_count_for_the_next_one() -> None:
     async def run() -> None:
         machine: Any = SimpleNamespace(members={}, state=State.RUNNING, incarnation=1, step=9, longest_step=0.0, fruitless=0)

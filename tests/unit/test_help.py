@@ -49,7 +49,8 @@ def helper(monkeypatch: pytest.MonkeyPatch, **fails: Exception) -> Trainee:
 
     found: Any = object.__new__(Trainee)
     found._member, found._world = "w0", ("w0", "w3")
-    found._spec = SimpleNamespace(rules=SimpleNamespace(stages=2), step=SimpleNamespace(micro_batches=2))
+    found._spec = SimpleNamespace(rules=SimpleNamespace(stages=2, exact_sums=True), step=SimpleNamespace(micro_batches=2))
+    found._heartbeat = SimpleNamespace(at=lambda *_: None)
     found._connections = SimpleNamespace(replay=links)
     found.log = SimpleNamespace(flush=method("flush"))
     found.done = done
@@ -129,6 +130,7 @@ def test_a_replay_that_was_shared_goes_on_unless_a_helper_is_lost(
     found._member, found._replayed, found._team = "w3", "", ()
     found._spec = SimpleNamespace(rules=SimpleNamespace(stages=3, joined=()), step=SimpleNamespace(micro_batches=2))
     found._connections = SimpleNamespace(replay=links)
+    found._heartbeat = SimpleNamespace(at=lambda *_: None)
     found.replica = SimpleNamespace(state=state, stage=2)
     loaded: list[str] = []
     found._begin_from = lambda load, fence: loaded.append(load)
@@ -154,20 +156,33 @@ def test_what_a_helper_finds_out_about_the_log_counts(monkeypatch: pytest.Monkey
         helper(monkeypatch, replay=error).help(*HELP)
 
 
-@pytest.mark.parametrize(("number", "exact", "compares"), [(0, True, True), (1, True, False), (0, False, False)])
+@pytest.mark.parametrize(
+    ("number", "exact", "rounded", "compares"),
+    [(0, True, 0, True), (1, True, 0, False), (0, False, 0, False), (0, True, 14, False), (0, True, 13, True)],
+)
 def test_who_has_replayed_its_stage_compares_its_next_step_as_well(
-    tmp_path: Path, number: int, exact: bool, compares: bool
+    tmp_path: Path, number: int, exact: bool, rounded: int, compares: bool
 ) -> None:
-    """Not who has only helped with it; nor who has added sums in another order."""
+    """Not who has only helped with it; nor who has added sums in another order, or receives what others have added so since."""
     found: Any = object.__new__(Connections)
-    found._spec, found._links, found._past = SimpleNamespace(logs=tmp_path), [], None
+    found._spec, found._links, found.past = SimpleNamespace(logs=tmp_path), [], None
     pasts: list[Past | None] = []
     found._switchboard = lambda stage: SimpleNamespace(replay=lambda past, stages, team: None)
     found._board = SimpleNamespace(live=pasts.append)
     with found.replay(replace(WANTED, exact=exact), 1, 1, number):
         pass
-    found.live()
+    found.live(rounded)
     assert [past is not None and past.until for past in pasts] == [13 if compares else False]
+
+
+def test_who_has_helped_still_compares_what_it_had_replayed_itself(tmp_path: Path) -> None:
+    found: Any = object.__new__(Connections)
+    found._spec, found._links, found.past = SimpleNamespace(logs=tmp_path), [], None
+    found._switchboard = lambda stage: SimpleNamespace(replay=lambda past, stages, team: None)
+    for number in (0, 1):
+        with found.replay(replace(WANTED, until=13 + number), 1, 1, number):
+            pass
+    assert found.past.until == 13
 
 
 def test_who_computes_something_else_in_its_first_step_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +198,7 @@ def test_who_computes_something_else_in_its_first_step_has_not_failed(monkeypatc
     found.rank, found._asleep = 1, False
     found._spec = SimpleNamespace(rules=SimpleNamespace(stages=2, max_steps=20, selective=None))
     parting = SimpleNamespace(members=(0,), part=lambda *_, **__: False, connect=lambda links: links)
-    found._connections = SimpleNamespace(live=lambda: None, parting=lambda: parting)
+    found._connections = SimpleNamespace(live=lambda rounded: None, parting=lambda: parting)
     found._heartbeat = SimpleNamespace(ended=lambda status, detail: ended.append((status, detail)))
     monkeypatch.setattr(Loop, "_share_out", lambda _: None)
     found.run(Fence(3), m.Run(("w0", "w3"), 3))

@@ -329,6 +329,36 @@ def test_a_step_that_one_has_left_out_is_left_out_by_all(update: Any, late: tupl
         assert one.replica.left_out is None
 
 
+def test_who_leaves_a_step_out_that_it_had_not_begun_tells_what_is_lost() -> None:
+    """Who had begun it may be lost before it can."""
+    with survivors("barrier") as (late, first, _):
+        late.train(STEP)
+        late.interrupt(("data", STEP, None), set())
+        first.train(STEP)
+        first.interrupt(("reduce", STEP, 0), set())
+        late.replica.trained, first.replica.trained = 2, 3  # it has not come to train in the incarnation that is over
+        plan = decide(late, first, whole_update=True, strategy="skip")
+        assert plan.trained == 3
+        outcome = carry_out(plan, late, first, until=late)
+        assert outcome is not None
+        assert outcome.commit is None
+        assert outcome.lost is not None
+        (lost,) = plan.lost
+        assert {
+            "incarnation": 3,
+            "step": STEP,
+            "start": lost[0],
+            "stop": lost[1],
+            "returned": False,
+        }.items() <= outcome.lost.items()
+        again = decide(late, whole_update=True, strategy="skip")  # what the next recovery finds, without the other
+        assert (again.step, again.interrupted) == (STEP + 1, STEP + 1)
+        outcome = carry_out(decide(late, first, whole_update=True, strategy="skip"), late, first, until=first)
+        assert outcome is not None
+        assert outcome.commit is not None
+        assert outcome.lost is None, "it has a record of that step"
+
+
 def mend(*members: Survivor, whole_update: bool, strategy: str = "auto") -> Plan:
     """The survivors' part of a recovery, one after the other."""
     plan = decide(*members, whole_update=whole_update, strategy=strategy)
@@ -342,14 +372,17 @@ def decide(*members: Survivor, whole_update: bool, strategy: str) -> Plan:
     return instead(reconcile(marks, whole_update=whole_update), marks, strategy, 0.5)
 
 
-def carry_out(plan: Plan, *members: Survivor, until: Survivor | None = None) -> None:
-    """Each bucket's giver comes before who takes it. With `until`, the others only give what they are asked for."""
+def carry_out(plan: Plan, *members: Survivor, until: Survivor | None = None) -> recovery.Outcome | None:
+    """Each bucket's giver comes before who takes it. With `until`, the others only give what they are asked for, and what comes
+    of its part is returned."""
+    outcome = None
     sent: dict[tuple[str, int, str], Tensor] = {}
     given = {copy.source for copy in (*plan.gradients, *plan.states)}
     for member in sorted(members, key=lambda member: member.name not in given):
         end: Any = Wire(member.name, sent)
         if until is None or member is until:
-            recovery.reconcile(member.replica, plan, end, SAMPLING)
+            outcome = recovery.reconcile(member.replica, plan, end, SAMPLING)
             continue
         state = member.replica.state
         end.copy(plan.states, lambda copy, state=state: state.pack(state.buckets[copy.bucket]))
+    return outcome

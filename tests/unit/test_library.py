@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from store import save
 
 from raytrain_ft.places import Place
 from raytrain_ft.runtime.library import Library
+from raytrain_ft.storage import lock
+
+
+def library_of(directory: Path, resume: str, run_id: str) -> Library:
+    checkpoints = SimpleNamespace(place=Place(str(directory)), resume=resume)
+    spec: Any = SimpleNamespace(checkpoints=checkpoints, run_id=run_id, rules=SimpleNamespace(strategy="auto"))
+    return Library(spec)
 
 
 def launched(directory: Path, resume: str, run_id: str, step: int | None = None) -> list[int]:
     """The steps that a launch may begin from; before it ends, or is lost, it stores one."""
-    place = Place(str(directory))
-    checkpoints = SimpleNamespace(place=place, resume=resume)
-    spec: Any = SimpleNamespace(checkpoints=checkpoints, run_id=run_id, rules=SimpleNamespace(strategy="auto"))
-    library = Library(spec)
+    place, library = Place(str(directory)), library_of(directory, resume, run_id)
 
     async def live() -> list[int]:
         found = await library.open()
@@ -30,6 +36,32 @@ def launched(directory: Path, resume: str, run_id: str, step: int | None = None)
         return [stored.step for stored in found]
 
     return asyncio.run(live())
+
+
+def test_who_has_lost_the_right_to_write_hears_of_it_and_loads_nothing_of_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another cluster, where the run's directory is another one: only the checkpoints' place is the same."""
+    monkeypatch.setattr(lock, "RENEW_S", 0.05)
+    assert launched(tmp_path, "auto", "a", step=5) == []
+    library = library_of(tmp_path, "auto", "b")
+
+    async def succeed(mine: lock.WriterLock) -> None:
+        while True:  # once may be in the midst of a renewal, which would write over it
+            lock._write(mine._storage, replace(mine.owner, owner="c", epoch=mine.owner.epoch + 1))
+            await asyncio.sleep(0.01)
+
+    async def live() -> None:
+        assert [one.step for one in await library.open()] == [5]
+        assert library._lock is not None
+        about = {"owner": "c", "epoch": library.epoch + 1, "values": {"records": []}}
+        successor = asyncio.create_task(succeed(library._lock))
+        assert "c" in await asyncio.wait_for(library.until_lost(), 10)
+        successor.cancel()
+        await asyncio.to_thread(save, Place(str(tmp_path)), 1000, {"w": torch.zeros(3)}, **about)
+        assert [one.step for one in library._stored()] == [5]
+
+    asyncio.run(live())
 
 
 def test_what_was_abandoned_does_not_come_back(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_a_worker_that_cannot_be_set_up_ends_no_run_that_trains() -> None:
     broken: dict[str, Any] = {"rank": None, "step": 0, "kind": "config", "message": "node n9 does not see the run's directory"}
     story.tell(m.TaskFailed(member="w2", **broken))
     assert (story.run.state, story.run.failure) == (State.RUNNING, None)
-    assert of(story.said, m.Kill, m.StartWorker) == [m.Kill("w2"), m.StartWorker("w3")]
+    assert of(story.said, m.Kill, m.StartWorker) == [m.Kill("w2", avoid=True), m.StartWorker("w3")]
     for number in range(3, 20):
         story.tell(m.TaskFailed(member=f"w{number}", **broken)) if f"w{number}" in story.run.members else None
     assert story.run.state == State.RUNNING
@@ -210,9 +210,97 @@ def test_a_newcomer_that_cannot_take_what_the_others_have_ends_no_run(state: Sta
     assert story.run.state == state
     story.tell(m.TaskFailed(member="w3", rank=None, step=5, kind="task", message="another model", incarnation=2))
     assert (story.run.state, story.run.failure) == (State.FENCE, None)
-    assert of(story.said, m.Kill, m.Fence) == [m.Kill("w3"), m.Fence(("w0", "w2"), 3)]
+    assert of(story.said, m.Kill, m.Fence) == [m.Kill("w3", avoid=True), m.Fence(("w0", "w2"), 3)]
     story.tell(m.TaskFailed(member="w0", rank=None, step=5, kind="task", message="of before", incarnation=2))
     assert story.run.state == State.FENCE, "what it was asked then is asked again"
+
+
+@pytest.mark.parametrize("kind", ["task", "non_finite"])
+def test_a_newcomer_that_fails_in_its_first_step_ends_no_run(kind: Any) -> None:
+    """A file is missing on its node, perhaps. What is not finite is everybody's."""
+    story = running(spares=1).to(State.RESUME)
+    failed: dict[str, Any] = {"rank": 2, "step": 5, "message": "no such file"}
+    story.tell(m.TaskFailed(member="w3", kind=kind, incarnation=2 if kind == "non_finite" else None, **failed))
+    if kind == "non_finite":
+        assert story.run.failure == ("NonFiniteLossError", "rank 2 (w3), step 5: no such file")
+        return
+    assert (story.run.state, story.run.failure) == (State.FENCE, None)
+    assert of(story.said, m.Kill) == [m.Kill("w3", avoid=True)]
+    assert story.run.recoveries[-1].lost == ["w2", "w3"]
+    story.tell(m.TaskFailed(member="w0", kind="task", **failed))
+    assert story.run.failure is not None, "it is the task"
+    story = running(spares=1).to(State.RESUME).committed(5)
+    story.tell(m.TaskFailed(member="w3", kind="task", **failed))
+    assert story.run.failure is not None, "its node lacks nothing"
+
+
+def joining_in_vain(noticed_by: str, **rules: Any) -> Story:
+    """Two train, and are joined by a third, with which no group can be built."""
+    story = running(2, max_workers=3, slots=2, **rules)
+    story.tell(m.CapacityChanged(slots=3))
+    story.started("w2").tell(*(m.Stopped(member=one, incarnation=1, step=1) for one in ("w0", "w1")))
+    story.fenced("w0", "w1", step=1)
+    while "w2" in story.run.members and story.run.state == State.REPLACE:
+        about = {"reason": "no group", "noticed_by": noticed_by}
+        story.tell(m.Suspected(incarnation=story.run.incarnation, **about))
+        if "w2" in story.run.members:
+            story.fenced("w0", "w1", "w2", step=1, empty=["w2"])
+    return story
+
+
+@pytest.mark.parametrize(("noticed_by", "vain"), [("w2", 3), ("w0", 5)])
+def test_a_newcomer_that_can_never_join_is_lost_and_the_others_train_on(noticed_by: str, vain: int) -> None:
+    """It says so itself, or only the others see it; who has trained together can do so again."""
+    story = joining_in_vain(noticed_by)
+    assert of(story.said, m.Kill, m.Fence) == [m.Kill("w2", avoid=True), m.Fence(("w0", "w1"), vain + 2)]
+    assert story.run.recoveries[-1].lost == ["w2"]
+    story.fenced("w0", "w1", step=1).reconciled("w0", "w1").committed(1)
+    assert (story.run.state, story.run.world) == (State.RUNNING, ("w0", "w1"))
+
+
+def test_a_newcomer_stays_one_until_it_has_done_a_step() -> None:
+    """Its groups are built, and its first collective fails, again and again."""
+    story = running(2, max_workers=3, slots=2)
+    story.tell(m.CapacityChanged(slots=3))
+    story.started("w2").tell(*(m.Stopped(member=one, incarnation=1, step=1) for one in ("w0", "w1")))
+    story.fenced("w0", "w1", step=1)
+    while "w2" in story.run.members:
+        story.reconciled("w0", "w1", "w2", empty=["w2"]).filled("w0", "w1", "w2")
+        assert story.run.state == State.RESUME
+        story.tell(m.Suspected(incarnation=story.run.incarnation, reason="a collective failed", noticed_by="w2"))
+        if "w2" in story.run.members:
+            story.fenced("w0", "w1", "w2", step=1, empty=["w2"])
+    story.fenced("w0", "w1", step=1).started("w3")
+    story.reconciled("w0", "w1", "w3", empty=["w3"]).filled("w0", "w1", "w3").committed(1)
+    assert (story.run.state, story.run.world, story.run.newcomers) == (State.RUNNING, ("w0", "w1", "w3"), frozenset())
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_where_nobody_has_trained_before_nobody_is_a_newcomer(trained: bool) -> None:
+    """The first world, or all are lost and others begin where they were."""
+    story = running(2, checkpoints=True) if trained else Story(2).started("w0", "w1")
+    if trained:
+        found(story.lost("w0").lost("w1").started("w2", "w3"), reached=5)
+    world = story.run.joining
+    for _ in range(6):
+        story.tell(m.Suspected(incarnation=story.run.incarnation, reason="no group", noticed_by=world[0]))
+        assert story.run.state in (State.FENCE, State.REPLACE)
+        if story.run.state == State.FENCE:
+            story.fenced(*world, empty=world)
+        if trained:
+            found(story, reached=5)
+    assert set(world) <= set(story.run.members)
+
+
+def test_who_have_trained_together_are_not_newcomers() -> None:
+    story = running(max_fruitless_recoveries=4, spares=1).to(State.RESUME).committed(5)
+    for incarnation in range(2, 6):
+        story.tell(m.Suspected(incarnation=incarnation, reason="a collective failed", noticed_by="w3"))
+        assert story.run.state == State.FENCE
+        story.fenced("w0", "w1", "w3", step=6).reconciled("w0", "w1", "w3")
+    story.tell(m.Suspected(incarnation=6, reason="a collective failed", noticed_by="w3"))
+    assert story.run.failure is not None
+    assert story.run.failure[0] == "RetryBudgetError"
 
 
 def test_a_checkpoint_of_the_step_that_was_not_finite_is_passed_over() -> None:
@@ -347,6 +435,20 @@ def test_the_deadline_of_a_fence_leaves_time_for_the_longest_step() -> None:
     where: dict[str, Any] = {"rank": 0, "world_size": 3, "epoch": 0, "start": 0, "ids_digest": "", "loss": 1.0}
     story.tell(m.StepsCommitted(member="w0", incarnation=1, first_step=1, stop_step=2, longest_s=20.0, **where))
     assert of(story.lost("w2").said, m.SetTimer) == [m.SetTimer("fence", 60.0, 2)]
+
+
+def test_a_step_that_was_long_once_is_forgotten_in_time() -> None:
+    """Storage that was slow for minutes would else let every hang last as long, for the rest of the run."""
+    story = running(max_steps=10_000)
+    where: dict[str, Any] = {"member": "w0", "rank": 0, "world_size": 3, "epoch": 0, "start": 0, "ids_digest": "", "loss": 1.0}
+    for step in range(1, 5000):
+        seconds = 300.0 if step == 1 else 0.1
+        about = {"first_step": step, "stop_step": step + 1, "longest_s": seconds}
+        story.tell(m.StepsCommitted(incarnation=1, **about, **where), m.StepsCommitted(incarnation=1, **about, **where))
+        if step == 100:
+            assert story.run.longest_step > 250, "it may come again"
+    assert story.run.longest_step < 3.0
+    assert of(story.lost("w2").said, m.SetTimer) == [m.SetTimer("fence", 10.0, 2)]
 
 
 def test_the_deadline_of_a_fence_in_the_first_step_is_that_of_a_hang() -> None:
@@ -1139,6 +1241,21 @@ def test_a_run_begins_although_all_its_nodes_are_said_to_go() -> None:
     story.tell(m.CapacityChanged(slots=0), told("w0"), told("w1"))
     assert story.started("w1").reconciled("w0", "w1").committed(0).run.state == State.RUNNING
     assert story.run.world == ("w0", "w1")
+
+
+def test_who_is_needed_for_the_next_world_is_not_let_go_before_it_has_come_together() -> None:
+    """All wait for a replacement to go back to a checkpoint with, and hold nothing; their nodes have an hour left."""
+    story = running(min_workers=3, max_workers=3, checkpoints=True, strategy="checkpoint")
+    story.tell(
+        m.CheckpointCommitted(member="w0", incarnation=1, step=4, name="at 4", bytes=1, snapshot_s=0, stall_s=0, persist_s=0)
+    )
+    found(story.lost("w1").fenced("w0", "w2"), 4, reached=5)
+    assert story.run.state == State.REPLACE
+    drained = [m.Noticed(member=one, deadline_s=3600.0, source="ray drain", reason="drained") for one in ("w0", "w2")]
+    assert of(story.tell(*drained), m.Kill) == []
+    assert of(story.started("w3").said, m.Reconcile)[0].world == ("w0", "w3", "w2")
+    story.reconciled("w0", "w3", "w2").committed(4)
+    assert set(story.run.leaving) == {"w0", "w2"}, "and leave as whoever trains"
 
 
 def test_a_spare_that_had_notice_stays_until_there_is_another() -> None:

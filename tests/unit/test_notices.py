@@ -551,6 +551,19 @@ def test_a_person_may_ask_again_as_long_as_it_is_sooner() -> None:
     assert told[-1].deadline_s == 29.5
 
 
+def test_a_node_whose_process_was_to_go_is_used_again_once_it_has_gone() -> None:
+    """Its place is free, and may be the only one for who is to replace another."""
+    board = NoticeBoard(lambda event: None, lambda: 0.0)
+    board.noticed("w0", "n0", Notice(3600.0, REQUEST, "a person asked for it"))
+    board.noticed("w1", "n0", Notice(60.0, SIGTERM, "another worker there"))
+    board.noticed("w2", "n1", Notice(30.0, "aws spot", "terminate"))
+    board.forget("w0")
+    assert board.condemned() == {"n0", "n1"}
+    board.forget("w1")
+    board.forget("w2")
+    assert board.condemned() == {"n1"}, "that one will be gone itself"
+
+
 def test_a_node_that_a_cloud_takes_away_is_avoided_whatever_else_is_said() -> None:
     board = NoticeBoard(lambda event: None, lambda: 0.0)
     board.noticed("w0", "n0", Notice(30.0, "aws spot", "terminate"))

@@ -109,7 +109,7 @@ def test_what_a_run_tells_of_its_checkpoints_has_no_credentials(
     spec = dict.fromkeys(RunSpec.__slots__)  # pyright: ignore
     spec |= {"name": "digits", "checkpoints": SimpleNamespace(place=place), "directory": Path("/runs/digits")}
     spec["rules"], spec["sampling"] = Rules(min_workers=1, max_workers=2, max_steps=30), Sampling(8, 4, 0)
-    about: Any = RunSpec(**spec | {"step": SimpleNamespace(update="barrier")})  # pyright: ignore
+    about: Any = RunSpec(**spec | {"step": SimpleNamespace(update="barrier", returns_lost=False)})  # pyright: ignore
     machine = RunState(about.rules)
     machine.state, machine.stored = State.ABORTED, (m.Stored("step-000000020-e1-i1", 20),)
     parts = {"machine": machine, "spec": about, "health": SimpleNamespace(loss=0.5), "followed_at": 0.0, "ended_at": 1.0}
