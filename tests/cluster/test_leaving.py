@@ -61,7 +61,7 @@ def test_the_only_worker_hands_over_to_its_spare(cluster, tmp_path: Path) -> Non
 
 
 def test_who_sleeps_until_it_leaves_takes_no_samples_with_it_if_that_is_too_soon(cluster, tmp_path: Path) -> None:
-    """All nodes are taken, so nobody can replace it; and it is gone before its time."""
+    """All nodes are taken, so nobody can replace it before; and it is gone before its time. Its place is free then."""
     outcome: list[ft.Result] = []
     how = {
         "task": Toy(step_seconds=0.05),
@@ -80,8 +80,9 @@ def test_who_sleeps_until_it_leaves_takes_no_samples_with_it_if_that_is_too_soon
     thread.join(120)
     (result,) = outcome
     assert promise_kept(result) == []
-    (loss,) = result.recoveries
+    loss, *grown = result.recoveries
     assert (loss.lost, loss.samples_lost, loss.world_after) == ([sleeper], 0, 4)
+    assert [one.lost for one in grown] == [[]] * len(grown), "somebody else may come there"
     records = read_records(log)
     assert [record["asleep"] for record in records if record["event"] == "Dormant"] == [True]
     proof = audit(records)
