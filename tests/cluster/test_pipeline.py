@@ -402,7 +402,7 @@ class Crowded(Alike):
     def model(self, stage: int) -> torch.nn.Module:
         if ray.get_runtime_context().get_actor_id() is not None:  # not in the driver, which is this process
             answers = itertools.cycle([False, True])  # beside its own there is no room, without it there is
-            aside.fits_beside, aside.DISK = (lambda own, free: next(answers)), self._disk
+            aside.fits_beside, aside.DISK = (lambda *_: next(answers)), self._disk
         return super().model(stage)
 
 
