@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from torch import Tensor
 
-from benchmarks.harness import Goal, Options, Report, main, noise_floor, total_ratio
+from benchmarks.harness import Goal, Options, Report, main, total_ratio
 from benchmarks.models import Work
 from benchmarks.ours import PATIENT, Run, Timed, training
 from benchmarks.recovery import wait_for
@@ -148,9 +148,9 @@ def add(report: Report, size: str, case: Case) -> None:
     ratio = total_ratio(both, asleep)
     report.add(f"dormant_throughput_ratio_vs_smaller_group_{size}", ratio)
     report.add(f"dormant_is_slower_{size}", float(ratio.high < 1.0))
-    floor = noise_floor(once, again)
-    report.noise_floor = max(floor, report.noise_floor or 0.0)
-    same, step_s = total_ratio(once, again), sorted(step for block in both for step in block)
+    same = total_ratio(once, again)
+    report.noise_floor = max(1.0 - same.low, same.high - 1.0, report.noise_floor or 0.0)
+    step_s = sorted(step for block in both for step in block)
     report.note(
         f"{size}: {4 * case.num_parameters / 1e6:.1f} MB of gradients, steps of {step_s[len(step_s) // 2]:.3f} s; the smaller "
         f"group against itself {same.value:.4f} [{same.low:.4f}, {same.high:.4f}]"

@@ -130,10 +130,11 @@ def _trained(survivors: Sequence[Marks]) -> int:
 
 
 def complement(batch: Range, parts: Sequence[Range]) -> tuple[Range, ...]:
-    """What of `batch` is in none of `parts`, which do not overlap."""
+    """What of `batch` is in none of `parts`, which may lie beside it."""
     found: list[Range] = []
     at, end = batch
-    for start, stop in sorted(part for part in parts if part[0] < part[1]):
+    inside = [(max(start, at), min(stop, end)) for start, stop in parts]
+    for start, stop in sorted(part for part in inside if part[0] < part[1]):
         if start > at:
             found.append((at, start))
         at = max(at, stop)

@@ -74,8 +74,7 @@ def _is_waited_for(run: RunState) -> bool:
     """Whether a world is being gathered, and there are not more who are ready than it needs: all leave once it trains."""
     if run.state != State.REPLACE or run.joining:
         return False
-    wanted = min(len(run.world) or run.rules.max_workers, run.rules.max_workers)
-    return len(run.survivors) + len(run.roster.spares()) <= wanted
+    return len(run.survivors) + len(run.roster.spares()) <= run.wanted
 
 
 def watch(run: RunState, at: float) -> list[m.Command]:

@@ -155,8 +155,7 @@ def _reconciled(run: RunState, marks: list[Marks]) -> Plan:
 def _gather(run: RunState) -> list[m.Command]:
     """Forms the next world, or waits for workers, but not for ever. New ones are started now only if there are too few."""
     ready, rules = len(run.survivors) + len(run.roster.spares()), run.rules
-    wanted = min(len(run.world) or rules.max_workers, rules.max_workers)
-    needed = wanted if rules.wait_for_replacement else rules.min_workers
+    needed = run.wanted if rules.wait_for_replacement else rules.min_workers
     timer = m.SetTimer("replacement", rules.replacement_timeout, run.incarnation)
     return [timer, *(run.provision() if ready < needed else []), *replace(run)]
 

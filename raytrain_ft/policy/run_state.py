@@ -132,6 +132,11 @@ class RunState:
         """Every recovery and planned resize so far, the last one perhaps still under way."""
         return self.history.all
 
+    @property
+    def wanted(self) -> int:
+        """As many as trained last, if they still may be."""
+        return min(len(self.world) or self.rules.max_workers, self.rules.max_workers)
+
     def all_answered(
         self, event: m.Fenced | m.Reconciled | m.Filled | m.Stopped | m.Completed | m.Saved, asked: Iterable[str]
     ) -> bool:

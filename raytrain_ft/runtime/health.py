@@ -209,7 +209,7 @@ class Health:
     def _not_listed(self, incarnation: int, step: int, start: int, stop: int) -> tuple[Range, ...]:
         """What of these samples nobody has told of; from now on it counts as told."""
         known = self._lost.setdefault((incarnation, step), [])
-        more = complement((start, stop), [one for one in known if one[0] < stop and start < one[1]])
+        more = complement((start, stop), known)
         known += more
         return more
 
