@@ -159,7 +159,7 @@ def add(report: Report, size: str, case: Case) -> None:
 
 def add_all(report: Report, *, quick: bool) -> None:
     """Of a small and a large model."""
-    sets, blocks = (2, 5) if quick else (6, 9)
+    sets, blocks = (2, 5) if quick else (8, 9)
     add(report, "small", Case(200_000, 0.02, sets, blocks, 12))
     # The pace of large gradients drifts by some per cent within seconds: short turns meet the same of it.
     add(report, "large", Case(3_000_000, 0.006, 2 * sets, 7 * blocks, 4))
