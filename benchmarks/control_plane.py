@@ -67,6 +67,7 @@ def spec_of(directory: Path) -> RunSpec:
         log=None,
         log_choice=None,
         incarnation=0,
+        returns=(),
         faults=(),
         notices=NoticeSpec(clouds=(), detect=False, drain=False, grace_s=None),
         heartbeat_interval=HEARTBEAT_S,

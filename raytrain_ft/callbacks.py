@@ -76,18 +76,27 @@ class Callbacks:
         self._follower = Follower(directory / "events.jsonl", rules)
         self._seen: dict[int, Seen] = {}  # by the callback's id
         self._recoveries = 0
+        self._news: list[Steps | Recovery] = []  # that nobody was told of yet
+        self._unreadable = False
 
     def poll(self) -> None:
         """Tells what is new."""
         if not self._callbacks:
             return
         try:
-            news = self._follower.news()
+            self._news += self._follower.news()
             if not self._seen and self._follower.started is not None:
                 self._begin(self._follower.started)
+            self._unreadable = False
+        except OSError as error:  # the storage may come back
+            if not self._unreadable:
+                warnings.warn(f"the run's events cannot be read now, so callbacks wait for news: {error}", stacklevel=2)
+            self._unreadable = True
+            return
         except Exception as error:  # whatever is wrong with a log, training does not end for it
             self._leave(self._callbacks, f"the run's events cannot be followed: {error}")
             return
+        news, self._news = self._news, []
         for one in news:
             if isinstance(one, Recovery):
                 self._recoveries += 1

@@ -7,6 +7,7 @@ that nobody follows saves a checkpoint and ends after `RecoveryConfig.driver_tim
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -44,7 +45,7 @@ ANSWER_S = 10.0
 GRACE_S = 2.0
 """How long the supervisor has to end by itself, once its run has ended."""
 UNAVAILABLE_S = 120.0
-"""How long a supervisor is waited for that Ray is restarting."""
+"""How long a supervisor is waited for that Ray is restarting, or for as long as its lease, if that is longer."""
 LAST_WORDS_S = 30.0
 """How long the end of a run may take beyond the time that it has for a last checkpoint."""
 
@@ -54,11 +55,13 @@ Account = dict[str, Any]
 # ---------------------------------------------------------------- for whoever has the supervisor's handle
 
 
-def watch(supervisor: Any, known: Account | None = None) -> Iterator[Account]:
-    """How the run stands, again and again; the last account is that of its end.
+def watch(supervisor: Any, known: Account | None = None, most_s: float = math.inf) -> Iterator[Account]:
+    """How the run stands, again and again; the last account is that of its end. A supervisor that is silent is waited for as
+    long as its workers train on without it.
 
     Args:
         known: how it stood a moment ago.
+        most_s: how long it is waited for at most while it is silent.
 
     Raises:
         ConfigError: the cluster's nodes cannot import the task; TrainingFailedError: the supervisor is gone.
@@ -72,8 +75,9 @@ def watch(supervisor: Any, known: Account | None = None) -> Iterator[Account]:
             unreachable = None
         except (ActorUnavailableError, GetTimeoutError) as error:
             unreachable = unreachable or time.monotonic()
-            if time.monotonic() - unreachable > UNAVAILABLE_S:
-                raise TrainingFailedError(f"the supervisor has not answered for {UNAVAILABLE_S:g} s") from error
+            patience = min(most_s, max(UNAVAILABLE_S, known["lease"] if known is not None else 0.0))
+            if time.monotonic() - unreachable > patience:
+                raise TrainingFailedError(f"the supervisor has not answered for {patience:g} s") from error
             continue
         except ActorDiedError as error:
             yield _last_account(error, known)
@@ -129,7 +133,7 @@ def abort(supervisor: Any, reason: str, stop_timeout: float, display: Display | 
     account = None
     with suppress(RayActorError, RayTaskError, GetTimeoutError, FTError):  # it is gone, and its workers end themselves
         _ask_to_end(supervisor, reason, deadline)
-        for account in watch(supervisor):
+        for account in watch(supervisor, most_s=deadline - time.monotonic()):
             if display is not None:
                 display.show(account)
                 display.show_end(account)
@@ -257,9 +261,9 @@ def find(run: str | Path) -> tuple[Any, Account]:
     """
     directory = Path(run).resolve() if _has_records(Path(run)) else None
     ended = recorded(directory) if directory is not None else None
-    if ended is not None:
+    if ended is not None and not _is_elsewhere(run, ended):
         return None, ended
-    name = check_name(directory.name if directory is not None else str(run))
+    name = check_name(Path(run).name if directory is not None or Path(run).is_absolute() else str(run))
     _connect()
     began = time.monotonic()
     try:
@@ -281,6 +285,17 @@ def find(run: str | Path) -> tuple[Any, Account]:
             f"the run named {name!r} that is alive on this cluster is in {account['directory']}, not in {directory}"
         )
     return supervisor, account
+
+
+def _is_elsewhere(run: str | Path, ended: Account) -> bool:
+    """Whether a bare name, which is also that of a directory here with the records of a run that has ended, is that of a run in
+    another directory that is alive on the cluster. Without a cluster there is none."""
+    if isinstance(run, Path) or run != Path(run).name:
+        return False
+    try:
+        return any(one.get("directory", ended["directory"]) != ended["directory"] for one in alive() if one["name"] == run)
+    except ConfigError:
+        return False
 
 
 def _has_records(run: Path) -> bool:

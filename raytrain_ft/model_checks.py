@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -59,8 +60,9 @@ def check_stages(task: TrainTask, pipeline: PipelineSettings) -> Any:
     for stage in range(pipeline.stages):
         model = build_stage(task, stage, pipeline)
         check_chunks(model, stage)
-        optimizer = task.optimizer([p for p in model.parameters() if p.requires_grad])
-        check_optimizer(optimizer)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = task.optimizer(trained)
+        check_optimizer(optimizer, trained)
         key += [type(optimizer).__name__, *([name, str(p.dtype), list(p.shape)] for name, p in model.named_parameters())]
         found.append(ways(pipeline, stage, model, optimizer))
     check_alike(pipeline, found)
@@ -85,12 +87,25 @@ def check_chunks(model: torch.nn.Module, stage: int) -> None:
                 )
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses an optimizer that would compute gradients itself, as LBFGS does: here that is the step's part, done once.
+def check_optimizer(optimizer: torch.optim.Optimizer, trained: Sequence[torch.nn.Parameter]) -> None:
+    """Refuses an optimizer that would compute gradients itself, as LBFGS does: here that is the step's part, done once. And one
+    that trains what is not in the model, which nobody reduces, stores or copies.
+
+    Args:
+        trained: the parameters that it was given.
 
     Raises:
-        ConfigError: its `step` cannot be called without a closure.
+        ConfigError: its `step` cannot be called without a closure, or it has other parameters.
     """
+    known = {id(p) for p in trained}
+    strange = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and id(p) not in known]
+    if strange:
+        shapes = ", ".join(str(list(p.shape)) for p in strange[:3])
+        raise ConfigError(
+            f"TrainTask.optimizer() gives a {type(optimizer).__name__} that also trains {len(strange)} parameters (of shape "
+            f"{shapes}) that are not among those that it was given. Their gradients would not be reduced, and a replacement "
+            "would not have their values: make them parameters of the model, as one that only the loss needs can be, too"
+        )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
@@ -118,8 +133,9 @@ def choose_update(task: TrainTask, recovery: RecoveryConfig) -> tuple[Update, An
     """
     model = task.model(0)
     check_model(model)
-    optimizer = task.optimizer([p for p in model.parameters() if p.requires_grad])
-    check_optimizer(optimizer)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = task.optimizer(trained)
+    check_optimizer(optimizer, trained)
     key = [type(optimizer).__name__, *([name, str(p.dtype), list(p.shape)] for name, p in model.named_parameters())]
     if recovery.update == "barrier":
         return "barrier", key

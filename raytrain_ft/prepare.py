@@ -25,12 +25,14 @@ from raytrain_ft.errors import ConfigError, NoCheckpointError, StorageError
 from raytrain_ft.model_checks import Update, check_stages, choose_update, has_statistics, pipeline_of
 from raytrain_ft.places import Place
 from raytrain_ft.policy.frequency import profile_steps
+from raytrain_ft.policy.history import RETURNS
+from raytrain_ft.policy.lineage import Return
 from raytrain_ft.policy.planning import LogChoice
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.sampling import Sampling, steps_per_epoch
 from raytrain_ft.ray_config import CheckpointConfig, RunConfig, ScalingConfig, workers
 from raytrain_ft.runtime import sealed
-from raytrain_ft.runtime.event_log import read_records
+from raytrain_ft.runtime.event_log import each_record
 from raytrain_ft.runtime.notices.notice import NoticeSpec
 from raytrain_ft.runtime.placement import connect
 from raytrain_ft.runtime.preemption import CLOUDS
@@ -96,6 +98,7 @@ def prepare(
     if not ray.is_initialized():
         connect(log_to_driver=False)
     make_directory(directory)  # last, so that what is refused leaves nothing behind
+    incarnation, returns = earlier_runs(directory)
     spec = RunSpec(
         run_id=uuid.uuid4().hex[:12],
         name=directory.name,
@@ -111,7 +114,8 @@ def prepare(
         checkpoints=checkpoints,
         log=_log(recovery) if rules.logging else None,
         log_choice=log_choice,
-        incarnation=last_incarnation(directory),
+        incarnation=incarnation,
+        returns=returns,
         faults=tuple(settings.faults),
         notices=_notices(recovery),
         heartbeat_interval=recovery.heartbeat_interval.total_seconds(),
@@ -306,14 +310,19 @@ def _checkpoints(
     )
 
 
-def last_incarnation(directory: Path) -> int:
-    """The last incarnation of earlier runs of this name: later ones have greater numbers, in records and checkpoints."""
-    last = 0
-    for log in directory.glob("events*.jsonl"):
-        with suppress(OSError, AttributeError):
-            found = (record.get("incarnation") for record in read_records(log))
-            last = max([last, *(number for number in found if isinstance(number, int))])
-    return last
+def earlier_runs(directory: Path) -> tuple[int, tuple[Return, ...]]:
+    """The last incarnation of earlier runs of this name, for later ones have greater numbers, in records and checkpoints; and
+    when everybody went back in them, by which it is told which of their checkpoints are of the training that went on."""
+    last, returns = 0, []
+    for log in sorted(directory.glob("events*.jsonl")):
+        with suppress(OSError, AttributeError):  # the second of what is no record
+            for record in each_record(log):
+                incarnation = record.get("incarnation")
+                last = max(last, incarnation) if isinstance(incarnation, int) else last
+                match record:
+                    case {"event": "Recovery", "strategy": how, "incarnation": int(own), "step": int(step)} if how in RETURNS:
+                        returns.append(Return(own, step))
+    return last, tuple(returns)
 
 
 def directory_of(storage_path: str, name: str) -> Path:

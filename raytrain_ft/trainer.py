@@ -11,11 +11,12 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Unpack
 
 import ray
 import ray.train
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
 from raytrain_ft import steer
 from raytrain_ft.callbacks import Callback, Callbacks
@@ -23,7 +24,7 @@ from raytrain_ft.config import ParallelismConfig, RecoveryConfig, check_name
 from raytrain_ft.errors import ConfigError, FTError, RunActiveError
 from raytrain_ft.follow import POLL_S, abort, clean_up, kept_going, result_of, watch
 from raytrain_ft.policy.states import ENDED
-from raytrain_ft.prepare import prepare
+from raytrain_ft.prepare import directory_of, prepare
 from raytrain_ft.progress import Display
 from raytrain_ft.ray_config import CheckpointConfig, RunConfig, ScalingConfig, check_supported
 from raytrain_ft.result import Result
@@ -128,15 +129,19 @@ class Trainer:
 
     def suspend(self, rank: int, *, at_once: bool = False) -> None:
         """`raytrain_ft.suspend` for this run, from another thread than the one that is in `fit`, or from a callback."""
-        steer.suspend(str(self._run.name), rank, at_once=at_once)
+        steer.suspend(self._directory(), rank, at_once=at_once)
 
     def resume(self, rank: int) -> None:
         """`raytrain_ft.resume` for this run."""
-        steer.resume(str(self._run.name), rank)
+        steer.resume(self._directory(), rank)
 
     def leave(self, rank: int, within_s: float, *, replace: bool = True) -> None:
         """`raytrain_ft.leave` for this run."""
-        steer.leave(str(self._run.name), rank, within_s, replace=replace)
+        steer.leave(self._directory(), rank, within_s, replace=replace)
+
+    def _directory(self) -> Path:
+        """The run's: another run may have its name, in another place."""
+        return directory_of(str(self._run.storage_path), str(self._run.name))
 
     def _train(self, spec: RunSpec, right: WriterLock, last: ExitStack) -> Result:
         """The run, from its supervisor's start to its end. What is to be done when all has been cleaned up goes to `last`."""
@@ -253,6 +258,8 @@ def _account_of(supervisor: str) -> dict[str, Any] | None:
         return None
     try:
         return ray.get(other.status.remote(), timeout=5)
+    except ActorDiedError:
+        return None
     except (RayError, AttributeError):  # the latter: it is no supervisor of ours
         return {}
 

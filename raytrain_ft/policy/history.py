@@ -25,6 +25,7 @@ from math import isnan
 from typing import Any
 
 from raytrain_ft.policy.audit import audit
+from raytrain_ft.policy.lineage import Return, stands
 from raytrain_ft.policy.strategy import Guarantee, Strategy
 
 LONGEST_RECOVERY_S = 120.0
@@ -123,6 +124,8 @@ def _wrong_returns(records: Sequence[dict[str, Any]]) -> list[str]:
     spoilt = {record["step"] for record in records if record["event"] == "TaskFailed" and record["kind"] == "non_finite"}
     looked = [record for record in records if record["event"] == "CheckpointsFound" and not record["error"]]
     before = 0
+    told = (one for record in records if record["event"] == "RunStarted" for one in record.get("returns", ()))
+    returns = [Return(**one) for one in told]
     for recovery in records:
         if recovery["event"] != "Recovery" or recovery["resumed"] is None:
             continue
@@ -136,10 +139,12 @@ def _wrong_returns(records: Sequence[dict[str, Any]]) -> list[str]:
         steps: set[int] = set()
         rejected = {one["name"] for one in rejections if one["incarnation"] <= recovery["incarnation"]}
         for stored in (attempt["stored"] for attempt in attempts):
-            whole = [one["step"] for one in stored if one["name"] not in rejected]
+            standing = [one for one in stored if stands(one.get("incarnation", 0), one["step"], returns)]
+            whole = [one["step"] for one in standing if one["name"] not in rejected]
             steps |= {next((step for step in whole if step not in spoilt), 0), *whole[:1]}
         # A loss just afterwards belongs to the same recovery, which may complete the first step instead of redoing it, and
         # after another one the next step, of which its last attempt says nothing.
+        returns.append(Return(recovery["incarnation"], recovery["step"]))
         since = range(attempts[0]["incarnation"], recovery["incarnation"])
         steps |= {one["stop_step"] for one in records if one["event"] == "StepsCommitted" and one["incarnation"] in since}
         if recovery["step"] - recovery["completes"] not in steps:

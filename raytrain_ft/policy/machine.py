@@ -102,7 +102,15 @@ def _short(event: m.Event) -> str:
 
 
 def _on_run_started(run: RunState, event: m.RunStarted) -> list[m.Command]:
-    run.incarnation, run.stored = event.incarnation, list(event.stored)
+    run.incarnation, run.returns = event.incarnation, list(event.returns)
+    run.stored = run.standing(event.stored)
+    if event.stored and not run.stored and run.returns[-1].step:
+        run.rejected.clear()
+        run.stored = list(event.stored)
+        run.warn(
+            f"begins from {run.stored[0].name}, for the checkpoint that an earlier run had gone back to is gone: what a "
+            "recovery of that one cost before is part of it, and no longer of its record"
+        )
     run.state = State.SCHEDULING
     return [m.SetTimer("schedule", run.rules.schedule_timeout, run.incarnation), *run.provision()]
 
@@ -188,7 +196,6 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost, *, avoid: bool
     was = {member: run.roster.lose(member) for member in members}
     preempted = {member: event.preempted or member in run.leaving for member in members}  # the end of a notice is no failure
     for member in members:
-        run.history.slept(member, run.step, asleep=False)  # if it did
         leaving.forget(run, member)
     kills: list[m.Command] = [m.Kill(member, avoid) for member in members]
     working = [member for member in members if was[member] in (MemberState.ACTIVE, MemberState.LEAVING)]
@@ -197,6 +204,7 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost, *, avoid: bool
         exhausted = _count_lost(run, waiting, preempted, event) if waiting else ""
         if exhausted:
             return kills + run.fail("RetryBudgetError", exhausted)
+        _wake(run, members)
         commands = kills + run.provision() + _go_on_waiting(run)
         if run.state == State.SCHEDULING and run.roster.cannot_start() and not run.roster.any_starting():
             commands += run.fail("RecoveryError", f"workers cannot be started: {event.cause}")
@@ -215,9 +223,16 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost, *, avoid: bool
     return kills + go_on(run, event.at)
 
 
+def _wake(run: RunState, members: list[str]) -> None:
+    """Those of them that slept do so no longer: they are lost. After the recovery began, which it counts for as well."""
+    for member in members:
+        run.history.slept(member, run.step, asleep=False)
+
+
 def _count_lost(run: RunState, trainers: list[str], preempted: dict[str, bool], event: m.WorkerLost) -> str:
     """That these, who trained, are lost is recorded, and charged. Returns why no more may be, in words; empty if more may."""
     recovery = run.history.begin(event.at, event.cause, event.noticed_by, len(run.world))
+    _wake(run, trainers)
     recovery.lost += trainers
     exhausted = [words for words in [run.roster.charge(preempted[member]) for member in trainers] if words]
     return f"{exhausted[-1]}; last cause: {event.cause}" if exhausted else ""
@@ -283,9 +298,11 @@ def _advance(run: RunState, step: int) -> None:
 
 
 def _on_checkpoint_committed(run: RunState, event: m.CheckpointCommitted) -> list[m.Command]:
+    stored = m.Stored(event.name, event.step, event.incarnation)
+    standing = run.standing([stored])
     if event.incarnation < run.counts_from:
-        return []  # everybody has gone back to before it: it is of another training than what is logged since
-    run.stored = [m.Stored(event.name, event.step), *run.stored][:MOST_STORED]
+        return []  # everybody has gone back to before it, or to it: it is no part of what is logged since
+    run.stored = [*standing, *run.stored][:MOST_STORED]
     run.persist_s = event.persist_s
     if not run.rules.logging or run.state not in TRAINING:
         return []  # in a recovery, the log may be being replayed from an older checkpoint: the next one trims it

@@ -31,6 +31,7 @@ from raytrain_ft.policy.commands import (
     Trim,
     Watch,
 )
+from raytrain_ft.policy.lineage import Return
 from raytrain_ft.policy.reconcile import Marks
 from raytrain_ft.policy.sampling import Range
 
@@ -51,10 +52,11 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A checkpoint: its name in storage, and how many steps are committed in it."""
+    """A checkpoint: its name in storage, how many steps are committed in it, and by which incarnation (0: it does not say)."""
 
     name: str
     step: int
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +66,14 @@ class RunStarted(Event):
     Attributes:
         incarnation: the last one of earlier runs of this name; this run's are later.
         stored: the checkpoints that it may begin from, newest first.
+        returns: of those earlier runs, as of a `RunState`.
         details: for the record only.
     """
 
     run_id: str
     incarnation: int = 0
     stored: tuple[Stored, ...] = ()
+    returns: tuple[Return, ...] = ()
     details: dict[str, Any] = field(default_factory=dict)
 
 

@@ -12,6 +12,7 @@ from raytrain_ft.errors import RecoveryError
 from raytrain_ft.policy import leaving, replaying
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.forward import could_finish, instead, worth_finishing
+from raytrain_ft.policy.lineage import Return
 from raytrain_ft.policy.reconcile import Marks, Plan, reconcile, reconcile_stages
 from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.run_state import RunState
@@ -237,12 +238,13 @@ def on_checkpoints_found(run: RunState, event: m.CheckpointsFound) -> list[m.Com
     """What anybody holds is given up, and everybody loads the newest. If there is none, survivors go on as they are; without
     any, the run begins anew, which is exact as well. If there are some and none can be loaded, it ends."""
     recovery, run.seeking = run.recoveries[-1], False
-    if run.survivors and not run.going_back and not run.replaying and not event.stored:
+    found = run.standing(event.stored)
+    if run.survivors and not run.going_back and not run.replaying and not found:
         recovery.reason = ""
         return _go_on(run)
     if event.error:
         return run.fail("RecoveryError", f"{recovery.reason}, and the checkpoints cannot be listed: {event.error}")
-    if run.stored and not event.stored and run.rules.strategy != "snapshot":  # a holder's are gone with its node
+    if run.stored and not found and run.rules.strategy != "snapshot":  # a holder's are gone with its node
         return run.fail(
             "NoCheckpointError",
             f"{recovery.reason}, and no checkpoint is there any more, though {run.stored[0].name} was: is the storage mounted, "
@@ -252,7 +254,7 @@ def on_checkpoints_found(run: RunState, event: m.CheckpointsFound) -> list[m.Com
     for member in run.roster.active():
         run.members[member] = MemberState.SPARE
         run.void.add(member)
-    committed, run.survivors, run.stored = max(run.step, event.reached), {}, list(event.stored)
+    committed, run.survivors, run.stored = max(run.step, event.reached), {}, found
     spoilt = [stored.name for stored in run.stored if stored.step == run.spoilt]
     if any(stored.name not in run.rejected and stored.name not in spoilt for stored in run.stored):
         # perhaps the update before was the one that went wrong; if this is all that there is, it is tried once more
@@ -261,7 +263,7 @@ def on_checkpoints_found(run: RunState, event: m.CheckpointsFound) -> list[m.Com
     ended = run.begin_from_stored()
     if ended:
         return ended
-    run.counts_from = run.incarnation
+    run.returns.append(Return(run.incarnation, run.step))
     strategy = Strategy.SNAPSHOT if run.rules.strategy == "snapshot" else Strategy.CHECKPOINT
     run.history.go_back(run.step, committed, run.load.name if run.load is not None else "the beginning", strategy)
     return _gather(run)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.lineage import Return, stands
 from raytrain_ft.policy.log_cover import LogCover
 from raytrain_ft.policy.reconcile import Marks, Plan
 from raytrain_ft.policy.roster import Leave, MemberState, Roster, Rules
@@ -16,6 +17,7 @@ from raytrain_ft.policy.topology import Groups, members_of
 
 MOST_REASONS = 4
 """Checkpoints that could not be loaded of which an error says why: the newest, since there may be one of every epoch."""
+BELATED = "when it was stored, everybody had gone back to before it"
 MOST_UNSAVED = 3
 """How often the last steps are done again because the worker that was to save a stage is gone: saving may be what ends it."""
 MOST_HELPED = 2
@@ -62,7 +64,7 @@ class RunState:
         slow_replays: replays that were too slow since a step was committed.
         unsaved: how often a stage was lost at the end of the run before its final state was saved.
         step: steps that somebody is known to have committed.
-        counts_from: the incarnation from which on steps count: everybody went back from what was committed before.
+        returns: when everybody went back to a checkpoint or the beginning, in this run or an earlier one of its name.
         longest_step, long_step: the longest step for a long time, and of late, seconds. What happened once, as a stall of
             storage, is no measure for ever.
         longest_build: the longest time that a worker took to build its model, seconds.
@@ -109,7 +111,7 @@ class RunState:
     slow_replays: int = 0
     unsaved: int = 0
     step: int = 0
-    counts_from: int = 0
+    returns: list[Return] = field(default_factory=list)
     longest_step: float = 0.0
     long_step: float = 0.0
     longest_build: float = 0.0
@@ -154,6 +156,22 @@ class RunState:
         """Who of those that went on training last is lost since; who had notice and left is not."""
         gone = [member for member in self.world if member not in self.members]
         return [member for member in gone if member not in self.recoveries[-1].left]
+
+    @property
+    def counts_from(self) -> int:
+        """The incarnation from which on steps count: everybody went back from what was committed before."""
+        return self.returns[-1].incarnation if self.returns else 0
+
+    def standing(self, found: Iterable[m.Stored]) -> list[m.Stored]:
+        """The checkpoints among those found that are of the training that goes on. Others are rejected: they are nothing to
+        fall back to either, so none is deleted for their sake."""
+        standing = []
+        for one in found:
+            if stands(one.incarnation, one.step, self.returns):
+                standing.append(one)
+            else:
+                self.rejected[one.name] = BELATED
+        return standing
 
     def begin_from_stored(self) -> list[m.Command]:
         """The next world begins from the newest checkpoint that nobody has rejected; if none was ever stored, from the

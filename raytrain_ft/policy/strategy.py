@@ -279,6 +279,8 @@ class Recoveries:
         # the same gradients are added in another order
         resized = self._trained(recovery.step) not in (0, recovery.world_after)
         resized |= self.shared_otherwise or recovery.step < self.awake_from
+        if self.shared_otherwise:  # nobody may have told of the last steps that it slept in
+            self.awake_from = max(self.awake_from, recovery.step)
         # those of an earlier attempt may have done steps that nobody has told of
         resized &= recovery.step < max_steps or recovery.attempts > 1
         # where survivors differed, a majority is no proof; nor is a checkpoint, to which each of them gave a part

@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,12 +129,6 @@ def _note(name: str, **fields: Any) -> str:
     return json.dumps({"event": name, **fields}, separators=(",", ":"))
 
 
-def _lines(path: Path) -> list[str]:
-    """The lines that were written whole. `EventLog` takes away the rest of another, so nobody may have read it."""
-    text = path.read_text()
-    return text[: text.rfind("\n") + 1].splitlines()
-
-
 def read_events(path: Path) -> list[Event]:
     """The events of a log, in order. A last line that was cut short by a crash is left out.
 
@@ -165,15 +159,22 @@ def read_past(path: Path) -> tuple[list[Event], Counter[str]]:
     return events, notes
 
 
+def each_record(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a log as dictionaries, notes included, up to one that was cut short or damaged."""
+    with path.open() as log:
+        for line in log:
+            if not line.endswith("\n"):  # `EventLog` takes it away, so nobody may have read it
+                return
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                return
+            yield record
+
+
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log as dictionaries, notes included."""
-    records = []
-    for line in _lines(path):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
+    """All of them."""
+    return list(each_record(path))
 
 
 def read_run(directory: Path) -> list[dict[str, Any]]:

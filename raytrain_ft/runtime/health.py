@@ -121,6 +121,7 @@ class Health:
         for event in past:
             if isinstance(event, m.StepsCommitted):
                 self._recorded[event.member, event.incarnation] = event.stop_step
+                self.loss = event.loss
             elif isinstance(event, m.SamplesLost):
                 self._not_listed(event.incarnation, event.step, event.start, event.stop)
             elif isinstance(event, Note):

@@ -77,10 +77,11 @@ class Holder:
         for name in [n for n, s in self._snapshots.items() if n < (oldest if s.complete.is_set() else newest)]:
             del self._snapshots[name]
 
-    async def found(self) -> list[tuple[str, int, list[dict[str, Any]]]]:
-        """Complete snapshots, newest first: name, step, and the records of steps that they hold."""
+    async def found(self) -> list[tuple[str, int, int, list[dict[str, Any]]]]:
+        """Complete snapshots, newest first: name, step, incarnation, and the records of steps that they hold."""
         complete = sorted((name for name, s in self._snapshots.items() if s.complete.is_set()), reverse=True)
-        return [(str(name), name.step, self._snapshots[name].head["values"].get("records", [])) for name in complete]
+        records = [self._snapshots[name].head["values"].get("records", []) for name in complete]
+        return [(str(name), name.step, name.incarnation, told) for name, told in zip(complete, records, strict=True)]
 
     async def get(self, name: str) -> tuple[dict[str, Any], list[tuple[list[Any], Any]]] | None:
         """What worker 0 said of the whole, and per worker the pieces and a reference to their bytes; None if there is none."""
@@ -113,7 +114,8 @@ class HolderPersister:
 
     def submit(self, job: Job) -> Future[Outcome]:
         """Begins to bring it there. The future never fails: an outcome with an error says what went wrong."""
-        pending = self._pending = _Pending(job.name)
+        pending = _Pending(job.name)
+        self._pending = pending if job.count > 1 else None
         threading.Thread(target=self._bring, args=(job, pending), name="holder", daemon=True).start()
         return pending.future
 
@@ -130,8 +132,8 @@ class HolderPersister:
         pending.settle(outcome)
 
     def cancel(self, name: Name) -> None:
-        """The parts of others will not come: an answer of the holder is not waited for, and counts for nothing. It forgets what
-        is not complete with the next snapshot."""
+        """The parts of others, if any, will not come: an answer of the holder is not waited for, and counts for nothing.
+        It forgets what is not complete with the next snapshot."""
         if self._pending is not None and self._pending.name == name:
             self._pending.cancel()
 

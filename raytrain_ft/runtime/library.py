@@ -119,7 +119,7 @@ class Library:
         # Another run that has taken the right to write meanwhile may have other checkpoints: this one is about to end.
         found = [one for one in selection.select(storage, warnings.warn) if one.name.epoch <= self.epoch]
         self.records = {str(one.name): _records(one) for one in found}
-        return tuple(m.Stored(str(one.name), one.step) for one in found)
+        return tuple(m.Stored(str(one.name), one.step, one.name.incarnation) for one in found)
 
     def _held(self) -> tuple[m.Stored, ...]:
         try:
@@ -128,8 +128,8 @@ class Library:
             return ()  # it is gone, and with it the snapshots
         except RayError as error:
             raise StorageError(f"the holder of snapshots does not answer: {error}") from error
-        self.records = {name: records for name, _, records in found}
-        return tuple(m.Stored(name, step) for name, step, _ in found)
+        self.records = {name: records for name, *_, records in found}
+        return tuple(m.Stored(*about) for *about, _ in found)
 
     async def until_lost(self) -> str:
         """Returns when another run has the right to write, and says who that is."""

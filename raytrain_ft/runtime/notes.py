@@ -85,21 +85,29 @@ class Notes:
         """The run cannot go on where it was."""
         self._log.note("RunFailed", at=self._now(), state=str(State.ERRORED), error=error)
 
-    def end(self, *, ours: bool) -> None:
-        """The run's, with what can be drawn of it, unless the directory is not `ours` any more."""
+    def end(self) -> None:
+        """The run's."""
         machine = self._machine
         self._tell(len(machine.recoveries))  # also one that did not come to its end
         if machine.state == State.FINISHED:
             self._log.note("RunFinished", at=self._now(), steps=machine.step, **machine.result)
         elif machine.failure:
             self._log.note("RunFailed", at=self._now(), state=str(machine.state), error=machine.failure)
-        if not ours:
-            return
-        try:
-            timeline.write(self._spec.directory)
-            report.write(self._spec.directory)
-        except Exception as error:  # what cannot be drawn or written must not fail a run
-            self._log.note("ReportFailed", at=self._now(), reason=f"{type(error).__name__}: {error}")
+
+    def drawn(self, failure: str) -> None:
+        """What becomes of `draw`."""
+        if failure:
+            self._log.note("ReportFailed", at=self._now(), reason=failure)
+
+
+def draw(directory: Path) -> str:
+    """Draws what can be drawn of a run; returns why it could not be, or nothing. It must not fail the run."""
+    try:
+        timeline.write(directory)
+        report.write(directory)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def past_of(spec: RunSpec) -> tuple[list[m.Event], Counter[str]]:

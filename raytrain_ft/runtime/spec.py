@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from raytrain_ft.places import Place
+from raytrain_ft.policy.lineage import Return
 from raytrain_ft.policy.planning import LogChoice
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.sampling import Sampling
@@ -67,6 +68,7 @@ class RunSpec:
         nonce: what a worker must find in the directory, to prove that it is the same one.
         checkpoints: None writes none.
         incarnation: the last one of earlier runs of this name.
+        returns: of those, as of a `RunState`.
         notices: which of them are heeded.
         driver_timeout: see `RecoveryConfig`.
         options: of Ray, for each worker actor (num_cpus, num_gpus, resources, runtime_env).
@@ -87,6 +89,7 @@ class RunSpec:
     log: LogSpec | None
     log_choice: LogChoice | None
     incarnation: int
+    returns: tuple[Return, ...]
     faults: tuple[Any, ...]
     notices: NoticeSpec
     heartbeat_interval: float

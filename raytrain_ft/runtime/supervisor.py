@@ -37,7 +37,7 @@ from raytrain_ft.runtime.demand import Demand
 from raytrain_ft.runtime.event_log import PATIENCE_S, EventLog
 from raytrain_ft.runtime.leftovers import kill_named
 from raytrain_ft.runtime.library import Library
-from raytrain_ft.runtime.notes import Notes, details_of, past_of
+from raytrain_ft.runtime.notes import Notes, details_of, draw, past_of
 from raytrain_ft.runtime.notices.notice import Notice
 from raytrain_ft.runtime.right import Right
 from raytrain_ft.runtime.spec import Beat, RunSpec
@@ -174,8 +174,9 @@ class Supervisor:
         if not self._restarted:
             shutil.rmtree(self._spec.logs, ignore_errors=True)  # of a run of this name that could not clean up: never replayed
             details = details_of(self._spec) | {"clock": clock.origin(self._start)}
-            started = {"incarnation": self._spec.incarnation, "stored": stored, "details": details}
-            self.tell(m.RunStarted(at=0.0, run_id=self._spec.run_id, **started))
+            spec = self._spec
+            before = {"incarnation": spec.incarnation, "stored": stored, "returns": spec.returns}
+            self.tell(m.RunStarted(at=0.0, run_id=spec.run_id, **before, details=details))
         demand = Demand(f"demand:{self._spec.run_id}:", placement.demand(self._spec.options))
         asking = demand.keep(self._machine.lacking, self._health.nodes.going)
         work = (self._health.watch_cluster(), self._watch_driver(), self._watch_right(), self._publish(), asking)
@@ -190,7 +191,8 @@ class Supervisor:
             self._ended_at = self.now()
             if not self._notes.was_over:
                 # before what may take its time: who follows the run does not wait for it for ever
-                self._notes.end(ours=await self._right.is_kept())
+                self._notes.end()
+                await self._draw()
         finally:
             self._ended_at = self._ended_at or self.now()
             for watcher in watchers:
@@ -205,6 +207,11 @@ class Supervisor:
             await asyncio.sleep(LOG_RETRY_S)
         await self._release()
         return self.account()
+
+    async def _draw(self) -> None:
+        """Of a long run that takes minutes, in which others ask how it stands."""
+        if await self._right.is_kept():
+            self._notes.drawn(await asyncio.to_thread(draw, self._spec.directory))
 
     async def _release(self) -> None:
         """The next run of this name need not wait; without this it would see that this process is gone, or silent."""
@@ -280,6 +287,7 @@ class Supervisor:
             "directory": str(spec.directory),
             "max_steps": spec.rules.max_steps,
             "stop_timeout": spec.rules.stop_timeout,
+            "lease": spec.lease,
             "unfollowed_s": time.monotonic() - self._followed_at,
             "checkpoint": str(newest) if newest is not None else None,
             "state": str(machine.state),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,13 @@ def _name(pid: int, row: int, name: str) -> dict[str, Any]:
 
 
 def write(directory: Path) -> Path:
-    """Writes `timeline.json` beside the event log."""
-    path = directory / "timeline.json"
-    path.write_text(json.dumps({"traceEvents": build(read_records(directory / "events.jsonl"))}))
+    """Writes `timeline.json` beside the event log; a reader sees the old one or the new one, never half of it."""
+    path, draft = directory / "timeline.json", directory / f".timeline-{os.getpid()}.tmp"
+    with draft.open("w") as file:
+        file.write('{"traceEvents": [')
+        # one by one, for no other thread runs in the midst of `dumps`
+        for number, one in enumerate(build(read_records(directory / "events.jsonl"))):
+            file.write(("," if number else "") + "\n" + json.dumps(one))
+        file.write("\n]}\n")
+    draft.replace(path)
     return path

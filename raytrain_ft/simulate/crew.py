@@ -336,7 +336,7 @@ class Crew:
         if stand.step > self._told:
             events.append(self._committed(training, self._told, stand.step, now))
         if saved:
-            names = [m.Stored(f"step {step} of {training.incarnation}", step) for step in saved]
+            names = [m.Stored(f"step {step} of {training.incarnation}", step, training.incarnation) for step in saved]
             self.disk = [*names, *self.disk][:2]
             events.append(self._saved(training, names[0], now))
         self.tell(events)

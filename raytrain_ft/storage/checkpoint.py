@@ -32,6 +32,7 @@ from raytrain_ft.storage.filesystem import Storage
 from raytrain_ft.storage.manifest import Manifest, Name, ShardEntry, shard_file
 from raytrain_ft.storage.pieces import Pieces
 from raytrain_ft.storage.shard import Part
+from raytrain_ft.storage.small import read_small
 
 T = TypeVar("T")
 POLL_S = 0.01
@@ -131,7 +132,7 @@ def _mark(file: str) -> str:
 
 def _read_note(storage: Storage, note: str) -> ShardEntry:
     try:
-        return manifests.decode_entry(json.loads(storage.view(note).to_pybytes()), note)
+        return manifests.decode_entry(json.loads(read_small(storage, note, manifests.LARGEST) or b""), note)
     except (ValueError, RecursionError) as error:
         raise StorageError(f"{note} is damaged: {error}") from error
 

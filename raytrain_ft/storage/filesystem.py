@@ -36,7 +36,7 @@ S3_LIMITS = {"connect_timeout": 5.0, "request_timeout": 20.0, "retry_strategy": 
 """An endpoint that does not answer is an error after about a minute at most, not after many."""
 NOT_THERE = (FileNotFoundError, NotADirectoryError)
 OBJECT_STORES = ("s3", "gcs", "abfs")
-"""Of the kinds that pyarrow knows, those that show a file only when it is whole."""
+"""Of the kinds that pyarrow knows, those that show a file only when it is whole, or empty until then (abfs)."""
 SETTLE_S = 1.0
 """Between the moment when one writer finds no file and the end of its own write no more than this passes, as a rule."""
 UNSENT_BYTES = 64 * 2**20
@@ -344,13 +344,17 @@ class RemoteStorage:
         path = f"{self._path}/{checked(directory)}" if directory else self._path
         with self._telling(f"{path} cannot be listed"):
             found = self._filesystem.get_file_info(pafs.FileSelector(path, allow_not_found=True))
-        return sorted(info.base_name for info in found)
+        return sorted(info.base_name for info in found if not self._is_unfinished(info))
 
     def size(self, name: str) -> int | None:
         path = f"{self._path}/{checked(name)}"
         with self._telling(f"{path} cannot be read"):
             info = self._filesystem.get_file_info(path)
-        return info.size if info.type == pafs.FileType.File else None
+        return info.size if info.type == pafs.FileType.File and not self._is_unfinished(info) else None
+
+    def _is_unfinished(self, info: pafs.FileInfo) -> bool:
+        """pyarrow begins an upload to Azure with an empty blob of its name. No file of ours is empty."""
+        return self._filesystem.type_name == "abfs" and info.type == pafs.FileType.File and info.size == 0
 
     def delete(self, name: str) -> None:
         path = f"{self._path}/{name}"

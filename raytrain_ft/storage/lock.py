@@ -23,6 +23,7 @@ import psutil
 from raytrain_ft.errors import LockedError, StorageError
 from raytrain_ft.storage import checkpoint
 from raytrain_ft.storage.filesystem import Storage
+from raytrain_ft.storage.small import LONGEST
 
 FILE = "writer.json"
 CLAIM = re.compile(r"writer-([0-9]{1,9})\.claim")
@@ -32,7 +33,6 @@ LARGEST_CLAIM = 64
 LEASE_S = 10.0
 RENEW_S = 2.5
 POLL_S = 0.2
-LONGEST = 65_536
 LATEST_EPOCH = 10**9 - 1
 KINDS = {"owner": str, "epoch": int, "host": str, "pid": int, "started": (int, float), "renewed": int, "machine": str}
 OPTIONAL = {"machine"}
@@ -194,9 +194,20 @@ def _succeeded(storage: Storage, found: Owner | None) -> str:
 
 
 def holds(storage: Storage, owner: str, epoch: int) -> bool:
-    """Whether this owner still has the right to write."""
-    found = read_owner(storage)
-    return found is not None and (found.owner, found.epoch) == (owner, epoch)
+    """Whether this owner still has the right to write. A file that is not there is looked for again for a while: where a file
+    is replaced in two steps (hdfs, abfs), that is how it looks while it is renewed."""
+    deadline = time.monotonic() + RENEW_S
+    while True:
+        late = time.monotonic() > deadline
+        try:
+            found = read_owner(storage)
+        except StorageError:
+            if late:
+                raise
+            found = None
+        if found is not None or late:
+            return found is not None and (found.owner, found.epoch) == (owner, epoch)
+        time.sleep(POLL_S)
 
 
 def _has_left(owner: Owner) -> bool:

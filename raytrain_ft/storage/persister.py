@@ -109,7 +109,8 @@ def carry_out(
     )
     checkpoint.commit(storage, manifest)
     done(sum(entry.size for entry in entries))
-    _tidy(storage, job)
+    if lives() and str(job.name) not in cancelled:  # else its world is over: others may be going back to what it would delete
+        _tidy(storage, job)
 
 
 def _tidy(storage: Storage, job: Job) -> None:
@@ -120,7 +121,7 @@ def _tidy(storage: Storage, job: Job) -> None:
         for name, content in job.files.items():
             storage.put(name, [memoryview(content.encode())])
 
-    for part in (lambda: retention.retain(storage, job.name, job.keep, job.rejected), write_files):
+    for part in (lambda: retention.retain(storage, job.name, job.keep, job.rejected, job.begun), write_files):
         try:
             part()
         except Exception as error:
@@ -227,7 +228,8 @@ class Persister:
         return future
 
     def cancel(self, name: Name) -> None:
-        """The world that writes this checkpoint is over: waiting for the shards of others is no use."""
+        """The world that writes this checkpoint is over: waiting for the shards of others is no use, and nothing is deleted for
+        its sake."""
         if self._pending is not None:
             try:
                 self._send({"cancel": str(name)})

@@ -19,7 +19,9 @@ KEEP_ALL = sys.maxsize
 """How many stay if none is deleted."""
 
 
-def retain(storage: Storage, committed: Name, keep: int, rejected: Collection[str] = ()) -> list[Name]:
+def retain(
+    storage: Storage, committed: Name, keep: int, rejected: Collection[str] = (), begun: int | None = None
+) -> list[Name]:
     """Deletes what is not needed any more now that `committed` is durable; returns what was deleted.
 
     The newest `keep` complete ones stay, and those marked as kept. What is incomplete and older broke off. The manifest
@@ -27,13 +29,16 @@ def retain(storage: Storage, committed: Name, keep: int, rejected: Collection[st
 
     Args:
         rejected: those that were found to be damaged: they are nothing to fall back to, and do not count.
+        begun: the step at which the incarnation of `committed` began. What older ones stored beyond it is of a training that
+            everybody has gone back from, and does not count either.
 
     Raises:
         StorageError: some could not be deleted; all others are.
     """
     candidates = [candidate for candidate in checkpoint.found(storage) if candidate.name <= committed]
     complete = [candidate.name for candidate in candidates if candidate.complete and candidate.name != committed]
-    stay = {committed} | _staying(storage, complete, keep - 1, rejected)
+    void = {str(name) for name in complete if begun is not None and _is_void(name, committed, begun)}
+    stay = {committed} | _staying(storage, complete, keep - 1, {*rejected, *void})
     gone, errors = [], []
     for name in (candidate.name for candidate in candidates if candidate.name not in stay):
         try:
@@ -45,6 +50,10 @@ def retain(storage: Storage, committed: Name, keep: int, rejected: Collection[st
     if errors:
         raise errors[0]
     return gone
+
+
+def _is_void(name: Name, committed: Name, begun: int) -> bool:
+    return name.epoch == committed.epoch and name.incarnation < committed.incarnation and name.step > begun
 
 
 def _staying(storage: Storage, complete: Sequence[Name], keep: int, rejected: Collection[str]) -> set[Name]:

@@ -16,6 +16,7 @@ from raytrain_ft.errors import NoCheckpointError, StorageError
 from raytrain_ft.storage import checkpoint
 from raytrain_ft.storage.filesystem import Storage
 from raytrain_ft.storage.manifest import Manifest, Name
+from raytrain_ft.storage.small import read_small
 
 BEGUN_FILE = "begun.json"
 """Says from which writer's epoch on checkpoints count."""
@@ -30,10 +31,11 @@ def begin_anew(storage: Storage, epoch: int) -> None:
 
 
 def _begun(storage: Storage) -> int:
-    if storage.size(BEGUN_FILE) is None:
+    note = read_small(storage, BEGUN_FILE)
+    if note is None:
         return 0
     with suppress(ValueError, RecursionError):
-        match json.loads(storage.view(BEGUN_FILE).to_pybytes()):
+        match json.loads(note):
             case {"epoch": int(epoch)}:
                 return epoch
     raise StorageError(f"{storage.uri}/{BEGUN_FILE} is damaged: remove it to go on from the newest checkpoint")
@@ -69,7 +71,8 @@ def _attempt(storage: Storage, name: Name) -> Manifest | StorageError:
 
 
 def select(storage: Storage, warn: Callable[[str], None]) -> Iterator[Manifest]:
-    """Manifests of those, newest first.
+    """Manifests of those, newest first. If none can be read, perhaps a newer one has taken their place meanwhile: as long as
+    there are others than before, it looks again.
 
     Args:
         warn: is told of each one that is passed over because it is damaged.
@@ -78,13 +81,18 @@ def select(storage: Storage, warn: Callable[[str], None]) -> Iterator[Manifest]:
         NoCheckpointError: there are some, and no manifest can be read: to whoever reads this, that must not look like none.
         StorageError: the note of a new beginning is damaged.
     """
-    passed, readable = [], False
-    for name, found in _read(storage, counting(storage)):
-        if isinstance(found, StorageError):
-            passed.append(f"checkpoint {name} is passed over: {found}")
-            warn(passed[-1])
-        else:
-            readable = True
-            yield found
-    if passed and not readable:
-        raise NoCheckpointError(f"{storage.uri}: no checkpoint can be read; " + "; ".join(passed[:MOST_REASONS]))
+    names = counting(storage)
+    while names:
+        passed, readable = [], False
+        for name, found in _read(storage, names):
+            if isinstance(found, StorageError):
+                passed.append(f"checkpoint {name} is passed over: {found}")
+                warn(passed[-1])
+            else:
+                readable = True
+                yield found
+        if readable:
+            return
+        before, names = names, counting(storage)
+        if not names or names == before:
+            raise NoCheckpointError(f"{storage.uri}: no checkpoint can be read; " + "; ".join(passed[:MOST_REASONS]))

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from raytrain_ft.errors import FencedError, TaskError
 from raytrain_ft.storage.log_format import array_of, checksum_of
@@ -119,6 +120,23 @@ class Bucket:
         used = [True] * len(self.params) if all(p.grad is not None for p in self.params) else self.used.tolist()
         for p, view, flag in zip(self.params, self.views, used, strict=True):
             p.grad = view if p.grad is not None or flag else None
+
+
+def check_kept(optimizer: Optimizer, buckets: Sequence[Bucket]) -> None:
+    """Refuses an optimizer that keeps a gradient itself. Its memory is used again in the next step, whose own gradients would
+    then be in the optimizer's state, other ones on each replica.
+
+    Raises:
+        TaskError: naming what it keeps.
+    """
+    reused = {bucket.flat.untyped_storage().data_ptr() for bucket in buckets}
+    for kept in optimizer.state.values():
+        for name, value in kept.items() if isinstance(kept, dict) else ():
+            if isinstance(value, Tensor) and value.numel() and value.untyped_storage().data_ptr() in reused:
+                raise TaskError(
+                    f"the {type(optimizer).__name__} keeps a parameter's gradient itself as {name!r}, and the next step writes "
+                    "its own there: keep a copy, p.grad.clone()"
+                )
 
 
 def sample_of(buckets: Sequence[Bucket]) -> int:

@@ -113,6 +113,7 @@ class Checkpointer:
         self._persister = persister(self._memory)
         self._rank, self._count, self._stages, self._incarnation = 0, 1, 1, 0
         self._rejected: list[str] = []
+        self._begun = 0
         self._layout: Layout | None = None
         self._copy: Copy | None = None
         self._job: Job | None = None
@@ -145,7 +146,7 @@ class Checkpointer:
             stages: of the pipeline; the state that is captured is that of stage `rank % stages`.
             rejected: names of checkpoints that were found to be damaged.
         """
-        self._stages, self._rejected = stages, sorted(rejected)
+        self._stages, self._rejected, self._begun = stages, sorted(rejected), step
         self._persister.start()  # now, so that its start is not in the first checkpoint's time
         self._rank, self._count, self._incarnation = rank, count, incarnation
         self._tuning.begin(rank, count, incarnation, step, failure_s)
@@ -165,7 +166,7 @@ class Checkpointer:
         if self._copy is not None:
             self._copy.wait(_go_on)
             self._copy.join()
-        if self._job is not None and self._job.count > 1:
+        if self._job is not None:
             self._persister.cancel(self._job.name)
 
     def close(self, timeout_s: float = 60.0) -> None:
@@ -267,6 +268,7 @@ class Checkpointer:
             kept=kept,
             keep=self._target.keep,
             rejected=self._rejected,
+            begun=self._begun,
             files=self._tuning.files(),
             size=total_size(tensors),
             timeout_s=self._target.timeout_s,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from raytrain_ft.errors import ConfigError, StorageError, TaskError
-from raytrain_ft.training.data import dataset_size, fetch
+from raytrain_ft.training.data import alone_inside, dataset_size, fetch
 from raytrain_ft.training.images import ImageAugmentation, ImageFolder, View, central_view, random_view
 from raytrain_ft.training.random import sample_seed
 
@@ -85,7 +85,8 @@ class DaliImages:
         labels = torch.empty(len(ids), dtype=torch.int64)
         for start in range(0, len(ids), _AT_ONCE):
             piece = ids[start : start + _AT_ONCE].tolist()
-            rows = fetch(self.rows, piece)
+            with alone_inside(self.rows):
+                rows = fetch(self.rows, piece)
             seeds = [sample_seed(seed, epoch, index) for index in piece]
             encoded = [np.frombuffer(row[self.image], dtype=np.uint8) for row in rows]
             if not _inside_dali.acquire(timeout=_PATIENCE_S):

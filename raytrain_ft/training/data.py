@@ -12,10 +12,12 @@ import atexit
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeGuard, runtime_checkable
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -39,6 +41,8 @@ from raytrain_ft.training.random import sample_seed
 Augment = Callable[[Any, torch.Generator], Any]
 Collate = Callable[[list[Any]], Any]
 
+PATIENCE_S = 600.0
+"""With another thread that is inside a dataset."""
 _POLL_SECONDS = 0.01  # how late a fence may be noticed while the step waits for data
 
 
@@ -112,9 +116,6 @@ class Loader:
         self._dataset, self._sampling, self._augment, self._collate = dataset, sampling, augment, collate
         self._prefetch, self._timeout_s = prefetch, timeout.total_seconds()
         self.sketches = tuple(sketches)
-        # A dataset may hold an open file, so two threads must never be inside it. After a restart the new thread
-        # waits here until the old one has left the sample that it was loading.
-        self._inside_dataset = threading.Lock()
         self._feed: _Feed | None = None
 
     @property
@@ -201,15 +202,8 @@ class Loader:
             f"sample ids {ids[:8].tolist()}{'...' if len(ids) > 8 else ''}, "
             f"positions [{positions.start}, {positions.stop}) of epoch {batch.epoch}"
         )
-        if not self._inside_dataset.acquire(timeout=self._timeout_s):
-            raise TaskError(
-                f"After a restart, the loader's earlier thread still hung in the dataset for {self._timeout_s:.0f} s. "
-                "Two threads must not read one dataset: restart this worker, and look at the storage it reads from."
-            )
-        try:
+        with alone_inside(self._dataset, self._timeout_s):  # after a restart, until the earlier thread has left it
             return MicroBatch(self._load(feed, ids, batch.epoch), ids, positions, batch, after)
-        finally:
-            self._inside_dataset.release()
 
     def _load(self, feed: _Feed, ids: np.ndarray, epoch: int) -> Any:
         """The collated samples `ids`, augmented as of `epoch`."""
@@ -230,6 +224,30 @@ class Loader:
 
 
 # ---------------------------------------------------------------- reading a map-style dataset
+
+
+_locks: WeakValueDictionary[int, threading.Lock] = WeakValueDictionary()  # by the dataset's id: whoever has one, has both
+_looking = threading.Lock()
+
+
+@contextmanager
+def alone_inside(dataset: Any, timeout_s: float = PATIENCE_S) -> Iterator[None]:
+    """A dataset may hold an open file, so two threads must never be inside it, whichever loaders they belong to.
+
+    Raises:
+        TaskError: another thread does not leave it within `timeout_s`.
+    """
+    with _looking:
+        lock = _locks.setdefault(id(dataset), threading.Lock())
+    if not lock.acquire(timeout=timeout_s):
+        raise TaskError(
+            f"Another thread has hung in the {type(dataset).__name__} for {timeout_s:.0f} s. Two threads must not read one "
+            "dataset: restart this process, and look at the storage it reads from."
+        )
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def dataset_size(dataset: Any) -> int:

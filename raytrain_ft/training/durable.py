@@ -62,7 +62,8 @@ def capture(
         "numbers": numbers,
         "settings": settings,
     }
-    aliases = {"aliases": found} if (found := _aliases(state.model)) else {}
+    own |= {"aliases": found} if (found := _aliases(state.model)) else {}
+    own |= {"left_out": names} if (names := _left_out(state.model)) else {}
     values = {
         "step": state.step,
         "position": [state.position.epoch, state.position.consumed],
@@ -71,7 +72,6 @@ def capture(
         "loss": state.loss.hex(),
         "records": records,
     }
-    own |= aliases
     if pipeline is None:
         return tensors, values | own
     # every stage's names bear its number, and so do its values, which are not the same on all workers
@@ -99,6 +99,13 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     stored = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     names = {name: stored.get(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
     return {alias: name for alias, name in names.items() if alias != name}
+
+
+def _left_out(model: nn.Module) -> list[str]:
+    """Buffers that its state dict does not have (`persistent=False`). They are stored: the next step may depend on them."""
+    shown = model.state_dict(keep_vars=True)
+    tensors = {id(tensor) for tensor in shown.values()}
+    return [name for name, buffer in model.named_buffers() if name not in shown and id(buffer) not in tensors]
 
 
 OWN_VALUES = "values"

@@ -19,7 +19,7 @@ from raytrain_ft.storage.manifest import FILE, Name
 from raytrain_ft.storage.tree import unflatten
 from raytrain_ft.training import durable, objects, restore
 from raytrain_ft.training.pipeline import name_in_one_piece
-from raytrain_ft.training.stored import Stored, aliases_of, check_optimizer, own_values, spread_of
+from raytrain_ft.training.stored import Stored, aliases_of, check_optimizer, left_out_of, own_values, spread_of
 
 _STAGE = re.compile(r"stage-(?P<number>[0-9]{1,4})/(?P<path>.+)")
 _OF_MODEL = ("model", "buffer")
@@ -78,23 +78,27 @@ def state_dicts(content: Content) -> dict[str, Any]:
 
 
 def _tensors(content: Content, wanted: Collection[str]) -> dict[str, dict[str, Tensor]]:
-    """What the trainer stored by the names of layers, of these kinds."""
+    """What the trainer stored by the names of layers, of these kinds; of the model, what a state dict of it has."""
     where = f"{content.manifest.name}/{FILE}"
     spread, aliases = spread_of(content.manifest.values, where), aliases_of(content.manifest.values, where)
+    left_out = set(left_out_of(content.manifest.values, where))
     state: dict[str, dict[str, Tensor]] = {}
     for path in content.pieces:  # model/NAME, buffer/NAME, optimizer/NAME/KEY; of a pipeline, stage-N/...
         found = _STAGE.fullmatch(path)
         stage, own = (int(found["number"]), found["path"]) if found else (0, path)
         if found and own == durable.OWN_VALUES:
-            there = f"{content.manifest.name}: {path}"
-            for alias, name in aliases_of(own_values(content, path), there).items():
+            values, there = own_values(content, path), f"{content.manifest.name}: {path}"
+            for alias, name in aliases_of(values, there).items():
                 aliases[name_in_one_piece(alias, stage, spread, there)] = name_in_one_piece(name, stage, spread, there)
+            left_out |= {name_in_one_piece(name, stage, spread, there) for name in left_out_of(values, there)}
             continue
         kind, _, name = own.partition("/")
         if kind in wanted:
             tensors = state.setdefault("model" if kind in _OF_MODEL else kind, {})
             tensors[name_in_one_piece(name, stage, spread, where)] = restore.make(content, path)
     model = state.get("model", {})
+    for name in left_out:
+        model.pop(name, None)
     for alias, name in aliases.items():
         if name not in model:
             raise StorageError(f"{where}: {alias!r} is said to be another name of {name!r}, which is not there")

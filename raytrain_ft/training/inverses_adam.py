@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -43,9 +45,17 @@ def undo_moments(b: Batch, weight_decay: float) -> None:
     m, v = b.state["exp_avg"], b.state["exp_avg_sq"]
     unlerp(m, g, 1 - beta1)
     unaverage_square(v, g, beta2)
-    q = beta1**2 / beta2 if beta2 else 0.0
-    series = float(b.t - 1) if abs(1 - q) < 1e-9 else (1 - q ** (b.t - 1)) / (1 - q)
-    raise_to(b, v, m, (1 - beta2) / ((1 - beta1) ** 2 * series))
+    raise_to(b, v, m, (1 - beta2) / ((1 - beta1) ** 2 * _series(beta1**2 / beta2 if beta2 else 0.0, b.t - 1)))
+
+
+def _series(q: float, terms: int) -> float:
+    """``1 + q + q**2 + ...``; of a long one with q > 1, which no float may hold, infinity."""
+    if abs(1 - q) < 1e-9:
+        return float(terms)
+    try:
+        return (1 - q**terms) / (1 - q)
+    except OverflowError:
+        return math.inf
 
 
 def _split_decay(b: Batch) -> tuple[float, float]:

@@ -29,6 +29,10 @@ def batch_seed(seed: int, epoch: int, first: int) -> int:
     return _mixed(_BATCH_DOMAIN, seed, epoch, first)
 
 
+NO_REPLICA = -1
+"""In the place of a rank, for what all of them draw alike."""
+
+
 def step_seed(seed: int, step: int, rank: int, micro_batch: int, stage: int = 0) -> int:
     """Seed for all that is random in one forward pass (dropout), 64 bits.
 

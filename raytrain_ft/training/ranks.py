@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from raytrain_ft import errors
 from raytrain_ft.errors import FTError, StorageError
@@ -26,10 +27,13 @@ class Ranks:
     """
 
     def __init__(self, timeout: timedelta) -> None:
-        """Joins. A rank that does not come within `timeout` makes every method here raise StorageError."""
+        """Joins. A rank that does not come within `timeout` makes every method here raise StorageError, but for `meet`."""
         self.rank, self.count = current()
-        self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if self.count > 1 else None
-        self._timeout = timeout
+        self._timeout, self._patience = timeout, max(timeout, default_pg_timeout)
+        self._group, self._meeting = self._new_group(self._timeout), self._new_group(self._patience)
+
+    def _new_group(self, timeout: timedelta) -> Any:
+        return dist.new_group(backend="gloo", timeout=timeout) if self.count > 1 else None
 
     def first_says(self, value: Any) -> Any:
         """Rank 0's value, on every rank; what the others give is ignored.
@@ -37,14 +41,21 @@ class Ranks:
         Raises:
             StorageError: rank 0 cannot be reached.
         """
-        if self._group is None:
+        return self._broadcast(value, self._group, self._timeout)
+
+    def meet(self, value: Any) -> Any:
+        """As `first_says`, in the midst of training: a rank that evaluates is waited for as long as torch's collectives do."""
+        return self._broadcast(value, self._meeting, self._patience)
+
+    def _broadcast(self, value: Any, group: Any, timeout: timedelta) -> Any:
+        if group is None:
             return value
         content = _bytes(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([len(content)])
-        self._carefully(lambda: dist.broadcast(size, 0, group=self._group))
+        self._carefully(lambda: dist.broadcast(size, 0, group=group), timeout)
         if self.rank != 0:
             content = torch.empty(int(size), dtype=torch.uint8)
-        self._carefully(lambda: dist.broadcast(content, 0, group=self._group))
+        self._carefully(lambda: dist.broadcast(content, 0, group=group), timeout)
         return _value(content)
 
     def all_say(self, value: Any) -> list[Any]:
@@ -57,12 +68,12 @@ class Ranks:
             return [value]
         content = _bytes(value)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
-        self._carefully(lambda: dist.all_gather(sizes, torch.tensor([len(content)]), group=self._group))
+        self._carefully(lambda: dist.all_gather(sizes, torch.tensor([len(content)]), group=self._group), self._timeout)
         longest = max(int(size) for size in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(content)] = content
         found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.count)]
-        self._carefully(lambda: dist.all_gather(found, padded, group=self._group))
+        self._carefully(lambda: dist.all_gather(found, padded, group=self._group), self._timeout)
         return [_value(one[: int(size)]) for one, size in zip(found, sizes, strict=True)]
 
     def failures(self, error: FTError | None) -> list[FTError]:
@@ -85,17 +96,18 @@ class Ranks:
             raise failure
 
     def leave(self) -> None:
-        """Gives the group up."""
+        """Gives the groups up."""
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
-            self._group = None
+            dist.destroy_process_group(self._meeting)
+            self._group = self._meeting = None
 
-    def _carefully(self, collective: Any) -> None:
+    def _carefully(self, collective: Any, timeout: timedelta) -> None:
         try:
             collective()
         except RuntimeError as error:
             raise StorageError(
-                f"rank {self.rank} of {self.count}: the others could not be reached within {self._timeout}; "
+                f"rank {self.rank} of {self.count}: the others could not be reached within {timeout}; "
                 "is one of them lost, or not inside checkfreq.open? Or does it still read a large checkpoint? Then give "
                 f"checkfreq.open a longer timeout=... ({error})"
             ) from error

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.sampling import Position, Sampling, next_batch, sample_ids, share, steps_per_epoch
 from raytrain_ft.policy.sketch import Sketch
-from raytrain_ft.training.data import BatchSource, dataset_size, loads_batches
+from raytrain_ft.training.data import BatchSource, alone_inside, dataset_size, loads_batches
 from raytrain_ft.training.data import Loader as CoreLoader
 from raytrain_ft.training.determinism import check_deterministic
 from raytrain_ft.training.ranks import current
@@ -103,6 +103,12 @@ class Loader:
         """Batches in an epoch."""
         return steps_per_epoch(self.sampling)
 
+    @property
+    def done(self) -> int:
+        """Batches of the present epoch that were handed out: `for i, batch in enumerate(loader, loader.done)` counts on after a
+        resume in the midst of it."""
+        return -(-self.position.consumed // self.sampling.global_batch_size)
+
     def __iter__(self) -> Iterator[Any]:
         epoch = self.position.epoch
         batches: Iterator[Any] | None = None
@@ -117,6 +123,8 @@ class Loader:
                 self.share = len(share(batch, rank, count)) * count / len(batch)
                 self.position = after
                 yield data
+                if self.position != after:
+                    raise self._read_by_others(after)
             ended = True
         finally:  # also when the loop is left with `break`
             self._after(ended)
@@ -125,13 +133,24 @@ class Loader:
         """The epochs that are left of `count`: `for epoch in loader.epochs(90): for batch in loader: ...`
 
         Raises:
-            ConfigError: an epoch was left without reading a batch of it, which would go on for ever.
+            ConfigError: an epoch was left without reading a batch of it, which would go on for ever; or more was read than the
+                epoch.
         """
         while self.position.epoch < count:
-            before = self.position
+            before, end = self.position, Position(self.position.epoch + 1)
             yield before.epoch
             if self.position == before:
                 raise ConfigError(f"epoch {before.epoch}: the loop over epochs read no batch from its loader")
+            if (self.position.epoch, self.position.consumed) > (end.epoch, end.consumed):
+                raise self._read_by_others(end)
+
+    def _read_by_others(self, expected: Position) -> ConfigError:
+        found = self.position
+        return ConfigError(
+            f"the loader was to stand at sample {expected.consumed} of epoch {expected.epoch}, and stands at {found.consumed} "
+            f"of epoch {found.epoch}: something else has read from it meanwhile, and training would never see those samples. "
+            "Give a validation, or a look at a batch, a checkfreq.Loader of its own"
+        )
 
     def observe(self, before: Callable[[], None] | None = None, after: Callable[[bool], None] | None = None) -> None:
         """Has `before` called when a batch is asked for, and `after` when the loop is left: whether at the epoch's end."""
@@ -217,7 +236,8 @@ class _Ahead:
             ConfigError: a batch depends on more than (seed, epoch, sample ids), so that a resumed run would read another.
         """
         if self._seen is None:
-            self._seen = check_deterministic(self._dataset, self._sampling)
+            with alone_inside(self._dataset):
+                self._seen = check_deterministic(self._dataset, self._sampling)
         return self._seen
 
     def batches(self, position: Position) -> Iterator[Any]:

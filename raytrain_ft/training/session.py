@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -77,6 +78,8 @@ class Session:
         self._resumed: resuming.Plan | None = None
         self._passed_over: list[str] = []  # checkpoints that are damaged, as some rank sees them
         self._began_at = 0
+        self._opened = threading.get_ident()
+        self._updating: int | None = None  # the thread of the last update
         self._parts: states.Parts | None = None
         self._committed: dict[str, Position] = {}
         self._reading: set[str] = set()  # the loaders whose loop is under way
@@ -213,6 +216,7 @@ class Session:
 
     def update_begins(self) -> None:
         """The weights are about to change: waits until a copy that is under way is complete."""
+        self._updating = threading.get_ident()
         self._checkpointer.await_copy(_go_on)
         self._update_began = time.monotonic()
 
@@ -236,7 +240,17 @@ class Session:
         return {name: loader.position for name, loader in self._loaders.items()}
 
     def _asked(self, name: str) -> None:
-        """A batch of this loader is asked for. If the last step read from others only, it goes on: this is its validation."""
+        """A batch of this loader is asked for. If the last step read from others only, it goes on: this is its validation.
+
+        Raises:
+            ConfigError: by a thread beside that of the updates, which may be in the midst of one.
+        """
+        beside = threading.get_ident() not in (self._updating, self._opened)  # an update may be made within a backward pass
+        if beside and any(thread.ident == self._updating for thread in threading.enumerate()):
+            raise ConfigError(
+                f"a thread beside the training asks {name!r} for a batch, and a step ends when the next batch is asked for: "
+                "read the loader in the loop itself. Its own num_workers, prefetch_factor and pin_memory read ahead"
+            )
         self._reading.add(name)
         self._ended.discard(name)
         if not self._uncommitted or name in self._uncommitted:
@@ -294,6 +308,7 @@ class Session:
         """
         if self._ranks.count == 1:
             return
+        self._ranks.meet(None)
         here = _by_all(self._ranks, lambda: states.digests(states.take_apart(self._objects).shared))
         first = self._ranks.first_says(here)
         apart = next((path for path in sorted(first.keys() | here.keys()) if first.get(path) != here.get(path)), None)
@@ -309,7 +324,7 @@ class Session:
         due = ended or (self._ranks.rank == 0 and self._checkpointer.wants(self.step))
         if due and self._ranks.rank == 0:
             self._checkpointer.take(self.step, _go_on, kept=ended)
-        due, self._next_decision = self._ranks.first_says([due, self._earliest()])
+        due, self._next_decision = self._ranks.meet([due, self._earliest()])
         if due and self._ranks.rank != 0:
             self._checkpointer.take(self.step, _go_on, kept=ended)
 

@@ -20,12 +20,13 @@ from torch import Tensor
 from raytrain_ft.errors import LogGapError, NonFiniteLossError
 from raytrain_ft.policy.sampling import Range
 from raytrain_ft.training.attempt import WENT_DOWN, Attempt, Commit, keeps_gradients
-from raytrain_ft.training.buckets import Bucket, Reducer, only, sample_of
+from raytrain_ft.training.buckets import Bucket, Reducer, check_kept, only, sample_of
 from raytrain_ft.training.checkpointer import Checkpointer
 from raytrain_ft.training.data import Loader, MicroBatch
 from raytrain_ft.training.links import Agree, Links
 from raytrain_ft.training.passes import Passes
 from raytrain_ft.training.pipeline import Stage, chunks_of
+from raytrain_ft.training.random import NO_REPLICA, seed_all, step_seed
 from raytrain_ft.training.settings import StepSettings
 from raytrain_ft.training.state import TrainingState
 from raytrain_ft.training.tail import HEADER
@@ -248,7 +249,11 @@ class Replica:
             bucket.dirty = True
         self.at("update")
         began = time.monotonic()
+        # What an optimizer draws is the same on all replicas, whose last passes have left the generators elsewhere.
+        seed_all(step_seed(self.settings.seed, self.state.step, NO_REPLICA, 0, self.state.stage or 0))
         self.state.optimizer.step()
+        if self.state.step == 0:
+            check_kept(self.state.optimizer, behind)
         if self.checkpointer is not None:
             self.checkpointer.updated(time.monotonic() - began)
         self._mark(behind)

@@ -177,6 +177,18 @@ def aliases_of(values: Mapping[str, Any], where: str) -> dict[str, str]:
     return dict(found)
 
 
+def left_out_of(values: Mapping[str, Any], where: str) -> list[str]:
+    """The buffers that are stored, and that a state dict of the model does not have.
+
+    Raises:
+        StorageError: these are no names; `where` they are.
+    """
+    found = values.get("left_out", [])
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise StorageError(f"{where}: left_out={found!r:.200} is no list of names")
+    return found
+
+
 def own_values(content: Content, path: str) -> dict[str, Any]:
     """What a stage alone knows, from its piece of a checkpoint that was verified.
 

@@ -10,6 +10,8 @@ ever holds committed state that nobody else has, and a buffer that nobody change
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -40,6 +42,11 @@ def here(place: Place) -> Tensor:
     return getattr(*place).detach()
 
 
+def _base(old: Tensor) -> Tensor:
+    """What changes are measured from: the infinity that a running minimum begins with is no number to subtract."""
+    return old.nan_to_num(nan=math.nan, posinf=0.0, neginf=0.0)
+
+
 class Tail:
     """Packs and unpacks the tail of one model.
 
@@ -51,7 +58,10 @@ class Tail:
     """
 
     def __init__(self, model: nn.Module, seats: int = 1) -> None:
-        named = [(place, here(place)) for _, place in places(model)]
+        found = places(model)
+        named = [(place, here(place)) for _, place in found]
+        self._names = {name for name, _ in found}
+        self._unseen: nn.Module | None = model  # until it was looked at after a forward pass
         self._floats = [place for place, b in named if b.is_floating_point() or b.is_complex()]
         self._integers = [place for place, b in named if not (b.is_floating_point() or b.is_complex())]
         self.sleep = Sleep()
@@ -102,7 +112,11 @@ class Tail:
         Args:
             samples: how many of the `batch` of all ranks it has read.
             leads: one rank speaks for all of what is the same everywhere.
+
+        Raises:
+            TaskError: a buffer came into being, has another shape, or is an integer one that changed by too much.
         """
+        self._look()
         tail.zero_()
         silent = self.sleep.silent_from is not None
         weight = 0.0 if silent else samples / batch
@@ -123,9 +137,19 @@ class Tail:
             offset += buffer.numel()
         for buffer, old in floats:
             if weight > 0:
-                change = (buffer - old).masked_fill_(buffer == old, 0.0)  # infinite ones that stay as they are
+                change = buffer - _base(old)
                 tail[offset : offset + buffer.numel()] = change.flatten().to(tail.dtype) * weight
             offset += buffer.numel()
+
+    def _look(self) -> None:
+        """Nobody would agree upon a buffer that the first forward pass makes, nor copy it to a replacement."""
+        model, self._unseen = self._unseen, None
+        new = {name for name, _ in places(model)} - self._names if model is not None and self.losses else set()
+        if new:
+            raise TaskError(
+                f"the forward pass has made the buffer {min(new)}, which was None or empty before: create it in __init__ in "
+                "its full size, or keep it in an attribute that is no buffer"
+            )
 
     def _changes(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
         """(now, at the attempt's beginning) of the integer and of the floating buffers.
@@ -157,7 +181,7 @@ class Tail:
             offset += buffer.numel()
         for buffer, old in floats:
             change = tail[offset : offset + buffer.numel()].view(buffer.shape)
-            buffer.copy_(old).add_(change.to(buffer.dtype))
+            buffer.copy_(_base(old)).add_(change.to(buffer.dtype))
             offset += buffer.numel()
 
     @torch.no_grad()

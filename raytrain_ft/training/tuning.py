@@ -14,6 +14,7 @@ from raytrain_ft.places import Place
 from raytrain_ft.policy.frequency import Interval, Profile
 from raytrain_ft.policy.tuner import Costs, Decision, Tuner
 from raytrain_ft.storage.filesystem import open_storage
+from raytrain_ft.storage.small import read_small
 
 PROFILE_FILE = "profile.json"
 PROFILE_S = 5.0
@@ -145,8 +146,8 @@ class Tuning:
 
     def _stored(self) -> Any:
         try:
-            storage = open_storage(self._place)
-            return None if storage.size(PROFILE_FILE) is None else json.loads(storage.view(PROFILE_FILE).to_pybytes())
+            profile = read_small(open_storage(self._place), PROFILE_FILE)
+            return None if profile is None else json.loads(profile)
         except (StorageError, ValueError, RecursionError):
             return None
 

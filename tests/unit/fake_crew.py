@@ -81,6 +81,7 @@ class Cluster:
         calls: commands that were not carried out yet; mail: events that were not delivered yet; timers: not fired yet.
         edges: every (event, state before, state after) so far.
         disk: checkpoints, the newest last. inexact: of each, as of a worker's state.
+        late: checkpoints that are still being written, perhaps in the name of a world that is over.
     """
 
     rules: Rules
@@ -98,6 +99,7 @@ class Cluster:
     now: float = 0.0
     disk: list[m.Stored] = field(default_factory=list)
     inexact: dict[str, frozenset[int]] = field(default_factory=dict)
+    late: list[m.Stored] = field(default_factory=list)
     promises: Promises = field(init=False)
 
     def __post_init__(self) -> None:
@@ -401,10 +403,18 @@ class Cluster:
             worker.status = "completed"
 
     def _checkpoint(self, worker: Worker) -> None:
-        """It is durable, and the one before is deleted; but perhaps the worker does not live to tell."""
-        self.disk = [*self.disk[-1:], m.Stored(f"step {worker.step} of {worker.incarnation}", worker.step)]
-        self.inexact[self.disk[-1].name] = worker.inexact
+        """It is durable, and the one before is deleted; but perhaps the worker does not live to tell, or that comes late."""
+        stored = m.Stored(f"step {worker.step} of {worker.incarnation}", worker.step, worker.incarnation)
+        self.inexact[stored.name] = worker.inexact
+        if (worker.step + 2 * worker.incarnation) % 5 == 0:
+            self.late = [stored]
+            return
+        self.disk = [*self.disk[-1:], stored]
         self._tell_of_checkpoint(worker, "" if self.chance.random() < 0.5 else "disk full")
+
+    def _commit_late(self) -> None:
+        """Whoever began to write it may be gone."""
+        self.disk = sorted([*self.disk, self.late.pop()], key=lambda stored: (stored.incarnation, stored.step))[-2:]
 
     def _last_checkpoint(self, worker: Worker, incarnation: int) -> None:
         """Of where all have stopped. Who was fenced meanwhile says nothing."""
@@ -500,8 +510,11 @@ class Cluster:
         if self.disk and self.promises.formed and self.workers:  # a letter that was on its way for long
             member, stored = self.chance.choice(list(self.workers)), self.disk[-1]
             times = {"bytes": 1, "snapshot_s": 0.0, "stall_s": 0.0, "persist_s": 0.0}
-            about = {"member": member, "incarnation": self.run.incarnation, "step": stored.step, "name": stored.name}
+            incarnation = stored.incarnation or self.run.incarnation
+            about = {"member": member, "incarnation": incarnation, "step": stored.step, "name": stored.name}
             actions.append(lambda: self._post(m.CheckpointCommitted(**about, **times)))
+        if self.late:
+            actions.append(self._commit_late)
         unavailable = m.NoticesUnavailable(member=None, source="aws", reason="the metadata service does not answer")
         found = m.CauseFound(lost=self.chance.choice(self.run.roster.gone or ["w0"]), cause="killed for memory")
         actions += [lambda: self._post(unavailable if self.run.step % 3 != 1 else PARTED), lambda: self._post(found)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -40,10 +42,10 @@ class Task(ft.TrainTask):
 def one_generator_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas in one process share the global generators; each step's draws are made one replica after the other."""
     lock = threading.Lock()
-    forward = Replica.forward_backward
 
-    def alone(self: Replica) -> None:
+    def alone(self: Replica, *, work: Callable[[Replica], None]) -> None:
         with lock:
-            forward(self)
+            work(self)
 
-    monkeypatch.setattr(Replica, "forward_backward", alone)
+    for name in ("forward_backward", "update"):
+        monkeypatch.setattr(Replica, name, partialmethod(alone, work=getattr(Replica, name)))

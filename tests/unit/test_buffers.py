@@ -144,6 +144,113 @@ def test_a_constant_survives_the_mean_over_many_ranks(ranks: int) -> None:
         torch.testing.assert_close(model.norm.running_mean, torch.full((3,), (ranks - 1) / 2))
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_minimum_that_begins_infinite_becomes_what_was_seen(ranks: int) -> None:
+    """What changes is a difference, and there is none to infinity."""
+
+    class Lowest(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("low", torch.tensor([math.inf, math.inf, -math.inf]))
+
+    models = [Lowest() for _ in range(ranks)]
+    tails = [Tail(model) for model in models]
+    for tail, model in zip(tails, models, strict=True):
+        tail.begin()
+        model.low[0] = 0.5
+    models[0].low[1] = 0.25
+    sent = [torch.zeros(tail.size) for tail in tails]
+    for rank, tail in enumerate(tails):
+        tail.fill(sent[rank], 1, ranks, rank, leads=rank == 0)
+    total = torch.stack(sent).sum(0)
+    for tail, model in zip(tails, models, strict=True):
+        tail.apply(total)
+        torch.testing.assert_close(model.low, torch.tensor([0.5, 0.25 if ranks == 1 else math.inf, -math.inf]))
+
+
+class Lazy(nn.Module):
+    """Makes a buffer in its first forward pass."""
+
+    def __init__(self, empty: Tensor | None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("scale", empty)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = x.detach().abs().mean(0)
+        return self.layer(x / self.scale)
+
+
+@pytest.mark.parametrize("empty", [None, torch.empty(0)])
+def test_a_buffer_that_comes_into_being_in_a_forward_pass_is_refused(empty: Tensor | None) -> None:
+    """No replacement would have it, and no checkpoint that has it could be loaded."""
+    replica, links = replica_of(Task(lambda: Lazy(empty)))
+    with pytest.raises(TaskError, match="made the buffer scale, which was None or empty before"):
+        replica.train_step(links)
+
+
+class Noisy(torch.optim.SGD):
+    """As for Langevin dynamics."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn_like(p), alpha=0.1)
+
+
+def test_what_an_optimizer_draws_is_the_same_on_all_replicas() -> None:
+    """Their generators stand where the last forward pass has left them, each elsewhere."""
+
+    class Drawn(Task):
+        def optimizer(self, params: Any) -> torch.optim.Optimizer:
+            return Noisy(params, lr=0.0)
+
+    found = []
+    for rank in range(2):
+        torch.manual_seed(7)
+        replica, _ = replica_of(Drawn(lambda: nn.Linear(3, 2)))
+        with torch.no_grad():
+            for p in replica.state.model.parameters():
+                p.zero_()
+                p.grad = torch.zeros_like(p)
+        for bucket in replica.state.buckets:
+            bucket.flat.zero_()
+        torch.manual_seed(rank)
+        replica.state.tail.begin()
+        replica.update()
+        found.append([p.detach().clone() for p in replica.state.model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert found[0][0].abs().sum() > 0
+
+
+class Keeping(torch.optim.SGD):
+    """Compares each gradient with the one before."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["previous"] = p.grad.clone() if group["nesterov"] else p.grad
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_an_optimizer_that_keeps_a_gradient_keeps_a_copy(copies: bool) -> None:
+    """Its memory is that of the next step's gradients."""
+
+    class Kept(Task):
+        def optimizer(self, params: Any) -> torch.optim.Optimizer:
+            return Keeping(params, lr=0.1, momentum=0.9, nesterov=copies)
+
+    replica, links = replica_of(Kept(lambda: nn.Linear(3, 2)))
+    if copies:
+        replica.train_step(links)
+        replica.loader.stop()
+        return
+    with pytest.raises(TaskError, match="keeps a parameter's gradient itself as 'previous'"):
+        replica.train_step(links)
+
+
 def test_a_buffer_in_the_place_of_another_is_agreed_upon_hashed_and_put_back() -> None:
     replica, links = replica_of(Task(Buffered))
     state, model = replica.state, replica.state.model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import struct
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from random import Random
@@ -329,3 +330,25 @@ def test_wandb_continues_the_run_offline(tmp_path: Path, monkeypatch: pytest.Mon
     follow(run, RULES, [WandB(mode="offline")])  # nothing is left to tell
     steps = [*told_steps(first), *told_steps(second, after=told_steps(first)[-1])]
     assert history(run) == [("r0", step) for step in steps]
+
+
+def test_records_that_cannot_be_read_for_a_while_cost_no_callback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "run", story(9))
+    write(tmp_path / "run", story(20, stored=(m.Stored("a", 5),), run_id="r1"))
+    recorder, before = Recorder(), committed_before(tmp_path / "run")
+    callbacks = Callbacks([recorder], "run", tmp_path / "run", RULES)
+    with monkeypatch.context() as away:
+        away.setattr(Path, "open", lambda *_: (_ for _ in ()).throw(OSError(116, "Stale file handle")))
+        with pytest.warns(UserWarning, match="callbacks wait for news"):
+            callbacks.poll()
+        with warnings.catch_warnings(action="error"):
+            callbacks.poll()
+    callbacks = Callbacks([recorder], "run", tmp_path / "run", RULES)
+    with monkeypatch.context() as away:
+        away.setattr("raytrain_ft.callbacks.committed_before", lambda _: (_ for _ in ()).throw(OSError(5, "I/O error")))
+        with pytest.warns(UserWarning, match="callbacks wait for news"):
+            callbacks.poll()
+    assert recorder.spans == [], "what was read meanwhile is not lost"
+    callbacks.end()
+    assert contiguous(recorder.spans)
+    assert (recorder.spans[0][0], recorder.spans[-1][1], recorder.ended) == (before, 20, ["FINISHED"])

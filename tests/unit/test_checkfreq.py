@@ -14,7 +14,9 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -743,7 +745,7 @@ def test_a_run_that_began_anew_hands_no_checkpoint_of_the_one_before_to_ray(run_
 )
 def test_a_damaged_note_of_a_new_beginning_is_a_typed_error(run_directory: Path, content: bytes) -> None:
     (run_directory / "checkpoints" / selection.BEGUN_FILE).write_bytes(content)
-    with pytest.raises(StorageError, match=r"begun\.json is damaged: remove it"):
+    with pytest.raises(StorageError, match=r"begun\.json is damaged: remove it|begun\.json has 100000 bytes"):
         checkfreq.open(run_directory, **Setup().objects)
 
 
@@ -1227,6 +1229,87 @@ def test_an_epoch_in_which_nothing_is_read_is_an_error() -> None:
     with pytest.raises(ConfigError, match="read no batch"):
         for _ in loader.epochs(3):
             pass
+
+
+@pytest.mark.parametrize("how", ["probe", "load", "whole"])
+def test_a_second_loop_over_the_same_loader_takes_no_samples_away_unnoticed(how: str) -> None:
+    """Torch's DataLoader gives each loop a position of its own."""
+    loader = checkfreq.Loader(TensorDataset(torch.arange(8)), global_batch_size=2)
+
+    def train() -> None:
+        for epoch in loader.epochs(4):
+            for number, _ in enumerate(loader):
+                if how == "probe" and number == 1:
+                    next(iter(loader))
+                elif how == "load" and number == 1:
+                    loader.load_state_dict({"epoch": epoch, "consumed": 0})
+            if how == "whole":
+                assert len(list(loader)) == 4, "an accuracy, say"
+
+    with pytest.raises(ConfigError, match=r"something else has read from it meanwhile.*a checkfreq\.Loader of its own"):
+        train()
+
+
+def test_a_loop_that_is_left_and_entered_again_counts_on() -> None:
+    loader = checkfreq.Loader(TensorDataset(torch.arange(9)), global_batch_size=2)
+    seen = []
+    for stop in (2, 4, 9):
+        for number, _ in enumerate(loader, loader.done):
+            seen.append(number)
+            if number + 1 == stop:
+                break
+    assert seen == [0, 1, 2, 3, 4]
+    assert (loader.done, loader.position.epoch) == (0, 1)
+
+
+def test_batches_that_a_thread_asks_for_beside_the_updates_are_refused(tmp_path: Path) -> None:
+    """It would end steps in the midst of an update."""
+    setup = Setup()
+
+    def ahead() -> Iterator[Any]:
+        with ThreadPoolExecutor(1) as pool:
+            batches = iter(setup.loader)
+            while (batch := pool.submit(next, batches, None).result()) is not None:
+                yield batch
+
+    def train() -> None:
+        with checkfreq.open(tmp_path, **setup.objects):
+            for batch in ahead():
+                setup.step(*batch)
+
+    with pytest.raises(ConfigError, match="a thread beside the training asks 'loader'"):
+        train()
+
+
+def test_an_update_within_a_backward_pass_is_no_thread_beside_it(tmp_path: Path) -> None:
+    """On a GPU, hooks of a backward pass run on a thread of torch's own."""
+    setup = Setup()
+    with checkfreq.open(tmp_path, **setup.objects), ThreadPoolExecutor(1) as pool:
+        for inputs, labels in setup.loader:
+            pool.submit(setup.step, inputs, labels).result()
+
+
+def test_two_loaders_are_never_inside_one_dataset_at_once() -> None:
+    """It may hold an open file; each loader has a thread of its own."""
+
+    @dataclass  # which cannot be hashed
+    class OneFile(Batches):
+        inside: int = 0
+
+        def __post_init__(self) -> None:
+            super().__init__()
+
+        def load_batch(self, ids: np.ndarray, epoch: int, seed: int) -> list[Tensor]:
+            self.inside += 1
+            assert self.inside == 1
+            time.sleep(0.002)
+            self.inside -= 1
+            return super().load_batch(ids, epoch, seed)
+
+    dataset = OneFile()
+    loaders = [batched(dataset), batched(dataset)]
+    for one, other in zip(*loaders, strict=True):
+        assert torch.equal(one[0], other[0])
 
 
 def test_a_batch_too_small_for_the_ranks_is_refused() -> None:

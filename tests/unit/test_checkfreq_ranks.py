@@ -50,12 +50,11 @@ dist.destroy_process_group()
 """
 
 
-def said(directory: Path, what: str, steps: int = 5) -> list[str]:
+def said(program: str, directory: Path, *arguments: object) -> list[str]:
     """What each of two ranks had to say at its end."""
-    command = [sys.executable, "-c", RANK]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(directory), what, str(steps)],
+            [sys.executable, "-c", program, str(rank), str(directory), *map(str, arguments)],
             env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
             stdout=subprocess.PIPE,
             text=True,
@@ -79,21 +78,21 @@ def test_what_is_cut_into_pieces_of_one_shape_is_refused_on_all_ranks(
     tmp_path: Path, what: str, steps: int, first: str
 ) -> None:
     """Also where the first step is the last."""
-    for rank, message in enumerate(said(tmp_path, what, steps)):
+    for rank, message in enumerate(said(RANK, tmp_path, what, steps)):
         assert message.startswith("" if rank else "rank 1: ")
         assert f"{first} is not the same here as on rank 0 after the first step" in message
     assert not list(tmp_path.glob("run/checkpoints/step-*"))
 
 
 def test_fsdp_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    for message in said(tmp_path, "FSDP"):
+    for message in said(RANK, tmp_path, "FSDP", 5):
         assert "model=FullyShardedDataParallel" in message
         assert "use DistributedDataParallel instead" in message
     assert not (tmp_path / "run").exists()
 
 
 def test_replicas_are_compared_once_and_stored(tmp_path: Path) -> None:
-    assert said(tmp_path, "replicas") == ["stored 5\n"] * 2
+    assert said(RANK, tmp_path, "replicas", 5) == ["stored 5\n"] * 2
     assert {name.name[:14] for name in tmp_path.glob("run/checkpoints/step-*")} == {"step-000000004", "step-000000005"}
 
 
@@ -115,3 +114,30 @@ def test_digests_tell_bits_shapes_and_dtypes_apart() -> None:
     assert len(set(digests(others | {"zeros": zeros}).values())) == 5
     with pytest.raises(ConfigError, match=r"edges is a torch\.sparse_coo tensor"):
         digests({"edges": torch.eye(3).to_sparse()})
+
+
+LATE = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from raytrain_ft.errors import StorageError
+from raytrain_ft.training.ranks import Ranks
+
+rank, directory = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=2)
+ranks = Ranks(timedelta(seconds=2))
+time.sleep(5 if rank == 0 else 0)
+print(ranks.meet(["due", 7]))
+time.sleep(5 if rank == 0 else 0)
+try:
+    print(ranks.first_says("resumed"))
+except StorageError as error:
+    print("within", error)
+"""
+
+
+def test_a_rank_that_evaluates_is_waited_for_between_steps(tmp_path: Path) -> None:
+    """As DDP waits for it. At the beginning nobody waits that long for who is not there."""
+    found = said(LATE, tmp_path)
+    assert all(told.startswith("['due', 7]") for told in found), found
+    assert "within rank 1 of 2: the others could not be reached within 0:00:02" in found[1]

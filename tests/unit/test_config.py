@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -10,20 +11,24 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import pytest
 import ray
 import ray.train
 import torch
+from ray.exceptions import ActorDiedError
 
 import raytrain_ft as ft
 from raytrain_ft.errors import ConfigError, FTError
 from raytrain_ft.model_checks import check_optimizer, check_stages, choose_update
 from raytrain_ft.places import Place
+from raytrain_ft.policy.lineage import Return
 from raytrain_ft.policy.sampling import Sampling
-from raytrain_ft.prepare import _checkpoints, _worker_options
+from raytrain_ft.prepare import _checkpoints, _worker_options, earlier_runs
 from raytrain_ft.settings import Keywords, TrainSettings
+from raytrain_ft.trainer import _account_of
 from raytrain_ft.training.settings import PipelineSettings
 
 
@@ -203,10 +208,21 @@ def test_an_optimizer_of_a_stage_that_needs_a_closure_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "RMSprop", "SGD"])
 def test_an_optimizer_that_can_do_without_a_closure_is_not(kind: str) -> None:
-    optimizer = getattr(torch.optim, kind)([torch.nn.Parameter(torch.zeros(2, 2))], lr=0.1)
-    check_optimizer(optimizer)
+    params = [torch.nn.Parameter(torch.zeros(2, 2))]
+    optimizer = getattr(torch.optim, kind)(params, lr=0.1)
+    check_optimizer(optimizer, params)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps `step`
-    check_optimizer(optimizer)
+    check_optimizer(optimizer, params)
+
+
+def test_an_optimizer_that_trains_what_the_model_does_not_have_is_refused() -> None:
+    """Nobody would reduce its gradient, and a replacement would not have its value. A frozen one does no harm."""
+    params, temperature = [torch.nn.Parameter(torch.zeros(2, 2))], torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([*params, temperature], lr=0.1)
+    with pytest.raises(ConfigError, match=r"SGD that also trains 1 parameters \(of shape \[1\]\)"):
+        check_optimizer(optimizer, params)
+    temperature.requires_grad_(False)
+    check_optimizer(optimizer, params)
 
 
 @pytest.mark.parametrize("resume", ["auto", "never"])
@@ -339,3 +355,34 @@ def test_values_that_can() -> None:
     trainer(max_grad_norm=1, faults=[ft.FailAt(phase="forward")], callbacks=[ft.TensorBoard()])
     ft.CheckpointConfig(every=None, failure_interval=timedelta(hours=1), num_to_keep=None)
     ft.RecoveryConfig(preemption=("aws", "sigterm"), log=ft.LogConfig(recovery_target=timedelta(seconds=1)))
+
+
+def test_an_undo_that_is_right_only_if_the_step_is_redone_is_none_for_one_that_leaves_it_out() -> None:
+    with pytest.raises(ConfigError, match=r'RecoveryConfig\(strategy="skip", undo="replay"\)'):
+        ft.RecoveryConfig(strategy="skip", undo="replay", update="wait_free")
+
+
+def test_a_run_knows_when_everybody_went_back_in_those_before(tmp_path: Path) -> None:
+    recovery = {"event": "Recovery", "incarnation": 4, "step": 90, "strategy": "checkpoint"}
+    (tmp_path / "events-001.jsonl").write_text(
+        json.dumps({"event": "State", "incarnation": 3}) + "\n" + json.dumps(recovery) + "\n"
+    )
+    others = [recovery | {"incarnation": 6, "strategy": "replication"}, recovery | {"incarnation": 7, "step": 120}]
+    text = "".join(json.dumps(one) + "\n" for one in others) + json.dumps(recovery | {"incarnation": 9})
+    (tmp_path / "events.jsonl").write_text(text)
+    assert earlier_runs(tmp_path) == (7, (Return(4, 90), Return(7, 120))), "the last line was cut short"
+    (tmp_path / "events-001.jsonl").write_text("[1]\n")
+    assert earlier_runs(tmp_path) == (7, (Return(7, 120),))
+    assert earlier_runs(tmp_path / "new") == (0, ())
+
+
+def test_a_supervisor_that_is_gone_as_it_is_asked_holds_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its run has ended; a job of the same name, which waits for that, is not refused."""
+
+    def gone(answer: object, timeout: float) -> None:
+        raise ActorDiedError
+
+    supervisor = SimpleNamespace(status=SimpleNamespace(remote=lambda: None))
+    monkeypatch.setattr("raytrain_ft.trainer.ray.get_actor", lambda name, namespace: supervisor)
+    monkeypatch.setattr("raytrain_ft.trainer.ray.get", gone)
+    assert _account_of("supervisor:digits") is None

@@ -274,7 +274,7 @@ def test_a_hung_dataset_ends_the_wait_with_its_sample(hang: Callable[[int], None
     with pytest.raises(TaskError, match=r"hangs while it loads sample ids \[4, 5, 6, 7\], positions \[4, 8\) of epoch 0"):
         loader.next()
     loader.start(Position(), 0, 1)  # the old thread is still in there: the new one must not follow it
-    with pytest.raises(TaskError, match=r"restart this worker|hangs"):
+    with pytest.raises(TaskError, match=r"restart this process|hangs"):
         loader.next()
     loader.stop(timedelta(0))
 

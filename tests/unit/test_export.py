@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file
 from store import own, same_bits, save
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
@@ -126,6 +127,36 @@ def test_each_stage_of_a_pipeline_has_an_optimizer_of_its_own(storage: LocalStor
     nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).load_state_dict(state["model"])
     for stage, optimizer in enumerate(optimizers):
         assert alike(state[f"stage-{stage}"], {"optimizer": optimizer.state_dict()})
+
+
+class Rotary(nn.Module):
+    """Keeps something that its state dict does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("frequency", torch.ones(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x * self.frequency)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+def test_buffers_that_a_state_dict_leaves_out_are_not_exported(storage: LocalStorage, kind: str, stages: int) -> None:
+    tensors, values = {}, {}
+    for stage in range(stages):
+        model = nn.Sequential(Rotary())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        pipeline = PipelineSettings(stages=2, micro_batches=1, cuts=(1,)) if stages > 1 else None
+        found, values = captured(model, optimizer, None, stage if pipeline else None, pipeline)
+        assert [name for name in found if "frequency" in name], "a step may depend on it"
+        tensors |= found
+    save(storage.uri, 3, tensors, values=values)
+    result, file = export(storage, kind)
+    assert result.exit_code == 0, result.output
+    state = torch.load(file, weights_only=True)["model"] if kind == "torch" else load_file(file)
+    nn.Sequential(*(Rotary() for _ in range(stages))).load_state_dict(state)
 
 
 def test_what_an_earlier_version_did_not_store_is_told(storage: LocalStorage) -> None:

@@ -13,8 +13,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 import raytrain_ft as ft
 from raytrain_ft.cli import main
-from raytrain_ft.errors import AbortedError, ConfigError
-from raytrain_ft.follow import recorded
+from raytrain_ft.errors import AbortedError, ConfigError, TrainingFailedError
+from raytrain_ft.follow import ANSWER_S, find, recorded, watch
 from raytrain_ft.policy import messages as m
 from raytrain_ft.runtime.event_log import EventLog
 from raytrain_ft.runtime.placement import knock
@@ -159,3 +159,56 @@ def test_a_supervisor_that_is_gone_is_no_run(command: str, monkeypatch: pytest.M
     said = CliRunner().invoke(main, [command, "digits"])
     assert said.exit_code == 2, said.output
     assert "ConfigError: no run named 'digits' is alive on this cluster" in said.output
+
+
+class Silent:
+    """A supervisor that answers only the first time that it is followed."""
+
+    def __init__(self, lease: float) -> None:
+        self.run = SimpleNamespace(remote=lambda: "ended")
+        self.follow = SimpleNamespace(remote=lambda: "account")
+        self.answers = iter([{"lease": lease}])
+        self.now = 0.0
+
+    def get(self, asked: object, timeout: float) -> dict[str, float]:
+        self.now += timeout
+        for answer in self.answers:
+            return answer
+        raise GetTimeoutError
+
+
+@pytest.mark.parametrize(("lease", "patience"), [(30.0, 120.0), (600.0, 600.0)])
+def test_a_silent_supervisor_is_waited_for_as_long_as_its_workers_train_on(
+    lease: float, patience: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else who follows would end what is well."""
+    silent = Silent(lease)
+    monkeypatch.setattr("raytrain_ft.follow.ray.wait", lambda asked, timeout: ([], asked))
+    monkeypatch.setattr("raytrain_ft.follow.ray.get", silent.get)
+    monkeypatch.setattr("raytrain_ft.follow.time", SimpleNamespace(monotonic=lambda: silent.now))
+    with pytest.raises(TrainingFailedError, match=f"has not answered for {patience:g} s"):
+        list(watch(silent))
+    assert patience <= silent.now - ANSWER_S <= patience + 2 * ANSWER_S
+
+
+def test_a_name_is_that_of_the_run_that_is_alive_though_one_here_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "digits"
+    here.mkdir()
+    records(here, event="RunFinished", steps=30, digest="abc", path="final.arrow")
+    monkeypatch.chdir(tmp_path)
+    there: list[dict[str, str]] = [{"name": "digits", "directory": "/mnt/shared/digits"}]
+    supervisor = SimpleNamespace(follow=SimpleNamespace(remote=lambda: None))
+    monkeypatch.setattr("raytrain_ft.follow.alive", lambda: there)
+    monkeypatch.setattr("raytrain_ft.follow.ray.is_initialized", lambda: True)
+    monkeypatch.setattr("raytrain_ft.follow.ray.get_actor", lambda name, namespace: supervisor)
+    monkeypatch.setattr("raytrain_ft.follow.ray.get", lambda asked, timeout: there[0])
+    said = CliRunner().invoke(main, ["stop", "digits"])
+    assert said.exit_code == 2, said.output
+    assert "'digits' that is alive on this cluster is in /mnt/shared/digits, not in" in " ".join(said.output.split())
+    assert find(here)[1]["state"] == "FINISHED", "a path is no name"
+    there[0]["directory"] = str(here)
+    assert find("digits")[1]["state"] == "FINISHED"
+    monkeypatch.setattr("raytrain_ft.follow.alive", lambda: (_ for _ in ()).throw(ConfigError("no cluster")))
+    assert find("digits")[1]["state"] == "FINISHED"

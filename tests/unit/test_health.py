@@ -125,6 +125,7 @@ def test_samples_that_were_lost_are_told_though_the_supervisor_fell_before_it_sa
     steps = {"incarnation": 1, "first_step": 3, "stop_step": 4, **where}
     lost = {"step": 3, "epoch": 0, "start": 0, "stop": 8, "why": "the loss of step 3 is nan"}
     health.recall([m.StepsCommitted(at=1.0, member="w0", **steps)])  # pyright: ignore[reportArgumentType]
+    assert health.loss == 1.0, "perhaps nobody tells of another one before the end"
     for _ in range(2):
         health.heard(beat("w0", status="running", commits=({**steps, "lost": (lost,)},)))
     assert [type(event) for event in events] == [m.SamplesLost]

@@ -95,6 +95,23 @@ def test_what_could_not_be_loaded_is_no_place_to_go_back_to() -> None:
     assert not [violation for violation in check(records) if violation.startswith("I4")]
 
 
+@pytest.mark.parametrize(("incarnation", "is_right"), [(1, True), (2, True), (3, False)])
+def test_what_was_stored_late_by_who_had_gone_back_is_no_place_to_go_back_to(incarnation: int, is_right: bool) -> None:
+    """By incarnations before the one in which everybody went back to step 40; that one itself went on to step 60 and more."""
+    records = read_records(RUNS / "checkpoint" / "events.jsonl")
+    stored = of(records, "CheckpointsFound")[-1]["stored"]
+    stored.insert(0, {"name": "belated", "step": 65, "incarnation": incarnation})
+    assert (not [violation for violation in check(records) if violation.startswith("I4")]) == is_right
+
+
+def test_what_everybody_had_gone_back_from_in_an_earlier_run_is_none_either() -> None:
+    records = read_records(RUNS / "checkpoint" / "events.jsonl")
+    of(records, "CheckpointsFound")[0]["stored"].insert(0, {"name": "belated", "step": 25, "incarnation": 0 + 1})
+    assert [violation for violation in check(records) if violation.startswith("I4")]
+    of(records, "RunStarted")[0]["returns"] = [{"incarnation": 2, "step": 20}]
+    assert not [violation for violation in check(records) if violation.startswith("I4")]
+
+
 def test_what_could_not_be_loaded_later_was_a_place_to_go_back_to() -> None:
     records = read_records(RUNS / "checkpoint" / "events.jsonl")
     newest = of(records, "CheckpointsFound")[-1]["stored"][0]["name"]

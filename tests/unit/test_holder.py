@@ -80,7 +80,7 @@ def test_a_cancelled_snapshot_is_not_over_before_its_bytes_were_taken(monkeypatc
     memory.reserve(4)[:] = b"ten!"
     persister = holder.HolderPersister(memory, cast(Any, None))
     about = {"place": Place("here"), "owner": "run", "epoch": 0, "incarnation": 1, "pieces": PIECES}
-    job = Job(step=10, number=0, count=1, timeout_s=20.0, **about)
+    job = Job(step=10, number=0, count=2, timeout_s=20.0, **about)
     waiting = persister.submit(job)
     assert begun.wait(10)
     persister.cancel(job.name)

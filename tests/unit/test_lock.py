@@ -292,6 +292,16 @@ def test_a_lock_that_is_gone_is_written_again(tmp_path: Path, monkeypatch: pytes
     held.release()
 
 
+def test_a_lock_that_is_away_while_it_is_replaced_is_held_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A move onto a file of hdfs deletes it first; who commits just then is not refused."""
+    storage = LocalStorage(tmp_path)
+    held = acquire(storage, "run")
+    sizes = [None, None]
+    monkeypatch.setattr(storage, "size", lambda name: sizes.pop() if sizes else LocalStorage(tmp_path).size(name))
+    assert holds(storage, "run", held.owner.epoch)
+    held.release()
+
+
 def test_a_lock_that_was_out_of_sight_for_the_lease_is_not_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

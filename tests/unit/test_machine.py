@@ -13,6 +13,7 @@ import pytest
 
 from raytrain_ft.errors import IllegalEventError
 from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.lineage import Return
 from raytrain_ft.policy.machine import handle, replay
 from raytrain_ft.policy.reconcile import Copy, Marks, Share
 from raytrain_ft.policy.roster import MemberState, Rules
@@ -548,6 +549,45 @@ def test_all_replicas_lost_and_everybody_loads_the_newest_checkpoint() -> None:
     assert (recovery.step, recovery.redone) == (40, 7)
 
 
+def test_a_checkpoint_that_came_to_be_after_everybody_went_back_is_of_another_training() -> None:
+    """Who wrote it was lost, and its persister was slow. What was lost or rounded before it is told of nowhere any more."""
+    before, belated = m.Stored("step 20 of 1", 20, 1), m.Stored("step 40 of 1", 40, 1)
+    story = running(2, checkpoints=True).lost("w0").lost("w1").started("w2", "w3")
+    went_back = story.run.incarnation
+    story.tell(m.CheckpointsFound(incarnation=went_back, stored=(before,), reached=47))
+    story.reconciled("w2", "w3").committed(20)
+    story.lost("w2").lost("w3").started("w4", "w5")
+    story.tell(m.CheckpointsFound(incarnation=story.run.incarnation, stored=(belated, before), reached=30))
+    assert story.run.load == before
+    commands = of(story.reconciled("w4", "w5").said, m.Run)
+    assert commands[-1].rejected == (belated.name,), "nothing to fall back to: nothing is deleted for its sake"
+    assert story.run.returns == [Return(went_back, 20), Return(story.run.incarnation, 20)]
+    # Nor does a later run begin from it, nor one that is told of it late.
+    later = RunState(story.run.rules)
+    handle(later, m.RunStarted(run_id="r2", incarnation=9, stored=(belated, before), returns=tuple(story.run.returns)))
+    assert later.stored == [before]
+    about: dict[str, Any] = {"bytes": 1, "snapshot_s": 0, "stall_s": 0, "persist_s": 0}
+    story.committed(20).tell(m.CheckpointCommitted(member="w0", incarnation=1, step=40, name=belated.name, **about))
+    assert story.run.stored == [before]
+
+
+def test_a_later_run_begins_from_such_a_one_rather_than_anew_and_says_so() -> None:
+    """What everybody had gone back to may have been deleted for it."""
+    run = RunState(Rules(min_workers=1, max_workers=1, max_steps=100, checkpoints=True))
+    belated = m.Stored("step 40 of 1", 40, 1)
+    handle(run, m.RunStarted(run_id="r2", incarnation=9, stored=(belated,), returns=(Return(5, 20),)))
+    assert (run.stored, run.rejected) == ([belated], {})
+    assert "begins from step 40 of 1, for the checkpoint that an earlier run had gone back to is gone" in run.warnings[0]
+
+
+def test_if_only_such_a_one_is_there_the_run_begins_anew_again() -> None:
+    story = running(2, checkpoints=True).lost("w0").lost("w1").started("w2", "w3")
+    story.tell(m.CheckpointsFound(incarnation=story.run.incarnation, stored=(), reached=7))
+    story.reconciled("w2", "w3").committed(0).lost("w2").lost("w3").started("w4", "w5")
+    story.tell(m.CheckpointsFound(incarnation=story.run.incarnation, stored=(m.Stored("step 5 of 1", 5, 1),), reached=3))
+    assert (story.run.failure, story.run.load, story.run.step) == (None, None, 0)
+
+
 def test_who_is_lost_while_the_run_waits_for_a_replacement_is_counted() -> None:
     """It trained until then, though it is to load a checkpoint like a new one. A spare that is lost meanwhile did not."""
     story = running(3, checkpoints=True, strategy="checkpoint", spares=1, max_failures=2)
@@ -1078,6 +1118,22 @@ def test_a_recovery_in_which_somebody_slept_is_exact_up_to_rounding_only(wakes: 
         story.tell(m.Dormant(member="w1", incarnation=1, step=5, asleep=False))
     story.lost("w2").fenced("w0", "w1").reconciled("w0", "w1", "w3", empty=["w3"]).filled("w0", "w1", "w3").committed(5)
     assert story.run.recoveries[-1].guarantee == (Guarantee.EXACT if wakes else Guarantee.ROUNDING)
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_the_loss_of_who_slept_gives_the_others_other_shares(replaced: bool) -> None:
+    """Who takes its place is awake from the first step on."""
+    story = running(3, checkpoints=True, min_workers=2, spares=int(replaced), wait_for_replacement=replaced)
+    story.started(*(["w3"] if replaced else []))
+    story.tell(m.Dormant(member="w1", incarnation=1, step=3, asleep=True))
+    story.committed(9)
+    world = ["w0", "w3", "w2"] if replaced else ["w0", "w2"]
+    story.lost("w1").fenced("w0", "w2", step=12).reconciled(*world, empty=["w3"])
+    story.filled(*world if replaced else []).committed(12)
+    assert story.run.state == State.RUNNING
+    assert story.run.recoveries[-1].guarantee == Guarantee.ROUNDING
+    assert story.run.history.sleepers == set()
+    assert story.run.history.awake_from == 12, "nobody had told of the steps from 9 on"
 
 
 @pytest.mark.parametrize(("step", "guarantee"), [(5, Guarantee.ROUNDING), (8, Guarantee.EXACT)])

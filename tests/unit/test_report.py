@@ -21,7 +21,7 @@ from raytrain_ft.cli import main
 from raytrain_ft.policy.states import State
 from raytrain_ft.runtime import report, timeline
 from raytrain_ft.runtime.event_log import EventLog, read_records
-from raytrain_ft.runtime.notes import Notes
+from raytrain_ft.runtime.notes import Notes, draw
 from raytrain_ft.runtime.report_data import LARGEST, gather, thin
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;$\\frac{1}{0}$ \ud800 \x00 -->]]></style></svg>"
@@ -359,7 +359,7 @@ def test_a_disk_without_room_for_the_timeline_fails_no_run(tmp_path: Path, monke
     with monkeypatch.context() as disk:
         if full:
             disk.setattr("raytrain_ft.runtime.event_log.os.write", no_room)
-        Notes(spec, log, machine, lambda: 0.0, Counter()).end(ours=True)
+        Notes(spec, log, machine, lambda: 0.0, Counter()).drawn(draw(tmp_path))
     log.close()  # there is room again: the line has waited
     noted = [record for record in read_records(tmp_path / "events.jsonl") if record["event"] == "ReportFailed"]
     assert [record["reason"] for record in noted] == ["OSError: [Errno 28] No space left on device"]

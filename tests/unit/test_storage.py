@@ -407,6 +407,64 @@ def test_checkpoints_that_cannot_be_read_do_not_look_like_none(tmp_path: Path, m
     assert len(passed) == len(list(selection.select(storage, pytest.fail))) == 2
 
 
+def test_a_checkpoint_that_has_taken_the_place_of_the_only_one_is_found(tmp_path: Path) -> None:
+    """If one stays, the older is deleted as the newer comes, perhaps just after somebody has seen that it is there."""
+    storage = LocalStorage(tmp_path)
+    own(storage)
+    save(storage.uri, 10, state(10))
+    passed: list[str] = []
+
+    class Replaced(LocalStorage):
+        def view(self, name: str) -> Any:
+            if name.startswith("step-000000010") and storage.size(name) is not None:
+                save(storage.uri, 20, state(20))
+                storage.delete("step-000000010-e1-i1")
+            return super().view(name)
+
+    assert [manifest.step for manifest in selection.select(Replaced(tmp_path), passed.append)] == [20]
+    assert len(passed) == 1
+
+
+def test_what_was_stored_beyond_where_everybody_went_back_to_keeps_nothing_else_out(tmp_path: Path) -> None:
+    """Its world was over when it was committed: it is nothing to fall back to."""
+    storage = LocalStorage(tmp_path)
+    own(storage)
+    for step, incarnation in ((20, 1), (40, 1), (30, 5)):
+        save(storage.uri, step, state(step), incarnation=incarnation, keep=9)
+    assert retention.retain(storage, Name(30, 1, 5), 3, begun=40) == []
+    assert retention.retain(storage, Name(30, 1, 5), 2, begun=20) == [Name(40, 1, 1)]
+    assert retention.retain(storage, Name(30, 1, 5), 1, begun=20) == [Name(20, 1, 1)]
+
+
+def test_a_note_that_is_no_note_is_not_read(tmp_path: Path) -> None:
+    """A file of a terabyte would not even fit into memory."""
+    storage = LocalStorage(tmp_path)
+    with (tmp_path / selection.BEGUN_FILE).open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(StorageError, match=r"begun\.json has 1099511627776 bytes, and 65536 at most"):
+        selection.counting(storage)
+
+
+def test_what_azure_shows_before_it_is_written_is_not_there_yet(tmp_path: Path) -> None:
+    """pyarrow begins an upload with an empty blob of its name."""
+
+    class Azure:
+        type_name = "abfs"
+        files = pafs.LocalFileSystem()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.files, name)
+
+    storage = RemoteStorage(Place("abfs://bucket/run"), Azure(), str(tmp_path))
+    storage.put("whole", [memoryview(b"1")])
+    (tmp_path / "begun").touch()
+    (tmp_path / "directory").mkdir()
+    assert storage.names() == ["directory", "whole"]
+    assert (storage.size("begun"), storage.size("whole")) == (None, 1)
+    elsewhere = RemoteStorage(Place("hdfs://bucket/run"), pafs.LocalFileSystem(), str(tmp_path))
+    assert elsewhere.size("begun") == 0
+
+
 class Far(LocalStorage):
     """Storage that takes its time for every question, and fails some."""
 

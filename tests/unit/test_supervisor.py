@@ -320,16 +320,21 @@ def test_at_the_end_it_is_looked_up_whose_the_directory_is(tmp_path: Path, monke
     assert not asyncio.run(right.is_kept())
 
 
-def test_the_files_of_who_has_the_right_now_are_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ours", [True, False])
+def test_the_files_of_who_has_the_right_now_are_left_alone(tmp_path: Path, ours: bool) -> None:
     (tmp_path / "events.jsonl").write_text('{"event":"RunStarted","run_id":"another"}\n')
     noted: list[str] = []
     log: Any = SimpleNamespace(note=lambda name, **fields: noted.append(name))
     machine = RunState(Rules(min_workers=1, max_workers=2, max_steps=10))
-    machine.fail("LockedError", "run another has taken the right to write")
     spec: Any = SimpleNamespace(directory=tmp_path)
-    notes.Notes(spec, log, machine, lambda: 0.0, Counter()).end(ours=False)
-    assert noted == ["RunFailed"]
-    assert [path.name for path in tmp_path.iterdir()] == ["events.jsonl"]
+
+    async def is_kept() -> bool:
+        return ours
+
+    kept = notes.Notes(spec, log, machine, lambda: 0.0, Counter())
+    asyncio.run(bare(right=SimpleNamespace(is_kept=is_kept), notes=kept, spec=spec)._draw())
+    drawn = [path.name for path in tmp_path.iterdir() if path.name != "events.jsonl"]
+    assert bool(drawn or noted) == ours
 
 
 def test_records_of_earlier_runs_are_put_aside_under_a_name_of_their_own(tmp_path: Any) -> None:

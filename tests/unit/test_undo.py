@@ -706,3 +706,22 @@ def test_it_is_found_wherever_it_is_looked_for_first(first: str) -> None:
     same += "; assert Undo is ft.Undo is ft.undo.Undo is inner.Undo; import sys; assert 'ray' not in sys.modules"
     subprocess.run([sys.executable, "-c", f"import raytrain_ft as ft; {first}; {same}"], check=True, timeout=120)
     assert [getattr(ft.undo, name) for name in ("Undo", "refusals")] == [Undo, refusals]
+
+
+@pytest.mark.parametrize("betas", [(0.99, 0.95), (0.9, 0.8)])
+def test_a_long_training_with_a_short_memory_of_squares_is_undone(betas: tuple[float, float]) -> None:
+    """The bound on what is to be restored is a series that grows without an end there, beyond what a float holds."""
+    p = Parameter(torch.randn(5, dtype=torch.float64))
+    optimizer = torch.optim.AdamW([p], lr=0.01, betas=betas)
+    undo = Undo(optimizer)
+    for _ in range(3):
+        p.grad = torch.randn(5, dtype=torch.float64)
+        optimizer.step()
+    optimizer.state[p]["step"].fill_(200_000.0)
+    before, state = p.detach().clone(), {name: value.clone() for name, value in optimizer.state[p].items()}
+    p.grad = torch.randn(5, dtype=torch.float64)
+    optimizer.step()
+    undo.undo()
+    torch.testing.assert_close(p.detach(), before)
+    for name, value in state.items():
+        torch.testing.assert_close(optimizer.state[p][name], value)
