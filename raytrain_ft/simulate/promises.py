@@ -51,6 +51,7 @@ class Promises:
     _answered: set[tuple[type[m.Event], str, int]] = field(default_factory=set)
     _saved: set[int] = field(default_factory=set)
     _saving: dict[str, int] = field(default_factory=dict)
+    _loaded: list[tuple[int, int]] = field(default_factory=list)
 
     def after(self, run: RunState, event: m.Event, before: State, commands: list[m.Command]) -> None:
         """An event was handled.
@@ -105,6 +106,8 @@ class Promises:
                 _must(incarnation == run.incarnation > self.formed, "an incarnation was formed twice")
                 _must(incarnation >= self._fenced, "an incarnation that is over was formed")
                 self.formed = incarnation
+                if plan is None:
+                    self._check_load(run, command)
                 if plan is None or len(world) != len(self._trained):
                     self._trained = ()  # who loads, or is in a world of another size, may sit elsewhere, and stay there
             case m.Fill() | m.Replay():
@@ -119,6 +122,13 @@ class Promises:
                 _must(saved == list(range(self.rules.stages)), "not every stage is saved")
             case m.Run(world, incarnation):
                 self._check_run(run, world, incarnation)
+
+    def _check_load(self, run: RunState, command: m.Reconcile) -> None:
+        """What everybody loads is of the training that goes on, and not of one that they had gone back from."""
+        for stored in [one for one in run.stored if one.name == command.load]:
+            given_up = [at for at, step in self._loaded if stored.incarnation < at and stored.step > step]
+            _must(not given_up or not stored.incarnation, "everybody loads what they had gone back from before")
+        self._loaded.append((command.incarnation, run.step))
 
     def _check_run(self, run: RunState, world: tuple[str, ...], incarnation: int) -> None:
         """All who are told to run hold the same state; replacements sit where those sat whom they replace."""

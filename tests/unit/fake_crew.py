@@ -173,6 +173,7 @@ class Cluster:
             case m.FindCheckpoints(incarnation):
                 error = "the storage does not answer" if self.chance.random() < self.corruption else ""
                 self._post(m.CheckpointsFound(incarnation=incarnation, stored=tuple(reversed(self.disk)), error=error))
+                self._commit_late()  # just after it was looked
             case m.Replay():
                 for member in [member for team in command.teams for member in team]:
                     self._call(member, "replay", lambda w: self._replay(w, command))
@@ -406,15 +407,12 @@ class Cluster:
         """It is durable, and the one before is deleted; but perhaps the worker does not live to tell, or that comes late."""
         stored = m.Stored(f"step {worker.step} of {worker.incarnation}", worker.step, worker.incarnation)
         self.inexact[stored.name] = worker.inexact
-        if (worker.step + 2 * worker.incarnation) % 5 == 0:
+        # in long runs alone: else every life that is known by its seed would become another one
+        if self.rules.max_steps > 4 and (worker.step + 2 * worker.incarnation) % 3 == 0:
             self.late = [stored]
             return
         self.disk = [*self.disk[-1:], stored]
         self._tell_of_checkpoint(worker, "" if self.chance.random() < 0.5 else "disk full")
-
-    def _commit_late(self) -> None:
-        """Whoever began to write it may be gone."""
-        self.disk = sorted([*self.disk, self.late.pop()], key=lambda stored: (stored.incarnation, stored.step))[-2:]
 
     def _last_checkpoint(self, worker: Worker, incarnation: int) -> None:
         """Of where all have stopped. Who was fenced meanwhile says nothing."""
@@ -510,11 +508,8 @@ class Cluster:
         if self.disk and self.promises.formed and self.workers:  # a letter that was on its way for long
             member, stored = self.chance.choice(list(self.workers)), self.disk[-1]
             times = {"bytes": 1, "snapshot_s": 0.0, "stall_s": 0.0, "persist_s": 0.0}
-            incarnation = stored.incarnation or self.run.incarnation
-            about = {"member": member, "incarnation": incarnation, "step": stored.step, "name": stored.name}
+            about = {"member": member, "incarnation": self._teller(stored), "step": stored.step, "name": stored.name}
             actions.append(lambda: self._post(m.CheckpointCommitted(**about, **times)))
-        if self.late:
-            actions.append(self._commit_late)
         unavailable = m.NoticesUnavailable(member=None, source="aws", reason="the metadata service does not answer")
         found = m.CauseFound(lost=self.chance.choice(self.run.roster.gone or ["w0"]), cause="killed for memory")
         actions += [lambda: self._post(unavailable if self.run.step % 3 != 1 else PARTED), lambda: self._post(found)]
@@ -543,7 +538,16 @@ class Cluster:
                     actions.append(lambda nan=nan: self._post(nan))
                 actions.append(lambda w=worker: setattr(w, "status", "suspect"))
                 actions.append(lambda w=worker: setattr(w, "stop", True))  # a call that was under way since a resize before
-        return actions
+        return actions + [self._commit_late] * len(self.late)
+
+    def _commit_late(self) -> None:
+        """Whoever began to write it may be gone."""
+        self.disk = sorted([*self.disk, *self.late], key=lambda stored: (stored.incarnation, stored.step))[-2:]
+        self.late = []
+
+    def _teller(self, stored: m.Stored) -> int:
+        """The incarnation that tells of it, be it late."""
+        return stored.incarnation if self.rules.max_steps > 4 and stored.incarnation else self.run.incarnation
 
     def end_early(self) -> None:
         """The user's code raises, the user gives up, or another run takes the right to write."""
