@@ -108,8 +108,9 @@ def carry_out(
         created=time.time(),
     )
     checkpoint.commit(storage, manifest)
+    is_over = not lives() or str(job.name) in cancelled  # before the worker is told, which may be what it ends upon
     done(sum(entry.size for entry in entries))
-    if lives() and str(job.name) not in cancelled:  # else its world is over: others may be going back to what it would delete
+    if not is_over:  # else others may be going back to what it would delete
         _tidy(storage, job)
 
 

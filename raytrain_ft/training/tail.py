@@ -144,7 +144,7 @@ class Tail:
     def _look(self) -> None:
         """Nobody would agree upon a buffer that the first forward pass makes, nor copy it to a replacement."""
         model, self._unseen = self._unseen, None
-        new = {name for name, _ in places(model)} - self._names if model is not None and self.losses else set()
+        new = {name for name, _ in places(model)} - self._names if model is not None else set()
         if new:
             raise TaskError(
                 f"the forward pass has made the buffer {min(new)}, which was None or empty before: create it in __init__ in "

@@ -189,6 +189,16 @@ def test_a_buffer_that_comes_into_being_in_a_forward_pass_is_refused(empty: Tens
         replica.train_step(links)
 
 
+def test_so_is_one_in_a_stage_that_has_no_loss() -> None:
+    """Of a pipeline, only the last stage has one."""
+    model = Lazy(None)
+    tail = Tail(model)
+    tail.begin()
+    model(torch.ones(2, 3))
+    with pytest.raises(TaskError, match="made the buffer scale"):
+        tail.fill(torch.zeros(tail.size), 1, 1, 0, leads=True)
+
+
 class Noisy(torch.optim.SGD):
     """As for Langevin dynamics."""
 
