@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from itertools import chain
 from typing import NamedTuple
@@ -69,8 +69,8 @@ class Pieces(Mapping[str, list[Part]]):
 
     def cut(self) -> set[str]:
         """Names of tensors of which a piece does not begin at their first byte, or that have several."""
-        starts = self._starts.tolist()
-        return {*self._several, *(name for name, number in self._last.items() if starts[number])}
+        late = set(np.flatnonzero(self._starts).tolist())
+        return {*self._several, *(name for name, number in self._last.items() if late and number in late)}
 
     def under(self, prefix: str, but: str) -> Pieces:
         """Those of the tensors whose names begin so, by the rest of their names, without one of them."""
@@ -82,16 +82,21 @@ class Pieces(Mapping[str, list[Part]]):
 
     def described(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """{name: (dtype, shape)} of all."""
-        found = [what for one in self._rows for what in zip(one.dtypes, one.shapes, strict=True)]
+        found = [kind for one in self._rows for kind in one.kinds()]
         return {name: found[number] for name, number in self._last.items()}
 
-    def columns(self, names: Iterable[str]) -> Columns:
+    def columns(self, names: Sequence[str]) -> Columns:
         """Of these tensors.
 
         Raises:
             KeyError: one is not there.
         """
-        groups = list(map(self._numbers, names))
-        which = list(chain.from_iterable(groups))
-        counts = np.fromiter(map(len, groups), np.int64, len(groups))
+        which = np.fromiter(map(self._last.__getitem__, names), np.int64, len(names))
+        counts = np.ones(len(names), np.int64)
+        if self._several:
+            again = [number for number, name in enumerate(names) if name in self._several]
+            counts[again] = [len(self._several[names[number]]) for number in again]
+            which = np.repeat(which, counts)
+            for number, first in zip(again, (np.cumsum(counts) - counts)[again].tolist(), strict=True):
+                which[first : first + counts[number]] = self._several[names[number]]
         return Columns(counts, self._addresses[which], self._starts[which], self._sizes[which])

@@ -29,8 +29,6 @@ from raytrain_ft.storage.parts import Parts
 FORMAT = "raytrain_ft-shard-1"
 BLOCK_BYTES = 4 * 2**20
 BATCH_BYTES = 64 * 2**20
-HASHED_BYTES = 512 * 2**10
-"""A reader hashes so many bytes at a time: what comes next finds them in the processor's cache."""
 SCHEMA = pa.schema(
     [
         ("name", pa.string()),
@@ -87,17 +85,22 @@ def _batches(pieces: Sequence[Piece]) -> Iterator[tuple[list[Piece], int]]:
 
 
 def _batch(pieces: list[Piece], data: memoryview, offset: int) -> pa.RecordBatch:
-    shapes, sizes = [piece.shape for piece in pieces], [piece.size for piece in pieces]
+    sizes = [piece.size for piece in pieces]
     return pa.record_batch(
         [
             text_column([piece.name for piece in pieces]),
-            text_column([piece.dtype for piece in pieces]),
-            list_column(shapes, integer_column(list(itertools.chain.from_iterable(shapes)))),
+            *_kinds(pieces),
             integer_column([piece.start for piece in pieces]),
             bytes_column(data[offset : offset + sum(sizes)], sizes),
         ],
         schema=SCHEMA,
     )
+
+
+def _kinds(pieces: Sequence[Piece]) -> tuple[pa.StringArray, pa.ListArray]:
+    shapes = [piece.shape for piece in pieces]
+    lengths = integer_column(list(itertools.chain.from_iterable(shapes)))
+    return text_column([piece.dtype for piece in pieces]), list_column(shapes, lengths)
 
 
 class Hashed:
@@ -168,8 +171,8 @@ def verify(buffer: pa.Buffer, blocks: Sequence[str], hashed: Callable[[int, int]
     """Hashes a whole file; returns the number of the first block that is not what it was, or None.
 
     Args:
-        hashed: is told of each part that was hashed, by the addresses where it begins and ends; by several threads, and before
-            its block is known to be right.
+        hashed: is told of each block that is right, by the addresses where it begins and ends; by several threads. It finds the
+            bytes in the processor's cache.
     """
     view, address = memoryview(buffer).cast("B"), pa.py_buffer(buffer).address
     count = count_blocks(len(view))
@@ -185,14 +188,11 @@ def verify(buffer: pa.Buffer, blocks: Sequence[str], hashed: Callable[[int, int]
                 number = next(numbers, None)
             if number is None:
                 return
-            hasher = xxhash.xxh3_64()
-            for start in range(number * BLOCK_BYTES, end := min((number + 1) * BLOCK_BYTES, len(view)), HASHED_BYTES):
-                stop = min(start + HASHED_BYTES, end)
-                hasher.update(view[start:stop])
-                if hashed is not None:
-                    hashed(address + start, address + stop)
-            if hasher.hexdigest() != blocks[number]:
+            start, stop = number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, len(view))
+            if _hash([view[start:stop]]) != blocks[number]:
                 bad.append(number)
+            elif hashed is not None:
+                hashed(address + start, address + stop)
 
     if count > 1:
         on_two(work)
@@ -206,12 +206,13 @@ class Rows(NamedTuple):
     Python look for garbage, which takes longer than both.
 
     Attributes:
+        dtypes, shapes: columns of text and of lists of integers.
         data: the bytes of all; ends: where those of each begin, and the last one's end; address: of the first.
     """
 
     names: list[str]
-    dtypes: list[str]
-    shapes: list[tuple[int, ...]]
+    dtypes: pa.StringArray
+    shapes: pa.ListArray
     starts: npt.NDArray[np.int64]
     data: memoryview
     ends: npt.NDArray[np.int64]
@@ -220,8 +221,13 @@ class Rows(NamedTuple):
     def part(self, number: int) -> Part:
         """One of them."""
         begin, end = self.ends[number : number + 2].tolist()
-        piece = Piece(self.names[number], self.dtypes[number], self.shapes[number], int(self.starts[number]), end - begin)
+        dtype, shape = self.dtypes[number].as_py(), tuple(self.shapes[number].as_py())
+        piece = Piece(self.names[number], dtype, shape, int(self.starts[number]), end - begin)
         return Part(piece, self.data[begin:end], self.address + begin)
+
+    def kinds(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Of all, dtype and shape of the tensor."""
+        return list(zip(self.dtypes.to_pylist(), _shapes(self.shapes), strict=True))
 
 
 def decode(buffer: pa.Buffer, name: str) -> list[Rows]:
@@ -256,8 +262,8 @@ def _rows(batch: pa.RecordBatch) -> Rows:
     _, offsets, values = data.buffers()  # a value that is asked for by its row would be a copy
     return Rows(
         names.to_pylist(),
-        dtypes.to_pylist(),
-        _shapes(shapes),
+        dtypes,
+        shapes,
         numpy_of(starts),
         memoryview(values or b"").cast("B"),
         np.frombuffer(offsets, np.int64)[data.offset : data.offset + len(data) + 1],
@@ -276,5 +282,4 @@ def _shapes(column: pa.ListArray) -> list[tuple[int, ...]]:
 def rows_of(pieces: Sequence[Piece], data: memoryview, address: int) -> Rows:
     """Pieces whose bytes lie one after the other, from an address on."""
     starts, ends = np.array([piece.start for piece in pieces], np.int64), np.cumsum([0, *(piece.size for piece in pieces)])
-    what = [piece.name for piece in pieces], [piece.dtype for piece in pieces], [piece.shape for piece in pieces]
-    return Rows(*what, starts, data, ends, address)
+    return Rows([piece.name for piece in pieces], *_kinds(pieces), starts, data, ends, address)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from raytrain_ft.errors import ConfigError, MismatchError
 from raytrain_ft.policy.sampling import Position, samples_in
@@ -36,9 +36,11 @@ def capture(
     Raises:
         ConfigError: the optimizer or the schedule keeps something that cannot be stored.
     """
-    tensors = [*_weights(state), *((name, buffer.clone()) for name, buffer in _buffers(state))]
+    params, buffers = list(state.model.named_parameters()), list(state.model.named_buffers())
+    tensors: list[tuple[str, Tensor]] = [(f"model/{name}", p) for name, p in params]
+    tensors += [(f"buffer/{name}", buffer.detach().clone()) for name, buffer in buffers]
     numbers: dict[str, Any] = {}
-    for name, p in state.model.named_parameters():
+    for name, p in params:
         kept = state.optimizer.state.get(p, {})
         for key in kept:
             if not isinstance(key, str) or "/" in key:
@@ -58,12 +60,13 @@ def capture(
     own = {
         "optimizer": type(state.optimizer).__name__,
         "scheduler": _kind(state.scheduler),
-        "params": _params(state),
+        "params": _params(state.optimizer, params),
         "numbers": numbers,
         "settings": settings,
     }
-    own |= {"aliases": found} if (found := _aliases(state.model)) else {}
-    own |= {"left_out": names} if (names := _left_out(state.model)) else {}
+    shown = state.model.state_dict(keep_vars=True)
+    own |= {"aliases": found} if (found := _aliases(shown, [*params, *buffers])) else {}
+    own |= {"left_out": names} if (names := _left_out(shown, buffers)) else {}
     values = {
         "step": state.step,
         "position": [state.position.epoch, state.position.consumed],
@@ -88,24 +91,23 @@ def _kind(scheduler: Any) -> str | None:
     return f"{type(scheduler).__name__}{inner}"
 
 
-def _params(state: TrainingState) -> list[list[str]]:
+def _params(optimizer: torch.optim.Optimizer, params: Sequence[tuple[str, Tensor]]) -> list[list[str]]:
     """The names of the parameters in each of the optimizer's groups; "" for what is not of the model."""
-    names = {id(p): name for name, p in state.model.named_parameters()}
-    return [[names.get(id(p), "") for p in group["params"]] for group in state.optimizer.param_groups]
+    names = {id(p): name for name, p in params}
+    return [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
 
 
-def _aliases(model: nn.Module) -> dict[str, str]:
+def _aliases(shown: Mapping[str, Any], stored: Sequence[tuple[str, Tensor]]) -> dict[str, str]:
     """Other names that a state dict has for a tensor: tied weights are stored once."""
-    stored = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    names = {name: stored.get(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
-    return {alias: name for alias, name in names.items() if alias != name}
+    names = {id(tensor): name for name, tensor in stored}
+    of = ((alias, names.get(id(tensor), alias)) for alias, tensor in shown.items())
+    return {alias: name for alias, name in of if alias != name}
 
 
-def _left_out(model: nn.Module) -> list[str]:
-    """Buffers that its state dict does not have (`persistent=False`). They are stored: the next step may depend on them."""
-    shown = model.state_dict(keep_vars=True)
+def _left_out(shown: Mapping[str, Any], buffers: Sequence[tuple[str, Tensor]]) -> list[str]:
+    """Buffers that a state dict does not have (`persistent=False`). They are stored: the next step may depend on them."""
     tensors = {id(tensor) for tensor in shown.values()}
-    return [name for name, buffer in model.named_buffers() if name not in shown and id(buffer) not in tensors]
+    return [name for name, buffer in buffers if name not in shown and id(buffer) not in tensors]
 
 
 OWN_VALUES = "values"
@@ -226,7 +228,7 @@ def _other_optimizer(state: TrainingState, stored: Stored, theirs: Container[str
         return [*lines, f"{there} parameter groups in the checkpoint, {here} here"]
     if not stored.params:
         return lines
-    before, now = _group_of(stored.params), _group_of(_params(state))
+    before, now = _group_of(stored.params), _group_of(_params(state.optimizer, list(state.model.named_parameters())))
     names = [name for name, _ in state.model.named_parameters() if f"model/{name}" in theirs]  # others differ anyway
     return lines + [
         f"{name} is of parameter group {before.get(name)} in the checkpoint, {now.get(name)} here"

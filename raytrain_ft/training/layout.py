@@ -18,7 +18,8 @@ from torch import Tensor
 
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.storage.shard import Piece
-from raytrain_ft.training.memory import Numbers, addresses, at_a_time
+from raytrain_ft.training.guard import guard
+from raytrain_ft.training.memory import Numbers, addresses, at_a_time, pointers
 
 ALIGNMENT = 4096
 Pairs = Sequence[tuple[str, Tensor]]
@@ -67,7 +68,7 @@ class Layout:
         size: of the part, bytes.
     """
 
-    def __init__(self, described: Described) -> None:
+    def __init__(self, described: Described, sources: Sequence[Tensor]) -> None:
         self.described = described
         sizes = [shape.numel() * dtype.itemsize for shape, dtype in zip(described.shapes, described.dtypes, strict=True)]
         shared = len(sizes) - described.own
@@ -80,13 +81,22 @@ class Layout:
         self.sizes = np.array([piece.size for piece in self.pieces], np.int64)
         self.offsets = np.cumsum(self.sizes) - self.sizes
         self.size = int(self.sizes.sum())
+        self._are_alike = guard(sources)
+        self._plain = addresses(self.mine(sources)) != 0
 
-    def fits(self, names: Sequence[str], sources: Sequence[Tensor], own: int, number: int, count: int) -> bool:
-        """Whether it is that of these tensors too."""
+    def mine(self, sources: Sequence[Tensor]) -> list[Tensor]:
+        """Of all tensors those that the pieces are of."""
+        return [sources[number] for number in self.tensors]
+
+    def locate(self, names: Sequence[str], sources: Sequence[Tensor], own: int, number: int, count: int) -> Numbers | None:
+        """Where the bytes of its pieces' tensors begin, 0 of those that are not plain; None if these have another layout."""
         described = self.described
         if (described.own, described.number, described.count) != (own, number, count) or described.names != names:
-            return False
-        return all(self._fits(sources[some], some) for some in at_a_time(len(sources)))
+            return None
+        if self._are_alike(sources):
+            return np.where(self._plain, pointers(self.mine(sources)), 0)
+        fits = all(self._fits(sources[some], some) for some in at_a_time(len(sources)))
+        return addresses(self.mine(sources)) if fits else None
 
     def _fits(self, sources: Sequence[Tensor], numbers: slice) -> bool:
         """Nothing is kept of what is looked at: so many new objects would have Python look for garbage."""
@@ -150,12 +160,14 @@ def share(tensors: Pairs, number: int, count: int, own: Pairs = (), before: Layo
     """
     pairs = [*tensors, *own]
     names, sources = [name for name, _ in pairs], [tensor for _, tensor in pairs]
-    if before is None or not before.fits(names, sources, len(own), number, count):
+    found = before.locate(names, sources, len(own), number, count) if before is not None else None
+    if before is None or found is None:
         for name, tensor in pairs:
             check_plain(name, tensor)
-        before = Layout(Described(names, list(map(_dtype, sources)), list(map(_shape, sources)), len(own), number, count))
-    mine = [sources[number] for number in before.tensors]
-    return Share(before, mine, addresses(mine))
+        described = Described(names, list(map(_dtype, sources)), list(map(_shape, sources)), len(own), number, count)
+        before = Layout(described, sources)
+        found = addresses(before.mine(sources))
+    return Share(before, before.mine(sources), found)
 
 
 def total_size(tensors: Pairs) -> int:

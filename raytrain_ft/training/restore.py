@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from itertools import compress
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -15,7 +15,9 @@ from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.pieces import Columns
 from raytrain_ft.storage.shard import Part
 from raytrain_ft.storage.tensors import DTYPES
-from raytrain_ft.training.memory import Numbers, Turn, addresses, move, move_all, move_each
+from raytrain_ft.training.memory import Numbers, Turn, addresses, move, move_all, move_blocks
+
+_nbytes = attrgetter("nbytes")
 
 
 def described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -33,29 +35,29 @@ def fill(tensors: Mapping[str, Tensor], content: Content) -> None:
         StorageError: a tensor is not there, or of another size: nothing was changed. Or a file is damaged: by then the tensors
             hold anything, and the caller must fill them from another checkpoint or give them up.
     """
-    targets = list(tensors.values())
-    missing = next((name for name in tensors if name not in content.pieces), None)
-    if missing is not None:
-        raise _misfit(content, f"{missing} is not there")
-    found = content.pieces.columns(tensors)
-    _check_sizes(tensors, found, content)
+    names, targets = list(tensors), list(tensors.values())
+    try:
+        found = content.pieces.columns(names)
+    except KeyError as missing:
+        raise _misfit(content, f"{missing.args[0]} is not there") from None
+    _check_sizes(names, targets, found, content)
     places = addresses(targets)
     copies = _copies(places, found)
     if not content.verified:
         content.verify(_Walk(*copies).copy)
     elif len(found.sizes):
         move_all(*copies, content.check)
-    for name in compress(tensors, places == 0):
-        _put(tensors[name], content.pieces[name])
+    for number in np.flatnonzero(places == 0).tolist():
+        _put(targets[number], content.pieces[names[number]])
 
 
-def _check_sizes(tensors: Mapping[str, Tensor], found: Columns, content: Content) -> None:
+def _check_sizes(names: Sequence[str], targets: Sequence[Tensor], found: Columns, content: Content) -> None:
     """Raises StorageError unless each tensor has as many bytes there as here."""
-    ends = np.cumsum(found.counts)
-    there = np.diff(np.cumsum([0, *found.sizes.tolist()])[ends], prepend=0)
-    here = [tensor.nbytes for tensor in tensors.values()]
-    for name, size in compress(zip(tensors, here, strict=True), there != here):
-        raise _misfit(content, f"{name} is not there with {size} bytes")
+    reached = np.concatenate(([0], np.cumsum(found.sizes)))
+    there = np.diff(reached[np.cumsum(found.counts)], prepend=0)
+    here = np.fromiter(map(_nbytes, targets), np.int64, len(targets))
+    for number in np.flatnonzero(there != here).tolist():
+        raise _misfit(content, f"{names[number]} is not there with {here[number]} bytes")
 
 
 def _misfit(content: Content, what: str) -> StorageError:
@@ -91,7 +93,7 @@ class _Walk:
         """Copies what begins at address `start` and ends at `stop`."""
         some = slice(self._ends.searchsorted(start, "right"), self._sources.searchsorted(stop))
         first, last = np.maximum(self._sources[some], start), np.minimum(self._ends[some], stop)
-        move_each(first + self._shifts[some], first, last - first)
+        move_blocks(first + self._shifts[some], first, last - first)
 
 
 def allocate(content: Content, name: str) -> Tensor:

@@ -43,7 +43,6 @@ DATA = {"dataset_size": 100}
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few thousand bytes are many blocks, parts and batches."""
     monkeypatch.setattr(shard, "BLOCK_BYTES", 4096)
-    monkeypatch.setattr(shard, "HASHED_BYTES", 1000)
     monkeypatch.setattr(shard, "BATCH_BYTES", 30_000)
 
 
@@ -102,11 +101,11 @@ def test_each_byte_is_copied_once(storage: LocalStorage, monkeypatch: pytest.Mon
     tensors = some()
     save(storage.uri, 1, tensors, 2)
     copied: list[tuple[int, int]] = []
-    monkeypatch.setattr(restore, "move_each", lambda targets, _, sizes: copied.extend(zip(targets, sizes, strict=True)))
+    monkeypatch.setattr(restore, "move_blocks", lambda targets, _, sizes: copied.extend(zip(targets, sizes, strict=True)))
     fill(tensors, mapped(storage))
     assert sum(size for _, size in copied) == sum(SIZES)
     assert all(first + size <= second for (first, size), (second, _) in pairwise(sorted(copied)))
-    assert max(size for _, size in copied) == 1000
+    assert max(size for _, size in copied) == 4096, "a block, once it was verified"
 
 
 def test_nothing_is_made_of_what_was_not_verified(storage: LocalStorage) -> None:
@@ -119,11 +118,11 @@ def test_an_error_of_a_copy_is_not_lost_in_its_thread(storage: LocalStorage, mon
     save(storage.uri, 1, some())
     calls = iter(range(10**6))
 
-    def move_each(*blocks: object) -> None:
+    def move_blocks(*blocks: object) -> None:
         if next(calls) == 20:
             raise OSError("once")
 
-    monkeypatch.setattr(restore, "move_each", move_each)
+    monkeypatch.setattr(restore, "move_blocks", move_blocks)
     with pytest.raises(OSError, match="once"):
         fill(some(), mapped(storage))
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from raytrain_ft.errors import ConfigError, StorageError
 from raytrain_ft.storage.persister import SharedMemory
-from raytrain_ft.training import snapshot
+from raytrain_ft.training import guard, snapshot
 from raytrain_ft.training.layout import Described, Layout, Share, share
 from raytrain_ft.training.snapshot import Copy
 
@@ -197,7 +197,7 @@ def test_every_device_is_waited_for(memory: SharedMemory, log: list[tuple[str, s
     """On each one the copy comes after what training has queued there, and training goes on only when it is complete."""
     described = Described(["wa", "wb"], [torch.uint8] * 2, [torch.Size([8])] * 2, 0, 0, 1)
     devices: list[Any] = [OnDevice("a"), OnDevice("b")]
-    copy = Copy(Share(Layout(described), devices, np.zeros(2, np.int64)), memory, lambda _: None, mode)
+    copy = Copy(Share(Layout(described, devices), devices, np.zeros(2, np.int64)), memory, lambda _: None, mode)
 
     class Told(threading.Event):
         def set(self) -> None:
@@ -261,6 +261,14 @@ def test_small_tensors_are_copied_before_training_goes_on(memory: SharedMemory) 
     assert bytes(memory.reserve(copy.size)) == whole
 
 
+@pytest.fixture(params=["all at once", "one by one"])
+def look(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the call of torch that looks at all tensors at once, and without."""
+    if request.param == "one by one":
+        monkeypatch.setattr(guard, "TensorGuards", None)
+
+
+@pytest.mark.usefixtures("look")
 def test_a_layout_is_used_again_for_tensors_of_the_same_kind_alone(memory: SharedMemory) -> None:
     memory.reserve(10_000)
     first = [("a", torch.rand(6)), ("b", torch.rand(2, 3)), ("c", torch.rand(4))]
@@ -283,12 +291,14 @@ def test_a_layout_is_used_again_for_tensors_of_the_same_kind_alone(memory: Share
     assert taken(turned, memory, layout) == (raw(turned), layout), "what a tensor's memory looks like is no part of it"
 
 
+@pytest.mark.usefixtures("look")
 def test_a_layout_does_not_vouch_for_what_has_no_plain_bytes() -> None:
     layout = share([("w", torch.eye(3))], 0, 1).layout
     with pytest.raises(ConfigError, match=r"w is a torch\.sparse_coo tensor"):
         share([("w", torch.eye(3).to_sparse())], 0, 1, before=layout)
 
 
+@pytest.mark.usefixtures("look")
 def test_a_parameter_that_was_given_other_memory_is_copied_from_there(memory: SharedMemory) -> None:
     weight = nn.Parameter(torch.ones(100))
     memory.reserve(400)
@@ -321,6 +331,7 @@ IN_PLACE: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
+@pytest.mark.usefixtures("look")
 @pytest.mark.parametrize("change", IN_PLACE)
 @pytest.mark.parametrize("scale", [1, 100])
 def test_a_tensor_that_becomes_another_between_two_snapshots(memory: SharedMemory, change: str, scale: int) -> None:
