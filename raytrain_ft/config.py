@@ -161,7 +161,8 @@ class RecoveryConfig:
             first step `hang_timeout`; where somebody may be building a model, three times as long as that ever took).
         phase_timeout: how long each exchange of a recovery (load, transfer, hand-over), and saving the final state, may take
             before it is tried in another way; by default a minute, and another for every 100 million parameters.
-        schedule_timeout: how long to wait at the start for enough workers.
+        schedule_timeout: how long to wait at the start for enough workers, and before that for the supervisor (at least two
+            minutes).
         setup_timeout: how long a worker may take to build its model and to open its dataset before it is given up. If that
             takes minutes, `schedule_timeout` must allow for it, and `replacement_timeout` where there may be no spare.
         lease: a worker that has not reached the supervisor for this long stops itself.

@@ -48,6 +48,10 @@ UNAVAILABLE_S = 120.0
 """How long a supervisor is waited for that Ray is restarting, or for as long as its lease, if that is longer."""
 LAST_WORDS_S = 30.0
 """How long the end of a run may take beyond the time that it has for a last checkpoint."""
+_NOT_BEGUN = (
+    ", and nothing has begun: it waits for a place in the cluster, or for its node to install the job's runtime environment; "
+    "look at `ray status` and `ray list actors`, or raise RecoveryConfig(schedule_timeout=...)"
+)
 
 Account = dict[str, Any]
 
@@ -55,13 +59,16 @@ Account = dict[str, Any]
 # ---------------------------------------------------------------- for whoever has the supervisor's handle
 
 
-def watch(supervisor: Any, known: Account | None = None, most_s: float = math.inf) -> Iterator[Account]:
+def watch(
+    supervisor: Any, known: Account | None = None, most_s: float = math.inf, start_s: float = UNAVAILABLE_S
+) -> Iterator[Account]:
     """How the run stands, again and again; the last account is that of its end. A supervisor that is silent is waited for as
     long as its workers train on without it.
 
     Args:
         known: how it stood a moment ago.
         most_s: how long it is waited for at most while it is silent.
+        start_s: how long its first word may take: Ray first brings the job's runtime environment to its node.
 
     Raises:
         ConfigError: the cluster's nodes cannot import the task; TrainingFailedError: the supervisor is gone.
@@ -75,9 +82,10 @@ def watch(supervisor: Any, known: Account | None = None, most_s: float = math.in
             unreachable = None
         except (ActorUnavailableError, GetTimeoutError) as error:
             unreachable = unreachable or time.monotonic()
-            patience = min(most_s, max(UNAVAILABLE_S, known["lease"] if known is not None else 0.0))
+            patience = min(most_s, max(UNAVAILABLE_S, known["lease"] if known is not None else start_s))
             if time.monotonic() - unreachable > patience:
-                raise TrainingFailedError(f"the supervisor has not answered for {patience:g} s") from error
+                hint = "" if known is not None else _NOT_BEGUN
+                raise TrainingFailedError(f"the supervisor has not answered for {patience:g} s{hint}") from error
             continue
         except ActorDiedError as error:
             yield _last_account(error, known)

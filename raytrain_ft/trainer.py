@@ -166,7 +166,7 @@ class Trainer:
     def _follow(self, spec: RunSpec, supervisor: Any, display: Display, last: ExitStack, right: WriterLock) -> dict[str, Any]:
         """Shows the run's progress until it has ended; returns the last account. What is to be done when all has been cleaned
         up goes to `last`; the right to write the run's records to the supervisor, once that is there."""
-        accounts = watch(supervisor)
+        accounts = watch(supervisor, start_s=spec.rules.schedule_timeout)
         try:
             account = next(accounts)
         finally:

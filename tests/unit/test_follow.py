@@ -162,12 +162,12 @@ def test_a_supervisor_that_is_gone_is_no_run(command: str, monkeypatch: pytest.M
 
 
 class Silent:
-    """A supervisor that answers only the first time that it is followed."""
+    """A supervisor that answers only the first time that it is followed, or so many times."""
 
-    def __init__(self, lease: float) -> None:
+    def __init__(self, lease: float, words: int = 1) -> None:
         self.run = SimpleNamespace(remote=lambda: "ended")
         self.follow = SimpleNamespace(remote=lambda: "account")
-        self.answers = iter([{"lease": lease}])
+        self.answers = iter([{"lease": lease}] * words)
         self.now = 0.0
 
     def get(self, asked: object, timeout: float) -> dict[str, float]:
@@ -188,6 +188,22 @@ def test_a_silent_supervisor_is_waited_for_as_long_as_its_workers_train_on(
     monkeypatch.setattr("raytrain_ft.follow.time", SimpleNamespace(monotonic=lambda: silent.now))
     with pytest.raises(TrainingFailedError, match=f"has not answered for {patience:g} s"):
         list(watch(silent))
+    assert patience <= silent.now - ANSWER_S <= patience + 2 * ANSWER_S
+
+
+@pytest.mark.parametrize(("start", "patience"), [(60.0, 120.0), (900.0, 900.0)])
+def test_a_supervisor_that_has_not_begun_is_waited_for_as_long_as_the_user_allows_for_the_start(
+    start: float, patience: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray may be installing the job's packages on its node."""
+    silent = Silent(30.0, words=0)
+    monkeypatch.setattr("raytrain_ft.follow.ray.wait", lambda asked, timeout: ([], asked))
+    monkeypatch.setattr("raytrain_ft.follow.ray.get", silent.get)
+    monkeypatch.setattr("raytrain_ft.follow.time", SimpleNamespace(monotonic=lambda: silent.now))
+    with pytest.raises(
+        TrainingFailedError, match=rf"has not answered for {patience:g} s, and nothing has begun.*schedule_timeout"
+    ):
+        list(watch(silent, start_s=start))
     assert patience <= silent.now - ANSWER_S <= patience + 2 * ANSWER_S
 
 
