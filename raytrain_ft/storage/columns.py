@@ -46,6 +46,17 @@ def numpy_of(column: pa.Array) -> np.ndarray[Any, Any]:
     return np.frombuffer(memory if memory is not None else b"", kind, len(column), column.offset * kind.itemsize)
 
 
+def own(column: pa.Array) -> pa.Array:
+    """The same column of text or of numbers, in memory of its own: what lies in a file may change there."""
+    buffers = [None if buffer is None else pa.py_buffer(buffer.to_pybytes()) for buffer in column.buffers()]
+    return pa.Array.from_buffers(column.type, len(column), buffers, offset=column.offset)
+
+
+def own_lists(column: pa.ListArray) -> pa.ListArray:
+    """The same column of lists of numbers, in memory of its own."""
+    return pa.ListArray.from_arrays(own(column.offsets), own(column.values))
+
+
 def _ends(values: Sequence[Sequence[Any] | bytes]) -> pa.Buffer:
     """Where each begins and ends, for values that lie one after the other."""
     return pa.py_buffer(np.fromiter(itertools.accumulate(map(len, values), initial=0), np.int32, len(values) + 1))

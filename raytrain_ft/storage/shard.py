@@ -22,7 +22,7 @@ import pyarrow as pa
 import xxhash
 
 from raytrain_ft.errors import StorageError
-from raytrain_ft.storage.columns import bytes_column, integer_column, list_column, numpy_of, text_column
+from raytrain_ft.storage.columns import bytes_column, integer_column, list_column, numpy_of, own, own_lists, text_column
 from raytrain_ft.storage.cores import on_two
 from raytrain_ft.storage.parts import Parts
 
@@ -207,7 +207,8 @@ class Rows(NamedTuple):
 
     Attributes:
         dtypes, shapes: columns of text and of lists of integers.
-        data: the bytes of all; ends: where those of each begin, and the last one's end; address: of the first.
+        data: the bytes of all, where they were read; all else is a copy, for a file may change.
+        ends: where the bytes of each begin, and the last one's end; address: of the first.
     """
 
     names: list[str]
@@ -262,11 +263,11 @@ def _rows(batch: pa.RecordBatch) -> Rows:
     _, offsets, values = data.buffers()  # a value that is asked for by its row would be a copy
     return Rows(
         names.to_pylist(),
-        dtypes,
-        shapes,
-        numpy_of(starts),
+        own(dtypes),
+        own_lists(shapes),
+        numpy_of(starts).copy(),
         memoryview(values or b"").cast("B"),
-        np.frombuffer(offsets, np.int64)[data.offset : data.offset + len(data) + 1],
+        np.frombuffer(offsets, np.int64)[data.offset : data.offset + len(data) + 1].copy(),
         values.address if values else 0,
     )
 

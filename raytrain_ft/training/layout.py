@@ -35,14 +35,39 @@ class Slice(NamedTuple):
         tensor: an alias of it, so that its bytes stay where they are until they are copied, also if a forward pass gives the
             parameter others (`p.data = ...`).
         source: the tensor itself.
-        address: where the piece's bytes begin; 0 if they do not lie one after the other, in this process.
     """
 
     piece: Piece
     offset: int
     tensor: Tensor
     source: Tensor
-    address: int
+
+
+class Plain(NamedTuple):
+    """Pieces whose bytes lie one after the other, in this process, in columns: an alias of a small tensor, and an object that
+    holds it, take as long to make as its bytes to copy.
+
+    Attributes:
+        numbers: which pieces of the layout.
+        sources: the tensors; storages: their memory, which stays where it is as long as it is held here.
+        begins: where the bytes of each tensor begin; addresses: where those of its piece do.
+        offsets: of its first byte in the part; sizes: bytes.
+    """
+
+    numbers: Numbers
+    sources: list[Tensor]
+    storages: list[torch.UntypedStorage]
+    begins: Numbers
+    addresses: Numbers
+    offsets: Numbers
+    sizes: Numbers
+
+
+class Pending(NamedTuple):
+    """Pieces that are to be copied: those in plain memory, and all others."""
+
+    plain: Plain
+    slices: list[Slice]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +163,26 @@ class Share(NamedTuple):
     sources: Sequence[Tensor]
     addresses: Numbers
 
-    def slices(self, numbers: Sequence[int] | None = None) -> list[Slice]:
-        """The pieces of these numbers (all), each with an alias of its tensor."""
-        numbers = range(len(self.sources)) if numbers is None else numbers
-        sources = [self.sources[n] for n in numbers]
-        places = np.where(self.addresses != 0, self.addresses + self.layout.starts, 0)
-        which = np.array(numbers, np.int64)
-        columns = self.layout.offsets[which].tolist(), map(_alias, sources), sources, places[which].tolist()
-        return list(map(Slice, map(self.layout.pieces.__getitem__, numbers), *columns))
+    def pending(self, numbers: Numbers | None = None, *, plain: bool = True) -> Pending:
+        """The pieces of these numbers (all), in whatever memory they are now.
+
+        Args:
+            plain: whether those in plain memory are told apart.
+        """
+        chosen = np.arange(len(self.sources)) if numbers is None else numbers
+        apart = (self.addresses[chosen] != 0) & plain
+        return Pending(self._plain(chosen[apart]), self._slices(chosen[~apart]))
+
+    def _plain(self, numbers: Numbers) -> Plain:
+        sources, layout = [self.sources[n] for n in numbers.tolist()], self.layout
+        begins, storages = self.addresses[numbers], list(map(Tensor.untyped_storage, sources))
+        places = begins + layout.starts[numbers]
+        return Plain(numbers, sources, storages, begins, places, layout.offsets[numbers], layout.sizes[numbers])
+
+    def _slices(self, numbers: Numbers) -> list[Slice]:
+        sources = [self.sources[n] for n in numbers.tolist()]
+        pieces = [self.layout.pieces[n] for n in numbers.tolist()]
+        return list(map(Slice, pieces, self.layout.offsets[numbers].tolist(), map(_alias, sources), sources))
 
 
 def share(tensors: Pairs, number: int, count: int, own: Pairs = (), before: Layout | None = None) -> Share:

@@ -151,8 +151,10 @@ def move_blocks(targets: Numbers, sources: Numbers, sizes: Numbers) -> None:
 def _move_each(targets: Numbers, sources: Numbers, sizes: Numbers) -> None:
     small = sizes.max(initial=0) < SMALL_BYTES
     parts = (targets, sources, sizes) if small else _cut(targets, sources, sizes, PART_BYTES)
-    # a loop in Python would take as long again, and two threads would wait for each other in it
-    deque(map(_short if small else _long, *(numbers.tolist() for numbers in parts)), maxlen=0)
+    for n in range(0, len(parts[2]), MOST_BLOCKS):  # between two of these calls others may run
+        some = (numbers[n : n + MOST_BLOCKS].tolist() for numbers in parts)
+        # a loop in Python would take as long again, and two threads would wait for each other in it
+        deque(map(_short if small else _long, *some), maxlen=0)
 
 
 def _by_kernel(targets: Numbers, sources: Numbers, sizes: Numbers) -> bool:

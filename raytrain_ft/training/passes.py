@@ -38,15 +38,25 @@ class Passes:
         self._stage = stage
         self._attempt: Attempt | None = None
         self.micro_batches: list[MicroBatch] = []
-        # Wait-free, those that are trained are updated while the backward pass still goes on.
-        everything = settings.update == "barrier"
-        self._still = [(name, p) for name, p in state.model.named_parameters() if everything or not p.requires_grad]
-        self._versions: list[int] = []
+        named = list(state.model.named_parameters())
+        # Wait-free, those that are trained are updated while the last backward pass still goes on.
+        early = settings.update == "wait_free"
+        self._early = _Unchanged([(name, p) for name, p in named if early and p.requires_grad])
+        self._late = _Unchanged([(name, p) for name, p in named if not (early and p.requires_grad)])
 
     def begin(self, attempt: Attempt, micro_batches: list[MicroBatch]) -> None:
         """These are computed next."""
         self._attempt, self.micro_batches = attempt, micro_batches
-        self._versions = [version_of(p) for _, p in self._still]
+        self._early.begin()
+        self._late.begin()
+
+    def check_forward(self) -> None:
+        """After a forward pass, before the backward pass in which buckets may be updated.
+
+        Raises:
+            TaskError: as `check_parameters` does.
+        """
+        self._early.check()
 
     def check_parameters(self) -> None:
         """After the passes, before any update that waits for all of them.
@@ -55,14 +65,7 @@ class Passes:
             TaskError: one of them changed a parameter. Done again it would do so twice, and a snapshot, for which updates alone
                 wait, would hold some of it from before and some from after.
         """
-        for (name, p), before in zip(self._still, self._versions, strict=True):
-            if version_of(p) != before:
-                raise TaskError(
-                    f"the forward or backward pass changed the parameter {name} in place: a step that is redone would change "
-                    "it twice, and a checkpoint might hold half of it. An average of weights (a teacher, an EMA) belongs in "
-                    "buffers (register_buffer), which are put back, or in the step() of an optimizer of your own. An "
-                    "Embedding's max_norm scales its weights by what this rank alone has read: leave it out"
-                )
+        self._late.check()
 
     def inputs(self, number: int) -> Any:
         """What the model, or its first stage, reads of a micro-batch; the task may draw, too."""
@@ -101,3 +104,24 @@ class Passes:
         if self._settings.precision == "fp32":
             return nullcontext()
         return torch.autocast(self._state.buckets[0].flat.device.type, dtype=torch.bfloat16)
+
+
+class _Unchanged:
+    """Parameters that the passes must leave alone."""
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        self._named = named
+        self._versions: list[int] = []
+
+    def begin(self) -> None:
+        self._versions = [version_of(p) for _, p in self._named]
+
+    def check(self) -> None:
+        for (name, p), before in zip(self._named, self._versions, strict=True):
+            if version_of(p) != before:
+                raise TaskError(
+                    f"the forward or backward pass changed the parameter {name} in place: a step that is redone would change "
+                    "it twice, and a checkpoint might hold half of it. An average of weights (a teacher, an EMA) belongs in "
+                    "buffers (register_buffer), which are put back, or in the step() of an optimizer of your own. An "
+                    "Embedding's max_norm scales its weights by what this rank alone has read: leave it out"
+                )

@@ -23,16 +23,16 @@ from torch import Tensor
 from raytrain_ft.errors import StorageError
 from raytrain_ft.storage.log_files import version_of
 from raytrain_ft.storage.persister import SharedMemory
+from raytrain_ft.storage.shard import Piece
 from raytrain_ft.storage.tensors import bytes_of
-from raytrain_ft.training.layout import Share, Slice
-from raytrain_ft.training.memory import is_plain, move_all
+from raytrain_ft.training.layout import Pending, Share, Slice
+from raytrain_ft.training.memory import Numbers, move_all
 
 POLL_S = 0.05
 MOST_NAMES = 3
 """Of tensors that an error names."""
 AT_ONCE_BYTES = 32 * 2**10
 """A tensor of less is copied in the time that an alias and two looks at what counts its changes take."""
-_size = attrgetter("size")
 
 
 class Copy:
@@ -42,7 +42,7 @@ class Copy:
     as that is done. If the device has no room by then, it is copied to the host at once.
 
     Attributes:
-        slices: what is still to be copied.
+        pending: what is still to be copied.
         seconds: how long it took to be in host memory; None while it is under way.
         device_seconds: how long it took within the device; None if it was not copied there.
     """
@@ -51,12 +51,13 @@ class Copy:
         self, share: Share, memory: SharedMemory, then: Callable[[Copy], None], mode: Literal["cpu", "gpu"] = "cpu"
     ) -> None:
         self.size = share.layout.size
-        self.slices: list[Slice] = []
+        self.pending: Pending | None = None
         self.device_seconds: float | None = None
         self.seconds: float | None = None
         self.error: BaseException | None = None
         self._share: Share | None = share
         self._versions: list[int] = []
+        self._pieces: Sequence[Piece] = ()
         self._mode = mode
         self._memory = memory
         self._then = then
@@ -70,12 +71,13 @@ class Copy:
         self._began = time.monotonic()
         share, self._share = self._share, None
         assert share is not None, "it is begun once"
-        self.slices = share.slices(self._copy_small(share))
-        self._versions = _versions_of(self.slices)
-        self._ready = _now_on_device(self.slices)
+        self.pending = share.pending(self._copy_small(share), plain=self._mode == "cpu")
+        self._pieces = share.layout.pieces
+        self._versions = _versions_of(_sources(self.pending))
+        self._ready = _now_on_device(self.pending.slices)
         _thread.start_new_thread(self._run, ())  # `Thread.start` waits until it runs, which training has no need of
 
-    def _copy_small(self, share: Share) -> list[int] | None:
+    def _copy_small(self, share: Share) -> Numbers | None:
         """Copies what takes no longer than to arrange for later; returns the numbers of the others (None: all)."""
         if len(self._memory.view) < self.size:  # its pages are still to be touched, which would hold training up
             return None
@@ -86,20 +88,10 @@ class Copy:
 
     def _run(self) -> None:
         try:
-            self._ready()
-            if self._mode == "gpu" and (clones := _cloned(self.slices)) is not None:
-                self._check_unchanged()
-                self.slices, self._versions = clones, []
-                self.device_seconds = time.monotonic() - self._began
-                self._done.set()
-            memory = self._memory.reserve(self.size)
-            if torch.cuda.is_initialized():
-                _pin(self._memory)
-            copy_all(self.slices, memory)
-            self._check_unchanged()
+            self._copy()
         except BaseException as error:  # told to whoever waits
             self.error = error.with_traceback(None)  # whose frames hold the clones
-        self.slices = []  # clones, and bytes that a parameter no longer has, are given back
+        self.pending = None  # clones, and bytes that a parameter no longer has, are given back
         self.seconds = time.monotonic() - self._began
         self._done.set()
         try:
@@ -107,16 +99,37 @@ class Copy:
         finally:
             self._handed_on.set()
 
-    def _check_unchanged(self) -> None:
+    def _copy(self) -> None:
+        pending = self.pending
+        assert pending is not None
+        self._ready()
+        if self._mode == "gpu" and (clones := _cloned(pending.slices)) is not None:
+            self._check_unchanged(pending)
+            self.pending = pending = Pending(pending.plain, clones)
+            self._versions = []
+            self.device_seconds = time.monotonic() - self._began
+            self._done.set()
+        memory = self._memory.reserve(self.size)
+        if torch.cuda.is_initialized():
+            _pin(self._memory)
+        copy_all(pending, memory)
+        self._check_unchanged(pending)
+
+    def _check_unchanged(self, pending: Pending) -> None:
         """Raises StorageError if somebody did not wait: the copy may hold a mix of before and after."""
-        if not self._versions or _versions_of(self.slices) == self._versions:  # clones are nobody else's, and have none
+        sources = _sources(pending)
+        if not self._versions or _versions_of(sources) == self._versions:  # clones are nobody else's, and have none
             return
-        begun = zip(self.slices, self._versions, strict=True)
-        changed = [one.piece.name for one, version in begun if _is_changed(one, version)]
+        plain, slices = pending
+        pieces = [*map(self._pieces.__getitem__, plain.numbers.tolist()), *(one.piece for one in slices)]
+        begins = [*plain.begins.tolist(), *(one.tensor.data_ptr() for one in slices)]
+        begun = zip(pieces, sources, begins, self._versions, strict=True)
+        changed = [piece.name for piece, source, begin, version in begun if _is_changed(source, begin, version)]
         if changed:
             raise StorageError(
-                f"{', '.join(changed[:MOST_NAMES])} changed while being copied: put what changes a tensor besides the "
-                'optimizer\'s step into "with run.update():", which waits for the copy'
+                f"{', '.join(changed[:MOST_NAMES])} changed while being copied: nothing but an update, which waits for the "
+                "copy, may change what is stored. In a loop of raytrain_ft.checkfreq, put what changes a tensor besides the "
+                'optimizer\'s step into "with run.update():"'
             )
 
     def join(self, timeout_s: float = 5.0) -> None:
@@ -143,21 +156,24 @@ class Copy:
         return time.monotonic() - began
 
 
-def _versions_of(slices: Sequence[Slice]) -> list[int]:
+def _sources(pending: Pending) -> list[Tensor]:
+    return [*pending.plain.sources, *(one.source for one in pending.slices)]
+
+
+def _versions_of(sources: Sequence[Tensor]) -> list[int]:
     """What counts the changes to each."""
-    sources = [one.source for one in slices]
     try:
         return list(map(attrgetter("_version"), sources))
     except RuntimeError:  # those of inference mode have none
         return list(map(version_of, sources))
 
 
-def _is_changed(one: Slice, version: int) -> bool:
-    """Whether its bytes are not those of this version any more, as far as torch counts. Memory of which it is a part may have
-    one counter for all, and a tensor that was given other memory counts what is changed there."""
-    if version_of(one.source) == version or one.source.data_ptr() != one.tensor.data_ptr():
+def _is_changed(source: Tensor, begin: int, version: int) -> bool:
+    """Whether its bytes, which began there, are not those of this version any more, as far as torch counts. Memory of which it
+    is a part may have one counter for all, and a tensor that was given other memory counts what is changed there."""
+    if version_of(source) == version or source.data_ptr() != begin:
         return False
-    return one.source.untyped_storage().nbytes() == one.source.nbytes
+    return source.untyped_storage().nbytes() == source.nbytes
 
 
 @torch.no_grad()
@@ -165,9 +181,9 @@ def _cloned(slices: Sequence[Slice]) -> list[Slice] | None:
     """The slices, copied within their device's memory; None if it has no room for them."""
     clones = []
     try:
-        for piece, offset, tensor, *_ in slices:
+        for piece, offset, tensor, _ in slices:
             clone = bytes_of(tensor)[piece.start : piece.start + piece.size].clone()
-            clones.append(Slice(piece._replace(start=0), offset, clone, clone, clone.data_ptr() if is_plain(clone) else 0))
+            clones.append(Slice(piece._replace(start=0), offset, clone, clone))
     except torch.OutOfMemoryError:
         return None
     _synchronize(slices)
@@ -179,7 +195,7 @@ def free_on_device(tensors: Sequence[tuple[str, Tensor]]) -> int:
     return min((torch.cuda.mem_get_info(device)[0] for device in _devices(tensor for _, tensor in tensors)), default=0)
 
 
-def copy_small(share: Share, memory: memoryview) -> list[int]:
+def copy_small(share: Share, memory: memoryview) -> Numbers:
     """Copies the small tensors of this process into memory; returns the numbers of the others that have any bytes."""
     layout, left = share.layout, share.layout.sizes > 0
     which = np.flatnonzero(left & (layout.sizes < AT_ONCE_BYTES) & (share.addresses != 0))
@@ -187,22 +203,20 @@ def copy_small(share: Share, memory: memoryview) -> list[int]:
         target = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         move_all(target + layout.offsets[which], share.addresses[which] + layout.starts[which], layout.sizes[which])
         left[which] = False
-    return np.flatnonzero(left).tolist()
+    return np.flatnonzero(left)
 
 
 @torch.no_grad()
-def copy_all(slices: Sequence[Slice], memory: memoryview) -> None:
-    """Copies slices to their places in memory."""
-    if not len(memory) or not slices:
+def copy_all(pending: Pending, memory: memoryview) -> None:
+    """Copies pieces to their places in memory."""
+    if not len(memory):
         return
+    plain, slices = pending
     target = torch.frombuffer(memory, dtype=torch.uint8)
-    pieces, offsets, tensors, _, addresses = zip(*slices, strict=True)
-    sizes, places = np.fromiter(map(_size, pieces), np.int64, len(pieces)), np.array(addresses, np.int64)
-    for n in np.flatnonzero((places == 0) & (sizes > 0)).tolist():
-        (_, _, _, start, size), offset = pieces[n], offsets[n]
-        target[offset : offset + size].copy_(bytes_of(tensors[n])[start : start + size], non_blocking=True)
-    plain = (places != 0) & (sizes > 0)
-    move_all(target.data_ptr() + np.array(offsets, np.int64)[plain], places[plain], sizes[plain])
+    for (_, _, _, start, size), offset, tensor, _ in slices:
+        if size:
+            target[offset : offset + size].copy_(bytes_of(tensor)[start : start + size], non_blocking=True)
+    move_all(target.data_ptr() + plain.offsets, plain.addresses, plain.sizes)
     _synchronize(slices)
 
 

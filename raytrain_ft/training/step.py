@@ -111,7 +111,7 @@ class Replica:
                 forward=self.passes.forward,
                 first_inputs=self.passes.inputs,
                 loss=self.passes.weighted_loss,
-                arm=self.reducer.arm,
+                arm=self._arm,
                 probe=self._at_bucket,
             )
 
@@ -207,8 +207,15 @@ class Replica:
             self.reducer.check()
             self._at_bucket("forward", number)
             loss = passes.weighted_loss(number, passes.forward(number, [passes.inputs(number)]))
+            passes.check_forward()
             self.reducer.check()
             loss.backward()
+
+    def _arm(self, final: bool) -> None:
+        """Before each backward pass of a pipeline; the final one comes after all forward passes of this stage."""
+        if final:
+            self.passes.check_forward()
+        self.reducer.arm(final)
 
     @torch.no_grad()
     def _agree(self, agree: Agree, shared: Shared) -> None:

@@ -53,7 +53,7 @@ def save(place: Place | str, step: int, tensors: Mapping[str, Tensor], count: in
     for number in reversed(range(count)):
         mine = share(pairs, number, count)
         memory = memoryview(bytearray(mine.layout.size))
-        copy_all(mine.slices(), memory)
+        copy_all(mine.pending(), memory)
         job = Job(
             place=place if isinstance(place, Place) else Place(place),
             step=step,

@@ -91,7 +91,9 @@ class Following(nn.Module):
         return self.student(x) + self.teacher(x)
 
 
-@pytest.mark.parametrize(("update", "trained"), [("barrier", False), ("wait_free", False), ("barrier", True)])
+@pytest.mark.parametrize(
+    ("update", "trained"), [("barrier", False), ("wait_free", False), ("barrier", True), ("wait_free", True)]
+)
 def test_a_forward_pass_that_changes_a_parameter_is_refused(update: Any, trained: bool) -> None:
     """Nothing puts it back, so a step that is redone would change it twice; and nobody's hash would differ."""
     replica, links = replica_of(Task(lambda: Following(trained=trained)), update=update)

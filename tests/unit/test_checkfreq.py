@@ -13,7 +13,7 @@ import re
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -296,9 +296,9 @@ def test_an_average_that_moves_on_without_an_update_costs_the_checkpoint_and_nev
     average = torch.optim.swa_utils.AveragedModel(setup.model)
     go_on, copy_all = threading.Event(), snapshot.copy_all
 
-    def late(slices: Sequence[snapshot.Slice], memory: memoryview) -> None:
+    def late(pending: snapshot.Pending, memory: memoryview) -> None:
         assert go_on.wait(30)
-        copy_all(slices, memory)
+        copy_all(pending, memory)
 
     monkeypatch.setattr(snapshot, "copy_all", late)
     monkeypatch.setattr(snapshot, "AT_ONCE_BYTES", 0)  # this model is so small that all would be copied before anything changes

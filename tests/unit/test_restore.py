@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from store import Versioned, own, same_bits, save
@@ -27,6 +28,7 @@ from raytrain_ft.storage.arrow import write_tensors
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.filesystem import LocalStorage
 from raytrain_ft.storage.manifest import Manifest
+from raytrain_ft.storage.pieces import Pieces
 from raytrain_ft.training import durable, restore, resume
 from raytrain_ft.training.export import state_dicts, state_of
 from raytrain_ft.training.fence import Fence
@@ -95,6 +97,16 @@ def test_pieces_are_the_same_in_columns(storage: LocalStorage, count: int) -> No
     assert all(rest[name] == pieces[f"t{name}"] for name in rest)
     with pytest.raises(KeyError):
         pieces.columns(["t6", "none"])
+
+
+def test_what_a_shard_says_of_its_tensors_is_looked_at_once() -> None:
+    """Somebody may write into the file after that: what was found right is not read from there again."""
+    pieces = [shard.Piece(f"t{n}", "torch.float32", (n, 2), 0, 8 * n) for n in range(5)]
+    file = bytearray(b"".join(shard.encode(pieces, memoryview(bytes(80)))))
+    found = Pieces(shard.decode(pa.py_buffer(file), "shard"))
+    file[:] = b"\xff" * len(file)
+    assert found.described() == {f"t{n}": ("torch.float32", (n, 2)) for n in range(5)}
+    assert found["t3"][0].piece == pieces[3]
 
 
 def test_each_byte_is_copied_once(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:

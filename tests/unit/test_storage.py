@@ -157,7 +157,7 @@ def test_the_shares_are_the_whole_state_once(sizes: list[int], count: int, data:
     files = []
     for part, size in zip(shares, held, strict=True):
         memory = memoryview(bytearray(size))
-        copy_all(part.slices(), memory)
+        copy_all(part.pending(), memory)
         hashed = shard.Hashed(shard.encode(part.layout.pieces, memory))
         file = b"".join(bytes(part) for part in hashed)
         assert (len(file), shard.verify(file, hashed.blocks())) == (hashed.size, None)  # pyright: ignore
