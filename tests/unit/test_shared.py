@@ -50,7 +50,8 @@ def run_in(directory: Path, found: str | None) -> Any:
     if found is not None:
         directory.mkdir()
         (directory / "nonce").write_text(found)
-    return SimpleNamespace(directory=directory, nonce="of this run", name="run", rules=None, stored_in=None, run_id="run")
+    rules = SimpleNamespace(schedule_timeout=7.0)
+    return SimpleNamespace(directory=directory, nonce="of this run", name="run", rules=rules, stored_in=None, run_id="run")
 
 
 @pytest.mark.parametrize("found", OTHERS)
@@ -93,7 +94,7 @@ def test_a_driver_that_does_not_see_the_records_says_so(
     """Else it would wait for an account that is written elsewhere, and show nothing."""
     run, shown, handed = run_in(tmp_path / "run", found), [], []
     account = {"state": "RUNNING"}
-    monkeypatch.setattr(trainers, "watch", lambda supervisor: iter([account]))
+    monkeypatch.setattr(trainers, "watch", lambda supervisor, start_s: iter([account] if start_s == 7.0 else []))
     display: Any = SimpleNamespace(show=shown.append)
     right: Any = SimpleNamespace(hand_over=lambda: handed.append(True))
     trainer = ft.Trainer(Nothing(), max_steps=1, global_batch_size=1)
