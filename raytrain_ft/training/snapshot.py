@@ -32,7 +32,7 @@ POLL_S = 0.05
 MOST_NAMES = 3
 """Of tensors that an error names."""
 AT_ONCE_BYTES = 32 * 2**10
-"""A tensor of less is copied in the time that an alias and two looks at what counts its changes take."""
+"""A tensor of less is copied in the time that a hold on its memory and two looks at what counts its changes take."""
 
 
 class Copy:
