@@ -96,7 +96,7 @@ class Ranks:
             raise failure
 
     def leave(self) -> None:
-        """Gives the groups up."""
+        """Gives the groups up. A process that ends with a collective broken off in one of them may be aborted by torch."""
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
             dist.destroy_process_group(self._meeting)

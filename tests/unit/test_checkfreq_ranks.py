@@ -133,6 +133,7 @@ try:
     print(ranks.first_says("resumed"))
 except StorageError as error:
     print("within", error)
+ranks.leave()  # as `checkfreq.open` does in any case
 """
 
 

@@ -470,6 +470,7 @@ try:
     next(iter(checkfreq.Loader(dataset, global_batch_size=1)))
 except ConfigError as error:
     print(error)
+dist.destroy_process_group()
 """
 
 
