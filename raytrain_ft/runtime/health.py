@@ -1,4 +1,4 @@
-"""Noticing: late heartbeats, silence, hangs, standstill, what heartbeats tell -> events. `nodes` looks at the nodes.
+"""Noticing: late heartbeats, silence, hangs, standstill -> events. `tidings` is what heartbeats tell; `nodes` looks at nodes.
 
 Suspicion is cheap (a late beat, a slow step) and is confirmed before it counts: a silent worker is asked directly, with a short
 deadline. Ray by itself tells of a process 10 ms after the kernel has ended it, but of a killed node in seconds, and of a frozen
@@ -12,17 +12,14 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, get_args
+from typing import Any
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 from raytrain_ft.policy import messages as m
-from raytrain_ft.policy.forward import complement
 from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.run_state import RunState
-from raytrain_ft.policy.sampling import Range
 from raytrain_ft.policy.states import TRAINING, State
-from raytrain_ft.policy.topology import stage_of
 from raytrain_ft.runtime import standstill
 from raytrain_ft.runtime.contacts import Contacts
 from raytrain_ft.runtime.heartbeat import beat_interval
@@ -30,6 +27,7 @@ from raytrain_ft.runtime.nodes import FORGIVE_DEAD_S, FORGIVE_SILENT_S, Nodes
 from raytrain_ft.runtime.notice_board import NoticeBoard
 from raytrain_ft.runtime.notices.notice import Notice
 from raytrain_ft.runtime.spec import Beat, RunSpec
+from raytrain_ft.runtime.tidings import Tidings
 
 CHECK_INTERVAL_S = 0.1
 """Often enough to notice that this process itself was held up, on which false alarms depend: looking only when somebody may be
@@ -44,21 +42,6 @@ HOLD_UPS = 1000
 """So many of the last ones are remembered, which is minutes on a machine that is always too busy."""
 PATIENCE_WITH_ALL = 10
 """Times the usual patience for an answer when everybody is silent at once."""
-Note = (
-    m.CheckpointCommitted
-    | m.CheckpointFailed
-    | m.Dormant
-    | m.IntervalChosen
-    | m.LogFailed
-    | m.LogWritten
-    | m.NoticesUnavailable
-    | m.Parted
-    | m.SetAside
-    | m.StageTimed
-)
-IDENTITY = ("incarnation", "step", "source", "number")
-"""What tells two notes of the same kind and worker apart."""
-NOTES: dict[str, type[Note]] = {cls.__name__: cls for cls in get_args(Note)}
 WAITING = "wait"
 """The place where a worker waits for others: who is elsewhere holds them up."""
 REPLAYED = frozenset({"data", "forward", "backward_pass", "weight_pass", "update"})
@@ -76,6 +59,7 @@ class Health:
 
     Attributes:
         pace: seconds between two heartbeats of a worker, which each of them is told in answer to one.
+        tidings: what they tell of their training.
     """
 
     def __init__(self, spec: RunSpec, tell: Callable[[m.Event], None], now: Callable[[], float], contacts: Contacts) -> None:
@@ -84,16 +68,12 @@ class Health:
         self._contacts = contacts
         self._heard: dict[str, float] = {}
         self._beats: dict[str, Beat] = {}
-        self._told: dict[str, tuple[int, str]] = {}
-        self._recorded: dict[tuple[str, int], int] = {}
-        self._lost: dict[tuple[int, int], list[Range]] = {}  # of (incarnation, step), the samples that were told to be lost
-        self._noted: set[tuple[Any, ...]] = set()
+        self.tidings = Tidings(spec, tell)
         self._board = NoticeBoard(tell, now)
         self._probing: set[str] = set()
         self._members: dict[str, MemberState] = {}
         self.pace = spec.heartbeat_interval
         self.nodes = Nodes(spec, tell, self._board, contacts, self._died)
-        self.loss: float | None = None
         self.state = State.INITIALIZING
         self.incarnation = 0
         self.step = 0
@@ -117,16 +97,10 @@ class Health:
 
     def recall(self, past: Iterable[m.Event]) -> None:
         """What was recorded before the supervisor's own restart is not recorded again."""
-        nodes: dict[str, str] = {}
-        for event in past:
-            if isinstance(event, m.StepsCommitted):
-                self._recorded[event.member, event.incarnation] = event.stop_step
-                self.loss = event.loss
-            elif isinstance(event, m.SamplesLost):
-                self._not_listed(event.incarnation, event.step, event.start, event.stop)
-            elif isinstance(event, Note):
-                self._noted.add((event.member, type(event).__name__, *(getattr(event, name, None) for name in IDENTITY)))
-            elif isinstance(event, m.Noticed):
+        events, nodes = list(past), {}
+        self.tidings.recall(events)
+        for event in events:
+            if isinstance(event, m.Noticed):
                 self._board.recall(event, nodes.get(event.member))
             elif isinstance(event, m.WorkerStarted):
                 nodes[event.member] = event.node
@@ -138,8 +112,9 @@ class Health:
 
     def forget(self, member: str) -> None:
         """This worker is gone."""
-        for known in (self._heard, self._beats, self._told):
+        for known in (self._heard, self._beats):
             known.pop(member, None)
+        self.tidings.forget(member)
         self._board.forget(member)
 
     def silence(self, member: str) -> float | None:
@@ -178,70 +153,10 @@ class Health:
         self._beats[beat.member] = beat
         if beat.status == "running" and beat.incarnation >= self._counts_from:
             self.reached = max(self.reached, beat.step)
-        for commit in beat.commits:
-            self._record(beat.member, commit)
-        for name, fields in beat.notes:
-            self._note(beat.member, name, fields)
+        self.tidings.tell_of_training(beat)
         for notice in beat.notices:
             self.noticed(beat.member, notice)
-        if self._told.get(beat.member) != (beat.incarnation, beat.status):
-            self._told[beat.member] = (beat.incarnation, beat.status)
-            self._tell_status(beat)
-
-    def _record(self, member: str, commit: dict[str, Any]) -> None:
-        key = (member, commit["incarnation"])
-        if self._recorded.get(key, -1) >= commit["stop_step"]:  # its acknowledgement was lost, with the supervisor perhaps,
-            self.samples_lost(commit)  # and what follows the record with it
-            return
-        self._recorded[key] = commit["stop_step"]
-        self.loss = commit["loss"]
-        fields = {name: value for name, value in commit.items() if name != "lost"}
-        self._tell(m.StepsCommitted(member=member, **fields))
-        self.samples_lost(commit)
-
-    def samples_lost(self, commit: dict[str, Any]) -> None:
-        """Tells of the samples that committed steps went without. All ranks say the same; one is enough. Only if who was the
-        first to say it is lost, and a further recovery lost more of the same step, do others say more."""
-        incarnation = commit["incarnation"]
-        for lost in commit["lost"]:
-            for start, stop in self._not_listed(incarnation, lost["step"], lost["start"], lost["stop"]):
-                self._tell(m.SamplesLost(incarnation=incarnation, **(lost | {"start": start, "stop": stop})))
-
-    def _not_listed(self, incarnation: int, step: int, start: int, stop: int) -> tuple[Range, ...]:
-        """What of these samples nobody has told of; from now on it counts as told."""
-        known = self._lost.setdefault((incarnation, step), [])
-        more = complement((start, stop), known)
-        known += more
-        return more
-
-    def _note(self, member: str, name: str, fields: dict[str, Any]) -> None:
-        """An event about checkpoints, logs or notices, once; or of samples that were lost."""
-        if name == m.SamplesLost.__name__:
-            lost = {name: value for name, value in fields.items() if name != "incarnation"}
-            self.samples_lost({"incarnation": fields["incarnation"], "lost": [lost]})
-            return
-        key = (member, name, *(fields.get(part) for part in IDENTITY))
-        if key not in self._noted:
-            self._noted.add(key)
-            self._tell(NOTES[name](member=member, **fields))
-
-    def _tell_status(self, beat: Beat) -> None:
-        member, incarnation = beat.member, beat.incarnation
-        match beat.status:
-            case "suspect":
-                self._tell(m.Suspected(incarnation=incarnation, reason=beat.detail, noticed_by=member))
-            case "diverged":
-                self._tell(m.LogMissing(member=member, incarnation=incarnation, reason=beat.detail, diverged=True))
-            case "stopped":
-                self._tell(m.Stopped(member=member, incarnation=incarnation, step=int(beat.detail)))
-            case "completed":
-                stage = stage_of(beat.rank, self._spec.rules.stages)
-                self._tell(m.Completed(member=member, incarnation=incarnation, digest=beat.detail, stage=stage))
-            case "failed":
-                kind: Any = beat.kind
-                of = incarnation if kind == "non_finite" else None  # of that all ranks tell
-                about = {"member": member, "rank": beat.rank, "step": beat.step, "kind": kind, "message": beat.detail}
-                self._tell(m.TaskFailed(**about, incarnation=of))
+        self.tidings.tell_status(beat)
 
     # ---------------------------------------------------------------- notices
 

@@ -292,7 +292,7 @@ class Supervisor:
             "checkpoint": str(newest) if newest is not None else None,
             "state": str(machine.state),
             "step": machine.step,
-            "loss": self._health.loss,
+            "loss": self._health.tidings.loss,
             "incarnation": machine.incarnation,
             "world_size": len(machine.world),
             "members": {name: str(what) for name, what in machine.members.items()},
@@ -380,7 +380,7 @@ class Supervisor:
         """What a checkpoint says of the steps before it, if that has not been noted: its worker may have died untold."""
         for record in self._library.records.pop(name, []):
             self._notes.stored(name, record)
-            self._health.samples_lost(record)
+            self._health.tidings.samples_lost(record)
 
 
 def _patiently(work: Callable[[], T]) -> T:

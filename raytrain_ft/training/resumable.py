@@ -142,14 +142,14 @@ class Loader:
             if self.position == before:
                 raise ConfigError(f"epoch {before.epoch}: the loop over epochs read no batch from its loader")
             if (self.position.epoch, self.position.consumed) > (end.epoch, end.consumed):
-                raise self._read_by_others(end)
+                raise self._read_by_others(end, "Run.batches goes on over epochs by itself: use it without epochs(). ")
 
-    def _read_by_others(self, expected: Position) -> ConfigError:
+    def _read_by_others(self, expected: Position, hint: str = "") -> ConfigError:
         found = self.position
         return ConfigError(
             f"the loader was to stand at sample {expected.consumed} of epoch {expected.epoch}, and stands at {found.consumed} "
             f"of epoch {found.epoch}: something else has read from it meanwhile, and training would never see those samples. "
-            "Give a validation, or a look at a batch, a checkfreq.Loader of its own"
+            f"{hint}Give a validation, or a look at a batch, a checkfreq.Loader of its own"
         )
 
     def observe(self, before: Callable[[], None] | None = None, after: Callable[[bool], None] | None = None) -> None:

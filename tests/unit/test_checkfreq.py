@@ -1250,6 +1250,19 @@ def test_a_second_loop_over_the_same_loader_takes_no_samples_away_unnoticed(how:
         train()
 
 
+def test_batches_of_many_epochs_in_a_loop_over_epochs_are_told_apart(tmp_path: Path) -> None:
+    setup = Setup()
+
+    def train() -> None:
+        with checkfreq.open(tmp_path, **setup.objects) as run:
+            for _ in setup.loader.epochs(3):
+                for inputs, targets in run.batches(setup.loader, until_step=len(setup.loader) + 1):
+                    setup.step(inputs, targets)
+
+    with pytest.raises(ConfigError, match=r"Run\.batches goes on over epochs by itself: use it without epochs\(\)"):
+        train()
+
+
 def test_a_loop_that_is_left_and_entered_again_counts_on() -> None:
     loader = checkfreq.Loader(TensorDataset(torch.arange(9)), global_batch_size=2)
     seen = []

@@ -125,7 +125,7 @@ def test_samples_that_were_lost_are_told_though_the_supervisor_fell_before_it_sa
     steps = {"incarnation": 1, "first_step": 3, "stop_step": 4, **where}
     lost = {"step": 3, "epoch": 0, "start": 0, "stop": 8, "why": "the loss of step 3 is nan"}
     health.recall([m.StepsCommitted(at=1.0, member="w0", **steps)])  # pyright: ignore[reportArgumentType]
-    assert health.loss == 1.0, "perhaps nobody tells of another one before the end"
+    assert health.tidings.loss == 1.0, "perhaps nobody tells of another one before the end"
     for _ in range(2):
         health.heard(beat("w0", status="running", commits=({**steps, "lost": (lost,)},)))
     assert [type(event) for event in events] == [m.SamplesLost]
@@ -259,20 +259,20 @@ def test_of_what_a_step_lost_each_sample_is_listed_once() -> None:
 
     async def run() -> None:
         health = Health(PATIENT, events.append, time.monotonic, Mute())
-        health.samples_lost(said((16, 32)))
-        health.samples_lost(said((16, 32)))
-        health.samples_lost(said((0, 48)))
+        health.tidings.samples_lost(said((16, 32)))
+        health.tidings.samples_lost(said((16, 32)))
+        health.tidings.samples_lost(said((0, 48)))
         assert listed() == [(16, 32), (0, 16), (32, 48)]
         health.heard(beat("w1", notes=(("SamplesLost", {"incarnation": 1, **about, "start": 40, "stop": 50}),)))
         assert listed()[3:] == [(48, 50)]
         apart = said((100, 116), (132, 148))
         for _ in range(2):
-            health.samples_lost(apart)
-        health.samples_lost({"incarnation": 1, "lost": apart["lost"][::-1]})
+            health.tidings.samples_lost(apart)
+        health.tidings.samples_lost({"incarnation": 1, "lost": apart["lost"][::-1]})
         assert listed()[4:] == [(100, 116), (132, 148)], "those between were drawn by somebody who lives"
         again = Health(PATIENT, events.append, time.monotonic, Mute())
         again.recall(list(events))
-        again.samples_lost(said((0, 50), (132, 148)))
+        again.tidings.samples_lost(said((0, 50), (132, 148)))
         assert len(listed()) == 6
 
     asyncio.run(run())

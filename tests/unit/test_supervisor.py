@@ -112,7 +112,13 @@ def test_what_a_run_tells_of_its_checkpoints_has_no_credentials(
     about: Any = RunSpec(**spec | {"step": SimpleNamespace(update="barrier", returns_lost=False)})  # pyright: ignore
     machine = RunState(about.rules)
     machine.state, machine.stored = State.ABORTED, (m.Stored("step-000000020-e1-i1", 20),)
-    parts = {"machine": machine, "spec": about, "health": SimpleNamespace(loss=0.5), "followed_at": 0.0, "ended_at": 1.0}
+    parts = {
+        "machine": machine,
+        "spec": about,
+        "health": SimpleNamespace(tidings=SimpleNamespace(loss=0.5)),
+        "followed_at": 0.0,
+        "ended_at": 1.0,
+    }
     one = bare(**parts, notes=SimpleNamespace(recoveries=list))
     monkeypatch.setattr(supervisor.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
     account = one.account()
