@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 
 from raytrain_ft.storage import checkpoint, lock, selection
 from raytrain_ft.storage.filesystem import open_storage
@@ -34,13 +35,41 @@ Times = dict[str, list[list[float]]]
 """By what was timed: of each block of turns, the seconds of each time."""
 
 
+WIDTHS = {64: 128, 256: 256, 1024: 512}
+"""Of the transformer whose state, with AdamW's, takes so many MB."""
+EACH = """
+#include <string.h>
+
+void copy_each(char *to, char **from, size_t *sizes, long count)
+{
+    for (long n = 0; n < count; to += sizes[n++])
+        memcpy(to, from[n], sizes[n]);
+}
+"""
+
+
 def state(megabytes: int, kind: str) -> Tensors:
-    """Random tensors: a few of 16 MB each, or ten thousand of all sizes."""
+    """Random tensors: a few of 16 MB each, or ten thousand of all sizes. Or a transformer of 28 layers and AdamW's state: 1,344
+    tensors, of which the three quarters that are biases, norms and counters hold a hundredth of the bytes."""
     generator = torch.Generator().manual_seed(0)
+    if kind == "model":
+        return _trained(WIDTHS[megabytes])
     if kind == "few":
         return {f"layer.{i}": torch.rand(2048, 2048, generator=generator) for i in range(megabytes // 16)}
     unit = megabytes * MB // 4 // 10_000 // 2
     return {f"layer.{i}": torch.rand(1 + unit * (i % 4 + 1) * 4 // 5, generator=generator) for i in range(10_000)}
+
+
+def _trained(width: int) -> Tensors:
+    layers = (nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True) for _ in range(28))
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.rand_like(p)
+    optimizer.step()
+    weights = {f"model/{name}": p.data for name, p in model.named_parameters()}
+    moments = ((name, optimizer.state[p]) for name, p in model.named_parameters())
+    return weights | {f"optimizer/{name}/{key}": value for name, held in moments for key, value in held.items()}
 
 
 def as_workers(module: str) -> None:
@@ -117,6 +146,19 @@ class Ours:
         self.memory.close()
 
 
+def _compiled(directory: Path) -> Callable[[int, int, int, int], None] | None:
+    """`EACH`; None without a compiler."""
+    if (compiler := shutil.which("cc")) is None:
+        return None
+    (directory / "each.c").write_text(EACH)
+    library = directory / "each.so"
+    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, directory / "each.c"], check=True, timeout=60)
+    function = ctypes.CDLL(str(library)).copy_each
+    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long)
+    function.restype = None
+    return function
+
+
 class Peers:
     """The others, each of which replaces its own file or directory."""
 
@@ -126,10 +168,18 @@ class Peers:
         self.flat = np.concatenate([tensor.reshape(-1).view(torch.uint8).numpy() for tensor in tensors.values()])
         self.spare = np.ones_like(self.flat)
         self.targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        self._places = np.array([tensor.data_ptr() for tensor in tensors.values()], np.uint64)
+        self._sizes = np.array([tensor.nbytes for tensor in tensors.values()], np.uint64)
+        self.copy_each = _compiled(directory)
 
     def memcpy(self) -> None:
-        """The C library's, of all bytes at once."""
+        """The C library's, of all bytes at once, as if they were one block."""
         ctypes.memmove(self.spare.ctypes.data, self.flat.ctypes.data, self.flat.nbytes)
+
+    def memcpy_each(self) -> None:
+        """The C library's, of each tensor from where it lies: nothing that leaves them there takes less on one thread."""
+        assert self.copy_each is not None
+        self.copy_each(self.spare.ctypes.data, self._places.ctypes.data, self._sizes.ctypes.data, len(self._sizes))
 
     def write(self) -> None:
         """Raw write + fsync of a new file."""
@@ -190,6 +240,8 @@ def measure(directory: Path, tensors: Tensors, blocks: int) -> Times:
             turn.setdefault("memcpy", []).append(seconds(peers.memcpy))
             turn.setdefault("snapshot", []).append(seconds(ours.snapshot))
             turn.setdefault("memcpy again", []).append(seconds(peers.memcpy))
+            if peers.copy_each is not None:
+                turn.setdefault("memcpy each", []).append(seconds(peers.memcpy_each))
         peers.forget("raw", "saved.pt", "dcp", "async")
         for name in ("write", "persist", "persist", "write", "write", "persist"):
             turn.setdefault(name, []).append(seconds(peers.write if name == "write" else ours.persist))
