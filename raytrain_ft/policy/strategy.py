@@ -111,7 +111,7 @@ class Recovery:
 
     def follow(self, plan: Plan) -> None:
         """The survivors are told to carry out this plan."""
-        self.step, self.completes, self.reason = plan.step, plan.completes, plan.reason
+        self.step, self.completes = plan.step, plan.completes
         if plan.lost or plan.keep:
             self.strategy = Strategy.SKIP if plan.skips else Strategy.ROLLBACK if plan.keep else Strategy.LOSSY
 
@@ -167,6 +167,7 @@ class Recoveries:
             told of what they committed.
         sleepers: members that sleep. awake_from: the step from which on the last one that slept has not.
         shared_otherwise: in the last recovery, somebody slept; after it, all take part in a step.
+        returned: why everybody went back in the last recovery, and to where, in words; what comes after that adds to it.
     """
 
     all: list[Recovery] = field(default_factory=list)
@@ -175,6 +176,7 @@ class Recoveries:
     sleepers: set[str] = field(default_factory=set)
     awake_from: int = 0
     shared_otherwise: bool = False
+    returned: str = ""
 
     @property
     def open(self) -> Recovery | None:
@@ -187,7 +189,7 @@ class Recoveries:
         if recovery is None:
             recovery = Recovery(cause, noticed_by, world_before=world_size, detected=at)
             self.all.append(recovery)
-            self.costs, self.attempt, self.shared_otherwise = {}, None, bool(self.sleepers)
+            self.costs, self.attempt, self.shared_otherwise, self.returned = {}, None, bool(self.sleepers), ""
         elif cause not in recovery.cause:
             recovery.cause += f"; then {cause}"
         return recovery
@@ -198,6 +200,7 @@ class Recoveries:
         self._keep(plan.step)
         recovery, cost = self.all[-1], self._cost(plan.interrupted)
         recovery.follow(plan)
+        recovery.reason = "; then ".join(words for words in (self.returned, plan.reason) if words)
         if plan.lost or plan.interrupted == plan.step:  # who redoes it has all of its samples again
             cost.samples_lost = samples_in(plan.lost)
         if plan.undo or plan.keep:
@@ -241,6 +244,7 @@ class Recoveries:
         self.costs = {at: cost for at, cost in self.costs.items() if at < step}
         self._add_up()
         self.all[-1].go_back(step, committed, source, strategy)
+        self.returned = self.all[-1].reason
 
     def _cost(self, step: int) -> Cost:
         return self.costs.setdefault(step, Cost())

@@ -187,6 +187,27 @@ def test_what_was_inexact_is_gone_if_everybody_goes_back_to_before_it(plan: Plan
     assert later.guarantee == Guarantee.EXACT, "what an earlier recovery left in a checkpoint is told by that one"
 
 
+def test_who_went_back_and_then_went_on_otherwise_tells_both() -> None:
+    """A further loss right after everybody had gone back is the same recovery, and its last attempt is not all of it."""
+    recoveries = Recoveries()
+    recovery = recoveries.begin(0.0, "all nodes died", "heartbeat", 3)
+    recovery.begin_again()
+    recovery.reason = "nobody holds the state of step 9 any more"
+    recoveries.go_back(5, 9, "step-5", Strategy.CHECKPOINT)
+    recoveries.begin(1.0, "another one died", "heartbeat", 3)
+    recovery.begin_again()
+    recoveries.follow(Plan(step=6, completes=True, reason="step 5 was fully reduced"))
+    assert recovery.reason == (
+        "nobody holds the state of step 9 any more: everybody goes back to step 5 (step-5), 4 steps or a few more are done "
+        "again; then step 5 was fully reduced"
+    )
+    assert (recovery.strategy, recovery.step, recovery.redone) == (Strategy.CHECKPOINT, 6, 4)
+    recoveries.close(2.0)
+    later = recoveries.begin(3.0, "a third one died", "heartbeat", 3)
+    recoveries.follow(Plan(step=8, reason="nothing of step 8 was updated"))
+    assert later.reason == "nothing of step 8 was updated"
+
+
 def after(*plans: Plan) -> Recovery:
     """One recovery, which was interrupted between these plans; of what they undo or keep, all is told."""
     recoveries = Recoveries()
