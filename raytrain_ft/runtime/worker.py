@@ -57,7 +57,7 @@ class Worker:
         self._epoch = epoch
         self._host = ray.util.get_node_ip_address()
         self._training = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._fence = self._trains = Fence(0)  # the latest one; the one of the latest steps
         self._ready: Future[Introduction] | None = None
         self._parking: dict[int, Future[Marks | None]] = {}  # of the latest fence
@@ -213,11 +213,12 @@ class Worker:
 
     def run(self, command: Run) -> None:
         """Goes on training. Returns at once; the heartbeat tells how it goes."""
-        fence = self._enter(command.incarnation)
-        if not self._heartbeat.is_running(command.incarnation):
-            self._trains = fence
-            self._heartbeat.running(command.incarnation, self._trainee.rank)
-            self._training.submit(self._trainee.run, fence, command)
+        with self._lock:  # a fence comes before all of it, or after: else who stands still might say that it trains
+            fence = self._enter(command.incarnation)
+            if not self._heartbeat.is_running(command.incarnation):
+                self._trains = fence
+                self._heartbeat.running(command.incarnation, self._trainee.rank)
+                self._training.submit(self._trainee.run, fence, command)
 
     # ---------------------------------------------------------------- the end
 

@@ -5,9 +5,16 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
 
+from raytrain_ft.policy.commands import Run
 from raytrain_ft.runtime.supervisor import Supervisor
 from raytrain_ft.runtime.supervisor_actor import SupervisorActor
+from raytrain_ft.runtime.worker import Worker
+from raytrain_ft.training.fence import Fence
 
 START = """
 import gc, sys
@@ -52,3 +59,29 @@ def test_the_actor_offers_what_the_supervisor_can_be_asked() -> None:
         return {name: inspect.signature(value) for name, value in vars(kind).items() if inspect.iscoroutinefunction(value)}
 
     assert asked(SupervisorActor) == {name: how for name, how in asked(Supervisor).items() if not name.startswith("_")}
+
+
+def test_a_fence_comes_before_a_worker_begins_to_train_or_after() -> None:
+    """In between, the heartbeat would say that it trains in an incarnation that has ended, and nothing would end that."""
+    submitted: list[str] = []
+    fencing = threading.Thread(target=lambda: worker.fence(3))
+
+    def submit(job: Any, *_: object) -> Future[None]:
+        submitted.append(job)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def running(*_: object) -> None:
+        fencing.start()
+        fencing.join(0.2)  # as long as it can be expected to take, if nothing keeps it
+
+    worker: Any = object.__new__(Worker)
+    worker._lock, worker._fence, worker._parking = threading.RLock(), Fence(2), {}
+    worker._training = SimpleNamespace(submit=submit)
+    worker._trainee = SimpleNamespace(park="park", run="run", rank=0)
+    worker._heartbeat = SimpleNamespace(is_running=lambda _: False, running=running)
+    worker.run(Run(("w0",), 2, None, (), False))
+    fencing.join(30)
+    assert submitted == ["run", "park"]
+    assert worker._trains.incarnation == 2 and worker._trains.tripped
