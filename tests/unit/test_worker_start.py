@@ -84,4 +84,5 @@ def test_a_fence_comes_before_a_worker_begins_to_train_or_after() -> None:
     worker.run(Run(("w0",), 2, None, (), False))
     fencing.join(30)
     assert submitted == ["run", "park"]
-    assert worker._trains.incarnation == 2 and worker._trains.tripped
+    assert worker._trains.incarnation == 2
+    assert worker._trains.tripped
