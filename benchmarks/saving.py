@@ -27,6 +27,7 @@ from raytrain_ft.training.layout import Layout, share
 from raytrain_ft.training.memory import STREAMING
 from raytrain_ft.training.restore import fill
 from raytrain_ft.training.snapshot import Copy
+from raytrain_ft.training.stay import Stay
 
 MB = 2**20
 Tensors = dict[str, Tensor]
@@ -101,10 +102,11 @@ class Ours:
 
     def snapshot(self) -> None:
         """From the decision to the moment from which the weights may change."""
-        mine = share(self.pairs, 0, 1, before=self._layout)
-        self._layout = mine.layout
-        copy = Copy(mine, self.memory, lambda _: None)
-        copy.start()
+        with Stay() as stay:
+            mine = share(self.pairs, 0, 1, before=self._layout)
+            self._layout = mine.layout
+            copy = Copy(mine, self.memory, lambda _: None, stay=stay)
+            copy.start()
         copy.wait(lambda: None)
         self.job = Job(
             place=self.storage.place,

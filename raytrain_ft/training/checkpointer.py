@@ -28,8 +28,9 @@ from raytrain_ft.storage.job import Job, Outcome
 from raytrain_ft.storage.manifest import Name
 from raytrain_ft.storage.persister import Persister, SharedMemory
 from raytrain_ft.storage.retention import KEEP_ALL
-from raytrain_ft.training.layout import ALIGNMENT, Layout, share, total_size
+from raytrain_ft.training.layout import ALIGNMENT, Layout, Pairs, share, total_size
 from raytrain_ft.training.snapshot import Copy, free_on_device
+from raytrain_ft.training.stay import Stay
 from raytrain_ft.training.tuning import Tell, Tuning
 
 POLL_S = 0.05
@@ -252,8 +253,15 @@ class Checkpointer:
         waited = time.monotonic() - began
         self._tuning.began(step, waited)
         tensors, values = self._capture()
-        replica, replicas = self._rank // self._stages, self._count // self._stages
-        mine = share(tensors, replica, replicas, self._own(), self._layout)
+        own = self._own()
+        with Stay() as stay:
+            self._copy_state(step, waited, kept, (tensors, own, values), stay)
+
+    def _copy_state(self, step: int, waited: float, kept: bool, state: tuple[Pairs, Pairs, dict[str, Any]], stay: Stay) -> None:
+        """Begins to copy this worker's part. `waited`: seconds for the checkpoint before; `state`: tensors, what of them is
+        this worker's alone, and values."""
+        tensors, own, values = state
+        mine = share(tensors, self._rank // self._stages, self._count // self._stages, own, self._layout)
         self._layout = mine.layout
         self._job = Job(
             place=self._target.place,
@@ -276,7 +284,7 @@ class Checkpointer:
         self._began_at, self._waited_s, self._stall_s = time.monotonic(), waited, 0.0
         self._outcome = Future()
         self._free = free_on_device(tensors)
-        copy = Copy(mine, self._memory, self._copied, self._tuning.mode if self._free > mine.layout.size else "cpu")
+        copy = Copy(mine, self._memory, self._copied, self._tuning.mode if self._free > mine.layout.size else "cpu", stay)
         try:
             copy.start()
         except BaseException:  # it never began: nobody waits for its end

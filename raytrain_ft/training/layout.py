@@ -49,7 +49,8 @@ class Plain(NamedTuple):
 
     Attributes:
         numbers: which pieces of the layout.
-        sources: the tensors; storages: their memory, which stays where it is as long as it is held here.
+        sources: the tensors; storages: their memory, which is not freed as long as it is held here, if it stays in its place
+            (`Stay`).
         begins: where the bytes of each tensor begin; addresses: where those of its piece do.
         offsets: of its first byte in the part; sizes: bytes.
     """

@@ -25,8 +25,9 @@ from raytrain_ft.storage.log_files import version_of
 from raytrain_ft.storage.persister import SharedMemory
 from raytrain_ft.storage.shard import Piece
 from raytrain_ft.storage.tensors import bytes_of
-from raytrain_ft.training.layout import Pending, Share, Slice
+from raytrain_ft.training.layout import Pending, Plain, Share, Slice
 from raytrain_ft.training.memory import Numbers, move_all
+from raytrain_ft.training.stay import Stay
 
 POLL_S = 0.05
 MOST_NAMES = 3
@@ -48,15 +49,27 @@ class Copy:
     """
 
     def __init__(
-        self, share: Share, memory: SharedMemory, then: Callable[[Copy], None], mode: Literal["cpu", "gpu"] = "cpu"
+        self,
+        share: Share,
+        memory: SharedMemory,
+        then: Callable[[Copy], None],
+        mode: Literal["cpu", "gpu"] = "cpu",
+        stay: Stay | None = None,
     ) -> None:
+        """
+        Args:
+            then: called on the thread when all is copied, or cannot be.
+            stay: has kept the tensors' memory in its place since the share was looked at; it ends with the copy.
+        """
         self.size = share.layout.size
         self.pending: Pending | None = None
         self.device_seconds: float | None = None
         self.seconds: float | None = None
         self.error: BaseException | None = None
         self._share: Share | None = share
+        self._stay = stay
         self._versions: list[int] = []
+        self._places: list[int] = []
         self._pieces: Sequence[Piece] = ()
         self._mode = mode
         self._memory = memory
@@ -74,6 +87,7 @@ class Copy:
         self.pending = share.pending(self._copy_small(share), plain=self._mode == "cpu")
         self._pieces = share.layout.pieces
         self._versions = _versions_of(_sources(self.pending))
+        self._places = _places_of(self.pending.plain)
         self._ready = _now_on_device(self.pending.slices)
         _thread.start_new_thread(self._run, ())  # `Thread.start` waits until it runs, which training has no need of
 
@@ -92,6 +106,8 @@ class Copy:
         except BaseException as error:  # told to whoever waits
             self.error = error.with_traceback(None)  # whose frames hold the clones
         self.pending = None  # clones, and bytes that a parameter no longer has, are given back
+        if self._stay is not None:
+            self._stay.end()
         self.seconds = time.monotonic() - self._began
         self._done.set()
         try:
@@ -117,10 +133,17 @@ class Copy:
 
     def _check_unchanged(self, pending: Pending) -> None:
         """Raises StorageError if somebody did not wait: the copy may hold a mix of before and after."""
+        plain, slices = pending
+        now = zip(plain.numbers.tolist(), self._places, _places_of(plain), strict=True)
+        moved = [self._pieces[number].name for number, before, after in now if before != after]
+        if moved:
+            raise StorageError(
+                f"{', '.join(moved[:MOST_NAMES])} got other memory while being copied: nothing may resize the storage of what "
+                "is stored, but in an update, which waits for the copy"
+            )
         sources = _sources(pending)
         if not self._versions or _versions_of(sources) == self._versions:  # clones are nobody else's, and have none
             return
-        plain, slices = pending
         pieces = [*map(self._pieces.__getitem__, plain.numbers.tolist()), *(one.piece for one in slices)]
         begins = [*plain.begins.tolist(), *(one.tensor.data_ptr() for one in slices)]
         begun = zip(pieces, sources, begins, self._versions, strict=True)
@@ -166,6 +189,11 @@ def _versions_of(sources: Sequence[Tensor]) -> list[int]:
         return list(map(attrgetter("_version"), sources))
     except RuntimeError:  # those of inference mode have none
         return list(map(version_of, sources))
+
+
+def _places_of(plain: Plain) -> list[int]:
+    """Where the memory of each begins. It is of no use to hold a storage that is given other memory."""
+    return [storage.data_ptr() for storage in plain.storages]
 
 
 def _is_changed(source: Tensor, begin: int, version: int) -> bool:
