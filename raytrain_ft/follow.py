@@ -144,9 +144,10 @@ def abort(supervisor: Any, reason: str, stop_timeout: float, display: Display | 
         for account in watch(supervisor, most_s=deadline - time.monotonic()):
             if display is not None:
                 display.show(account)
-                display.show_end(account)
             if time.monotonic() > deadline:
                 break
+    if display is not None and account is not None:
+        display.show_end(account)
     return account
 
 

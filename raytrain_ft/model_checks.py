@@ -14,7 +14,7 @@ from raytrain_ft.errors import ConfigError, UndoRefusedError
 from raytrain_ft.settings import TrainSettings
 from raytrain_ft.task import TrainTask
 from raytrain_ft.training.build import check_model, check_undo
-from raytrain_ft.training.pipeline import build_stage, chunks_of
+from raytrain_ft.training.pipeline import build_stage, chunks_of, model_of
 from raytrain_ft.training.settings import PipelineSettings
 from raytrain_ft.training.split import check_cuts, measure_cuts
 from raytrain_ft.training.ties import check_alike, find_ties, ways
@@ -95,8 +95,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer, trained: Sequence[torch.nn
         trained: the parameters that it was given.
 
     Raises:
-        ConfigError: its `step` cannot be called without a closure, or it has other parameters.
+        ConfigError: it is none, its `step` cannot be called without a closure, or it has other parameters.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"TrainTask.optimizer() returned {optimizer!r:.80}: it must return a torch.optim.Optimizer")
     known = {id(p) for p in trained}
     strange = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and id(p) not in known]
     if strange:
@@ -131,7 +133,7 @@ def choose_update(task: TrainTask, recovery: RecoveryConfig) -> tuple[Update, An
     Raises:
         ConfigError: see `check_model` and `check_optimizer`; UndoRefusedError: wait-free updates were insisted on.
     """
-    model = task.model(0)
+    model = model_of(task, 0)
     check_model(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = task.optimizer(trained)

@@ -29,7 +29,7 @@ from raytrain_ft.progress import Display
 from raytrain_ft.ray_config import CheckpointConfig, RunConfig, ScalingConfig, check_supported
 from raytrain_ft.result import Result
 from raytrain_ft.runtime import sealed
-from raytrain_ft.runtime.placement import ON_HEAD
+from raytrain_ft.runtime.placement import ON_HEAD, demand, lacking
 from raytrain_ft.runtime.spec import NAMESPACE, RunSpec
 from raytrain_ft.runtime.supervisor_actor import SupervisorActor
 from raytrain_ft.settings import Keywords, TrainSettings
@@ -173,6 +173,8 @@ class Trainer:
             right.hand_over()
         _check_directory(spec)
         display.show(account)
+        if words := lacking(ray.nodes(), demand(spec.options)):
+            display.say(words)
         # Not before: until now there may have been the records of an earlier run.
         callbacks = Callbacks(self._callbacks, spec.name, spec.directory, spec.rules)
         last.callback(callbacks.end)

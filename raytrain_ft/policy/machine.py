@@ -140,6 +140,8 @@ def _begin(run: RunState, *, waited: bool = False) -> list[m.Command]:
     if len(spares) >= max(hoped_for, rules.min_workers):
         run.incarnation += 1
         run.begin_from_stored()  # nobody has tried to load any yet
+        if run.load is not None:
+            run.warn(f"goes on from {run.load.name}, with what it holds of the optimizer's settings and of the schedule")
         return phases.join(run, tuple(spares[: rules.whole(min(rules.max_workers, len(spares)))]))
     if not waited:
         return []
@@ -303,23 +305,31 @@ def _on_checkpoint_committed(run: RunState, event: m.CheckpointCommitted) -> lis
     if event.incarnation < run.counts_from:
         return []  # everybody has gone back to before it, or to it: it is no part of what is logged since
     run.stored = [*standing, *run.stored][:MOST_STORED]
-    run.persist_s = event.persist_s
+    run.persist_s, run.unstored = event.persist_s, 0
     if not run.rules.logging or run.state not in TRAINING:
         return []  # in a recovery, the log may be being replayed from an older checkpoint: the next one trims it
     run.log.trimmed(event.step, run.step)
     return [m.Trim(tuple(member for member in run.world if member in run.members), event.step)]
 
 
+def _on_checkpoint_failed(run: RunState, event: m.CheckpointFailed) -> list[m.Command]:
+    """Told of the first in a row: what follows is rarely another reason, and each of many workers tells of it."""
+    if event.incarnation == run.incarnation:
+        if not run.unstored:
+            run.warn(f"the checkpoint of step {event.step} could not be written, and training goes on without: {event.reason}")
+        run.unstored += 1
+    return []
+
+
+def _on_samples_lost(run: RunState, event: m.SamplesLost) -> list[m.Command]:
+    if not any(event.why in words for words in run.warnings):
+        run.warn(f"samples of step {event.step} were lost: {event.why}. Further ones are listed by raytrain-ft audit")
+    return []
+
+
 def _on_noted(
     run: RunState,
-    event: m.CheckpointFailed
-    | m.IntervalChosen
-    | m.LogChosen
-    | m.LogWritten
-    | m.NoticesUnavailable
-    | m.Parted
-    | m.SamplesLost
-    | m.SetAside,
+    event: m.IntervalChosen | m.LogChosen | m.LogWritten | m.NoticesUnavailable | m.Parted | m.SetAside,
 ) -> list[m.Command]:
     del run, event  # for the record
     return []
@@ -488,9 +498,9 @@ _HANDLERS: dict[type[m.Event], Callable[[RunState, Any], list[m.Command]]] = {
     m.Reconciled: phases.on_reconciled,
     m.Filled: phases.on_filled,
     m.StepsCommitted: _on_steps_committed,
-    m.SamplesLost: _on_noted,
+    m.SamplesLost: _on_samples_lost,
     m.CheckpointCommitted: _on_checkpoint_committed,
-    m.CheckpointFailed: _on_noted,
+    m.CheckpointFailed: _on_checkpoint_failed,
     m.CheckpointRejected: phases.on_rejected,
     m.CheckpointsFound: phases.on_checkpoints_found,
     m.IntervalChosen: _on_noted,

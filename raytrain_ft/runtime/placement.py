@@ -41,6 +41,17 @@ def _times(resources: dict[str, float], wanted: dict[str, float]) -> int:
     return min((int(resources.get(name, 0.0) / amount + 1e-6) for name, amount in wanted.items()), default=64)
 
 
+def lacking(nodes: Iterable[dict[str, Any]], wanted: dict[str, float]) -> str:
+    """That no node has what one worker takes, in words, which would be found out when nobody has come for long; empty if one
+    has. Perhaps another is on its way."""
+    there = [node["Resources"] for node in nodes if node["Alive"]]
+    if any(_times(resources, wanted) for resources in there):
+        return ""
+    most = ", ".join(f"{max((one.get(name, 0.0) for one in there), default=0.0):g} {name}" for name in wanted)
+    asked = ", ".join(f"{amount:g} {name}" for name, amount in wanted.items())
+    return f"waits for a node that can host a worker: each takes {asked}, and the most that a node of the cluster has is {most}"
+
+
 def capacity(
     nodes: Iterable[dict[str, Any]], wanted: dict[str, float], taken: Counter[str], vacated: Counter[str], avoid: set[str]
 ) -> int:

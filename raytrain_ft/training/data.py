@@ -294,7 +294,11 @@ def fetch(dataset: Any, ids: list[int], between: Callable[[], None] = lambda: No
     samples = []
     for index in ids:
         between()
-        samples.append(dataset[index])
+        try:
+            samples.append(dataset[index])
+        except BaseException as error:
+            error.add_note(f"(raised by sample {index})")
+            raise
     return samples
 
 

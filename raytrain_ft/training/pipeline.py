@@ -6,6 +6,7 @@ with, and one loop for both is what makes a replay the same to the bit.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raytrain_ft.errors import StorageError, TaskError
+from raytrain_ft.errors import ConfigError, StorageError, TaskError
 from raytrain_ft.policy.schedule import Action, order
 from raytrain_ft.training import split_backward
 from raytrain_ft.training.backward import backward
@@ -36,10 +37,29 @@ def build_stage(task: Any, stage: int, settings: PipelineSettings | None) -> nn.
         ConfigError, TaskError: see `slice_layers`.
     """
     if settings is None:
-        return task.model(stage)
+        return model_of(task, stage)
     if settings.cuts is None:
-        return _stage([task.model(part) for part in range(stage, settings.chunks * settings.stages, settings.stages)])
-    return cut(sequential(task.model(0)), settings.cuts, settings.stages)[stage]
+        return _stage([model_of(task, part) for part in range(stage, settings.chunks * settings.stages, settings.stages)])
+    return cut(sequential(model_of(task, 0)), settings.cuts, settings.stages)[stage]
+
+
+def model_of(task: Any, part: int) -> nn.Module:
+    """What the task gives as its model, or as this part of it.
+
+    Raises:
+        ConfigError: it takes no number, or gives no module.
+    """
+    try:
+        inspect.signature(task.model).bind(part)
+    except TypeError as error:
+        raise ConfigError(
+            f"{type(task).__name__}.model{inspect.signature(task.model)} cannot be called with the number of a stage: write "
+            "def model(self, stage); without a pipeline it is always 0"
+        ) from error
+    model = task.model(part)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{type(task).__name__}.model({part}) returned {model!r:.80}: it must return a torch.nn.Module")
+    return model
 
 
 def cut(model: nn.Sequential, cuts: Sequence[int], stages: int) -> list[nn.Module]:

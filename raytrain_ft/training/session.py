@@ -38,6 +38,8 @@ from raytrain_ft.training.resumable import Loader
 from raytrain_ft.training.stopwatch import Stopwatch
 
 T = TypeVar("T")
+FORGOTTEN = 100
+"""So many updates without a batch, or batches without an update, are nobody's training: something was not given to `open`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,7 @@ class Session:
         self._reading: set[str] = set()  # the loaders whose loop is under way
         self._ended: set[str] = set()  # those whose epoch came to its end in the loop, with nothing asked of them since
         self._uncommitted: set[str] | None = None  # the loaders that end the present step, if there was an update in it
+        self._batches = self._updates = 0  # that this launch has heard of
         self._next_decision = 0
         self._watch = Stopwatch()  # runs from the first batch on
         self._update_s = self._update_began = 0.0
@@ -221,7 +224,18 @@ class Session:
         self._update_began = time.monotonic()
 
     def update_ends(self) -> None:
-        """The weights have changed. However often that happens between two batches, it is one step."""
+        """The weights have changed. However often that happens between two batches, it is one step.
+
+        Raises:
+            ConfigError: nobody has asked for a batch for long, so no step has ended, and none would be stored.
+        """
+        self._updates += 1
+        if self._updates == FORGOTTEN and not self._batches:
+            raise ConfigError(
+                f"{FORGOTTEN} updates were made, and no batch was asked of a checkfreq.Loader that checkfreq.open was given: "
+                "no step has ended, and nothing would ever be stored. Use checkfreq.open(..., loader=loader), or in a loop "
+                "without a Loader call run.commit() before each batch"
+            )
         now = time.monotonic()
         self._update_s += now - self._update_began
         self._update_began = now  # an optimizer's step inside `update` is not counted twice
@@ -259,6 +273,9 @@ class Session:
     def commit(self) -> None:
         """A batch is asked for: what was done since the last one is a step, if there was an update in it."""
         self._watch.start()
+        self._batches += 1
+        if self._batches == FORGOTTEN and not self._updates:
+            self._nothing_to_store()
         if self._resumed is not None:
             resuming.set_generators(self._resumed, self._ranks.rank)  # something may have drawn since `begin`
             self._resumed = None
@@ -355,8 +372,11 @@ class Session:
         if self.step > self._began_at:
             self._checkpointer.finish(self.step, _go_on, kept=ended)
         elif any(loader.position != Position() for loader in self._loaders.values()) and not self.step:
-            self._journal.tell("NothingToStore", {"reason": "batches were read and no update was seen: pass the optimizer"})
+            self._nothing_to_store()
         self._journal.tell("Finished", {"step": self.step})
+
+    def _nothing_to_store(self) -> None:
+        self._journal.tell("NothingToStore", {"reason": "batches were read and no update was seen: pass the optimizer"})
 
     def close(self) -> None:
         """Brings a checkpoint that is under way to its end, and gives everything back."""

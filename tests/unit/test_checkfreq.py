@@ -54,7 +54,7 @@ from raytrain_ft.training.checkpointer import Checkpointer
 from raytrain_ft.training.journal import Journal
 from raytrain_ft.training.objects import generator_states
 from raytrain_ft.training.random import sample_seed
-from raytrain_ft.training.session import Session
+from raytrain_ft.training.session import FORGOTTEN, Session
 
 SAMPLES, BATCH = 40, 8
 
@@ -1180,6 +1180,37 @@ def test_options_that_would_change_the_order_are_refused(options: dict[str, Any]
 def test_batches_that_arrive_in_another_order_are_refused() -> None:
     with pytest.raises(ConfigError, match="in_order"):
         checkfreq.Loader(TensorDataset(torch.arange(8)), global_batch_size=2, num_workers=2, in_order=False)
+
+
+def test_a_loader_that_was_not_given_is_missed_before_much_is_lost(tmp_path: Path) -> None:
+    """Nothing else would tell that no step ever ends."""
+    setup = Setup()
+    objects = {name: value for name, value in setup.objects.items() if name != "loader"}
+
+    def train() -> None:
+        for _ in setup.loader.epochs(FORGOTTEN):
+            for inputs, labels in setup.loader:
+                setup.step(inputs, labels)
+
+    refused = pytest.raises(ConfigError, match=r"open\(\.\.\., loader=loader")
+    with checkfreq.open(tmp_path / "without", **objects) as run, refused:
+        train()
+    assert run.step == 1
+    by_hand = Setup()
+    objects = {name: value for name, value in by_hand.objects.items() if name != "loader"}
+    with checkfreq.open(tmp_path / "by hand", **objects) as run:
+        for inputs, labels in itertools.islice(itertools.cycle(list(by_hand.loader)), FORGOTTEN + 1):
+            run.commit()
+            by_hand.step(inputs, labels)
+    assert run.step == FORGOTTEN + 1
+
+
+def test_an_optimizer_that_was_not_given_is_missed_while_the_loop_goes_on(tmp_path: Path) -> None:
+    setup = Setup()
+    with checkfreq.open(tmp_path, model=setup.model, loader=setup.loader):
+        for _ in itertools.islice(itertools.chain.from_iterable(itertools.repeat(setup.loader)), FORGOTTEN + 1):
+            pass
+        until(lambda: journal(tmp_path, "NothingToStore"))
 
 
 def test_an_epoch_without_an_update_is_an_error_where_updates_are_counted(tmp_path: Path) -> None:

@@ -199,6 +199,28 @@ def test_an_optimizer_that_needs_a_closure_is_refused_however_it_updates(recover
     assert type(refused.value) is ConfigError
 
 
+def test_functions_that_give_something_else_are_named() -> None:
+    class Without(Linear):
+        def model(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return torch.nn.Linear(1, 1)
+
+    class Forgets(Linear):
+        def model(self, stage: int) -> Any:
+            torch.nn.Linear(1, 1)
+
+    class Class(Linear):
+        def optimizer(self, params: Any) -> Any:
+            return torch.optim.Adam
+
+    for task, words in (
+        (Without(), r"Without\.model\(\).* cannot be called with the number of a stage: write def model\(self, stage\)"),
+        (Forgets(), r"Forgets\.model\(0\) returned None: it must return a torch\.nn\.Module"),
+        (Class(), r"TrainTask\.optimizer\(\) returned <class .*Adam'>: it must return a torch\.optim\.Optimizer"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            choose_update(task, ft.RecoveryConfig())
+
+
 def test_an_optimizer_of_a_stage_that_needs_a_closure_is_refused() -> None:
     pipeline = PipelineSettings(stages=2, micro_batches=2, schedule="1f1b", cuts=None, ties=())
     with pytest.raises(ConfigError, match="without a closure"):

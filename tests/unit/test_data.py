@@ -304,7 +304,8 @@ def test_an_exception_surfaces_after_the_batches_before_it(error: BaseException)
             loader.next()
         assert caught.value is error
         assert "visit_that_raises" in "".join(traceback.format_exception(caught.value)), "the user's own frames"
-        assert error.__notes__ == ["(raised while loading sample ids [8, 9, 10, 11], positions [8, 12) of epoch 0)"]
+        where = "(raised while loading sample ids [8, 9, 10, 11], positions [8, 12) of epoch 0)"
+        assert error.__notes__ == ["(raised by sample 9)", where]
     loader.start(Position(1, 0), 0, 1)
     assert loader.next()[0].batch.epoch == 1
     loader.stop()

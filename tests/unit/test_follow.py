@@ -12,10 +12,12 @@ from click.testing import CliRunner
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError
 
 import raytrain_ft as ft
+from raytrain_ft import follow
 from raytrain_ft.cli import main
 from raytrain_ft.errors import AbortedError, ConfigError, TrainingFailedError
 from raytrain_ft.follow import ANSWER_S, find, recorded, watch
 from raytrain_ft.policy import messages as m
+from raytrain_ft.progress import Display
 from raytrain_ft.runtime.event_log import EventLog
 from raytrain_ft.runtime.placement import knock
 
@@ -119,6 +121,27 @@ def test_a_cluster_that_refuses_is_no_run_that_failed(monkeypatch: pytest.Monkey
     said = CliRunner().invoke(main, ["attach", "digits"])
     assert said.exit_code == 2, said.output
     assert "no token" in said.output
+
+
+def test_how_a_run_was_ended_is_shown_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The supervisor may be asked again and again before its process is gone."""
+    account: dict[str, object] = {
+        "recoveries": [],
+        "warnings": [],
+        "world_size": 2,
+        "loss": None,
+        "step": 3,
+        "seconds": 1.0,
+        "checkpoint": "c",
+    }
+    states = ("STOPPING", "ABORTED", "ABORTED", "ABORTED")
+    monkeypatch.setattr(follow, "_ask_to_end", lambda *_: None)
+    monkeypatch.setattr(follow, "watch", lambda *_, **__: ({**account, "state": state} for state in states))
+    with Display("run", 9) as display:
+        last = follow.abort(None, "Ctrl-C", 5.0, display)
+    assert last is not None
+    assert last["state"] == "ABORTED"
+    assert capsys.readouterr().out.count("ended at step 3/9; run again under the same name, it goes on from c") == 1
 
 
 def test_a_name_that_could_be_none(tmp_path: Path) -> None:

@@ -571,6 +571,44 @@ def test_a_checkpoint_that_came_to_be_after_everybody_went_back_is_of_another_tr
     assert story.run.stored == [before]
 
 
+def test_checkpoints_that_cannot_be_written_are_told_once_in_a_row() -> None:
+    story = running(2, checkpoints=True)
+    about: dict[str, Any] = {"member": "w0", "incarnation": 1}
+    times: dict[str, Any] = {"bytes": 1, "snapshot_s": 0, "stall_s": 0, "persist_s": 0}
+    for step, member in ((5, "w0"), (5, "w1"), (10, "w0")):
+        story.tell(m.CheckpointFailed(member=member, incarnation=1, step=step, reason="No space left on device"))
+    words = "could not be written, and training goes on without: No space left on device"
+    assert story.run.warnings == [f"the checkpoint of step 5 {words}"]
+    story.tell(m.CheckpointCommitted(step=15, name="at 15", **about, **times))
+    story.tell(m.CheckpointFailed(step=20, reason="No space left on device", **about))
+    assert story.run.warnings[1:] == [f"the checkpoint of step 20 {words}"]
+    story.lost("w1").tell(m.CheckpointFailed(step=25, reason="its world is over", **about))
+    assert len(story.run.warnings) == 2, "it was broken off"
+
+
+def test_that_samples_are_left_out_is_told_once_for_each_reason() -> None:
+    story = running(2)
+    where: dict[str, Any] = {"incarnation": 1, "epoch": 0, "start": 0, "stop": 4}
+    for step, why in ((3, "the loss was not finite"), (4, "the loss was not finite"), (5, "w1 was lost")):
+        story.tell(m.SamplesLost(step=step, why=why, **where))
+    assert [words.split(". ")[0] for words in story.run.warnings] == [
+        "samples of step 3 were lost: the loss was not finite",
+        "samples of step 5 were lost: w1 was lost",
+    ]
+
+
+def test_where_a_later_run_goes_on_from_is_told() -> None:
+    run = RunState(Rules(min_workers=1, max_workers=1, max_steps=100, checkpoints=True))
+    stored = m.Stored("step 40 of 1", 40, 1)
+    for event in (
+        m.RunStarted(run_id="r2", incarnation=9, stored=(stored,)),
+        m.CapacityChanged(slots=1),
+        m.WorkerStarted(member="w0", node="n", pid=1),
+    ):
+        handle(run, event)
+    assert run.warnings == ["goes on from step 40 of 1, with what it holds of the optimizer's settings and of the schedule"]
+
+
 def test_a_later_run_begins_from_such_a_one_rather_than_anew_and_says_so() -> None:
     """What everybody had gone back to may have been deleted for it."""
     run = RunState(Rules(min_workers=1, max_workers=1, max_steps=100, checkpoints=True))

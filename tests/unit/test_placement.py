@@ -8,7 +8,7 @@ import time
 from collections import Counter
 
 from raytrain_ft.runtime.lifeline import CONNECT_SECONDS
-from raytrain_ft.runtime.placement import apart, capacity, choose, demand, is_silent, reaction, room
+from raytrain_ft.runtime.placement import apart, capacity, choose, demand, is_silent, lacking, reaction, room
 
 
 def node(name: str, cpus: float, free: float, alive: bool = True) -> dict:
@@ -29,6 +29,17 @@ def test_shares_of_a_processor_fill_it() -> None:
     """1.0 // 0.2 is 4."""
     for size, share, times in ((1, 0.2, 5), (1, 0.1, 10), (3, 0.3, 10), (4, 0.8, 5), (1, 0.3, 3)):
         assert room(node("a", size, size), {"CPU": share}, taken=0) == times
+
+
+def test_what_no_node_has_is_told() -> None:
+    """Also while all of it is in use: that ends."""
+    nodes = [node("a", 2, 0), node("b", 1, 1), node("dead", 8, 8, alive=False)]
+    assert lacking(nodes, {"CPU": 2.0}) == lacking(nodes, {}) == ""
+    assert lacking(nodes, {"CPU": 4.0, "GPU": 1.0}) == (
+        "waits for a node that can host a worker: each takes 4 CPU, 1 GPU, and the most that a node of the cluster has is "
+        "2 CPU, 0 GPU"
+    )
+    assert "is 0 CPU" in lacking([], ONE)
 
 
 def test_the_emptiest_node_with_room_is_chosen() -> None:
