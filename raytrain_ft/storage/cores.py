@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import _thread
 import ctypes
 import os
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -18,11 +18,7 @@ def on_two(work: Callable[[], object]) -> None:
     that such work takes. Where no thread is to be had, or no core, this one does it alone.
     """
     cores, here = os.sched_getaffinity(0), _library.sched_getcpu()
-    if len(cores) == 1 or here not in cores:
-        work()
-        return
     errors: list[BaseException] = []
-    ended = _thread.allocate_lock()
 
     def help_out() -> None:
         try:
@@ -30,19 +26,19 @@ def on_two(work: Callable[[], object]) -> None:
             work()
         except BaseException as error:
             errors.append(error)
-        finally:
-            ended.release()
 
+    if len(cores) == 1 or here not in cores:
+        work()
+        return
+    helper = threading.Thread(target=help_out, name="second-core", daemon=True)
     _stay({here})
-    ended.acquire()
     try:
-        try:
-            _thread.start_new_thread(help_out, ())  # `Thread.start` waits until it runs, a tenth of a millisecond
-        except RuntimeError:  # no thread is to be had
-            ended.release()
+        with suppress(RuntimeError):  # no thread is to be had
+            helper.start()
         work()
     finally:
-        ended.acquire()
+        if helper.ident is not None:
+            helper.join()
         _stay(cores)
     if errors:
         raise errors[0]

@@ -56,7 +56,7 @@ def test_it_is_done_whatever_is_lacking(monkeypatch: pytest.MonkeyPatch, lacks: 
         case "core":
             monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: {0})
         case "thread":
-            monkeypatch.setattr(cores._thread, "start_new_thread", refused)
+            monkeypatch.setattr(cores.threading.Thread, "start", refused)
         case "number":
             monkeypatch.setattr(cores, "_library", type("Library", (), {"sched_getcpu": lambda: -1}))
         case "right":
