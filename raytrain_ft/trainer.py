@@ -173,8 +173,9 @@ class Trainer:
             right.hand_over()
         _check_directory(spec)
         display.show(account)
-        if words := lacking(ray.nodes(), demand(spec.options)):
-            display.say(words)
+        with suppress(RayError):  # a hint is not worth a run
+            if words := lacking(ray.nodes(), demand(spec.options)):
+                display.say(words)
         # Not before: until now there may have been the records of an earlier run.
         callbacks = Callbacks(self._callbacks, spec.name, spec.directory, spec.rules)
         last.callback(callbacks.end)

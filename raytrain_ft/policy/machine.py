@@ -316,7 +316,7 @@ def _on_checkpoint_failed(run: RunState, event: m.CheckpointFailed) -> list[m.Co
     """Told of the first in a row: what follows is rarely another reason, and each of many workers tells of it."""
     if event.incarnation == run.incarnation:
         if not run.unstored:
-            run.warn(f"the checkpoint of step {event.step} could not be written, and training goes on without: {event.reason}")
+            run.warn(f"the checkpoint of step {event.step} could not be written: {event.reason}")
         run.unstored += 1
     return []
 

@@ -50,10 +50,14 @@ def model_of(task: Any, part: int) -> nn.Module:
         ConfigError: it takes no number, or gives no module.
     """
     try:
-        inspect.signature(task.model).bind(part)
+        signature = inspect.signature(task.model, follow_wrapped=False)
+    except ValueError:  # what is not written in Python may not say what it takes
+        signature = inspect.Signature([inspect.Parameter("stage", inspect.Parameter.POSITIONAL_ONLY)])
+    try:
+        signature.bind(part)
     except TypeError as error:
         raise ConfigError(
-            f"{type(task).__name__}.model{inspect.signature(task.model)} cannot be called with the number of a stage: write "
+            f"{type(task).__name__}.model{signature} cannot be called with the number of a stage: write "
             "def model(self, stage); without a pipeline it is always 0"
         ) from error
     model = task.model(part)

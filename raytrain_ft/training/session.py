@@ -39,7 +39,7 @@ from raytrain_ft.training.stopwatch import Stopwatch
 
 T = TypeVar("T")
 FORGOTTEN = 100
-"""So many updates without a batch, or batches without an update, are nobody's training: something was not given to `open`."""
+"""So many updates without a batch, or batches without an update: perhaps something was not given to `open`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,12 +208,14 @@ class Session:
         for name, loader in self._loaders.items():
             loader.observe(partial(self._asked, name), partial(self._left, name))
             self._closing.callback(loader.observe)
-        for value in self._objects.values():
-            if isinstance(value, torch.optim.Optimizer):
-                before = value.register_step_pre_hook(lambda *_: self.update_begins())
-                after = value.register_step_post_hook(lambda *_: self.update_ends())
-                self._closing.callback(before.remove)
-                self._closing.callback(after.remove)
+        for optimizer in self._optimizers():
+            before = optimizer.register_step_pre_hook(lambda *_: self.update_begins())
+            after = optimizer.register_step_post_hook(lambda *_: self.update_ends())
+            self._closing.callback(before.remove)
+            self._closing.callback(after.remove)
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [value for value in self._objects.values() if isinstance(value, torch.optim.Optimizer)]
 
     # ---------------------------------------------------------------- step by step
 
@@ -224,18 +226,15 @@ class Session:
         self._update_began = time.monotonic()
 
     def update_ends(self) -> None:
-        """The weights have changed. However often that happens between two batches, it is one step.
-
-        Raises:
-            ConfigError: nobody has asked for a batch for long, so no step has ended, and none would be stored.
-        """
+        """The weights have changed. However often that happens between two batches, it is one step."""
         self._updates += 1
         if self._updates == FORGOTTEN and not self._batches:
-            raise ConfigError(
-                f"{FORGOTTEN} updates were made, and no batch was asked of a checkfreq.Loader that checkfreq.open was given: "
-                "no step has ended, and nothing would ever be stored. Use checkfreq.open(..., loader=loader), or in a loop "
-                "without a Loader call run.commit() before each batch"
+            reason = (
+                f"{FORGOTTEN} updates were made, and no batch was asked of a checkfreq.Loader that checkfreq.open was given, "
+                "so no step has ended yet. If this is the training: checkfreq.open(..., loader=loader), or in a loop without a "
+                "Loader run.commit() before each batch"
             )
+            self._journal.tell("NothingToStore", {"reason": reason})
         now = time.monotonic()
         self._update_s += now - self._update_began
         self._update_began = now  # an optimizer's step inside `update` is not counted twice
@@ -274,7 +273,7 @@ class Session:
         """A batch is asked for: what was done since the last one is a step, if there was an update in it."""
         self._watch.start()
         self._batches += 1
-        if self._batches == FORGOTTEN and not self._updates:
+        if self._batches == FORGOTTEN and not self._updates and not self._optimizers():
             self._nothing_to_store()
         if self._resumed is not None:
             resuming.set_generators(self._resumed, self._ranks.rank)  # something may have drawn since `begin`

@@ -9,8 +9,8 @@ nobody is kept waiting.
 from __future__ import annotations
 
 import os
+import threading
 import time
-from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -21,19 +21,18 @@ PATIENCE_S = 5.0
 
 _lock: Any = getattr(torch.storage, "_share_memory_lock", None)
 _moving: dict[int, Any] = getattr(torch.storage, "_share_memory_map", {})  # what is being moved, and what to wait for
-_kept: set[Stay] = set()
+_keeping: Any = threading.Lock()
+_kept: set[Stay] = set()  # all that have not ended share the lock
 
 
 class Stay:
     """From entering it on nothing moves, until `end` is called, by any thread; leaving it with an error calls that."""
 
-    def __init__(self) -> None:
-        self._is_held = False
-
     def __enter__(self) -> Stay:
         if _lock is not None:
-            _kept.add(self)
-            self._is_held = _acquire(time.monotonic() + PATIENCE_S)
+            with _keeping:
+                if _kept or _acquire(time.monotonic() + PATIENCE_S):
+                    _kept.add(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -42,10 +41,11 @@ class Stay:
 
     def end(self) -> None:
         """What waits may move. Safe to call again."""
-        _kept.discard(self)
-        if self._is_held:
-            self._is_held = False
-            _lock.release()
+        with _keeping:
+            if self in _kept:
+                _kept.remove(self)
+                if not _kept:
+                    _lock.release()
 
 
 def _acquire(deadline: float) -> bool:
@@ -62,10 +62,12 @@ def _acquire(deadline: float) -> bool:
 
 
 def _end_in_child() -> None:
-    """In a process that was forked nothing is copied, and nobody would end what it has from its parent."""
-    for stay in list(_kept):
-        with suppress(RuntimeError):
-            stay.end()
+    """In a process that was forked nothing is copied, nobody would end what it has from its parent, and no other thread holds
+    a lock: not even torch's own, which the fork may have come into the midst of."""
+    _kept.clear()
+    for lock in (_keeping, _lock):
+        if lock is not None:
+            lock._at_fork_reinit()  # as the standard library does with its own
 
 
 os.register_at_fork(after_in_child=_end_in_child)

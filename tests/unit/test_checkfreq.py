@@ -1183,26 +1183,21 @@ def test_batches_that_arrive_in_another_order_are_refused() -> None:
 
 
 def test_a_loader_that_was_not_given_is_missed_before_much_is_lost(tmp_path: Path) -> None:
-    """Nothing else would tell that no step ever ends."""
-    setup = Setup()
-    objects = {name: value for name, value in setup.objects.items() if name != "loader"}
+    """Nothing else would tell that no step ever ends. Who commits has none, and so may make as many updates as he likes."""
 
-    def train() -> None:
-        for _ in setup.loader.epochs(FORGOTTEN):
-            for inputs, labels in setup.loader:
+    def train(directory: Path, *, commits: bool) -> list[Any]:
+        setup = Setup()
+        objects = {name: value for name, value in setup.objects.items() if name != "loader"}
+        with checkfreq.open(directory, **objects) as run:
+            for number, (inputs, labels) in enumerate(itertools.islice(itertools.cycle(list(setup.loader)), FORGOTTEN + 1)):
+                if commits and number % (FORGOTTEN - 1) == 0:
+                    run.commit()
                 setup.step(inputs, labels)
+        return journal(directory, "NothingToStore")
 
-    refused = pytest.raises(ConfigError, match=r"open\(\.\.\., loader=loader")
-    with checkfreq.open(tmp_path / "without", **objects) as run, refused:
-        train()
-    assert run.step == 1
-    by_hand = Setup()
-    objects = {name: value for name, value in by_hand.objects.items() if name != "loader"}
-    with checkfreq.open(tmp_path / "by hand", **objects) as run:
-        for inputs, labels in itertools.islice(itertools.cycle(list(by_hand.loader)), FORGOTTEN + 1):
-            run.commit()
-            by_hand.step(inputs, labels)
-    assert run.step == FORGOTTEN + 1
+    (told,) = train(tmp_path / "without", commits=False)
+    assert "checkfreq.open(..., loader=loader)" in told["reason"]
+    assert train(tmp_path / "by hand", commits=True) == []
 
 
 def test_an_optimizer_that_was_not_given_is_missed_while_the_loop_goes_on(tmp_path: Path) -> None:
@@ -1211,6 +1206,11 @@ def test_an_optimizer_that_was_not_given_is_missed_while_the_loop_goes_on(tmp_pa
         for _ in itertools.islice(itertools.chain.from_iterable(itertools.repeat(setup.loader)), FORGOTTEN + 1):
             pass
         until(lambda: journal(tmp_path, "NothingToStore"))
+    evaluated = Setup()
+    with checkfreq.open(tmp_path / "with", model=setup.model, optimizer=evaluated.optimizer, loader=evaluated.loader):
+        for _ in itertools.islice(itertools.chain.from_iterable(itertools.repeat(evaluated.loader)), FORGOTTEN + 1):
+            pass
+        assert journal(tmp_path / "with", "NothingToStore") == [], "it may be evaluated before it is trained"
 
 
 def test_an_epoch_without_an_update_is_an_error_where_updates_are_counted(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -212,6 +213,10 @@ def test_functions_that_give_something_else_are_named() -> None:
         def optimizer(self, params: Any) -> Any:
             return torch.optim.Adam
 
+    class Wrapped(Linear):
+        model = functools.wraps(Without.model)(lambda self, stage: torch.nn.Linear(1, 1))  # pyright: ignore
+
+    choose_update(Wrapped(), ft.RecoveryConfig())
     for task, words in (
         (Without(), r"Without\.model\(\).* cannot be called with the number of a stage: write def model\(self, stage\)"),
         (Forgets(), r"Forgets\.model\(0\) returned None: it must return a torch\.nn\.Module"),

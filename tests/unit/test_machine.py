@@ -577,7 +577,7 @@ def test_checkpoints_that_cannot_be_written_are_told_once_in_a_row() -> None:
     times: dict[str, Any] = {"bytes": 1, "snapshot_s": 0, "stall_s": 0, "persist_s": 0}
     for step, member in ((5, "w0"), (5, "w1"), (10, "w0")):
         story.tell(m.CheckpointFailed(member=member, incarnation=1, step=step, reason="No space left on device"))
-    words = "could not be written, and training goes on without: No space left on device"
+    words = "could not be written: No space left on device"
     assert story.run.warnings == [f"the checkpoint of step 5 {words}"]
     story.tell(m.CheckpointCommitted(step=15, name="at 15", **about, **times))
     story.tell(m.CheckpointFailed(step=20, reason="No space left on device", **about))

@@ -36,10 +36,10 @@ def test_what_no_node_has_is_told() -> None:
     nodes = [node("a", 2, 0), node("b", 1, 1), node("dead", 8, 8, alive=False)]
     assert lacking(nodes, {"CPU": 2.0}) == lacking(nodes, {}) == ""
     assert lacking(nodes, {"CPU": 4.0, "GPU": 1.0}) == (
-        "waits for a node that can host a worker: each takes 4 CPU, 1 GPU, and the most that a node of the cluster has is "
-        "2 CPU, 0 GPU"
+        "waits for a node that can host a worker: each takes 4 CPU, 1 GPU, and no node has all of it (the most of each: "
+        "2 CPU, 0 GPU)"
     )
-    assert "is 0 CPU" in lacking([], ONE)
+    assert "each: 0 CPU" in lacking([], ONE)
 
 
 def test_the_emptiest_node_with_room_is_chosen() -> None:

@@ -107,6 +107,16 @@ def test_a_copy_waits_for_what_moves_already(monkeypatch: pytest.MonkeyPatch) ->
     stay.end()
 
 
+def test_copies_of_two_runs_keep_all_in_place_together() -> None:
+    """Neither waits for the other, and what is left of them when one has ended stays."""
+    with Stay() as one, Stay() as other:
+        one.end()
+        one.end()
+        assert module._lock.locked()
+        other.end()
+        assert not module._lock.locked()
+
+
 def test_after_an_error_everything_may_move(weights: list[nn.Parameter]) -> None:
     with pytest.raises(KeyError), Stay():
         raise KeyError("no copy was begun")
@@ -132,6 +142,11 @@ def test_a_process_that_was_forked_meanwhile_waits_for_nobody(weights: list[nn.P
 
     copy, _ = copied(weights, fork)
     assert copy.error is None
+    with module._lock:  # torch holds it itself for a moment, or a copy is just ending
+        child = multiprocessing.get_context("fork").Process(target=in_child, daemon=True)
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
 
 
 def test_what_got_other_memory_is_named(weights: list[nn.Parameter]) -> None:
