@@ -90,8 +90,8 @@ def test_a_copy_waits_for_what_moves_already(monkeypatch: pytest.MonkeyPatch) ->
     moving = threading.Thread(target=move)
     moving.start()
     began.wait(60)
-    threading.Timer(0.3, may_end.set).start()
     since = time.monotonic()
+    threading.Timer(0.3, may_end.set).start()
     with Stay() as stay:
         assert time.monotonic() - since > 0.2
         assert module._lock.locked()
