@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -24,6 +25,7 @@ from toy import Toy
 import raytrain_ft as ft
 from raytrain_ft.chaos.cluster import LocalCluster
 from raytrain_ft.policy.history import check
+from raytrain_ft.runtime import placement
 from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.runtime.spec import NAMESPACE
 
@@ -167,7 +169,18 @@ def _there() -> list[Any]:
     if ray.is_initialized():  # Ray Train, in other tests, leaves an actor of its own
         found += [actor for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
         found += [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
+        found += held()
     return found
+
+
+def held() -> list[str]:
+    """Processors that Ray has not been given back, on nodes that live: Ray itself learns late of those that do not."""
+
+    def all_free(node: dict[str, Any]) -> bool:
+        return node["Available"].get("CPU", 0.0) >= node["Resources"].get("CPU", 0.0)
+
+    some = [node for node in placement.nodes() if node["Alive"] and not all_free(node)]
+    return [f"a processor of node {node['NodeID']}" for node in some if asyncio.run(placement.reaction(node)) == "answer"]
 
 
 def processes() -> list[psutil.Process]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import ray
-from conftest import promise_kept, train
+from conftest import promise_kept, train, until
 from test_wait_free import distance
 from torch import nn
 from toy import Leisurely, Toy
@@ -52,16 +51,14 @@ def test_goes_on_smaller_without_room_and_grows_when_a_node_joins(
     about = {"steps": steps, "global_batch_size": 40}
     arguments = {"workers": (2, full), "num_spares": 0, "replacement": "shrink", **about}
 
-    def until(sizes: list[int]) -> None:
-        deadline = time.monotonic() + 60
-        while resumed_sizes(tmp_path / "elastic") != sizes and time.monotonic() < deadline:
-            time.sleep(0.05)
+    def grown_to(*sizes: int) -> None:
+        assert until(lambda: resumed_sizes(tmp_path / "elastic") == [*sizes], 100), resumed_sizes(tmp_path / "elastic")
 
     with ThreadPoolExecutor(1) as pool:  # Ray adds nodes from the main thread only
         training = pool.submit(train, tmp_path, "elastic", task=Alike(pace), faults=[fault], **arguments)
-        until([full, full - 1])
+        grown_to(full, full - 1)
         cluster.add_node()
-        until([full, full - 1, full])
+        grown_to(full, full - 1, full)
         pace.unlink()
         result = training.result(timeout=120)
     shrunk, grown = result.recoveries

@@ -283,6 +283,36 @@ def test_the_end_of_who_leaves_is_no_loss(crew: Crew, told: list[m.Event], monke
     assert told == []
 
 
+@pytest.mark.parametrize("begins", [True, False])
+def test_who_is_starting_begins_before_it_is_killed(
+    begins: bool, crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else Ray may never give back what it held. It keeps its place until then; and is killed if nothing comes of it."""
+    monkeypatch.setattr(crews, "BEGIN_SECONDS", 60.0 if begins else 0.05)
+    start: Future[None] = Future()
+    ready = SimpleNamespace(future=lambda: start)
+    killed: list[bool] = []
+    handle = SimpleNamespace(__ray_ready__=Method(lambda: ready), ping=answers(ActorDiedError()))
+    crew._contacts.handles["w0"] = handle
+    crew._contacts.place("w0", "n1")
+    monkeypatch.setattr(crews.ray, "kill", lambda handle: killed.append(start.done()))
+
+    async def play() -> None:
+        crew.carry_out(m.Kill("w0"))
+        await asyncio.sleep(0.02)
+        assert killed == []
+        assert crew._contacts.taken()["n1"] == 1
+        assert crew._contacts.vacated()["n1"] == 0
+        if begins:
+            start.set_result(None)
+        await crew.settled()
+
+    asyncio.run(play())
+    assert len(killed) == 1
+    assert crew._contacts.vacated()["n1"] == 1
+    assert told == []
+
+
 def test_the_place_of_who_was_killed_is_room_while_ray_does_not_know_it(
     crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
