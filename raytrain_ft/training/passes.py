@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from raytrain_ft.errors import TaskError
 from raytrain_ft.storage.log_files import version_of
 from raytrain_ft.training.attempt import Attempt
+from raytrain_ft.training.backward import loss_of
 from raytrain_ft.training.data import MicroBatch
 from raytrain_ft.training.pipeline import chunks_of
 from raytrain_ft.training.random import seed_all, step_seed
@@ -81,11 +82,15 @@ class Passes:
             return chunks_of(self._state.model)[chunk](*arguments)
 
     def weighted_loss(self, number: int, output: Any) -> Tensor:
-        """The loss of a micro-batch, weighted by its samples, so that gradients only need to be summed over replicas."""
+        """The loss of a micro-batch, weighted by its samples, so that gradients only need to be summed over replicas.
+
+        Raises:
+            TaskError: it is none.
+        """
         assert self._attempt is not None
         micro_batch, batch = self.micro_batches[number], self._attempt.batch
         with self._autocast():
-            loss = self._task.loss(output, self._on_device(micro_batch.data))
+            loss = loss_of(self._task, output, self._on_device(micro_batch.data))
         weighted = loss * (len(micro_batch.ids) / (batch.stop - batch.start))
         self._state.tail.losses.append(weighted.detach())
         return weighted

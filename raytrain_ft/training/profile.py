@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from raytrain_ft.errors import FTError, TaskError
 from raytrain_ft.policy.planning import Measured
-from raytrain_ft.training.backward import backward
+from raytrain_ft.training.backward import backward, loss_of
 from raytrain_ft.training.build import build_model
 from raytrain_ft.training.pipeline import chunks_of, has_gradient, passed_on, taken_in
 from raytrain_ft.training.settings import StepSettings
@@ -92,7 +92,7 @@ def measure_parts(task: Any, step: StepSettings, samples: int, *, rounds: int = 
             for part in range(count):
                 chunk, stage = divmod(part, step.pipeline.stages)
                 model = chunks_of(build_model(task, stage, step))[chunk]
-                loss = (lambda out: task.loss(out, batch)) if part == count - 1 else None
+                loss = (lambda out: loss_of(task, out, batch)) if part == count - 1 else None
                 measure = _Measurement(model, part, arguments, loss, step)
                 costs, arguments = measure.costs(rounds)
                 found.append(costs)

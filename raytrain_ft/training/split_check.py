@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from raytrain_ft.errors import ConfigError, FTError
 from raytrain_ft.training import split_backward
-from raytrain_ft.training.backward import backward
+from raytrain_ft.training.backward import backward, loss_of
 from raytrain_ft.training.build import build_model
 from raytrain_ft.training.pipeline import chunks_of, has_gradient, passed_on, taken_in
 from raytrain_ft.training.profile import as_before
@@ -39,7 +39,7 @@ def check_split(task: Any, step: StepSettings, samples: int) -> None:
         arguments: list[Any] = [inputs]
         for part in range(count):
             chunk, stage = divmod(part, step.pipeline.stages)
-            loss = (lambda output: task.loss(output, batch)) if part == count - 1 else None
+            loss = (lambda output: loss_of(task, output, batch)) if part == count - 1 else None
             model = chunks_of(build_model(task, stage, step))[chunk]
             try:
                 outputs = _compare(model, part, arguments, loss)
