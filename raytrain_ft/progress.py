@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from raytrain_ft.policy.states import RECOVERING
 from raytrain_ft.policy.strategy import Recovery
 from raytrain_ft.policy.units import counted
 from raytrain_ft.result import recovery_of
@@ -55,18 +56,19 @@ class Display:
         for words in account["warnings"][self._warned :]:
             self._warned += 1
             self.say(words)
-        state, size = account["state"].lower().replace("_", " "), account["world_size"]
+        size, starts = account["world_size"], account["state"] in RECOVERING and not account["recoveries"]
+        state = "starting" if starts else account["state"].lower().replace("_", " ")
         words = [state, counted(size, "worker") * bool(size)]
         words += [f"loss {account['loss']:.4f}"] if account["loss"] is not None else []
         note = "  ".join(word for word in words if word)
         if self._bar is not None:
             self._bar.update(self._task, completed=account["step"], note=note)
-        elif account["state"] != self._state or time.monotonic() - self._last_line > LINE_INTERVAL_S:
+        elif state != self._state or time.monotonic() - self._last_line > LINE_INTERVAL_S:
             self._last_line = time.monotonic()
             self._console.print(
                 f"[{self._name}] {account['seconds']:7.1f} s  step {account['step']}/{self._max_steps}  {note}", markup=False
             )
-        self._state = account["state"]
+        self._state = state
 
     def say(self, text: str) -> None:
         """A line of its own."""

@@ -123,6 +123,8 @@ def run_with_a_recovery(display: Display, recovery: Recovery) -> None:
     """Of 60 steps. The supervisor is asked how it stands again and again, and tells all of it each time."""
     under_way = replace(recovery, resumed=None)
     display.show(account("SCHEDULING", step=0, world_size=0, seconds=0.0))
+    display.show(account("REPLACE", step=0, seconds=1.5))
+    display.show(account("RESUME", step=0, seconds=1.6))
     display.show(account(step=26, seconds=8.5, loss=0.27741))
     display.show(account("FENCE", [under_way], step=26, seconds=8.6, loss=0.27741))
     for _ in range(2):
@@ -178,6 +180,7 @@ def test_without_a_terminal_there_are_lines(capsys: pytest.CaptureFixture[str]) 
         display.show(account("FINISHED", [ROUNDED], step=60, seconds=123.45, loss=0.1, world_size=2))
     assert capsys.readouterr().out.splitlines() == [
         "[run]     0.0 s  step 0/60  scheduling",
+        "[run]     1.5 s  step 0/60  starting  3 workers",
         "[run]     8.5 s  step 26/60  running  3 workers  loss 0.2774",
         "[run]     8.6 s  step 26/60  fence  3 workers  loss 0.2774",
         *ACCOUNTS["rounded"].splitlines(),
