@@ -95,8 +95,7 @@ class Heartbeat:
             if self._open and _shared_out(self._open[-1]) != _shared_out(commit):
                 self._close_record()
             self._open.append(commit)
-            now = time.monotonic()
-            if now - self._last_record < record_interval(commit.attempt.replicas, now - self._began):
+            if not self._is_due():
                 return
             self._close_record()
         self._wake.set()
@@ -126,6 +125,12 @@ class Heartbeat:
         self._wake.set()
         while time.monotonic() < deadline and (self._notes or self._closed):
             time.sleep(TOLD_POLL_S)
+
+    def _is_due(self) -> bool:
+        """Whether there are open commits, and the last record is old enough for another."""
+        now = time.monotonic()
+        replicas = self._open[-1].attempt.replicas if self._open else 0
+        return replicas > 0 and now - self._last_record >= record_interval(replicas, now - self._began)
 
     def _close_record(self) -> None:
         """Merges the open commits into one record."""
@@ -159,6 +164,8 @@ class Heartbeat:
 
     def _beat(self) -> Beat:
         with self._lock:
+            if self._is_due():  # no step has ended since: it is a long one, or hangs
+                self._close_record()
             return Beat(
                 self._member,
                 self._incarnation,

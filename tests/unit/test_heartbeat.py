@@ -126,3 +126,22 @@ def test_a_step_is_told_of_long_before_the_next_heartbeat_is_due(how: str, monke
         beating.tell_all(10.0)
         assert (beating._closed, beating._open) == ([], [])
     assert told(10.0) == [10]
+
+
+def test_a_step_is_told_of_although_the_next_one_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the step at which a run stands still would be shown as one of a second before."""
+    heard: list[Any] = []
+    monkeypatch.setattr(heartbeat, "_record", lambda commits: [commit.step for commit in commits])
+    monkeypatch.setattr(heartbeat, "_shared_out", lambda commit: commit.attempt.replicas)
+    monkeypatch.setattr(heartbeat.ray, "get", lambda beat, timeout: heard.extend(beat.commits) or 0.01)
+    supervisor: Any = SimpleNamespace(beat=SimpleNamespace(remote=lambda beat: beat))
+    spec: Any = SimpleNamespace(heartbeat_interval=0.01, lease=5.0)
+    beating = Heartbeat("w0", spec, supervisor, tuple)
+    beating.running(1, 0)
+    beating.start()
+    for step in (10, 11, 12):  # the first of an incarnation goes out at once
+        beating.committed(SimpleNamespace(step=step, attempt=SimpleNamespace(replicas=2)))  # pyright: ignore
+    deadline = time.monotonic() + 10.0
+    while sum(map(len, heard)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [step for steps in heard for step in steps] == [10, 11, 12]
