@@ -11,7 +11,10 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache
+from itertools import pairwise
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +22,7 @@ from torch import Tensor
 
 from raytrain_ft.storage.cores import on_two
 
-SMALL_BYTES = 64 * 2**10
+SMALL_BYTES = 32 * 2**10
 PART_BYTES = 4 * 2**20
 """Of a large block at once, so that two threads share the work. Of less than 1 MiB the C library copies two pages side by side
 instead of four, and takes up to twice as long."""
@@ -98,13 +101,16 @@ def move_all(targets: Numbers, sources: Numbers, sizes: Numbers, check: Callable
     Args:
         check: called again and again; may raise to leave.
     """
-    turns = deque(_turns(*_cut(targets, sources, sizes, PART_BYTES)))
+    plan = _plan(sizes.tobytes())
+    targets, sources = targets[plan.blocks] + plan.starts, sources[plan.blocks] + plan.starts
+    turns = deque(plan.turns)
 
     def work() -> None:
         try:
             while (turn := _next(turns)) is not None:
                 check()
-                move_blocks(*turn)
+                some, are_large = turn
+                (_move_each if are_large else move_blocks)(targets[some], sources[some], plan.sizes[some])
         except BaseException:
             turns.clear()
             raise
@@ -115,46 +121,58 @@ def move_all(targets: Numbers, sources: Numbers, sizes: Numbers, check: Callable
         work()
 
 
-def _next(turns: deque[Turn]) -> Turn | None:
+def _next(turns: deque[tuple[slice, bool]]) -> tuple[slice, bool] | None:
     with suppress(IndexError):  # none is left
         return turns.popleft()
     return None
 
 
-def _cut(targets: Numbers, sources: Numbers, sizes: Numbers, most: int) -> Turn:
-    """The same copies, none of which is longer than `most` bytes."""
-    counts = -(-sizes // most)
-    if not len(counts) or counts.max() <= 1:
-        return targets, sources, sizes
-    which = np.repeat(np.arange(len(sizes)), counts)
-    starts = (np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)) * most
-    return targets[which] + starts, sources[which] + starts, np.minimum(sizes[which] - starts, most)
+class _Plan(NamedTuple):
+    """How two threads share the work on blocks of some sizes.
+
+    Attributes:
+        blocks, starts, sizes: of the parts that they are cut into: of which block, where it begins there, bytes.
+        turns: of parts, one after the other; and whether they are large.
+    """
+
+    blocks: Numbers
+    starts: Numbers
+    sizes: Numbers
+    turns: list[tuple[slice, bool]]
 
 
-def _turns(targets: Numbers, sources: Numbers, sizes: Numbers) -> Iterator[Turn]:
-    if not len(sizes):
-        return
-    ends = np.cumsum(sizes)
-    turn = max(TURN_BYTES, int(ends[-1]) // MOST_TURNS)
-    firsts = np.flatnonzero(np.diff((ends - sizes) // turn, prepend=-1)).tolist()
-    for first, last in zip(firsts, [*firsts[1:], len(sizes)], strict=True):
-        yield targets[first:last], sources[first:last], sizes[first:last]
+@lru_cache(maxsize=8)
+def _plan(block_sizes: bytes) -> _Plan:
+    """Of blocks of the same sizes, which a state has at every snapshot, it is made once: two dozen short calls in cold caches
+    take as long as to copy a megabyte."""
+    sizes = np.frombuffer(block_sizes, np.int64)
+    counts = -(-sizes // PART_BYTES)
+    blocks = np.repeat(np.arange(len(sizes)), counts)
+    starts = (np.arange(len(blocks)) - np.repeat(np.cumsum(counts) - counts, counts)) * PART_BYTES
+    parts = np.minimum(sizes[blocks] - starts, PART_BYTES)
+    ends = np.cumsum(parts)
+    turn = max(TURN_BYTES, int(parts.sum()) // MOST_TURNS)
+    firsts = np.flatnonzero(np.diff((ends - parts) // turn, prepend=-1)).tolist()
+    turns = [slice(*ends) for ends in pairwise([*firsts, len(parts)])]
+    return _Plan(blocks, starts, parts, [(some, _are_large(parts[some])) for some in turns])
+
+
+def _are_large(sizes: Numbers) -> bool:
+    """Whether the C library copies these sooner than the kernel does, or no later."""
+    return len(sizes) < 8 or int(sizes.sum()) >= SMALL_BYTES * len(sizes)
 
 
 def move_blocks(targets: Numbers, sources: Numbers, sizes: Numbers) -> None:
     """As `move_all`, on this thread alone."""
-    few = len(sizes) < 8 or sizes.sum() >= SMALL_BYTES * len(sizes)
-    if few or not _by_kernel(targets, sources, sizes):
+    if _are_large(sizes) or not _by_kernel(targets, sources, sizes):
         _move_each(targets, sources, sizes)
 
 
 def _move_each(targets: Numbers, sources: Numbers, sizes: Numbers) -> None:
-    small = sizes.max(initial=0) < SMALL_BYTES
-    parts = (targets, sources, sizes) if small else _cut(targets, sources, sizes, PART_BYTES)
-    for n in range(0, len(parts[2]), MOST_BLOCKS):  # between two of these calls others may run
-        some = (numbers[n : n + MOST_BLOCKS].tolist() for numbers in parts)
+    for n in range(0, len(sizes), MOST_BLOCKS):  # between two of these calls others may run
+        some = [numbers[n : n + MOST_BLOCKS].tolist() for numbers in (targets, sources, sizes)]
         # a loop in Python would take as long again, and two threads would wait for each other in it
-        deque(map(_short if small else _long, *some), maxlen=0)
+        deque(map(_short if max(some[2]) < SMALL_BYTES else _long, *some), maxlen=0)
 
 
 def _by_kernel(targets: Numbers, sources: Numbers, sizes: Numbers) -> bool:
