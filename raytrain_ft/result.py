@@ -10,7 +10,9 @@ import torch
 
 from raytrain_ft.errors import MismatchError
 from raytrain_ft.places import Place
+from raytrain_ft.policy.audit import Audit, audit
 from raytrain_ft.policy.strategy import Guarantee, Recovery, Strategy
+from raytrain_ft.runtime.event_log import read_run
 from raytrain_ft.storage.arrow import read_tensors
 from raytrain_ft.storage.filesystem import local_path
 from raytrain_ft.storage.tree import versions_of, with_versions
@@ -45,6 +47,12 @@ class Result:
     checkpoint: str | None = None
     final_state: str = ""
     error: Exception | None = None
+
+    def audit(self) -> Audit:
+        """What the run's records prove: how many samples were used, exactly once each, and how many were not, for any reason
+        (a lossy recovery, a step whose loss is not finite). Where this process does not see `path`, nothing is proven: `ok` is
+        False."""
+        return audit(read_run(Path(self.path)))
 
 
 def first_of(saved: str) -> str:

@@ -17,8 +17,6 @@ from toy import Toy
 import raytrain_ft as ft
 from raytrain_ft import FailAt
 from raytrain_ft.errors import ConfigError, NonFiniteLossError, RunActiveError, TaskError, UndoRefusedError
-from raytrain_ft.policy.audit import audit
-from raytrain_ft.runtime.event_log import read_records
 
 
 class Sudden(Toy):
@@ -123,7 +121,7 @@ def test_a_loss_that_is_not_finite(cluster, tmp_path: Path) -> None:
     with pytest.raises(NonFiniteLossError, match="step 4"):
         train(tmp_path, "nan-raise", workers=2, task=Sudden(at=5))
     result = train(tmp_path, "nan-skip", workers=2, task=Sudden(at=5), on_non_finite="skip", steps=10)
-    proof = audit(read_records(Path(result.path) / "events.jsonl"))
+    proof = result.audit()
     assert proof.ok
     assert proof.samples_lost == 32
     assert math.isfinite(result.metrics["loss"])
