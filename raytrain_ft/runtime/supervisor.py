@@ -91,10 +91,6 @@ class Supervisor:
         self._life = asyncio.get_running_loop().create_task(self._live())
         self._leaving = asyncio.get_running_loop().create_task(self._leave())
 
-    def __repr__(self) -> str:
-        """What Ray calls it, in logs and in its dashboard."""
-        return f"{self._spec.name} supervisor"
-
     def now(self) -> float:
         """Seconds since the run began, monotonic, also across this actor's own restarts."""
         return time.monotonic() - self._start

@@ -15,12 +15,14 @@ class SupervisorActor:
     """One run's supervisor; `Supervisor` has what these methods do."""
 
     def __init__(self, spec: RunSpec) -> None:
+        self._name = spec.name  # first: if it cannot begin, Ray asks for a name before it passes on why
         from raytrain_ft.runtime.supervisor import Supervisor
 
         self._supervisor = Supervisor(spec)
 
     def __repr__(self) -> str:
-        return repr(self._supervisor)
+        """What Ray calls it, in logs and in its dashboard."""
+        return f"{self._name} supervisor"
 
     async def run(self) -> dict[str, Any]:
         return await self._supervisor.run()

@@ -46,13 +46,12 @@ class Worker:
     """One replica. `member` is its name for life, `rank` its number in the present incarnation."""
 
     def __init__(self, member: str, spec: RunSpec, supervisor: Any, epoch: int) -> None:
-        self._member = member
+        self._member, self._spec = member, spec  # first: if it cannot begin, Ray asks for a name before it passes on why
         load_compiler_late()
         with _without_garbage_collection():
             # Not at the top: the supervisor loads this module, too, and would take another second to come back with torch.
             from raytrain_ft.runtime.trainee import Trainee
 
-        self._spec = spec
         self._supervisor = supervisor
         self._epoch = epoch
         self._host = ray.util.get_node_ip_address()

@@ -90,8 +90,7 @@ def test_of_two_drivers_that_start_one_name_at_once_one_trains(cluster, undistur
     assert until(lambda: not left(), LEFT_S), left()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("restarted", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_run_whose_directory_another_has_taken_ends_and_leaves_it_alone(cluster, tmp_path: Path, restarted: bool) -> None:
     """A run of this name on another cluster, which came when nobody had renewed the right to write for long."""
     path, pace = tmp_path / "run", tmp_path / "pace"

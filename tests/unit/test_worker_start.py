@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from raytrain_ft.policy.commands import Run
 from raytrain_ft.runtime.supervisor import Supervisor
 from raytrain_ft.runtime.supervisor_actor import SupervisorActor
@@ -86,3 +88,21 @@ def test_a_fence_comes_before_a_worker_begins_to_train_or_after() -> None:
     assert submitted == ["run", "park"]
     assert worker._trains.incarnation == 2
     assert worker._trains.tripped
+
+
+def test_who_cannot_begin_has_a_name_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray asks for it before it passes the error on. Without one it starts the process again, and tells nobody why."""
+
+    def fail(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("raytrain_ft.runtime.supervisor.Supervisor.__init__", fail)
+    monkeypatch.setattr("raytrain_ft.runtime.worker.load_compiler_late", fail)
+    spec: Any = SimpleNamespace(name="run")
+    named: list[str] = []
+    for kind, arguments in ((SupervisorActor, (spec,)), (Worker, ("w0", spec, None, 1))):
+        actor: Any = object.__new__(kind)
+        with pytest.raises(OSError, match="no space"):
+            actor.__init__(*arguments)
+        named.append(repr(actor))
+    assert named == ["run supervisor", "run w0"]
