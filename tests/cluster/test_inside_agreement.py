@@ -1,8 +1,8 @@
 """A stage of a pipeline dies inside the agreement at a step's end: some have what it said, and others never will.
 
 It waits until a second stage has come to the agreement as well, for long enough to send each other their numbers, while a third
-one has not. Then it kills itself, and the third goes on. In four of the six cases the second one then knows what was agreed,
-and may have updated; the third never will. In the others nobody does.
+one has not. Then it kills itself, and the third goes on when all of its threads are gone. In four of the six cases the second
+one then knows what was agreed, and may have updated; the third never will. In the others nobody does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
 from conftest import STAGES, pipeline, promise_kept, until
@@ -20,7 +22,7 @@ from toy import Toy
 
 import raytrain_ft as ft
 from raytrain_ft.policy.strategy import Guarantee, Strategy
-from raytrain_ft.training.links import Switchboard
+from raytrain_ft.training.links import Switchboard, of_step
 
 pytestmark = pytest.mark.long
 
@@ -39,21 +41,23 @@ def look_into_agreements(victim: int, late: int, notes: Path) -> None:
     def note(what: str, rank: int) -> None:
         (notes / f"{what}-{rank}").touch(exist_ok=True)
 
-    def watched(self: Switchboard, step: int, numbers: torch.Tensor) -> torch.Tensor:
-        rank, has_struck = self._world.rank(), (notes / f"struck-{victim}").exists()
-        if step != STEP or has_struck:
-            return agree(self, step, numbers)
+    def watched(self: Switchboard, edges: Any, step: int, numbers: torch.Tensor, sample: Any) -> torch.Tensor:
+        rank, struck = self._world.rank(), notes / f"struck-{victim}"
+        if step != STEP or struck.exists():
+            return agree(self, edges, step, numbers, sample)
         if rank == victim:
-            self._world.all_reduce(numbers)
+            computed = numbers.new_zeros(self._world.size())
+            computed[self._own] = of_step(edges, sample())
+            self._world.all_reduce(torch.cat([numbers, computed]))
             others = [other for other in range(STAGES) if other not in (victim, late)]
             until(lambda: all((notes / f"came-{other}").exists() for other in others), COMES_S)
             time.sleep(UNDER_WAY_S)
-            note("struck", rank)
+            struck.write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGKILL)
         note("came", rank)
         if rank == late:
-            until(lambda: (notes / f"struck-{victim}").exists(), COMES_S)
-        agreed = agree(self, step, numbers)
+            until(lambda: struck.exists() and not psutil.pid_exists(int(struck.read_text() or os.getpid())), COMES_S)
+        agreed = agree(self, edges, step, numbers, sample)
         note("agreed", rank)
         return agreed
 
