@@ -23,15 +23,13 @@ from raytrain_ft.runtime import clock, lifeline, placement
 from raytrain_ft.runtime.calls import BROKEN_SECONDS, DIED, Calls, cause_of, differs
 from raytrain_ft.runtime.contacts import ROOM_SECONDS, Contacts
 from raytrain_ft.runtime.health import Health
-from raytrain_ft.runtime.leftovers import begun
+from raytrain_ft.runtime.leftovers import BEGIN_S, begun
 from raytrain_ft.runtime.nodes import FORGIVE_DEAD_S, FORGIVE_SILENT_S
 from raytrain_ft.runtime.spec import NAMESPACE, Introduction, RunSpec
 from raytrain_ft.runtime.worker import Worker
 
 WATCH_SECONDS = 60.0
 KILL_SECONDS = 30.0
-BEGIN_SECONDS = 10.0
-"""How long a worker that is starting may take to begin before it is killed all the same."""
 ROOM_POLL_SECONDS = 0.1
 HINT_SECONDS = 2.0
 CAUSE_SECONDS = 2.0
@@ -337,7 +335,7 @@ class Crew:
         watching = self._watching.pop(member, None)
         if watching is None:
             with suppress(ValueError, RayError, TimeoutError):  # there is none, or it has ended
-                await asyncio.wait_for(asyncio.wrap_future(begun(self._contacts.handle(member)).future()), BEGIN_SECONDS)
+                await asyncio.wait_for(asyncio.wrap_future(begun(self._contacts.handle(member)).future()), BEGIN_S)
         self._contacts.vacate(member)
         if watching is not None and self._contacts.line_ended(member):
             await asyncio.wait({watching}, timeout=CAUSE_SECONDS)  # killed meanwhile, that would be all that Ray knows

@@ -128,9 +128,10 @@ class Heartbeat:
 
     def _is_due(self) -> bool:
         """Whether there are open commits, and the last record is old enough for another."""
+        if not self._open:
+            return False
         now = time.monotonic()
-        replicas = self._open[-1].attempt.replicas if self._open else 0
-        return replicas > 0 and now - self._last_record >= record_interval(replicas, now - self._began)
+        return now - self._last_record >= record_interval(self._open[-1].attempt.replicas, now - self._began)
 
     def _close_record(self) -> None:
         """Merges the open commits into one record."""

@@ -16,7 +16,7 @@ from ray.util import list_named_actors
 from raytrain_ft.runtime.spec import NAMESPACE
 
 BEGIN_S = 4.0
-"""How long an actor may take to begin before it is killed all the same."""
+"""How long an actor may take to begin before it is killed all the same. Its place is waited for longer (`ROOM_SECONDS`)."""
 
 
 def begun(actor: Any) -> Any:

@@ -43,7 +43,7 @@ more past the processor's cache, which would read it from memory first. By defau
 on, and a copy takes up to 1.7 times as long."""
 
 Numbers = npt.NDArray[np.int64]
-Turn = tuple[Numbers, Numbers, Numbers]
+Blocks = tuple[Numbers, Numbers, Numbers]
 _is_cpu = attrgetter("is_cpu")
 
 _library = ctypes.CDLL(None)
@@ -153,7 +153,7 @@ def _plan(block_sizes: bytes) -> _Plan:
     ends = np.cumsum(parts)
     turn = max(TURN_BYTES, int(parts.sum()) // MOST_TURNS)
     firsts = np.flatnonzero(np.diff((ends - parts) // turn, prepend=-1)).tolist()
-    turns = [slice(*ends) for ends in pairwise([*firsts, len(parts)])]
+    turns = [slice(first, last) for first, last in pairwise([*firsts, len(parts)])]
     return _Plan(blocks, starts, parts, [(some, _are_large(parts[some])) for some in turns])
 
 

@@ -15,7 +15,7 @@ from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.pieces import Columns
 from raytrain_ft.storage.shard import Part
 from raytrain_ft.storage.tensors import DTYPES
-from raytrain_ft.training.memory import Numbers, Turn, addresses, move, move_all, move_blocks
+from raytrain_ft.training.memory import Blocks, Numbers, addresses, move, move_all, move_blocks
 
 _nbytes = attrgetter("nbytes")
 
@@ -66,7 +66,7 @@ def _misfit(content: Content, what: str) -> StorageError:
     return StorageError(f"{content.manifest.name}: tensor {what}")
 
 
-def _copies(places: Numbers, found: Columns) -> Turn:
+def _copies(places: Numbers, found: Columns) -> Blocks:
     """Targets, sources and sizes of what fills the tensors that begin at these addresses; 0 of one that is filled otherwise."""
     targets = np.repeat(places, found.counts)
     some = (targets != 0) & (found.sizes > 0)

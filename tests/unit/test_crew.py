@@ -288,7 +288,7 @@ def test_who_is_starting_begins_before_it_is_killed(
     begins: bool, crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else Ray may never give back what it held. It keeps its place until then; and is killed if nothing comes of it."""
-    monkeypatch.setattr(crews, "BEGIN_SECONDS", 60.0 if begins else 0.05)
+    monkeypatch.setattr(crews, "BEGIN_S", 60.0 if begins else 0.05)
     start: Future[None] = Future()
     ready = SimpleNamespace(future=lambda: start)
     killed: list[bool] = []
