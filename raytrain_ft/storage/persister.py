@@ -2,11 +2,11 @@
 
 The snapshot lies in memory that both processes map (a memfd: it has no name, and is gone when both are), and so does the job,
 which of a large model is longer than a pipe takes in: a process that is frozen must not hold up who writes to it. Lines of
-JSON on pipes say that there is a job, and how it ended. At most one job is under way, and it is never abandoned (CheckFreq,
-section 4.3.1): when the worker is lost in the midst of one, it is brought to its end before this process ends too. So what ends
-a worker together with all its processes does not reach this one, which has a session of its own (torchrun signals the groups of
-all ranks when one of them fails), and it ignores a request to end. But nothing may be left of a run: without a worker it waits
-for no more of others' shards than may be under way already.
+JSON on pipes say that there is a job, how it ended, and that all is tidy after it (an empty one). At most one job is under
+way, and it is never abandoned (CheckFreq, section 4.3.1): when the worker is lost in the midst of one, it is brought to its
+end before this process ends too. So what ends a worker together with all its processes does not reach this one, which has a
+session of its own (torchrun signals the groups of all ranks when one of them fails), and it ignores a request to end. But
+nothing may be left of a run: without a worker it waits for no more of others' shards than may be under way already.
 """
 
 from __future__ import annotations
@@ -183,7 +183,9 @@ class Persister:
         self._told = Teller()
         self._process: subprocess.Popen[bytes] | None = None
         self._pending: Future[Outcome] | None = None
+        self._untidied = 0  # jobs
         self._lock = threading.Lock()
+        self._tidied = threading.Condition(self._lock)
 
     @property
     def pid(self) -> int | None:
@@ -195,7 +197,7 @@ class Persister:
         if self.pid is not None:
             return
         # One that has just died may not have been heard of yet; what it had to do is over with it.
-        self._settle(self._process, Outcome("the persister process ended", 0.0, 0))
+        self._ended(self._process, "the persister process ended")
         path = os.pathsep.join(entry for entry in sys.path if entry)
         descriptors = [self._memory.descriptor, self._described.fileno()]
         self._process = subprocess.Popen(
@@ -222,10 +224,11 @@ class Persister:
         with self._lock:
             assert self._pending is None, "at most one job at a time"
             self._pending = future
+            self._untidied += 1
         try:
             self._send(message)
         except OSError as error:
-            self._settle(self._process, Outcome(f"the persister could not be reached: {error}", 0.0, 0))
+            self._ended(self._process, f"the persister could not be reached: {error}")
         return future
 
     def cancel(self, name: Name) -> None:
@@ -236,6 +239,12 @@ class Persister:
                 self._send({"cancel": str(name)})
             except OSError:
                 return  # it has ended, which settles the job; or it is frozen, and gives it up by its own time limit
+
+    def await_tidy(self, timeout_s: float) -> bool:
+        """Waits until what is not needed any more since the last commit is deleted; returns whether it is. Who ends a process
+        before that leaves its half-written files."""
+        with self._tidied:
+            return self._tidied.wait_for(lambda: self._untidied == 0, timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """Lets it finish its job and end; a process that does not end in time is killed."""
@@ -264,9 +273,23 @@ class Persister:
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            self._settle(process, Outcome(**json.loads(line)))
-        self._settle(process, Outcome(f"the persister process ended (exit code {process.wait()})", 0.0, 0))
+        for answer in map(json.loads, process.stdout):
+            if answer:
+                self._settle(process, Outcome(**answer))
+            else:
+                self._tidy(process, jobs=1)
+        self._ended(process, f"the persister process ended (exit code {process.wait()})")
+
+    def _ended(self, process: subprocess.Popen[bytes] | None, error: str) -> None:
+        self._settle(process, Outcome(error, 0.0, 0))
+        self._tidy(process)
+
+    def _tidy(self, process: subprocess.Popen[bytes] | None, jobs: int | None = None) -> None:
+        """Nothing is left to do after so many jobs (all)."""
+        with self._tidied:
+            if process is self._process:
+                self._untidied -= self._untidied if jobs is None else jobs
+                self._tidied.notify_all()
 
     def _settle(self, process: subprocess.Popen[bytes] | None, outcome: Outcome) -> None:
         """What a process that was replaced still says is not about the present job."""
@@ -293,6 +316,10 @@ def main() -> None:
     def lives() -> bool:
         return os.getppid() == worker
 
+    def tell(what: dict[str, Any]) -> None:
+        with suppress(BrokenPipeError):  # the worker is gone
+            print(json.dumps(what), file=answers, flush=True)
+
     mapped = memoryview(b"")  # it grows only, so what is mapped once stays so
     pieces: list[Piece] = []
     parts: list[memoryview] = []
@@ -303,8 +330,7 @@ def main() -> None:
         began = time.monotonic()
 
         def answer(error: str | None, size: int = 0, began: float = began) -> None:
-            with suppress(BrokenPipeError):  # the worker is gone
-                print(json.dumps(asdict(Outcome(error, time.monotonic() - began, size))), file=answers, flush=True)
+            tell(asdict(Outcome(error, time.monotonic() - began, size)))
 
         try:
             if job.pieces is not pieces:
@@ -318,6 +344,7 @@ def main() -> None:
         except Exception:
             answer(traceback.format_exc())
         cancelled.discard(str(job.name))
+        tell({})
 
 
 def _read(lives: Callable[[], bool], described: int, jobs: queue.SimpleQueue[Job | None], cancelled: set[str]) -> None:

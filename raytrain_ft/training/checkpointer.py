@@ -60,6 +60,10 @@ class AnyPersister(Protocol):
         """Others will not write their parts any more."""
         ...
 
+    def await_tidy(self, timeout_s: float) -> bool:
+        """Waits until nothing is left to delete after the last job; returns whether that is so."""
+        ...
+
     def close(self, timeout_s: float) -> None:
         """Ends, once the job under way is done."""
         ...
@@ -293,8 +297,8 @@ class Checkpointer:
         self._copy = copy
 
     def finish(self, step: int, check: Callable[[], None], *, kept: bool = False) -> None:
-        """A checkpoint of the last state, unless there is one, and waits until it is durable. That it cannot be is told, not
-        raised: what was trained is not lost with it.
+        """A checkpoint of the last state, unless there is one, and waits until it is durable, and what it replaces deleted: who
+        ends next ends the persister too. That it cannot be is told, not raised: what was trained is not lost with it.
 
         Args:
             check: called while waiting; may raise to leave the wait.
@@ -307,6 +311,9 @@ class Checkpointer:
             if job is None or (job.step, job.incarnation) != (step, self._incarnation):  # all ranks must answer this alike
                 self.take(step, check, kept=kept)
             self.await_durable(check, patience)
+            deadline = time.monotonic() + patience
+            while not self._persister.await_tidy(POLL_S) and time.monotonic() < deadline:
+                check()
         except StorageError as error:
             self._tell("CheckpointFailed", {"incarnation": self._incarnation, "step": step, "reason": str(error)})
 

@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from raytrain_ft.errors import ConfigError, TaskError
 from raytrain_ft.policy.sampling import (
@@ -69,7 +69,8 @@ def collate_of(task: Any) -> Collate:
 
 def loads_batches(dataset: Any) -> TypeGuard[BatchSource]:
     """Whether it is a `BatchSource`. What can be read by index is not, whatever other methods it has."""
-    return isinstance(dataset, BatchSource) and not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__getitems__")
+    by_index = getattr(type(dataset), "__getitem__", None) not in (None, Dataset.__getitem__)  # torch's raises
+    return isinstance(dataset, BatchSource) and not by_index and not hasattr(dataset, "__getitems__")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,7 +19,11 @@ from raytrain_ft.policy.states import ENDED, State
 from raytrain_ft.policy.strategy import Guarantee
 from raytrain_ft.simulate.promises import Promises
 
+Actions = list[Callable[[], object]]
 OUT_OF_STEP = ("idle", "suspect", "diverged")
+KINDS = ("cluster", "crash", "letter", "checkpoint", "notice", "timer", "death", "silence", "trouble")
+"""Of what may go wrong."""
+PARTED = m.Parted(member="w0", incarnation=1, step=1)
 
 
 @dataclass
@@ -473,72 +477,101 @@ class Cluster:
                 actions.append(lambda w=worker: self._commit(w))
         return actions
 
-    def faults(self) -> list[Callable[[], object]]:
-        """What may go wrong."""
-        actions: list[Callable[[], object]] = [
-            lambda: self.resize(self.chance.randrange(self.rules.max_workers + 3)),
-            self.restart,
-        ]
-        if self.mail:
-            actions.append(lambda: self.tell(self.mail.pop(self.chance.randrange(len(self.mail))), crash=True))
-        if self.promises.formed:
-            lost = m.SamplesLost(incarnation=self.run.incarnation, step=0, epoch=0, start=0, stop=1, why="not finite")
-            late = m.Suspected(incarnation=self.run.incarnation, reason="a collective failed", noticed_by="w0")
-            actions += [lambda: self._post(lost), lambda: self._post(late)]
-        if self.promises.formed and self.workers:
-            member = self.chance.choice(list(self.workers))
-            dormant = m.Dormant(member=member, incarnation=self.run.incarnation, step=self.run.step, asleep=True)
-            actions.append(lambda: self._post(dormant))
-        if self.rules.stages > 1 and self.promises.formed and self.workers:
-            member = self.chance.choice(list(self.workers))
-            full = m.LogFailed(member=member, incarnation=self.run.incarnation, step=self.run.step, reason="disk full")
-            sizes = {"records": 1, "payload_bytes": 1, "file_bytes": 1, "stalls": 0, "stalled_s": 0.0}
-            about = {"member": member, "incarnation": self.run.incarnation, "step": self.run.step}
-            chosen = m.LogChosen(incarnation=self.run.incarnation, boundaries=(), groups=(), seconds=(), reason="")
-            # one of them, without a draw: else every life that is known by its seed would become another one
-            told = (
-                *(m.SetAside(**about, size=1, seconds=0.1), m.LogWritten(**about, **sizes)),
-                *(m.StageTimed(**about, seconds=0.1), chosen),
-            )
-            said = told[(self.run.incarnation + 2 * self.run.step) % 4]
-            actions += [lambda: self._post(full), lambda: self._post(said)]
-        if self.rules.checkpoints and self.promises.formed and self.workers:
-            worker = self.workers[self.chance.choice(list(self.workers))]
-            actions.append(lambda: self._tell_of_checkpoint(worker, "disk full"))
-        if self.disk and self.promises.formed and self.workers:  # a letter that was on its way for long
-            member, stored = self.chance.choice(list(self.workers)), self.disk[-1]
-            times = {"bytes": 1, "snapshot_s": 0.0, "stall_s": 0.0, "persist_s": 0.0}
-            about = {"member": member, "incarnation": self._teller(stored), "step": stored.step, "name": stored.name}
-            actions.append(lambda: self._post(m.CheckpointCommitted(**about, **times)))
+    def faults(self) -> list[tuple[str, Callable[[], object]]]:
+        """What may go wrong, and of which of `KINDS` each is."""
+        by_kind = {
+            "cluster": [lambda: self.resize(self.chance.randrange(self.rules.max_workers + 3)), *self._told_of_nodes()],
+            "crash": [self.restart, *self._crashes()],
+            "letter": self._letters(),
+            "checkpoint": [*[self._commit_late] * len(self.late), *self._told_of_checkpoints()],
+            "notice": self._notices() if self.workers else [],
+            "timer": self._timers(),
+            "death": [lambda w=worker: self._die(w, noticed=self.chance.random() < 0.5) for worker in self.workers.values()],
+            "silence": [action for worker in self.workers.values() for action in self._silences(worker)],
+            "trouble": [action for worker in self.workers.values() for action in self._troubles(worker)],
+        }
+        assert tuple(by_kind) == KINDS
+        return [(kind, action) for kind, actions in by_kind.items() for action in actions]
+
+    def _told_of_nodes(self) -> Actions:
         unavailable = m.NoticesUnavailable(member=None, source="aws", reason="the metadata service does not answer")
         found = m.CauseFound(lost=self.chance.choice(self.run.roster.gone or ["w0"]), cause="killed for memory")
-        actions += [lambda: self._post(unavailable if self.run.step % 3 != 1 else PARTED), lambda: self._post(found)]
-        if self.workers:  # one worker's turn: a notice for each would crowd out everything else
-            member, seconds = self.chance.choice(list(self.workers)), self.chance.choice([0.0, 30.0])
-            source = self.chance.choice(["aws spot", "request"])
-            fewer = source == "request" and self.chance.random() < 0.3
-            notice = m.Noticed(member=member, deadline_s=seconds, source=source, reason="terminate", replaced=not fewer)
-            actions.append(lambda: self._post(notice))
-        if self.timers:
-            actions.append(lambda: self._fire(self.chance.randrange(len(self.timers))))
+        return [lambda: self._post(unavailable if self.run.step % 3 != 1 else PARTED), lambda: self._post(found)]
+
+    def _crashes(self) -> Actions:
+        if not self.mail:
+            return []
+        return [lambda: self.tell(self.mail.pop(self.chance.randrange(len(self.mail))), crash=True)]
+
+    def _letters(self) -> Actions:
+        """What a worker says, perhaps late."""
+        if not self.promises.formed or not self.workers:
+            return []
+        incarnation, step = self.run.incarnation, self.run.step
+        member = self.chance.choice(list(self.workers))
+        lost = m.SamplesLost(incarnation=incarnation, step=0, epoch=0, start=0, stop=1, why="not finite")
+        late = m.Suspected(incarnation=incarnation, reason="a collective failed", noticed_by="w0")
+        dormant = m.Dormant(member=member, incarnation=incarnation, step=step, asleep=True)
+        said: list[m.Event] = [lost, late, dormant]
+        if self.rules.stages > 1:
+            about = {"member": member, "incarnation": incarnation, "step": step}
+            sizes = {"records": 1, "payload_bytes": 1, "file_bytes": 1, "stalls": 0, "stalled_s": 0.0}
+            told = [
+                m.SetAside(**about, size=1, seconds=0.1),
+                m.LogWritten(**about, **sizes),
+                m.StageTimed(**about, seconds=0.1),
+                m.LogChosen(incarnation=incarnation, boundaries=(), groups=(), seconds=(), reason=""),
+            ]
+            said += [m.LogFailed(**about, reason="disk full"), self.chance.choice(told)]
+        return [lambda event=event: self._post(event) for event in said]
+
+    def _told_of_checkpoints(self) -> Actions:
+        if not self.promises.formed or not self.workers:
+            return []
+        actions: Actions = []
+        worker = self.workers[self.chance.choice(list(self.workers))]
+        if self.rules.checkpoints:
+            actions.append(lambda: self._tell_of_checkpoint(worker, "disk full"))
+        if self.disk:  # a letter that was on its way for long
+            stored = self.disk[-1]
+            times = {"bytes": 1, "snapshot_s": 0.0, "stall_s": 0.0, "persist_s": 0.0}
+            about = {"member": worker.member, "incarnation": self._teller(stored), "step": stored.step, "name": stored.name}
+            actions.append(lambda: self._post(m.CheckpointCommitted(**about, **times)))
+        return actions
+
+    def _notices(self) -> Actions:
+        """One worker's turn: a notice for each would crowd out everything else."""
+        member, seconds = self.chance.choice(list(self.workers)), self.chance.choice([0.0, 30.0])
+        source = self.chance.choice(["aws spot", "request"])
+        fewer = source == "request" and self.chance.random() < 0.3
+        notice = m.Noticed(member=member, deadline_s=seconds, source=source, reason="terminate", replaced=not fewer)
+        return [lambda: self._post(notice)]
+
+    def _timers(self) -> Actions:
+        actions: Actions = [lambda: self._fire(self.chance.randrange(len(self.timers)))] if self.timers else []
         if self.run.abort_reason:
             actions += [lambda: self.tell(m.TimerFired(timer="stop", incarnation=None))] * 2
-        actions += [lambda i=i: self._fire(i) for i, timer in enumerate(self.timers) if timer.timer == "leave"]
-        for worker in self.workers.values():
-            actions.append(lambda w=worker: self._die(w, noticed=self.chance.random() < 0.5))
-            actions.append(lambda w=worker: setattr(w, "frozen", not w.frozen))
-            actions.append(lambda w=worker: self._report_loss(w.member, "silent for 2.0 s"))
-            if self.run.world and not worker.ready and not worker.dead:
-                actions.append(lambda w=worker: self._fail_to_set_up(w))
-            if worker.status == "running":
-                if self.rules.roll_back:
-                    nan = m.TaskFailed(
-                        member=worker.member, rank=0, step=worker.step, kind="non_finite", message="the loss is NaN"
-                    )
-                    actions.append(lambda nan=nan: self._post(nan))
-                actions.append(lambda w=worker: setattr(w, "status", "suspect"))
-                actions.append(lambda w=worker: setattr(w, "stop", True))  # a call that was under way since a resize before
-        return actions + [self._commit_late] * len(self.late)
+        return actions + [lambda i=i: self._fire(i) for i, timer in enumerate(self.timers) if timer.timer == "leave"]
+
+    def _silences(self, worker: Worker) -> Actions:
+        return [
+            lambda: setattr(worker, "frozen", not worker.frozen),
+            lambda: self._report_loss(worker.member, "silent for 2.0 s"),
+        ]
+
+    def _troubles(self, worker: Worker) -> Actions:
+        """What goes wrong within it."""
+        actions: Actions = []
+        if self.run.world and not worker.ready and not worker.dead:
+            actions.append(lambda: self._fail_to_set_up(worker))
+        if worker.status == "running":
+            if self.rules.roll_back:
+                about = {"member": worker.member, "rank": 0, "step": worker.step}
+                nan = m.TaskFailed(**about, kind="non_finite", message="the loss is NaN")
+                actions.append(lambda: self._post(nan))
+            actions.append(lambda: setattr(worker, "status", "suspect"))
+            actions.append(lambda: setattr(worker, "stop", True))  # a call that was under way since a resize before
+        return actions
 
     def _commit_late(self) -> None:
         """Whoever began to write it may be gone."""
@@ -615,7 +648,3 @@ class Cluster:
             return False
         self._post(m.UndoRefused(member=worker.member, incarnation=command.incarnation, reason="SGD cannot be undone"))
         return True
-
-
-PARTED = m.Parted(member="w0", incarnation=1, step=1)
-"""Down here: a line more above would give each fault another number (`test_interleavings._kind`), each seed another life."""

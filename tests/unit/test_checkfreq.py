@@ -1103,6 +1103,14 @@ def test_a_dataset_that_can_be_read_by_index_is_whatever_else_it_can() -> None:
     assert [row[0] for row in rows(loader)] == order(loader.sampling, 0).tolist()
 
 
+def test_a_dataset_that_makes_batches_may_be_one_of_torchs_classes() -> None:
+    """Which has a `__getitem__` that only raises."""
+
+    class Derived(Batches, torch.utils.data.Dataset[Any]): ...
+
+    assert rows(batched(Derived())) == rows(batched(Batches()))
+
+
 def test_batches_that_a_resumed_run_would_not_read_again_are_refused() -> None:
     class Noisy(Batches):
         def load_batch(self, ids: np.ndarray, epoch: int, seed: int) -> list[Tensor]:

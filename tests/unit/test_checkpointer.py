@@ -48,6 +48,9 @@ class Slow:
 
     def cancel(self, name: Name) -> None: ...
 
+    def await_tidy(self, timeout_s: float) -> bool:
+        return True
+
     def close(self, timeout_s: float) -> None: ...
 
 
@@ -66,6 +69,16 @@ class Held(Slow):
     def end(self, seconds: float, error: str | None = None) -> None:
         """The job under way ends, after so many seconds as it says."""
         self.jobs.get(timeout=10).set_result(Outcome(error, seconds, 1))
+
+
+class Untidy(Slow):
+    """A persister that has much to delete after a commit."""
+
+    left = 3
+
+    def await_tidy(self, timeout_s: float) -> bool:
+        self.left -= 1
+        return self.left == 0
 
 
 Make = Callable[..., Checkpointer]
@@ -239,6 +252,16 @@ def test_a_checkpoint_that_is_left_out_is_judged_like_any_other() -> None:
     assert len(tuner.waits) == 2
     assert tuner.waits[1] >= 0.2
     one.close(0.0)
+
+
+def test_who_is_at_the_end_waits_until_the_persister_has_tidied_up(make: Make) -> None:
+    """The end of the worker's process would be that of the persister too, in the midst of a deletion or of writing a file."""
+    persister = Untidy(0.0)
+    one, looks = make(persister), []
+    one.begin(0, 1, incarnation=1, step=0)
+    one.finish(15, lambda: looks.append(persister.left))
+    assert persister.left == 0
+    assert {2, 1} <= set(looks), "a fence ends this wait too"
 
 
 def test_a_snapshot_that_is_interrupted_as_it_begins_holds_nobody_up(

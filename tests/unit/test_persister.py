@@ -104,6 +104,36 @@ def test_what_was_measured_is_stored_also_where_nothing_can_be_deleted(tmp_path:
     assert (tmp_path / str(Name(10, 1, 1)) / "directory").exists()
 
 
+def test_it_says_when_it_has_tidied_up(tmp_path: Path) -> None:
+    """Whoever ends its process before leaves what was to be deleted, or half a file."""
+    storage = two_checkpoints(tmp_path)
+    right, old = lock.acquire(storage, "test"), tmp_path / str(Name(10, 1, 1))
+    for number in range(20_000):
+        (old / f"file-{number}").touch()
+    memory = SharedMemory()
+    memory.reserve(8)
+    persister = Persister(memory)
+    try:
+        assert persister.await_tidy(0.0), "it has not begun"
+        about = {"place": Place(str(tmp_path)), "owner": "test", "epoch": right.owner.epoch, "incarnation": 1}
+        pieces = [Piece("t", "torch.uint8", (8,), 0, 8)]
+        made = Job(step=30, number=0, count=1, pieces=pieces, keep=2, files={"profile.json": "{}"}, **about)
+        assert persister.submit(made).result(timeout=30).error is None
+        assert not persister.await_tidy(0.0), "of a directory of 20,000 files more than a moment is needed"
+        assert persister.await_tidy(30.0)
+        assert (old.exists(), storage.view("profile.json").to_pybytes()) == (False, b"{}")
+        pid = persister.pid
+        assert pid is not None
+        persister.submit(replace(made, step=40, count=2))  # the other half never comes
+        assert not persister.await_tidy(0.0)
+        os.kill(pid, signal.SIGKILL)
+        assert persister.await_tidy(30.0), "nobody is there who could"
+    finally:
+        persister.close(10)
+        memory.close()
+        right.release()
+
+
 def test_a_process_that_dies_settles_its_job_also_if_another_is_started_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
