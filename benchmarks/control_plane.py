@@ -30,7 +30,7 @@ from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.policy.states import ENDED, State
 from raytrain_ft.runtime.heartbeat import beat_interval, record_interval
 from raytrain_ft.runtime.notices.notice import NoticeSpec
-from raytrain_ft.runtime.spec import Beat, RunSpec
+from raytrain_ft.runtime.spec import Beat, Pace, RunSpec
 from raytrain_ft.runtime.supervisor import Supervisor
 from raytrain_ft.training.settings import StepSettings
 
@@ -145,9 +145,9 @@ class Nobody:
 
     def forget(self, member: str) -> None: ...
 
-    async def beat(self, beat: Beat) -> float | None:
+    async def beat(self, beat: Beat) -> Pace | None:
         del beat
-        return beat_interval(HEARTBEAT_S, MEMBERS)
+        return Pace(beat_interval(HEARTBEAT_S, MEMBERS), 0.0)
 
 
 @dataclass
@@ -264,12 +264,12 @@ class Members:
 
     async def _beat(self, member: Member) -> float | None:
         beat = member.beat()
-        pause = await self._supervisor.beat(beat)
-        if pause is not None:
+        pace = await self._supervisor.beat(beat)
+        if pace is not None:
             member.commits = [commit for commit in member.commits if commit not in beat.commits]
         elif member.name in self._supervisor.machine.members:
             raise RuntimeError(f"{member.name} is a member, and its heartbeat is refused")
-        return pause
+        return None if pace is None else pace.pause
 
     async def _train(self) -> None:
         """Steps of all together, as collectives have it."""

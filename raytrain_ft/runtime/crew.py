@@ -23,7 +23,7 @@ from raytrain_ft.runtime import clock, lifeline, placement
 from raytrain_ft.runtime.calls import BROKEN_SECONDS, DIED, Calls, cause_of, differs
 from raytrain_ft.runtime.contacts import ROOM_SECONDS, Contacts
 from raytrain_ft.runtime.health import Health
-from raytrain_ft.runtime.leftovers import BEGIN_S, begun
+from raytrain_ft.runtime.leftovers import BEGIN_S, begun, named
 from raytrain_ft.runtime.nodes import FORGIVE_DEAD_S, FORGIVE_SILENT_S
 from raytrain_ft.runtime.spec import NAMESPACE, Introduction, RunSpec
 from raytrain_ft.runtime.worker import Worker
@@ -32,6 +32,7 @@ WATCH_SECONDS = 60.0
 KILL_SECONDS = 30.0
 ROOM_POLL_SECONDS = 0.1
 HINT_SECONDS = 2.0
+OLDER_POLL_SECONDS = 0.05
 CAUSE_SECONDS = 2.0
 """How long Ray is given to tell why a process died."""
 
@@ -48,6 +49,7 @@ class Crew:
         self.epoch = 0  # of the right to write checkpoints
         self._tasks: set[asyncio.Task[None]] = set()
         self._bringing: dict[str, asyncio.Task[None]] = {}
+        self._left: asyncio.Task[list[str]] | None = None  # names
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._killing: set[asyncio.Task[None]] = set()
         self._sleeping: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # requests of a replica do not overtake
@@ -206,6 +208,8 @@ class Crew:
         known = await self._calls.call(member, "setup", seconds=self._spec.setup_timeout)
         if known is None:
             return
+        if self._health.is_starting(member):
+            await self._await_older()
         stored = self._spec.checkpoints
         if why := differs(
             known, self._contacts.introductions.values(), other_data=stored is not None and "dataset" in stored.override
@@ -220,6 +224,12 @@ class Crew:
             self._contacts.lines[member] = self._spawn(self._hold(member, known))
         if self._health.is_starting(member):
             self._tell(m.WorkerStarted(member=member, node=known.node, pid=known.pid, build_s=known.build_s))
+
+    async def _await_older(self) -> None:
+        """By those who have trained a newcomer is measured, not they by him, though he may answer first after the supervisor's
+        restart, when all are asked again. Who does not answer is lost, and not waited for any more."""
+        while not self._contacts.introductions.keys() >= set(self._health.older()):
+            await asyncio.sleep(OLDER_POLL_SECONDS)
 
     def _look_after(self, member: str, node: str) -> None:
         self._contacts.place(member, node)
@@ -333,6 +343,9 @@ class Crew:
         (see `leftovers`)."""
         self._health.forget(member)
         watching = self._watching.pop(member, None)
+        if member not in self._contacts.handles and not await self._was_left(member):
+            self._contacts.vacate(member)
+            return
         if watching is None:
             with suppress(ValueError, RayError, TimeoutError):  # there is none, or it has ended
                 await asyncio.wait_for(asyncio.wrap_future(begun(self._contacts.handle(member)).future()), BEGIN_S)
@@ -350,6 +363,16 @@ class Crew:
             await asyncio.wait_for(asyncio.wrap_future(handle.ping.remote().future()), KILL_SECONDS)
         except (RayError, TimeoutError):
             self._contacts.handles.pop(member, None)
+
+    async def _was_left(self, member: str) -> bool:
+        """Whether a worker that this process never had to do with is one that its predecessor left. All are looked up at once:
+        the machine names everybody who was ever lost, and to ask Ray for each of thousands takes seconds."""
+        if self._left is None or self._left.done():
+            self._left = asyncio.get_running_loop().create_task(asyncio.to_thread(named, self._spec.member_name("")))
+        try:
+            return self._spec.member_name(member) in await asyncio.shield(self._left)
+        except RayError:
+            return True  # perhaps
 
     async def _timer(self, timer: str, seconds: float, incarnation: int | None) -> None:
         await clock.run_for(seconds)

@@ -140,6 +140,10 @@ class Health:
         """Who trains, as far as the machine knows."""
         return [member for member, what in self._members.items() if what == MemberState.ACTIVE]
 
+    def older(self) -> list[str]:
+        """Who has been ready before, as far as the machine knows."""
+        return [member for member, what in self._members.items() if what != MemberState.STARTING]
+
     def is_starting(self, member: str) -> bool:
         """Whether the machine still waits for this worker to become ready."""
         return self._members.get(member) == MemberState.STARTING

@@ -27,8 +27,8 @@ RECORDS_PER_S = 8
 """No more than so many reach the supervisor from all workers together: of many, each merges more steps into a record."""
 LONGEST_INTERVAL_S = 10.0
 SHARE_OF_AGE = 1 / 3600
-"""Of the time since training last began, up to `LONGEST_INTERVAL_S`: a supervisor that was lost reads all records to come back,
-and a run of weeks must not be too long to be read."""
+"""Of the run's age, up to `LONGEST_INTERVAL_S`: a supervisor that was lost reads all records to come back, and a run of weeks
+must not be too long to be read, however often its workers are lost."""
 
 
 class Heartbeat:
@@ -49,7 +49,7 @@ class Heartbeat:
         self._closed: list[dict[str, Any]] = []
         self._notes: list[tuple[str, dict[str, Any]]] = []
         self._last_record = 0.0
-        self._began = time.monotonic()
+        self._run_began = time.monotonic()
         self._pause = spec.heartbeat_interval
         self._thread = threading.Thread(target=self._beat_until_the_end, name="heartbeat", daemon=True)
 
@@ -75,7 +75,7 @@ class Heartbeat:
             self._close_record()  # what a recovery completed belongs to the incarnation before
             self._status, self._detail, self._kind = "running", "", ""
             self._incarnation, self._rank = incarnation, rank
-            self._last_record, self._began = 0.0, time.monotonic()
+            self._last_record = 0.0
             self.at("run", self._step)
 
     def is_running(self, incarnation: int) -> bool:
@@ -131,7 +131,7 @@ class Heartbeat:
         if not self._open:
             return False
         now = time.monotonic()
-        return now - self._last_record >= record_interval(self._open[-1].attempt.replicas, now - self._began)
+        return now - self._last_record >= record_interval(self._open[-1].attempt.replicas, now - self._run_began)
 
     def _close_record(self) -> None:
         """Merges the open commits into one record."""
@@ -149,16 +149,17 @@ class Heartbeat:
             self._wake.clear()
             try:
                 beat = self._beat()
-                pause: Any = ray.get(self._supervisor.beat.remote(beat), timeout=self._spec.lease)
+                pace: Any = ray.get(self._supervisor.beat.remote(beat), timeout=self._spec.lease)
             except ActorDiedError:
                 os._exit(0)  # the supervisor is gone for good: the run is over, or its driver is
             except Exception:  # it restarts; training goes on meanwhile. Whatever else it is: a run whose beats end never ends
                 if time.monotonic() - reached > self._spec.lease:
                     os._exit(0)
                 continue
-            if pause is None:
+            if pace is None:
                 os._exit(0)  # this worker is no longer a member: it was given up for lost, and must not go on
-            reached, self._pause = time.monotonic(), pause
+            reached, self._pause = time.monotonic(), pace.pause
+            self._run_began = reached - pace.age
             with self._lock:
                 self._closed = self._closed[len(beat.commits) :]
                 self._notes = self._notes[len(beat.notes) :]
@@ -189,7 +190,7 @@ def beat_interval(least_s: float, workers: int) -> float:
 
 
 def record_interval(replicas: int, age_s: float = 0.0) -> float:
-    """Seconds between two records of one worker, so long after training last began."""
+    """Seconds between two records of one worker in a run of this age."""
     return max(RECORD_INTERVAL_S, replicas / RECORDS_PER_S, min(age_s * SHARE_OF_AGE, LONGEST_INTERVAL_S))
 
 

@@ -159,6 +159,19 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True)
+class Pace:
+    """The answer to a heartbeat.
+
+    Attributes:
+        pause: seconds to the next one.
+        age: seconds since the run began.
+    """
+
+    pause: float
+    age: float
+
+
+@dataclass(frozen=True, slots=True)
 class Introduction:
     """What a worker says of itself when it is ready.
 

@@ -40,7 +40,7 @@ from raytrain_ft.runtime.library import Library
 from raytrain_ft.runtime.notes import Notes, details_of, draw, past_of
 from raytrain_ft.runtime.notices.notice import Notice
 from raytrain_ft.runtime.right import Right
-from raytrain_ft.runtime.spec import Beat, RunSpec
+from raytrain_ft.runtime.spec import Beat, Pace, RunSpec
 from raytrain_ft.runtime.store_server import StoreServer
 from raytrain_ft.storage.filesystem import within
 
@@ -308,15 +308,14 @@ class Supervisor:
 
     # ---------------------------------------------------------------- for the workers
 
-    async def beat(self, beat: Beat) -> float | None:
-        """A worker's heartbeat. Returns after how many seconds the next is due; None tells it that it is no longer a member
-        and must end."""
+    async def beat(self, beat: Beat) -> Pace | None:
+        """A worker's heartbeat. Returns when the next is due; None tells it that it is no longer a member and must end."""
         if beat.member not in self._machine.members and self._machine.state != State.INITIALIZING:
             return None
         self._health.heard(beat)
         if (beat.commits or beat.notes) and self._machine.state not in ENDED:
             await self._events.join()  # they are in the log before the worker forgets them
-        return self._health.pace
+        return Pace(self._health.pace, self.now())
 
     async def store_set(self, incarnation: int, key: str, value: bytes) -> None:
         await self._store.set(incarnation, key, value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from raytrain_ft.runtime.spec import Beat, RunSpec
+from raytrain_ft.runtime.spec import Beat, Pace, RunSpec
 
 
 class SupervisorActor:
@@ -42,7 +42,7 @@ class SupervisorActor:
     async def sleep(self, rank: int, asleep: bool, at_once: bool) -> None:
         await self._supervisor.sleep(rank, asleep, at_once)
 
-    async def beat(self, beat: Beat) -> float | None:
+    async def beat(self, beat: Beat) -> Pace | None:
         return await self._supervisor.beat(beat)
 
     async def store_set(self, incarnation: int, key: str, value: bytes) -> None:

@@ -44,6 +44,8 @@ class Health:
 
     def __init__(self) -> None:
         self.expected: list[str] = []
+        self.members: list[str] = []
+        self.starting: set[str] = set()
         self.step = 7
         self.nodes = SimpleNamespace(
             avoided=set(), disfavoured=set(), avoid=lambda *_: None, disfavour=lambda _: None, count=lambda *_: None
@@ -53,8 +55,12 @@ class Health:
         self.expected.append(member)
 
     def forget(self, member: str) -> None: ...
+
     def is_starting(self, member: str) -> bool:
-        return False
+        return member in self.starting
+
+    def older(self) -> list[str]:
+        return [member for member in self.members if member not in self.starting]
 
     def silence(self, member: str) -> float | None:
         return None
@@ -66,7 +72,8 @@ def told() -> list[m.Event]:
 
 
 @pytest.fixture
-def crew(told: list[m.Event]) -> Crew:
+def crew(told: list[m.Event], monkeypatch: pytest.MonkeyPatch) -> Crew:
+    monkeypatch.setattr(crews, "named", lambda prefix: [f"w{number}" for number in range(10)])
     about = {"options": {"num_cpus": 1}, "checkpoints": None, "lease": 60.0, "setup_timeout": 60.0}
     spec: Any = SimpleNamespace(**about, member_name=lambda member: member)
     health: Any = Health()
@@ -487,6 +494,64 @@ def test_who_has_another_model_never_becomes_a_spare(crew: Crew, told: list[m.Ev
     assert "11 parameters in 1 buckets, with torch 2.13; on node 127.0.0.1 it has 10 parameters" in failed.message
     assert "torch 2.12" in other.message
     assert set(crew._contacts.introductions) == {"w0", "w2", "w5"}
+
+
+def test_by_those_who_have_trained_a_newcomer_is_measured_though_he_answers_first(crew: Crew, told: list[m.Event]) -> None:
+    """After the supervisor's restart all are asked again, and those in the midst of a step may be slower."""
+    health: Any = crew._health
+    health.members, health.starting = ["w0", "w1", "w3", "w4"], {"w3", "w4"}
+
+    def answered(torch: str) -> Any:
+        answer: Future[Introduction] = Future()
+        answer.set_result(Introduction("n1", 7, "127.0.0.1", 0, 10, 1, f"torch {torch}", ()))
+        return SimpleNamespace(future=lambda: answer)
+
+    async def run() -> None:
+        for member, torch in (("w0", "2.13"), ("w1", "2.13"), ("w3", "2.12"), ("w4", "2.13")):
+            actor = SimpleNamespace(setup=Method(lambda torch=torch: answered(torch)), watch=Method(lambda: asyncio.sleep(9)))
+            crew._contacts.handles[member] = actor
+        newcomers = [asyncio.create_task(crew._introduce(member)) for member in ("w3", "w4")]
+        await crew._introduce("w0")
+        await asyncio.sleep(3 * crews.OLDER_POLL_SECONDS)
+        assert told == [], "w1 is still to be heard"
+        health.members.remove("w1")  # it is lost
+        await asyncio.gather(*newcomers)
+
+    asyncio.run(run())
+    (failed, started) = sorted(told, key=lambda event: type(event).__name__)
+    assert (type(failed), failed.member) == (m.TaskFailed, "w3")  # pyright: ignore[reportAttributeAccessIssue]
+    assert (type(started), started.member) == (m.WorkerStarted, "w4")  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_of_thousands_who_were_lost_ray_is_asked_once_after_a_restart(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two questions for each would hold up the supervisor for seconds, and no heartbeat would be answered meanwhile."""
+    listed: list[str] = []
+    killed: list[Any] = []
+    alive = SimpleNamespace(ping=Method(lambda: SimpleNamespace(future=lambda: failed)), __ray_ready__=None)
+    failed: Future[None] = Future()
+    failed.set_exception(ActorDiedError())
+
+    def names(prefix: str) -> list[str]:
+        listed.append(prefix)
+        return ["w77"]
+
+    def handle(member: str) -> Any:
+        assert member == "w77"
+        return alive
+
+    monkeypatch.setattr(crews, "named", names)
+    monkeypatch.setattr(crews, "begun", lambda actor: SimpleNamespace(future=lambda: failed))
+    monkeypatch.setattr(crews.ray, "kill", killed.append)
+    monkeypatch.setattr(crew._contacts, "handle", handle)
+
+    async def play() -> None:
+        for number in range(2000):
+            crew.carry_out(m.Kill(f"w{number}"))
+        await crew.settled()
+
+    asyncio.run(play())
+    assert killed == [alive]
+    assert len(listed) < 5
 
 
 def test_each_stage_is_saved_under_its_number_also_if_others_are_saved_already(

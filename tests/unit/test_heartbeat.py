@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError
 from raytrain_ft.runtime import heartbeat, worker
 from raytrain_ft.runtime.heartbeat import Heartbeat, beat_interval, record_interval
 from raytrain_ft.runtime.notices.notice import NoticeSpec
-from raytrain_ft.runtime.spec import Beat
+from raytrain_ft.runtime.spec import Beat, Pace
 
 HOUR = 3600.0
 
@@ -52,9 +52,9 @@ def test_of_many_workers_each_beats_less_often(workers: int, seconds: float) -> 
 def test_a_worker_beats_as_often_as_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[float] = []
 
-    def hear(beat: Beat) -> float:
+    def hear(beat: Beat) -> Pace:
         heard.append(time.monotonic())
-        return 0.01 if len(heard) < 5 else 1e6
+        return Pace(0.01 if len(heard) < 5 else 1e6, 0.0)
 
     monkeypatch.setattr(heartbeat.ray, "get", lambda beat, timeout: hear(beat))
     supervisor: Any = SimpleNamespace(beat=SimpleNamespace(remote=lambda beat: beat))
@@ -96,10 +96,10 @@ def test_a_step_is_told_of_long_before_the_next_heartbeat_is_due(how: str, monke
     """Else it would be in no record if all who completed it died, while those whom they have filled go on."""
     heard: list[Beat] = []
 
-    def hear(beat: Beat) -> float:
+    def hear(beat: Beat) -> Pace:
         time.sleep(0.05)
         heard.append(beat)
-        return 1e6
+        return Pace(1e6, 0.0)
 
     monkeypatch.setattr(heartbeat, "_record", lambda commits: {"steps": [commit.step for commit in commits]})
     monkeypatch.setattr(heartbeat, "_shared_out", lambda commit: commit.attempt.replicas)
@@ -128,13 +128,45 @@ def test_a_step_is_told_of_long_before_the_next_heartbeat_is_due(how: str, monke
     assert told(10.0) == [10]
 
 
+def test_records_of_an_old_run_are_rare_also_after_a_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a run of weeks that often loses workers would have too many of them for a supervisor that must read all."""
+    heard: list[Any] = []
+
+    def hear(beat: Beat) -> Pace:
+        heard.append(beat)
+        return Pace(1e6, 5 * HOUR)
+
+    monkeypatch.setattr(heartbeat, "_record", lambda commits: [commit.step for commit in commits])
+    monkeypatch.setattr(heartbeat, "_shared_out", lambda commit: commit.attempt.replicas)
+    monkeypatch.setattr(heartbeat.ray, "get", lambda beat, timeout: hear(beat))
+    supervisor: Any = SimpleNamespace(beat=SimpleNamespace(remote=lambda beat: beat))
+    spec: Any = SimpleNamespace(heartbeat_interval=0.01, lease=5.0)
+    beating = Heartbeat("w0", spec, supervisor, tuple)
+    beating.start()
+    deadline = time.monotonic() + 10.0
+    while not heard and time.monotonic() < deadline:
+        time.sleep(0.01)
+    beating.running(2, 0)
+    times = iter([now := time.monotonic(), *(now + seconds for seconds in (0.1, 3.0, 4.9, 5.2))])
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    began, due = heartbeat.time.monotonic(), []
+    for step in range(4):
+        beating._open = [SimpleNamespace(step=step, attempt=SimpleNamespace(replicas=2))]  # pyright: ignore
+        due.append(beating._is_due())
+        beating._last_record = beating._last_record or began
+    monkeypatch.setattr(heartbeat, "time", time)
+    assert due == [True, False, False, True], "the first at once, then every five seconds"
+
+
 def test_a_step_is_told_of_although_the_next_one_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the step at which a run stands still would be shown as one of a second before."""
     heard: list[Any] = []
 
-    def hear(beat: Beat) -> float:
+    def hear(beat: Beat) -> Pace:
         heard.extend(beat.commits)
-        return 0.01 if sum(map(len, heard)) < 3 else 1e6  # no further beat: nobody would answer it when the test is over
+        return Pace(
+            0.01 if sum(map(len, heard)) < 3 else 1e6, 0.0
+        )  # no further beat: nobody would answer it when the test is over
 
     monkeypatch.setattr(heartbeat, "_record", lambda commits: [commit.step for commit in commits])
     monkeypatch.setattr(heartbeat, "_shared_out", lambda commit: commit.attempt.replicas)
