@@ -140,7 +140,8 @@ class Run:
 
     Attributes:
         failure_s: mean time between failures so far, seconds, if that is to be regarded.
-        rejected: checkpoints that could not be loaded: they are nothing to fall back to.
+        rejected: checkpoints that are damaged, or of a training that was given up: they are nothing to fall back to.
+        unread: those that could not be read, and may be whole.
         rounded: since a checkpoint of an earlier step than this, a stage was replayed with sums in another order: what follows
             is not, to the bit, what was logged of it before.
     """
@@ -150,6 +151,7 @@ class Run:
     failure_s: float | None = None
     rejected: tuple[str, ...] = ()
     rounded: int = 0
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -376,4 +376,4 @@ def train(run: RunState, at: float) -> m.Run:
     losses = sum(len(recovery.lost) for recovery in run.recoveries) if run.rules.measure_failures else 0
     failure_s = at / losses if losses else None
     rejected = tuple(sorted(run.rejected.keys() - run.unread))
-    return m.Run(run.world, run.incarnation, failure_s, rejected, run.log.rounded)
+    return m.Run(run.world, run.incarnation, failure_s, rejected, run.log.rounded, tuple(sorted(run.unread)))

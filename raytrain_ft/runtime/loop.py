@@ -119,8 +119,9 @@ class Loop:
             return
         self._writers, command = writers, self._command
         if self._rank in writers:
-            about = (self._fence.incarnation, self._replica.state.step, command.failure_s, stages, command.rejected)
-            checkpointer.begin(writers.index(self._rank), len(writers), *about)
+            about = (self._fence.incarnation, self._replica.state.step, command.failure_s, stages)
+            bad = {"rejected": command.rejected, "unread": command.unread}
+            checkpointer.begin(writers.index(self._rank), len(writers), *about, **bad)
 
     def _share_out(self) -> None:
         """From here on, this is who reads what."""

@@ -25,7 +25,8 @@ class Job:
             so nobody may change it.
         values, kept: for the manifest.
         keep: how many checkpoints stay.
-        rejected: names of checkpoints that were found to be damaged; they do not count as ones that stay.
+        rejected: names of checkpoints that were found to be damaged; they do not count as ones that stay. unread: of
+            others that could not be read, which stay all the same.
         begun: the step at which its incarnation began, if that is known.
         files: small files beside the checkpoints to write once it is committed ({name: content}).
         timeout_s: how long to wait for the shards of others.
@@ -43,6 +44,7 @@ class Job:
     kept: bool = False
     keep: int = 1
     rejected: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
     begun: int | None = None
     files: dict[str, str] = field(default_factory=dict)
     size: int = 0

@@ -104,6 +104,9 @@ class WriterLock:
                 seen = time.monotonic()
                 self.owner = replace(self.owner, renewed=self.owner.renewed + 1)
                 _write(self._storage, self.owner)
+                if _was_overtaken(self._storage, self.owner.epoch, seen):
+                    self.lost = _succeeded(self._storage, None)
+                    return
             except StorageError:
                 continue  # the storage may come back; if it does not, others take over after the lease
 
@@ -138,9 +141,22 @@ def acquire(storage: Storage, owner: str) -> WriterLock:
     known = found.epoch if found is not None and found.owner == owner else None
     epoch = _claim(storage, found) if known is None else known
     mine = Owner(owner, epoch, socket.gethostname(), os.getpid(), began(os.getpid()), machine=_machine())
-    _write(storage, mine)
-    if not holds(storage, owner, epoch):
-        raise _taken(storage)
+    try:
+        began_at = time.monotonic()
+        if known is None and read_owner(storage) != found:  # while this process was held up
+            raise _taken(storage)
+        _write(storage, mine)
+        if not holds(storage, owner, epoch) or _was_overtaken(storage, epoch, began_at):
+            raise _taken(storage)
+    except (StorageError, LockedError):
+        if known is None:  # else the next ones would wait for who has claimed it
+            with suppress(StorageError):
+                storage.delete(_claim_of(epoch))
+        raise
+    for older in _claims(storage):
+        if older < epoch:
+            with suppress(StorageError):  # it is in nobody's way
+                storage.delete(_claim_of(older))
     return WriterLock(storage, mine, new=known is None)
 
 
@@ -165,15 +181,19 @@ def _claim(storage: Storage, found: Owner | None) -> int:
         epoch += 1
     if epoch > LATEST_EPOCH:
         raise StorageError(f"{storage.uri}: a file or a checkpoint says that {latest} owners wrote here before; remove it")
-    if read_owner(storage) != found:  # while this process was held up
-        raise _taken(storage)
-    for name in storage.names():
-        if (claim := CLAIM.fullmatch(name)) and int(claim[1]) < epoch:
-            with suppress(StorageError):  # it is in nobody's way
-                size = storage.size(name)
-                if size is not None and size <= LARGEST_CLAIM:
-                    storage.delete(name)
     return epoch
+
+
+def _claims(storage: Storage) -> list[int]:
+    """The epochs that were claimed. What only looks like a claim is left out."""
+    found = [name for name in storage.names() if CLAIM.fullmatch(name)]
+    return [int(name[7:-6]) for name in found if (size := storage.size(name)) is not None and size <= LARGEST_CLAIM]
+
+
+def _was_overtaken(storage: Storage, epoch: int, looked: float) -> bool:
+    """Whether another has claimed a later epoch since this process last looked whose turn it is. If that was long ago, because
+    this process was held up, the other may have come and gone, and what it had written of itself was just written over."""
+    return time.monotonic() - looked > LEASE_S and any(claimed > epoch for claimed in _claims(storage))
 
 
 def _claim_of(epoch: int) -> str:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from raytrain_ft.errors import LockedError, StorageError
@@ -122,7 +123,7 @@ def _tidy(storage: Storage, job: Job) -> None:
         for name, content in job.files.items():
             storage.put(name, [memoryview(content.encode())])
 
-    for part in (lambda: retention.retain(storage, job.name, job.keep, job.rejected, job.begun), write_files):
+    for part in (lambda: retention.retain(storage, job.name, job.keep, job.rejected, job.begun, job.unread), write_files):
         try:
             part()
         except Exception as error:
@@ -198,19 +199,21 @@ class Persister:
             return
         # One that has just died may not have been heard of yet; what it had to do is over with it.
         self._ended(self._process, "the persister process ended")
-        path = os.pathsep.join(entry for entry in sys.path if entry)
-        descriptors = [self._memory.descriptor, self._described.fileno()]
+        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+        answers, answering = os.pipe()  # its standard output is not for answers: a library may print to it
+        descriptors = [self._memory.descriptor, self._described.fileno(), answering]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "raytrain_ft.storage.persister", *map(str, [*descriptors, os.getpid()])],
+            [sys.executable, "-P", "-m", "raytrain_ft.storage.persister", *map(str, [*descriptors, os.getpid()])],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=2,
             pass_fds=descriptors,
             start_new_session=True,
             env=os.environ | {"PYTHONPATH": path},
         )
+        os.close(answering)
         assert self._process.stdin is not None
         os.set_blocking(self._process.stdin.fileno(), False)
-        threading.Thread(target=self._listen, args=(self._process,), name="persister", daemon=True).start()
+        threading.Thread(target=self._listen, args=(self._process, answers), name="persister", daemon=True).start()
 
     def submit(self, job: Job) -> Future[Outcome]:
         """Begins a job. The future never fails: an outcome with an error says what went wrong."""
@@ -271,13 +274,13 @@ class Persister:
         assert self._process.stdin is not None
         os.write(self._process.stdin.fileno(), json.dumps(message).encode() + b"\n")
 
-    def _listen(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        for answer in map(json.loads, process.stdout):
-            if answer:
-                self._settle(process, Outcome(**answer))
-            else:
-                self._tidy(process, jobs=1)
+    def _listen(self, process: subprocess.Popen[bytes], answers: int) -> None:
+        with os.fdopen(answers) as lines:
+            for answer in map(json.loads, lines):
+                if answer:
+                    self._settle(process, Outcome(**answer))
+                else:
+                    self._tidy(process, jobs=1)
         self._ended(process, f"the persister process ended (exit code {process.wait()})")
 
     def _ended(self, process: subprocess.Popen[bytes] | None, error: str) -> None:
@@ -309,9 +312,8 @@ def main() -> None:
     os.nice(NICENESS)
     for number in (signal.SIGINT, signal.SIGTERM):  # they are for the driver and the worker: a job is brought to its end
         signal.signal(number, signal.SIG_IGN)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints is no answer
-    descriptor, described, worker = map(int, sys.argv[1:])
+    descriptor, described, answering, worker = map(int, sys.argv[1:])
+    answers = os.fdopen(answering, "w")
 
     def lives() -> bool:
         return os.getppid() == worker

@@ -20,7 +20,12 @@ KEEP_ALL = sys.maxsize
 
 
 def retain(
-    storage: Storage, committed: Name, keep: int, rejected: Collection[str] = (), begun: int | None = None
+    storage: Storage,
+    committed: Name,
+    keep: int,
+    rejected: Collection[str] = (),
+    begun: int | None = None,
+    unread: Collection[str] = (),
 ) -> list[Name]:
     """Deletes what is not needed any more now that `committed` is durable; returns what was deleted.
 
@@ -31,6 +36,8 @@ def retain(
         rejected: those that were found to be damaged: they are nothing to fall back to, and do not count.
         begun: the step at which the incarnation of `committed` began. What older ones stored beyond it is of a training that
             everybody has gone back from, and does not count either.
+        unread: those that could not be read. They do not count, because what was gone on from instead must stay; but they stay,
+            because they may be whole.
 
     Raises:
         StorageError: some could not be deleted; all others are.
@@ -38,7 +45,8 @@ def retain(
     candidates = [candidate for candidate in checkpoint.found(storage) if candidate.name <= committed]
     complete = [candidate.name for candidate in candidates if candidate.complete and candidate.name != committed]
     void = {str(name) for name in complete if begun is not None and _is_void(name, committed, begun)}
-    stay = {committed} | _staying(storage, complete, keep - 1, {*rejected, *void})
+    stay = {committed} | _staying(storage, complete, keep - 1, {*rejected, *void, *unread})
+    stay |= {name for name in complete if str(name) in unread and str(name) not in void}
     gone, errors = [], []
     for name in (candidate.name for candidate in candidates if candidate.name not in stay):
         try:

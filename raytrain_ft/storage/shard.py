@@ -242,18 +242,34 @@ def decode(buffer: pa.Buffer, name: str) -> list[Rows]:
         with pa.ipc.open_file(buffer) as reader:
             if (reader.schema.metadata or {}).get(b"format") != FORMAT.encode() or not reader.schema.equals(SCHEMA):
                 raise StorageError(f"{name} is not a {FORMAT} file")
-            batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-        reached = buffer.address
-        for batch in batches:
-            batch.validate(full=True)
-            values = batch.column(4).buffers()[2]
-            if values is not None and values.size:
-                if not reached <= values.address <= values.address + values.size <= buffer.address + buffer.size:
-                    raise ValueError("its tensors' bytes are compressed, or not in order")
-                reached = values.address + values.size
-        return [_rows(batch) for batch in batches if len(batch)]
+            found, reached = [], buffer.address
+            for number in range(reader.num_record_batches):
+                batch = reader.get_batch(number)
+                reached = _check_within(batch, reached, buffer)  # now: a small file might unpack to all of the memory
+                found += [_rows(batch)] if len(batch) else []
+        return found
     except (pa.ArrowException, OSError, ValueError) as error:
         raise StorageError(f"{name} cannot be read as a shard: {error}") from error
+
+
+def _check_within(batch: pa.RecordBatch, reached: int, buffer: pa.Buffer) -> int:
+    """Looks whether all of a batch lies in the file, and what it has of tensors after the address that was reached. Returns up
+    to where that is."""
+    for column in batch.columns:
+        for part in column.buffers():
+            if (
+                part is not None
+                and part.size
+                and not buffer.address <= part.address <= buffer.address + buffer.size - part.size
+            ):
+                raise ValueError("it is compressed")
+    batch.validate(full=True)
+    values = batch.column(4).buffers()[2]
+    if values is None or not values.size:
+        return reached
+    if values.address < reached:
+        raise ValueError("its tensors' bytes are not in order")
+    return values.address + values.size
 
 
 def _rows(batch: pa.RecordBatch) -> Rows:

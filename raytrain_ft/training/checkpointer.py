@@ -118,6 +118,7 @@ class Checkpointer:
         self._persister = persister(self._memory)
         self._rank, self._count, self._stages, self._incarnation = 0, 1, 1, 0
         self._rejected: list[str] = []
+        self._unread: list[str] = []
         self._begun = 0
         self._layout: Layout | None = None
         self._copy: Copy | None = None
@@ -143,15 +144,17 @@ class Checkpointer:
         failure_s: float | None = None,
         stages: int = 1,
         rejected: Collection[str] = (),
+        unread: Collection[str] = (),
     ) -> None:
         """Training begins at `step` as worker `rank` of `count`.
 
         Args:
             failure_s: mean time between failures so far, seconds, if it is to be regarded.
             stages: of the pipeline; the state that is captured is that of stage `rank % stages`.
-            rejected: names of checkpoints that were found to be damaged.
+            rejected: names of checkpoints that were found to be damaged; unread: of those that could not be read.
         """
-        self._stages, self._rejected, self._begun = stages, sorted(rejected), step
+        self._stages, self._begun = stages, step
+        self._rejected, self._unread = sorted(rejected), sorted(unread)
         self._persister.start()  # now, so that its start is not in the first checkpoint's time
         self._rank, self._count, self._incarnation = rank, count, incarnation
         self._tuning.begin(rank, count, incarnation, step, failure_s)
@@ -280,6 +283,7 @@ class Checkpointer:
             kept=kept,
             keep=self._target.keep,
             rejected=self._rejected,
+            unread=self._unread,
             begun=self._begun,
             files=self._tuning.files(),
             size=total_size(tensors),

@@ -25,7 +25,7 @@ from raytrain_ft.training.data import BatchSource, alone_inside, dataset_size, l
 from raytrain_ft.training.data import Loader as CoreLoader
 from raytrain_ft.training.determinism import check_deterministic
 from raytrain_ft.training.ranks import current
-from raytrain_ft.training.seeded import Seeded, sketches
+from raytrain_ft.training.seeded import Seeded, in_workers, sketches
 
 _OURS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last", "generator")
 
@@ -96,7 +96,8 @@ class Loader:
         seeded = type(self.dataset) is not TensorDataset or collates_elsewhere
         rows = Seeded(self.dataset, self.sampling.seed) if seeded else self.dataset
         shares = _Shares(self, seeded)
-        loader: DataLoader[Any] = DataLoader(rows, batch_sampler=shares, generator=torch.Generator(), **options)
+        given = in_workers(options) if seeded else options
+        loader: DataLoader[Any] = DataLoader(rows, batch_sampler=shares, generator=torch.Generator(), **given)
         return lambda _: iter(loader)
 
     def __len__(self) -> int:
@@ -272,6 +273,7 @@ class _Shares:
 
     def __iter__(self) -> Iterator[list[Any]]:
         sampling, position = self._loader.sampling, self._loader.position
+        _check_shares(sampling, current()[1])
         epoch = position.epoch
         while position.epoch == epoch:
             batch, position = next_batch(sampling, position)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,12 +25,14 @@ KIND = "raytrain_ft.checkfreq-1"
 
 
 def values(
-    objects: Mapping[str, Any], loaders: Mapping[str, Loader], data: Mapping[str, Position], world: int
+    objects: Mapping[str, Any], loaders: Mapping[str, Loader], data: Mapping[str, Position], world: int, ended_by: Iterable[str]
 ) -> dict[str, Any]:
-    """For the manifest; JSON. `data`: where each loader stands."""
+    """For the manifest; JSON. `data`: where each loader stands; `ended_by`: the loaders that ended the last step, none if the
+    loop said itself that it was over."""
     return {
         "kind": KIND,
         "world": world,
+        "ended_by": sorted(ended_by),
         "data": {name: two_integers(one) for name, one in data.items()},
         "datasets": {name: asdict(one.sampling) | {"samples": as_records(one.sketches)} for name, one in loaders.items()},
         "objects": states.describe(objects),
@@ -42,6 +44,7 @@ class _Stored:
     """Those values, read and checked."""
 
     world: int
+    ended_by: set[str] | None
     data: dict[str, Position]
     datasets: dict[str, dict[str, Any]]
     objects: dict[str, dict[str, Any]]
@@ -57,7 +60,8 @@ def _stored(manifest: Manifest) -> _Stored:
         for one in datasets.values():
             of_records(one.get("samples", []))
         objects = {name: states.described(one) for name, one in found["objects"].items()}
-        return _Stored(int(found["world"]), data, datasets, objects)
+        ended_by = {str(name) for name in found["ended_by"]} if "ended_by" in found else None
+        return _Stored(int(found["world"]), ended_by, data, datasets, objects)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise StorageError(f"{manifest.name} does not have the values of a {KIND}: {error!r}") from error
 
@@ -94,6 +98,8 @@ class Plan:
     Attributes:
         states: (object, its state dict); positions: (loader, where it goes on); generators: their states.
         step: steps committed; world: how many ranks it was stored by; notes: what was overridden, in words.
+        ended_by: the loaders at whose next batch, or without any at `Run.commit`, the loop is where it was; None if that is
+            not known.
     """
 
     states: list[tuple[Any, Any]]
@@ -102,6 +108,12 @@ class Plan:
     step: int
     world: int
     notes: list[str]
+    ended_by: set[str] | None
+
+    def goes_on_at(self, name: str | None) -> bool:
+        """Whether the loop is where it was when it asks this loader for a batch, or (None) says itself that a step is over. A
+        validation that comes first may draw: it has been done before."""
+        return name is None or self.ended_by is None or name in self.ended_by
 
 
 def plan(
@@ -147,7 +159,10 @@ def plan(
     positions = [(loaders[name], _position(stored, loaders[name], name)) for name in loaders if name in stored.data]
     if rank >= stored.world:
         generators = {}
-    return Plan(found, positions, generators, content.manifest.step, stored.world, notes)
+    ended_by = stored.ended_by
+    if ended_by and not ended_by & loaders.keys():  # they have other names now
+        ended_by = None
+    return Plan(found, positions, generators, content.manifest.step, stored.world, notes, ended_by)
 
 
 def _data_differences(stored: _Stored, loaders: Mapping[str, Loader]) -> dict[str, list[str]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,20 @@ class Seeded(Dataset[Any]):
         return fetch(self.dataset, [index])[0]
 
 
+def in_workers(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """These options of DataLoader over a `Seeded`: in a loader worker, `get_worker_info().dataset` is the user's."""
+    if not options.get("num_workers", 0):
+        return options
+    return {**options, "worker_init_fn": partial(_begin_worker, options.get("worker_init_fn"))}
+
+
+def _begin_worker(begin: Callable[[int], object] | None, number: int) -> None:
+    info: Any = get_worker_info()
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # it lets nobody change it
+    if begin is not None:
+        begin(number)
+
+
 def sketches(dataset: Any, sampling: Sampling, options: Mapping[str, Any]) -> tuple[Sketch, ...]:
     """What a few samples look like; nothing, if they look otherwise when they are loaded again, as with a generator of the
     dataset's own. They are loaded where the training's are: what a dataset opens in a loader worker must not be open before
@@ -59,7 +74,7 @@ def sketches(dataset: Any, sampling: Sampling, options: Mapping[str, Any]) -> tu
         rows,
         batch_sampler=[[(0, index) for index in (*ids, *ids)]],
         generator=torch.Generator(),
-        **{**options, **elsewhere, "collate_fn": _sketched},
+        **in_workers({**options, **elsewhere, "collate_fn": _sketched}),
     )
     return next(iter(loader))
 

@@ -78,7 +78,8 @@ class Session:
         self._objects, self._loaders = objects, loaders
         self._closing = ExitStack()
         self._resumed: resuming.Plan | None = None
-        self._passed_over: list[str] = []  # checkpoints that are damaged, as some rank sees them
+        self._rejected: list[str] = []  # checkpoints that are damaged, as some rank sees them
+        self._unread: list[str] = []  # those that could not be read
         self._began_at = 0
         self._opened = threading.get_ident()
         self._updating: int | None = None  # the thread of the last update
@@ -87,6 +88,8 @@ class Session:
         self._reading: set[str] = set()  # the loaders whose loop is under way
         self._ended: set[str] = set()  # those whose epoch came to its end in the loop, with nothing asked of them since
         self._uncommitted: set[str] | None = None  # the loaders that end the present step, if there was an update in it
+        self._last: set[str] = set()  # those that ended the last one
+        self._open_updates = 0  # begun and not ended, since a batch was asked for
         self._batches = self._updates = 0  # that this launch has heard of
         self._next_decision = 0
         self._watch = Stopwatch()  # runs from the first batch on
@@ -118,7 +121,9 @@ class Session:
         self._closing.callback(self._checkpointer.close, self._plan.timeout_s)
         self._committed = self._positions()
         self._follow()
-        self._checkpointer.begin(self._ranks.rank, self._ranks.count, 1, self.step, rejected=self._passed_over)
+        self._checkpointer.begin(
+            self._ranks.rank, self._ranks.count, 1, self.step, rejected=self._rejected, unread=self._unread
+        )
         self._next_decision = self._ranks.first_says(self._earliest())
 
     def _compare_ranks(self) -> None:
@@ -183,8 +188,8 @@ class Session:
             if content is not None and not failures:
                 return content
             passed.append(f"checkpoint {name} is passed over: {failures[0]}")
-            if any(not isinstance(failure, UnreachableError) for failure in failures):
-                self._passed_over.append(name)
+            damaged = any(not isinstance(failure, UnreachableError) for failure in failures)
+            (self._rejected if damaged else self._unread).append(name)
             self._journal.tell("CheckpointPassedOver", {"reason": passed[-1]})
         raise NoCheckpointError(
             f"{self.storage.uri}: no checkpoint can be read; " + "; ".join(passed) + '. resume="never" begins anew'
@@ -223,11 +228,13 @@ class Session:
         """The weights are about to change: waits until a copy that is under way is complete."""
         self._updating = threading.get_ident()
         self._checkpointer.await_copy(_go_on)
+        self._open_updates += 1
         self._update_began = time.monotonic()
 
     def update_ends(self) -> None:
         """The weights have changed. However often that happens between two batches, it is one step."""
         self._updates += 1
+        self._open_updates -= 1
         if self._updates == FORGOTTEN and not self._batches:
             reason = (
                 f"{FORGOTTEN} updates were made, and no batch was asked of a checkfreq.Loader that checkfreq.open was given, "
@@ -266,16 +273,17 @@ class Session:
             )
         self._reading.add(name)
         self._ended.discard(name)
-        if not self._uncommitted or name in self._uncommitted:
-            self.commit()
+        if self._uncommitted is None or name in self._uncommitted:
+            self.commit(name)
 
-    def commit(self) -> None:
-        """A batch is asked for: what was done since the last one is a step, if there was an update in it."""
+    def commit(self, name: str | None = None) -> None:
+        """A batch is asked for (of this loader): what was done since the last one is a step, if there was an update in it."""
         self._watch.start()
         self._batches += 1
+        self._open_updates = 0  # one that broke off, if the loop goes on, is as much of its state as any other
         if self._batches == FORGOTTEN and not self._updates and not self._optimizers():
             self._nothing_to_store()
-        if self._resumed is not None:
+        if self._resumed is not None and self._resumed.goes_on_at(name):
             resuming.set_generators(self._resumed, self._ranks.rank)  # something may have drawn since `begin`
             self._resumed = None
         if self._uncommitted is not None:
@@ -309,7 +317,7 @@ class Session:
             self._compare_shared()
         before, self._committed = self._committed, self._positions()
         ended = any(self._committed[name].epoch != before[name].epoch for name in self._uncommitted)
-        self._uncommitted = None
+        self._last, self._uncommitted = self._uncommitted, None
         self._checkpointer.updated(self._update_s)
         self._checkpointer.stepped(self.step, self._watch.take())
         self._update_s = 0.0
@@ -351,7 +359,7 @@ class Session:
 
     def _capture(self) -> tuple[list[tuple[str, torch.Tensor]], dict[str, Any]]:
         self._parts = states.take_apart(self._objects)
-        about = resuming.values(self._objects, self._loaders, self._committed, self._ranks.count)
+        about = resuming.values(self._objects, self._loaders, self._committed, self._ranks.count, self._last)
         return list(self._parts.shared.items()), about
 
     def _own(self) -> list[tuple[str, torch.Tensor]]:
@@ -362,6 +370,16 @@ class Session:
 
     def finish(self) -> None:
         """The loop has come to its end: its last state becomes a checkpoint, which is waited for."""
+        if self._open_updates:
+            self._journal.tell(
+                "CheckpointFailed",
+                {
+                    "step": self.step,
+                    "reason": "the last update broke off, so the weights may be updated in part: the last state is not stored, "
+                    "and the next launch goes on from the checkpoint before",
+                },
+            )
+            return
         ended = False
         if self._uncommitted is not None:
             self.pause()

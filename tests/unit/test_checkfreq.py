@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,7 +30,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store import Versioned
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 import raytrain_ft.checkfreq as checkfreq
 from raytrain_ft.errors import (
@@ -47,7 +47,7 @@ from raytrain_ft.result import load_model
 from raytrain_ft.storage import checkpoint, selection, tree
 from raytrain_ft.storage.filesystem import LocalStorage, open_storage
 from raytrain_ft.storage.tree import flatten
-from raytrain_ft.training import checkpointer, resume, snapshot
+from raytrain_ft.training import checkpointer, resumable, resume, snapshot
 from raytrain_ft.training import journal as journals
 from raytrain_ft.training import objects as states
 from raytrain_ft.training.checkpointer import Checkpointer
@@ -216,6 +216,104 @@ def test_all_that_a_loop_does_after_its_update_belongs_to_the_step(tmp_path: Pat
     assert seen == [2, 3]
     assert got == expected
     assert train(tmp_path / "b", 4)[1] == []
+
+
+def validated_first(directory: Path, epochs: int, stop_at: int | None = None) -> str:
+    """The weights and the generators after a loop that validates before each epoch, with dropout."""
+    setup = Setup()
+    val = checkfreq.Loader(TensorDataset(torch.arange(12)), global_batch_size=4, shuffle=False)
+    with suppress(InterruptedError), checkfreq.open(directory, every=1, keep=100, **setup.objects, val=val) as run:
+        for _ in setup.loader.epochs(epochs):
+            for (numbers,) in val:
+                torch.rand(len(numbers))
+            for inputs, labels in setup.loader:
+                if run.step == stop_at:
+                    raise InterruptedError
+                setup.step(inputs, labels)
+    return setup.state() + repr(torch.rand(3).tolist())
+
+
+def test_a_validation_that_is_done_again_draws_nothing_of_the_training(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    whole = validated_first(tmp_path / "a", 3)
+    torch.manual_seed(3)
+    validated_first(tmp_path / "b", 3, stop_at=7)
+    torch.manual_seed(4)
+    assert validated_first(tmp_path / "b", 3) == whole
+
+
+def test_a_validation_ends_no_step_that_the_loop_says_itself_to_be_over(tmp_path: Path) -> None:
+    setup = Setup()
+    val = checkfreq.Loader(TensorDataset(torch.arange(12)), global_batch_size=4, shuffle=False)
+    with checkfreq.open(tmp_path, every=1, keep=100, model=setup.model, scheduler=setup.scheduler, val=val) as run:
+        for _ in range(5):
+            run.commit()
+            with run.update():
+                setup.model[0].weight.data.add_(1.0)
+            for _ in val:
+                pass
+            setup.scheduler.step()
+    for step in range(1, 6):
+        name = next((tmp_path / "checkpoints").glob(f"step-{step:09d}-*")).name
+        content = resume.read(open_storage(str(tmp_path / "checkpoints")), name)
+        skeletons = states.stored_skeletons(content, 0)
+        assert states.put_together(content, skeletons["scheduler"], 0)["last_epoch"] == step
+
+
+class Breaks(torch.optim.SGD):
+    """Is interrupted between two of its parameters."""
+
+    breaks = False
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore
+        if not self.breaks:
+            super().step()
+            return
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].add_(1.0)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_what_an_update_left_that_broke_off_is_not_stored_as_the_last_state(tmp_path: Path, goes_on: bool) -> None:
+    """The loop catches Ctrl-C inside the `with` block, which ends as ever. If the loop goes on, that is its own state."""
+    setup = Setup()
+    setup.optimizer = optimizer = Breaks(setup.model.parameters(), lr=0.01)
+    setup.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.5)
+    with checkfreq.open(tmp_path, every=2, **setup.objects) as run:
+        with suppress(KeyboardInterrupt):
+            for inputs, labels in run.batches(setup.loader, until_step=20):
+                optimizer.breaks = run.step == 5
+                setup.step(inputs, labels)
+        if goes_on:
+            optimizer.breaks = False
+            setup.train(run, 7)
+    newest = max(int(path.name[5:14]) for path in (tmp_path / "checkpoints").glob("step-*"))
+    failed = journal(tmp_path, "CheckpointFailed")
+    assert (newest, len(failed)) == ((7, 0) if goes_on else (4, 1))
+    assert goes_on or "broke off" in failed[0]["reason"]
+
+
+class Opened(Dataset[float]):
+    """Reads what a loader worker has opened."""
+
+    opened: Any = None
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> float:
+        return -1.0 if self.opened is None else self.opened + index
+
+
+def _open_it(number: int) -> None:
+    get_worker_info().dataset.opened = 100.0  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_a_loader_worker_is_begun_with_the_dataset_itself() -> None:
+    loader = checkfreq.Loader(Opened(), global_batch_size=4, shuffle=False, num_workers=1, worker_init_fn=_open_it)
+    assert torch.cat(list(loader)).tolist() == list(range(100, 108))
+    assert [sketch.mean for sketch in loader.sketches] == list(range(100, 108))
 
 
 def test_accumulated_gradients_are_never_cut(tmp_path: Path) -> None:
@@ -713,7 +811,7 @@ def test_what_is_out_of_reach_is_passed_over_but_stays(run_directory: Path, monk
     with run:
         assert run.step == 10
         setup.train(run, 14)
-    assert [step for step, _ in kept(run_directory)] == [12, 14]
+    assert [step for step, _ in kept(run_directory)] == [10, 12, 14], "and 10 is there, if 14 should be damaged"
 
 
 def test_all_damaged_is_an_error_and_never_begins_anew(run_directory: Path) -> None:
@@ -1364,10 +1462,13 @@ def test_two_loaders_are_never_inside_one_dataset_at_once() -> None:
         assert torch.equal(one[0], other[0])
 
 
-def test_a_batch_too_small_for_the_ranks_is_refused() -> None:
+def test_a_batch_too_small_for_the_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = checkfreq.Loader(TensorDataset(torch.arange(9)), global_batch_size=4)
     loader.check_world(1)
     with pytest.raises(ConfigError, match="last batch of an epoch has 1 samples for 2 ranks"):
         loader.check_world(2)
+    monkeypatch.setattr(resumable, "current", lambda: (0, 2))
+    with pytest.raises(ConfigError, match="last batch of an epoch has 1 samples for 2 ranks"):
+        next(iter(loader))  # one that `open` was not given, on any rank and before any batch
     with pytest.raises(ConfigError, match="each batch has 4 samples for 5 ranks"):
         loader.check_world(5)

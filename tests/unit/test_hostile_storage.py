@@ -35,6 +35,39 @@ Harm = Callable[[Path, Path], object]
 """Is given the newest checkpoint's directory, and a file elsewhere whose content is secret."""
 
 
+def test_a_small_file_does_not_unpack_to_all_of_the_memory(tmp_path: Path) -> None:
+    """What compresses well: shapes of zeros, of which each batch has 80 MB."""
+    zeros = np.zeros(10_000_000, np.int64)
+    shapes = pa.ListArray.from_arrays(pa.array([0, len(zeros)], pa.int32()), pa.array(zeros))
+    columns = [pa.array(["t"]), pa.array(["torch.uint8"]), shapes, pa.array([0]), pa.array([b""], pa.large_binary())]
+    arrays = [column.cast(field.type) for column, field in zip(columns, shard.SCHEMA, strict=True)]
+    batch = pa.RecordBatch.from_arrays(arrays, schema=shard.SCHEMA)
+    schema = shard.SCHEMA.with_metadata({"format": shard.FORMAT})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        for _ in range(20):
+            writer.write_batch(batch.replace_schema_metadata({"format": shard.FORMAT}))
+    file = sink.getvalue()
+    assert file.size < 1_000_000
+    before = pa.total_allocated_bytes()
+    peak = 0
+
+    real = shard._check_within
+
+    def look(*args: Any) -> int:
+        nonlocal peak
+        peak = max(peak, pa.total_allocated_bytes() - before)
+        return real(*args)
+
+    shard._check_within = look
+    try:
+        with pytest.raises(StorageError, match="it is compressed"):
+            shard.decode(file, "a file")
+    finally:
+        shard._check_within = real
+    assert 0 < peak < 200_000_000
+
+
 class Bomb:
     """Leaves a mark when it is unpickled."""
 

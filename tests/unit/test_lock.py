@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -129,6 +129,71 @@ def test_one_that_was_held_up_in_a_renewal_takes_nothing_back(tmp_path: Path) ->
     held = acquire(storage, "second")
     own(storage, replace(first.owner, renewed=7))
     until(lambda: holds(storage, "second", held.owner.epoch))
+    held.release()
+
+
+class HeldUp(LocalStorage):
+    """Its next write of the file waits."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.waits, self.goes_on = threading.Event(), threading.Event()
+        self.goes_on.set()
+
+    def put(self, name: str, parts: Iterable[memoryview]) -> None:
+        if name == lock.FILE and not self.goes_on.is_set():
+            self.waits.set()
+            assert self.goes_on.wait(60)
+        super().put(name, parts)
+
+
+def test_one_that_was_held_up_until_its_successor_had_left_finds_out(tmp_path: Path) -> None:
+    """By then the file says its own name again, because it has just written it."""
+    storage = HeldUp(tmp_path)
+    held = acquire(storage, "first")
+    storage.goes_on.clear()
+    assert storage.waits.wait(20)
+    second = acquire(LocalStorage(tmp_path), "second")
+    second.release()
+    storage.goes_on.set()
+    until(lambda: held.lost != "")
+    assert "has taken the right to write" in held.lost
+    held.release()
+    third = acquire(LocalStorage(tmp_path), "third")
+    assert third.owner.epoch == 3
+    third.release()
+
+
+def test_one_that_was_held_up_while_it_took_the_right_has_not_got_it(tmp_path: Path) -> None:
+    storage = HeldUp(tmp_path)
+    storage.goes_on.clear()
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(acquire, storage, "first")
+        assert storage.waits.wait(20)
+        acquire(LocalStorage(tmp_path), "second").release()
+        storage.goes_on.set()
+        with pytest.raises(LockedError, match="at the same moment"):
+            late.result(20)
+    assert [name for name in storage.names() if name.endswith(".claim")] == ["writer-2.claim"]
+
+
+def test_a_start_that_fails_leaves_no_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk an empty file can still be made. The next start would wait for whoever has claimed that epoch."""
+    storage = LocalStorage(tmp_path)
+    acquire(storage, "run").release()
+    monkeypatch.setattr(lock, "LEASE_S", 60.0)
+
+    def full(name: str, parts: Iterable[memoryview]) -> None:
+        raise StorageError("no space left on device")
+
+    for number in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, "put", full)
+            with pytest.raises(StorageError, match="no space left"):
+                acquire(storage, f"another {number}")
+        assert [name for name in storage.names() if name.endswith(".claim")] == ["writer-1.claim"]
+    held = acquire(storage, "another")
+    assert held.owner.epoch == 2
     held.release()
 
 

@@ -104,6 +104,34 @@ def test_what_was_measured_is_stored_also_where_nothing_can_be_deleted(tmp_path:
     assert (tmp_path / str(Name(10, 1, 1)) / "directory").exists()
 
 
+@pytest.mark.parametrize("name", ["secrets", "sitecustomize"])
+def test_it_imports_what_its_worker_does_and_says_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A script's own directory is on its path, and the one that it was started in is not. And what a library prints is no
+    answer."""
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / f"{name}.py").write_text("API_KEY = 1\nprint('welcome')\n")
+    monkeypatch.chdir(tmp_path / "project")
+    if name == "sitecustomize":
+        monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "project")])
+    storage = open_storage(str(tmp_path / "run"))
+    right = lock.acquire(storage, "test")
+    memory = SharedMemory()
+    memory.reserve(8)
+    persister = Persister(memory)
+    try:
+        about = {"place": Place(str(tmp_path / "run")), "owner": "test", "epoch": right.owner.epoch, "incarnation": 1}
+        pieces = [Piece("t", "torch.uint8", (8,), 0, 8)]
+        outcome = persister.submit(Job(step=1, number=0, count=1, pieces=pieces, **about)).result(timeout=30)
+        assert outcome.error is None
+        assert persister.await_tidy(30.0)
+    finally:
+        persister.close(10)
+        memory.close()
+        right.release()
+
+
 def test_it_says_when_it_has_tidied_up(tmp_path: Path) -> None:
     """Whoever ends its process before leaves what was to be deleted, or half a file."""
     storage = two_checkpoints(tmp_path)

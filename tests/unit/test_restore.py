@@ -512,7 +512,7 @@ def test_a_damaged_name_is_damage_and_no_other_model(storage: LocalStorage) -> N
 def test_a_checkpoint_of_checkfreq_is_of_another_kind(storage: LocalStorage) -> None:
     """Both lay their directories out alike, so one may be found where the other is looked for."""
     here = trained(1)
-    save(storage.uri, 1, some(), values=resume.values({"model": here.model}, {}, {}, 1))
+    save(storage.uri, 1, some(), values=resume.values({"model": here.model}, {}, {}, 1, ()))
     unchanged = all_of(here)
     with pytest.raises(MismatchError, match=r"another kind, raytrain_ft\.checkfreq-1"):
         durable.restore(here, mapped(storage), DATA)

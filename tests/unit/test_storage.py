@@ -12,6 +12,7 @@ import time
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +25,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from store import OWNER, own, parts_of, same_bits, save, state, step_of, tensors_of, two_checkpoints
 from store import newest as newest_of
-from store import own, parts_of, same_bits, save, state, step_of, tensors_of, two_checkpoints
 from torch import Tensor, nn
 
 import raytrain_ft
@@ -566,6 +567,16 @@ def test_what_is_damaged_is_nothing_to_fall_back_to(tmp_path: Path, where: str) 
     assert steps(storage) == ([25, 10] if where == "in a shard" else [25, 20, 10])
     save(storage.uri, 30, state(30), incarnation=2)
     assert steps(storage) == ([30, 25] if where == "in a shard" else [30, 25, 20])
+
+
+def test_what_could_not_be_read_stays_beside_what_the_run_went_on_from(tmp_path: Path) -> None:
+    """A later launch (epoch 2) could not read 20, and began from 10."""
+    storage = two_checkpoints(tmp_path)
+    own(storage, replace(OWNER, epoch=2))
+    save(storage.uri, 15, state(15), epoch=2, unread=[str(Name(20, 1, 1))])
+    assert steps(storage) == [15, 20, 10]
+    save(storage.uri, 18, state(18), epoch=2, unread=[str(Name(20, 1, 1))])
+    assert steps(storage) == [18, 15, 20], "18 and 15 are two that can be read"
 
 
 def test_retention_deletes_the_manifest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
