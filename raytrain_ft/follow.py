@@ -33,7 +33,7 @@ from raytrain_ft.policy.history import ENDS
 from raytrain_ft.policy.states import ENDED
 from raytrain_ft.progress import Display
 from raytrain_ft.result import Result, first_of, recovery_of
-from raytrain_ft.runtime.event_log import read_records
+from raytrain_ft.runtime.event_log import each_record, has_end
 from raytrain_ft.runtime.leftovers import kill_named, named
 from raytrain_ft.runtime.placement import connect
 from raytrain_ft.runtime.spec import NAMESPACE, supervisor_name, worker_name
@@ -321,27 +321,40 @@ def _connect() -> None:
 
 def recorded(directory: Path) -> Account | None:
     """How a run ended, as its records tell; None if they do not."""
-    records = read_records(directory / "events.jsonl")
-    if not records or records[0]["event"] != "RunStarted":
+    if not has_end(directory / "events.jsonl"):
         return None
-    ends = [record for record in records if record["event"] in ENDS]
-    if not ends:
+    records = each_record(directory / "events.jsonl")
+    started, end, committed = next(records, None), None, None
+    if started is None or started["event"] != "RunStarted":
         return None
-    end, details = ends[-1], records[0]["details"]
-    committed = [record for record in records if record["event"] == "StepsCommitted"]
-    begun_from = [stored["name"] for stored in reversed(records[0].get("stored", ()))]
-    names = begun_from + [record["name"] for record in records if record["event"] == "CheckpointCommitted"]
+    names = [stored["name"] for stored in reversed(started.get("stored", ()))]
+    recoveries, step, world_size = [], 0, 0
+    for record in records:
+        match record["event"]:
+            case "StepsCommitted":
+                committed, step = record, max(step, record["stop_step"])
+            case "CheckpointCommitted":
+                names.append(record["name"])
+            case "Recovery":
+                recoveries.append(record)
+            case "Resumed":
+                world_size = max(world_size, record["world_size"])
+            case name if name in ENDS:
+                end = record
+    if end is None:
+        return None
+    details = started["details"]
     uri = details.get("checkpoints")
     return {
-        "run_id": records[0]["run_id"],
+        "run_id": started["run_id"],
         "name": details["name"],
         "directory": str(directory),
         "max_steps": details["max_steps"],
         "state": end.get("state", "FINISHED"),
-        "world_size": max((record["world_size"] for record in records if record["event"] == "Resumed"), default=0),
-        "step": end.get("steps", max((record["stop_step"] for record in committed), default=0)),
-        "loss": committed[-1]["loss"] if committed else None,
-        "recoveries": [record for record in records if record["event"] == "Recovery"],
+        "world_size": world_size,
+        "step": end.get("steps", step),
+        "loss": committed["loss"] if committed else None,
+        "recoveries": recoveries,
         "warnings": [],  # they were of use while it ran
         "failure": end.get("error"),
         "result": {name: end.get(name, "") for name in ("digest", "path")},

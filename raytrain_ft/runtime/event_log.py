@@ -22,6 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from raytrain_ft.errors import StorageError
 from raytrain_ft.policy import messages
+from raytrain_ft.policy.history import ENDS
 from raytrain_ft.policy.messages import Event
 
 _CLASSES: dict[str, type[Event]] = {
@@ -34,6 +35,9 @@ _ADAPTERS: dict[type, TypeAdapter[Any]] = {cls: TypeAdapter(cls) for cls in _CLA
 PATIENCE_S = 60.0
 MOST_WAITING = 10_000
 """Lines."""
+BLOCK_BYTES = 2**16
+END_BYTES = 2**20
+"""In which the last lines of a log lie, also where the error that a run ended with is long."""
 
 
 def encode(event: Event) -> str:
@@ -70,7 +74,7 @@ class EventLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:  # a line that a crash cut short would damage the next one
-            os.ftruncate(self._file, path.read_bytes().rfind(b"\n") + 1)
+            os.ftruncate(self._file, _whole_lines(path))
         except OSError:
             os.close(self._file)
             raise
@@ -123,6 +127,27 @@ class EventLog:
         """Ends the log."""
         self.flush()
         os.close(self._file)
+
+
+def _whole_lines(path: Path) -> int:
+    """Bytes up to the end of the last line that was written whole."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            begin = max(0, end - BLOCK_BYTES)
+            file.seek(begin)
+            if found := file.read(end - begin).rfind(b"\n") + 1:
+                return begin + found
+            end = begin
+    return 0
+
+
+def has_end(path: Path) -> bool:
+    """Whether a log may have the end of its run, which is among its last lines. To read all of a long one takes a minute."""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - END_BYTES))
+        last = file.read()
+    return any(f'"event":"{name}"'.encode() in last for name in ENDS)
 
 
 def _note(name: str, **fields: Any) -> str:

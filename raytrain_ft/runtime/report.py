@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 
 from raytrain_ft.policy.units import counted
-from raytrain_ft.runtime.event_log import read_records
+from raytrain_ft.runtime.event_log import each_record
 from raytrain_ft.runtime.report_data import Account, Checkpoint, Decision, Facts, gather
 from raytrain_ft.runtime.report_figures import MOST_BARS, draw
 from raytrain_ft.runtime.report_style import COLOURS
@@ -69,7 +69,7 @@ footer{font-size:12.5px;margin:18px 4px 0}
 
 def write(directory: Path) -> Path:
     """Writes `report.html` beside the event log; a reader sees the old one or the new one, never half of it."""
-    page = build(read_records(directory / "events.jsonl"), directory.name)
+    page = build(each_record(directory / "events.jsonl"), directory.name)
     path = directory / "report.html"
     draft = directory / f".report-{os.getpid()}.tmp"
     draft.write_text(page, encoding="utf-8")
@@ -77,7 +77,7 @@ def write(directory: Path) -> Path:
     return path
 
 
-def build(records: list[dict], name: str = "") -> str:
+def build(records: Iterable[dict], name: str = "") -> str:
     """The page. `name` is used for a run that does not say its own."""
     facts = gather(records, name)
     figures = draw(facts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,8 @@ Point = tuple[float, float]
 LARGEST = 1e12
 """Numbers beyond this are damage, not measurements; they would only spoil an axis."""
 LONGEST_TEXT = 500
+MOST_POINTS = 40_000
+"""Of a curve: far more than is drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +126,19 @@ def text(record: Record, name: str) -> str:
     return cut if len(cut) <= LONGEST_TEXT else cut[:LONGEST_TEXT] + "…"
 
 
-def gather(records: list[Any], name: str = "") -> Facts:
-    """The facts of a run's records. `name` is used for a run that does not say its own."""
+def gather(records: Iterable[Any], name: str = "") -> Facts:
+    """The facts of a run's records, of which there may be millions. `name` is used for a run that does not say its own."""
     facts = Facts(name=name)
-    known: list[Record] = [record for record in records if isinstance(record, dict)]
     incarnation = -1.0
     losses: dict[float, float] = {}
     accounts: dict[str, Record] = {}
-    for record in known:
+    for record in (one for one in records if isinstance(one, dict)):
         at = number(record, "at")
+        facts.seconds = max(facts.seconds, at or 0.0)
+        if len(losses) > MOST_POINTS:
+            losses = dict(thin(sorted(losses.items()), MOST_POINTS // 2))
+        if len(facts.progress) > MOST_POINTS:
+            facts.progress = thin(facts.progress, MOST_POINTS // 2)
         match record.get("event"):
             case "RunStarted":
                 _identify(facts, record)
@@ -150,7 +157,6 @@ def gather(records: list[Any], name: str = "") -> Facts:
                 pass
     facts.recoveries = [_account(index, record) for index, record in enumerate(accounts.values(), 1)]
     facts.losses = sorted(losses.items())
-    facts.seconds = max([0.0, *(at for record in known if (at := number(record, "at")) is not None)])
     facts.steps = facts.progress[-1][1] if facts.progress else 0
     return facts
 

@@ -29,6 +29,8 @@ Note = (
 )
 IDENTITY = ("incarnation", "step", "source", "number")
 """What tells two notes of the same kind and worker apart."""
+MOST_NOTED = 4096
+"""Of each worker; what it has told before was acknowledged long ago."""
 NOTES: dict[str, type[Note]] = {cls.__name__: cls for cls in get_args(Note)}
 
 
@@ -42,25 +44,26 @@ class Tidings:
     def __init__(self, spec: RunSpec, tell: Callable[[m.Event], None]) -> None:
         self._spec, self._tell = spec, tell
         self._told: dict[str, tuple[int, str]] = {}  # by member, incarnation and status
-        self._recorded: dict[tuple[str, int], int] = {}
+        self._recorded: dict[str, tuple[int, int]] = {}  # of each member, up to which step of which incarnation
         self._lost: dict[tuple[int, int], list[Range]] = {}  # of (incarnation, step), the samples that were told to be lost
-        self._noted: set[tuple[Any, ...]] = set()
+        self._noted: dict[str, dict[tuple[Any, ...], None]] = {}  # by member, the oldest first
         self.loss: float | None = None
 
     def recall(self, past: Iterable[m.Event]) -> None:
         """What is in the log is not told again."""
         for event in past:
             if isinstance(event, m.StepsCommitted):
-                self._recorded[event.member, event.incarnation] = event.stop_step
+                self._recorded[event.member] = event.incarnation, event.stop_step
                 self.loss = event.loss
             elif isinstance(event, m.SamplesLost):
                 self._not_listed(event.incarnation, event.step, event.start, event.stop)
             elif isinstance(event, Note):
-                self._noted.add((event.member, type(event).__name__, *(getattr(event, name, None) for name in IDENTITY)))
+                self._is_new(event.member, (type(event).__name__, *(getattr(event, name, None) for name in IDENTITY)))
 
     def forget(self, member: str) -> None:
         """This worker is gone. What it told stays told."""
-        self._told.pop(member, None)
+        for known in (self._told, self._recorded, self._noted):
+            known.pop(member, None)
 
     def tell_of_training(self, beat: Beat) -> None:
         """Tells of the steps, checkpoints and the like that are news."""
@@ -70,11 +73,11 @@ class Tidings:
             self._note(beat.member, name, fields)
 
     def _record(self, member: str, commit: dict[str, Any]) -> None:
-        key = (member, commit["incarnation"])
-        if self._recorded.get(key, -1) >= commit["stop_step"]:  # its acknowledgement was lost, with the supervisor perhaps,
+        reached = commit["incarnation"], commit["stop_step"]
+        if self._recorded.get(member, (-1, -1)) >= reached:  # its acknowledgement was lost, with the supervisor perhaps,
             self.samples_lost(commit)  # and what follows the record with it
             return
-        self._recorded[key] = commit["stop_step"]
+        self._recorded[member] = reached
         self.loss = commit["loss"]
         fields = {name: value for name, value in commit.items() if name != "lost"}
         self._tell(m.StepsCommitted(member=member, **fields))
@@ -101,10 +104,18 @@ class Tidings:
             lost = {name: value for name, value in fields.items() if name != "incarnation"}
             self.samples_lost({"incarnation": fields["incarnation"], "lost": [lost]})
             return
-        key = (member, name, *(fields.get(part) for part in IDENTITY))
-        if key not in self._noted:
-            self._noted.add(key)
+        if self._is_new(member, (name, *(fields.get(part) for part in IDENTITY))):
             self._tell(NOTES[name](member=member, **fields))
+
+    def _is_new(self, member: str | None, note: tuple[Any, ...]) -> bool:
+        """Whether this worker has not told of it yet; from now on it has."""
+        noted = self._noted.setdefault(str(member), {})
+        if note in noted:
+            return False
+        noted[note] = None
+        if len(noted) > MOST_NOTED:
+            del noted[next(iter(noted))]
+        return True
 
     def tell_status(self, beat: Beat) -> None:
         """Tells what has become of a worker, if that is news."""

@@ -5,36 +5,61 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from raytrain_ft.runtime.event_log import read_records
+from raytrain_ft.runtime.event_log import each_record
 
 MICROSECONDS = 1e6
+MOST_SPANS = 200_000
+"""Of committed steps: a run of weeks has millions of records, and no viewer would open as many."""
 
 
-def build(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Trace events: the machine's states, each worker's committed steps, losses, and the phases of each recovery."""
-    trace: list[dict[str, Any]] = [_name(1, 0, "supervisor"), _name(1, 1, "recoveries")]
+def build(records: Iterable[dict[str, Any]], merged: int = 1) -> Iterator[dict[str, Any]]:
+    """Trace events: the machine's states, each worker's committed steps, losses, and the phases of each recovery.
+
+    Args:
+        merged: so many records of a worker's steps, one after the other, become one span.
+    """
+    yield from (_name(1, 0, "supervisor"), _name(1, 1, "recoveries"))
     rows: dict[str, int] = {}
-    states = [r for r in records if r["event"] == "State"]
-    for state, after in itertools.zip_longest(states, states[1:]):
-        end = after["at"] if after else records[-1].get("at", state["at"])
-        trace.append(_span(state["state"], 0, state["at"], end, {"incarnation": state["incarnation"]}))
+    steps: dict[str, list[dict[str, Any]]] = {}  # of each worker, those that are not in a span yet
+    state: dict[str, Any] | None = None
+    last = 0.0
     for record in records:
-        member = record.get("member")
+        member, last = record.get("member"), record.get("at", last)
         if member is not None and member not in rows:
             rows[member] = 10 + len(rows)
-            trace.append(_name(1, rows[member], f"worker {member}"))
-        if record["event"] == "StepsCommitted":
-            first, stop = record["first_step"], record["stop_step"]
-            seconds = record["longest_s"] * (stop - first)
-            trace.append(_span(f"steps {first}-{stop - 1}", rows[record["member"]], record["at"] - seconds, record["at"], {}))
+            yield _name(1, rows[member], f"worker {member}")
+        if record["event"] == "State":
+            if state is not None:
+                yield _span(state["state"], 0, state["at"], record["at"], {"incarnation": state["incarnation"]})
+            state = record
+        elif record["event"] == "StepsCommitted":
+            before = steps.setdefault(record["member"], [])
+            if before and (len(before) == merged or not _follows(before[-1], record)):
+                yield _steps(before, rows[record["member"]])
+                before.clear()
+            before.append(record)
         elif record["event"] in ("WorkerLost", "Suspected", "TaskFailed", "WorkerStarted", "SupervisorRestarted"):
-            trace.append(_instant(record["event"], rows.get(record.get("member", ""), 0), record))
+            yield _instant(record["event"], rows.get(record.get("member", ""), 0), record)
         elif record["event"] == "Recovery":
-            trace += _phases(record)
-    return trace
+            yield from _phases(record)
+    yield from (_steps(left, rows[member]) for member, left in steps.items() if left)
+    if state is not None:
+        yield _span(state["state"], 0, state["at"], max(last, state["at"]), {"incarnation": state["incarnation"]})
+
+
+def _follows(before: dict[str, Any], record: dict[str, Any]) -> bool:
+    return (before["incarnation"], before["stop_step"]) == (record["incarnation"], record["first_step"])
+
+
+def _steps(records: list[dict[str, Any]], row: int) -> dict[str, Any]:
+    """Steps, one after the other, as one span."""
+    first, last = records[0], records[-1]
+    seconds = first["longest_s"] * (first["stop_step"] - first["first_step"])
+    return _span(f"steps {first['first_step']}-{last['stop_step'] - 1}", row, first["at"] - seconds, last["at"], {})
 
 
 def _phases(recovery: dict[str, Any]) -> list[dict[str, Any]]:
@@ -62,11 +87,13 @@ def _name(pid: int, row: int, name: str) -> dict[str, Any]:
 
 def write(directory: Path) -> Path:
     """Writes `timeline.json` beside the event log; a reader sees the old one or the new one, never half of it."""
-    path, draft = directory / "timeline.json", directory / f".timeline-{os.getpid()}.tmp"
+    path, draft, log = directory / "timeline.json", directory / f".timeline-{os.getpid()}.tmp", directory / "events.jsonl"
+    with log.open() as lines:
+        merged = max(1, -(-sum(line.startswith('{"event":"StepsCommitted"') for line in lines) // MOST_SPANS))
     with draft.open("w") as file:
         file.write('{"traceEvents": [')
         # one by one, for no other thread runs in the midst of `dumps`
-        for number, one in enumerate(build(read_records(directory / "events.jsonl"))):
+        for number, one in enumerate(build(each_record(log), merged)):
             file.write(("," if number else "") + "\n" + json.dumps(one))
         file.write("\n]}\n")
     draft.replace(path)

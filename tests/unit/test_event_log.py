@@ -13,7 +13,7 @@ import pytest
 from raytrain_ft.errors import StorageError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.runtime import event_log
-from raytrain_ft.runtime.event_log import EventLog, decode, encode, read_events, read_past, read_records
+from raytrain_ft.runtime.event_log import EventLog, decode, encode, has_end, read_events, read_past, read_records
 
 EVENT = m.CapacityChanged(at=1.0, slots=3)
 
@@ -49,6 +49,31 @@ def test_a_line_that_a_crash_cut_short_damages_no_later_one(tmp_path: Path, cut:
     log.note("State", at=2.0)
     log.close()
     assert [record["event"] for record in read_records(path)] == ["CapacityChanged"] * 3 + ["State"]
+
+
+@pytest.mark.parametrize("block", [1, 7, 2**16])
+def test_a_line_that_was_cut_is_taken_away_without_reading_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    monkeypatch.setattr(event_log, "BLOCK_BYTES", block)
+    path = tmp_path / "events.jsonl"
+    for before in (b"", b"\n", b"first\nsecond\n"):
+        path.write_bytes(before + b'{"event": "Cut')
+        EventLog(path).close()
+        assert path.read_bytes() == before
+
+
+def test_the_end_of_a_run_is_looked_for_in_its_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "END_BYTES", 200)
+    log = EventLog(tmp_path / "events.jsonl")
+    for _ in range(50):
+        log.append(EVENT)
+    assert not has_end(log.path)
+    log.note("RunFailed", at=9.0, error=["TaskError", "it failed"])
+    assert has_end(log.path)
+    log.note("ReportFailed", at=9.1, reason="no space")
+    assert has_end(log.path)
+    log.close()
 
 
 def test_notes_are_counted_and_only_the_last_line_may_be_damaged(tmp_path: Path) -> None:

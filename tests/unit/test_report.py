@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from raytrain_ft.cli import main
 from raytrain_ft.policy.states import State
-from raytrain_ft.runtime import report, timeline
+from raytrain_ft.runtime import report, report_data, timeline
 from raytrain_ft.runtime.event_log import EventLog, read_records
 from raytrain_ft.runtime.notes import Notes, draw
 from raytrain_ft.runtime.report_data import LARGEST, gather, thin
@@ -304,6 +304,37 @@ def test_each_state_lasts_until_the_next_one_and_the_last_to_the_end() -> None:
     states = [{"event": "State", "at": at, "state": f"s{at:g}", "incarnation": 1} for at in (1.0, 3.0)]
     spans = [one for one in timeline.build([*states, {"event": "RunFinished", "at": 7.0}]) if one["ph"] == "X"]
     assert [(one["name"], one["ts"], one["dur"]) for one in spans] == [("s1", 1e6, 2e6), ("s3", 3e6, 4e6)]
+
+
+def test_steps_of_a_long_run_are_few_spans_and_a_recovery_parts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def steps(member: str, at: int, incarnation: int = 1) -> dict[str, Any]:
+        about = {"member": member, "incarnation": incarnation, "longest_s": 0.5}
+        return {"event": "StepsCommitted", "at": float(at), "first_step": 2 * at, "stop_step": 2 * at + 2} | about
+
+    records = [steps(member, at, 1 + (at >= 7)) for at in range(20) for member in ("w0", "w1")]
+    text = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
+    (tmp_path / "events.jsonl").write_text(text)
+    monkeypatch.setattr(timeline, "MOST_SPANS", 10)
+    trace = json.loads(timeline.write(tmp_path).read_text())["traceEvents"]
+    spans = [one for one in trace if one["ph"] == "X" and one["tid"] == 10]
+    assert [one["name"] for one in spans] == [
+        "steps 0-7",
+        "steps 8-13",
+        "steps 14-21",
+        "steps 22-29",
+        "steps 30-37",
+        "steps 38-39",
+    ]
+    assert (spans[1]["ts"], spans[1]["dur"]) == (3e6, 3e6)
+
+
+def test_the_facts_of_a_run_of_weeks_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_data, "MOST_POINTS", 100)
+    values = [5.0 if n == 777 else 1.0 for n in range(5000)]
+    facts = gather(step(float(n), n + 1, loss=value) for n, value in enumerate(values))
+    assert len(facts.losses) <= 101
+    assert len(facts.progress) <= 101
+    assert (facts.steps, facts.seconds, max(loss for _, loss in facts.losses)) == (5000, 4999.0, 5.0)
 
 
 RECORDED = Path(__file__).parent / "recorded"
