@@ -91,7 +91,7 @@ class WriterLock:
         self._thread.start()
 
     def _renew(self) -> None:
-        seen = time.monotonic()
+        seen, doubtful = time.monotonic(), False
         while not self._released.wait(RENEW_S):
             try:
                 found = read_owner(self._storage)
@@ -104,9 +104,11 @@ class WriterLock:
                 seen = time.monotonic()
                 self.owner = replace(self.owner, renewed=self.owner.renewed + 1)
                 _write(self._storage, self.owner)
-                if _was_overtaken(self._storage, self.owner.epoch, seen):
+                doubtful |= time.monotonic() - seen > LEASE_S
+                if doubtful and _was_succeeded(self._storage, self.owner.epoch):
                     self.lost = _succeeded(self._storage, None)
                     return
+                doubtful = False
             except StorageError:
                 continue  # the storage may come back; if it does not, others take over after the lease
 
@@ -146,7 +148,8 @@ def acquire(storage: Storage, owner: str) -> WriterLock:
         if known is None and read_owner(storage) != found:  # while this process was held up
             raise _taken(storage)
         _write(storage, mine)
-        if not holds(storage, owner, epoch) or _was_overtaken(storage, epoch, began_at):
+        late = time.monotonic() - began_at > LEASE_S
+        if not holds(storage, owner, epoch) or (late and _was_succeeded(storage, epoch)):
             raise _taken(storage)
     except (StorageError, LockedError):
         if known is None:  # else the next ones would wait for who has claimed it
@@ -190,10 +193,10 @@ def _claims(storage: Storage) -> list[int]:
     return [int(name[7:-6]) for name in found if (size := storage.size(name)) is not None and size <= LARGEST_CLAIM]
 
 
-def _was_overtaken(storage: Storage, epoch: int, looked: float) -> bool:
-    """Whether another has claimed a later epoch since this process last looked whose turn it is. If that was long ago, because
-    this process was held up, the other may have come and gone, and what it had written of itself was just written over."""
-    return time.monotonic() - looked > LEASE_S and any(claimed > epoch for claimed in _claims(storage))
+def _was_succeeded(storage: Storage, epoch: int) -> bool:
+    """Whether another has had the right since this epoch was claimed: it removes the claims before its own. That is to be asked
+    by who was held up for so long, before it wrote that the right is its own, that the other may have come and gone."""
+    return storage.size(_claim_of(epoch)) is None
 
 
 def _claim_of(epoch: int) -> str:

@@ -191,7 +191,8 @@ class Persister:
     @property
     def pid(self) -> int | None:
         """Of the process, if there is one."""
-        return self._process.pid if self._process and self._process.poll() is None else None
+        process = self._process
+        return process.pid if process is not None and process.poll() is None else None
 
     def start(self) -> None:
         """Starts the process unless it runs."""
@@ -199,6 +200,8 @@ class Persister:
             return
         # One that has just died may not have been heard of yet; what it had to do is over with it.
         self._ended(self._process, "the persister process ended")
+        with self._lock:
+            self._process = None  # what it still says is of no matter
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
         answers, answering = os.pipe()  # its standard output is not for answers: a library may print to it
         descriptors = [self._memory.descriptor, self._described.fileno(), answering]
@@ -291,7 +294,7 @@ class Persister:
         """Nothing is left to do after so many jobs (all)."""
         with self._tidied:
             if process is self._process:
-                self._untidied -= self._untidied if jobs is None else jobs
+                self._untidied = 0 if jobs is None else max(0, self._untidied - jobs)
                 self._tidied.notify_all()
 
     def _settle(self, process: subprocess.Popen[bytes] | None, outcome: Outcome) -> None:

@@ -245,7 +245,9 @@ def decode(buffer: pa.Buffer, name: str) -> list[Rows]:
             found, reached = [], buffer.address
             for number in range(reader.num_record_batches):
                 batch = reader.get_batch(number)
-                reached = _check_within(batch, reached, buffer)  # now: a small file might unpack to all of the memory
+                reached = _check_within(
+                    batch, reached, buffer
+                )  # now, so that of a file that is compressed no more than one batch is unpacked
                 found += [_rows(batch)] if len(batch) else []
         return found
     except (pa.ArrowException, OSError, ValueError) as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,14 +25,18 @@ KIND = "raytrain_ft.checkfreq-1"
 
 
 def values(
-    objects: Mapping[str, Any], loaders: Mapping[str, Loader], data: Mapping[str, Position], world: int, ended_by: Iterable[str]
+    objects: Mapping[str, Any],
+    loaders: Mapping[str, Loader],
+    data: Mapping[str, Position],
+    world: int,
+    ended_by: Collection[str] | None,
 ) -> dict[str, Any]:
     """For the manifest; JSON. `data`: where each loader stands; `ended_by`: the loaders that ended the last step, none if the
-    loop said itself that it was over."""
+    loop said itself that it was over, None if whatever is asked for next comes next."""
     return {
         "kind": KIND,
         "world": world,
-        "ended_by": sorted(ended_by),
+        **({} if ended_by is None else {"ended_by": sorted(ended_by)}),
         "data": {name: two_integers(one) for name, one in data.items()},
         "datasets": {name: asdict(one.sampling) | {"samples": as_records(one.sketches)} for name, one in loaders.items()},
         "objects": states.describe(objects),

@@ -88,7 +88,8 @@ class Session:
         self._reading: set[str] = set()  # the loaders whose loop is under way
         self._ended: set[str] = set()  # those whose epoch came to its end in the loop, with nothing asked of them since
         self._uncommitted: set[str] | None = None  # the loaders that end the present step, if there was an update in it
-        self._last: set[str] = set()  # those that ended the last one
+        self._last: set[str] = set()  # those that ended the last one; none: the loop said itself that it was over
+        self._goes_on_at: set[str] | None = None  # as is stored; None: whoever is asked first
         self._open_updates = 0  # begun and not ended, since a batch was asked for
         self._batches = self._updates = 0  # that this launch has heard of
         self._next_decision = 0
@@ -167,6 +168,7 @@ class Session:
         _by_all(self._ranks, lambda: resuming.load(plan))
         resuming.set_generators(plan, rank)
         self._resumed, self.step, self._began_at = plan, plan.step, plan.step
+        self._last, self._goes_on_at = plan.ended_by or set(), plan.ended_by
         data = {name: loader.state_dict() for name, loader in self._loaders.items()}
         about = {"world": self._ranks.count, "world_before": plan.world, "notes": plan.notes}
         self._journal.tell("Resumed", {"checkpoint": str(content.manifest.name), "step": self.step, "data": data, **about})
@@ -234,7 +236,7 @@ class Session:
     def update_ends(self) -> None:
         """The weights have changed. However often that happens between two batches, it is one step."""
         self._updates += 1
-        self._open_updates -= 1
+        self._open_updates = max(0, self._open_updates - 1)  # in its midst a batch may have been asked for
         if self._updates == FORGOTTEN and not self._batches:
             reason = (
                 f"{FORGOTTEN} updates were made, and no batch was asked of a checkfreq.Loader that checkfreq.open was given, "
@@ -280,7 +282,8 @@ class Session:
         """A batch is asked for (of this loader): what was done since the last one is a step, if there was an update in it."""
         self._watch.start()
         self._batches += 1
-        self._open_updates = 0  # one that broke off, if the loop goes on, is as much of its state as any other
+        if name is None or not self._last or name in self._last:
+            self._open_updates = 0  # one that broke off, if the training goes on, is as much of its state as any other
         if self._batches == FORGOTTEN and not self._updates and not self._optimizers():
             self._nothing_to_store()
         if self._resumed is not None and self._resumed.goes_on_at(name):
@@ -317,7 +320,8 @@ class Session:
             self._compare_shared()
         before, self._committed = self._committed, self._positions()
         ended = any(self._committed[name].epoch != before[name].epoch for name in self._uncommitted)
-        self._last, self._uncommitted = self._uncommitted, None
+        self._last, self._uncommitted, self._resumed = self._uncommitted, None, None
+        self._goes_on_at = self._last
         self._checkpointer.updated(self._update_s)
         self._checkpointer.stepped(self.step, self._watch.take())
         self._update_s = 0.0
@@ -359,7 +363,7 @@ class Session:
 
     def _capture(self) -> tuple[list[tuple[str, torch.Tensor]], dict[str, Any]]:
         self._parts = states.take_apart(self._objects)
-        about = resuming.values(self._objects, self._loaders, self._committed, self._ranks.count, self._last)
+        about = resuming.values(self._objects, self._loaders, self._committed, self._ranks.count, self._goes_on_at)
         return list(self._parts.shared.items()), about
 
     def _own(self) -> list[tuple[str, torch.Tensor]]:
@@ -386,6 +390,8 @@ class Session:
             ended = self._commit_step()
         else:  # after batches without an update; what is stored is the state after them, so they are not to be read again
             self._committed |= {name: self._loaders[name].position for name in self._ended}
+        if any(self._loaders[name].position.consumed == 0 for name in self._last):
+            self._goes_on_at = None  # their epoch is over, and what is done before the next one is still to be done
         if self.step > self._began_at:
             self._checkpointer.finish(self.step, _go_on, kept=ended)
         elif any(loader.position != Position() for loader in self._loaders.values()) and not self.step:

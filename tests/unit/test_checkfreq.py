@@ -274,6 +274,63 @@ class Breaks(torch.optim.SGD):
         raise KeyboardInterrupt
 
 
+def test_a_batch_that_is_asked_for_within_an_update_breaks_nothing_off(tmp_path: Path) -> None:
+    """As where the statistics of an average are gathered by a forward pass over the training's loader."""
+    setup = Setup()
+    with checkfreq.open(tmp_path, every=100, **setup.objects) as run:
+        setup.train(run, 3)
+        with run.update():
+            torch.optim.swa_utils.update_bn(setup.loader, setup.model)
+    assert journal(tmp_path, "CheckpointFailed") == []
+    assert list((tmp_path / "checkpoints").glob("step-*"))
+
+
+def test_generators_are_put_back_before_whatever_comes_after_an_epoch(tmp_path: Path) -> None:
+    """The launch before ended with the epoch, so the validation at the next one's beginning is still to be done."""
+    torch.manual_seed(3)
+    whole = validated_first(tmp_path / "a", 3)
+    torch.manual_seed(3)
+    validated_first(tmp_path / "b", 1)
+    torch.manual_seed(4)
+    assert validated_first(tmp_path / "b", 3) == whole
+
+
+def test_generators_are_not_put_back_in_the_midst_of_a_training_on_other_data(tmp_path: Path) -> None:
+    def launch(*names: str) -> list[float]:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loaders = {n: checkfreq.Loader(TensorDataset(torch.ones(8, 1)), global_batch_size=4) for n in ("first", "second")}
+        drawn = []
+        with checkfreq.open(tmp_path, every=1, model=model, optimizer=optimizer, **loaders):
+            for name in names:
+                for (inputs,) in loaders[name]:
+                    drawn.append(float(torch.rand(())))
+                    model(inputs).sum().backward()
+                    optimizer.step()
+        return drawn
+
+    torch.manual_seed(3)
+    begun = launch("first")
+    torch.manual_seed(4)
+    more = launch("second", "first")
+    assert len({*begun, *more}) == 6, "no number is drawn twice"
+
+
+def test_an_evaluation_after_an_update_that_broke_off_makes_it_no_whole_one(tmp_path: Path) -> None:
+    setup = Setup()
+    setup.optimizer = optimizer = Breaks(setup.model.parameters(), lr=0.01)
+    setup.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.5)
+    val = checkfreq.Loader(TensorDataset(torch.arange(12)), global_batch_size=4, shuffle=False)
+    with checkfreq.open(tmp_path, every=2, **setup.objects, val=val) as run:
+        with suppress(KeyboardInterrupt):
+            for inputs, labels in run.batches(setup.loader, until_step=20):
+                optimizer.breaks = run.step == 5
+                setup.step(inputs, labels)
+        assert len(list(val)) == 3
+    assert max(int(path.name[5:14]) for path in (tmp_path / "checkpoints").glob("step-*")) == 4
+    assert len(journal(tmp_path, "CheckpointFailed")) == 1
+
+
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_what_an_update_left_that_broke_off_is_not_stored_as_the_last_state(tmp_path: Path, goes_on: bool) -> None:
     """The loop catches Ctrl-C inside the `with` block, which ends as ever. If the loop goes on, that is its own state."""

@@ -164,6 +164,22 @@ def test_one_that_was_held_up_until_its_successor_had_left_finds_out(tmp_path: P
     third.release()
 
 
+def test_one_that_was_held_up_and_has_no_successor_keeps_the_right(tmp_path: Path) -> None:
+    """Somebody has claimed the next epoch, and then saw that this owner lives, or was killed."""
+    storage = HeldUp(tmp_path)
+    held = acquire(storage, "first")
+    storage.goes_on.clear()
+    assert storage.waits.wait(20)
+    assert LocalStorage(tmp_path).claim("writer-2.claim")
+    time.sleep(2 * lock.LEASE_S)
+    storage.goes_on.set()
+    until_renewed(tmp_path)
+    until_renewed(tmp_path)
+    assert held.lost == ""
+    assert holds(storage, "first", 1)
+    held.release()
+
+
 def test_one_that_was_held_up_while_it_took_the_right_has_not_got_it(tmp_path: Path) -> None:
     storage = HeldUp(tmp_path)
     storage.goes_on.clear()
