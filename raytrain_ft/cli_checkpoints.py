@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+import numpy as np
 import torch
 import xxhash
 from rich.console import Console
@@ -217,19 +220,45 @@ def _warn(message: str) -> None:
 
 
 def _save_torch(state: dict[str, Any], path: Path) -> None:
-    state = {name: value for name, value in state.items() if name != objects.GENERATORS}
+    state = {name: _for_torch(value) for name, value in state.items() if name != objects.GENERATORS}
     with path.open("wb") as file:  # so that an error of the disk is one
         torch.save(state, file)
+    try:
+        torch.load(path, weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        reason = str(error).partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or str(error)
+        raise click.ClickException(f"torch.load(weights_only=True) would not read this state back: {reason}") from error
+
+
+def _for_torch(value: Any) -> Any:
+    """What `torch.load(weights_only=True)` reads: numbers and arrays of numpy as those of Python and torch."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return torch.from_numpy(value)
+    if isinstance(value, dict):
+        found = type(value)((key, _for_torch(one)) for key, one in value.items())
+        if hasattr(value, "_metadata"):  # which version of itself a module's state is of
+            found._metadata = value._metadata
+        return found
+    if isinstance(value, deque):
+        return [_for_torch(one) for one in value]
+    if type(value) in (list, tuple):
+        return type(value)(map(_for_torch, value))
+    return value
 
 
 def _save_safetensors(state: dict[str, Any], manifest: Manifest, path: Path, optimizer: bool) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    modules = [name for name, value in state.items() if _is_of_tensors(value)]
-    chosen = "model" if "model" in state else next(iter(modules), None)
-    if chosen is None:
-        raise click.ClickException(f"{manifest.name} holds no model; --format torch writes all that it holds")
+    modules = [name for name, value in state.items() if _is_of_tensors(value) and not name.startswith("optimizer")]
+    if not modules or ("model" not in modules and len(modules) > 1):
+        held = f"several models ({', '.join(modules)}), and none of them is called model" if modules else "no model"
+        raise click.ClickException(f"{manifest.name} holds {held}; --format torch writes all that it holds")
+    chosen = "model" if "model" in modules else modules[0]
+    if others := [name for name in modules if name != chosen]:
+        _warn(f"{chosen} is written; left out: {', '.join(others)} (--format torch writes all)")
     tensors = {name: value for name, value in state[chosen].items() if isinstance(value, torch.Tensor)}
     for name in [name for name in state if optimizer and name.startswith("optimizer")]:
         inner = state[name]

@@ -20,7 +20,7 @@ class Sketch:
     """One sample.
 
     Attributes:
-        exact: a digest of what must be the same.
+        exact: a digest of what must be the same; what is before ":" says how it was made.
         count, mean, rms: how many values were measured, their mean, and the root of the mean of their squares.
     """
 
@@ -54,8 +54,11 @@ def _of_record(record: Any) -> Sketch:
 
 
 def unlike(there: Sequence[Sketch], here: Sequence[Sketch]) -> str:
-    """How the first sample that is another one differs. Empty if they are alike, or nothing is known of one side."""
+    """How the first sample that is another one differs. Empty if they are alike, or nothing is known of one side that can be
+    compared with the other."""
     for number, (one, other) in enumerate(zip(there, here, strict=False)):
+        if one.exact.rpartition(":")[0] != other.exact.rpartition(":")[0]:
+            return ""
         if (one.exact, one.count) != (other.exact, other.count):
             return f"of the samples that were compared, number {number} has other labels, integers or shapes"
         bound = TOLERANCE * max(one.rms, other.rms)

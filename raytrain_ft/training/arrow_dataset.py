@@ -115,6 +115,10 @@ def _resolve(path: str) -> list[tuple[pafs.FileSystem, str]]:
         if info.type == pafs.FileType.Directory:
             inside = filesystem.get_file_info(pafs.FileSelector(path, recursive=True))
             files = [i.path for i in inside if i.type == pafs.FileType.File and i.base_name.endswith(_SUFFIXES)]
+            links = [str(one) for one in local.rglob("*") if one.is_symlink() and not one.exists()] if local else []
+            lost = [link for link in links if link.endswith(_SUFFIXES) and not _is_hidden(link, info.path)]
+            if lost:  # which pyarrow passes over
+                raise ConfigError(f"{lost[0]} is a link to what is not there: mount it, or remove the link")
             return [(filesystem, file) for file in files if not _is_hidden(file, info.path)]
     except (OSError, pa.ArrowException) as error:
         raise ConfigError(f"{place} cannot be opened: {place.told(str(error))}") from None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -95,22 +95,36 @@ class DaliImages:
                     "process, and look at the machine that it runs on."
                 )
             try:
-                images[start : start + len(piece)] = torch.from_numpy(self._decode(piece, encoded, seeds))
+                images[start : start + len(piece)] = torch.from_numpy(self._decode(piece, encoded, seeds, self._view))
             finally:
                 _inside_dali.release()
             labels[start : start + len(piece)] = torch.tensor([int(row[self.label]) for row in rows])
         return [images, labels]
 
+    def damaged(self) -> list[str]:
+        """What cannot be decoded, each with the reason. Looks at all of every image: a run may meet the damaged part of one
+        only after many epochs, or never."""
+        found: list[str] = []
+        for index in range(len(self)):
+            try:
+                encoded = np.frombuffer(fetch(self.rows, [index])[0][self.image], dtype=np.uint8)
+                self._decode([index], [encoded], [0], lambda _, size: View(0, 0, *size))
+            except StorageError as error:
+                found.append(str(error))
+        return found
+
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_pipelines": None}  # every process builds its own
 
-    def _decode(self, ids: list[int], encoded: list[np.ndarray], seeds: list[int]) -> np.ndarray:
+    def _decode(
+        self, ids: list[int], encoded: list[np.ndarray], seeds: list[int], view: Callable[[int, tuple[int, int]], View]
+    ) -> np.ndarray:
         """float32 [n, 3, size, size]. Raises StorageError that names the image which DALI cannot decode."""
         if self._pipelines is None:
             self._pipelines = _build(self.device or _default_device(), self)
         try:
             sizes = self._pipelines.sizes(encoded)
-            return self._pipelines.pixels(encoded, [self._view(*args) for args in zip(seeds, sizes, strict=True)])
+            return self._pipelines.pixels(encoded, [view(*args) for args in zip(seeds, sizes, strict=True)])
         except RuntimeError as error:
             self._pipelines = None  # DALI does not use a pipeline again once it has failed
             if len(ids) == 1:
@@ -119,7 +133,7 @@ class DaliImages:
                     "Replace it, or remove it and begin a run of another name."
                 ) from error
             for one in range(len(ids)):
-                self._decode([ids[one]], [encoded[one]], [seeds[one]])
+                self._decode([ids[one]], [encoded[one]], [seeds[one]], view)
             raise TaskError(f"DALI failed on a batch, but not on any of its images alone: {_reason(error)}") from error
 
     def _view(self, seed: int, size: tuple[int, int]) -> View:

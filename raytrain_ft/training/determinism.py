@@ -70,7 +70,7 @@ def check_deterministic(
     on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # `seed_all` seeds these, too
     try:
         raw = _observe(looked_at)
-        sketches = tuple(sketch_of(sample) for sample in seen)  # before `augment` can write into them
+        sketches = tuple(sketch_of(sample, batch=batches) for sample in seen)  # before `augment` can write into them
         if batches:
             _refuse_random("dataset.load_batch", *raw, ids, _USE_SEED)
         else:
@@ -97,7 +97,7 @@ def check_deterministic(
 def fingerprint(sample: Any) -> bytes:
     """16 bytes that are equal for two samples of the same bits. What it cannot look into counts as equal."""
     digest = hashlib.blake2b(digest_size=16)
-    _digest_into(digest.update, sample)
+    _digest_into(digest.update, sample, set())
     return digest.digest()
 
 
@@ -133,25 +133,39 @@ def _global_generators() -> dict[str, Any]:
     return {"torch": torch.get_rng_state(), "random": random.getstate(), "numpy.random": np.random.get_state()}
 
 
-def _digest_into(update: Callable[[bytes], None], value: Any) -> None:
+def _digest_into(update: Callable[[bytes], None], value: Any, within: set[int]) -> None:
+    """`within`: what the value lies in, by `id`, for an object may refer to what it is part of."""
     update(type(value).__name__.encode())
-    if isinstance(value, torch.Tensor):
+    if id(value) in within:
+        return
+    within.add(id(value))
+    _content_into(update, value, within)
+    within.discard(id(value))
+
+
+def _content_into(update: Callable[[bytes], None], value: Any, within: set[int]) -> None:
+    if isinstance(value, torch.Tensor) and (value.layout != torch.strided or value.is_nested):
+        update(f"{value.layout}{value.dtype}".encode())
+    elif isinstance(value, torch.Tensor):
         update(f"{value.dtype}{tuple(value.shape)}".encode())
         update(bytes_of(value).cpu().numpy().tobytes())
     elif isinstance(value, (str, bytes, int, float, complex, np.generic, type(None))):
         update(repr(value).encode())
     elif isinstance(value, np.ndarray):
         update(f"{value.dtype}{value.shape}".encode())
-        update(value.tobytes())
+        if value.dtype.hasobject:  # whose bytes are pointers
+            _digest_into(update, value.tolist(), within)
+        else:
+            update(value.tobytes())
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            _digest_into(update, key)
-            _digest_into(update, item)
+            _digest_into(update, key, within)
+            _digest_into(update, item, within)
     elif isinstance(value, Sequence):
         update(len(value).to_bytes(8, "little"))
         for item in value:
-            _digest_into(update, item)
+            _digest_into(update, item, within)
     elif callable(getattr(value, "tobytes", None)):  # PIL images
         update(value.tobytes())
     elif hasattr(value, "__dict__"):
-        _digest_into(update, vars(value))
+        _digest_into(update, vars(value), within)

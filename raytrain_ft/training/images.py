@@ -66,10 +66,18 @@ class ImageFolder:
 
 
 def _visible(directory: Path, *, directories: bool) -> Iterator[str]:
-    """Names of the subdirectories, or of the files, in `directory`; in no order."""
+    """Names of the subdirectories, or of the files, in `directory`; in no order.
+
+    Raises:
+        ConfigError: a link leads nowhere: without what it stands for, the labels of others would be other numbers.
+    """
     with os.scandir(directory) as entries:
         for entry in entries:
-            if not entry.name.startswith(".") and (entry.is_dir() if directories else entry.is_file()):
+            if entry.name.startswith("."):
+                continue
+            if entry.is_symlink() and not (link := Path(entry.path)).exists():
+                raise ConfigError(f"{link} is a link to {link.readlink()}, which is not there: mount it, or remove the link")
+            if entry.is_dir() if directories else entry.is_file():
                 yield entry.name
 
 

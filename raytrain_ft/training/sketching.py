@@ -17,28 +17,43 @@ CHUNK = 2**20
 NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
 
 
-def sketch_of(sample: Any) -> Sketch:
-    """The sketch of any sample: tensors, arrays, pictures and numbers, in dictionaries, sequences and objects.
+VERSION = "2:"
+"""Before what must be the same: sketches of different versions cannot be compared (`policy.sketch.unlike`)."""
+
+
+def sketch_of(sample: Any, *, batch: bool = False) -> Sketch:
+    """The sketch of any sample: tensors, arrays, pictures and numbers, in dictionaries, sequences and objects. `batch`: it is a
+    batch of one.
 
     Text says nothing: it may be the path of a file, which is another one on each node.
     """
-    taken = _Taken()
+    taken = _Taken(batch)
     taken.take(sample)
     mean = taken.total / taken.finite if taken.finite else 0.0
     rms = math.sqrt(taken.squares / taken.finite) if taken.finite else 0.0
-    return Sketch(taken.exact.hexdigest(), taken.count, *(float(np.nan_to_num(value)) for value in (mean, rms)))
+    return Sketch(VERSION + taken.exact.hexdigest(), taken.count, *(float(np.nan_to_num(value)) for value in (mean, rms)))
 
 
 class _Taken:
     """What has been seen of a sample so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch: bool) -> None:
+        self._batch = batch
+        self._within: set[int] = set()  # what is looked at lies in these, by `id`: an object may refer to what it is part of
         self.exact = hashlib.blake2b(digest_size=8)
         self.count = self.finite = 0
         self.total = self.squares = 0.0
 
     def take(self, value: Any) -> None:
+        if id(value) not in self._within:
+            self._within.add(id(value))
+            self._take(value)
+            self._within.discard(id(value))
+
+    def _take(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):
+            if value.layout != torch.strided or value.is_nested:
+                return self.exact.update(f"{value.layout}{value.dtype}".encode())
             return self._array(_as_array(value), str(value.dtype))
         if isinstance(value, np.ndarray | np.generic):
             return self._array(np.asarray(value), str(value.dtype))
@@ -66,12 +81,16 @@ class _Taken:
         return None
 
     def _array(self, array: np.ndarray, dtype: str) -> None:
-        """What fits into two bytes, and what has rows and columns, is a picture or sound rather than labels or tokens."""
+        """Of whole numbers, rows of what fits into two bytes, and what has rows and columns, are a picture or sound rather than
+        labels or tokens."""
+        if self._batch and len(array.shape) and len(array) == 1:
+            array = array[0]
         kind = dtype if array.dtype.kind in "iubfc" else ""  # that of text tells how long it is
         self.exact.update(f"{kind}{array.shape}".encode())
         if array.dtype.kind == "c":
             array = np.ascontiguousarray(array).reshape(-1).view(f"f{array.itemsize // 2}")
-        if array.dtype.kind == "f" or (array.dtype.kind in "iu" and (array.itemsize <= 2 or array.ndim >= 2)):
+        wide = array.ndim >= 2 or (array.ndim == 1 and array.itemsize <= 2)
+        if array.dtype.kind == "f" or (array.dtype.kind in "iu" and wide):
             self._measure(array.reshape(-1))
         elif array.dtype.kind in "iub":
             self.exact.update(array.tobytes())

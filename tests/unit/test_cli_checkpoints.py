@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import xxhash
@@ -212,6 +215,44 @@ def test_export_torch(run_directory: Path, trained: tuple[Path, nn.Module, torch
     optimizer.load_state_dict(state["optimizer"])
     wanted = trained[2].state_dict()["state"][0]
     assert all(torch.equal(optimizer.state_dict()["state"][0][key], wanted[key]) for key in wanted)
+
+
+def test_export_of_several_models_says_which_is_written(tmp_path: Path) -> None:
+    models = {"discriminator": nn.Linear(2, 1), "generator": nn.Linear(4, 2)}
+    with checkfreq.open(tmp_path / "run", **models) as run, run.update():
+        pass
+    refused = call("export", tmp_path / "run", tmp_path / "x.safetensors")
+    assert refused.exit_code == 1
+    assert "several models (discriminator, generator)" in refused.output
+    assert call("export", tmp_path / "run", tmp_path / "x.pt", "--format", "torch").exit_code == 0
+    assert torch.load(tmp_path / "x.pt", weights_only=True).keys() == models.keys()
+    with checkfreq.open(tmp_path / "other", ema=nn.Linear(4, 2), model=models["generator"]) as run, run.update():
+        pass
+    written = call("export", tmp_path / "other", tmp_path / "x.safetensors")
+    assert "model is written; left out: ema" in written.output
+    assert torch.equal(load_file(tmp_path / "x.safetensors")["weight"], models["generator"].weight)
+
+
+def test_what_torch_cannot_read_back_safely_is_not_written(tmp_path: Path) -> None:
+    """Values of numpy become torch's; a schedule has them as soon as it is computed by numpy."""
+
+    class Holds:
+        def __init__(self, state: dict[str, Any]) -> None:
+            self.state = state
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.state
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    of_numpy = {"lr": np.float64(0.5), "last": [np.float32(1.5)], "seen": np.arange(3), "queue": deque([1, 2], maxlen=3)}
+    with checkfreq.open(tmp_path / "run", model=nn.Linear(1, 1), held=Holds(of_numpy)) as run, run.update():
+        pass
+    result = call("export", tmp_path / "run", tmp_path / "x.pt", "--format", "torch")
+    assert result.exit_code == 0, result.output
+    held = torch.load(tmp_path / "x.pt", weights_only=True)["held"]
+    assert (held["lr"], held["last"], held["seen"].tolist(), held["queue"]) == (0.5, [1.5], [0, 1, 2], [1, 2])
+    assert type(held["lr"]) is float
 
 
 def trainers(directory: Path) -> None:

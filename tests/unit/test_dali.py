@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from raytrain_ft import checkfreq
 from raytrain_ft.errors import ConfigError, StorageError, TaskError
 from raytrain_ft.policy.sampling import Position, Sampling, next_batch, order
 from raytrain_ft.training import dali
+from raytrain_ft.training.arrow_dataset import ArrowDataset
 from raytrain_ft.training.dali import DaliImages
 from raytrain_ft.training.data import Loader
 from raytrain_ft.training.determinism import check_deterministic
@@ -327,6 +329,38 @@ def test_a_damaged_image_is_named_and_the_others_still_load(damage: Any, folder:
     with pytest.raises(StorageError, match=r"2\.jpg"):
         loader.next()
     loader.stop()
+
+
+def test_damage_is_found_wherever_in_an_image_it_is(folder: Path, tmp_path: Path) -> None:
+    """Of a portrait, the square in the middle does not reach what is missing at its end."""
+    (tmp_path / "x").mkdir()
+    whole = Image.open(io.BytesIO(ImageFolder(folder)[0]["image"])).resize((100, 400))
+    for number in range(3):
+        whole.save(tmp_path / "x" / f"{number}.jpg", quality=95)
+    cut = tmp_path / "x" / "1.jpg"
+    cut.write_bytes(cut.read_bytes()[: cut.stat().st_size * 9 // 10])
+    dataset = DaliImages(tmp_path, SIZE, device="cpu")
+    dataset.load_batch(np.arange(3), 0, 0)
+    (found,) = dataset.damaged()
+    assert "1.jpg" in found
+    assert "cannot be decoded" in found
+
+
+def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
+    """Without the class, labels of the next ones would be other numbers."""
+    for name in ("a", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.jpg").write_bytes(b"x")
+    for link in (tmp_path / "b", tmp_path / "a" / "1.jpg"):
+        link.symlink_to(tmp_path / "away" / link.name)
+        with pytest.raises(ConfigError, match=f"{link} is a link to .*away/{link.name}, which is not there"):
+            ImageFolder(tmp_path)
+        link.unlink()
+    assert ImageFolder(tmp_path).classes == ["a", "c"]
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "1.parquet").symlink_to(tmp_path / "away.parquet")
+    with pytest.raises(ConfigError, match=r"1\.parquet is a link to what is not there"):
+        ArrowDataset(tmp_path / "rows")
 
 
 def test_folders_that_cannot_be_used_are_refused(folder: Path, tmp_path: Path) -> None:

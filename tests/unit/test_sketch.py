@@ -33,6 +33,36 @@ def compared(one: Any, other: Any) -> str:
     return unlike([sketch_of(one)], [sketch_of(other)])
 
 
+def test_a_batch_of_one_is_looked_at_as_the_sample_in_it() -> None:
+    """Else its tokens would have rows and columns, and its label a row."""
+    tokens, label = torch.arange(70_000, 70_016), torch.tensor(3, dtype=torch.uint8)
+    alone, batch = sketch_of([tokens, label]), sketch_of([tokens[None], label[None]], batch=True)
+    assert alone == batch
+    assert unlike([batch], [sketch_of([tokens[None] + 1, label[None]], batch=True)])
+    assert unlike([batch], [sketch_of([tokens[None], label[None] + 1], batch=True)])
+
+
+def test_sketches_of_an_earlier_version_are_not_compared() -> None:
+    here = sketch_of(torch.arange(3))
+    assert unlike([Sketch(here.exact.partition(":")[2], 7, 1.0, 1.0)], [here]) == ""
+
+
+def test_what_cannot_be_looked_into_counts_as_equal_and_ends_nothing() -> None:
+    class Node:
+        def __init__(self, value: int) -> None:
+            self.value, self.itself = value, self
+
+    class Words(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 20
+
+        def __getitem__(self, index: int) -> Any:
+            return np.array([f"word {index}", "x" * index], dtype=object), torch.eye(3).to_sparse() * index, Node(index)
+
+    first, second = check_deterministic(Words(), Sampling(20, 4, 0), collate=list)[:2]
+    assert unlike([first], [second]), "of what can be looked into, the numbers differ"
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -42,6 +72,8 @@ def compared(one: Any, other: Any) -> str:
         (torch.tensor([1.0, 2.0], dtype=torch.bfloat16), torch.tensor([1.0, 2.5], dtype=torch.bfloat16)),
         (torch.tensor([1 + 1j]), torch.tensor([1 + 2j])),
         (torch.tensor([70_000, 2]), torch.tensor([70_001, 2])),
+        ([PICTURE, torch.tensor(3, dtype=torch.uint8)], [PICTURE, torch.tensor(4, dtype=torch.uint8)]),
+        (np.int16(3), np.int16(4)),
         (("x", 3), ("x", 4)),
         ({"a": 1.0}, {"b": 1.0}),
         ([1.0, 2.0], [1.0, 2.0, 3.0]),
