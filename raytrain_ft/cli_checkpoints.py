@@ -232,19 +232,20 @@ def _save_torch(state: dict[str, Any], path: Path) -> None:
 
 def _for_torch(value: Any) -> Any:
     """What `torch.load(weights_only=True)` reads: numbers and arrays of numpy as those of Python and torch."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return torch.from_numpy(value)
-    if isinstance(value, dict):
-        found = type(value)((key, _for_torch(one)) for key, one in value.items())
-        if hasattr(value, "_metadata"):  # which version of itself a module's state is of
-            found._metadata = value._metadata
-        return found
-    if isinstance(value, deque):
-        return [_for_torch(one) for one in value]
-    if type(value) in (list, tuple):
-        return type(value)(map(_for_torch, value))
+    match value:
+        case np.generic():
+            return value.item()
+        case np.ndarray() if value.dtype.kind in "biufc":
+            return torch.from_numpy(value)
+        case dict():
+            found: Any = type(value)((key, _for_torch(one)) for key, one in value.items())
+            if (versions := getattr(value, "_metadata", None)) is not None:  # of a module's state
+                found._metadata = versions
+            return found
+        case deque() | list():
+            return [_for_torch(one) for one in value]
+        case tuple() if type(value) is tuple:
+            return tuple(_for_torch(one) for one in value)
     return value
 
 
