@@ -146,8 +146,8 @@ def check_model(model: torch.nn.Module) -> None:
     """Refuses parameters that cannot be trained here, and state that would be lost.
 
     Raises:
-        ConfigError: nothing requires a gradient, a trained parameter is half precision or complex, or the state dict holds more
-            than parameters and buffers.
+        ConfigError: nothing requires a gradient, a trained parameter is half precision or complex, a buffer is one, or the
+            state dict holds more than parameters and buffers.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trained:
@@ -167,6 +167,13 @@ def check_model(model: torch.nn.Module) -> None:
                 "never changes, in the task"
             )
         check_plain(name, value)
+    owners = {p.untyped_storage().data_ptr(): name for name, p in trained if p.numel()}
+    for name, buffer in model.named_buffers():
+        if buffer.numel() and (owner := owners.get(buffer.untyped_storage().data_ptr())) is not None:
+            raise ConfigError(
+                f"buffer {name} is the memory of the trained parameter {owner}, so each would be written over by the other: "
+                "register a copy (.detach().clone()), or an attribute that is no buffer"
+            )
 
 
 def check_undo(optimizer: torch.optim.Optimizer, mode: str) -> list[str]:

@@ -5,17 +5,17 @@ loss weighted by samples; how many ranks were asked to stop at this step's bound
 the state there (so that all stop, or begin one, at the same boundary, without a collective of its own); per replica, whether it
 sleeps from the next step on (see `sleep`); what one rank's forward pass changed in integer buffers, such as BatchNorm's batch
 counter; and the mean, by samples, of what all ranks' changed in floating and complex ones, such as its statistics. So no rank
-ever holds committed state that nobody else has, and a buffer that nobody changed keeps its bits.
+ever holds committed state that nobody else has, and a buffer that nobody changed keeps its bits. A floating change is two
+numbers: see `changes`.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor, nn
 
 from raytrain_ft.errors import TaskError
+from raytrain_ft.training.changes import Row, after, alike, change_of, same
 from raytrain_ft.training.sleep import Sleep
 
 HEADER = 3
@@ -42,11 +42,6 @@ def here(place: Place) -> Tensor:
     return getattr(*place).detach()
 
 
-def _base(old: Tensor) -> Tensor:
-    """What changes are measured from: the infinity that a running minimum begins with is no number to subtract."""
-    return old.nan_to_num(nan=math.nan, posinf=0.0, neginf=0.0)
-
-
 class Tail:
     """Packs and unpacks the tail of one model.
 
@@ -66,12 +61,13 @@ class Tail:
         self._integers = [place for place, b in named if not (b.is_floating_point() or b.is_complex())]
         self.sleep = Sleep()
         self._start = HEADER + seats  # of the buffers
-        self._float_size = sum(b.numel() for b in self.floats)
+        self._float_size = 2 * sum(b.numel() for b in self.floats)
         self.size = self._start + sum(b.numel() for b in self.integers) + self._float_size
         self.losses: list[Tensor] = []
         self.stop_requested = False
         self.checkpoint_wanted = False
         self._before: list[Tensor] | None = None
+        self._touched: list[Tensor] = []  # by this rank's forward pass: integer, then floating ones; empty: unknown
 
     @property
     def integers(self) -> list[Tensor]:
@@ -87,7 +83,7 @@ class Tail:
     def begin(self) -> None:
         """Saves the buffers, which the forward pass will change, for the case that the step must be redone."""
         self._before = [b.clone() for b in (*self.integers, *self.floats)]
-        self.losses = []
+        self.losses, self._touched = [], []
         self.sleep.silent_from = None
 
     def restore(self) -> None:
@@ -126,20 +122,28 @@ class Tail:
             tail[HEADER + other] = word
         tail[1] = 1.0 if self.stop_requested else 0.0
         tail[2] = 1.0 if self.checkpoint_wanted else 0.0
-        offset = self._start
-        integers, floats = self._changes()
-        for buffer, old in integers:
-            if leads:
-                change = (buffer.long() - old.long()).flatten()
-                if int(change.abs().max()) > LARGEST_EXACT_INTEGER:
+        integers, floats = self._rows(tail.device)
+        offset, self._touched = self._start, []
+        for row in integers:
+            if row.is_as_before:
+                self._touched.append(row.which(tail[:0]))
+            else:
+                change = row.now - row.old
+                self._touched.append(row.which(change != 0))
+                if leads and int(change.abs().max()) > LARGEST_EXACT_INTEGER:
                     raise TaskError(f"an integer buffer changed by more than {LARGEST_EXACT_INTEGER} within one step")
-                tail[offset : offset + buffer.numel()] = change.to(tail.dtype)
-            offset += buffer.numel()
-        for buffer, old in floats:
-            if weight > 0:
-                change = buffer - _base(old)
-                tail[offset : offset + buffer.numel()] = change.flatten().to(tail.dtype) * weight
-            offset += buffer.numel()
+                if leads:
+                    tail[offset : offset + row.size] = change.to(tail.dtype)
+            offset += row.size
+        for row in floats:
+            if row.is_as_before:
+                self._touched.append(row.which(tail[:0]))
+            else:
+                self._touched.append(row.which(~same(row.now, row.old)))
+                if weight > 0:
+                    both = torch.stack(change_of(row.now, row.old, tail.dtype))
+                    tail[offset : offset + 2 * row.size] = (both * weight).view(-1)
+            offset += 2 * row.size
 
     def _look(self) -> None:
         """Nobody would agree upon a buffer that the first forward pass makes, nor copy it to a replacement."""
@@ -151,38 +155,47 @@ class Tail:
                 "its full size, or keep it in an attribute that is no buffer"
             )
 
-    def _changes(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
-        """(now, at the attempt's beginning) of the integer and of the floating buffers.
+    def _rows(self, device: torch.device) -> tuple[list[Row], list[Row]]:
+        """The integer buffers and the floating ones, now and at the attempt's beginning, in the order of the tail.
 
         Raises:
             TaskError: one has another shape than when the attempt began.
         """
         integers, floats = self.integers, self.floats
-        if not integers and not floats:
-            return [], []
-        assert self._before is not None, "between two attempts there is nothing to agree upon"
-        pairs = list(zip((*integers, *floats), self._before, strict=True))
+        assert self._before is not None or not (integers or floats), "between two attempts there is nothing to agree upon"
+        pairs = list(zip((*integers, *floats), self._before or (), strict=True))
         for buffer, old in pairs:
             if buffer.shape != old.shape:
                 raise TaskError(
                     f"the forward pass changed the shape of a buffer from {tuple(old.shape)} to {tuple(buffer.shape)}: "
                     "replicas can agree only upon buffers of one shape. Keep it in an attribute that is no buffer."
                 )
-        return pairs[: len(integers)], pairs[len(integers) :]
+        return alike(pairs[: len(integers)], device, torch.int64), alike(pairs[len(integers) :], device)
 
     @torch.no_grad()
     def apply(self, tail: Tensor) -> None:
-        """Sets the buffers to what the ranks agreed upon. Part of the last bucket's update."""
-        offset = self._start
-        integers, floats = self._changes()
-        for buffer, old in integers:
-            change = tail[offset : offset + buffer.numel()].view(buffer.shape)
-            buffer.copy_((old.long() + change.long()).to(buffer.dtype))
-            offset += buffer.numel()
-        for buffer, old in floats:
-            change = tail[offset : offset + buffer.numel()].view(buffer.shape)
-            buffer.copy_(_base(old)).add_(change.to(buffer.dtype))
-            offset += buffer.numel()
+        """Sets the buffers to what the ranks agreed upon. Part of the last bucket's update. What nobody changed is not written
+        to: it may be about to be logged."""
+        integers, floats = self._rows(tail.device)
+        offset, values, said = self._start, [], []
+        for row in integers:
+            change = tail[offset : offset + row.size]
+            is_untouched = row.is_untouched(change)
+            values.append(row.old if is_untouched else row.old + change.to(torch.int64))
+            said.append(row.which(change[:0] if is_untouched else change != 0))
+            offset += row.size
+        for row in floats:
+            most, rest = tail[offset : offset + 2 * row.size].view(2, -1)
+            is_untouched = row.is_untouched(most, rest)
+            values.append(row.old if is_untouched else after(row.old, most, rest))
+            said.append(row.which(most[:0] if is_untouched else (most != 0) | (rest != 0)))
+            offset += 2 * row.size
+        if not said:
+            return
+        # what this rank's forward pass alone has changed is put back; nothing is known of that if there was none
+        written = (torch.cat(said) | torch.cat(self._touched) if self._touched else torch.ones_like(torch.cat(said))).tolist()
+        for row, value in zip((*integers, *floats), values, strict=True):
+            row.write(value, [written.pop(0) for _ in row.buffers])
 
     @torch.no_grad()
     def scale(self, tail: Tensor, factor: float) -> None:

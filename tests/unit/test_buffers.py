@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 import raytrain_ft as ft
 from raytrain_ft.errors import ConfigError, NonFiniteLossError, TaskError
 from raytrain_ft.policy.sampling import Position, Sampling
+from raytrain_ft.training import changes
 from raytrain_ft.training.build import build_replica, check_model
 from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.links import Links
@@ -127,8 +128,10 @@ def test_a_replica_that_nobody_needs_is_freed(update: Any) -> None:
     assert [ref() for ref in gone] == [None, None, None]
 
 
+@pytest.mark.parametrize("large", [1, 4, 2**16])
 @pytest.mark.parametrize("ranks", [2, 3, 10, 100])
-def test_a_constant_survives_the_mean_over_many_ranks(ranks: int) -> None:
+def test_a_constant_survives_the_mean_over_many_ranks(ranks: int, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "LARGE", large)
     models = [Buffered() for _ in range(ranks)]
     tails = [Tail(model) for model in models]
     for tail, model, value in zip(tails, models, range(ranks), strict=True):
@@ -381,7 +384,91 @@ def test_a_gradient_that_comes_twice_is_refused_and_not_lost() -> None:
 
 
 def test_the_tail_is_as_long_as_its_buffers() -> None:
-    assert Tail(Buffered()).size == HEADER + 1 + 2 * 5 + 4 + 1 + 1 + 3 + 1 + 3 + 3 + 1
+    """Of floating buffers there are two numbers for each value, of complex ones four."""
+    model = Buffered()
+    floats = sum(
+        2 * b.numel() * (2 if b.is_complex() else 1) for b in model.buffers() if b.is_floating_point() or b.is_complex()
+    )
+    integers = sum(b.numel() for b in model.buffers() if not (b.is_floating_point() or b.is_complex()))
+    assert floats > 0 < integers
+    assert Tail(model).size == HEADER + 1 + integers + floats
+
+
+class Sentinels(nn.Module):
+    """Buffers that begin as what no data is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("scale", torch.tensor(math.nan))
+        self.register_buffer("least", torch.tensor(1e9))
+        self.register_buffer("most", torch.tensor(torch.finfo(torch.float32).min))
+        self.register_buffer("exact", torch.tensor(1e300, dtype=torch.float64))
+        self.register_buffer("zero", torch.tensor([-0.0, 1.0]))
+        self.register_buffer("never", torch.tensor([math.nan, -1e9, math.inf]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            mean = x.detach().abs().mean()
+            self.scale.copy_(torch.where(self.scale.isnan(), mean, 0.9 * self.scale + 0.1 * mean))
+            self.least.copy_(torch.minimum(self.least, x.detach().min()))
+            self.most.copy_(torch.maximum(self.most, x.detach().max()))
+            self.exact.copy_(torch.minimum(self.exact, x.detach().double().square().mean()))
+            self.zero[1] += mean
+        return self.layer(x) * self.scale
+
+
+@pytest.mark.parametrize("large", [1, 3, 2**16])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_all_ranks_set_a_sentinel_to_is_what_it_becomes(ranks: int, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "LARGE", large)
+    models = [Sentinels() for _ in range(ranks)]
+    tails = [Tail(model) for model in models]
+    x = torch.tensor([[0.5, -3.25, 2.0]])
+    expected = Sentinels()
+    for _ in range(3):
+        expected(x)
+        for tail, model in zip(tails, models, strict=True):
+            tail.begin()
+            model(x)
+        sent = [torch.zeros(tail.size) for tail in tails]
+        for rank, tail in enumerate(tails):
+            tail.fill(sent[rank], 1, ranks, rank, leads=rank == 0)
+        total = torch.stack(sent).sum(0)
+        for tail in tails:
+            tail.apply(total)
+            tail.settled()
+        for model in models:
+            for name, buffer in model.named_buffers():
+                there = expected.get_buffer(name)
+                same = torch.equal(buffer.nan_to_num(7), there.nan_to_num(7)) and torch.equal(buffer.signbit(), there.signbit())
+                close = torch.allclose(buffer, there, rtol=1e-6, equal_nan=True)
+                assert same if ranks == 1 or name == "never" else close, (name, buffer, there)
+
+
+@pytest.mark.parametrize("large", [1, 2, 2**16])
+def test_a_buffer_that_nobody_changes_is_not_written_to(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "LARGE", large)
+    model = Sentinels()
+    tail = Tail(model)
+    tail.begin()
+    model(torch.ones(1, 3))
+    before = {name: buffer._version for name, buffer in model.named_buffers()}
+    total = torch.zeros(tail.size)
+    tail.fill(total, 1, 1, 0, leads=True)
+    tail.apply(total)
+    written = {name for name, buffer in model.named_buffers() if buffer._version != before[name]}
+    assert written == {"scale", "least", "most", "exact", "zero"}
+
+
+def test_a_buffer_that_is_the_memory_of_a_trained_parameter_is_refused_before_the_training() -> None:
+    """What is agreed upon would be written over its update."""
+    model = nn.Linear(3, 2)
+    model.register_buffer("start", model.weight.detach())
+    with pytest.raises(ConfigError, match="buffer start is the memory of the trained parameter weight"):
+        check_model(model)
+    model.weight.requires_grad_(False)
+    check_model(model)
 
 
 class Extra(nn.Module):

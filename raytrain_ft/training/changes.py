@@ -1,0 +1,105 @@
+"""What the ranks say of a buffer that a forward pass changed, and what comes of it.
+
+Of floating buffers it is the mean of the changes. A change is two numbers, the difference and what rounding has taken from it:
+of a running minimum that begins with 1e9 nothing else would be left than 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGE = 2**16
+"""Numbers in a buffer that is looked at alone: arithmetic with a mask of millions would take longer than a step."""
+ALL = 0.999
+"""Of the batch, up to rounding."""
+
+
+def _is_number(old: Tensor, dtype: torch.dtype) -> Tensor:
+    """Whether a change can be measured from it: not from the infinity, or the largest number that there is, that a running
+    minimum begins with, nor from the NaN of what was not set yet."""
+    return old.abs() < torch.finfo(dtype).max / 4
+
+
+def same(now: Tensor, old: Tensor) -> Tensor:
+    """Whether each is what it was, be that no number."""
+    return (now == old) | ((now != now) & (old != old))
+
+
+def change_of(now: Tensor, old: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Two numbers for each, zeros where nothing changed: what is to be added to the old one, and what rounding has taken from
+    that. Where the old one is no number: the new one, and 1, whose mean tells how much of the batch says so."""
+    number = _is_number(old, dtype)
+    base = old.masked_fill(~number, 0.0)
+    most = (now - base).to(dtype)
+    most = torch.where(most.isfinite() | ~now.isfinite(), most, -base.to(dtype))  # 3e38 - -3e38 is too large for it
+    rest = (now - (base + most.to(now.dtype))).to(dtype)
+    rest = torch.where(number, rest.masked_fill(~now.isfinite(), 0.0), 1.0)
+    unchanged = same(now, old)
+    return most.masked_fill(unchanged, 0.0), rest.masked_fill(unchanged, 0.0)
+
+
+def after(old: Tensor, most: Tensor, rest: Tensor) -> Tensor:
+    """What it is by now, of the means of what the ranks say (`change_of`). What is no number stays as it is until all have set
+    it."""
+    most_here, rest_here = most.to(old.dtype), rest.to(old.dtype)
+    since = torch.where(rest > ALL, most_here, old)
+    now = torch.where(_is_number(old, most.dtype), old + most_here + rest_here, since)
+    return torch.where((most == 0) & (rest == 0), old, now)
+
+
+class Row:
+    """Some buffers as one row of numbers, for a model may have hundreds; or one that is large, such as a mask, which is glanced
+    at first.
+
+    Attributes:
+        now, old: their values, and those when the attempt began; size: how many.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, device: torch.device) -> None:
+        self._how: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.buffers = [buffer for buffer, _ in pairs]
+        self._sizes = [buffer.numel() for buffer in self.buffers]
+        self.size = sum(self._sizes)
+        self.now = self._row(self.buffers)
+        self.old = self._row([old for _, old in pairs])
+
+    def _row(self, tensors: Sequence[Tensor]) -> Tensor:
+        rows = [one.reshape(-1).to(**self._how) for one in tensors] or [torch.zeros(0, **self._how)]
+        return torch.cat(rows) if len(rows) > 1 else rows[0]
+
+    @property
+    def is_as_before(self) -> bool:
+        """Whether a glance shows that this rank's forward pass has changed nothing."""
+        return self.size >= LARGE and torch.equal(self.now, self.old)
+
+    def is_untouched(self, *agreed: Tensor) -> bool:
+        """Whether a glance shows that no rank's has."""
+        return self.size >= LARGE and not any(bool(numbers.any()) for numbers in agreed)
+
+    def which(self, numbers: Tensor) -> Tensor:
+        """In which of the buffers any of these numbers is; in none, without any. bool [buffers]."""
+        if not len(numbers):
+            return torch.zeros(len(self.buffers), dtype=torch.bool, device=numbers.device)
+        if len(self.buffers) < 2:
+            return numbers.any().repeat(len(self.buffers))
+        ends = torch.tensor(self._sizes, device=numbers.device).cumsum(0)
+        counts = numbers.cumsum(0)[ends - 1]
+        return counts.diff(prepend=counts.new_zeros(1)) > 0
+
+    def write(self, values: Tensor, written: Sequence[bool]) -> None:
+        """Sets those of the buffers."""
+        for buffer, value, wanted in zip(self.buffers, values.split(self._sizes), written, strict=True):
+            if wanted:
+                buffer.copy_(value.view(buffer.shape))
+
+
+def alike(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device, dtype: torch.dtype | None = None) -> list[Row]:
+    """Buffers of one dtype (or as of this one) in a row, in the order in which dtypes come; large ones alone."""
+    rows: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+    for number, (buffer, old) in enumerate(pairs):
+        rows.setdefault(number if buffer.numel() >= LARGE else dtype or buffer.dtype, []).append((buffer, old))
+    return [Row(some, dtype or some[0][0].dtype, device) for some in rows.values()]
