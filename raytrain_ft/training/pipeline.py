@@ -133,14 +133,26 @@ def sequential(model: nn.Module) -> nn.Sequential:
     """The model, which is to be cut into stages.
 
     Raises:
-        TaskError: it is not sequential.
+        TaskError: it is not sequential, or does more than its layers do one after the other.
     """
+    name = type(model).__name__
+    advice = 'return the part `stage` from TrainTask.model(stage), and use ParallelismConfig(split="task")'
     if not isinstance(model, nn.Sequential):
-        raise TaskError(
-            f"{type(model).__name__} is no torch.nn.Sequential, so it cannot be split by itself: return the part `stage` from "
-            'TrainTask.model(stage), and use ParallelismConfig(split="task")'
-        )
+        raise TaskError(f"{name} is no torch.nn.Sequential, so it cannot be split by itself: {advice}")
+    own = [*model._parameters, *model._buffers]  # not those of its layers
+    hooks = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
+    if type(model).forward is not nn.Sequential.forward or own or any(hooks):
+        what = f"has {', '.join(own)} beside its layers" if own else "has hooks" if any(hooks) else "has a forward() of its own"
+        raise TaskError(f"{name} {what}, which none of the stages would have, so it cannot be split by itself: {advice}")
     return model
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """What is passed on, in memory that nothing else writes to, and that is not much larger: it may be kept until it is logged.
+    A stage may pass on a mask, a weight, or one column of what it has computed."""
+    base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
+    shared = base.is_leaf or base.untyped_storage().nbytes() > 2 * tensor.nbytes
+    return tensor.detach().clone() if shared else tensor.detach()
 
 
 @dataclass(slots=True)
@@ -311,7 +323,7 @@ class Stage:
         self._probe("send", number)
         is_end = self._stage == self._settings.stages - 1  # what goes from here to the first stage is for its next chunk
         there = number + self._settings.micro_batches if is_end else number
-        links.outputs.give(there, [tensor.detach() for tensor in saved.outputs])
+        links.outputs.give(there, [_apart(tensor) for tensor in saved.outputs])
 
     def _backward(self, number: int, links: Links) -> None:
         saved = self._saved.pop(number)

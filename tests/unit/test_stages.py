@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from raytrain_ft.errors import TaskError
 from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.task import TrainTask
 from raytrain_ft.training.build import build_replica
 from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.links import Links
-from raytrain_ft.training.pipeline import Stage, chunks_of, cut
+from raytrain_ft.training.pipeline import Stage, _apart, chunks_of, cut, sequential
 from raytrain_ft.training.settings import PipelineSettings, StepSettings
 from raytrain_ft.training.solo import Solo
 
@@ -198,3 +199,49 @@ class Heights(nn.Module):
 @pytest.mark.parametrize("cuts", [(1,), (2,)])
 def test_complex_tensors_have_gradients_too(cuts: tuple[int, ...], schedule: Any) -> None:
     assert is_trained_alike(lambda: nn.Sequential(Waves(), Filter(), Heights()), cuts, schedule=schedule)
+
+
+class Normalising(nn.Sequential):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input - 5)
+
+
+def _scaled() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    model.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    return model
+
+
+def _hooked() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    model.register_forward_pre_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: nn.Linear(2, 2), "is no torch.nn.Sequential"),
+        (lambda: Normalising(nn.Linear(2, 2)), r"has a forward\(\) of its own"),
+        (_scaled, "has scale beside its layers"),
+        (_hooked, "has hooks"),
+    ],
+)
+def test_a_model_that_does_more_than_its_layers_is_not_cut(build: Any, words: str) -> None:
+    """Else its stages together would be another model."""
+    with pytest.raises(TaskError, match=words):
+        sequential(build())
+    assert sequential(model := nn.Sequential(nn.Linear(2, 2))) is model
+
+
+def test_what_is_passed_on_keeps_no_other_memory_and_is_written_to_by_nobody() -> None:
+    weight = nn.Parameter(torch.ones(3, 4))
+    whole = torch.ones(8, 4) @ weight.T
+    mask = torch.ones(3)
+    for passed in (weight, weight[1:], mask, mask[:2], whole[:, 0]):
+        kept = _apart(passed)
+        assert torch.equal(kept, passed)
+        assert kept.untyped_storage().data_ptr() != passed.untyped_storage().data_ptr()
+        assert kept.untyped_storage().nbytes() == passed.nbytes
+    for passed in (whole, whole.T, whole.view(2, 12)):
+        assert _apart(passed).data_ptr() == passed.data_ptr(), "what was computed for it is not copied"
