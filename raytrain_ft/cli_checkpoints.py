@@ -7,7 +7,7 @@ import os
 import pickle
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -238,7 +238,8 @@ def _for_torch(value: Any) -> Any:
         case np.ndarray() if value.dtype.kind in "biufc":
             return torch.from_numpy(value)
         case dict():
-            found: Any = type(value)((key, _for_torch(one)) for key, one in value.items())
+            made = {key: _for_torch(one) for key, one in value.items()}
+            found: Any = made if isinstance(value, defaultdict) else type(value)(made)  # a Counter would count pairs
             if (versions := getattr(value, "_metadata", None)) is not None:  # of a module's state
                 found._metadata = versions
             return found

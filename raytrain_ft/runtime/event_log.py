@@ -16,7 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -37,7 +37,7 @@ MOST_WAITING = 10_000
 """Lines."""
 BLOCK_BYTES = 2**16
 END_BYTES = 2**20
-"""In which the last lines of a log lie, also where the error that a run ended with is long."""
+"""In which the last lines of a log lie."""
 
 
 def encode(event: Event) -> str:
@@ -132,20 +132,25 @@ class EventLog:
 def _whole_lines(path: Path) -> int:
     """Bytes up to the end of the last line that was written whole."""
     with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end:
-            begin = max(0, end - BLOCK_BYTES)
-            file.seek(begin)
-            if found := file.read(end - begin).rfind(b"\n") + 1:
-                return begin + found
-            end = begin
+        return _line_before(file, file.seek(0, os.SEEK_END))
+
+
+def _line_before(file: BinaryIO, end: int) -> int:
+    """Where the line begins that this place is in: after the newline before it."""
+    while end:
+        begin = max(0, end - BLOCK_BYTES)
+        file.seek(begin)
+        if found := file.read(end - begin).rfind(b"\n") + 1:
+            return begin + found
+        end = begin
     return 0
 
 
 def has_end(path: Path) -> bool:
     """Whether a log may have the end of its run, which is among its last lines. To read all of a long one takes a minute."""
     with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - END_BYTES))
+        begin = max(0, file.seek(0, os.SEEK_END) - END_BYTES)
+        file.seek(_line_before(file, begin))  # the error that it ended with may be long
         last = file.read()
     return any(f'"event":"{name}"'.encode() in last for name in ENDS)
 

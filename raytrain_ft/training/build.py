@@ -167,13 +167,28 @@ def check_model(model: torch.nn.Module) -> None:
                 "never changes, in the task"
             )
         check_plain(name, value)
-    owners = {p.untyped_storage().data_ptr(): name for name, p in trained if p.numel()}
     for name, buffer in model.named_buffers():
-        if buffer.numel() and (owner := owners.get(buffer.untyped_storage().data_ptr())) is not None:
+        if any(stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
+            raise ConfigError(f"buffer {name} is an expanded tensor, which cannot be written to: register {name}.contiguous()")
+        if (owner := next((name for name, p in trained if _overlap(buffer, p)), None)) is not None:
             raise ConfigError(
                 f"buffer {name} is the memory of the trained parameter {owner}, so each would be written over by the other: "
                 "register a copy (.detach().clone()), or an attribute that is no buffer"
             )
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether they lie in the same memory."""
+    if one.device != other.device or not one.numel() or not other.numel():
+        return False
+    (begin, end), (first, last) = _span(one), _span(other)
+    return begin < last and first < end
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    begin = tensor.data_ptr()
+    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + length * tensor.element_size()
 
 
 def check_undo(optimizer: torch.optim.Optimizer, mode: str) -> list[str]:

@@ -1,7 +1,7 @@
 """What the ranks say of a buffer that a forward pass changed, and what comes of it.
 
-Of floating buffers it is the mean of the changes. A change is two numbers, the difference and what rounding has taken from it:
-of a running minimum that begins with 1e9 nothing else would be left than 0.
+Of floating buffers it is the mean of the changes. A change is two numbers, the difference and what rounding would take from it:
+else of a running minimum that begins with 1e9 nothing would be left but 0.
 """
 
 from __future__ import annotations
@@ -18,37 +18,60 @@ ALL = 0.999
 """Of the batch, up to rounding."""
 
 
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Dtypes by their size, to compare bits by."""
+
+
 def _is_number(old: Tensor, dtype: torch.dtype) -> Tensor:
     """Whether a change can be measured from it: not from the infinity, or the largest number that there is, that a running
     minimum begins with, nor from the NaN of what was not set yet."""
     return old.abs() < torch.finfo(dtype).max / 4
 
 
-def same(now: Tensor, old: Tensor) -> Tensor:
-    """Whether each is what it was, be that no number."""
-    return (now == old) | ((now != now) & (old != old))
-
-
-def change_of(now: Tensor, old: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Two numbers for each, zeros where nothing changed: what is to be added to the old one, and what rounding has taken from
-    that. Where the old one is no number: the new one, and 1, whose mean tells how much of the batch says so."""
-    number = _is_number(old, dtype)
-    base = old.masked_fill(~number, 0.0)
-    most = (now - base).to(dtype)
-    most = torch.where(most.isfinite() | ~now.isfinite(), most, -base.to(dtype))  # 3e38 - -3e38 is too large for it
-    rest = (now - (base + most.to(now.dtype))).to(dtype)
-    rest = torch.where(number, rest.masked_fill(~now.isfinite(), 0.0), 1.0)
-    unchanged = same(now, old)
+def change_of(now: Tensor, old: Tensor, weight: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Two numbers for each, zeros where nothing changed: what is to be added to the old one, and what is left of that by
+    rounding. Where the old one is no number: the new one, and 1. All times `weight`, the share of the batch that says so."""
+    number, exact = _is_number(old, dtype), now.double()
+    base = old.double().masked_fill(~number, 0.0)
+    most, rest = _apart((exact - base) * weight, base, dtype)
+    if weight == 1.0:
+        rest = (exact - (base + most.double())).to(dtype)  # of what nobody adds anything to, to the last bit
+    rest = torch.where(number, rest.masked_fill(~most.isfinite(), 0.0), weight)
+    unchanged = (now == old) | (now.isnan() & old.isnan())
     return most.masked_fill(unchanged, 0.0), rest.masked_fill(unchanged, 0.0)
 
 
+def _apart(change: Tensor, base: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The change as two numbers of this dtype. The first is in whole steps of the base's last bit, as long as it is not far
+    larger than the base: such numbers are summed up without rounding, in whatever order."""
+    _, exponent = torch.frexp(base)
+    step = torch.ldexp(torch.full_like(base, torch.finfo(dtype).eps / 2), exponent)
+    steps = (change / step).round()
+    is_small = (base != 0) & (steps.abs() <= 2 / torch.finfo(dtype).eps)
+    most = torch.where(is_small, steps * step, change).to(dtype)
+    return most, (change - most.double()).to(dtype)
+
+
 def after(old: Tensor, most: Tensor, rest: Tensor) -> Tensor:
-    """What it is by now, of the means of what the ranks say (`change_of`). What is no number stays as it is until all have set
+    """What it is by now, of the sums of what the ranks say (`change_of`). What is no number stays as it is until all have set
     it."""
-    most_here, rest_here = most.to(old.dtype), rest.to(old.dtype)
-    since = torch.where(rest > ALL, most_here, old)
-    now = torch.where(_is_number(old, most.dtype), old + most_here + rest_here, since)
+    since = torch.where(rest > ALL, most.to(old.dtype), old)
+    sums = (old.double() + most.double() + rest.double()).to(old.dtype)
+    now = torch.where(_is_number(old, most.dtype), sums, since)
     return torch.where((most == 0) & (rest == 0), old, now)
+
+
+def scaled(old: Tensor, most: Tensor, rest: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """What the ranks say, if it is to count for so many times more."""
+    number = _is_number(old, most.dtype)
+    base = old.double().masked_fill(~number, 0.0)
+    first, second = _apart((most.double() + rest.double()) * factor, base, most.dtype)
+    return torch.where(number, first, most * factor), torch.where(number, second, rest * factor)
+
+
+def _bits(values: Tensor) -> Tensor:
+    """To be compared: 0.0 and -0.0 are different bits, and one NaN has the same as itself."""
+    return values.view(_WHOLE[values.element_size()])
 
 
 class Row:
@@ -74,7 +97,11 @@ class Row:
     @property
     def is_as_before(self) -> bool:
         """Whether a glance shows that this rank's forward pass has changed nothing."""
-        return self.size >= LARGE and torch.equal(self.now, self.old)
+        return self.size >= LARGE and torch.equal(_bits(self.now), _bits(self.old))
+
+    def touched(self) -> Tensor:
+        """To which of the buffers this rank's forward pass has written other bits. bool [buffers]."""
+        return self.which(_bits(self.now) != _bits(self.old))
 
     def is_untouched(self, *agreed: Tensor) -> bool:
         """Whether a glance shows that no rank's has."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -89,15 +90,8 @@ class DaliImages:
                 rows = fetch(self.rows, piece)
             seeds = [sample_seed(seed, epoch, index) for index in piece]
             encoded = [np.frombuffer(row[self.image], dtype=np.uint8) for row in rows]
-            if not _inside_dali.acquire(timeout=_PATIENCE_S):
-                raise TaskError(
-                    f"Another thread of this process has been inside DALI for {_PATIENCE_S:.0f} s: DALI hangs. Restart this "
-                    "process, and look at the machine that it runs on."
-                )
-            try:
+            with _alone_in_dali():
                 images[start : start + len(piece)] = torch.from_numpy(self._decode(piece, encoded, seeds, self._view))
-            finally:
-                _inside_dali.release()
             labels[start : start + len(piece)] = torch.tensor([int(row[self.label]) for row in rows])
         return [images, labels]
 
@@ -107,8 +101,10 @@ class DaliImages:
         found: list[str] = []
         for index in range(len(self)):
             try:
-                encoded = np.frombuffer(fetch(self.rows, [index])[0][self.image], dtype=np.uint8)
-                self._decode([index], [encoded], [0], lambda _, size: View(0, 0, *size))
+                with alone_inside(self.rows):
+                    encoded = np.frombuffer(fetch(self.rows, [index])[0][self.image], dtype=np.uint8)
+                with _alone_in_dali():
+                    self._decode([index], [encoded], [0], lambda _, size: View(0, 0, *size))
             except StorageError as error:
                 found.append(str(error))
         return found
@@ -142,6 +138,19 @@ class DaliImages:
     def _name(self, index: int) -> str:
         path = getattr(self.rows, "path", None)
         return str(path(index)) if path else f"sample {index} of the {type(self.rows).__name__}"
+
+
+@contextmanager
+def _alone_in_dali() -> Iterator[None]:
+    if not _inside_dali.acquire(timeout=_PATIENCE_S):
+        raise TaskError(
+            f"Another thread of this process has been inside DALI for {_PATIENCE_S:.0f} s: DALI hangs. Restart this "
+            "process, and look at the machine that it runs on."
+        )
+    try:
+        yield
+    finally:
+        _inside_dali.release()
 
 
 def _check_row(row: Any, image: str, label: str) -> None:

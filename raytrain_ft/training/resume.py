@@ -164,8 +164,8 @@ def plan(
     if rank >= stored.world:
         generators = {}
     ended_by = stored.ended_by
-    if ended_by and not ended_by & loaders.keys():  # they have other names now
-        ended_by = None
+    if ended_by:
+        ended_by = ended_by & loaders.keys() or None  # None: they have other names now
     return Plan(found, positions, generators, content.manifest.step, stored.world, notes, ended_by)
 
 

@@ -84,7 +84,7 @@ class _Taken:
         """Of whole numbers, rows of what fits into two bytes, and what has rows and columns, are a picture or sound rather than
         labels or tokens."""
         if self._batch and len(array.shape) and len(array) == 1:
-            array = array[0]
+            array = array.reshape(array.shape[1:])
         kind = dtype if array.dtype.kind in "iubfc" else ""  # that of text tells how long it is
         self.exact.update(f"{kind}{array.shape}".encode())
         if array.dtype.kind == "c":

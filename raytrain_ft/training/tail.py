@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain_ft.errors import TaskError
-from raytrain_ft.training.changes import Row, after, alike, change_of, same
+from raytrain_ft.training.changes import Row, after, alike, change_of, scaled
 from raytrain_ft.training.sleep import Sleep
 
 HEADER = 3
@@ -61,8 +61,7 @@ class Tail:
         self._integers = [place for place, b in named if not (b.is_floating_point() or b.is_complex())]
         self.sleep = Sleep()
         self._start = HEADER + seats  # of the buffers
-        self._float_size = 2 * sum(b.numel() for b in self.floats)
-        self.size = self._start + sum(b.numel() for b in self.integers) + self._float_size
+        self.size = self._start + sum(b.numel() for b in self.integers) + 2 * sum(b.numel() for b in self.floats)
         self.losses: list[Tensor] = []
         self.stop_requested = False
         self.checkpoint_wanted = False
@@ -129,7 +128,7 @@ class Tail:
                 self._touched.append(row.which(tail[:0]))
             else:
                 change = row.now - row.old
-                self._touched.append(row.which(change != 0))
+                self._touched.append(row.touched())
                 if leads and int(change.abs().max()) > LARGEST_EXACT_INTEGER:
                     raise TaskError(f"an integer buffer changed by more than {LARGEST_EXACT_INTEGER} within one step")
                 if leads:
@@ -139,10 +138,9 @@ class Tail:
             if row.is_as_before:
                 self._touched.append(row.which(tail[:0]))
             else:
-                self._touched.append(row.which(~same(row.now, row.old)))
+                self._touched.append(row.touched())
                 if weight > 0:
-                    both = torch.stack(change_of(row.now, row.old, tail.dtype))
-                    tail[offset : offset + 2 * row.size] = (both * weight).view(-1)
+                    tail[offset : offset + 2 * row.size] = torch.cat(change_of(row.now, row.old, weight, tail.dtype))
             offset += 2 * row.size
 
     def _look(self) -> None:
@@ -201,8 +199,13 @@ class Tail:
     def scale(self, tail: Tensor, factor: float) -> None:
         """Multiplies what is a mean over samples, because some of them are missing in it."""
         tail[0] *= factor
-        if self._float_size:
-            tail[-self._float_size :] *= factor
+        _, floats = self._rows(tail.device)
+        offset = self.size - 2 * sum(row.size for row in floats)
+        for row in floats:
+            part = tail[offset : offset + 2 * row.size]
+            most, rest = part.view(2, -1)
+            part.copy_(torch.cat(scaled(row.old, most, rest, factor)))
+            offset += 2 * row.size
 
     def said(self, tail: Tensor, replicas: int) -> list[int]:
         """What every replica says of its sleep."""

@@ -316,6 +316,17 @@ def test_generators_are_not_put_back_in_the_midst_of_a_training_on_other_data(tm
     assert len({*begun, *more}) == 6, "no number is drawn twice"
 
 
+def test_a_loader_that_is_not_there_any_more_is_not_asked(tmp_path: Path) -> None:
+    setup = Setup()
+    others = {n: checkfreq.Loader(TensorDataset(torch.ones(8, 1)), global_batch_size=4) for n in ("first", "second")}
+    with checkfreq.open(tmp_path, every=1, **setup.objects, **others):
+        for _ in zip(setup.loader, others["first"], others["second"], strict=False):
+            setup.step(torch.ones(4, 8), torch.zeros(4, dtype=torch.int64))
+    del others["second"]
+    with checkfreq.open(tmp_path, every=1, override={"dataset"}, **setup.objects, **others) as run:
+        assert run.step == 2
+
+
 def test_an_evaluation_after_an_update_that_broke_off_makes_it_no_whole_one(tmp_path: Path) -> None:
     setup = Setup()
     setup.optimizer = optimizer = Breaks(setup.model.parameters(), lr=0.01)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -246,6 +246,7 @@ def test_what_torch_cannot_read_back_safely_is_not_written(tmp_path: Path) -> No
         def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     of_numpy = {"lr": np.float64(0.5), "last": [np.float32(1.5)], "seen": np.arange(3), "queue": deque([1, 2], maxlen=3)}
+    of_numpy |= {"milestones": Counter({4: 1, 9: 2})}  # as MultiStepLR's
     with checkfreq.open(tmp_path / "run", model=nn.Linear(1, 1), held=Holds(of_numpy)) as run, run.update():
         pass
     result = call("export", tmp_path / "run", tmp_path / "x.pt", "--format", "torch")
@@ -253,6 +254,7 @@ def test_what_torch_cannot_read_back_safely_is_not_written(tmp_path: Path) -> No
     held = torch.load(tmp_path / "x.pt", weights_only=True)["held"]
     assert (held["lr"], held["last"], held["seen"].tolist(), held["queue"]) == (0.5, [1.5], [0, 1, 2], [1, 2])
     assert type(held["lr"]) is float
+    assert held["milestones"] == Counter({4: 1, 9: 2})
 
 
 def trainers(directory: Path) -> None:

@@ -69,8 +69,8 @@ def test_the_end_of_a_run_is_looked_for_in_its_last_lines(tmp_path: Path, monkey
     for _ in range(50):
         log.append(EVENT)
     assert not has_end(log.path)
-    log.note("RunFailed", at=9.0, error=["TaskError", "it failed"])
-    assert has_end(log.path)
+    log.note("RunFailed", at=9.0, error=["TaskError", "it failed" * 100])
+    assert has_end(log.path), "though it begins before those"
     log.note("ReportFailed", at=9.1, reason="no space")
     assert has_end(log.path)
     log.close()

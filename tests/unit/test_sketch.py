@@ -36,6 +36,7 @@ def compared(one: Any, other: Any) -> str:
 def test_a_batch_of_one_is_looked_at_as_the_sample_in_it() -> None:
     """Else its tokens would have rows and columns, and its label a row."""
     tokens, label = torch.arange(70_000, 70_016), torch.tensor(3, dtype=torch.uint8)
+    assert sketch_of(np.array(["a caption"], dtype=object), batch=True) == sketch_of(np.array("a caption", dtype=object))
     alone, batch = sketch_of([tokens, label]), sketch_of([tokens[None], label[None]], batch=True)
     assert alone == batch
     assert unlike([batch], [sketch_of([tokens[None] + 1, label[None]], batch=True)])
