@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from raytrain_ft.places import told
 from raytrain_ft.policy.chronicle import Steps
 from raytrain_ft.policy.messages import RunStarted
 from raytrain_ft.policy.roster import Rules
@@ -113,9 +114,10 @@ class Callbacks:
     def _begin(self, started: RunStarted) -> None:
         number = len(list(self._directory.glob("events-[0-9]*.jsonl")))
         info = RunInfo(self._name, started.run_id, self._directory, number, bool(started.stored), started.details)
-        told = Seen(committed_before(self._directory) if info.resumed else 0)
+        before = Seen(committed_before(self._directory) if info.resumed else 0)
         for callback in list(self._callbacks):
-            self._seen[id(callback)] = self._call(callback, "on_start", info) or told
+            seen = self._call(callback, "on_start", info)
+            self._seen[id(callback)] = seen if isinstance(seen, Seen) else before
 
     def _tell(self, callback: Callback, news: Steps | Recovery) -> None:
         seen = self._seen[id(callback)]
@@ -137,5 +139,5 @@ class Callbacks:
 
     def _leave(self, callbacks: Iterable[Callback], why: str) -> None:
         for callback in list(callbacks):
-            warnings.warn(f"{type(callback).__name__} is not called any more; training goes on. {why}", stacklevel=2)
             self._callbacks.remove(callback)
+            warnings.warn(f"{type(callback).__name__} is not called any more; training goes on. {told(why)}", stacklevel=2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +20,12 @@ from raytrain_ft.result import recovery_of
 LINE_INTERVAL_S = 5.0
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Nobody reads any more. (rich would end the program.)"""
+        raise BrokenPipeError
+
+
 class Display:
     """Shows the account that the supervisor gives of itself."""
 
@@ -25,7 +33,7 @@ class Display:
         self._name = name
         self._max_steps = max_steps
         self._quiet = quiet
-        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._console = _Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         self._shown = self._warned = 0
         self._last_line = 0.0
@@ -41,7 +49,8 @@ class Display:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with suppress(OSError, ValueError):
+                self._bar.stop()
 
     def show(self, account: dict[str, Any]) -> None:
         """Brings what is shown up to date."""
@@ -52,7 +61,7 @@ class Display:
             if recovery.resumed is None and account["state"] not in ("FINISHED", "ERRORED", "ABORTED"):
                 break
             self._shown += 1
-            self._console.print(describe(recovery), markup=False)
+            self._print(describe(recovery))
         for words in account["warnings"][self._warned :]:
             self._warned += 1
             self.say(words)
@@ -65,15 +74,22 @@ class Display:
             self._bar.update(self._task, completed=account["step"], note=note)
         elif state != self._state or time.monotonic() - self._last_line > LINE_INTERVAL_S:
             self._last_line = time.monotonic()
-            self._console.print(
-                f"[{self._name}] {account['seconds']:7.1f} s  step {account['step']}/{self._max_steps}  {note}", markup=False
-            )
+            self._print(f"[{self._name}] {account['seconds']:7.1f} s  step {account['step']}/{self._max_steps}  {note}")
         self._state = state
 
     def say(self, text: str) -> None:
         """A line of its own."""
         if not self._quiet:
-            self._console.print(f"[{self._name}] {text}", markup=False)
+            self._print(f"[{self._name}] {text}")
+
+    def _print(self, line: str) -> None:
+        """Prints it if that can be done: a run does not end with whoever reads of it, or with the disk it is written to."""
+        encoding = self._console.encoding
+        try:
+            self._console.print(line.encode(encoding, "backslashreplace").decode(encoding), markup=False)
+        except (OSError, ValueError) as error:
+            self._quiet, self._bar = True, None
+            warnings.warn(f"the run's progress cannot be shown any more: {error!r}", stacklevel=2)
 
     def show_end(self, account: dict[str, Any]) -> None:
         """Of a run that was ended before its time: what to do with it."""

@@ -117,6 +117,12 @@ def check_supported(scaling: ray.train.ScalingConfig, run: ray.train.RunConfig) 
     Raises:
         ConfigError: naming the field.
     """
+    if not isinstance(scaling.use_gpu, bool):
+        raise ConfigError(f"ScalingConfig(use_gpu={scaling.use_gpu!r}): use True or False")
+    for name in ("max_failures", "max_preemption_failures"):
+        most = getattr(run.failure_config, name, -1)
+        if type(most) is not int or most < -1:
+            raise ConfigError(f"FailureConfig({name}={most!r}): use a number of workers, or -1 for no limit")
     default = ray.train.RunConfig()
     for given, usual in (
         (scaling, ScalingConfig()),

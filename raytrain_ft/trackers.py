@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from raytrain_ft.callbacks import Callback, RunInfo, Seen
 from raytrain_ft.errors import ConfigError
+from raytrain_ft.places import told
 from raytrain_ft.policy.chronicle import Steps
 from raytrain_ft.policy.strategy import Recovery
 from raytrain_ft.progress import describe
@@ -126,7 +127,7 @@ class MLflow(Callback):
         experiment: its name; made if there is none.
 
     Raises:
-        ConfigError: MLflow is not installed.
+        ConfigError: MLflow is not installed, or refuses the URI.
     """
 
     def __init__(self, tracking_uri: str | None = None, experiment: str = "raytrain_ft") -> None:
@@ -134,7 +135,10 @@ class MLflow(Callback):
             from mlflow.tracking import MlflowClient
         except ImportError as error:
             raise ConfigError("MLflow is not installed: pip install -e '.[mlflow]' in the clone of raytrain_ft") from error
-        self._client: Any = MlflowClient(tracking_uri)
+        try:
+            self._client: Any = MlflowClient(tracking_uri)
+        except Exception as error:  # it may say the whole URI
+            raise ConfigError(f"MLflow(tracking_uri={told(str(tracking_uri))!r}): {told(str(error))}") from None
         self._experiment = experiment
         self._recoveries = 0
 

@@ -155,7 +155,7 @@ class Trainer:
             except BaseException as error:
                 interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
                 reason = _INTERRUPTED.get(type(error), f"its driver failed: {error!r}")
-                if interrupted and spec.rules.leaves_checkpoint:
+                if interrupted and spec.rules.leaves_checkpoint:  # which is asked for whether this can be printed or not
                     display.say(f"{reason}: takes a last checkpoint and ends (within {spec.rules.stop_timeout:g} s)")
                 abort(supervisor, reason, spec.rules.stop_timeout, display if interrupted else None)
                 raise

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from raytrain_ft.errors import StorageError
 from raytrain_ft.policy import messages
@@ -52,6 +52,8 @@ def decode(line: str) -> Event | None:
 
 
 def _named(line: str) -> tuple[str, Event | None]:
+    if not line.isascii():
+        raise ValueError("it has bytes that are not written there")
     fields = json.loads(line)
     name = fields.pop("event")
     cls = _CLASSES.get(name)
@@ -172,13 +174,13 @@ def read_past(path: Path) -> tuple[list[Event], Counter[str]]:
     """As `read_events`; and how many notes of each name there are."""
     events: list[Event] = []
     notes: Counter[str] = Counter()
-    with path.open() as log:
+    with path.open(encoding="ascii", errors="surrogateescape") as log:
         for number, line in enumerate(log, 1):
             if not line.endswith("\n"):
                 break
             try:
                 name, event = _named(line)
-            except (json.JSONDecodeError, ValidationError, KeyError) as error:
+            except (ValueError, TypeError, AttributeError, KeyError) as error:
                 if not next(log, "").endswith("\n"):  # it is the last that was written whole
                     break
                 raise StorageError(f"{path}, line {number} is damaged: {error}") from error
@@ -191,13 +193,15 @@ def read_past(path: Path) -> tuple[list[Event], Counter[str]]:
 
 def each_record(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a log as dictionaries, notes included, up to one that was cut short or damaged."""
-    with path.open() as log:
+    with path.open(encoding="ascii", errors="surrogateescape") as log:
         for line in log:
             if not line.endswith("\n"):  # `EventLog` takes it away, so nobody may have read it
                 return
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:
+            except ValueError:
+                return
+            if not line.isascii() or not isinstance(record, dict) or not isinstance(record.get("event"), str):
                 return
             yield record
 

@@ -13,6 +13,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_ft.errors import ConfigError
+from raytrain_ft.places import told
 from raytrain_ft.runtime import lifeline
 
 KNOCK_S = 5.0
@@ -89,10 +90,10 @@ def connect(address: str | None = None, **options: Any) -> None:
             what = "there is no Ray cluster here: set RAY_ADDRESS, or run this on one of its nodes"
         else:
             what = (
-                f"RAY_ADDRESS={named}: there is no Ray cluster to be reached. Run this on one of its nodes without "
+                f"RAY_ADDRESS={told(named)}: there is no Ray cluster to be reached. Run this on one of its nodes without "
                 "RAY_ADDRESS, or submit it as a job"
             )
-        raise ConfigError(f"{what}. If it is there, it may have another token: {_token()}. {error}") from error
+        raise ConfigError(f"{what}. If it is there, it may have another token: {_token()}. {told(str(error))}") from error
 
 
 def _token() -> str:

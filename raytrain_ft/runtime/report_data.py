@@ -156,6 +156,13 @@ def gather(records: Iterable[Any], name: str = "") -> Facts:
             case _:
                 pass
     facts.recoveries = [_account(index, record) for index, record in enumerate(accounts.values(), 1)]
+    known = {loss.member for loss in facts.gone}
+    facts.gone += [  # those of whom no event but their recovery says that they were lost
+        Loss(account.at, member, account.cause)
+        for account in facts.recoveries
+        for member in account.lost
+        if member not in known
+    ]
     facts.losses = sorted(losses.items())
     facts.steps = facts.progress[-1][1] if facts.progress else 0
     return facts

@@ -45,7 +45,7 @@ def loss_of(task: Any, output: Any, batch: Any) -> Tensor:
     elif torch.is_grad_enabled() and not loss.requires_grad:
         found = "a tensor without a gradient (was it made from numbers, of a detached output, or are all weights frozen?)"
     else:
-        return loss
+        return loss.reshape(())
     raise TaskError(
         f"{type(task).__name__}.loss() returned {found}: it has to return the mean loss over the samples of a batch, a scalar "
         "tensor that torch can differentiate, such as torch.nn.functional.cross_entropy(output, target)"

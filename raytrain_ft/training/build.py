@@ -192,5 +192,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def check_undo(optimizer: torch.optim.Optimizer, mode: str) -> list[str]:
-    """The reasons why updates of this optimizer cannot be undone; empty if they can."""
-    return refusals(optimizer, mode)  # type: ignore[arg-type]
+    """The reasons why this optimizer cannot update bucket by bucket, or such updates cannot be undone; empty if they can."""
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    own = ["it has hooks, which would be called for each bucket, before the gradients of others are there"] if hooks else []
+    return [*own, *refusals(optimizer, mode)]  # type: ignore[arg-type]

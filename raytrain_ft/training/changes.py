@@ -129,4 +129,7 @@ def alike(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device, dtype: t
     rows: dict[Any, list[tuple[Tensor, Tensor]]] = {}
     for number, (buffer, old) in enumerate(pairs):
         rows.setdefault(number if buffer.numel() >= LARGE else dtype or buffer.dtype, []).append((buffer, old))
-    return [Row(some, dtype or some[0][0].dtype, device) for some in rows.values()]
+    kinds = [dtype or some[0][0].dtype for some in rows.values()]
+    # of numbers of eight bits torch computes nothing
+    kinds = [torch.float32 if kind.is_floating_point and kind.itemsize == 1 else kind for kind in kinds]
+    return [Row(some, kind, device) for some, kind in zip(rows.values(), kinds, strict=True)]

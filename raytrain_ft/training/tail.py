@@ -11,6 +11,8 @@ numbers: see `changes`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -28,18 +30,26 @@ Place = tuple[nn.Module, str]
 
 
 def places(model: nn.Module) -> list[tuple[str, Place]]:
-    """The name and the place of every buffer that is not empty."""
-    found = []
-    for name, buffer in model.named_buffers():
-        if buffer.numel() > 0:
-            path, _, own = name.rpartition(".")
-            found.append((name, (model.get_submodule(path), own)))
-    return found
+    """The name and the place of every buffer that is not empty; of one that has several names, the first."""
+    found: dict[int, tuple[str, Place]] = {}
+    for path, module in model.named_modules():
+        for own, buffer in module.named_buffers(recurse=False):
+            if buffer.numel() > 0:
+                found.setdefault(id(buffer), (f"{path}.{own}" if path else own, (module, own)))
+    return list(found.values())
 
 
 def here(place: Place) -> Tensor:
     """The buffer that is there now, without its graph."""
     return getattr(*place).detach()
+
+
+def _kind(buffer: Any) -> str:
+    return f"{buffer.dtype} {tuple(buffer.shape)}" if isinstance(buffer, Tensor) else "None"
+
+
+def _numbers(buffer: Tensor) -> Tensor:
+    return torch.view_as_real(buffer) if buffer.is_complex() else buffer
 
 
 class Tail:
@@ -55,8 +65,8 @@ class Tail:
     def __init__(self, model: nn.Module, seats: int = 1) -> None:
         found = places(model)
         named = [(place, here(place)) for _, place in found]
-        self._names = {name for name, _ in found}
-        self._unseen: nn.Module | None = model  # until it was looked at after a forward pass
+        self._names = {place: name for name, place in found}
+        self._modules = list(model.modules())
         self._floats = [place for place, b in named if b.is_floating_point() or b.is_complex()]
         self._integers = [place for place, b in named if not (b.is_floating_point() or b.is_complex())]
         self.sleep = Sleep()
@@ -66,6 +76,8 @@ class Tail:
         self.stop_requested = False
         self.checkpoint_wanted = False
         self._before: list[Tensor] | None = None
+        self._there: list[Tensor] = []  # the buffers themselves when the attempt began
+        self._kinds: list[str] = []
         self._touched: list[Tensor] = []  # by this rank's forward pass: integer, then floating ones; empty: unknown
 
     @property
@@ -76,20 +88,26 @@ class Tail:
     @property
     def floats(self) -> list[Tensor]:
         """The floating buffers as they are now; complex ones as pairs of numbers."""
-        found = (here(place) for place in self._floats)
-        return [torch.view_as_real(b) if b.is_complex() else b for b in found]
+        return [_numbers(here(place)) for place in self._floats]
 
     def begin(self) -> None:
         """Saves the buffers, which the forward pass will change, for the case that the step must be redone."""
         self._before = [b.clone() for b in (*self.integers, *self.floats)]
+        self._there = [getattr(*place) for place in self._all]
+        self._kinds = [_kind(buffer) for buffer in self._there]
         self.losses, self._touched = [], []
         self.sleep.silent_from = None
 
     def restore(self) -> None:
-        """Puts the buffers back to what they were when the attempt began."""
-        if self._before is not None:
-            for buffer, before in zip((*self.integers, *self.floats), self._before, strict=True):
-                buffer.copy_(before)
+        """Puts the buffers back to what they were when the attempt began. What the forward pass has put in the place of one is
+        not written to: it may be anything."""
+        for place, there, before in zip(self._all, self._there, self._before or (), strict=False):
+            setattr(*place, there)
+            _numbers(there.detach()).copy_(before)
+
+    @property
+    def _all(self) -> list[Place]:
+        return [*self._integers, *self._floats]
 
     def changed(self) -> bool:
         """Whether this attempt has changed a buffer."""
@@ -144,30 +162,42 @@ class Tail:
             offset += 2 * row.size
 
     def _look(self) -> None:
-        """Nobody would agree upon a buffer that the first forward pass makes, nor copy it to a replacement."""
-        model, self._unseen = self._unseen, None
-        new = {name for name, _ in places(model)} - self._names if model is not None else set()
-        if new:
-            raise TaskError(
-                f"the forward pass has made the buffer {min(new)}, which was None or empty before: create it in __init__ in "
-                "its full size, or keep it in an attribute that is no buffer"
-            )
-
-    def _rows(self, device: torch.device) -> tuple[list[Row], list[Row]]:
-        """The integer buffers and the floating ones, now and at the attempt's beginning, in the order of the tail.
+        """Looks at what the forward pass has put in the place of buffers, and takes it over in memory of its own: else what is
+        agreed upon might be written to a weight, or to the data.
 
         Raises:
-            TaskError: one has another shape than when the attempt began.
+            TaskError: nobody could agree upon it, nor copy it to a replacement.
         """
+        buffers = (b for module in self._modules for b in module._buffers.values() if b is not None and b.numel())
+        if len({id(buffer) for buffer in buffers}) > len(self._names):
+            new = {name for module in self._modules[:1] for name, place in places(module) if place not in self._names}
+            raise TaskError(
+                f"the forward pass has made the buffer {min(new)}, which was None, empty or another one's before: create it in "
+                "__init__ in its full size, or keep it in an attribute that is no buffer"
+            )
+        for place, there, kind in zip(self._all, self._there, self._kinds, strict=True):
+            now = getattr(*place)
+            if (found := _kind(now)) != kind:
+                raise TaskError(
+                    f"the forward pass has changed the buffer {self._names[place]} from {kind} to {found}: replicas can agree "
+                    "only upon buffers of one dtype and shape. Convert it, or keep it in an attribute that is no buffer"
+                )
+            if now is there:
+                continue
+            memory = now.untyped_storage().data_ptr()
+            params = (p for module in self._modules for p in module._parameters.values() if p is not None and p.requires_grad)
+            if any(p.untyped_storage().data_ptr() == memory for p in params):
+                raise TaskError(
+                    f"the forward pass has put a trained parameter itself in the place of the buffer {self._names[place]}, so "
+                    "each would be written over by the other: put a copy there (.detach().clone())"
+                )
+            setattr(*place, now.detach().clone())
+
+    def _rows(self, device: torch.device) -> tuple[list[Row], list[Row]]:
+        """The integer buffers and the floating ones, now and at the attempt's beginning, in the order of the tail."""
         integers, floats = self.integers, self.floats
         assert self._before is not None or not (integers or floats), "between two attempts there is nothing to agree upon"
         pairs = list(zip((*integers, *floats), self._before or (), strict=True))
-        for buffer, old in pairs:
-            if buffer.shape != old.shape:
-                raise TaskError(
-                    f"the forward pass changed the shape of a buffer from {tuple(old.shape)} to {tuple(buffer.shape)}: "
-                    "replicas can agree only upon buffers of one shape. Keep it in an attribute that is no buffer."
-                )
         return alike(pairs[: len(integers)], device, torch.int64), alike(pairs[len(integers) :], device)
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ import raytrain_ft as ft
 from raytrain_ft.errors import ConfigError, NonFiniteLossError, TaskError
 from raytrain_ft.policy.sampling import Position, Sampling
 from raytrain_ft.training import changes
-from raytrain_ft.training.build import build_replica, check_model
+from raytrain_ft.training.build import build_replica, check_model, check_undo
 from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.links import Links
 from raytrain_ft.training.settings import StepSettings
@@ -190,7 +190,7 @@ class Lazy(nn.Module):
 def test_a_buffer_that_comes_into_being_in_a_forward_pass_is_refused(empty: Tensor | None) -> None:
     """No replacement would have it, and no checkpoint that has it could be loaded."""
     replica, links = replica_of(Task(lambda: Lazy(empty)))
-    with pytest.raises(TaskError, match="made the buffer scale, which was None or empty before"):
+    with pytest.raises(TaskError, match="made the buffer scale, which was None, empty or another one's before"):
         replica.train_step(links)
 
 
@@ -303,7 +303,7 @@ class Growing(nn.Module):
 
 def test_a_buffer_that_changes_its_shape() -> None:
     replica, links = replica_of(Task(Growing))
-    with pytest.raises(TaskError, match=r"shape of a buffer from \(1,\) to \(2,\)"):
+    with pytest.raises(TaskError, match=r"the buffer seen from torch.float32 \(1,\) to torch.float32 \(2,\)"):
         replica.train_step(links)
     replica.loader.stop()
 
@@ -565,3 +565,98 @@ def test_a_buffer_without_bytes_in_a_row_is_refused_before_the_training() -> Non
     model.register_buffer("edges", torch.eye(3).to_sparse())
     with pytest.raises(ConfigError, match=r"edges is a torch\.sparse_coo tensor"):
         check_model(model)
+
+
+class Replacing(nn.Module):
+    """Puts something else in the place of a buffer, in its forward pass."""
+
+    def __init__(self, make: Any, begin: Any = None) -> None:
+        super().__init__()
+        self.layer, self.make, self.calls = nn.Linear(3, 2), make, 0
+        self.register_buffer("last", torch.zeros(2, 3) if begin is None else begin)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.last = self.make(self, x)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda model, x: model.layer.weight.detach(), "put a trained parameter itself in the place of the buffer last"),
+        (lambda model, x: model.last.double(), r"the buffer last from torch.float32 \(2, 3\) to torch.float64 \(2, 3\)"),
+        (lambda model, x: None, r"the buffer last from torch.float32 \(2, 3\) to None"),
+    ],
+)
+@pytest.mark.parametrize("redone", [False, True])
+def test_what_cannot_be_agreed_upon_in_the_place_of_a_buffer_is_refused(make: Any, words: str, redone: bool) -> None:
+    """And if the step is redone before that is seen, nothing is written to it."""
+    replica, links = replica_of(Task(lambda: Replacing(make)))
+    model: Any = replica.state.model
+    before = model.layer.weight.clone()
+    if redone:
+        replica.begin(replica.loader.next(), links, 0.0)
+        model(torch.ones(1, 3))
+        replica.state.tail.restore()
+        assert torch.equal(model.layer.weight, before)
+        assert torch.equal(model.last, torch.zeros(2, 3))
+    else:
+        with pytest.raises(TaskError, match=words):
+            replica.train_step(links)
+    replica.loader.stop()
+
+
+def test_an_expanded_tensor_in_the_place_of_a_buffer_is_taken_over() -> None:
+    replica, links = replica_of(Task(lambda: Replacing(lambda model, x: x.detach().mean().expand(2, 3))))
+    for _ in range(3):
+        replica.train_step(links)
+    model: Any = replica.state.model
+    assert model.last.is_contiguous()
+    assert bool(model.last.any())
+    replica.loader.stop()
+
+
+def test_a_buffer_that_comes_into_being_after_some_steps_is_refused_too() -> None:
+    class Late(Lazy):
+        def __init__(self) -> None:
+            super().__init__(None)
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x) if self.calls > 2 else self.layer(x)
+
+    replica, links = replica_of(Task(Late))
+    replica.train_step(links)
+    replica.train_step(links)
+    with pytest.raises(TaskError, match="made the buffer scale"):
+        replica.train_step(links)
+    replica.loader.stop()
+
+
+def test_numbers_of_eight_bits_and_compiled_modules_are_agreed_upon() -> None:
+    class Short(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Linear(3, 2), torch.jit.script(nn.BatchNorm1d(2))
+            self.register_buffer("short", torch.tensor([0.5, 2.0]).to(torch.float8_e4m3fn))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.layer(x))
+
+    replica, links = replica_of(Task(Short))
+    for _ in range(2):
+        replica.train_step(links)
+    model: Any = replica.state.model
+    assert model.short.float().tolist() == [0.5, 2.0]
+    assert int(model.norm.num_batches_tracked) == 2
+    replica.loader.stop()
+
+
+def test_an_optimizer_with_hooks_does_not_update_bucket_by_bucket() -> None:
+    """They would clip gradients that are not all there."""
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    assert check_undo(optimizer, "exact") == []
+    optimizer.register_step_pre_hook(lambda *_: None)
+    assert "has hooks" in check_undo(optimizer, "exact")[0]

@@ -352,3 +352,16 @@ def test_records_that_cannot_be_read_for_a_while_cost_no_callback(tmp_path: Path
     callbacks.end()
     assert contiguous(recorder.spans)
     assert (recorder.spans[0][0], recorder.spans[-1][1], recorder.ended) == (before, 20, ["FINISHED"])
+
+
+def test_whatever_on_start_returns_the_run_goes_on(tmp_path: Path) -> None:
+    """As what a write to a file returns."""
+
+    class Notes(Callback):
+        def on_start(self, run: RunInfo) -> Any:
+            return 17
+
+    callbacks = Callbacks([notes := Notes()], "run", tmp_path, RULES)
+    callbacks._directory.mkdir(exist_ok=True)
+    callbacks._begin(m.RunStarted(run_id="r", details={}))
+    assert callbacks._seen[id(notes)] == Seen(0)

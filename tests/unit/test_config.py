@@ -28,6 +28,7 @@ from raytrain_ft.places import Place
 from raytrain_ft.policy.lineage import Return
 from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.prepare import _checkpoints, _worker_options, earlier_runs
+from raytrain_ft.ray_config import check_supported
 from raytrain_ft.settings import Keywords, TrainSettings
 from raytrain_ft.trainer import _account_of
 from raytrain_ft.training.settings import PipelineSettings
@@ -413,3 +414,19 @@ def test_a_supervisor_that_is_gone_as_it_is_asked_holds_no_name(monkeypatch: pyt
     monkeypatch.setattr("raytrain_ft.trainer.ray.get_actor", lambda name, namespace: supervisor)
     monkeypatch.setattr("raytrain_ft.trainer.ray.get", gone)
     assert _account_of("supervisor:digits") is None
+
+
+@pytest.mark.parametrize(
+    ("configs", "words"),
+    [
+        ({"run_config": {"failure_config": ft.FailureConfig(max_failures=None)}}, "max_failures=None"),  # pyright: ignore
+        ({"run_config": {"failure_config": ft.FailureConfig(max_failures="3")}}, "max_failures='3'"),  # pyright: ignore
+        ({"run_config": {"failure_config": ft.FailureConfig(max_failures=-2)}}, "max_failures=-2"),
+        ({"scaling_config": {"use_gpu": 1}}, "use_gpu=1"),
+    ],
+)
+def test_what_would_end_a_run_at_its_first_loss_is_refused_before_it(configs: Any, words: str) -> None:
+    kinds = {"run_config": ft.RunConfig, "scaling_config": ft.ScalingConfig}
+    made = {name: kinds[name](**fields) for name, fields in configs.items()}
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        check_supported(made.get("scaling_config", ft.ScalingConfig()), made.get("run_config", ft.RunConfig()))

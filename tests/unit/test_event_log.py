@@ -166,3 +166,19 @@ def test_not_everything_waits_in_memory(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(StorageError, match="4 lines wait"):
         log.append(EVENT)
     log.close()
+
+
+@pytest.mark.parametrize("damage", [b'{"event":"Sta\xf8te","at":1}\n', b"5\n", b'{"x":1}\n', b"[1]\n"])
+def test_a_line_that_is_no_record_is_damage_and_no_crash(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    log.append(EVENT)
+    log.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole + damage)
+    assert read_events(path) == [EVENT], "it is the last"
+    assert len(read_records(path)) == 1
+    path.write_bytes(whole + damage + whole)
+    assert len(read_records(path)) == 1
+    with pytest.raises(StorageError, match="line 2 is damaged"):
+        read_past(path)

@@ -27,7 +27,7 @@ OUTPUT = nn.Linear(3, 2)(torch.ones(4, 3))
 
 @pytest.mark.parametrize("make", [torch.mean, lambda output: output.sum().reshape(1)])
 def test_a_loss_is_taken_as_it_is(make: Any) -> None:
-    assert torch.equal(loss_of(Returns(make), OUTPUT, None), make(OUTPUT))
+    assert torch.equal(loss_of(Returns(make), OUTPUT, None), make(OUTPUT).reshape(()))
 
 
 @pytest.mark.parametrize(

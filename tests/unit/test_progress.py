@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -236,3 +239,26 @@ def test_a_warning_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert shown.count("[run] w0 cannot log\n") == 1
     assert shown.count("[run] nor can w1\n") == 1
+
+
+def test_what_cannot_be_printed_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk, a pipe that nobody reads, letters that the log's encoding lacks."""
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        display = Display("run", 10)
+        with pytest.warns(UserWarning, match="progress cannot be shown any more.*No space left"):
+            display.say("x" * 10_000)
+        display.say("x" * 10_000)
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        with pytest.warns(UserWarning, match="progress cannot be shown any more.*BrokenPipe"):
+            Display("run", 10).say("x" * 10_000)
+        with suppress(BrokenPipeError):
+            closed.flush()
+        monkeypatch.undo()
+    kept = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(kept, encoding="latin-1", write_through=True))
+    Display("run", 10).say("caf\udce9.png \u2014 \u7a7a")
+    assert b"caf\\udce9.png \\u2014 \\u7a7a" in kept.getvalue()
