@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import sys
 import time
-from collections import defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -36,6 +35,8 @@ console = Console(highlight=False, soft_wrap=True)
 LONGEST_VALUE = 200
 PLACE = click.argument("place", type=Place)
 WHICH = click.option("--name", "which", help="Name or step of the checkpoint; default: the newest valid one.")
+READ_BACK = {type(None), bool, int, float, complex, str, bytes, bytearray, set, dict, OrderedDict, Counter, list, tuple}
+READ_BACK |= {torch.Size, torch.dtype, torch.device}
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
@@ -221,13 +222,22 @@ def _warn(message: str) -> None:
 
 def _save_torch(state: dict[str, Any], path: Path) -> None:
     state = {name: _for_torch(value) for name, value in state.items() if name != objects.GENERATORS}
+    for name, value in state.items():
+        _check_read_back(value, name)
     with path.open("wb") as file:  # so that an error of the disk is one
         torch.save(state, file)
-    try:
-        torch.load(path, weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError) as error:
-        reason = str(error).partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or str(error)
-        raise click.ClickException(f"torch.load(weights_only=True) would not read this state back: {reason}") from error
+
+
+def _check_read_back(value: Any, path: str) -> None:
+    """Raises ClickException for what `torch.load(weights_only=True)` refuses."""
+    if isinstance(value, dict | list | tuple) and type(value) in READ_BACK:
+        inner = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, one in inner:
+            _check_read_back(one, f"{path}/{key}")
+    elif type(value) not in READ_BACK and not isinstance(value, torch.Tensor):
+        raise click.ClickException(
+            f"{path} is a {type(value).__name__}, which torch.load(weights_only=True) does not read back"
+        )
 
 
 def _for_torch(value: Any) -> Any:

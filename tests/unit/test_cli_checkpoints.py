@@ -255,6 +255,13 @@ def test_what_torch_cannot_read_back_safely_is_not_written(tmp_path: Path) -> No
     assert (held["lr"], held["last"], held["seen"].tolist(), held["queue"]) == (0.5, [1.5], [0, 1, 2], [1, 2])
     assert type(held["lr"]) is float
     assert held["milestones"] == Counter({4: 1, 9: 2})
+    with checkfreq.open(tmp_path / "other", held=Holds({"seen": frozenset({1, 2})})) as run, run.update():
+        pass
+    refused = call("export", tmp_path / "other", tmp_path / "y.pt", "--format", "torch")
+    assert "held/seen is a frozenset, which torch.load(weights_only=True) does not read back" in refused.output.replace(
+        "\n", " "
+    )
+    assert not (tmp_path / "y.pt").exists()
 
 
 def trainers(directory: Path) -> None:
