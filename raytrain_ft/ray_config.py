@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from numbers import Integral
 from typing import Literal
 
 import ray.train
@@ -121,7 +122,7 @@ def check_supported(scaling: ray.train.ScalingConfig, run: ray.train.RunConfig) 
         raise ConfigError(f"ScalingConfig(use_gpu={scaling.use_gpu!r}): use True or False")
     for name in ("max_failures", "max_preemption_failures"):
         most = getattr(run.failure_config, name, -1)
-        if type(most) is not int or most < -1:
+        if not isinstance(most, Integral) or isinstance(most, bool) or most < -1:
             raise ConfigError(f"FailureConfig({name}={most!r}): use a number of workers, or -1 for no limit")
     default = ray.train.RunConfig()
     for given, usual in (

@@ -167,10 +167,14 @@ def check_model(model: torch.nn.Module) -> None:
                 "never changes, in the task"
             )
         check_plain(name, value)
+    by_memory: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, p in trained:
+        by_memory.setdefault(p.untyped_storage().data_ptr(), []).append((name, p))
     for name, buffer in model.named_buffers():
         if any(stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
             raise ConfigError(f"buffer {name} is an expanded tensor, which cannot be written to: register {name}.contiguous()")
-        if (owner := next((name for name, p in trained if _overlap(buffer, p)), None)) is not None:
+        there = by_memory.get(buffer.untyped_storage().data_ptr(), [])
+        if (owner := next((name for name, p in there if _overlap(buffer, p)), None)) is not None:
             raise ConfigError(
                 f"buffer {name} is the memory of the trained parameter {owner}, so each would be written over by the other: "
                 "register a copy (.detach().clone()), or an attribute that is no buffer"
@@ -193,6 +197,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 def check_undo(optimizer: torch.optim.Optimizer, mode: str) -> list[str]:
     """The reasons why this optimizer cannot update bucket by bucket, or such updates cannot be undone; empty if they can."""
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    hooks = any(getattr(optimizer, name, None) for name in names)
     own = ["it has hooks, which would be called for each bucket, before the gradients of others are there"] if hooks else []
     return [*own, *refusals(optimizer, mode)]  # type: ignore[arg-type]

@@ -14,8 +14,10 @@ from torch import Tensor
 
 LARGE = 2**16
 """Numbers in a buffer that is looked at alone: arithmetic with a mask of millions would take longer than a step."""
-ALL = 0.999
+ALL = 1.0 - 1e-5
 """Of the batch, up to rounding."""
+LARGEST_BASE = 2.0**24
+"""Changes are measured from less than this: the difference to a larger number has no digits left of what a small one was."""
 
 
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -23,14 +25,16 @@ _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _is_number(old: Tensor, dtype: torch.dtype) -> Tensor:
-    """Whether a change can be measured from it: not from the infinity, or the largest number that there is, that a running
-    minimum begins with, nor from the NaN of what was not set yet."""
-    return old.abs() < torch.finfo(dtype).max / 4
+    """Whether a change is measured from it: not from the infinity, or the 1e9, that a running minimum begins with, nor from the
+    NaN of what was not set yet. Of a buffer of more digits than travel, large ones are, for else the digits would be lost."""
+    has_more = torch.finfo(dtype).eps > torch.finfo(old.dtype).eps
+    return old.abs() < (torch.finfo(dtype).max / 4 if has_more else LARGEST_BASE)
 
 
 def change_of(now: Tensor, old: Tensor, weight: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Two numbers for each, zeros where nothing changed: what is to be added to the old one, and what is left of that by
-    rounding. Where the old one is no number: the new one, and 1. All times `weight`, the share of the batch that says so."""
+    rounding. Where nothing is measured from the old one: the new one, and 1. All times `weight`, the share of the batch that
+    says so."""
     number, exact = _is_number(old, dtype), now.double()
     base = old.double().masked_fill(~number, 0.0)
     most, rest = _apart((exact - base) * weight, base, dtype)
@@ -55,17 +59,21 @@ def _apart(change: Tensor, base: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
 def after(old: Tensor, most: Tensor, rest: Tensor) -> Tensor:
     """What it is by now, of the sums of what the ranks say (`change_of`). What is no number stays as it is until all have set
     it."""
-    since = torch.where(rest > ALL, most.to(old.dtype), old)
-    sums = (old.double() + most.double() + rest.double()).to(old.dtype)
-    now = torch.where(_is_number(old, most.dtype), sums, since)
+    exact, more = old.double(), most.double()
+    share = torch.where(old.isfinite(), more + (1.0 - rest.double()) * exact, exact)  # of the others, it is the old one
+    direct = torch.where(rest > ALL, more, share)
+    now = torch.where(_is_number(old, most.dtype), exact + more + rest.double(), direct).to(old.dtype)
     return torch.where((most == 0) & (rest == 0), old, now)
 
 
 def scaled(old: Tensor, most: Tensor, rest: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """What the ranks say, if it is to count for so many times more."""
+    if factor == 1.0:
+        return most, rest
     number = _is_number(old, most.dtype)
     base = old.double().masked_fill(~number, 0.0)
     first, second = _apart((most.double() + rest.double()) * factor, base, most.dtype)
+    second = second.masked_fill(~first.isfinite(), 0.0)
     return torch.where(number, first, most * factor), torch.where(number, second, rest * factor)
 
 

@@ -11,6 +11,7 @@ numbers: see `changes`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,6 +45,11 @@ def here(place: Place) -> Tensor:
     return getattr(*place).detach()
 
 
+def _memory_of_trained(modules: Sequence[nn.Module]) -> set[int]:
+    params = (p for module in modules for p in module._parameters.values() if p is not None and p.requires_grad)
+    return {p.untyped_storage().data_ptr() for p in params}
+
+
 def _kind(buffer: Any) -> str:
     return f"{buffer.dtype} {tuple(buffer.shape)}" if isinstance(buffer, Tensor) else "None"
 
@@ -66,7 +72,7 @@ class Tail:
         found = places(model)
         named = [(place, here(place)) for _, place in found]
         self._names = {place: name for name, place in found}
-        self._modules = list(model.modules())
+        self._modules, self._looked = list(model.modules()), False
         self._floats = [place for place, b in named if b.is_floating_point() or b.is_complex()]
         self._integers = [place for place, b in named if not (b.is_floating_point() or b.is_complex())]
         self.sleep = Sleep()
@@ -168,13 +174,16 @@ class Tail:
         Raises:
             TaskError: nobody could agree upon it, nor copy it to a replacement.
         """
+        if not self._looked:  # layers may have come with it
+            self._modules, self._looked = list(self._modules[0].modules()), True
         buffers = (b for module in self._modules for b in module._buffers.values() if b is not None and b.numel())
         if len({id(buffer) for buffer in buffers}) > len(self._names):
             new = {name for module in self._modules[:1] for name, place in places(module) if place not in self._names}
             raise TaskError(
-                f"the forward pass has made the buffer {min(new)}, which was None, empty or another one's before: create it in "
-                "__init__ in its full size, or keep it in an attribute that is no buffer"
+                f"the forward pass has made the buffer {min(new, default='?')}, which was None, empty or another one's before: "
+                "create it in __init__ in its full size, or keep it in an attribute that is no buffer"
             )
+        trained: set[int] | None = None
         for place, there, kind in zip(self._all, self._there, self._kinds, strict=True):
             now = getattr(*place)
             if (found := _kind(now)) != kind:
@@ -184,9 +193,9 @@ class Tail:
                 )
             if now is there:
                 continue
-            memory = now.untyped_storage().data_ptr()
-            params = (p for module in self._modules for p in module._parameters.values() if p is not None and p.requires_grad)
-            if any(p.untyped_storage().data_ptr() == memory for p in params):
+            if trained is None:
+                trained = _memory_of_trained(self._modules)
+            if now.untyped_storage().data_ptr() in trained:
                 raise TaskError(
                     f"the forward pass has put a trained parameter itself in the place of the buffer {self._names[place]}, so "
                     "each would be written over by the other: put a copy there (.detach().clone())"
