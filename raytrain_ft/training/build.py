@@ -171,6 +171,7 @@ def check_model(model: torch.nn.Module) -> None:
     for name, p in trained:
         by_memory.setdefault(p.untyped_storage().data_ptr(), []).append((name, p))
     for name, buffer in model.named_buffers():
+        check_plain(name, buffer)  # one that is not persistent is in no state dict
         if any(stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
             raise ConfigError(f"buffer {name} is an expanded tensor, which cannot be written to: register {name}.contiguous()")
         there = by_memory.get(buffer.untyped_storage().data_ptr(), [])

@@ -1,7 +1,8 @@
 """What the ranks say of a buffer that a forward pass changed, and what comes of it.
 
-Of floating buffers it is the mean of the changes. A change is two numbers, the difference and what rounding would take from it:
-else of a running minimum that begins with 1e9 nothing would be left but 0.
+Of floating buffers it is the mean, in two numbers for each value. Mostly these are the change and what rounding would take from
+it: so what nobody changed keeps its bits. Of what a change cannot be measured from (the 1e9 or the infinity that a running
+minimum begins with) they are the new value, and the share of the batch that says so.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ ALL = 1.0 - 1e-5
 """Of the batch, up to rounding."""
 LARGEST_BASE = 2.0**24
 """Changes are measured from less than this: the difference to a larger number has no digits left of what a small one was."""
-
-
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Dtypes by their size, to compare bits by."""
 

@@ -559,9 +559,10 @@ def test_state_that_would_be_lost_is_refused_before_the_training(state: Any) -> 
 
 def test_a_buffer_without_bytes_in_a_row_is_refused_before_the_training() -> None:
     model = nn.Linear(3, 2)
-    model.register_buffer("edges", torch.eye(3).to_sparse())
-    with pytest.raises(ConfigError, match=r"edges is a torch\.sparse_coo tensor"):
-        check_model(model)
+    for persistent in (True, False):
+        model.register_buffer("edges", torch.eye(3).to_sparse(), persistent=persistent)
+        with pytest.raises(ConfigError, match=r"edges is a torch\.sparse_coo tensor"):
+            check_model(model)
 
 
 class Replacing(nn.Module):
