@@ -165,8 +165,7 @@ def _ask_to_end(supervisor: Any, reason: str, deadline: float) -> None:
 
 def clean_up(run_id: str, supervisor: Any) -> None:
     """Leaves nothing behind: the supervisor, and any worker that it did not end."""
-    # Unlike `ray.kill`, this lets Ray collect its last metrics.
-    ended = supervisor.__ray_terminate__.options(max_task_retries=0).remote()
+    ended = supervisor.end.options(max_task_retries=0).remote()
     ray.wait([ended], timeout=GRACE_S)
     ray.kill(supervisor)
     kill_named(worker_name(run_id, ""))

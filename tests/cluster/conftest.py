@@ -38,8 +38,8 @@ ACTORS = re.compile(r"ray::(.*:)?(Worker|SupervisorActor|Holder)\b")
 SHARED_MEMORY = Path("/dev/shm")
 TEMPORARY = re.compile(r"\.partial$|^task-")
 """Names of files in a run's directory that are being written, or are needed while it lasts."""
-before: set[str] = set()
-"""What was there when the test began: others may have left it, or be using the machine."""
+before: list[Any] = []
+"""What was there when the module's first test began: others may have left it, or be using the machine."""
 SMALL_BUCKETS = {"bucket_bytes": 8192, "first_bucket_bytes": 1024}
 DEFAULTS = {field.name: field.default for field in fields(ft.RecoveryConfig)} | {"workers": 3, "steps": STEPS, "seed": 7}
 
@@ -146,10 +146,10 @@ def undisturbed(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory)
     return run
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _remember_what_is_there() -> None:
-    before.clear()
-    before.update(map(str, _there()))
+    """Of a module's own runs, those of its fixtures too, nothing counts as having been there."""
+    before[:] = _there()
 
 
 def promise_kept(result: ft.Result) -> list[str]:
@@ -161,7 +161,7 @@ def promise_kept(result: ft.Result) -> list[str]:
 
 def left() -> list[Any]:
     """What is there of runs that are over: actors, placement groups, processes, shared memory."""
-    return [one for one in _there() if str(one) not in before]
+    return [one for one in _there() if one not in before]
 
 
 def _there() -> list[Any]:

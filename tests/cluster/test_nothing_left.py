@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from conftest import STEPS, left, promise_kept, train, until
@@ -22,6 +25,7 @@ import raytrain_ft as ft
 from raytrain_ft import follow
 from raytrain_ft.errors import TaskError
 from raytrain_ft.runtime.event_log import read_records
+from raytrain_ft.runtime.supervisor_actor import SupervisorActor
 
 SCRIPT = """
 import signal, sys
@@ -90,6 +94,25 @@ def test_when_rank_0_was_killed_while_its_checkpoint_waited_for_the_part_of_anot
         result = training.result(120)
     assert promise_kept(result) == []
     assert [len(recovery.lost) for recovery in result.recoveries] == [2]
+
+
+class Clinging(SupervisorActor):
+    """A supervisor whose process does not end when Ray has taken it for dead."""
+
+    def __init__(self) -> None:
+        self._name = "clinging"
+        atexit.register(time.sleep, 600)
+
+    async def status(self) -> dict[str, Any]:
+        return {"pid": os.getpid()}
+
+
+def test_a_supervisor_that_hangs_on_its_way_out_is_ended_all_the_same(cluster) -> None:
+    actor: Any = ray.remote(Clinging)
+    supervisor = actor.options(num_cpus=0, max_restarts=-1).remote()
+    process = psutil.Process(ray.get(supervisor.status.remote(), timeout=60)["pid"])
+    follow.clean_up("none", supervisor)
+    assert until(lambda: not process.is_running(), 10)
 
 
 class Restarting:
