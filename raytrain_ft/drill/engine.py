@@ -161,6 +161,7 @@ class Rehearsal:
         done = [member for member in members if self._touch(event, view.nodes.get(member), view.pids.get(member))]
         if done:
             self._note(due, done)
+            self._note_missing(due, len(done), len(members))
         return bool(done)
 
     def _touch(self, event: Event, node: str | None, pid: int | None) -> bool:
@@ -181,7 +182,7 @@ class Rehearsal:
         hosts = schedule.hosts(due, view)
         if not hosts or (not due.persistent and not spares_one((), hosts, view, self._gone)):
             return False
-        done = False
+        done = 0
         for node in hosts:
             members = [member for member in view.pids if view.nodes.get(member) == node]
             try:
@@ -191,8 +192,15 @@ class Rehearsal:
                 self._note_spared(due, node, error)
             else:
                 self._note(due, members, node)
-            done = True
-        return done
+            done += 1
+        if done:
+            self._note_missing(due, done, due.nodes if due.what.who is None else len(hosts))
+        return bool(done)
+
+    def _note_missing(self, due: Due, done: int, meant: int) -> None:
+        """An event that struck fewer than it was to has not come about as it was written."""
+        if done < meant:
+            self.played.missed.append(due.event)
 
     def _take_down(self, node: str, due: Due) -> bool:
         """Begins a node's absence, and sees to its end; False if the node is gone already."""

@@ -9,7 +9,7 @@ from typing import Any
 from raytrain_ft.drill.numbers import Kind, Report, Spread, Strike
 from raytrain_ft.drill.played import Played, Struck
 from raytrain_ft.policy.audit import audit
-from raytrain_ft.policy.history import check
+from raytrain_ft.policy.history import LONGEST_RECOVERY_S, check
 from raytrain_ft.policy.strategy import Guarantee, Recovery, weakest
 from raytrain_ft.result import recovery_of
 from raytrain_ft.runtime.event_log import read_records
@@ -77,9 +77,9 @@ def recoveries_of(records: Records, clock: Clock | None = None) -> list[Recovery
     return found
 
 
-def violations(records: Records, played: Played, reference: Played) -> list[str]:
+def violations(records: Records, played: Played, reference: Played, longest_recovery: float = LONGEST_RECOVERY_S) -> list[str]:
     """What the run promised and did not keep."""
-    found = check(records) if played.error is None else []
+    found = check(records, longest_recovery=longest_recovery) if played.error is None else []
     excused = any(recovery.guarantee != Guarantee.EXACT for recovery in recoveries_of(records)) or _lost_samples(records)
     if bit_equal(played, reference) is False and not excused:
         found.append("I3 the final state differs from the undisturbed run's, and no recovery says why")
@@ -114,6 +114,7 @@ def measure(scenario: Scenario, ground: str, played: Played, reference: Played) 
     steps, seconds = committed(records), training_seconds(records, clock)
     calm_steps, calm_seconds = committed(calm), training_seconds(calm, calm_clock)
     expected = calm_steps / calm_seconds * seconds if calm_seconds else 0.0
+    waits_s = scenario.replacement_timeout + scenario.hang_timeout
     return Report(
         scenario=scenario.name,
         ground=ground,
@@ -131,7 +132,7 @@ def measure(scenario: Scenario, ground: str, played: Played, reference: Played) 
         samples_lost=audit(records).samples_lost,
         guarantee=str(weakest("lossy" if _lost_samples(records) else "exact", *kept)),
         bit_equal=bit_equal(played, reference),
-        violations=tuple(violations(records, played, reference)),
+        violations=tuple(violations(records, played, reference, LONGEST_RECOVERY_S + waits_s)),
         failure=f"{type(played.error).__name__}: {played.error}" if played.error is not None else "",
         paths=(str(played.path), str(reference.path)),
     )
@@ -165,7 +166,8 @@ def _followed(struck: Struck, members: set[str], noticed: dict[str, float], reco
     first = min((r for r in own if r.resumed is not None), key=lambda r: r.detected, default=None)
     pause = None
     if first is not None and first.resumed is not None:
-        pause = first.resumed - (struck.at if members & set(first.lost) else first.detected)
+        stopped_it = members & set(first.lost) and struck.action != "drain"
+        pause = first.resumed - (struck.at if stopped_it else first.detected)
     return Strike(
         event=struck.event,
         action=struck.action,
@@ -180,10 +182,12 @@ def _followed(struck: Struck, members: set[str], noticed: dict[str, float], reco
 
 
 def _pause(recovery: Recovery, strikes: Sequence[Strike], blame: Sequence[set[str]]) -> float | None:
-    """From the first of its strikes, or else from the first sign, to the first step committed afterwards."""
+    """From the first of its strikes, or else from the first sign, to the first step committed afterwards. A drain is no strike:
+    who has notice trains on, until its node is gone."""
     if recovery.resumed is None:
         return None
-    struck = [strike.at for strike, members in zip(strikes, blame, strict=True) if members & set(recovery.lost)]
+    lost, both = set(recovery.lost), zip(strikes, blame, strict=True)
+    struck = [strike.at for strike, members in both if members & lost and strike.action != "drain"]
     return recovery.resumed - min([recovery.detected, *struck])
 
 

@@ -125,8 +125,8 @@ class Schedule:
         return [what for _, _, what in self._once]
 
     def members(self, who: Who, view: View) -> list[str]:
-        """Who is meant of those who live; empty if nobody is there."""
-        world = [member for member in view.world if member in view.pids]
+        """Who is meant of those who live; empty if not all of them are there."""
+        alive = [member for member in view.world if member in view.pids]
         if who.role == "any":
             return [self._chance.choice(sorted(view.pids))] if view.pids else []
         if who.role == "spare":
@@ -137,8 +137,11 @@ class Schedule:
             return [m for m in sorted(view.pids) if who.node < len(hosts) and view.nodes.get(m) == hosts[who.node]]
         wanted = [who.rank] if who.rank is not None else who.ranks
         if wanted is not None:
-            return [view.world[rank] for rank in wanted if rank < len(view.world) and view.world[rank] in view.pids]
-        return sorted(self._chance.sample(world, casualties(who, len(world))))
+            meant = [view.world[rank] for rank in wanted if rank < len(view.world)]
+            return meant if len(meant) == len(wanted) and set(meant) <= set(alive) else []
+        count = casualties(who, len(alive if who.survivors is not None else view.world))
+        is_there = max(count, who.count or 0) <= len(alive)
+        return sorted(self._chance.sample(alive, count)) if is_there else []
 
     def hosts(self, due: Due, view: View) -> list[str]:
         """The nodes that are meant: those of the members meant, or so many as a trace takes."""

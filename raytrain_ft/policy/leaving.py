@@ -156,6 +156,7 @@ def doze(run: RunState) -> list[m.Command]:
         run.dozing.update(member for member in going if member not in run.history.sleepers)
     dozing = [member for member in run.world if member in run.dozing]
     asleep, awake = (tuple(member for member in dozing if (member in run.leaving) == leaves) for leaves in (True, False))
+    run.dozing.difference_update(member for member in awake if member not in run.history.sleepers)
     return [m.Sleep(members, way) for members, way in ((asleep, True), (awake, False)) if members]
 
 

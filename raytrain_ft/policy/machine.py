@@ -337,7 +337,7 @@ def _on_noted(
 
 def _on_dormant(run: RunState, event: m.Dormant) -> list[m.Command]:
     run.history.slept(event.member, event.step, asleep=event.asleep)
-    if not event.asleep:
+    if not event.asleep and run.state != State.RESUME:  # else perhaps all take part in one step, and then sleep again
         leaving.woke(run, event.member)
     return []
 

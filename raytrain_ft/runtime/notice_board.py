@@ -39,7 +39,8 @@ class NoticeBoard:
 
         The same source may be told of again: a cloud may be in more of a hurry than it said, and what `now` says lags behind
         after a restart, by the time that the supervisor was away. A person is not repeating what they said: what they ask for
-        is told whenever it is sooner, or was asked in vain before. Who is wrong about a node is not believed about it again.
+        is told whenever it is sooner than what was asked before, or that was in vain; what a cloud said meanwhile may come to
+        nothing. Who is wrong about a node is not believed about it again.
         """
         known, now = self._until.setdefault(member, {}), self._now()
         until, asked = now + notice.deadline_s, notice.source == REQUEST
@@ -48,7 +49,8 @@ class NoticeBoard:
         self._shun(member, node, notice.source, until)
         for source in [source for source in known if known[source] + lapses_after(source) <= now]:
             del known[source]
-        if until >= min(known.values(), default=math.inf) - (0.0 if asked else SOONER_S) and notice.replaced:
+        earlier = [at for source, at in known.items() if source == REQUEST or not asked]
+        if until >= min(earlier, default=math.inf) - (0.0 if asked else SOONER_S) and notice.replaced:
             return
         known[notice.source] = min(until, known.get(notice.source, until))
         about = {"source": notice.source, "reason": notice.reason, "replaced": notice.replaced}

@@ -13,7 +13,6 @@ import ray.actor
 
 from raytrain_ft.runtime.spec import Beat, Pace, RunSpec
 
-
 END_S = 3.0
 """How long the process may take to end, once the run is over and it has been told to."""
 
@@ -45,7 +44,7 @@ class SupervisorActor:
 
     async def end(self) -> None:
         """Ends this process, after whatever it is doing. Unlike `ray.kill`, this lets Ray collect its last metrics."""
-        # Ray (2.60) takes an actor for dead before its process has ended, and never ends one that hangs on its way: the kernel does.
+        # Ray (2.60) takes an actor for dead before its process has ended, and does not see that one hangs. The kernel ends it.
         signal.setitimer(signal.ITIMER_REAL, END_S)
         ray.actor.exit_actor()
 

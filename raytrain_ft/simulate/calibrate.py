@@ -165,7 +165,7 @@ def _costs(records: Records, stretches: Sequence[_Stretch], recoveries: Records,
         fence_s=_mean(r["fenced"] - r["detected"] for r in whole),
         rendezvous_s=rendezvous,
         fill_s=_mean(r["filled"] - r["reconciled"] for r in others if r not in replayed),
-        start_s=_start_s(records, recoveries),
+        start_s=_start_s(records),
         resume_s=max(0.0, _mean(stretch.first_at - stretch.resumed_at for stretch in stretches[1:]) - step_s),
         replay_ratio=replay_step / step_s if replayed else 1.0,
         begin_s=stretches[0].first_at - step_s if stretches[0].first_at > step_s else 0.0,
@@ -179,24 +179,26 @@ def _ready(records: Records, recovery: dict[str, Any]) -> float:
     return max([recovery["fenced"], *came])
 
 
-def _start_s(records: Records, recoveries: Records) -> float:
+def _start_s(records: Records) -> float:
     """Of a new worker, from when it was asked for until it was ready.
 
     Members are numbered in the order in which they are asked for: one for each that was lost, while the recovery waits if there
-    was no spare, and else when training had gone on.
+    was no spare, and else when training had gone on. One for each that had notice was asked for before, at a time that the
+    accounts do not tell.
     """
+    changes = [r for r in _of(records, "Recovery") if r["lost"] or r.get("left")]
     ready = {r["member"]: r["at"] for r in _of(records, "WorkerStarted")}
-    early = min((r["detected"] for r in recoveries), default=math.inf)
+    early = min((r["at"] for r in (*_of(records, "WorkerLost"), *_of(records, "Noticed"))), default=math.inf)
     number = 1 + max((int(member[1:]) for member, at in ready.items() if at < early), default=-1)
     times = []
-    for recovery in recoveries:
-        if recovery["fenced"] is None or recovery["resumed"] is None:
+    for change in changes:
+        new = range(number, number + len(change["lost"]) + len(change.get("left", ())))
+        number = new.stop
+        if change.get("left") or change["fenced"] is None or change["resumed"] is None:
             continue
-        waited = _ready(records, recovery) > recovery["fenced"]
-        for member in range(number, number + len(recovery["lost"])):
-            if f"w{member}" in ready:
-                times.append(ready[f"w{member}"] - recovery["fenced" if waited else "resumed"])
-        number += len(recovery["lost"])
+        waited = _ready(records, change) > change["fenced"]
+        begun = change["fenced" if waited else "resumed"]
+        times += [ready[f"w{member}"] - begun for member in new if f"w{member}" in ready]
     return _mean(at for at in times if at > 0)
 
 
@@ -312,9 +314,9 @@ def _unaccounted(stretch: _Stretch, recovery: dict[str, Any], step_s: float) -> 
 
 
 def _spares(records: Records, details: dict[str, Any]) -> int:
-    """Workers beyond those that train that had started before the first loss."""
-    lost = [r["at"] for r in _of(records, "WorkerLost")]
-    early = [r for r in _of(records, "WorkerStarted") if not lost or r["at"] < lost[0]]
+    """Workers beyond those that train that had started before anybody was lost, or was told to leave."""
+    first = min((r["at"] for r in (*_of(records, "WorkerLost"), *_of(records, "Noticed"))), default=math.inf)
+    early = [r for r in _of(records, "WorkerStarted") if r["at"] < first]
     return max(0, len(early) - details["num_workers"][1])
 
 

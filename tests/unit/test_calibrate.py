@@ -28,9 +28,9 @@ STEPS = (20.3, 55.9, 90.5, 131.2, 150.01, 190.5, 222.7, 260.4)
 FAILURES = Listed(tuple(Failure(step=step, workers=(number % 3,)) for number, step in enumerate(STEPS)))
 
 
-def log_of(job: Job, strategy: Strategy) -> list[dict[str, Any]]:
+def log_of(job: Job, strategy: Strategy, failures: Listed = FAILURES) -> list[dict[str, Any]]:
     """The event log of a simulated run: of this one, the costs are known."""
-    simulation = Simulation(job, strategy, FAILURES.draw(job, np.random.default_rng(0)), 0)
+    simulation = Simulation(job, strategy, failures.draw(job, np.random.default_rng(0)), 0)
     record = Record(rules_of(job, strategy), Sampling(120, job.batch, 1))
     simulation.watch = record.after
     assert simulation.run().finished
@@ -50,6 +50,14 @@ def test_the_costs_of_replication_come_back() -> None:
     assert (known.job.workers, known.job.spares, known.strategy.kind, known.strategy.every) == (3, 1, "replication", None)
     assert [failure.step for failure in known.failures.failures] == pytest.approx(STEPS, abs=0.02)
     assert predicted(known) == pytest.approx(1, abs=0.001)
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_who_took_the_place_of_one_that_left_was_no_spare(spares: int) -> None:
+    left, lost = Failure(at=15.3, lost=1, notice_s=60.0), [Failure(at=60.0 + 30 * n, workers=(n,)) for n in (1, 2)]
+    known = calibrate(log_of(replace(JOB, spares=spares), Strategy(kind="replication"), Listed((left, *lost))))
+    assert known.job.spares == spares
+    assert known.job.costs.start_s == pytest.approx(COSTS.start_s)
 
 
 def test_whether_the_run_waited_for_replacements_comes_back() -> None:

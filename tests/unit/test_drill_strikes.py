@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,6 +28,7 @@ from raytrain_ft.drill.report import markdown
 from raytrain_ft.drill.schedule import Schedule
 from raytrain_ft.drill.watch import Watch
 from raytrain_ft.errors import AbortedError, ConfigError, ScenarioError
+from raytrain_ft.policy.strategy import Recovery
 from raytrain_ft.result import Result
 from raytrain_ft.runtime import bystanders
 from raytrain_ft.scenario import Event, Scenario, When, Who
@@ -240,6 +243,41 @@ def test_a_drained_node_that_must_be_spared_is_noted_and_the_drill_goes_on(
         "drain was not carried out: node n1 was spared: somebody came",
     ]
     assert ground.done == [("freeze", "n0", 10), ("drain", "n1"), ("thaw", "n0", 10)]
+
+
+def test_fewer_nodes_than_a_recorded_market_takes_are_struck_and_that_is_said(
+    others: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "spot.csv").write_text("seconds,change\n0.01,-3\n")
+    asked = scenario(Event(action="kill_node", when=When(trace=str(tmp_path / "spot.csv"))))
+    ground = Ground()
+    monkeypatch.setattr(ground, "kill_node", lambda node: True)
+    played, _ = play(tmp_path, asked, until=lambda played: len(played.struck) == 2, monkeypatch=monkeypatch, ground=ground)
+    assert (played.error, played.missed) == (None, [0])
+
+
+def test_who_is_named_is_struck_together_with_the_others_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ACCOUNT, "pids", {"w0": 10, "w1": 0})  # w1 has yet to start
+    asked = scenario(
+        Event(action="kill", who=Who(ranks=(0, 1)), when=When(seconds=0.01)),
+        Event(action="kill", who=Who(rank=0), when=When(seconds=0.02)),
+    )
+    played, ground = play(tmp_path, asked, until=lambda played: played.struck, monkeypatch=monkeypatch)
+    assert (played.missed, ground.done) == ([0], [("kill", "n0", 10)])
+
+
+def test_a_node_that_was_drained_in_vain_made_a_pause_when_it_went(tmp_path: Path) -> None:
+    """Nobody could take the place of its worker, which trained on until then."""
+    records: list[dict[str, Any]] = [
+        {"event": "Noticed", "at": 10.0, "member": "w0"},
+        {"event": "WorkerLost", "at": 70.0, "member": "w0", "cause": "gone"},
+        {"event": "Recovery", **asdict(Recovery("gone", "heartbeat", lost=["w0"], detected=70.0, resumed=71.5))},
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    drained = Struck(event=0, action="drain", at=9.0, step=3, members=("w0",), node="n0")
+    report = measure(scenario(), "nowhere", Played(path=tmp_path, struck=[drained]), Played(path=tmp_path))
+    assert [strike.pause_s for strike in report.strikes] == [1.5]
+    assert report.pauses.longest == 1.5
 
 
 class Full(Ground):

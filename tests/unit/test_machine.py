@@ -1070,6 +1070,26 @@ def test_who_leaves_sleeps_until_then_by_choice_and_wakes_if_nothing_comes_of_it
     assert of(story.tell(m.SupervisorRestarted(at=122.0)), m.Sleep) == []
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_a_sleeper_whose_notice_lapses_as_another_is_lost_wakes(early: bool) -> None:
+    """It says that it takes part, as all do in a recovery's first step, and would sleep on after that."""
+    story = running(4, min_workers=2, slots=4, sleeps_on_notice=True, wait_for_replacement=False, stages=1)
+    story.run.rules = replace(story.run.rules, min_workers=4)  # nobody leaves before the deadline
+    story.tell(wished(), m.Dormant(member="w1", incarnation=1, step=6, asleep=True))
+    story.run.rules = replace(story.run.rules, min_workers=2)
+    story.tell(m.WorkerLost(at=121.0, member="w2", cause="the node died", noticed_by="heartbeat"))
+    story.fenced("w0", "w1", "w3").reconciled("w0", "w1", "w3")
+    takes_part = m.Dormant(member="w1", incarnation=story.run.incarnation, step=5, asleep=False)
+    if early:
+        story.tell(takes_part)
+    assert story.run.state == State.RESUME
+    assert of(story.committed(5, at=122.0).said, m.Sleep) == [m.Sleep(("w1",), False)]
+    if not early:
+        story.tell(takes_part)
+    story.tell(m.Dormant(member="w1", incarnation=story.run.incarnation, step=9, asleep=True))  # a person wants it to
+    assert of(story.tell(m.SupervisorRestarted(at=123.0)), m.Sleep) == []
+
+
 @pytest.mark.parametrize("spare", [False, True])
 def test_who_leaves_for_good_goes_at_once_and_nobody_takes_its_place(spare: bool) -> None:
     story = running(4, min_workers=2, spares=int(spare))

@@ -549,6 +549,10 @@ def test_a_person_may_ask_again_as_long_as_it_is_sooner() -> None:
     board.noticed("w1", "n1", Notice(29.5, REQUEST, "a person asked for it"))
     assert isinstance(told[-1], m.Noticed)
     assert told[-1].deadline_s == 29.5
+    board.noticed("w2", "n2", Notice(30.0, "aws spot", "terminate"))
+    board.noticed("w2", "n2", Notice(90.0, REQUEST, "a person asked for it"))  # the cloud may be wrong
+    assert isinstance(told[-1], m.Noticed)
+    assert (told[-1].member, told[-1].deadline_s) == ("w2", 90.0)
 
 
 def test_a_node_whose_process_was_to_go_is_used_again_once_it_has_gone() -> None:

@@ -439,7 +439,9 @@ def test_who_is_meant_is_found_by_rank_node_and_role(tmp_path: Path) -> None:
     assert schedule.members(Who(rank=1), view()) == ["w0"]
     assert schedule.members(Who(node=0), view()) == ["w1", "w2"]
     assert schedule.members(Who(role="spare"), view()) == ["w4"]
-    assert schedule.members(Who(ranks=(0, 3)), view(pids={"w3": 1})) == ["w3"]
+    assert schedule.members(Who(ranks=(0, 3)), view(pids={"w3": 1})) == []
+    assert schedule.members(Who(count=2), view(pids={"w3": 1})) == []
+    assert schedule.members(Who(share=0.5), view(pids={"w3": 1})) == []
     assert len(schedule.members(Who(survivors=1), view())) == 3
     assert schedule.members(Who(rank=3), view(world=("w1", "w0"))) == []
 
