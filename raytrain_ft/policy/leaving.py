@@ -181,7 +181,7 @@ def _dismiss(run: RunState, members: list[str]) -> list[m.Command]:
     for member in members:
         run.history.slept(member, run.step, asleep=False)  # if it did
         forget(run, member)
-        run.roster.lose(member)
+        run.roster.lose(member, None)
     return [m.Kill(member) for member in members]
 
 
@@ -240,7 +240,7 @@ def depart(run: RunState, member: str) -> list[m.Command]:
     run.recoveries[-1].left.append(member)
     run.history.slept(member, run.step, asleep=False)  # if it did
     forget(run, member)
-    run.roster.lose(member)
+    run.roster.lose(member, None)
     words = run.roster.charge(preempted=True)
     end = run.fail("RetryBudgetError", f"{words}; last notice: {run.recoveries[-1].cause}") if words else []
     return [m.Kill(member), *end]

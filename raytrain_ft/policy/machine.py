@@ -11,6 +11,7 @@ deadline or is watched by the supervisor, so there is no state that a run cannot
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from raytrain_ft.errors import IllegalEventError
@@ -195,8 +196,8 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost, *, avoid: bool
     """These members are gone, all in the way that the event tells. `avoid`: it may be for where they were."""
     savers = run.savers()
     leaving.lapse(run, event.at)
-    was = {member: run.roster.lose(member) for member in members}
     preempted = {member: event.preempted or member in run.leaving for member in members}  # the end of a notice is no failure
+    was = {member: run.roster.lose(member, replace(event, preempted=preempted[member])) for member in members}
     for member in members:
         leaving.forget(run, member)
     kills: list[m.Command] = [m.Kill(member, avoid) for member in members]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal
 
-from raytrain_ft.policy import leaving
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.chronicle import Chronicle, Steps
 from raytrain_ft.policy.run_state import RunState
@@ -94,6 +94,9 @@ _ALL = (
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}
 
 _CAUSES = {
+    "it could not be set up": "task",
+    "it failed ": "task",
+    "it could not join": "other",
     "memory": "memory",
     "node died": "node",
     "silent": "silence",
@@ -106,20 +109,16 @@ _CAUSES = {
 _WATCHERS = ("ray", "lifeline", "raylet", "heartbeat", "peers", "step time", "deadline", "hash", "supervisor")
 
 
-def cause_of(event: m.Event) -> str:
+def cause_of(loss: m.WorkerLost) -> str:
     """A loss in one word of a few; tags must not grow with a run."""
-    if not isinstance(event, m.WorkerLost):
-        return "deadline"  # the machine gave it up
-    if event.preempted:
+    if loss.preempted:
         return "preemption"
-    return next((word for sign, word in _CAUSES.items() if sign in event.cause), "other")
+    return next((word for sign, word in _CAUSES.items() if sign in loss.cause), "other")
 
 
-def watcher_of(event: m.Event) -> str:
+def watcher_of(loss: m.WorkerLost) -> str:
     """Who noticed a loss; any worker is `worker`."""
-    if not isinstance(event, m.WorkerLost):
-        return "deadline"
-    return event.noticed_by if event.noticed_by in _WATCHERS else "worker"
+    return loss.noticed_by if loss.noticed_by in _WATCHERS else "worker"
 
 
 @dataclass(slots=True)
@@ -132,13 +131,12 @@ class Measures:
     _given: dict[Key, float] = field(default_factory=dict)
     _chronicle: Chronicle = field(default_factory=Chronicle)
     _gone: int = 0
-    _left: int = 0
     _checkpoint_at: float | None = None
     _logs: dict[str, m.LogWritten] = field(default_factory=dict)
 
     def take(self, event: m.Event, run: RunState) -> None:
         """Takes in an event, after the machine has."""
-        self._count_losses(event, run)
+        self._count_losses(run)
         for news in self._chronicle.take(event, run):
             if isinstance(news, Steps):
                 self._committed(news)
@@ -195,25 +193,18 @@ class Measures:
     def _add(self, *key: str, by: float = 1.0) -> None:
         self.totals[key] = self.totals.get(key, 0.0) + by
 
-    def _count_losses(self, event: m.Event, run: RunState) -> None:
+    def _count_losses(self, run: RunState) -> None:
         """Each worker once, however many noticed its loss, and also those that the machine itself gave up. Who left after a
         notice is no loss."""
         new = len(run.roster.gone) - self._gone
-        if not new:
-            return
         self._gone += new
-        left = sum(len(recovery.left) for recovery in run.recoveries) - self._left
-        self._left += left
-        lost = isinstance(event, m.WorkerLost | m.TaskFailed) or (
-            isinstance(event, m.TimerFired) and event.timer != leaving.TIMER
-        )
-        departed = left if lost else new  # else spares leave that had notice
-        if departed:
-            self._add("train_ft_departures", by=departed)
-        if new > departed:
-            self._add("train_ft_failures", cause_of(event), watcher_of(event), by=new - departed)
-            if isinstance(event, m.WorkerLost) and event.silent_s is not None:
-                self.observed.append((("train_ft_detection_seconds", watcher_of(event)), event.silent_s))
+        for loss in islice(reversed(run.roster.gone.values()), new):
+            if loss is None:
+                self._add("train_ft_departures")
+                continue
+            self._add("train_ft_failures", cause_of(loss), watcher_of(loss))
+            if loss.silent_s is not None:
+                self.observed.append((("train_ft_detection_seconds", watcher_of(loss)), loss.silent_s))
 
     def _recovered(self, recovery: Recovery) -> None:
         lost = "yes" if recovery.lost else "no"

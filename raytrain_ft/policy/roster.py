@@ -97,7 +97,7 @@ class Roster:
     Attributes:
         members: every live member and what it is to the run.
         nodes: where each of them is, as far as it is known.
-        gone: members that were lost, in order.
+        gone: members that are no more, in order, and how they were lost; None of those that left after a notice.
         slots: how many workers the cluster could host; None until that is known.
         leaving: members that will be gone soon; their places do not count.
         start_failures: rounds of starts in a row of which no worker became ready. Workers that were started together and
@@ -107,7 +107,7 @@ class Roster:
     rules: Rules
     members: dict[str, MemberState] = field(default_factory=dict)
     nodes: dict[str, str] = field(default_factory=dict)
-    gone: list[str] = field(default_factory=list)
+    gone: dict[str, m.WorkerLost | None] = field(default_factory=dict)
     slots: int | None = None
     leaving: frozenset[str] = frozenset()
     start_failures: int = 0
@@ -179,11 +179,11 @@ class Roster:
         self.members[member] = MemberState.SPARE
         self.start_failures = 0
 
-    def lose(self, member: str) -> MemberState:
-        """Strikes a member off; returns what it was."""
+    def lose(self, member: str, how: m.WorkerLost | None) -> MemberState:
+        """Strikes a member off; returns what it was. `how`: see `gone`."""
         was = self.members.pop(member)
         self.nodes.pop(member, None)
-        self.gone.append(member)
+        self.gone[member] = how
         if was == MemberState.STARTING and int(member[1:]) >= self._round_began:
             self.start_failures += 1
             self._round_began = self._started

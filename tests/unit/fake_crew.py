@@ -495,7 +495,7 @@ class Cluster:
 
     def _told_of_nodes(self) -> Actions:
         unavailable = m.NoticesUnavailable(member=None, source="aws", reason="the metadata service does not answer")
-        found = m.CauseFound(lost=self.chance.choice(self.run.roster.gone or ["w0"]), cause="killed for memory")
+        found = m.CauseFound(lost=self.chance.choice([*self.run.roster.gone] or ["w0"]), cause="killed for memory")
         return [lambda: self._post(unavailable if self.run.step % 3 != 1 else PARTED), lambda: self._post(found)]
 
     def _crashes(self) -> Actions:

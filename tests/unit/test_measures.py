@@ -127,12 +127,22 @@ def test_who_leaves_after_a_notice_is_no_failure() -> None:
     told = m.Noticed(at=3.0, member="w2", deadline_s=30.0, source="gcp", reason="preempted")
     another = m.WorkerStarted(at=4.0, member="w3", node="n", pid=1)
     _, run = fold(rules, [*started(), steps(2.5, 0, 1), *spare, told])
-    assert run.roster.gone == [], "it is the only spare"
+    assert run.roster.gone == {}, "it is the only spare"
     measures, run = fold(rules, [*started(), steps(2.5, 0, 1), *spare, told, another])
-    assert run.roster.gone == ["w2"]
+    assert run.roster.gone == {"w2": None}
     assert measures.totals["train_ft_departures",] == 1
     assert measures.totals["train_ft_notices", "gcp"] == 1
     assert not [key for key in measures.totals if key[0] == "train_ft_failures"]
+
+
+def test_a_worker_that_could_not_be_set_up_is_a_failure_of_the_task_and_one_whose_notice_came_true_is_none() -> None:
+    rules = Rules(min_workers=1, max_workers=2, max_steps=100, spares=1)
+    room = m.CapacityChanged(at=2.1, slots=3)
+    failed = m.TaskFailed(at=2.6, member="w2", rank=None, step=1, kind="config", message="no such process or memory")
+    told = m.Noticed(at=3.0, member="w1", deadline_s=1.0, source="gcp", reason="preempted")
+    measures, _ = fold(rules, [*started(), steps(2.5, 0, 1), room, failed, told, lost(4.0, "w1")])
+    failures = {key[1:]: value for key, value in measures.totals.items() if key[0] == "train_ft_failures"}
+    assert failures == {("task", "supervisor"): 1, ("preemption", "ray"): 1}
 
 
 def test_what_was_given_out_is_not_given_out_again() -> None:
