@@ -214,7 +214,8 @@ class RecoveryConfig:
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"RecoveryConfig({name}={getattr(self, name)!r}): use one of {', '.join(allowed)}")
         wanted = self.preemption
-        if wanted not in ("auto", None) and (isinstance(wanted, str) or not set(wanted) <= set(NOTICE_SOURCES)):
+        some = wanted if isinstance(wanted, tuple | list | set | frozenset) else ("no tuple",)
+        if wanted not in ("auto", None) and not all(source in NOTICE_SOURCES for source in some):
             known = ", ".join(NOTICE_SOURCES)
             raise ConfigError(f'RecoveryConfig(preemption={wanted!r}): use "auto", None, or a tuple of {known}')
         check_types(self, RecoveryConfig)

@@ -271,7 +271,13 @@ def find(run: str | Path) -> tuple[Any, Account]:
     ended = recorded(directory) if directory is not None else None
     if ended is not None and not _is_elsewhere(run, ended):
         return None, ended
-    name = check_name(Path(run).name if directory is not None or Path(run).is_absolute() else str(run))
+    name = Path(run).name if directory is not None or Path(run).is_absolute() else str(run)
+    if name != Path(name).name:
+        raise ConfigError(
+            f"{Path(run).absolute()} is no directory of a run: it has no events.jsonl. Give that, or the name of a run that is "
+            "alive on the cluster"
+        )
+    check_name(name)
     _connect()
     began = time.monotonic()
     try:

@@ -23,6 +23,8 @@ from raytrain_ft.progress import describe
 
 LOSS, PAUSE = "train/loss", "recovery/pause_seconds"
 SUCCESS = "FINISHED"
+RECOVERY = "recovery "
+"""Of MLflow's tags: the number of a recovery comes after it, those of earlier runs of the name included."""
 
 
 def _scalars(steps: Steps) -> dict[str, float]:
@@ -140,7 +142,7 @@ class MLflow(Callback):
         except Exception as error:  # it may say the whole URI
             raise ConfigError(f"MLflow(tracking_uri={told(str(tracking_uri))!r}): {told(str(error))}") from None
         self._experiment = experiment
-        self._recoveries = 0
+        self._recoveries = self._before = 0
 
     def on_start(self, run: RunInfo) -> Seen | None:
         note = run.directory / "mlflow.json"
@@ -149,11 +151,13 @@ class MLflow(Callback):
         tags = self._client.get_run(earlier).data.tags if earlier is not None else {}
         told_by, told = tags.get("raytrain_ft.run_id"), int(tags.get("raytrain_ft.steps", 0))
         self._recoveries = int(tags["raytrain_ft.recoveries"]) if told_by == run.run_id else 0
+        self._before = sum(tag.startswith(RECOVERY) for tag in tags) - self._recoveries
         if earlier is not None and (run.resumed or told_by == run.run_id):
             self._id = earlier
             self._client.update_run(earlier, status="RUNNING")
             self._log({}, told, {})
             return Seen(told, self._recoveries)
+        self._before = 0
         experiment = self._client.get_experiment_by_name(self._experiment)
         place = experiment.experiment_id if experiment is not None else self._client.create_experiment(self._experiment)
         self._id = self._client.create_run(place, run_name=run.name).info.run_id
@@ -168,7 +172,7 @@ class MLflow(Callback):
 
     def on_recovery(self, recovery: Recovery) -> None:
         self._recoveries += 1
-        self._log(_marks(recovery), recovery.step, {f"recovery {self._recoveries}": describe(recovery)})
+        self._log(_marks(recovery), recovery.step, {f"{RECOVERY}{self._before + self._recoveries}": describe(recovery)})
 
     def on_end(self, state: str) -> None:
         self._client.set_terminated(self._id, "FINISHED" if state == SUCCESS else "FAILED")

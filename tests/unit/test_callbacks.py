@@ -282,6 +282,10 @@ def test_mlflow_continues_the_run(tmp_path: Path) -> None:
     assert "the process died" in found.data.tags["recovery 1"] or "it died" in found.data.tags["recovery 1"]
     assert (found.info.run_name, found.info.status) == ("digits", "FINISHED")
     assert found.data.params == {"max_steps": "20", "update": "barrier"}
+    write(run, story(20, stored=(m.Stored("b", 15),), run_id="r3", lose=17))
+    follow(run, RULES, [MLflow(uri)])
+    tags = client.get_run(found.info.run_id).data.tags
+    assert sorted(tag for tag in tags if tag.startswith("recovery ")) == ["recovery 1", "recovery 2"]
     write(run, story(9, run_id="r2"))
     follow(run, RULES, [MLflow(uri)])
     assert len(client.search_runs([found.info.experiment_id])) == 2  # it began anew

@@ -93,6 +93,9 @@ def trainer(**arguments: Any) -> ft.Trainer:
         (lambda: ft.RecoveryConfig(log=False), "use LogConfig"),
         (lambda: ft.RecoveryConfig(strategy=["auto"]), "use one of auto, replication"),
         (lambda: ft.RecoveryConfig(preemption="aws"), "a tuple of aws, gcp"),
+        (lambda: ft.RecoveryConfig(preemption=False), "a tuple of aws, gcp"),  # pyright: ignore[reportArgumentType]
+        (lambda: ft.RecoveryConfig(preemption=([],)), "a tuple of aws, gcp"),  # pyright: ignore[reportArgumentType]
+        (lambda: ft.CheckpointConfig(override=None), "a tuple of"),  # pyright: ignore[reportArgumentType]
         (lambda: ft.RecoveryConfig(lease=timedelta()), "longer than zero"),
         (lambda: ft.LogConfig(enabled="no"), "use bool"),
         (lambda: ft.LogConfig(recovery_target=2), "use a timedelta longer than zero"),
