@@ -10,6 +10,7 @@ import contextlib
 import copy
 import io
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -60,7 +61,7 @@ def examine(file: Path) -> tuple[dict[str, Any], list[str]]:
         *_unknown(config),
         *_refused_by_ray(config),
         *(f"{word!r} is a placeholder: put in {what}" for word, what in PLACEHOLDERS.items() if word in _uncommented(text)),
-        *_missing_files(config, file.parent),
+        *_missing_files(config),
         *_unsafe(config),
     ]
 
@@ -178,9 +179,10 @@ def _quiet_ray() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _missing_files(config: dict[str, Any], here: Path) -> Iterator[str]:
+def _missing_files(config: dict[str, Any]) -> Iterator[str]:
     for remote, local in (config.get("file_mounts") or {}).items():
-        if not (here / Path(str(local)).expanduser()).exists():
+        # As Ray does: from where it is called, and a "~name" that nobody has is a name like any other.
+        if not os.path.exists(os.path.expanduser(str(local))):  # noqa: PTH110, PTH111
             hint = "; `ray get-auth-token --generate` makes it" if str(local).endswith(TOKEN_FILE) else ""
             yield f"file_mounts.{remote}: there is no {local} here{hint}"
 

@@ -343,7 +343,7 @@ def recorded(directory: Path) -> Account | None:
             case "Recovery":
                 recoveries.append(record)
             case "Resumed":
-                world_size = max(world_size, record["world_size"])
+                world_size = max(world_size, record["world_size"] * started["details"].get("stages", 1))
             case name if name in ENDS:
                 end = record
     if end is None:

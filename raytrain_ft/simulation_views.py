@@ -85,8 +85,10 @@ def sweep_table(sweep: Sweep) -> Table:
     for number, point in enumerate(sweep.points):
         cells = [f"{point:,.0f} steps" if by_interval else in_time(point)]
         for name, summaries in sweep.summaries.items():
-            cell = in_time(summaries[number].seconds)
-            cells.append(f"[bold]{cell}[/bold]" if by_interval and best[name] == point else cell)
+            one = summaries[number]
+            some = f" ({one.finished} of {one.runs})" if one.finished < one.runs else ""
+            cell = in_time(one.seconds) + some
+            cells.append(f"[bold]{cell}[/bold]" if by_interval and best[name] == point and not some else cell)
         shown.add_row(*cells)
     return shown
 
@@ -133,7 +135,9 @@ def plot_sweep(job: Job, sweep: Sweep, path: Path) -> None:
     lasted = [s.seconds for summaries in sweep.summaries.values() for s in summaries if s.finished]
     is_log = min(lasted, default=0.0) > job.useful_s  # a step that is skipped costs nothing, and may be more than all else
     for number, (name, summaries) in enumerate(sweep.summaries.items()):
-        known = [(x, s) for x, s in zip(xs, summaries, strict=True) if s.finished]
+        known = [(x, s) for x, s in zip(xs, summaries, strict=True) if s.finished == s.runs]
+        some = [(x, (s.seconds - job.useful_s) / HOUR) for x, s in zip(xs, summaries, strict=True) if 0 < s.finished < s.runs]
+        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
         beyond = [(s.seconds - job.useful_s) / HOUR for _, s in known]
         widths = [0.0 if math.isnan(s.ci_s) else s.ci_s / HOUR for _, s in known]
         # a logarithmic axis has no zero
@@ -143,12 +147,14 @@ def plot_sweep(job: Job, sweep: Sweep, path: Path) -> None:
             beyond,
             yerr=(below, widths),
             label=name,
-            color=COLOURS[number % len(COLOURS)],
-            marker=MARKERS[number % len(MARKERS)],
+            color=colour,
+            marker=marker,
             markersize=4,
             linewidth=1.3,
             capsize=2,
         )
+        if some:  # the mean of those that finished says little: those that had bad luck are not in it
+            axes.plot(*zip(*some, strict=True), linestyle="", color=colour, marker=marker, markersize=4, fillstyle="none")
     axes.set_xscale("log")
     axes.set_yscale("log" if is_log else "linear")
     for axis in (axes.xaxis, axes.yaxis):
@@ -156,7 +162,8 @@ def plot_sweep(job: Job, sweep: Sweep, path: Path) -> None:
     xlabel = "steps between two times that the state is saved" if by_interval else "hours between failures of the cluster"
     axes.set_xlabel(xlabel)
     axes.set_ylabel(f"hours beyond the {job.useful_s / HOUR:,.1f} h of steps")
-    axes.set_title(job.name)
+    incomplete = any(0 < s.finished < s.runs for summaries in sweep.summaries.values() for s in summaries)
+    axes.set_title(job.name + ("\nhollow: some runs did not finish, and are not in the mean" if incomplete else ""))
     _finish(axes)
     figure.savefig(path, dpi=150)
 

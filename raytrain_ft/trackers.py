@@ -7,7 +7,6 @@ Each of them asks its own store how far it had come, so not even a driver that w
 from __future__ import annotations
 
 import json
-import os
 import struct
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from raytrain_ft.places import told
 from raytrain_ft.policy.chronicle import Steps
 from raytrain_ft.policy.strategy import Recovery
 from raytrain_ft.progress import describe
+from raytrain_ft.storage.draft import draft_of
 
 LOSS, PAUSE = "train/loss", "recovery/pause_seconds"
 SUCCESS = "FINISHED"
@@ -148,11 +148,11 @@ class MLflow(Callback):
         note = run.directory / "mlflow.json"
         self._run_id = run.run_id
         earlier = json.loads(note.read_text())["run"] if note.exists() else None
-        tags = self._client.get_run(earlier).data.tags if earlier is not None else {}
+        tags = self._tags_of(earlier)
         told_by, told = tags.get("raytrain_ft.run_id"), int(tags.get("raytrain_ft.steps", 0))
         self._recoveries = int(tags["raytrain_ft.recoveries"]) if told_by == run.run_id else 0
         self._before = sum(tag.startswith(RECOVERY) for tag in tags) - self._recoveries
-        if earlier is not None and (run.resumed or told_by == run.run_id):
+        if tags and (run.resumed or told_by == run.run_id):
             self._id = earlier
             self._client.update_run(earlier, status="RUNNING")
             self._log({}, told, {})
@@ -166,6 +166,17 @@ class MLflow(Callback):
         for name, value in run.config.items():
             self._client.log_param(self._id, name, value)
         return Seen(0)
+
+    def _tags_of(self, earlier: str | None) -> dict[str, str]:
+        """Of a run that MLflow has from before; none if there is none, be it deleted since or in another store."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return dict(self._client.get_run(earlier).data.tags) if earlier is not None else {}
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return {}
 
     def on_steps(self, steps: Steps) -> None:
         self._log(_scalars(steps), steps.stop, {"raytrain_ft.steps": str(steps.stop)})
@@ -234,6 +245,5 @@ class WandB(Callback):
 
 
 def _write_whole(path: Path, values: dict[str, Any]) -> None:
-    draft = path.with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps(values))
-    draft.replace(path)
+    with draft_of(path) as draft:
+        draft.write_text(json.dumps(values))

@@ -79,7 +79,7 @@ _ALL = (
         ("noticed_by",),
     ),
     Metric("train_ft_supervisor_restarts", "counter", "", "times that the supervisor came back after its own loss"),
-    Metric("train_ft_samples_lost", "counter", "samples", "samples whose update was left out"),
+    Metric("train_ft_samples_lost", "counter", "samples", "samples whose update was left out, and that are not read again"),
     Metric("train_ft_checkpoints", "counter", "", "checkpoints by outcome: committed or failed", ("outcome",)),
     Metric("train_ft_checkpoint_interval_steps", "gauge", "steps", "steps between two checkpoints, k, as chosen last"),
     Metric("train_ft_checkpoint_bytes", "gauge", "bytes", "size of the newest checkpoint"),
@@ -132,6 +132,7 @@ class Measures:
     _chronicle: Chronicle = field(default_factory=Chronicle)
     _gone: int = 0
     _checkpoint_at: float | None = None
+    _unstored: set[tuple[int, int]] = field(default_factory=set)
     _logs: dict[str, m.LogWritten] = field(default_factory=dict)
 
     def take(self, event: m.Event, run: RunState) -> None:
@@ -149,11 +150,15 @@ class Measures:
                 self._add("train_ft_checkpoint_persist_seconds", by=event.persist_s)
                 self.levels["train_ft_checkpoint_bytes",] = event.bytes
                 self._checkpoint_at = event.at
-            case m.CheckpointFailed():
+            case m.CheckpointFailed() if (
+                event.incarnation,
+                event.step,
+            ) not in self._unstored:  # each of the workers tells of it
+                self._unstored.add((event.incarnation, event.step))
                 self._add("train_ft_checkpoints", "failed")
             case m.IntervalChosen():
                 self.levels["train_ft_checkpoint_interval_steps",] = event.k
-            case m.SamplesLost():
+            case m.SamplesLost() if not event.returned:
                 self._add("train_ft_samples_lost", by=event.stop - event.start)
             case m.LogWritten():
                 self._logged(event, run)

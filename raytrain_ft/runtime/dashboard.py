@@ -16,6 +16,7 @@ from typing import Any
 
 from raytrain_ft.errors import StorageError
 from raytrain_ft.policy.measures import METRICS
+from raytrain_ft.storage.draft import draft_of
 
 FILE = "raytrain_ft.json"
 COLUMNS = 24
@@ -251,10 +252,9 @@ def write(out: Path) -> Path:
         StorageError: it does not exist, or cannot be written.
     """
     path = out / FILE
-    draft = out / f".{FILE}.{os.getpid()}"
     try:
-        draft.write_text(json.dumps(build(), indent=1) + "\n")
-        draft.replace(path)
+        with draft_of(path) as draft:
+            draft.write_text(json.dumps(build(), indent=1) + "\n")
     except OSError as error:
         raise StorageError(f"the dashboard cannot be written to {out}: {error.strerror}") from error
     return path

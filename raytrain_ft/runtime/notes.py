@@ -102,12 +102,13 @@ class Notes:
 
 def draw(directory: Path) -> str:
     """Draws what can be drawn of a run; returns why it could not be, or nothing. It must not fail the run."""
-    try:
-        timeline.write(directory)
-        report.write(directory)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    failures = []
+    for write in (timeline.write, report.write):
+        try:
+            write(directory)
+        except Exception as error:
+            failures.append(f"{type(error).__name__}: {error}")
+    return "; ".join(failures)
 
 
 def past_of(spec: RunSpec) -> tuple[list[m.Event], Counter[str]]:

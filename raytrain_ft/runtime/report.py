@@ -5,7 +5,6 @@ Whatever comes from the log is escaped, and the page forbids scripts and everyth
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from html import escape
 from pathlib import Path
@@ -15,6 +14,7 @@ from raytrain_ft.runtime.event_log import each_record
 from raytrain_ft.runtime.report_data import Account, Checkpoint, Decision, Facts, gather
 from raytrain_ft.runtime.report_figures import MOST_BARS, draw
 from raytrain_ft.runtime.report_style import COLOURS
+from raytrain_ft.storage.draft import draft_of
 
 MOST_ROWS = 200
 """Rows of a table; the event log has them all."""
@@ -71,9 +71,8 @@ def write(directory: Path) -> Path:
     """Writes `report.html` beside the event log; a reader sees the old one or the new one, never half of it."""
     page = build(each_record(directory / "events.jsonl"), directory.name)
     path = directory / "report.html"
-    draft = directory / f".report-{os.getpid()}.tmp"
-    draft.write_text(page, encoding="utf-8")
-    draft.replace(path)
+    with draft_of(path) as draft:
+        draft.write_text(page, encoding="utf-8")
     return path
 
 

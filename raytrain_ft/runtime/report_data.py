@@ -98,6 +98,7 @@ class Facts:
     steps: float = 0
     begun: float | None = None
     max_steps: float | None = None
+    stages: float = 1
     progress: list[Point] = field(default_factory=list)
     losses: list[Point] = field(default_factory=list)
     worlds: list[Point] = field(default_factory=list)
@@ -173,7 +174,7 @@ def _identify(facts: Facts, record: Record) -> None:
     details: Record = found if isinstance(found, dict) else {}
     facts.name = text(details, "name") or facts.name
     facts.run_id, facts.update = text(record, "run_id"), text(details, "update")
-    facts.max_steps = number(details, "max_steps")
+    facts.max_steps, facts.stages = number(details, "max_steps"), number(details, "stages") or 1
 
 
 def _error(record: Record) -> str:
@@ -187,8 +188,8 @@ def _resumed(facts: Facts, record: Record, at: float) -> None:
     if (step := number(record, "step")) is not None:
         facts.progress.append((at, step))
         facts.begun = step if facts.begun is None else facts.begun
-    if (workers := number(record, "world_size")) is not None:
-        facts.worlds.append((at, workers))
+    if (replicas := number(record, "world_size")) is not None:
+        facts.worlds.append((at, replicas * facts.stages))
 
 
 def _committed(facts: Facts, losses: dict[float, float], record: Record, at: float) -> None:
@@ -212,8 +213,9 @@ def _happened(facts: Facts, record: Record, at: float) -> None:
             name, step = text(record, "name"), number(record, "step")
             facts.checkpoints.append(Checkpoint(at, step, name, size, snapshot, stall, persist))
         case "CheckpointFailed":
-            reason = text(record, "reason") or "no reason was recorded"
-            facts.failures.append(Checkpoint(at, number(record, "step"), failure=reason))
+            failed = Checkpoint(at, number(record, "step"), failure=text(record, "reason") or "no reason was recorded")
+            if not facts.failures or facts.failures[-1].step != failed.step:  # each of the workers tells of it
+                facts.failures.append(failed)
         case "IntervalChosen" if (k := number(record, "k")) is not None:
             names = ("k_persist", "k_overhead", "k_failures")
             bounds = {name: value for name in names if (value := number(record, name)) is not None}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from raytrain_ft.runtime.event_log import each_record
+from raytrain_ft.storage.draft import draft_of
 
 MICROSECONDS = 1e6
 MOST_SPANS = 200_000
@@ -87,14 +87,13 @@ def _name(pid: int, row: int, name: str) -> dict[str, Any]:
 
 def write(directory: Path) -> Path:
     """Writes `timeline.json` beside the event log; a reader sees the old one or the new one, never half of it."""
-    path, draft, log = directory / "timeline.json", directory / f".timeline-{os.getpid()}.tmp", directory / "events.jsonl"
+    path, log = directory / "timeline.json", directory / "events.jsonl"
     with log.open() as lines:
         merged = max(1, -(-sum(line.startswith('{"event":"StepsCommitted"') for line in lines) // MOST_SPANS))
-    with draft.open("w") as file:
+    with draft_of(path) as draft, draft.open("w") as file:
         file.write('{"traceEvents": [')
         # one by one, for no other thread runs in the midst of `dumps`
         for number, one in enumerate(build(each_record(log), merged)):
             file.write(("," if number else "") + "\n" + json.dumps(one))
         file.write("\n]}\n")
-    draft.replace(path)
     return path

@@ -121,10 +121,14 @@ class Source:
     def explain(self, error: ValidationError, root: type[BaseModel]) -> str:
         """Every fault on a line of its own, in the order of the file."""
         found: dict[Place, str] = {}
-        for fault in error.errors(include_url=False):
+        faults = error.errors(include_url=False)
+        for fault in faults:
             place = _place(fault, root, self.lines)
             if place not in found:  # of a union, pydantic says each of its members' complaints
                 found[place] = self.at(place, _words(fault, place, root))
+        for place in [_place(fault, root, self.lines) for fault in faults if fault["type"] == "too_short"]:
+            if any(other[: len(place)] == place != other for other in found):
+                del found[place]  # it is said of a list of which no item is valid
         order = sorted(found, key=lambda place: self.lines.get(place, 0))
         return "\n".join(found[place] for place in order)
 

@@ -54,9 +54,12 @@ class Failure:
         checks.seconds(self, "at" if self.step is None else "step", "back_s", "notice_s", "lasts_s")
         checks.seconds(self, "factor", least=1.0)
         checks.whole(self, "lost", "back", least=0)
-        known = isinstance(self.workers, tuple)
-        if not known or any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in self.workers):
-            raise ConfigError(f"Failure(workers={self.workers!r}): use a list of ranks, whole numbers from 0 on")
+        for name, ranks in (("workers", self.workers), ("of", self.of)):
+            known = isinstance(ranks, tuple)
+            if not known or any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in ranks):
+                raise ConfigError(f"Failure({name}={ranks!r}): use a list of ranks, whole numbers from 0 on")
+        if isinstance(self.event, bool) or not isinstance(self.event, int | None):
+            raise ConfigError(f"Failure(event={self.event!r}): use the number of an event")
         if not (self.strikes or self.back) or (self.lost and self.workers):
             raise ConfigError(f"{self}: say how many nodes are lost (lost=), which workers are (workers=), or who comes back")
         if self.of and len(set(self.of)) != self.lost:
@@ -405,7 +408,7 @@ def _check_nodes(failure: Failure, nodes: int, line: str) -> None:
 
 def _check_casualties(job: Job, failure: Failure, line: str) -> None:
     _check_nodes(failure, job.number_of_nodes, line)
-    outside = [rank for rank in failure.workers if rank >= job.workers]
+    outside = [rank for rank in (*failure.workers, *failure.of) if rank >= job.workers]
     if outside:
         raise ConfigError(f"{line}: worker {outside[0]} is lost, and the job has workers 0 to {job.workers - 1}")
     if failure.step is not None and failure.step >= job.steps:

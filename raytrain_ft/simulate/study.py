@@ -31,9 +31,9 @@ class Sweep:
     summaries: dict[str, tuple[Summary, ...]]
 
     def best(self, strategy: str) -> tuple[float, Summary]:
-        """The point at which a strategy takes the least time."""
+        """The point at which a strategy takes the least time; one at which some runs did not finish is none."""
         pairs = zip(self.points, self.summaries[strategy], strict=True)
-        return min(pairs, key=lambda pair: math.inf if math.isnan(pair[1].seconds) else pair[1].seconds)
+        return min(pairs, key=lambda pair: pair[1].seconds if pair[1].finished == pair[1].runs else math.inf)
 
 
 def compare(

@@ -289,6 +289,11 @@ def test_mlflow_continues_the_run(tmp_path: Path) -> None:
     write(run, story(9, run_id="r2"))
     follow(run, RULES, [MLflow(uri)])
     assert len(client.search_runs([found.info.experiment_id])) == 2  # it began anew
+    elsewhere = f"sqlite:///{tmp_path}/other.db"  # which knows nothing of the run before
+    write(run, story(9, run_id="r4"))
+    follow(run, RULES, [MLflow(elsewhere)])
+    other = MlflowClient(elsewhere)
+    assert len(other.search_runs([other.get_experiment_by_name("raytrain_ft").experiment_id])) == 1
 
 
 def records_of(data: bytes) -> Iterator[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,20 @@ def test_what_takes_less_than_the_undisturbed_steps_is_plotted_too(file: Path, t
     assert (plots / "mtbf.png").read_bytes().startswith(b"\x89PNG")
     (sweep,) = json.loads(out.read_text())["sweeps"]
     assert min(point["seconds"] for point in sweep["strategies"]["skip"]) < 5000 * 60.0, "else this shows nothing"
+
+
+def test_a_mean_of_the_runs_that_finished_says_how_many_they_were(file: Path, tmp_path: Path) -> None:
+    """Those that had bad luck are not in it."""
+    file.write_text(
+        "job: {name: two, steps: 3000, step_s: 1.0, workers: 2, costs: {load_s: 20, start_s: 60}}\n"
+        "strategies: [{kind: replication}, {kind: global_checkpoint, every: 50}]\n"
+        "failures: {kind: exponential, mtbf_s: 3000, together: [0.5, 0.5]}\n"
+    )
+    plots = tmp_path / "plots"
+    result = invoke(file, "--seeds", 6, "--sweep", "mtbf", "--plots", plots)
+    assert (result.exit_code, result.exception) == (0, None), result.output
+    assert re.search(r"\([1-5] of 6\)", result.output), result.output
+    assert (plots / "mtbf.png").exists()
 
 
 def test_names_are_printed_as_they_are(file: Path) -> None:
@@ -212,6 +227,21 @@ def test_json_is_yaml_too(file: Path, tmp_path: Path) -> None:
             "kind: weibull, mtbf_s: 1e3, shape: 0.8",
             "kind: list, failures: [{at: 5, workers: 1}]",
             "line 14: Failure(workers=1): use a list of ranks",
+        ),
+        (
+            "kind: weibull, mtbf_s: 1e3, shape: 0.8",
+            "kind: list, failures: [{at: 5, lost: 1, of: 3}]",
+            "line 14: Failure(of=3): use a list of ranks",
+        ),
+        (
+            "kind: weibull, mtbf_s: 1e3, shape: 0.8",
+            "kind: list, failures: [{at: 5, lost: 1, of: [99]}]",
+            "worker 99 is lost, and the job has workers 0 to 3",
+        ),
+        (
+            "kind: weibull, mtbf_s: 1e3, shape: 0.8",
+            "kind: list, failures: [{at: 5, lost: 1, event: {a: 1}}]",
+            "line 14: Failure(event={'a': 1}): use the number of an event",
         ),
         ("steps: 5_000", "steps: 5_000\n  on: 5", "line 4: on: a field's name is text: write it in quotes"),
         ("job:", "1: 2\njob:", "line 1: 1: a field's name is text"),

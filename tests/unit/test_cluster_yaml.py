@@ -32,6 +32,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "home" / ".ray").mkdir(parents=True)
     (tmp_path / "home" / ".ray" / "auth_token").write_text("token")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
@@ -182,6 +183,16 @@ def test_what_is_wrong_is_named(place: Path, mistake: str) -> None:
     assert old in FILLED
     found = problems(place, FILLED.replace(old, new, 1))
     assert any(message in problem for problem in found), found
+
+
+def test_files_are_looked_for_where_ray_does(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From where it is called, not beside the cluster's file; and nobody is called nouser."""
+    monkeypatch.chdir(place)
+    assert problems(place, FILLED) == []
+    monkeypatch.chdir(place / "home")
+    assert "file_mounts./home/ubuntu/raytrain_ft/LICENSE: there is no LICENSE here" in problems(place, FILLED)
+    (found,) = [one for one in problems(place, FILLED.replace(": ~/.ray/auth", ": ~nouser/.ray/auth")) if "nouser" in one]
+    assert "there is no ~nouser/.ray/auth_token here" in found
 
 
 def test_a_provider_that_does_not_exist_is_named_once(place: Path) -> None:

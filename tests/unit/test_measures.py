@@ -145,6 +145,15 @@ def test_a_worker_that_could_not_be_set_up_is_a_failure_of_the_task_and_one_whos
     assert failures == {("task", "supervisor"): 1, ("preemption", "ray"): 1}
 
 
+def test_a_checkpoint_that_failed_counts_once_whoever_tells_of_it_and_samples_that_are_read_again_are_not_lost() -> None:
+    where = {"incarnation": 1, "step": 20}
+    failed = [m.CheckpointFailed(at=3.0, member=f"w{rank}", **where, reason="disk full") for rank in range(2)]
+    lost = [m.SamplesLost(**where, epoch=0, start=0, stop=8, why="quorum", returned=again) for again in (True, False)]
+    measures, _ = fold(RULES, [*started(), steps(2.5, 0, 1), *failed, *lost])
+    assert measures.totals["train_ft_checkpoints", "failed"] == 1
+    assert measures.totals["train_ft_samples_lost",] == 8
+
+
 def test_what_was_given_out_is_not_given_out_again() -> None:
     measures, run = fold(RULES, [*started(), steps(3.0, 0, 5), lost(3.5, "w1")])
     assert measures.increments()["train_ft_steps_committed",] == 5
@@ -204,7 +213,8 @@ def test_whatever_happens_the_sums_are_right(rules: Rules, seed: int) -> None:
     told = [event.stop_step for event in events if isinstance(event, m.StepsCommitted)]
     assert total("train_ft_steps_committed") == (max(0, max(told) - first_step(rules, events)) if told else 0)
     assert total("train_ft_productive_seconds") <= cluster.now + 1e-9
-    assert total("train_ft_samples_lost") == sum(e.stop - e.start for e in events if isinstance(e, m.SamplesLost) and e.at)
+    lost = [e.stop - e.start for e in events if isinstance(e, m.SamplesLost) and e.at and not e.returned]
+    assert total("train_ft_samples_lost") == sum(lost)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from raytrain_ft import follow
 from raytrain_ft.cli import main
 from raytrain_ft.policy.states import State
 from raytrain_ft.runtime import report, report_data, timeline
@@ -374,6 +375,27 @@ def test_the_timeline_of_a_recorded_run(run: str, tmp_path: Path) -> None:
     ranges = [re.fullmatch(r"steps (\d+)-(\d+)", one["name"]) for one in trace if one["ph"] == "X"]
     done = {step for found in ranges if found for step in range(int(found[1]), int(found[2]) + 1)}
     assert done == set(range(records[0]["details"]["max_steps"]))
+
+
+def test_workers_of_a_pipeline_are_all_counted() -> None:
+    run = Path(__file__).parent / "recorded" / "logging"  # of 4 stages
+    assert {workers for _, workers in gather(read_records(run / "events.jsonl")).worlds} == {4}
+    ended = follow.recorded(run)
+    assert ended is not None
+    assert ended["world_size"] == 4
+
+
+def test_of_what_could_not_be_drawn_nothing_stays_and_the_rest_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks_off(*_: Any) -> Any:
+        yield {}
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(record) + "\n" for record in run_of_everything()))
+    monkeypatch.setattr(timeline, "build", breaks_off)
+    assert draw(tmp_path) == "OSError: [Errno 28] No space left on device"
+    assert {path.name for path in tmp_path.iterdir()} == {"events.jsonl", "report.html"}
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -383,4 +383,5 @@ def test_what_cannot_be_is_refused_with_its_line(old: str, new: str, line: int, 
     assert result.exit_code == 1
     assert f"bad.yaml, line {line}: " in result.output
     assert words in result.output
+    assert ("at least 1 item" in result.output) == ("at least 1 item" in words), "a model with a fault is there all the same"
     assert "mini-batch 2" not in result.output
