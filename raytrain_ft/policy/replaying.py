@@ -29,7 +29,9 @@ def find(run: RunState) -> None:
     else:
         until = min(marks.step for marks in run.survivors.values())
         run.source = run.log.source(run.stored, run.rejected, until) if run.rules.logging else None
-        if run.source is not None and run.source.step < until:
+        # a step that all agreed on is completed, and who is replayed does it again
+        completes = any(marks.agreed is not None and marks.agreed[0] == until for marks in run.survivors.values())
+        if run.source is not None and run.source.step < until + completes:
             _join_torn_ones(run, run.log.torn_since(run.source.step) | _struck(run))
 
 

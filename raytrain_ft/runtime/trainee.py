@@ -74,14 +74,17 @@ class Trainee:
         threads = int(self._spec.options.get("num_cpus") or 1)
         torch.set_num_threads(max(1, threads))
         self._task = sealed.load(self._spec)
-        self.replica = self._build_replica()
+        self._now_hosts(self._build_replica())
+
+    def _now_hosts(self, replica: Replica) -> None:
+        self.replica, self._checkpointer = replica, replica.checkpointer  # which a replay does without
 
     def _note(self, event: str, fields: dict[str, Any]) -> None:
         self._heartbeat.note(event, {name: value for name, value in fields.items() if name != "member"})
 
     def _checkpoint_bytes(self) -> int:
         """What its parts of checkpoints need where its log is."""
-        checkpoints, checkpointer = self._spec.checkpoints, self.replica.checkpointer
+        checkpoints, checkpointer = self._spec.checkpoints, self._checkpointer
         path = local_path(checkpoints.place) if checkpoints is not None else None
         if checkpointer is None or path is None or not path.is_relative_to(self._spec.directory):
             return 0
@@ -238,7 +241,7 @@ class Trainee:
             self.replica.checkpointer.close()
         built, before = self._build_replica(stage), self.replica.state.tail.sleep
         built.state.tail.sleep.ask(before.wanted, before.at_once)
-        self.replica = built
+        self._now_hosts(built)
         self._used, self._replayed = False, ""
 
     def _begin_from(self, load: str, fence: Fence) -> None:
@@ -303,7 +306,9 @@ class Trainee:
         self.replica.state.filled = False
         with self._connections.replay(command, self.replica.stage, len(team), 0) as links:
             replay.replay(self.replica, links, command.until, self._spec.step.micro_batches)
-        self._heartbeat.at("replayed", command.until)  # others may take longer, and this one does not hang
+            self._heartbeat.at("replayed", command.until)  # others may take longer, and this one does not hang
+            if links.team is not None:
+                links.team.total(0)  # what helpers logged is on the disk: a helper's loss is not that of this stage, too
         self.replica.state.filled = self._used = True
         self._replayed = ""
         return self.replica.state.digests()
@@ -356,8 +361,10 @@ class Trainee:
         try:
             with self._connections.replay(command, stage, len(team), team.index(self._member)) as links:
                 replay.replay(helper, links, command.until, self._spec.step.micro_batches)
-            if self.log is not None:
-                self.log.flush(FLUSH_S)  # some of what it sent for the lost stage went to its own, and must outlive it
+                if self.log is not None:
+                    self.log.flush(FLUSH_S)  # some of what it sent for the lost stage went to its own, and must outlive it
+                if links.team is not None:
+                    links.team.total(0)
         finally:
             helper.loader.stop(timedelta(seconds=0))
 

@@ -166,7 +166,8 @@ class LogFiles:
         old = [file for file in self._all if file.last < step or file.incarnation < incarnation]
         for receiver, file in list(self._current.items()):
             if file in old:
-                self._end(receiver)
+                with suppress(OSError):  # whatever did not reach the disk is not missed
+                    self._end(receiver)
         self._remove(file for file in old if file.encoder is None)
 
     def _remove(self, files: Iterable[_OpenFile]) -> None:

@@ -368,7 +368,11 @@ class Stage:
 
 
 def _gradient(tensor: Tensor) -> Tensor:
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+    """What the stage before gets. Of memory that it shares with a parameter's gradient, say, a copy: torch has one counter for
+    all changes there, and the log would take it for changed; nor is the rest to be kept as long as this is."""
+    if tensor.grad is None:
+        return torch.zeros_like(tensor)
+    return tensor.grad.clone() if tensor.grad.untyped_storage().nbytes() > tensor.grad.nbytes else tensor.grad
 
 
 def passed_on(output: Any, stage: int) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ HELP: Any = (Fence(3), WANTED)
 
 @contextmanager
 def links(*_: Any, **__: Any) -> Any:
-    yield None
+    yield SimpleNamespace(team=None)
 
 
 def helper(monkeypatch: pytest.MonkeyPatch, **fails: Exception) -> Trainee:
@@ -81,6 +81,29 @@ def test_what_a_helper_logged_for_the_lost_stage_outlives_the_helper(monkeypatch
     own: Any = helper(monkeypatch)
     own.help(*HELP)
     assert own.done == ["build", "load", "replay", "flush"]
+
+
+def test_who_leads_is_not_done_before_its_helpers_have_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were one lost in between, its own stage alone would be replayed, and would miss what it had computed of another."""
+    own: Any = helper(monkeypatch)
+
+    @contextmanager
+    def shared(*_: Any) -> Any:
+        yield SimpleNamespace(team=SimpleNamespace(total=lambda _: own.done.append("all are done")))
+
+    own._connections = SimpleNamespace(replay=shared)
+    own.help(*HELP)
+    assert own.done == ["build", "load", "replay", "flush", "all are done"]
+    state = SimpleNamespace(step=13, filled=False, digests=lambda: ("d",))
+    leader: Any = object.__new__(Trainee)
+    leader.__dict__ |= own.__dict__ | {"_member": "w3", "_world": ("w0", "w3"), "_replayed": "", "_team": ()}
+    leader._spec.rules.joined = ()
+    leader.replica, leader._begin_from = SimpleNamespace(state=state, stage=1), lambda *_: None
+    filled: list[bool] = []
+    waits = SimpleNamespace(team=SimpleNamespace(total=lambda _: filled.append(state.filled)))
+    leader._connections = SimpleNamespace(replay=lambda *_: nullcontext(waits))
+    assert leader.replay(*HELP) == ("d",)
+    assert (filled, state.filled) == ([False], True)
 
 
 def test_who_does_not_get_its_own_back_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

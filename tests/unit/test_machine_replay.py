@@ -483,11 +483,11 @@ class Mixed(Told):
         self.commit(0, 13)
         self.tell(m.CheckpointCommitted, member="w0", incarnation=1, step=6, name="c6", **ABOUT)
 
-    def lose(self, *members: str, step: int = 13) -> None:
+    def lose(self, *members: str, step: int = 13, agreed: tuple[int, tuple[float, ...]] | None = None) -> None:
         for member in members:
             self.tell(m.WorkerLost, member=member, cause="killed")
         for member in [member for member, state in self.run.members.items() if state == MemberState.ACTIVE]:
-            marks = Marks(member, step, (step,), (None,), self.run.world.index(member) % 4)
+            marks = Marks(member, step, (step,), (None,), self.run.world.index(member) % 4, agreed)
             self.tell(m.Fenced, member=member, incarnation=self.run.incarnation, marks=marks)
 
 
@@ -540,6 +540,15 @@ def test_what_a_sender_lost_that_went_at_the_same_time_is_not_read(also: str, st
     told.lose("w0", "w4", also, step=step)
     assert told.run.replaying == replayed
     assert not told.run.seeking
+
+
+@pytest.mark.usefixtures("as_they_came")
+def test_a_sender_is_replayed_as_well_if_the_one_step_since_the_checkpoint_is_completed() -> None:
+    """Nobody has committed it, but all agreed on it: who is replayed does it again."""
+    told = Mixed("abcdefgh", spares="xyz", strategy="logging")
+    told.lose("w0", "w4", "w1", step=6, agreed=(6, (0.5,)))
+    assert told.run.replaying == {0, 1}
+    assert told.replay().until == 7
 
 
 @pytest.mark.usefixtures("as_they_came")

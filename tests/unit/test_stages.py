@@ -20,7 +20,7 @@ from raytrain_ft.task import TrainTask
 from raytrain_ft.training.build import build_replica
 from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.links import Links
-from raytrain_ft.training.pipeline import Stage, _apart, chunks_of, cut, sequential
+from raytrain_ft.training.pipeline import Stage, _apart, _gradient, chunks_of, cut, sequential
 from raytrain_ft.training.settings import PipelineSettings, StepSettings
 from raytrain_ft.training.solo import Solo
 
@@ -70,6 +70,20 @@ class Wire:
     def _box(self, number: int) -> SimpleQueue[list[Tensor]]:
         with self._lock:
             return self._boxes[number]
+
+
+def test_a_gradient_that_shares_memory_with_a_parameters_is_passed_on_by_itself() -> None:
+    """The next micro-batch adds to the parameter's, and the log would take this one for changed. A prompt before the tokens."""
+    prompt, x = nn.Parameter(torch.ones(1, 8)), torch.ones(4, 8, requires_grad=True)
+    torch.cat([x, prompt]).square().sum().backward()
+    assert x.grad is not None
+    assert prompt.grad is not None
+    assert x.grad.untyped_storage().data_ptr() == prompt.grad.untyped_storage().data_ptr(), "else this shows nothing"
+    passed = _gradient(x)
+    version = passed._version
+    prompt.grad.add_(1)
+    assert (passed._version, passed.untyped_storage().nbytes()) == (version, passed.nbytes)
+    assert torch.equal(passed, x.grad)
 
 
 def gradients(model: nn.Sequential, batches: Sequence[Tensor], cuts: tuple[int, ...], **how: Any) -> list[Tensor | None]:

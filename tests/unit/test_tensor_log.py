@@ -232,6 +232,38 @@ def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
     log.close()
 
 
+def test_a_write_of_an_incarnation_that_is_over_costs_the_next_one_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor would not heed that the log failed in the old one, and would hold that of the new one for whole."""
+    told = Told()
+    entered, gate = threading.Event(), threading.Event()
+    written = os.writev
+
+    def hang_once(descriptor: int, parts: Any) -> int:
+        if entered.is_set():
+            return written(descriptor, parts)
+        entered.set()
+        assert gate.wait(30)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(log_files.os, "writev", hang_once)
+    log = TensorLog(tmp_path, "w0", tell=told)
+    log.append(key(20), 3, [torch.ones(4)])
+    assert not log.flush(0.1)
+    assert entered.wait(30)
+    log.begin(7)
+    for number in range(4):
+        log.append(key(20, number), 7, [torch.ones(4)])
+    log._take_in(waits=False)
+    gate.set()
+    assert log.flush(30)
+    found = seen(tmp_path)
+    assert all(found.has(key(20, number)) for number in range(4))
+    assert told == []
+    log.close()
+
+
 def test_a_file_that_cannot_be_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NFS tells only then that there was no room for what was written."""
     told = Told()
@@ -252,6 +284,17 @@ def test_a_file_that_cannot_be_closed(tmp_path: Path, monkeypatch: pytest.Monkey
     log.trim(3)
     fill(log, range(3, 5))
     assert log.flush(10)
+    log.close()
+    log = TensorLog(tmp_path, "w1", memory_bytes=4000, tell=told)  # of which some is written, to a file that stays open
+    fill(log, range(5, 6), micro_batches=8)
+    deadline = time.monotonic() + 10
+    while log.stats.file_bytes == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    refused.append(OSError(errno.EDQUOT, "Disk quota exceeded"))
+    log.begin(2)
+    fill(log, range(6, 7), incarnation=2)
+    assert log.flush(10), "what could not be closed is deleted"
+    assert (len(told), refused) == (1, [])
     log.close()
 
 
