@@ -12,6 +12,7 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from raytrain_ft.errors import FencedError, LogGapError, ReplayDivergedError, StorageError
+from raytrain_ft.places import Place
 from raytrain_ft.policy import messages as m
 from raytrain_ft.runtime import recovery, trainee
 from raytrain_ft.runtime.calls import Calls
@@ -22,6 +23,7 @@ from raytrain_ft.runtime.trainee import Trainee
 from raytrain_ft.training import aside
 from raytrain_ft.training.edges import Past
 from raytrain_ft.training.fence import Fence, PeerLostError
+from raytrain_ft.training.replay import _no_checkpoints
 from raytrain_ft.training.sleep import Sleep
 
 LOAD = "step-000000006-e1-i1"
@@ -104,6 +106,16 @@ def test_who_leads_is_not_done_before_its_helpers_have_written(monkeypatch: pyte
     leader._connections = SimpleNamespace(replay=lambda *_: nullcontext(waits))
     assert leader.replay(*HELP) == ("d",)
     assert (filled, state.filled) == ([False], True)
+
+
+def test_checkpoints_count_in_the_quota_of_the_log_in_a_replay_too(tmp_path: Path) -> None:
+    """Which takes none."""
+    found: Any = object.__new__(Trainee)
+    found._spec = SimpleNamespace(checkpoints=SimpleNamespace(place=Place(str(tmp_path / "checkpoints"))), directory=tmp_path)
+    found._now_hosts(SimpleNamespace(checkpointer=SimpleNamespace(disk_bytes=800)))
+    with _no_checkpoints(found.replica):
+        assert found.replica.checkpointer is None
+        assert found._checkpoint_bytes() == 800
 
 
 def test_who_does_not_get_its_own_back_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
