@@ -149,7 +149,7 @@ def test_a_name_that_could_be_none(tmp_path: Path) -> None:
         ft.attach(tmp_path / "no run here")
     said = CliRunner().invoke(main, ["attach", "../etc"])
     assert said.exit_code == 2
-    assert "etc is no directory of a run" in said.output
+    assert f"'../etc', seen from {Path.cwd()}, is no directory of a run" in said.output
 
 
 def supervisor_that(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:

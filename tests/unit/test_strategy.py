@@ -320,7 +320,7 @@ def test_the_cluster_s_room_and_the_number_of_spares_limit_what_is_started() -> 
     assert roster.provision() == [StartWorker("w1"), StartWorker("w2")]
     roster.resized(1)
     assert roster.provision() == []
-    assert roster.lose("w1") == MemberState.STARTING
+    assert roster.lose("w1", None) == MemberState.STARTING
     assert roster.provision() == [], "two are left, and there is room for one"
 
 
@@ -330,13 +330,13 @@ def test_starting_is_given_up_after_some_rounds_until_the_cluster_grows() -> Non
     for _ in range(2):
         assert len(roster.provision()) == 2
         for member in list(roster.members):
-            roster.lose(member)
+            roster.lose(member, None)
     assert roster.cannot_start()
     assert roster.provision() == []
     roster.resized(3)
     assert roster.provision() == [StartWorker("w4"), StartWorker("w5")]
-    roster.lose("w4")
+    roster.lose("w4", None)
     roster.provision()
     roster.ready("w5")
-    roster.lose("w6")
+    roster.lose("w6", None)
     assert not roster.cannot_start(), "one came, so starting is possible"
