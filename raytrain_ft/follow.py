@@ -274,8 +274,8 @@ def find(run: str | Path) -> tuple[Any, Account]:
     name = Path(run).name if directory is not None or Path(run).is_absolute() else str(run)
     if name != Path(name).name:
         raise ConfigError(
-            f"{Place(name)!r}, seen from {Path.cwd()}, is no directory of a run: it has no events.jsonl. Give one that has, or the "
-            "name of a run that is alive on the cluster"
+            f"{Place(name)!r}, seen from {Path.cwd()}, is no directory of a run: it has no events.jsonl. Give one that "
+            "has, or the name of a run that is alive on the cluster"
         )
     check_name(name)
     _connect()
