@@ -214,8 +214,8 @@ class RecoveryConfig:
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"RecoveryConfig({name}={getattr(self, name)!r}): use one of {', '.join(allowed)}")
         wanted = self.preemption
-        some = wanted if isinstance(wanted, tuple | list | set | frozenset) else ("no tuple",)
-        if wanted not in ("auto", None) and not all(source in NOTICE_SOURCES for source in some):
+        are_sources = isinstance(wanted, tuple | list | set | frozenset) and all(one in NOTICE_SOURCES for one in wanted)
+        if wanted not in ("auto", None) and not are_sources:
             known = ", ".join(NOTICE_SOURCES)
             raise ConfigError(f'RecoveryConfig(preemption={wanted!r}): use "auto", None, or a tuple of {known}')
         check_types(self, RecoveryConfig)

@@ -76,8 +76,8 @@ class CheckpointConfig(ray.train.CheckpointConfig):
             raise ConfigError(f'CheckpointConfig(every={every!r}): use "auto", a number of steps of at least 1, or None')
         if self.resume not in ("auto", "never", "require"):
             raise ConfigError(f"CheckpointConfig(resume={self.resume!r}): use auto, never or require")
-        some = self.override if isinstance(self.override, tuple | list | set | frozenset) else ("no tuple",)
-        if not all(what in ("optimizer", "dataset") for what in some):
+        are_some = isinstance(self.override, tuple | list | set | frozenset)
+        if not are_some or not all(what in ("optimizer", "dataset") for what in self.override):
             raise ConfigError(f'CheckpointConfig(override={self.override!r}): use a tuple of "optimizer", "dataset"')
         interval = self.failure_interval
         if interval not in (None, "measured") and not (isinstance(interval, timedelta) and interval > timedelta()):

@@ -114,7 +114,7 @@ def measure(scenario: Scenario, ground: str, played: Played, reference: Played) 
     steps, seconds = committed(records), training_seconds(records, clock)
     calm_steps, calm_seconds = committed(calm), training_seconds(calm, calm_clock)
     expected = calm_steps / calm_seconds * seconds if calm_seconds else 0.0
-    waits_s = scenario.replacement_timeout + scenario.hang_timeout
+    longest_s = max(LONGEST_RECOVERY_S, scenario.replacement_timeout + scenario.hang_timeout)
     return Report(
         scenario=scenario.name,
         ground=ground,
@@ -132,7 +132,7 @@ def measure(scenario: Scenario, ground: str, played: Played, reference: Played) 
         samples_lost=audit(records).samples_lost,
         guarantee=str(weakest("lossy" if _lost_samples(records) else "exact", *kept)),
         bit_equal=bit_equal(played, reference),
-        violations=tuple(violations(records, played, reference, LONGEST_RECOVERY_S + waits_s)),
+        violations=tuple(violations(records, played, reference, longest_s)),
         failure=f"{type(played.error).__name__}: {played.error}" if played.error is not None else "",
         paths=(str(played.path), str(reference.path)),
     )

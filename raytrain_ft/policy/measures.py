@@ -150,11 +150,11 @@ class Measures:
                 self._add("train_ft_checkpoint_persist_seconds", by=event.persist_s)
                 self.levels["train_ft_checkpoint_bytes",] = event.bytes
                 self._checkpoint_at = event.at
-            case m.CheckpointFailed() if (
-                event.incarnation,
-                event.step,
-            ) not in self._unstored:  # each of the workers tells of it
-                self._unstored.add((event.incarnation, event.step))
+            case m.CheckpointFailed(incarnation=world, step=step) if (
+                world,
+                step,
+            ) not in self._unstored:  # each worker tells of it
+                self._unstored.add((world, step))
                 self._add("train_ft_checkpoints", "failed")
             case m.IntervalChosen():
                 self.levels["train_ft_checkpoint_interval_steps",] = event.k

@@ -128,7 +128,7 @@ class Source:
                 found[place] = self.at(place, _words(fault, place, root))
         for place in [_place(fault, root, self.lines) for fault in faults if fault["type"] == "too_short"]:
             if any(other[: len(place)] == place != other for other in found):
-                del found[place]  # it is said of a list of which no item is valid
+                found.pop(place, None)  # it is said of a list of which no item is valid
         order = sorted(found, key=lambda place: self.lines.get(place, 0))
         return "\n".join(found[place] for place in order)
 

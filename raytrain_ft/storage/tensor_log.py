@@ -463,7 +463,7 @@ class TensorLog:
             self._files.delete()  # a log with a gap is of no use, and its room may be what a checkpoint lacks
             reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
             reason = f"{self._files.directory}: {reason}"
-            if isinstance(item, Record) and item.incarnation < self._began:
+            if isinstance(item, Record) and item.incarnation < self._began and self._trims:
                 reason = ""  # it counts no more, nor does anything else that is gone: what is to delete it all is on its way
         with self._room:
             self._done += 1
