@@ -150,12 +150,8 @@ class Measures:
                 self._add("train_ft_checkpoint_persist_seconds", by=event.persist_s)
                 self.levels["train_ft_checkpoint_bytes",] = event.bytes
                 self._checkpoint_at = event.at
-            case m.CheckpointFailed(incarnation=world, step=step) if (
-                world,
-                step,
-            ) not in self._unstored:  # each worker tells of it
-                self._unstored.add((world, step))
-                self._add("train_ft_checkpoints", "failed")
+            case m.CheckpointFailed():
+                self._not_stored(event)
             case m.IntervalChosen():
                 self.levels["train_ft_checkpoint_interval_steps",] = event.k
             case m.SamplesLost() if not event.returned:
@@ -197,6 +193,12 @@ class Measures:
 
     def _add(self, *key: str, by: float = 1.0) -> None:
         self.totals[key] = self.totals.get(key, 0.0) + by
+
+    def _not_stored(self, event: m.CheckpointFailed) -> None:
+        """Each of the workers tells of it."""
+        if (event.incarnation, event.step) not in self._unstored:
+            self._unstored.add((event.incarnation, event.step))
+            self._add("train_ft_checkpoints", "failed")
 
     def _count_losses(self, run: RunState) -> None:
         """Each worker once, however many noticed its loss, and also those that the machine itself gave up. Who left after a
