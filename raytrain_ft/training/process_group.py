@@ -4,7 +4,8 @@ Every incarnation of the world has a fresh default group whose backend is "fence
 NCCL) whose works can be woken. Neither ``abort()`` nor deleting a group wakes a wait on gloo, and a wait with a time-out
 breaks the group. So nobody here ever waits inside gloo: a wait is on a ``threading.Event`` that is set by completion or by the
 fence, and a group that is no longer wanted is *abandoned*: kept referenced for as long as something in it is under way, never
-waited for, its buffers never used again.
+waited for, its buffers never used again. What then still waits for others who wait as well, as the neighbours of a pipeline do,
+is cut off once the next incarnation is over too.
 
 This module knows nothing of who decides to fence, or why.
 """
@@ -17,6 +18,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +32,8 @@ from raytrain_ft.training.fence import WAIT_DEADLINE, Fence, PeerLostError
 
 BACKEND = "fenced"
 DEVICE_POLL_S = 0.0005
+UNUSED_TAG = 0
+"""Of messages that nobody sends."""
 
 
 class FencedWork(dist.Work):
@@ -212,6 +216,17 @@ class FencedGroup(dist.ProcessGroup):
         """Nobody begins to wait in it from now on."""
         self._waits_end = time.monotonic() + WAIT_DEADLINE.total_seconds()
 
+    def cut_off(self) -> None:
+        """Closes the connections of a group of gloo's that was left, so that whatever is under way in it fails, here and there.
+        A wait of gloo's that times out does that, and nothing else of what torch shows of it."""
+        if self._on_device:
+            return
+        for peer in range(self._size):
+            if peer != self._rank:
+                with suppress(RuntimeError):  # to be expected: of the time-out, or because that connection is broken already
+                    self.inner.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
+        self._waits_end = time.monotonic()
+
     def is_quiet(self) -> bool:
         """Whether nothing is under way. What was posted tells nobody of its end, but nobody waits for it for ever."""
         if self._posted and time.monotonic() < self._waits_end:
@@ -365,6 +380,10 @@ def leave(group: object) -> None:
     """Leaves a part of the world, as `abandon` leaves the world; anything else than a group needs no leaving."""
     with _leaving:
         if isinstance(group, FencedGroup):
+            # That one came together says that all who are in it have left those before it.
+            for before in _abandoned:
+                if before.fence.incarnation < group.fence.incarnation and not before.is_quiet():
+                    before.cut_off()
             group.leave()
             _abandoned.append(group)
         quiet = [each for each in _abandoned if each.is_quiet()]

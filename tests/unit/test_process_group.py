@@ -139,6 +139,56 @@ def test_what_was_posted_and_never_comes_is_given_up_in_the_end(monkeypatch: pyt
     until(lambda: held()[0] <= before[0] + 1 and held()[1] <= before[1] + 2)
 
 
+def neighbours(incarnation: int) -> tuple[list[FencedGroup], list[threading.Thread]]:
+    """A world in which each waits for something from both others, and a thread of each that waits."""
+    world = groups(incarnation, 3)
+    waited = [group.post_receive(torch.empty(10), peer, 77) for group in world for peer in range(3) if peer != group.getRank()]
+    waiters = [threading.Thread(target=wait_for, args=(work,), daemon=True) for work in waited]
+    for waiter in waiters:
+        waiter.start()
+    return world, waiters
+
+
+@pytest.mark.parametrize("leavers", [3, 2], ids=["all", "all but one, which is frozen"])
+def test_neighbours_that_wait_for_each_other_hold_no_more_than_one_world_that_is_over(leavers: int) -> None:
+    before, frozen = (0, 0), []
+    for incarnation in range(12):
+        world, waiters = neighbours(incarnation)
+        for group in world[:leavers]:
+            process_group.abandon(group)
+            assert group in process_group._abandoned, "others may not have left it yet"
+        frozen += world[leavers:]
+        assert {group.fence.incarnation for group in process_group._abandoned} == {incarnation}
+        if incarnation == 4:
+            before = held()
+        del waiters
+    kept = len(frozen[5:])  # who is frozen is in this process too, with what is its own: three threads, four files
+    until(lambda: held()[0] <= before[0] + 2 + 3 * kept and held()[1] <= before[1] + 2 + 4 * kept)
+    for waiter in waiters_of_the_end(leavers):
+        waiter.join(5)
+        assert not waiter.is_alive()
+
+
+def waiters_of_the_end(leavers: int) -> list[threading.Thread]:
+    """Those of a world that is left, and of the one after it."""
+    world, waiters = neighbours(100)
+    later = groups(101)
+    for group in (*world[:leavers], *later):
+        process_group.abandon(group)
+    return waiters
+
+
+def test_what_was_sent_arrives_although_its_sender_has_left() -> None:
+    mine, other = groups(0)
+    sent = [mine.post_send(torch.full((3_000_000,), 7.0), 1, tag) for tag in (77, 78)]
+    process_group.abandon(mine)
+    found = [torch.empty(3_000_000) for _ in sent]
+    for tag, tensor in zip((77, 78), found, strict=True):
+        other.post_receive(tensor, 0, tag).wait(timedelta(seconds=10))
+        assert bool((tensor == 7).all())
+    process_group.abandon(other)
+
+
 def wait_for(work: Any) -> None:
     with suppress(RuntimeError):
         work.wait(process_group.WAIT_DEADLINE)
