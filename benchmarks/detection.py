@@ -186,6 +186,14 @@ def _spin() -> None:
         pass
 
 
+def _steps_of(run: Run) -> int:
+    """How many steps a run has committed. Raises RuntimeError if it has ended."""
+    account = run.status()
+    if account is None or (why := run.why_ended()) is not None:
+        raise RuntimeError(f"the calm run ended: {why if account is not None else 'no supervisor answers'}")
+    return account["step"]
+
+
 def measure_false_alarms(report: Report, seconds: float, others: list[dict[str, Any]]) -> None:
     """Nothing happens for so long but that more processes than there are cores want the CPU. `others`: alarms from before."""
     context = multiprocessing.get_context("spawn")
@@ -196,8 +204,9 @@ def measure_false_alarms(report: Report, seconds: float, others: list[dict[str, 
         for hog in hogs:
             hog.start()
         try:
+            before = _steps_of(run)
             time.sleep(seconds)
-            account = run.status()
+            steps = _steps_of(run) - before
         finally:
             for hog in hogs:
                 hog.kill()
@@ -206,7 +215,8 @@ def measure_false_alarms(report: Report, seconds: float, others: list[dict[str, 
     alarms = others + [record for record in records if record["event"] in ("WorkerLost", "Suspected")]
     for alarm in alarms:
         report.note(f"FALSE ALARM: {alarm}")
-    steps = account["step"] if account else "?"
+    if not steps:
+        raise RuntimeError(f"the calm run committed no step in {seconds:.0f} s: nobody watched anything")
     report.add("false_alarms", float(len(alarms)), n=1)
     report.note(
         f"false alarms: {steps} steps in {seconds:.0f} s with {HOGS} busy processes on {multiprocessing.cpu_count()} cores"

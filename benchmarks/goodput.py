@@ -3,12 +3,14 @@
     python -m benchmarks.goodput [--quick] --json FILE
 
 Four workers, of which one at random is killed at exponential intervals; drained nodes; 64 members that compute nothing; and
-where time allows the same failures for Ray Train's restart and for Ray Train + torchft, on the same work.
+where time allows Ray Train's restart and Ray Train + torchft, on the same work: killed at the same moments, and with the same
+interval of checkpoints as ours.
 """
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import numpy as np
 from benchmarks import control_plane, drains
 from benchmarks.harness import REPORT_ONLY, Goal, Options, Report, main, p95_of
 from benchmarks.ours import Paced, Task
-from benchmarks.peers.share import ShareOf, restart_share, torchft_share
+from benchmarks.peers.share import ShareOf, Strikes, restart_share, torchft_share
 from raytrain_ft.drill.grounds import Laptop, laptop
 from raytrain_ft.drill.measure import Clock, committed, training_seconds, violations
 from raytrain_ft.drill.played import Played
@@ -33,6 +35,7 @@ WORK = Paced(num_parameters=200_000, batch_per_worker=16, pace_s=0.25)
 STEP_S = 0.27  # what a step takes on a quick machine, to choose how many there are: no run is shorter than it should be
 MTBFS = (15, 60)
 LEAST_CALM_S = 10.0  # of an undisturbed stretch
+CHECKPOINT_EVERY = 20
 GOALS = {
     "committed_share_mtbf_60": Goal(">=", 0.95),
     "committed_share_mtbf_15": Goal(">=", 0.85),
@@ -47,28 +50,44 @@ GOALS = {
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How long everything goes on: seconds of each run, drains, and whether there is time for peers."""
+    """How long everything goes on.
+
+    Attributes:
+        run_s: seconds of each run. rounds: of runs for each mean time between failures, each struck at moments of its own: a
+            single draw may be a freak. drains: how many. peers: whether there is time for them.
+    """
 
     run_s: float
+    rounds: int
     drains: int
     peers: bool
 
+    @property
+    def calm_s(self) -> float:
+        """Of each undisturbed stretch, which is short beside the others where they are long."""
+        return max(LEAST_CALM_S, self.run_s / 10)
 
-QUICK = Lengths(run_s=30.0, drains=1, peers=False)  # four minutes in all
-FULL = Lengths(run_s=900.0, drains=100, peers=True)
+
+QUICK = Lengths(run_s=30.0, rounds=1, drains=1, peers=False)  # four minutes in all
+FULL = Lengths(run_s=240.0, rounds=3, drains=100, peers=True)
 
 
-def scenario_of(mtbf: int | None, seconds: float) -> Scenario:
-    """A run of about so many seconds, whose workers die so often. None: undisturbed."""
-    kills = () if mtbf is None else (Event(action="kill", who=Who(count=1), when=When(mtbf=float(mtbf))),)
+def kill_times(seed: int, mtbf: int, number: int, seconds: float) -> list[float]:
+    """When a worker dies in the run of this number, in seconds from where training goes on: whoever is compared."""
+    gaps = np.random.default_rng([seed, mtbf, number]).exponential(mtbf, size=20 + 10 * round(seconds / mtbf))
+    return [at for at in np.cumsum(gaps).tolist() if at < seconds]
+
+
+def scenario_of(name: str, seconds: float, kills: Sequence[float] = ()) -> Scenario:
+    """A run of about so many seconds, in which one worker dies at each of these times."""
     return Scenario(
-        name=f"mtbf-{mtbf}" if mtbf is not None else "undisturbed",
+        name=name,
         workers=WORKERS,
         spares=SPARES,
         steps=round(seconds / STEP_S),
         batch=WORKERS * WORK.batch_per_worker,
-        checkpoint_every=None,
-        events=kills,
+        checkpoint_every=CHECKPOINT_EVERY,
+        events=tuple(Event(action="kill", who=Who(count=1), when=When(seconds=at)) for at in kills),
     )
 
 
@@ -99,28 +118,31 @@ def mean(values: np.ndarray, axis: int = -1) -> np.ndarray:
 
 
 def measure_ours(report: Report, lengths: Lengths, seed: int) -> None:
-    """One run for each mean time between failures, and undisturbed stretches before, between and after them."""
+    """Runs for each mean time between failures, and undisturbed stretches before, between and after the rounds of them."""
     lost, paces = 0, []
-    calm = scenario_of(None, lengths.run_s)
+    calm = scenario_of("undisturbed", lengths.run_s)
     with tempfile.TemporaryDirectory(prefix="raytrain_ft-") as directory, laptop(calm) as cluster:
         ground, storage = Laptop(cluster), Path(directory)
         # For the bits, which do not depend on how long a step takes.
         reference = finished(Runs(calm, Task(replace(WORK, pace_s=0.0)), ground, storage, quiet=True).play("reference"))
         paces.append(pace_of(report, ground, storage, lengths, len(paces)))
-        runs = []
-        for mtbf in MTBFS:
-            scenario = scenario_of(mtbf, lengths.run_s)
-            runs.append(Runs(scenario, Task(WORK), ground, storage, quiet=True).play(scenario.name, Schedule(scenario, seed)))
+        runs: dict[int, list[Played]] = {mtbf: [] for mtbf in MTBFS}
+        for number in range(lengths.rounds):
+            for mtbf in MTBFS:
+                kills = kill_times(seed, mtbf, number, lengths.run_s)
+                scenario = scenario_of(f"mtbf-{mtbf}-{number}", lengths.run_s, kills)
+                struck = Runs(scenario, Task(WORK), ground, storage, quiet=True)
+                runs[mtbf].append(struck.play(scenario.name, Schedule(scenario, seed)))
             paces.append(pace_of(report, ground, storage, lengths, len(paces)))
         report.noise_floor = max(paces) / min(paces) - 1.0
-        for mtbf, played in zip(MTBFS, runs, strict=True):
+        for mtbf, played in runs.items():
             lost += _add_share(report, mtbf, played, reference, float(np.median(paces)))
     report.add("samples_lost", float(lost))
 
 
 def pace_of(report: Report, ground: Laptop, storage: Path, lengths: Lengths, number: int) -> float:
-    """Steps per second that an undisturbed run commits, which is a tenth as long as the others where they are long."""
-    calm = scenario_of(None, max(LEAST_CALM_S, lengths.run_s / 10))
+    """Steps per second that an undisturbed run commits."""
+    calm = scenario_of("undisturbed", lengths.calm_s)
     played = finished(Runs(calm, Task(WORK), ground, storage, quiet=True).play(f"undisturbed-{number}"))
     times, steps = commits(played)
     count, seconds = steps[-1] - steps[1], times[-1] - times[1]  # between the first commit and the last
@@ -135,26 +157,30 @@ def finished(played: Played) -> Played:
     return played
 
 
-def _add_share(report: Report, mtbf: int, played: Played, reference: Played, steps_per_s: float) -> int:
-    """Adds a run's share; returns the samples that the audit misses, promises that were broken included."""
-    key = f"committed_share_mtbf_{mtbf}"
-    records = read_records(played.path / "events.jsonl")
-    seconds = training_seconds(records, Clock.of(records, played.offsets))
-    struck = len(played.struck)
-    if played.error is not None:
-        report.absent(key, why=f"the run failed after {struck} kills: {played.error}"[:300])
-    elif not struck:
-        report.absent(key, why=f"no kill was drawn within {seconds:.0f} s: another seed, or a longer run")
+def _add_share(report: Report, mtbf: int, runs: Sequence[Played], reference: Played, steps_per_s: float) -> int:
+    """Adds the share of these runs; returns the samples that their audits miss, promises that were broken included."""
+    key, found, lost = f"committed_share_mtbf_{mtbf}", [], 0
+    for played in runs:
+        records = read_records(played.path / "events.jsonl")
+        seconds = training_seconds(records, Clock.of(records, played.offsets))
+        more = f"; {len(played.missed)} more were due when it ended" if played.missed else ""
+        kills = f"{len(played.struck)} kills in {seconds:.1f} s, {committed(records)} steps{more}"
+        report.note(f"mean time between failures {mtbf} s: {kills}")
+        if played.error is None and seconds:
+            found += shares(played, steps_per_s, window_s=min(float(mtbf), seconds / 5))
+        proof = audit(records)
+        broken = [*proof.violations, *violations(records, played, reference)]
+        for violation in broken:
+            report.note(f"AUDIT: {violation}")
+        lost += proof.samples_lost + len(broken)
+    failed = [f"a run failed after {len(played.struck)} kills: {played.error}" for played in runs if played.error is not None]
+    if failed:
+        report.absent(key, why="; ".join(failed)[:300])
+    elif not any(played.struck for played in runs):
+        report.absent(key, why="no kill was drawn: another seed, or longer runs")
     else:
-        share = shares(played, steps_per_s, window_s=min(float(mtbf), seconds / 5))
-        report.add(key, share, statistic=mean)
-    more = f"; {played.dropped} more were drawn and could not strike" if played.dropped else ""
-    report.note(f"mean time between failures {mtbf} s: {struck} kills in {seconds:.1f} s, {committed(records)} steps{more}")
-    proof = audit(records)
-    broken = [*proof.violations, *violations(records, played, reference)]
-    for violation in broken:
-        report.note(f"AUDIT: {violation}")
-    return proof.samples_lost + len(broken)
+        report.add(key, found, statistic=mean)
+    return lost
 
 
 def measure_drains(report: Report, count: int, seed: int) -> None:
@@ -177,12 +203,16 @@ def measure_peers(report: Report, lengths: Lengths, seed: int) -> None:
             if not lengths.peers:
                 report.absent(key, why="--quick leaves this out")
                 continue
-            found: ShareOf = measured(WORK, WORKERS, float(mtbf), lengths.run_s, seed)
-            if found.share is None:
-                report.absent(key, why=found.why)
+            found: list[ShareOf] = []
+            for number in range(lengths.rounds):
+                kills = kill_times(seed, mtbf, number, lengths.run_s)
+                found.append(measured(WORK, WORKERS, Strikes(kills, lengths.run_s, lengths.calm_s, CHECKPOINT_EVERY, seed)))
+                report.note(f"{peer}, mean time between failures {mtbf} s: {found[-1]}")
+            whole = [share.share for share in found if share.share is not None]
+            if len(whole) == len(found):
+                report.add(key, whole, statistic=mean)
             else:
-                report.add(key, found.share, n=found.kills)
-                report.note(f"{peer}, mean time between failures {mtbf} s: {found.kills} kills in {found.seconds:.0f} s")
+                report.absent(key, why="; ".join(share.why for share in found if share.share is None))
 
 
 def run(options: Options) -> Report:

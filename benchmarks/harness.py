@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,7 +67,9 @@ Direction = Literal["<=", ">=", "==", "report"]
 Statistic = Callable[..., Any]  # statistic(array, axis=-1), as np.median
 DIRECTIONS: tuple[Direction, ...] = ("<=", ">=", "==", "report")
 FEWEST = 5
-"""Observations behind a percentile that is judged. Of fewer, it is about the largest, and no resample has a larger one."""
+"""Observations behind a percentile that is judged. Of fewer, they say next to nothing of it."""
+BOUND = 0.975
+"""How sure each end of an interval is: together they enclose 95 %."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +109,15 @@ class Estimate:
     n: int
     why: str | None = None
     tail: bool = False  # it is a percentile near the end, see `TAILS`
+    open: bool = False  # `high` is the largest observation and no bound: it would take more of them, see `percentile`
+
+    @property
+    def interval(self) -> str:
+        """Its ends in words."""
+        return f"{self.low:.4g}, {'largest ' if self.open else ''}{self.high:.4g}"
 
     def __str__(self) -> str:
-        return "n/a" if self.value is None else f"{self.value:.4g} [{self.low:.4g}, {self.high:.4g}] (n={self.n})"
+        return "n/a" if self.value is None else f"{self.value:.4g} [{self.interval}] (n={self.n})"
 
 
 def bootstrap_ci(values: Sequence[float], statistic: Statistic = np.median, seed: int = 0) -> tuple[float, float]:
@@ -134,14 +143,38 @@ def p99_of(values: Any, axis: int = -1) -> Any:
     return np.percentile(values, 99, axis=axis)
 
 
-TAILS = (p95_of, p99_of)
+TAILS = {p95_of: 0.95, p99_of: 0.99}
 
 
 def estimate(values: Sequence[float], statistic: Statistic = np.median, seed: int = 0) -> Estimate:
-    """`statistic` of the values with its bootstrap interval."""
+    """`statistic` of the values with its bootstrap interval; of a percentile near the end, as `percentile` has it."""
+    if statistic in TAILS:
+        return percentile(values, TAILS[statistic])
     low, high = bootstrap_ci(values, statistic, seed)
     value = float(statistic(np.asarray(values, dtype=np.float64), axis=-1))
-    return Estimate(value, low, high, len(values), tail=statistic in TAILS)
+    return Estimate(value, low, high, len(values))
+
+
+def percentile(values: Sequence[float], share: float) -> Estimate:
+    """The value that this share of all there could be stays below, with the interval of the order statistics: how many of n
+    observations lie below it is binomial, whatever they are. A resample has none beyond the largest, so a bootstrap's upper
+    end is too low; and of fewer than log(0.025) / log(share) observations (72 for the 95th percentile, 368 for the 99th) all
+    may well lie below. The largest is then told in place of a bound, as such."""
+    data = np.sort(np.asarray(values, dtype=np.float64))
+    if data.size == 0 or not np.isfinite(data).all():
+        raise ValueError(f"a percentile needs finite values and at least one, got {data.tolist()}")
+    lower, upper = _ranks(data.size, share)
+    low, high = float(data[max(0, lower)]), float(data[min(upper, data.size - 1)])
+    return Estimate(float(np.quantile(data, share)), low, high, data.size, tail=True, open=upper >= data.size)
+
+
+@cache
+def _ranks(n: int, share: float) -> tuple[int, int]:
+    """Which of n observations, from 0 by size, lie below this share's value and not below it, each but for 2.5 %."""
+    factors = [math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) for k in range(n + 1)]
+    each = [math.exp(f + k * math.log(share) + (n - k) * math.log1p(-share)) for k, f in enumerate(factors)]
+    at_most = np.cumsum(each)  # how likely it is that so many lie below, or fewer
+    return int(np.searchsorted(at_most, 1 - BOUND, side="right")) - 1, int(np.searchsorted(at_most, BOUND))
 
 
 def paired_ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], seed: int = 0) -> Estimate:
@@ -254,14 +287,17 @@ class Report:
         print(f"[{time.monotonic() - self._began:5.0f} s] {text}", file=sys.stderr, flush=True)
 
     def verdict(self, key: str) -> str:
-        """ "met", "NOT met", "too few" (observations for a percentile), "report" (nothing to judge) or "n/a" (not measured)."""
+        """ "met", "NOT met", "report" (nothing to judge) or "n/a" (not measured). Of a percentile also "all met" (there are too
+        few observations to bound it, and each of them meets the goal) and "too few" (even for that)."""
         found = self._estimates.get(key)
         if found is None or found.value is None:
             return "n/a"
         met = self.goals[key].met_by(found.low, found.high)
         if met is None:
             return "report"
-        return "too few" if found.tail and found.n < FEWEST else "met" if met else "NOT met"
+        if found.tail and found.n < FEWEST:
+            return "too few"
+        return ("all met" if found.open else "met") if met else "NOT met"
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values: {"metrics": {key: ...}, "machine": ..., "noise_floor": ...}."""
@@ -275,6 +311,8 @@ class Report:
                 "n": found.n,
                 "goal": goal.value,
             } | ({"why": found.why} if found.why else {})
+            if found.open:
+                metrics[key]["ci_high_is"] = "the largest observation: too few for a bound"
         return {
             "metrics": metrics,
             "machine": machine() | {"load_before": self._load_before},
@@ -299,8 +337,7 @@ class Report:
                 why = found.why if found is not None else "this run did not measure it"
                 table.add_row(key, "n/a", "", "0", shown, f"n/a: {why}")
             else:
-                interval = f"{found.low:.4g} .. {found.high:.4g}"
-                table.add_row(key, f"{found.value:.4g}", interval, str(found.n), shown, self.verdict(key))
+                table.add_row(key, f"{found.value:.4g}", found.interval, str(found.n), shown, self.verdict(key))
         console.print(table)
         floor = f"noise floor (A/A): ±{100 * self._noise_floor():.2f} %"
         console.print(f"{floor}; load average before: {self._load_before:.1f}", highlight=False)

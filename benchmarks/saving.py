@@ -246,10 +246,14 @@ def measure(directory: Path, tensors: Tensors, blocks: int) -> Times:
                 turn.setdefault("memcpy each", []).append(seconds(peers.memcpy_each))
         peers.forget("raw", "saved.pt", "dcp", "async")
         for name in ("write", "persist", "persist", "write", "write", "persist"):
-            turn.setdefault(name, []).append(seconds(peers.write if name == "write" else ours.persist))
+            if name == "write":
+                turn.setdefault(name, []).append(seconds(peers.write))
+            else:
+                copied = seconds(ours.snapshot)
+                turn.setdefault(name, []).append(seconds(ours.persist))
+                turn.setdefault("durable", []).append(copied + turn[name][-1])
             ours.settle()
             peers.forget("raw")
-            ours.snapshot()
         turn["torch.save"] = [seconds(peers.torch_save)]
         turn["dcp.save"] = [seconds(peers.dcp_save)]
         peers.forget("dcp")

@@ -238,7 +238,8 @@ def errors(make: Make, t: int, seed: int) -> dict[str, tuple[float, float]]:
     result: dict[str, tuple[float, float]] = {}
     for name in saved[0] | saved[1]:
         pairs = [(everything(optimizer, p)[name], s[name]) for p, s in zip(params, saved, strict=True) if name in s]
-        worst = max((a - b).abs().max().item() / (b.abs().max().item() or 1.0) for a, b in pairs)
+        off = [(a - b).abs().max().item() / (b.abs().max().item() or 1.0) for a, b in pairs]
+        worst = float(np.max(off))  # Python's own max passes over a NaN
         same = sum((a == b).sum().item() for a, b in pairs) / sum(a.numel() for a, _ in pairs)
         result[name] = worst, same
     return result

@@ -37,6 +37,7 @@ class Kill:
     killed_at: float = 0.0  # monotonic time of the kill
     fewer_s: float | None = None  # until fewer workers end a step; perhaps one that was in hand
     gone_s: float | None = None  # until the last thread of a killed process had ended, and the kernel closed its connections
+    resumed_from: int = 0  # the first step that was computed after it by a worker that was not there before
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +90,23 @@ def read_journals(directory: str) -> Journals:
 class Killer:
     """Kills workers of one training run, one at a time, and measures every recovery."""
 
-    def __init__(self, directory: str, num_workers: int, failed: Callable[[], str | None], seed: int, timeout_s: float) -> None:
-        """`failed`: why training ended, if it did. `timeout_s`: the longest wait for full strength."""
+    def __init__(
+        self,
+        directory: str,
+        num_workers: int,
+        failed: Callable[[], str | None],
+        seed: int,
+        timeout_s: float,
+        checkpoint_every: int = 0,
+    ) -> None:
+        """
+        Args:
+            failed: why training ended, if it did.
+            timeout_s: the longest wait for full strength.
+            checkpoint_every: where a kill costs what was not stored yet: steps between two checkpoints. Each kill then comes
+                that many steps after the last recovery, and at random up to as many more: anywhere between two of them.
+        """
+        self._checkpoint_every = checkpoint_every
         self._directory, self._num_workers, self._failed = directory, num_workers, failed
         self._random = np.random.default_rng(seed)
         self._timeout_s = timeout_s
@@ -101,6 +117,10 @@ class Killer:
         `number` is the signal: SIGSTOP freezes the worker instead.
         """
         members, step_s = self._wait(self._steady, "full strength before a kill")
+        if self._checkpoint_every:
+            begin = max(e.step for e in self._entries(members))
+            due = begin + self._checkpoint_every + int(self._random.integers(self._checkpoint_every))
+            members, step_s = self._wait(lambda: self._steady(due), f"step {due} before a kill")
         time.sleep(float(self._random.uniform(0.0, step_s)))
         victim = int(self._random.choice(sorted(members)))
         killed_at = time.monotonic()
@@ -131,6 +151,7 @@ class Killer:
             killed_at=killed_at,
             fewer_s=None if fewer is None else fewer - killed_at,
             gone_s=gone_s,
+            resumed_from=redone_from,
         )
 
     def stop(self, steps_ahead: int = 10) -> None:
@@ -155,11 +176,13 @@ class Killer:
             if (members is None or pid in members) and pid not in (but or set()) and since < entry.when <= until
         ]
 
-    def _steady(self) -> tuple[set[int], float] | None:
-        """The workers and their step time, once all of them have completed some steps together."""
+    def _steady(self, step: int = 0) -> tuple[set[int], float] | None:
+        """The workers and their step time, once all of them have completed some steps together, this one among them."""
         living = {pid: entries[-STEADY_STEPS:] for pid, entries in read_journals(self._directory).items() if alive(pid)}
         worlds = [[entry.world for entry in entries] for entries in living.values()]
         if len(living) != self._num_workers or any(world != [self._num_workers] * STEADY_STEPS for world in worlds):
+            return None
+        if any(entries[-1].step < step for entries in living.values()):
             return None
         gaps = [b.when - a.when for entries in living.values() for a, b in itertools.pairwise(entries)]
         return set(living), statistics.median(gaps)

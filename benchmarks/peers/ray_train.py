@@ -90,8 +90,11 @@ def measure_restart(
 ) -> Restarts:
     """SIGKILL a worker `num_kills` times, at random phases, and time Ray Train's way back to full strength.
 
-    `checkpoint_every`: steps between checkpoints; None writes none, and every restart begins at step 0. `timeout_s`
-    bounds the start and each recovery.
+    `checkpoint_every`: steps between checkpoints; None writes none, and every restart begins at step 0. With them, each kill
+    comes at a random step between two checkpoints. `timeout_s` bounds the start and each recovery.
+
+    Raises:
+        RuntimeError: a restart did not go on from a checkpoint, although there was one.
     """
     with local_cluster(num_workers), tempfile.TemporaryDirectory(prefix="ray-train-") as directory:
         trainer = TorchTrainer(
@@ -101,10 +104,12 @@ def measure_restart(
             run_config=run_config(directory),
         )
         with fitting(trainer) as running:
-            killer = Killer(directory, num_workers, lambda: why_ended(running), seed, timeout_s)
+            killer = Killer(directory, num_workers, lambda: why_ended(running), seed, timeout_s, checkpoint_every or 0)
             kills = [killer.kill_one() for _ in range(num_kills)]
             killer.stop()
             ray.wait([running], timeout=timeout_s)
+    if checkpoint_every and not all(kill.resumed_from for kill in kills):
+        raise RuntimeError(f"restarts that went on from step {[kill.resumed_from for kill in kills]}: a checkpoint was there")
     return Restarts(kills)
 
 

@@ -8,7 +8,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -22,9 +22,23 @@ from benchmarks.peers.cluster import fitting, local_cluster, one_worker_per_node
 from benchmarks.peers.kills import alive, read_journals
 
 START_S = 120.0
-CALM_S = 6.0
-"""How long its own pace is looked at, before the first kill."""
 POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Strikes:
+    """How it is struck.
+
+    Attributes:
+        kills: when, in seconds from where it has shown its own pace for `calm_s`. seconds: how long it goes on from there.
+        checkpoint_every: steps between two checkpoints, where it has any. seed: of who dies.
+    """
+
+    kills: Sequence[float]
+    seconds: float
+    calm_s: float
+    checkpoint_every: int
+    seed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +49,9 @@ class ShareOf:
     kills: int = 0
     seconds: float = 0.0
     why: str = ""
+
+    def __str__(self) -> str:
+        return self.why if self.share is None else f"{self.kills} kills in {self.seconds:.0f} s, {self.share:.3f} committed"
 
 
 def reached(directory: str) -> float:
@@ -48,13 +65,13 @@ def living(directory: str) -> dict[int, list]:
     return {pid: entries for pid, entries in read_journals(directory).items() if alive(pid)}
 
 
-def measure(trainer: Callable[[str], TorchTrainer], num_workers: int, mtbf_s: float, seconds: float, seed: int) -> ShareOf:
-    """Lets it train, looks at its pace, then kills for so many seconds.
+def measure(trainer: Callable[[str], TorchTrainer], num_workers: int, strikes: Strikes) -> ShareOf:
+    """Lets it train, looks at its pace, then kills; a kill waits until there is somebody to strike, as in our own runs.
 
     Raises:
         TimeoutError: training does not begin. RuntimeError: it ends; what it had committed until then is in the words.
     """
-    chance = np.random.default_rng(seed)
+    chance, due, seconds = np.random.default_rng(strikes.seed), list(strikes.kills), strikes.seconds
     with (
         local_cluster(num_workers),
         tempfile.TemporaryDirectory(prefix="peer-") as directory,
@@ -64,10 +81,9 @@ def measure(trainer: Callable[[str], TorchTrainer], num_workers: int, mtbf_s: fl
         while len(living(directory)) < num_workers or reached(directory) < 5:
             _look(running, deadline)
         began, first = time.monotonic(), reached(directory)
-        time.sleep(CALM_S)
+        time.sleep(strikes.calm_s)
         pace = (reached(directory) - first) / (time.monotonic() - began)
         began, first, most, kills = time.monotonic(), reached(directory), 0.0, 0
-        due = began + chance.exponential(mtbf_s)
         while (now := time.monotonic()) < began + seconds:
             if (why := why_ended(running)) is not None:
                 # `Ray Train` restarts nothing any more: a share of the time after that would be a matter of how long it is.
@@ -76,13 +92,11 @@ def measure(trainer: Callable[[str], TorchTrainer], num_workers: int, mtbf_s: fl
             time.sleep(POLL_S)
             most = max(most, reached(directory))
             victims = sorted(living(directory))
-            if time.monotonic() >= due and victims:
+            if due and time.monotonic() >= began + due[0] and victims:
                 with suppress(ProcessLookupError):  # a restart may end it first: then another one dies, in the next turn
                     os.kill(int(chance.choice(victims)), signal.SIGKILL)
                     kills += 1
-                    due += chance.exponential(mtbf_s)
-        if not kills:
-            return ShareOf(why=f"no kill was drawn within {seconds:.0f} s")
+                    del due[0]
         return ShareOf((most - first) / (pace * seconds), kills, seconds)
 
 
@@ -95,21 +109,21 @@ def _look(running: ray.ObjectRef, deadline: float) -> None:
     time.sleep(POLL_S)
 
 
-def restart_share(work: Work, num_workers: int, mtbf_s: float, seconds: float, seed: int) -> ShareOf:
-    """Ray Train's restart, with a checkpoint every 20 steps."""
+def restart_share(work: Work, num_workers: int, strikes: Strikes) -> ShareOf:
+    """Ray Train's restart from its last checkpoint."""
 
     def trainer(directory: str) -> TorchTrainer:
         return TorchTrainer(
             ray_train.train_loop,
-            train_loop_config={"work": work, "directory": directory, "checkpoint_every": 20},
+            train_loop_config={"work": work, "directory": directory, "checkpoint_every": strikes.checkpoint_every},
             scaling_config=one_worker_per_node(num_workers),
             run_config=run_config(directory),
         )
 
-    return _or_why(lambda: measure(trainer, num_workers, mtbf_s, seconds, seed), "Ray Train")
+    return _or_why(lambda: measure(trainer, num_workers, strikes), "Ray Train")
 
 
-def torchft_share(work: Work, num_workers: int, mtbf_s: float, seconds: float, seed: int) -> ShareOf:
+def torchft_share(work: Work, num_workers: int, strikes: Strikes) -> ShareOf:
     """Ray Train + torchft."""
     if importlib.util.find_spec("torchft") is None:
         return ShareOf(why="torchft is not installed")
@@ -117,7 +131,7 @@ def torchft_share(work: Work, num_workers: int, mtbf_s: float, seconds: float, s
     def trainer(directory: str) -> TorchTrainer:
         return ray_torchft.killed_trainer(work, num_workers, directory)
 
-    return _or_why(lambda: measure(trainer, num_workers, mtbf_s, seconds, seed), "torchft")
+    return _or_why(lambda: measure(trainer, num_workers, strikes), "torchft")
 
 
 def _or_why(measurement: Callable[[], ShareOf], peer: str) -> ShareOf:

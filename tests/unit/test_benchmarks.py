@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from benchmarks import checkfreq, forward, goodput, recovery, undo
-from benchmarks.harness import FEWEST, Report, p95_of, total_ratio
+from benchmarks import checkfreq, exactness, forward, goodput, recovery, undo
+from benchmarks.harness import FEWEST, Report, p95_of, percentile, total_ratio
 from benchmarks.peers.kills import Kill
 from raytrain_ft.drill.played import Played
+from raytrain_ft.result import Result
+from raytrain_ft.storage.arrow import write_tensors
 
 SKIPPED = "SKIPPED [11] tests/unit/test_crash_consistency.py:186: strace is not installed"
 
@@ -43,11 +47,33 @@ def test_what_is_interrupted_tells_what_it_knows() -> None:
     assert metrics["drain_pause_p95_steps"]["why"] == "this run did not measure it"
 
 
+@pytest.mark.parametrize("share", [0.95, 0.99])
+def test_a_percentile_is_bounded_as_often_as_it_says(share: float) -> None:
+    """Of so many samples from a distribution whose percentile is known; a bootstrap of 30 missed it in three of four."""
+    draws, truth, samples = np.random.default_rng(3), -np.log(1 - share), 2000
+    for size in (400, 1000):
+        found = [percentile(draws.exponential(size=size).tolist(), share) for _ in range(samples)]
+        assert not any(one.open for one in found)
+        assert sum(one.high < truth for one in found) <= 0.035 * samples
+        assert sum(one.low > truth for one in found) <= 0.035 * samples
+
+
+def test_too_few_observations_bound_no_percentile() -> None:
+    for share, fewest in ((0.95, 72), (0.99, 368)):
+        for size, is_open in ((fewest - 1, True), (fewest, False)):
+            found = percentile(range(size), share)
+            assert (found.open, found.high) == (is_open, size - 1)
+    assert str(percentile([1.0, 2.0, 4.0], 0.95)) == "3.8 [2, largest 4] (n=3)"
+    with pytest.raises(ValueError, match="at least one"):
+        percentile([], 0.95)
+
+
 @pytest.mark.parametrize(("seconds", "verdict"), [(0.2, "met"), (9.0, "NOT met")])
 def test_of_few_observations_no_percentile_is_judged(seconds: float, verdict: str) -> None:
     """All that a few show is their largest; what a median or a single number is judged by stays as it is."""
     report = Report("recovery", recovery.GOALS)
-    for number, said in ((1, "too few"), (FEWEST - 1, "too few"), (FEWEST, verdict)):
+    judged = "all met" if verdict == "met" else verdict
+    for number, said in ((1, "too few"), (FEWEST - 1, "too few"), (FEWEST, judged), (72, verdict)):
         report.add("detect_sigstop_p95_s", [seconds] * number, statistic=p95_of)
         assert report.verdict("detect_sigstop_p95_s") == said
     report.add("full_strength_ratio_vs_torchft", [seconds] * 2)
@@ -81,9 +107,46 @@ def test_the_undo_is_compared_with_its_step_at_each_size() -> None:
 def test_goodput_says_how_many_failures_could_not_strike(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("")
     report = Report("goodput", goodput.GOALS)
-    goodput._add_share(report, 15, Played(path=tmp_path, dropped=3), Played(path=tmp_path), steps_per_s=1.0)
-    said = "mean time between failures 15 s: 0 kills in 0.0 s, 0 steps; 3 more were drawn and could not strike"
-    assert said in report._notes
+    goodput._add_share(report, 15, [Played(path=tmp_path, missed=[3, 4])], Played(path=tmp_path), steps_per_s=1.0)
+    assert "mean time between failures 15 s: 0 kills in 0.0 s, 0 steps; 2 more were due when it ended" in report._notes
+    assert report.verdict("committed_share_mtbf_15") == "n/a"
+
+
+def test_all_are_struck_at_the_same_moments_and_each_run_at_others() -> None:
+    runs = [goodput.kill_times(0, mtbf, number, 2000.0) for mtbf in (15, 60) for number in range(3)]
+    assert goodput.kill_times(0, 15, 0, 2000.0) == runs[0]
+    for kills, mtbf in zip(runs, (15, 15, 15, 60, 60, 60), strict=True):
+        assert 0 < kills[0] <= kills[-1] < 2000
+        assert 0.6 * 2000 / mtbf < len(kills) < 1.5 * 2000 / mtbf
+    firsts = [round(kills[0] / mtbf, 6) for kills, mtbf in zip(runs, (15, 15, 15, 60, 60, 60), strict=True)]
+    assert len(set(firsts)) == len(runs), "no two are the same draw, stretched"
+
+
+def test_the_mean_of_stretches_is_judged_with_their_spread() -> None:
+    """3.8 % on average may be 4.3 %: a mean without its interval would be within half a point of 3.5 %."""
+    spread = checkfreq.error_points([0.024, 0.105, *[0.0364] * 28], bound=True)
+    assert (spread.value or 0) < 0.5 < spread.high
+    assert 0.0 <= spread.low < 0.1
+    assert spread.n == 30
+    below = checkfreq.error_points([-0.3] * 5, bound=True)
+    assert below.value == pytest.approx(33.5), "a baseline that was too slow is no budget that was kept"
+    assert checkfreq.error_points([-0.3] * 5, bound=False).high == 0.0
+
+
+def test_what_is_not_a_number_is_no_small_distance(tmp_path: Path) -> None:
+    files = []
+    for name, value in (("ours", float("nan")), ("theirs", 1.0)):
+        files.append(str(tmp_path / f"{name}.arrow"))
+        write_tensors(files[-1], {"a": torch.ones(3), "b": torch.full((3,), value)}, {})
+    ours, theirs = (Result({}, "", final_state=file) for file in files)
+    assert exactness.distance(theirs, theirs) == 0.0
+    assert not exactness.distance(ours, theirs) <= 1e-5
+
+
+def test_a_run_that_was_not_struck_is_no_killed_run(tmp_path: Path) -> None:
+    (tmp_path / "faults").mkdir()
+    with pytest.raises(RuntimeError, match="of 1 kills 0 struck"):
+        exactness.check_struck([Result({}, str(tmp_path))], 1)
 
 
 def test_a_step_again_is_one_that_nobody_had_in_hand() -> None:
