@@ -9,9 +9,11 @@ from raytrain_ft.policy.reconcile import Copy, Plan
 
 @dataclass(frozen=True, slots=True)
 class StartWorker:
-    """Start a worker that becomes a spare when it is ready."""
+    """Start a worker that becomes a spare when it is ready. `anywhere`: also on a node that is said to go, if no other has
+    room."""
 
     member: str
+    anywhere: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,7 @@ def _on_run_started(run: RunState, event: m.RunStarted) -> list[m.Command]:
 
 
 def _on_capacity_changed(run: RunState, event: m.CapacityChanged) -> list[m.Command]:
-    run.roster.resized(event.slots)
+    run.roster.resized(event.slots, event.last_resort)
     return run.provision() + _go_on_waiting(run)
 
 

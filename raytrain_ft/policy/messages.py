@@ -79,9 +79,11 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityChanged(Event):
-    """How many workers the cluster could host now, those that it hosts already included."""
+    """How many workers the cluster could host now, those that it hosts already included; and how many more as a `last_resort`,
+    where a worker may have to go again soon."""
 
     slots: int
+    last_resort: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,7 +98,8 @@ class Roster:
         members: every live member and what it is to the run.
         nodes: where each of them is, as far as it is known.
         gone: members that are no more, in order, and how they were lost; None of those that left after a notice.
-        slots: how many workers the cluster could host; None until that is known.
+        slots: how many workers the cluster could host; None until that is known. last_resort: how many more, on nodes that
+            are said to go.
         leaving: members that will be gone soon; their places do not count.
         start_failures: rounds of starts in a row of which no worker became ready. Workers that were started together and
             are lost together, with their node perhaps, are one round.
@@ -109,6 +110,7 @@ class Roster:
     nodes: dict[str, str] = field(default_factory=dict)
     gone: dict[str, m.WorkerLost | None] = field(default_factory=dict)
     slots: int | None = None
+    last_resort: int = 0
     leaving: frozenset[str] = frozenset()
     start_failures: int = 0
     _started: int = 0
@@ -150,27 +152,35 @@ class Roster:
         return 0 if self.slots is None else max(0, self.rules.max_workers + self.rules.spares - self.slots)
 
     def provision(self) -> list[m.Command]:
-        """Starts what is missing, as far as the cluster has room."""
-        wanted = min(self.rules.max_workers + self.rules.spares, self.slots or 0)
+        """Starts what is missing, as far as the cluster has room. Where a node that is said to go is all that there is, it will
+        do for those without whom the run could not go on: nothing may come of the notice."""
+        slots = self.slots or 0
+        wanted = min(self.rules.max_workers + self.rules.spares, slots)
+        needed = min(self.rules.min_workers, slots + self.last_resort)
         if self.cannot_start():
             return []
         commands: list[m.Command] = []
         while len(self.members) - len(self.leaving) < wanted:
-            member = f"w{self._started}"
-            self._started += 1
-            self.members[member] = MemberState.STARTING
-            commands.append(m.StartWorker(member))
+            commands.append(m.StartWorker(self._enrol()))
+        while len(self.members) < needed:
+            commands.append(m.StartWorker(self._enrol(), anywhere=True))
         return commands
+
+    def _enrol(self) -> str:
+        member = f"w{self._started}"
+        self._started += 1
+        self.members[member] = MemberState.STARTING
+        return member
 
     def cannot_start(self) -> bool:
         """Whether starts failed so often that trying again is no use until the cluster changes."""
         return self.start_failures >= self.rules.max_start_failures
 
-    def resized(self, slots: int) -> None:
-        """The cluster can host so many workers now."""
+    def resized(self, slots: int, last_resort: int = 0) -> None:
+        """The cluster can host so many workers now, and so many more as a last resort."""
         if slots > (self.slots or 0):
             self.start_failures = 0
-        self.slots = slots
+        self.slots, self.last_resort = slots, last_resort
 
     def ready(self, member: str, node: str = "") -> None:
         """A worker that was starting is a spare."""

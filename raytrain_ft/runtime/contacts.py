@@ -23,6 +23,7 @@ class Contacts:
         placed: the node that each is on, or was chosen for; None while one is looked for.
         introductions: what each said of itself once it was set up.
         lines: what waits for the end of each one's process (see `lifeline`).
+        held: places on each node that are kept from others for this run (see `Demand`).
     """
 
     def __init__(self, spec: RunSpec) -> None:
@@ -31,6 +32,7 @@ class Contacts:
         self.placed: dict[str, str | None] = {}
         self.introductions: dict[str, Introduction] = {}
         self.lines: dict[str, asyncio.Task[None]] = {}
+        self.held: Counter[str] = Counter()
         self._vacated: list[tuple[str, float]] = []  # by those who are gone: the node, and until when to believe in it
 
     def place(self, member: str, node: str | None) -> None:
@@ -39,6 +41,14 @@ class Contacts:
         if free and node != self.placed.get(member):
             self._vacated.remove(free[0])
         self.placed[member] = node
+
+    def hold(self, held: Counter[str]) -> None:
+        """So many places on each node are kept from others for this run now."""
+        self.held = held
+
+    def any_seeks(self) -> bool:
+        """Whether a place is being looked for."""
+        return None in self.placed.values()
 
     def vacate(self, member: str) -> None:
         """This worker is gone. Its place will be free when Ray has seen that."""

@@ -57,8 +57,8 @@ class Crew:
     def carry_out(self, command: m.Command) -> None:
         """Begins to carry a command out; the results come as events."""
         match command:
-            case m.StartWorker(member):
-                self._bringing[member] = self._spawn(self._bring(member, self._start(member)))
+            case m.StartWorker(member, anywhere):
+                self._bringing[member] = self._spawn(self._bring(member, self._start(member, anywhere)))
             case m.Watch(member, node):
                 self._bringing[member] = self._spawn(self._bring(member, self._attach(member, node)))
             case m.Fence(members, incarnation):
@@ -141,8 +141,8 @@ class Crew:
             self._calls.lost(member, f"it could not be started: {error!r}", "supervisor")
         self._bringing.pop(member, None)
 
-    async def _start(self, member: str) -> None:
-        node = await self._choose_node(member)
+    async def _start(self, member: str, anywhere: bool) -> None:
+        node = await self._choose_node(member, anywhere)
         if node is None:
             self._calls.lost(member, "no node has room for another worker", "supervisor")
             return
@@ -162,17 +162,19 @@ class Crew:
             return
         await self._introduce(member)
 
-    async def _choose_node(self, member: str) -> str | None:
-        """The emptiest node with room whose raylet answers: Ray itself learns of a killed raylet only after many seconds.
+    async def _choose_node(self, member: str, anywhere: bool = False) -> str | None:
+        """The emptiest node with room whose raylet answers: Ray itself learns of a killed raylet only after many seconds. One
+        that is said to go only if that is `anywhere`, and no other has room.
 
         Looks for a while, because what a lost worker held is free only when Ray has seen its end.
         """
-        wanted = placement.demand(self._spec.options)
+        wanted, known = placement.demand(self._spec.options), self._health.nodes
         deadline = time.monotonic() + ROOM_SECONDS
         while True:
             nodes = await self._nodes()
-            where, avoided = (nodes, wanted, self._contacts.taken()), self._health.nodes.avoided
-            chosen = placement.choose(*where, avoided | self._health.nodes.disfavoured) or placement.choose(*where, avoided)
+            avoided = [known.avoided | known.disfavoured, known.avoided, *([known.unusable] if anywhere else [])]
+            choices = (placement.choose(nodes, wanted, self._contacts.taken(), avoid) for avoid in avoided)
+            chosen = next((node for node in choices if node is not None), None)
             self._contacts.place(member, chosen)  # taken from now on, whatever others are started meanwhile
             if chosen is None:
                 if time.monotonic() > deadline:
@@ -184,8 +186,8 @@ class Crew:
                 return chosen
             self._contacts.place(member, None)
             # A packet may get lost, but no cut cable refuses anything.
-            self._health.nodes.avoid(chosen, FORGIVE_DEAD_S if reaction == "refusal" else FORGIVE_SILENT_S)
-            self._health.nodes.count(nodes)
+            known.avoid(chosen, FORGIVE_DEAD_S if reaction == "refusal" else FORGIVE_SILENT_S)
+            known.count(nodes)
 
     async def _nodes(self) -> list[dict[str, Any]]:
         """None of them while Ray's own state does not answer."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from ray.exceptions import RayError
 from ray.util.placement_group import (
@@ -25,6 +26,8 @@ CLOSE_S = 10.0
 WAITING = ("PENDING", "PREPARED", "RESCHEDULING")
 """States of a group that was not placed yet, or not again since its node died."""
 
+T = TypeVar("T")
+
 
 class Demand:
     """The workers that a run lacks room for, each as a placement group that waits.
@@ -32,8 +35,9 @@ class Demand:
     Ray's autoscaler starts nodes for whatever waits to be placed, on a cloud, on Kubernetes and in tests alike. A placement
     group needs no process to wait, it belongs to this run alone (`request_resources` would overwrite what other runs ask for),
     and it goes with the supervisor. One that was placed is given up again: its room is counted, and a worker takes it. But no
-    worker goes to a node that will be taken away, of which Ray knows nothing: a group that was placed there stays as long as
-    anything is missing. Else the next one would be placed there, too, and no autoscaler would see one that waits.
+    worker goes to a node that is said to go, of which Ray knows nothing, unless as a last resort: a group that was placed there
+    stays as long as anything is missing. Else the next one would be placed there, too, and no autoscaler would see one that
+    waits.
 
     Args:
         prefix: of the groups' names, unique to the run.
@@ -48,11 +52,14 @@ class Demand:
         self._thread = ThreadPoolExecutor(1, "demand")  # one call after the other, also if nobody waits for it any more
         self._made = 0
 
-    async def keep(self, missing: Callable[[], int], going: Callable[[], Collection[str]]) -> None:
+    async def keep(
+        self, missing: Callable[[], int], going: Callable[[], Collection[str]], hold: Callable[[Counter[str]], None]
+    ) -> None:
         """Asks for as many workers as are missing, for ever; what somebody of this run's name left behind is taken back.
 
         Args:
-            going: the nodes that will be taken away.
+            going: the nodes that are said to go.
+            hold: is told how many places are held on each of those.
         """
         earlier = True
         while True:
@@ -60,7 +67,7 @@ class Demand:
                 if earlier:
                     await self._in_thread(self.forget_earlier)
                 earlier = False
-                await self._in_thread(self.adjust, missing(), going())
+                hold(await self._in_thread(self.adjust, missing(), going()))
             await asyncio.sleep(INTERVAL_S)
 
     async def close(self) -> None:
@@ -69,11 +76,12 @@ class Demand:
             await asyncio.wait_for(self._in_thread(self.adjust, 0), CLOSE_S)
         self._thread.shutdown(wait=False)
 
-    def adjust(self, missing: int, going: Collection[str] = ()) -> None:
-        """Has so many groups wait. Calls Ray and waits for its answers."""
+    def adjust(self, missing: int, going: Collection[str] = ()) -> Counter[str]:
+        """Has so many groups wait; returns how many hold a place, on each node. Calls Ray and waits for its answers."""
         now = time.monotonic()
         self._came = [at for at in self._came if now - at < COUNTED_WITHIN_S]
         waiting: list[PlacementGroup] = []
+        held: Counter[str] = Counter()
         for group in list(self._groups):
             node = _node_of(group)
             if node is None:
@@ -81,12 +89,15 @@ class Demand:
             elif not missing or node not in going:
                 self._came.append(now)
                 self._give_up(group)
+            else:
+                held[node] += 1
         wanted = max(0, missing - len(self._came))
         for group in waiting[wanted:]:
             self._give_up(group)
         for _ in range(wanted - len(waiting) if self._bundle else 0):
             self._made += 1
             self._groups.append(placement_group([self._bundle], name=f"{self._prefix}{self._made}"))
+        return held
 
     def _give_up(self, group: PlacementGroup) -> None:
         remove_placement_group(group)
@@ -100,8 +111,8 @@ class Demand:
                 with contextlib.suppress(ValueError):  # it went meanwhile
                     remove_placement_group(get_placement_group(known["name"]))
 
-    async def _in_thread(self, call: Callable[..., Any], *args: Any) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
+    async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
 
 
 def _node_of(group: PlacementGroup) -> str | None:

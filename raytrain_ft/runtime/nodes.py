@@ -48,7 +48,7 @@ class Nodes:
         self.links = NodeLinks(died)
         self._avoid: dict[str, float] = {}
         self._disfavour: dict[str, float] = {}
-        self._capacity: int | None = None
+        self._counted: m.CapacityChanged | None = None
 
     async def watch(self, members: Callable[[], list[str]]) -> None:
         """For ever."""
@@ -83,20 +83,30 @@ class Nodes:
     @property
     def avoided(self) -> set[str]:
         """Where nothing should be placed now."""
-        now = time.monotonic()
-        return {node for node, until in self._avoid.items() if now < until} | self._board.condemned()
+        return self._silent() | self._board.condemned()
 
     def going(self) -> set[str]:
-        """Nodes that will be taken away, where Ray still places what it is asked to."""
+        """Nodes that are said to go, where Ray still places what it is asked to: a last resort."""
         return self._board.going()
+
+    @property
+    def unusable(self) -> set[str]:
+        """Where nothing can be placed now."""
+        return self.avoided - self.going() | self._silent()
+
+    def _silent(self) -> set[str]:
+        now = time.monotonic()
+        return {node for node, until in self._avoid.items() if now < until}
 
     def count(self, nodes: list[dict[str, Any]]) -> None:
         """Tells how many workers these nodes have room for, if that is news."""
         wanted, ours = placement.demand(self._spec.options), self._contacts
-        capacity = placement.capacity(nodes, wanted, ours.taken(), ours.vacated(), self.avoided)
-        if capacity != self._capacity:
-            self._capacity = capacity
-            self._tell(m.CapacityChanged(slots=capacity))
+        about = (nodes, wanted, ours.taken(), ours.vacated(), ours.held)
+        slots, most = (placement.capacity(*about, avoid) for avoid in (self.avoided, self.unusable))
+        counted = m.CapacityChanged(slots=slots, last_resort=most - slots)
+        if counted != self._counted:
+            self._counted = counted
+            self._tell(counted)
 
     async def _sees_drains(self) -> bool:
         """Whether this version of Ray still has the call that tells of them."""

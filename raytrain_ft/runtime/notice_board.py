@@ -22,7 +22,6 @@ class NoticeBoard:
         self._now = now
         self._until: dict[str, dict[str, float]] = {}  # of each worker, by source
         self._gone: dict[str, dict[str, float]] = {}  # of each node, by source: when it is gone, if that was true
-        self._avoid: dict[str, float] = {}
         self._going: dict[
             str, tuple[str, float]
         ] = {}  # of each process that goes while its node stays, that node, and until when
@@ -68,8 +67,7 @@ class NoticeBoard:
             self._going[member] = node, max(until, self._going.get(member, (node, until))[1])
             return
         gone = self._gone.setdefault(node, {})
-        until = gone[source] = min(until + lapses_after(source), gone.get(source, math.inf))
-        self._avoid[node] = max(until, self._avoid.get(node, until))
+        gone[source] = min(until + lapses_after(source), gone.get(source, math.inf))
 
     def forget(self, member: str) -> None:
         """This worker is gone."""
@@ -86,10 +84,9 @@ class NoticeBoard:
     def condemned(self) -> set[str]:
         """Nodes where nothing should be placed now."""
         now = self._now()
-        avoided = {node for node, until in (*self._avoid.items(), *self._going.values()) if now < until}
-        return avoided | self._drained
+        taken_away = {node for node, gone in self._gone.items() if now < max(gone.values())}
+        return taken_away | {node for node, until in self._going.values() if now < until} | self._drained
 
     def going(self) -> set[str]:
-        """Nodes that will be taken away, of which Ray knows nothing: one that it drains ends once nothing is left there."""
-        now = self._now()
-        return {node for node, gone in self._gone.items() if now < max(gone.values())} - self._drained
+        """Those of them of which Ray knows nothing, and where it places what it is asked to: all but those that it drains."""
+        return self.condemned() - self._drained

@@ -29,12 +29,12 @@ def demand(options: dict[str, Any]) -> dict[str, float]:
     return {name: amount for name, amount in resources.items() if amount > 0}
 
 
-def room(node: dict[str, Any], wanted: dict[str, float], taken: int, vacated: int = 0) -> int:
+def room(node: dict[str, Any], wanted: dict[str, float], taken: int, vacated: int = 0, held: int = 0) -> int:
     """How many workers of ours a node could host, `taken` of which are there: what others use is not to be had. Those of the
-    places that were `vacated` that Ray has given back already, it shows as free."""
+    places that were `vacated` that Ray has given back already, it shows as free, if they are not `held` for us since."""
     if not node["Alive"]:
         return 0
-    return min(_times(node["Resources"], wanted), taken + max(vacated, _times(node["Available"], wanted)))
+    return min(_times(node["Resources"], wanted), taken + max(vacated, held + _times(node["Available"], wanted)))
 
 
 def _times(resources: dict[str, float], wanted: dict[str, float]) -> int:
@@ -54,11 +54,16 @@ def lacking(nodes: Iterable[dict[str, Any]], wanted: dict[str, float]) -> str:
 
 
 def capacity(
-    nodes: Iterable[dict[str, Any]], wanted: dict[str, float], taken: Counter[str], vacated: Counter[str], avoid: set[str]
+    nodes: Iterable[dict[str, Any]],
+    wanted: dict[str, float],
+    taken: Counter[str],
+    vacated: Counter[str],
+    held: Counter[str],
+    avoid: set[str],
 ) -> int:
     """How many workers of ours the cluster could host. Nodes in `avoid` are gone although Ray does not know it yet."""
     here = {node["NodeID"]: node for node in nodes if node["NodeID"] not in avoid}
-    return sum(room(node, wanted, taken[name], vacated[name]) for name, node in here.items())
+    return sum(room(node, wanted, taken[name], vacated[name], held[name]) for name, node in here.items())
 
 
 def choose(nodes: list[dict[str, Any]], wanted: dict[str, float], taken: Counter[str], avoid: set[str]) -> str | None:

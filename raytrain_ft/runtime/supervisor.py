@@ -174,7 +174,7 @@ class Supervisor:
             before = {"incarnation": spec.incarnation, "stored": stored, "returns": spec.returns}
             self.tell(m.RunStarted(at=0.0, run_id=spec.run_id, **before, details=details))
         demand = Demand(f"demand:{self._spec.run_id}:", placement.demand(self._spec.options))
-        asking = demand.keep(self._machine.lacking, self._health.nodes.going)
+        asking = demand.keep(self._missing, self._health.nodes.going, self._contacts.hold)
         work = (self._health.watch_cluster(), self._watch_driver(), self._watch_right(), self._publish(), asking)
         watchers = [asyncio.create_task(one) for one in work]
         for watcher in watchers:
@@ -203,6 +203,10 @@ class Supervisor:
             await asyncio.sleep(LOG_RETRY_S)
         await self._release()
         return self.account()
+
+    def _missing(self) -> int:
+        """How many workers to ask the cluster for. Not while a place is looked for: what is asked for would take it first."""
+        return 0 if self._contacts.any_seeks() else self._machine.lacking()
 
     async def _draw(self) -> None:
         """Of a long run that takes minutes, in which others ask how it stands."""

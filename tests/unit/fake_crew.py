@@ -162,7 +162,7 @@ class Cluster:
             worker.told = None
         if self.run.state not in ENDED:
             self.tell(m.SupervisorRestarted())
-            self.tell(m.CapacityChanged(slots=self.capacity))
+            self.tell(self._room())
 
     def _carry_out(self, command: m.Command) -> None:
         match command:
@@ -595,7 +595,11 @@ class Cluster:
 
     def resize(self, capacity: int) -> None:
         self.capacity = capacity
-        self.tell(m.CapacityChanged(slots=capacity))
+        self.tell(self._room())
+
+    def _room(self) -> m.CapacityChanged:
+        """In long runs, there are also nodes that are said to go; in those alone, as of `_checkpoint`."""
+        return m.CapacityChanged(slots=self.capacity, last_resort=2 if self.rules.max_steps > 4 else 0)
 
     def lose(self, member: str) -> None:
         """This worker dies, and Ray tells of it."""

@@ -17,6 +17,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostErro
 
 from raytrain_ft.errors import FencedError, NonFiniteLossError, StorageError, UndoRefusedError, UnreachableError
 from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.leaving import REQUEST
 from raytrain_ft.policy.reconcile import Marks, Plan
 from raytrain_ft.policy.sketch import Sketch
 from raytrain_ft.runtime import crew as crews
@@ -24,6 +25,7 @@ from raytrain_ft.runtime.contacts import Contacts
 from raytrain_ft.runtime.crew import Crew
 from raytrain_ft.runtime.nodes import FORGIVE_DEAD_S, FORGIVE_SILENT_S, Nodes
 from raytrain_ft.runtime.notice_board import NoticeBoard
+from raytrain_ft.runtime.notices.notice import Notice
 from raytrain_ft.runtime.spec import Introduction
 from raytrain_ft.runtime.worker import Worker
 from raytrain_ft.training.fence import Fence
@@ -158,6 +160,35 @@ def test_a_node_that_may_lack_something_is_used_where_there_is_no_other(
     assert asyncio.run(play()) == ["n2", "n1"]
     nodes.count(there)
     assert told == [m.CapacityChanged(slots=2)], "there is as much room as before"
+
+
+def test_a_node_that_is_said_to_go_is_the_last_resort(crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two, a worker was asked to leave one, and a cloud takes the other, where what waits for room holds the only place."""
+    nodes, there = two_nodes(crew, told, at_once, monkeypatch)
+    monkeypatch.setattr(crews, "ROOM_SECONDS", 0.2)
+    contacts = crew._contacts
+    contacts.place("w1", "n1")
+    nodes._board.noticed("w1", "n1", Notice(60.0, REQUEST, "a person asked for it"))
+    nodes._board.noticed("w2", "n2", Notice(30.0, "aws spot", "terminate"))
+    there[1]["Available"] = {}
+    contacts.hold(Counter(n2=1))
+    nodes.count(there)
+    assert told[2:] == [m.CapacityChanged(slots=0, last_resort=2)]
+
+    async def play() -> None:
+        assert await crew._choose_node("w3") is None
+        contacts.vacate("w3")
+        assert not contacts.any_seeks()
+        seeking = asyncio.create_task(crew._choose_node("w4", anywhere=True))
+        await until(contacts.any_seeks)  # so nothing is asked for any more, and nothing is held
+        there[1]["Available"] = {"CPU": 1.0}
+        assert await seeking == "n2"
+
+    asyncio.run(play())
+    nodes._board.drained({"n1": 30.0}, (), contacts)
+    nodes.avoid("n2", 30.0)
+    nodes.count(there)
+    assert told[3:] == [m.CapacityChanged(slots=0, last_resort=0)], "nothing can be placed where Ray drains, or nobody answers"
 
 
 @pytest.mark.parametrize(("says", "seconds"), [("refusal", FORGIVE_DEAD_S), ("silence", FORGIVE_SILENT_S)])

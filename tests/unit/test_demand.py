@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -66,9 +67,10 @@ def demand() -> Demand:
 def test_room_on_a_node_that_goes_hides_nothing_that_is_missing(rooms: Rooms, demand: Demand, monkeypatch: Any) -> None:
     """Whoever had notice has left n1. Ray places there what is to bring a replacement, and an autoscaler sees what waits."""
     monkeypatch.setattr(demands, "INTERVAL_S", 0.01)
+    held: list[Counter[str]] = []
 
     async def play() -> None:
-        keeping = asyncio.create_task(demand.keep(lambda: 1, lambda: {"n1"}))
+        keeping = asyncio.create_task(demand.keep(lambda: 1, lambda: {"n1"}, held.append))
         for _ in range(500):
             await asyncio.sleep(0.01)
             if len(rooms.placed) > 1:
@@ -78,12 +80,13 @@ def test_room_on_a_node_that_goes_hides_nothing_that_is_missing(rooms: Rooms, de
 
     asyncio.run(play())
     assert sorted(rooms.placed.values()) == ["", "n1"], "one holds the room, and one waits"
+    assert held[-1] == Counter(n1=1)
     rooms.room["n2"] = 1
     rooms.place()
     for _ in range(2):
         demand.adjust(1, {"n1"})
         assert list(rooms.placed.values()) == ["n1"], "what came is given up, and not asked for again before it can be counted"
-    demand.adjust(0, {"n1"})
+    assert demand.adjust(0, {"n1"}) == Counter()
     assert rooms.placed == {}
 
 

@@ -1351,6 +1351,21 @@ def test_of_two_who_have_notice_one_leaves_at_the_last_moment_though_there_is_no
     assert (story.run.state, of(story.said, m.StopAtBoundary)) == (State.RUNNING, []), "nobody is there for w1 yet"
 
 
+@pytest.mark.parametrize(("least", "starts"), [(3, [m.StartWorker("w3", anywhere=True)]), (2, [])])
+def test_who_is_lost_while_all_nodes_are_said_to_go_is_replaced_there_if_it_is_needed(
+    least: int, starts: list[m.Command]
+) -> None:
+    """Its process crashed, and its node is there. Mostly nothing comes of such a notice."""
+    story = running(min_workers=least, slots=3)
+    story.tell(m.CapacityChanged(slots=0, last_resort=3), *(told(member) for member in ("w0", "w1", "w2")))
+    story.lost("w1").fenced("w0", "w2")
+    assert of(story.said, m.StartWorker) == starts
+    if starts:
+        assert story.tell(told("w3", at=1.0)) == [], "it hears what the others have heard"
+        story.started("w3")
+    assert set(story.run.joining) == ({"w0", "w3", "w2"} if starts else {"w0", "w2"})
+
+
 def test_a_run_begins_although_all_its_nodes_are_said_to_go() -> None:
     story = Story(2, min_workers=2, spares=0).started("w0")
     story.tell(m.CapacityChanged(slots=0), told("w0"), told("w1"))

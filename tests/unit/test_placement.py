@@ -59,15 +59,21 @@ def test_what_workers_have_least_to_do_with_is_a_node_without_room_for_any() -> 
 
 def test_capacity_counts_ours_and_what_is_free() -> None:
     nodes = [node("a", 2, 0), node("b", 2, 2), node("c", 1, 1)]
-    assert capacity(nodes, ONE, Counter(a=1), Counter(), {"c"}) == 3
+    assert capacity(nodes, ONE, Counter(a=1), Counter(), Counter(), {"c"}) == 3
 
 
 def test_a_place_that_ray_has_not_given_back_yet_is_counted_once() -> None:
     """Else there seems to be a worker's room less for a moment after each loss."""
     for free, vacated in ((0, 1), (1, 1), (1, 0)):
-        assert capacity([node("a", 4, free)], ONE, Counter(a=1), Counter(a=vacated), set()) == 2
-    assert capacity([node("a", 2, 0, alive=False)], ONE, Counter(a=1), Counter(a=1), set()) == 0
+        assert capacity([node("a", 4, free)], ONE, Counter(a=1), Counter(a=vacated), Counter(), set()) == 2
+    assert capacity([node("a", 2, 0, alive=False)], ONE, Counter(a=1), Counter(a=1), Counter(), set()) == 0
     assert choose([node("a", 2, 0)], ONE, Counter(a=1), set()) is None, "it is to be had only then"
+
+
+def test_a_place_that_is_held_for_ours_is_counted_once() -> None:
+    """What was asked for may have taken the place of who is gone, as soon as Ray gave it back."""
+    for free, vacated, held in ((0, 1, 1), (0, 0, 1), (0, 1, 0)):
+        assert capacity([node("a", 4, free)], ONE, Counter(a=1), Counter(a=vacated), Counter(a=held), set()) == 2
 
 
 def test_demand_in_rays_words() -> None:

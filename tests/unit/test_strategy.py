@@ -324,6 +324,19 @@ def test_the_cluster_s_room_and_the_number_of_spares_limit_what_is_started() -> 
     assert roster.provision() == [], "two are left, and there is room for one"
 
 
+def test_room_on_nodes_that_go_is_for_those_who_are_needed_only() -> None:
+    roster = Roster(Rules(min_workers=2, max_workers=3, max_steps=1, spares=1))
+    roster.resized(1, last_resort=1)
+    assert roster.provision() == [StartWorker("w0"), StartWorker("w1", anywhere=True)]
+    assert roster.lacking() == 3, "an autoscaler sees what is missing all the same"
+    roster.leaving = frozenset({"w1"})
+    assert roster.provision() == [], "it is told to go, and needed until then"
+    roster.lose("w1", None)
+    roster.leaving = frozenset()
+    roster.resized(1)
+    assert roster.provision() == []
+
+
 def test_starting_is_given_up_after_some_rounds_until_the_cluster_grows() -> None:
     roster = Roster(Rules(min_workers=1, max_workers=2, max_steps=1, spares=0, max_start_failures=2))
     roster.resized(2)

@@ -26,6 +26,7 @@ from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.policy.states import ENDED, State
 from raytrain_ft.progress import Display
 from raytrain_ft.runtime import event_log, library, notes, supervisor
+from raytrain_ft.runtime.contacts import Contacts
 from raytrain_ft.runtime.event_log import EventLog
 from raytrain_ft.runtime.library import Library
 from raytrain_ft.runtime.right import Right
@@ -129,6 +130,19 @@ def test_what_a_run_tells_of_its_checkpoints_has_no_credentials(
     details = notes.details_of(about)
     assert details["checkpoints"] == "s3://bucket/runs/digits/checkpoints?region=x"
     assert "sesame" not in f"{told} {account} {details} {about}"
+
+
+def test_nothing_is_asked_for_while_a_place_is_looked_for() -> None:
+    """A last resort, or the place of who is gone: what waits for room would take it first."""
+    machine = RunState(Rules(min_workers=1, max_workers=2, max_steps=30))
+    machine.roster.resized(0)
+    contacts = Contacts(SimpleNamespace())  # pyright: ignore[reportArgumentType]
+    one = bare(machine=machine, contacts=contacts)
+    assert one._missing() == 3
+    contacts.place("w0", None)
+    assert one._missing() == 0
+    contacts.place("w0", "n0")
+    assert one._missing() == 3
 
 
 class Away:
