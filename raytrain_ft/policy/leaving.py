@@ -89,31 +89,44 @@ def watch(run: RunState, at: float) -> list[m.Command]:
 
 def _due(run: RunState, leave: Leave) -> float:
     """Until when a replacement can be waited for."""
-    return leave.deadline - max(SHORTEST_MARGIN_S, 3 * run.long_step)
+    return leave.deadline - _margin(run)
+
+
+def _margin(run: RunState) -> float:
+    return max(SHORTEST_MARGIN_S, 3 * run.long_step)
 
 
 def stop(run: RunState, at: float) -> list[m.Command]:
     """Asks for a stop at a boundary, if those who leave can be done without; not before it must be, if that is so of some only,
-    for perhaps others come."""
+    for perhaps others come. For who leaves for good there is nothing to wait for."""
     going = [member for member in run.world if member in run.leaving]
-    missing = len(going) - max(0, len(run.world) - run.rules.max_workers)
-    waited = any(_due(run, run.leaving[member]) <= at for member in going)
-    possible = len(run.roster.lasting()) >= missing or (waited and _dispensable(run, going, len(run.world)))
-    if not going or not possible or run.step >= run.rules.max_steps:
+    too_many = max(0, len(run.world) - run.rules.max_workers)
+    all_can = len(run.roster.lasting()) + too_many >= len(going)
+    some_must = too_many > 0 or any(_due(run, run.leaving[member]) <= at for member in going)
+    leave = _dispensable(run, going, len(run.world), at) if all_can or some_must else []
+    if not leave or run.step >= run.rules.max_steps:
         return []
-    why = "; ".join(f"{member} leaves ({run.leaving[member].why})" for member in going)
+    why = "; ".join(f"{member} leaves ({run.leaving[member].why})" for member in leave)
     run.state = State.RESIZING
     run.history.begin(at, why, "notice", len(run.world))
     return [m.StopAtBoundary(run.world)]
 
 
-def _dispensable(run: RunState, going: list[str], there: int) -> list[str]:
-    """Of so many, these are to leave: all of them, if the others can go on; else the most urgent, one for each spare."""
+def _dispensable(run: RunState, going: list[str], there: int, at: float) -> list[str]:
+    """Of so many, these are to leave now. Each takes a spare, or a place that is to be empty; those who leave for good come
+    first, and then the most urgent. Who must leave by now goes without, as far as there are workers enough left, and some of
+    them have more time."""
     lasting, rules = len(run.roster.lasting()), run.rules
-    if rules.whole(there - len(going) + lasting) >= rules.min_workers:
-        return going
-    urgent = sorted(going, key=lambda member: run.leaving[member].deadline)[:lasting]
-    return urgent if rules.whole(there - len(urgent) + lasting) >= rules.min_workers else []
+    urgent = sorted(going, key=lambda member: (not run.leaves_for_good(member), run.leaving[member].deadline))
+    free = lasting + max(0, there - rules.max_workers)
+    due = {member for member in going if _due(run, run.leaving[member]) <= at}
+    leave = [member for number, member in enumerate(urgent) if number < free or member in due]
+    while leave:
+        left = there - len(leave) + lasting
+        if rules.whole(left) >= rules.min_workers and left - len(due.difference(leave)) >= rules.stages:
+            break
+        leave.pop()
+    return leave
 
 
 def stay(run: RunState, at: float) -> list[m.Command]:
@@ -192,13 +205,15 @@ def lapse(run: RunState, at: float) -> None:
         forget(run, member)
 
 
-def let_go(run: RunState) -> list[m.Command]:
+def let_go(run: RunState, at: float) -> list[m.Command]:
     """Everybody is fenced, and the plan is made: those who leave take no seat any more, as far as the others can go on. Who
     alone holds what is needed stays for as long as it takes to hand it over.
 
     They stay members for now if something must be completed or undone with their help; then they leave at the next boundary.
+    Who would have to leave in a moment leaves now: each pause costs.
     """
-    going = _dispensable(run, [member for member in run.leaving if member in run.survivors], len(run.survivors))
+    told = [member for member in run.leaving if member in run.survivors]
+    going = _dispensable(run, told, len(run.survivors), at + _margin(run))
     if not going or run.plan is None or run.replaying or not _is_boundary(run, run.plan):
         return []
     stay = [member for member in run.survivors if member not in going]

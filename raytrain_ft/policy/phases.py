@@ -125,10 +125,10 @@ def take_stock(run: RunState, at: float) -> list[m.Command]:
     if why:
         return _go_back(run, why)
     run.give_up([member for member, marks in run.survivors.items() if marks.stage in run.replaying])
-    return _go_on(run)
+    return _go_on(run, at)
 
 
-def _go_on(run: RunState) -> list[m.Command]:
+def _go_on(run: RunState, at: float) -> list[m.Command]:
     """From what the survivors hold; before anybody trained, from what the run began from."""
     if not run.survivors:
         ended = run.begin_from_stored()
@@ -141,7 +141,7 @@ def _go_on(run: RunState) -> list[m.Command]:
         except RecoveryError as error:
             return run.fail("RecoveryError", str(error))
     run.state = State.REPLACE
-    departed = leaving.let_go(run)
+    departed = leaving.let_go(run, at)
     return departed if run.state in ENDED else departed + _gather(run)
 
 
@@ -241,7 +241,7 @@ def on_checkpoints_found(run: RunState, event: m.CheckpointsFound) -> list[m.Com
     found = run.standing(event.stored)
     if run.survivors and not run.going_back and not run.replaying and not found:
         recovery.reason = ""
-        return _go_on(run)
+        return _go_on(run, event.at)
     if event.error:
         return run.fail("RecoveryError", f"{recovery.reason}, and the checkpoints cannot be listed: {event.error}")
     if run.stored and not found and run.rules.strategy != "snapshot":  # a holder's are gone with its node

@@ -36,9 +36,10 @@ class Story:
         self.tell(m.CapacityChanged(slots=workers + spares if slots is None else slots))
 
     def tell(self, *events: m.Event) -> list[m.Command]:
-        """The commands that follow from these events."""
+        """The commands that follow from these events. Time does not go back: what says no time happens at once."""
         self.said = []
         for event in events:
+            event = replace(event, at=max([event.at, *(earlier.at for earlier in self.events[-1:])]))
             self.events.append(event)
             self.said += handle(self.run, event)
         return self.said
@@ -1349,6 +1350,47 @@ def test_of_two_who_have_notice_one_leaves_at_the_last_moment_though_there_is_no
     assert story.fenced("w0", "w1", "w2").run.joining == ("w0", "w1", "w3")
     story.reconciled("w0", "w1", "w3", empty=["w3"]).filled("w0", "w1", "w3").committed(5, at=59.0)
     assert (story.run.state, of(story.said, m.StopAtBoundary)) == (State.RUNNING, []), "nobody is there for w1 yet"
+
+
+@pytest.mark.parametrize(
+    ("workers", "least", "seconds", "leave"),
+    [
+        (2, 1, {"w0": 30.0, "w1": 3600.0}, {"w0"}),
+        (3, 1, {"w0": 30.0, "w1": 31.0, "w2": 3600.0}, {"w0", "w1"}),
+        (4, 1, {"w0": 30.0, "w1": 3600.0}, {"w0"}),
+        (4, 3, {"w0": 30.0, "w1": 30.0}, {"w0"}),
+        (4, 3, {"w0": 31.0, "w1": 30.0}, {"w1"}),
+        (4, 1, {"w0": 30.0, "w1": 30.0}, {"w0", "w1"}),
+    ],
+    ids=["one has time", "two go at once", "who has time waits", "one can be spared", "the most urgent", "both can be spared"],
+)
+def test_of_those_whose_time_has_come_as_many_leave_as_the_others_can_do_without(
+    workers: int, least: int, seconds: dict[str, float], leave: set[str]
+) -> None:
+    story = running(workers, min_workers=least, slots=workers)
+    world = set(story.run.world)
+    room = m.CapacityChanged(slots=workers - len(seconds), last_resort=len(seconds))
+    story.tell(room, *(replace(told(member, source="aws spot"), deadline_s=left) for member, left in seconds.items()))
+    assert of(story.said, m.StopAtBoundary) == [], "perhaps others come"
+    story.tell(m.TimerFired(at=28.0, timer="leave", incarnation=1))
+    assert of(story.said, m.StopAtBoundary) == [m.StopAtBoundary(story.run.world)]
+    story.tell(*(m.Stopped(at=28.2, member=member, incarnation=1, step=5) for member in story.run.world))
+    story.fenced(*story.run.world)
+    stay = sorted(world - leave)
+    assert (set(story.run.recoveries[-1].left), sorted(story.run.joining)) == (leave, stay)
+    story.reconciled(*stay).committed(5, at=28.5)
+    assert (story.run.state, set(story.run.leaving)) == (State.RUNNING, seconds.keys() - leave)
+
+
+@pytest.mark.parametrize(("least", "seconds"), [(3, 120.0), (3, 10.0), (2, 120.0)], ids=["advice", "urgent", "both could go"])
+def test_who_is_to_leave_for_good_is_kept_by_nobody_else_s_notice(least: int, seconds: float) -> None:
+    story = running(4, min_workers=least, slots=4)
+    story.tell(replace(told("w2"), deadline_s=seconds), replace(wished(at=1.0, deadline_s=60.0), replaced=False))
+    assert of(story.said, m.StopAtBoundary) == [m.StopAtBoundary(("w0", "w1", "w2", "w3"))]
+    story.tell(*(m.Stopped(member=f"w{rank}", incarnation=1, step=5) for rank in range(4)))
+    assert story.fenced("w0", "w1", "w2", "w3").run.joining == ("w0", "w2", "w3"), "perhaps another comes for w2"
+    story.reconciled("w0", "w2", "w3").committed(5, at=2.0)
+    assert (story.run.state, [*story.run.leaving]) == (State.RUNNING, ["w2"])
 
 
 @pytest.mark.parametrize(("least", "starts"), [(3, [m.StartWorker("w3", anywhere=True)]), (2, [])])
