@@ -100,9 +100,11 @@ class Nodes:
 
     def count(self, nodes: list[dict[str, Any]]) -> None:
         """Tells how many workers these nodes have room for, if that is news."""
-        wanted, ours = placement.demand(self._spec.options), self._contacts
+        wanted, ours, unusable = placement.demand(self._spec.options), self._contacts, self.unusable
         about = (nodes, wanted, ours.taken(), ours.vacated(), ours.held)
-        slots, most = (placement.capacity(*about, avoid) for avoid in (self.avoided, self.unusable))
+        free, most = (placement.capacity(*about, avoid) for avoid in (self.avoided, unusable))
+        stay = self._board.staying(ours.taken())
+        slots = free + sum(stay[node] for node in stay.keys() - unusable)
         counted = m.CapacityChanged(slots=slots, last_resort=most - slots)
         if counted != self._counted:
             self._counted = counted

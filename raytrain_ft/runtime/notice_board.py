@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from raytrain_ft.policy import messages as m
@@ -83,10 +84,23 @@ class NoticeBoard:
 
     def condemned(self) -> set[str]:
         """Nodes where nothing should be placed now."""
-        now = self._now()
-        taken_away = {node for node, gone in self._gone.items() if now < max(gone.values())}
-        return taken_away | {node for node, until in self._going.values() if now < until} | self._drained
+        return self._taken_away() | self._left_by().keys() | self._drained
 
     def going(self) -> set[str]:
         """Those of them of which Ray knows nothing, and where it places what it is asked to: all but those that it drains."""
         return self.condemned() - self._drained
+
+    def staying(self, taken: Counter[str]) -> Counter[str]:
+        """Of the workers on each node, those that keep their places there though nothing is placed there: only others go."""
+        left_by = self._left_by()
+        stay = left_by.keys() - self._taken_away() - self._drained
+        return Counter({node: max(0, taken[node] - left_by[node]) for node in stay})
+
+    def _taken_away(self) -> set[str]:
+        now = self._now()
+        return {node for node, gone in self._gone.items() if now < max(gone.values())}
+
+    def _left_by(self) -> Counter[str]:
+        """How many processes go whose node stays, of each such node."""
+        now = self._now()
+        return Counter(node for node, until in self._going.values() if now < until)

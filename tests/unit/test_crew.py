@@ -17,7 +17,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostErro
 
 from raytrain_ft.errors import FencedError, NonFiniteLossError, StorageError, UndoRefusedError, UnreachableError
 from raytrain_ft.policy import messages as m
-from raytrain_ft.policy.leaving import REQUEST
+from raytrain_ft.policy.leaving import REQUEST, SIGTERM
 from raytrain_ft.policy.reconcile import Marks, Plan
 from raytrain_ft.policy.sketch import Sketch
 from raytrain_ft.runtime import crew as crews
@@ -189,6 +189,26 @@ def test_a_node_that_is_said_to_go_is_the_last_resort(crew: Crew, told: list[m.E
     nodes.avoid("n2", 30.0)
     nodes.count(there)
     assert told[3:] == [m.CapacityChanged(slots=0, last_resort=0)], "nothing can be placed where Ray drains, or nobody answers"
+
+
+def test_who_stays_on_a_node_that_others_are_to_leave_keeps_its_place(crew: Crew, told: list[m.Event]) -> None:
+    """Of two nodes with room for three each, one is full, and one of its workers is asked to leave: one place is lacking."""
+    board = NoticeBoard(lambda _: None, lambda: 0.0)
+    nodes = Nodes(crew._spec, told.append, board, crew._contacts, fail)
+    there = [{"NodeID": name, "Alive": True, "Resources": {"CPU": 3.0}, "Available": {}} for name in ("n1", "n2")]
+    for rank in range(6):
+        crew._contacts.place(f"w{rank}", f"n{rank // 3 + 1}")
+    board.noticed("w5", "n2", Notice(60.0, REQUEST, "a person asked for it"))
+    nodes.count(there)
+    board.noticed("w4", "n2", Notice(30.0, SIGTERM, "the process was asked to end"))
+    nodes.count(there)
+    board.noticed("w0", "n1", Notice(30.0, "aws spot", "terminate"))
+    board.noticed("w1", "n1", Notice(60.0, REQUEST, "a person asked for it"))
+    nodes.count(there)
+    nodes.avoid("n2", 30.0)
+    nodes.count(there)
+    counts = [(event.slots, event.last_resort) for event in told if isinstance(event, m.CapacityChanged)]
+    assert counts == [(5, 1), (4, 2), (1, 5), (0, 3)]
 
 
 @pytest.mark.parametrize(("says", "seconds"), [("refusal", FORGIVE_DEAD_S), ("silence", FORGIVE_SILENT_S)])

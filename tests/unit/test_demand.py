@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 from ray.exceptions import RaySystemError
 
+from raytrain_ft.policy.leaving import REQUEST
 from raytrain_ft.runtime import demand as demands
 from raytrain_ft.runtime.demand import Demand
+from raytrain_ft.runtime.notice_board import NoticeBoard
+from raytrain_ft.runtime.notices.notice import Notice
 
 
 class Rooms:
@@ -88,6 +91,18 @@ def test_room_on_a_node_that_goes_hides_nothing_that_is_missing(rooms: Rooms, de
         assert list(rooms.placed.values()) == ["n1"], "what came is given up, and not asked for again before it can be counted"
     assert demand.adjust(0, {"n1"}) == Counter()
     assert rooms.placed == {}
+
+
+def test_free_room_on_a_node_that_a_worker_was_asked_to_leave_hides_nothing(rooms: Rooms, demand: Demand) -> None:
+    """Its replacement is not to come there, and Ray does not know that."""
+    board = NoticeBoard(lambda _: None, lambda: 0.0)
+    board.noticed("w2", "n1", Notice(60.0, REQUEST, "a person asked for it"))
+    for _ in range(2):
+        demand.adjust(1, board.going())
+    assert sorted(rooms.placed.values()) == ["", "n1"]
+    board.forget("w2")
+    demand.adjust(1, board.going())
+    assert list(rooms.placed.values()) == [], "what is free there is counted again"
 
 
 def test_of_several_that_are_missing_as_many_wait(rooms: Rooms, demand: Demand) -> None:
