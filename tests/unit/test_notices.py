@@ -114,6 +114,19 @@ def test_azure_events_that_name_this_machine() -> None:
         assert not any("POST" in request for request in server.requests)  # nothing was acknowledged
 
 
+def test_what_azure_announces_days_ahead_is_no_notice_before_its_last_hour() -> None:
+    """Else the worker would leave days too early, and the event not be believed when its time has come."""
+    with AzureVm("gpu-set_3") as server:
+        azure = Azure(Metadata(server.url))
+        reboot = event("Reboot", "gpu-set_3", seconds=300)
+        server.events = [event("Redeploy", "gpu-set_3", seconds=3 * 86_400), reboot]
+        assert [notice.source for notice in azure.poll()] == ["azure reboot"]
+        server.events = [event("Redeploy", "gpu-set_3", seconds=3590)]
+        (notice,) = azure.poll()
+        assert notice.source == "azure redeploy"
+        assert 3580 < notice.deadline_s <= 3590
+
+
 def test_azure_may_take_long_to_answer_for_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def deadline(seconds: float) -> None:
         monkeypatch.setattr(azure_module, "EVENTS_DEADLINE_S", seconds)

@@ -1,4 +1,5 @@
-"""Azure: scheduled events that will end this machine: 30 s ahead for a spot machine, some minutes for others.
+"""Azure: scheduled events that will end this machine: 30 s ahead for a spot machine, some minutes for others, and days if its
+hardware is expected to fail.
 
 "Scheduled Events for Linux VMs" in the Azure documentation. The list is of all machines that belong together, so an event
 counts only if it names this one. Events are not acknowledged: that would let Azure begin earlier.
@@ -6,6 +7,7 @@ counts only if it names this one. Events are not acknowledged: that would let Az
 
 from __future__ import annotations
 
+import math
 import time
 from datetime import UTC
 from email.utils import parsedate_to_datetime
@@ -26,6 +28,7 @@ FIRST_ANSWER_S = 180.0
 ENDING = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
 """Kinds of events after which this process is gone. A frozen machine wakes up again, after seconds."""
 LONGEST_NOTICE_S = 3600.0
+"""What is further away is no notice yet: a worker would leave days too early, and its node be given up for as long."""
 
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -63,7 +66,7 @@ class Azure:
         return True
 
     def poll(self) -> list[Notice]:
-        """The events that end this machine. One may be listed long after it should have come, and hides no other."""
+        """The events that end this machine soon. One may be listed long after it should have come, and hides no other."""
         self.detect()
         self._patient_until = self._patient_until or time.monotonic() + FIRST_ANSWER_S
         try:
@@ -74,7 +77,7 @@ class Azure:
             raise
         self._answered = True
         mine = [e for e in events if e.EventType in ENDING and self._machine.casefold() in map(str.casefold, e.Resources)]
-        return [_notice(event) for event in mine]
+        return [notice for notice in map(_notice, mine) if notice.deadline_s <= LONGEST_NOTICE_S]
 
     def _get(self, path: str, model: type[Model], deadline_s: float = DEADLINE_S) -> Model:
         text = self._metadata.get(path, HEADER, deadline_s).text()
@@ -97,4 +100,4 @@ def _seconds_left(not_before: str) -> float:
         moment = parsedate_to_datetime(not_before)
     except ValueError as error:
         raise MetadataError(f"NotBefore is no date: {not_before[:40]!r}") from error
-    return seconds_until(moment if moment.tzinfo else moment.replace(tzinfo=UTC), LONGEST_NOTICE_S)
+    return seconds_until(moment if moment.tzinfo else moment.replace(tzinfo=UTC), math.inf)
