@@ -28,6 +28,8 @@ PLACEHOLDERS = {
     "fs-FILE-SYSTEM": "the id of your EFS file system",
 }
 TOKEN_FILE = ".ray/auth_token"
+CLOUDS = {"aws": "AWS", "gcp": "Google Cloud", "azure": "Azure"}
+"""Providers of which it is known how a node says that it may be taken back."""
 
 
 @click.command("check-cluster")
@@ -40,7 +42,13 @@ def check_cluster(file: Path) -> None:
     if found:
         sys.exit(1)
     console.print(_table(config))
-    console.print(f"{file}: nothing is wrong that can be seen from here; whether your account may start these, AWS will say")
+    provider = config["provider"].get("type")
+    console.print(
+        f"{file}: nothing is wrong that can be seen from here; whether your account may start these, "
+        f"{CLOUDS.get(provider, f'the provider {provider!r}')} will say"
+        + ("" if provider in CLOUDS else ". Whether the head may be taken back was not checked: Ray cannot go on without it"),
+        markup=False,
+    )
 
 
 def examine(file: Path) -> tuple[dict[str, Any], list[str]]:
@@ -192,7 +200,7 @@ def _unsafe(config: dict[str, Any]) -> Iterator[str]:
     kinds, head = config["available_node_types"], config.get("head_node_type")
     for name, kind in kinds.items():
         node = kind.get("node_config", {})
-        if name == head and (node.get("InstanceMarketOptions") or {}).get("MarketType") == "spot":
+        if name == head and _market(config, node) == "spot":
             yield f"available_node_types.{name}: the head is a spot instance; Ray cannot go on without its head, use on-demand"
         if config["provider"].get("type") == "aws" and (node.get("MetadataOptions") or {}).get("HttpTokens") != "required":
             yield f"available_node_types.{name}: set MetadataOptions HttpTokens to required, so that only IMDSv2 answers"
@@ -211,11 +219,28 @@ def _unsafe(config: dict[str, Any]) -> Iterator[str]:
         yield f"file_mounts: the nodes need the token: /home/USER/{TOKEN_FILE}: ~/{TOKEN_FILE}"
 
 
+def _market(config: dict[str, Any], node: dict[str, Any]) -> str:
+    """As what a node is bought; one on "spot" may be taken back."""
+    match config["provider"].get("type"):
+        case "aws":
+            return str((node.get("InstanceMarketOptions") or {}).get("MarketType", "on-demand"))
+        case "gcp":
+            scheduling = node.get("scheduling")
+            parts = [part for part in (scheduling if isinstance(scheduling, list) else [scheduling]) if isinstance(part, dict)]
+            is_spot = any(part.get("preemptible") is True or part.get("provisioningModel") == "SPOT" for part in parts)
+        case "azure":
+            parameters = node.get("azure_arm_parameters")
+            is_spot = isinstance(parameters, dict) and parameters.get("priority") == "Spot"
+        case _:
+            return "not checked"
+    return "spot" if is_spot else "on-demand"
+
+
 def _table(config: dict[str, Any]) -> Table:
     table = Table("type", "instance", "market", "nodes", "resources")
     for name, kind in config["available_node_types"].items():
         node = kind.get("node_config", {})
-        market = (node.get("InstanceMarketOptions") or {}).get("MarketType", "on-demand")
+        market = _market(config, node)
         most = kind.get("max_workers", config.get("max_workers"))
         count = "1, the head" if name == config["head_node_type"] else f"{kind.get('min_workers', 0)} to {most}"
         table.add_row(name, str(node.get("InstanceType", "")), market, count, str(kind.get("resources", "")))

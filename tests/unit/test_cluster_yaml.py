@@ -211,10 +211,57 @@ def test_the_command(place: Path) -> None:
     good = CliRunner().invoke(main, ["check-cluster", str(file)])
     assert good.exit_code == 0, good.output
     assert "c6i.xlarge" in good.output
+    assert "AWS will say" in good.output
     file.write_text(TEXT)
     bad = CliRunner().invoke(main, ["check-cluster", str(file)])
     assert bad.exit_code == 1
     assert "'ami-IMAGE' is a placeholder" in bad.output
+
+
+ELSEWHERE = {
+    "gcp": ("type: gcp\n  availability_zone: us-west1-a\n  project_id: digits", "Google Cloud will say"),
+    "azure": ("type: azure\n  location: westus2\n  resource_group: digits", "Azure will say"),
+    "vsphere": ("type: vsphere", "the provider 'vsphere' will say. Whether the head may be taken back was not checked"),
+}
+"""Other providers: what the file says of each, and what is said of a good one."""
+
+
+def elsewhere(provider: str, head: dict[str, Any], worker: dict[str, Any]) -> str:
+    """The same cluster of another provider, with nodes like these."""
+    lines, _ = ELSEWHERE[provider]
+    config = yaml.safe_load(FILLED) | {"provider": yaml.safe_load(lines.replace("\n  ", "\n"))}
+    kinds = config["available_node_types"]
+    config["available_node_types"] = {
+        name: kind | {"node_config": head if name == "head" else worker} for name, kind in kinds.items()
+    }
+    return yaml.safe_dump(config)
+
+
+@pytest.mark.parametrize(
+    ("provider", "spot", "lasting"),
+    [
+        ("gcp", {"scheduling": [{"preemptible": True}]}, {"scheduling": [{"onHostMaintenance": "MIGRATE"}]}),
+        ("gcp", {"scheduling": {"provisioningModel": "SPOT"}}, {"scheduling": {"preemptible": False}}),
+        ("azure", {"azure_arm_parameters": {"priority": "Spot"}}, {"azure_arm_parameters": {"priority": "Regular"}}),
+        ("azure", {"azure_arm_parameters": {"priority": "Spot"}}, {}),
+    ],
+)
+def test_a_head_that_may_be_taken_back_is_seen_elsewhere_too(
+    place: Path, provider: str, spot: dict[str, Any], lasting: dict[str, Any]
+) -> None:
+    (problem,) = problems(place, elsewhere(provider, spot, spot))
+    assert "the head is a spot instance" in problem
+    assert problems(place, elsewhere(provider, lasting, spot)) == []
+    good = CliRunner().invoke(main, ["check-cluster", str(place / "cluster.yaml")])
+    assert ("on-demand" in good.output, "spot" in good.output) == (True, True)
+    assert ELSEWHERE[provider][1] in good.output
+
+
+def test_what_is_not_known_of_a_provider_is_told(place: Path) -> None:
+    (place / "cluster.yaml").write_text(elsewhere("vsphere", {}, {}))
+    output = CliRunner().invoke(main, ["check-cluster", str(place / "cluster.yaml")]).output
+    assert ELSEWHERE["vsphere"][1] in output
+    assert "on-demand" not in output
 
 
 # ---------------------------------------------------------------- Kubernetes
