@@ -65,6 +65,9 @@ def test_aws_interruption_and_rebalance_with_tokens() -> None:
         assert 87 < notice.deadline_s <= 90
         assert "terminate" in notice.reason
         assert sum(request.startswith("PUT") for request in server.requests) == 2
+        server.spot = json.dumps({"action": "hibernate", "time": iso(in_seconds(90))})
+        (notice,) = aws.poll()
+        assert notice.deadline_s == 0, "hibernation begins at once"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""AWS: interruption of a spot instance, two minutes ahead, and recommendations to rebalance, often earlier (IMDSv2).
+"""AWS: interruption of a spot instance, two minutes ahead unless it hibernates, and recommendations to rebalance, often earlier
+(IMDSv2).
 
 "Spot Instance interruption notices" and "EC2 instance rebalance recommendations" in the EC2 user guide. Both paths answer 404
 as long as there is nothing to tell.
@@ -58,7 +59,8 @@ class Aws:
         if reply.status != 404:
             action = _parse(_Action, reply)
             reason = f"the spot instance will {action.action} at {action.time.isoformat()}"
-            return [Notice(seconds_until(action.time, SPOT_NOTICE_S), "aws spot", reason)]
+            left = 0.0 if action.action == "hibernate" else seconds_until(action.time, SPOT_NOTICE_S)  # that begins at once
+            return [Notice(left, "aws spot", reason)]
         reply = self._get(REBALANCE_PATH)
         if reply.status != 404:
             noticed = _parse(_Recommendation, reply).noticeTime
