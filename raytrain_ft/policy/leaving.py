@@ -114,13 +114,13 @@ def stop(run: RunState, at: float) -> list[m.Command]:
 
 def _dispensable(run: RunState, going: list[str], there: int, at: float) -> list[str]:
     """Of so many, these are to leave now. Each takes a spare, or a place that is to be empty; those who leave for good come
-    first, and then the most urgent. Who must leave by now goes without, as far as there are workers enough left, and some of
-    them have more time."""
+    first, and then the most urgent. Who must leave by now, or in a moment, for each pause costs, goes without, as far as there
+    are workers enough left, and some of them have more time."""
     lasting, rules = len(run.roster.lasting()), run.rules
     urgent = sorted(going, key=lambda member: (not run.leaves_for_good(member), run.leaving[member].deadline))
     free = lasting + max(0, there - rules.max_workers)
-    due = {member for member in going if _due(run, run.leaving[member]) <= at}
-    leave = [member for number, member in enumerate(urgent) if number < free or member in due]
+    due, soon = ({one for one in going if _due(run, run.leaving[one]) <= by} for by in (at, at + _margin(run)))
+    leave = [member for number, member in enumerate(urgent) if number < free or member in soon]
     while leave:
         left = there - len(leave) + lasting
         if rules.whole(left) >= rules.min_workers and left - len(due.difference(leave)) >= rules.stages:
@@ -210,10 +210,8 @@ def let_go(run: RunState, at: float) -> list[m.Command]:
     alone holds what is needed stays for as long as it takes to hand it over.
 
     They stay members for now if something must be completed or undone with their help; then they leave at the next boundary.
-    Who would have to leave in a moment leaves now: each pause costs.
     """
-    told = [member for member in run.leaving if member in run.survivors]
-    going = _dispensable(run, told, len(run.survivors), at + _margin(run))
+    going = _dispensable(run, [member for member in run.leaving if member in run.survivors], len(run.survivors), at)
     if not going or run.plan is None or run.replaying or not _is_boundary(run, run.plan):
         return []
     stay = [member for member in run.survivors if member not in going]

@@ -1356,13 +1356,22 @@ def test_of_two_who_have_notice_one_leaves_at_the_last_moment_though_there_is_no
     ("workers", "least", "seconds", "leave"),
     [
         (2, 1, {"w0": 30.0, "w1": 3600.0}, {"w0"}),
+        (2, 1, {"w0": 30.0, "w1": 31.0}, {"w0"}),
         (3, 1, {"w0": 30.0, "w1": 31.0, "w2": 3600.0}, {"w0", "w1"}),
         (4, 1, {"w0": 30.0, "w1": 3600.0}, {"w0"}),
         (4, 3, {"w0": 30.0, "w1": 30.0}, {"w0"}),
         (4, 3, {"w0": 31.0, "w1": 30.0}, {"w1"}),
         (4, 1, {"w0": 30.0, "w1": 30.0}, {"w0", "w1"}),
     ],
-    ids=["one has time", "two go at once", "who has time waits", "one can be spared", "the most urgent", "both can be spared"],
+    ids=[
+        "one has time",
+        "one has a moment",
+        "two go at once",
+        "who has time waits",
+        "one can be spared",
+        "the most urgent",
+        "both can be spared",
+    ],
 )
 def test_of_those_whose_time_has_come_as_many_leave_as_the_others_can_do_without(
     workers: int, least: int, seconds: dict[str, float], leave: set[str]
