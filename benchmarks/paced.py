@@ -19,6 +19,7 @@ import torch
 from raytrain_ft.policy.tuner import Tuner
 from raytrain_ft.storage import lock
 from raytrain_ft.storage.filesystem import open_storage
+from raytrain_ft.storage.persister import Persister, SharedMemory
 from raytrain_ft.training.checkpointer import Checkpointer, Target
 
 How = Literal["none", "sync", "persist only", "pipelined"]
@@ -70,13 +71,18 @@ class Loop:
         self._lock = lock.acquire(self._storage, "paced")
         self.tuner = Tuner(budget=budget, window=20, fixed=fixed)
         target = Target(place=self._storage.place, owner="paced", epoch=self._lock.owner.epoch)
-        self._checkpointer = Checkpointer(target, self._capture, lambda: self.tuner, self._tell)
+        self._persisters: list[Persister] = []
+        self._checkpointer = Checkpointer(target, self._capture, lambda: self.tuner, self._tell, persister=self._persister)
         self._checkpointer.begin(0, 1, 1, 0)
         self._step = 0
         self._spans: list[Span] = []  # of the training thread
         self._captured = 0.0
         self._copied_from: dict[int, float] = {}  # by step: when its snapshot began
         self._durable_at: dict[int, float] = {}
+
+    def _persister(self, memory: SharedMemory) -> Persister:
+        self._persisters.append(Persister(memory))
+        return self._persisters[-1]
 
     def _capture(self) -> tuple[list[tuple[str, torch.Tensor]], dict[str, Any]]:
         self._captured = time.monotonic()
@@ -126,8 +132,11 @@ class Loop:
             self._spans.append(Span("stall", self._step, began, time.monotonic()))
 
     def settle(self) -> None:
-        """Waits for the checkpoint under way."""
+        """Waits for the checkpoint under way, and until what it replaces is deleted: that would slow down what comes next."""
         self._checkpointer.await_durable(_nothing)
+        for persister in self._persisters:
+            persister.await_tidy(30.0)
+        os.sync()
 
     def timeline(self, since: float) -> list[Span]:
         """What began since then, once nothing is under way."""
