@@ -96,7 +96,7 @@ class Loop:
     def run(self, steps: int, how: How = "pipelined") -> list[float]:
         """So many more steps; returns their times. A stretch without checkpoints does not count for the interval."""
         checkpointer, preset, times = self._checkpointer, self.preset, []
-        last = time.monotonic()
+        last = committed = time.monotonic()
         for _ in range(steps):
             time.sleep(preset.iteration_s - preset.update_s)
             computed = time.monotonic()
@@ -108,8 +108,9 @@ class Loop:
             checkpointer.updated(updated - began)
             self._spans += [Span("compute", self._step + 1, last, computed), Span("stall", self._step + 1, computed, began)]
             self._spans.append(Span("compute", self._step + 1, began, updated))
+            before, committed = committed, time.monotonic()
             if how != "none":
-                self._checkpoint(how, time.monotonic() - last)
+                self._checkpoint(how, committed - before)  # from commit to commit, as training counts: to take one is in the next
             now = time.monotonic()
             times.append(now - last)
             last = now
