@@ -110,7 +110,7 @@ class Loop:
             self._spans.append(Span("compute", self._step + 1, began, updated))
             before, committed = committed, time.monotonic()
             if how != "none":
-                self._checkpoint(how, committed - before)  # from commit to commit, as training counts: to take one is in the next
+                self._checkpoint(how, committed - before)  # as training counts: to take one is part of the next step
             now = time.monotonic()
             times.append(now - last)
             last = now
