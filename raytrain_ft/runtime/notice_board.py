@@ -23,9 +23,8 @@ class NoticeBoard:
         self._now = now
         self._until: dict[str, dict[str, float]] = {}  # of each worker, by source
         self._gone: dict[str, dict[str, float]] = {}  # of each node, by source: when it is gone, if that was true
-        self._going: dict[
-            str, tuple[str, float]
-        ] = {}  # of each process that goes while its node stays, that node, and until when
+        # of each process that goes while its node stays: that node, and until when
+        self._going: dict[str, tuple[str, float]] = {}
         self._drained: set[str] = set()
 
     def recall(self, event: m.Noticed, node: str | None) -> None:
