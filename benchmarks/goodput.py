@@ -209,8 +209,10 @@ def measure_peers(report: Report, lengths: Lengths, seed: int) -> None:
                 found.append(measured(WORK, WORKERS, Strikes(kills, lengths.run_s, lengths.calm_s, CHECKPOINT_EVERY, seed)))
                 report.note(f"{peer}, mean time between failures {mtbf} s: {found[-1]}")
             whole = [share.share for share in found if share.share is not None]
-            if len(whole) == len(found):
+            if len(whole) == len(found) and any(share.kills for share in found):
                 report.add(key, whole, statistic=mean)
+            elif len(whole) == len(found):
+                report.absent(key, why="no kill was drawn: another seed, or longer runs")
             else:
                 report.absent(key, why="; ".join(share.why for share in found if share.share is None))
 
