@@ -292,6 +292,9 @@ def _create(options: Any, prepared: FencedGroup) -> FencedGroup:
 
 
 def _register() -> None:
+    # Else each rank of gloo asks the store for each other one's address by itself, twice: of 128 ranks, 33,000 questions. It
+    # looks here once, when the process makes its first group.
+    os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -176,6 +178,61 @@ def waiters_of_the_end(leavers: int) -> list[threading.Thread]:
     for group in (*world[:leavers], *later):
         process_group.abandon(group)
     return waiters
+
+
+ASKED = """
+import sys, threading
+from collections import Counter
+from datetime import timedelta
+from torch._C._distributed_c10d import Store
+from raytrain_ft.training import process_group
+from raytrain_ft.training.fence import Fence
+
+held, changed, asked = {}, threading.Condition(), Counter()
+
+class Counting(Store):
+    def set(self, key, value):
+        asked["set"] += 1
+        with changed:
+            held[key] = value.encode() if isinstance(value, str) else bytes(value)
+            changed.notify_all()
+
+    def multi_get(self, keys):
+        asked["multi_get"] += 1
+        with changed:
+            assert changed.wait_for(lambda: all(key in held for key in keys), 20)
+            return [held[key] for key in keys]
+
+    def get(self, key):
+        asked["get"] += 1
+        return self.multi_get([key])[0]
+
+    def wait(self, keys, timeout=None):
+        asked["wait"] += 1
+        self.multi_get(keys)
+
+    def has_extended_api(self):
+        return True
+
+def join(rank):
+    about = {"host": "127.0.0.1", "timeout": timedelta(seconds=20), "default": False}
+    built.append(process_group.build(stores[rank], rank, 8, Fence(1), **about))
+
+stores, built = [Counting() for _ in range(8)], []
+ranks = [threading.Thread(target=join, args=(rank,)) for rank in range(8)]
+for rank in ranks:
+    rank.start()
+for rank in ranks:
+    rank.join(30)
+print(len(built), sorted(asked.items()), flush=True)
+import os; os._exit(0)
+"""
+
+
+def test_each_rank_asks_for_the_addresses_of_all_others_at_once() -> None:
+    """Not for each of them: the supervisor answers all of these questions, one after the other, in every recovery."""
+    done = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, timeout=90, check=False)
+    assert done.stdout.strip() == "8 [('multi_get', 8), ('set', 8)]", done.stderr
 
 
 def test_what_was_sent_arrives_although_its_sender_has_left() -> None:
