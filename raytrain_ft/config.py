@@ -160,7 +160,8 @@ class RecoveryConfig:
         fence_timeout: the least time that a survivor has to leave its step (three times the longest step if longer; in the
             first step `hang_timeout`; where somebody may be building a model, three times as long as that ever took).
         phase_timeout: how long each exchange of a recovery (load, transfer, hand-over), and saving the final state, may take
-            before it is tried in another way; by default a minute, and another for every 100 million parameters.
+            before it is tried in another way; by default a minute, and another for every 100 million parameters. With every
+            attempt in a row it has twice as long, up to eight times.
         schedule_timeout: how long to wait at the start for enough workers, and before that for the supervisor (at least two
             minutes).
         setup_timeout: how long a worker may take to build its model and to open its dataset before it is given up. If that
@@ -170,7 +171,8 @@ class RecoveryConfig:
             saves a checkpoint and ends. With hours, a run outlives its driver.
         stop_timeout: how long a run that is to end before its time (Ctrl-C, SIGTERM, `ray job stop`, no driver) may take for a
             last checkpoint.
-        max_fruitless_recoveries: recoveries in a row without a committed step before the run gives up.
+        max_fruitless_recoveries: recoveries in a row without a committed step before the run gives up. One that a further
+            loss broke off does not count.
     """
 
     strategy: Strategy = "auto"

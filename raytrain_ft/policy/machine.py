@@ -43,6 +43,9 @@ IN_VAIN = 3
 """Recoveries in a row without a step after which a worker that is new, and says that it cannot join, is the reason perhaps."""
 COMPUTING = TRAINING | {State.REPLACE, State.REBUILD}
 """Where a loss may turn out not to be finite: a recovery completes steps, too."""
+PAUSES_APART = 4
+"""Times what it took everybody to take newcomers in: so long they train before it is done again. Nodes that come back one by
+one would else hold all others up once for each of them."""
 MOST_STORED = 16
 """Checkpoints that are remembered to go back to."""
 
@@ -167,12 +170,26 @@ def _resize(run: RunState, at: float) -> list[m.Command]:
 
 def _grow(run: RunState, at: float) -> list[m.Command]:
     """A planned resize: everybody stops at a step boundary that all agree upon."""
-    spares = len(run.roster.lasting())
-    if len(run.world) >= run.rules.max_workers or spares < run.rules.stages or run.step >= run.rules.max_steps:
+    if not _may_grow(run):
         return []
+    if (wait := _grows_at(run) - at) > 0:
+        return [m.SetTimer("grow", wait, run.incarnation)]
     run.state = State.RESIZING
-    run.history.begin(at, f"{spares} more workers are ready", "supervisor", len(run.world))
+    run.history.begin(at, f"{len(run.roster.lasting())} more workers are ready", "supervisor", len(run.world))
     return [m.StopAtBoundary(run.world)]
+
+
+def _may_grow(run: RunState) -> bool:
+    spares = len(run.roster.lasting())
+    return len(run.world) < run.rules.max_workers and spares >= run.rules.stages and run.step < run.rules.max_steps
+
+
+def _grows_at(run: RunState) -> float:
+    """From when on others may be taken in: right after a loss, but some time after others were."""
+    last = run.recoveries[-1] if run.recoveries else None
+    if last is None or last.resumed is None or last.lost or last.left or last.world_after <= last.world_before:
+        return 0.0
+    return last.resumed + PAUSES_APART * (last.resumed - last.detected)
 
 
 def _on_stopped(run: RunState, event: m.Stopped) -> list[m.Command]:
@@ -222,8 +239,17 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost, *, avoid: bool
             return kills + run.fail("NoSurvivorError", f"{why}; last cause: {event.cause}")
     if exhausted := _count_lost(run, working + waiting, preempted, event):
         return kills + run.fail("RetryBudgetError", exhausted)
+    _excuse(run, working)
     go_on = phases.take_stock if run.state == State.FENCE else phases.fence
     return kills + go_on(run, event.at)
+
+
+def _excuse(run: RunState, members: list[str]) -> None:
+    """A recovery in the midst of which one who had trained is lost was not in vain: the nodes of a zone rarely go at once. This
+    has an end, for those who have trained are only so many; and a step that brings its workers down is reached each time."""
+    broken_off = run.state in (State.REPLACE, State.REBUILD) or (run.state == State.FENCE and run.seated != run.world)
+    if broken_off and any(member in run.world and member not in run.newcomers for member in members):
+        run.fruitless = max(0, run.fruitless - 1)
 
 
 def _wake(run: RunState, members: list[str]) -> None:
@@ -433,6 +459,8 @@ def _on_timer_fired(run: RunState, event: m.TimerFired) -> list[m.Command]:
             return _lose_silent(run, event.at, silent, "it did not leave its step in time")
         case leaving.TIMER, State.RUNNING:
             return _leave(run, event.at)
+        case "grow", State.RUNNING:
+            return _resize(run, event.at)
         case "replacement", State.REPLACE if not run.joining:
             return phases.replace(run, waited=True)
         case ("reconcile", State.REPLACE) | ("fill", State.REBUILD):
@@ -477,6 +505,8 @@ def _on_supervisor_restarted(run: RunState, event: m.SupervisorRestarted) -> lis
             return [*again, m.StopAtBoundary(run.world)]
         case State.RUNNING:
             run.secured = None
+            if _may_grow(run):
+                again.append(m.SetTimer("grow", max(0.0, _grows_at(run) - event.at), run.incarnation))
             return again + leaving.watch(run, event.at) + leaving.stay(run, event.at) + replaying.log_only_again(run)
         case State.STOPPING:
             return again + stopping.ask_again(run)

@@ -32,6 +32,8 @@ from raytrain_ft.policy.world import (
 
 PATIENCE = 3
 """Times the longest one so far that a step, a replayed step, or building a model may take."""
+MOST_DOUBLINGS = 3
+"""Of the time that moving the state may take, while recovery after recovery comes to nothing."""
 
 
 def suspect(run: RunState, at: float, reason: str, noticed_by: str) -> list[m.Command]:
@@ -296,7 +298,7 @@ def join(run: RunState, world: tuple[str, ...]) -> list[m.Command]:
     if run.plan is not None:
         run.history.follow(run.plan)
     replaying.log_from_now_on(run)
-    seconds = run.rules.phase_timeout + PATIENCE * run.longest_build  # who takes another stage builds it
+    seconds = _seconds_to_move(run) + PATIENCE * run.longest_build  # who takes another stage builds it
     timer = m.SetTimer("reconcile", seconds, run.incarnation)
     load = run.load.name if run.load is not None else ""
     holders = tuple(run.survivors)
@@ -328,8 +330,14 @@ def on_reconciled(run: RunState, event: m.Reconciled) -> list[m.Command]:
     busy = {member for command in commands if isinstance(command, m.Replay) for team in command.teams for member in team}
     fill = m.Fill(world, run.incarnation, tuple(member for member in world if member not in busy), copies, whole, handed)
     seconds = PATIENCE * (run.longest_build + run.longest_step * run.recoveries[-1].replayed) if busy else 0.0
-    timer = m.SetTimer("fill", run.rules.phase_timeout + seconds, run.incarnation)
+    timer = m.SetTimer("fill", _seconds_to_move(run) + seconds, run.incarnation)
     return [fill, *commands, timer]
+
+
+def _seconds_to_move(run: RunState) -> float:
+    """How long it may take until all have their state. The rule for it knows how large that is, but not how many read it from
+    one storage at once, or have it sent through one network card: an attempt too slow for that would be so each time."""
+    return run.rules.phase_timeout * 2 ** min(max(0, run.fruitless - 1), MOST_DOUBLINGS)
 
 
 def on_log_missing(run: RunState, event: m.LogMissing) -> list[m.Command]:

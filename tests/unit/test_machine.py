@@ -938,6 +938,43 @@ def test_fewer_than_the_minimum() -> None:
     assert "2 workers are left and none came within 60 s" in story.run.failure[1]
 
 
+def grown(pause_s: float) -> Story:
+    """Two trained; at 10 s a third is ready, and it takes so long until all three have done a step."""
+    story = running(2, max_workers=5, slots=2)
+    story.tell(m.CapacityChanged(slots=5))
+    story.tell(m.WorkerStarted(at=10.0, member="w2", node="n", pid=1))
+    assert of(story.said, m.StopAtBoundary) == [m.StopAtBoundary(("w0", "w1"))]
+    story.tell(*(m.Stopped(member=one, incarnation=1, step=1) for one in ("w0", "w1")))
+    story.fenced("w0", "w1", step=1).reconciled("w0", "w1", "w2", empty=["w2"]).filled("w0", "w1", "w2")
+    return story.committed(1, at=10.0 + pause_s)
+
+
+def test_after_a_resize_all_train_for_some_time_before_the_next() -> None:
+    """Nodes come back one after the other, and to fill a worker takes minutes: all others would stand still for each."""
+    story = grown(pause_s=90.0)
+    story.tell(m.WorkerStarted(at=130.0, member="w3", node="n", pid=1))
+    wait = m.SetTimer("grow", 330.0, 2)
+    assert (story.run.state, of(story.said, m.SetTimer, m.StopAtBoundary)) == (State.RUNNING, [wait])
+    story.tell(m.WorkerStarted(at=160.0, member="w4", node="n", pid=1))
+    story.tell(m.TimerFired(at=460.0, timer="grow", incarnation=2))
+    assert (story.run.state, story.run.recoveries[-1].cause) == (State.RESIZING, "2 more workers are ready")
+
+
+def test_the_next_resize_is_not_forgotten_with_the_supervisor() -> None:
+    story = grown(pause_s=90.0)
+    story.tell(m.WorkerStarted(at=130.0, member="w3", node="n", pid=1), m.SupervisorRestarted(at=200.0))
+    assert m.SetTimer("grow", 260.0, 2) in story.said
+
+
+def test_what_was_lost_is_replaced_at_once_even_after_a_resize() -> None:
+    story = grown(pause_s=90.0)
+    story.lost("w1").fenced("w0", "w2", step=2)
+    story.fires("replacement").reconciled("w0", "w2").committed(2, at=150.0)
+    assert story.run.state == State.RUNNING
+    story.started("w3")
+    assert story.run.state == State.RESIZING
+
+
 def test_a_late_call_to_stop_is_a_resize_that_nobody_asked_for() -> None:
     story = running(2)
     story.tell(m.Stopped(member="w0", incarnation=1, step=3))
@@ -1486,6 +1523,47 @@ def test_recoveries_that_commit_no_step_come_to_an_end() -> None:
     story.tell(m.Suspected(incarnation=3, **suspected))
     assert story.run.failure is not None
     assert story.run.failure[1].startswith("2 recoveries in a row committed no step at step 1; last cause: the node died")
+
+
+@pytest.mark.parametrize("told_first", [True, False], ids=["suspected first", "lost at once"])
+def test_nodes_that_are_lost_one_after_the_other_are_no_recoveries_in_vain(told_first: bool) -> None:
+    """A zone is taken back within minutes, and each fill takes longer than until the next node goes."""
+    story = running(12, max_fruitless_recoveries=2, min_workers=1)
+    world = [f"w{i}" for i in range(12)]
+    while len(world) > 2:
+        lost = world.pop()
+        if told_first:
+            story.tell(m.Suspected(incarnation=story.run.incarnation, reason="broken", noticed_by=world[0]))
+            assert story.run.state == State.FENCE, story.run.failure
+        story.lost(lost)
+        assert story.run.state == State.FENCE, story.run.failure
+        story.fenced(*world)
+        if story.run.state == State.REPLACE and not story.run.joining:
+            story.fires("replacement")
+        assert story.run.joining == tuple(world)
+    story.reconciled(*world).committed(5)
+    assert (story.run.state, story.run.fruitless) == (State.RUNNING, 0)
+
+
+def test_a_step_that_brings_a_worker_down_each_time_comes_to_an_end() -> None:
+    story = running(12, max_fruitless_recoveries=3, min_workers=1)
+    world = [f"w{i}" for i in range(12)]
+    for _ in range(3):
+        story.lost(world.pop()).fenced(*world).fires("replacement").reconciled(*world)
+        assert story.run.state == State.RESUME
+    story.lost(world.pop())
+    assert story.run.failure is not None
+    assert story.run.failure[0] == "RetryBudgetError"
+
+
+def test_an_attempt_that_was_too_slow_has_twice_the_time_in_the_next() -> None:
+    """So many read from one storage, or are sent to through one network card."""
+    story, times = running(spares=1, phase_timeout=100.0).to(State.FENCE), []
+    for members in (["w0", "w1"], *[["w0", "w1", "w3"]] * 5):
+        story.fenced(*members, empty=["w3"])
+        times += [command.seconds for command in story.said if isinstance(command, m.SetTimer) and command.timer == "reconcile"]
+        story.fires("reconcile")
+    assert times == [100.0, 200.0, 400.0, 800.0, 800.0, 800.0]
 
 
 def test_recoveries_that_commit_a_step_each_may_go_on_for_ever() -> None:
