@@ -170,7 +170,7 @@ class RecoveryConfig:
         driver_timeout: a run that nobody has followed for this long, neither the job that started it nor `raytrain-ft attach`,
             saves a checkpoint and ends. With hours, a run outlives its driver.
         stop_timeout: how long a run that is to end before its time (Ctrl-C, SIGTERM, `ray job stop`, no driver) may take for a
-            last checkpoint.
+            last checkpoint; by default half a minute, and another for every 100 million parameters.
         max_fruitless_recoveries: recoveries in a row without a committed step before the run gives up. One that a further
             loss broke off does not count.
     """
@@ -199,7 +199,7 @@ class RecoveryConfig:
     setup_timeout: timedelta = timedelta(seconds=120)
     lease: timedelta = timedelta(seconds=120)
     driver_timeout: timedelta = timedelta(seconds=15)
-    stop_timeout: timedelta = timedelta(seconds=30)
+    stop_timeout: timedelta | None = None
     max_fruitless_recoveries: int = 10
 
     def __post_init__(self) -> None:

@@ -49,7 +49,9 @@ from raytrain_ft.training.settings import PipelineSettings, StepSettings
 from raytrain_ft.training.split_check import check_split
 
 PHASE_S = 60.0
+STOP_S = 30.0
 PARAMETERS_PER_S = 100e6 / 60
+"""To move: with Adam's state they are 12 bytes each, and storage or a network may bring 20 MB/s."""
 
 
 def prepare(
@@ -89,7 +91,7 @@ def prepare(
         recovery = replace(recovery, replay_workers=1)
     log_choice = choose_log(task, step, settings, scaling, recovery, _policy(run).every, directory)
     rules = _rules(settings, scaling, run, recovery, update, step.stages, log_choice)
-    rules = replace(rules, phase_timeout=_phase_timeout(recovery, model_key))
+    rules = replace(rules, **_seconds_to_move(recovery, model_key))
     if pipeline is not None:  # with sums in another order, copies of what stages share would differ from then on
         rules = replace(rules, joined=pipeline.joined, exact_sums=rules.exact_sums or bool(pipeline.ties))
     pickled = _pickled(task)
@@ -230,19 +232,20 @@ def _rules(
         replacement_timeout=recovery.replacement_timeout.total_seconds(),
         fence_timeout=recovery.fence_timeout.total_seconds(),
         hang_timeout=recovery.hang_timeout.total_seconds(),
-        stop_timeout=recovery.stop_timeout.total_seconds(),
         max_failures=failure.max_failures if failure else -1,
         max_preemption_failures=getattr(failure, "max_preemption_failures", -1),
         max_fruitless_recoveries=recovery.max_fruitless_recoveries,
     )
 
 
-def _phase_timeout(recovery: RecoveryConfig, model_key: Sequence[Any]) -> float:
-    """Seconds. Parameters with Adam's state are 12 bytes each, and storage or a network may bring 20 MB/s."""
-    if recovery.phase_timeout is not None:
-        return recovery.phase_timeout.total_seconds()
+def _seconds_to_move(recovery: RecoveryConfig, model_key: Sequence[Any]) -> dict[str, float]:
+    """The deadlines of `Rules` that a larger model needs to be longer: to be read or sent in a recovery by all workers, or
+    to be written at the end by all of them together."""
     sizes = [math.prod(part[2]) for part in model_key if isinstance(part, list)]  # (name, dtype, shape)
-    return PHASE_S + sum(sizes) / PARAMETERS_PER_S
+    seconds = sum(sizes) / PARAMETERS_PER_S
+    by_size = {"phase_timeout": PHASE_S + seconds, "stop_timeout": STOP_S + seconds / 2}
+    wanted = {name: getattr(recovery, name) for name in by_size}
+    return {name: by_size[name] if wanted[name] is None else wanted[name].total_seconds() for name in by_size}
 
 
 def _policy(run: RunConfig) -> CheckpointConfig:

@@ -27,7 +27,7 @@ from raytrain_ft.model_checks import check_optimizer, check_stages, choose_updat
 from raytrain_ft.places import Place
 from raytrain_ft.policy.lineage import Return
 from raytrain_ft.policy.sampling import Sampling
-from raytrain_ft.prepare import _checkpoints, _worker_options, earlier_runs
+from raytrain_ft.prepare import _checkpoints, _seconds_to_move, _worker_options, earlier_runs
 from raytrain_ft.ray_config import check_supported
 from raytrain_ft.settings import Keywords, TrainSettings
 from raytrain_ft.trainer import _account_of
@@ -433,3 +433,10 @@ def test_what_would_end_a_run_at_its_first_loss_is_refused_before_it(configs: An
     made = {name: kinds[name](**fields) for name, fields in configs.items()}
     with pytest.raises(ConfigError, match=re.escape(words)):
         check_supported(made.get("scaling_config", ft.ScalingConfig()), made.get("run_config", ft.RunConfig()))
+
+
+def test_a_larger_model_has_longer_to_be_moved_and_written_unless_a_time_is_given() -> None:
+    key = ["AdamW", ["weight", "torch.float32", [10_000, 20_000]], ["bias", "torch.float32", []]]
+    assert _seconds_to_move(ft.RecoveryConfig(), key) == pytest.approx({"phase_timeout": 180.0, "stop_timeout": 90.0})
+    given = ft.RecoveryConfig(phase_timeout=timedelta(seconds=7), stop_timeout=timedelta(seconds=5))
+    assert _seconds_to_move(given, key) == {"phase_timeout": 7.0, "stop_timeout": 5.0}
