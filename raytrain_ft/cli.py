@@ -25,7 +25,7 @@ from raytrain_ft.errors import StorageError
 from raytrain_ft.places import told
 from raytrain_ft.policy.audit import audit as audit_records
 from raytrain_ft.policy.units import counted
-from raytrain_ft.progress import describe
+from raytrain_ft.progress import describe, printable
 from raytrain_ft.result import recovery_of
 from raytrain_ft.runtime import dashboard as dashboards
 from raytrain_ft.runtime import report as reports
@@ -43,7 +43,7 @@ class _Main(click.Group):
         try:
             return super().invoke(ctx)
         except click.ClickException as error:
-            error.message = told(error.message)  # pyright: ignore[reportAttributeAccessIssue] - of each kind, as it is
+            error.message = printable(told(error.message))  # pyright: ignore[reportAttributeAccessIssue] - of each kind, as it is
             raise
 
 
@@ -96,7 +96,7 @@ def audit(run: Path) -> None:
     table.add_row("violations", f"{len(result.violations)}")
     console.print(table)
     for violation in result.violations:
-        console.print(f"  {violation}", markup=False)
+        console.print(f"  {printable(violation)}", markup=False)
     console.print("exactly once: proven" if result.ok else "exactly once: NOT proven")
     sys.exit(0 if result.ok else 1)
 
@@ -107,7 +107,7 @@ def recoveries(run: Path) -> None:
     """Prints the account of every recovery of a run."""
     found = [record for record in _records(run) if record["event"] == "Recovery"]
     for record in found:
-        console.print(describe(recovery_of(record)), markup=False)
+        console.print(printable(describe(recovery_of(record))), markup=False)
     console.print(counted(len(found), "recovery", "recoveries"))
 
 
@@ -117,12 +117,13 @@ def events(run: Path) -> None:
     """Counts the events of a run by kind, and prints those about losses."""
     records = _records(run)
     for name, count in sorted(Counter(record["event"] for record in records).items()):
-        console.print(f"{count:8,}  {name}")
+        console.print(f"{count:8,}  {printable(name)}", markup=False)
     for record in records:
         late = record["event"] == "TimerFired" and record["timer"].startswith(("fence", "save"))  # who did not answer is lost
         if late or record["event"] in ("WorkerLost", "Suspected", "TaskFailed", "SupervisorRestarted", "RunFailed"):
             what = next((record[key] for key in ("cause", "reason", "message", "error", "timer") if record.get(key)), "")
-            console.print(f"{record['at']:9.2f} s  {record['event']}  {record.get('member', '')}  {what}", markup=False)
+            line = f"{record['at']:9.2f} s  {record['event']}  {record.get('member', '')}  {what}"
+            console.print(printable(line), markup=False)
 
 
 @main.command()

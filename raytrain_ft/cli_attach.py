@@ -7,10 +7,12 @@ import sys
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from raytrain_ft import follow
 from raytrain_ft.errors import AbortedError, ConfigError, FTError
 from raytrain_ft.policy.units import counted
+from raytrain_ft.progress import printable
 
 INTERRUPTED = 130
 """The exit code of a program that Ctrl-C ended."""
@@ -22,16 +24,16 @@ def list_command() -> None:
     try:
         accounts = follow.alive()
     except FTError as error:
-        click.echo(f"{type(error).__name__}: {error}", err=True)
+        _tell(error)
         sys.exit(2)
     table = Table("run", "state", "step", "workers", "last followed", "directory")
     for account in accounts:
         if "state" not in account:
-            table.add_row(account["name"], "does not answer")
+            table.add_row(Text(printable(account["name"])), "does not answer")
             continue
         step, followed = f"{account['step']:,} of {account['max_steps']:,}", f"{account['unfollowed_s']:.0f} s ago"
         row = (account["state"].lower(), step, str(account["world_size"]), followed, account["directory"])
-        table.add_row(account["name"], *row)
+        table.add_row(*(Text(printable(cell)) for cell in (account["name"], *row)))
     Console(highlight=False, soft_wrap=True).print(table if accounts else "no run is alive on this cluster")
 
 
@@ -50,13 +52,13 @@ def attach_command(run: str) -> None:
         click.echo("left; the run goes on", err=True)
         sys.exit(INTERRUPTED)
     except FTError as error:
-        click.echo(f"{type(error).__name__}: {error}", err=True)
+        _tell(error)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     loss = result.metrics["loss"]
     told = "" if loss is None else f", loss {loss:.4f}"
     recovered = counted(len(result.recoveries), "recovery", "recoveries")
     click.echo(f"finished: step {result.metrics['step']}{told}, {recovered}, digest {result.digest}")
-    click.echo(result.path)
+    click.echo(printable(str(result.path)))
 
 
 @click.command("stop")
@@ -70,9 +72,13 @@ def stop_command(run: str) -> None:
         account = follow.stop(run, "`raytrain-ft stop`")
         follow.result_of(account)
     except AbortedError as error:
-        click.echo(str(error))
+        click.echo(printable(str(error)))
     except FTError as error:
-        click.echo(f"{type(error).__name__}: {error}", err=True)
+        _tell(error)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     else:
         click.echo("it had finished before")
+
+
+def _tell(error: FTError) -> None:
+    click.echo(f"{type(error).__name__}: {printable(str(error))}", err=True)

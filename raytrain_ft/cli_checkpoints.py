@@ -22,6 +22,7 @@ from rich.text import Text
 
 from raytrain_ft.errors import ConfigError, StorageError
 from raytrain_ft.places import Place
+from raytrain_ft.progress import printable
 from raytrain_ft.storage import checkpoint, selection
 from raytrain_ft.storage.checkpoint import Content, Found
 from raytrain_ft.storage.filesystem import Storage, open_storage, within
@@ -53,7 +54,7 @@ def _clearly(command: Command) -> Command:
         try:
             command(*args, **options)
         except (StorageError, ConfigError, OSError) as error:
-            raise click.ClickException(_printable(str(error))) from error
+            raise click.ClickException(printable(str(error))) from error
 
     return wrapped  # pyright: ignore[reportReturnType]
 
@@ -103,7 +104,7 @@ def verify(place: Place) -> None:
             console.print(f"{found.name}  gone: it was deleted meanwhile", markup=False)
             continue
         damaged += error is not None
-        console.print(f"{found.name}  {'ok' if error is None else f'DAMAGED: {_printable(error)}'}", markup=False)
+        console.print(f"{found.name}  {'ok' if error is None else f'DAMAGED: {printable(error)}'}", markup=False)
     sys.exit(1 if damaged else 0)
 
 
@@ -126,7 +127,7 @@ def show(place: Place, which: str | None) -> None:
     for key, value in content.manifest.values.items():
         text = json.dumps(value)
         shown = text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}... ({len(text):,} characters)"
-        console.print(f"{_printable(key)}: {_printable(shown)}", markup=False)
+        console.print(f"{printable(key)}: {printable(shown)}", markup=False)
 
 
 @checkpoints.command()
@@ -214,7 +215,7 @@ def _content(storage: Storage, which: str | None) -> Content:
 
 
 def _warn(message: str) -> None:
-    click.echo(_printable(message), err=True)
+    click.echo(printable(message), err=True)
 
 
 # ---------------------------------------------------------------- exporting
@@ -296,12 +297,7 @@ def _is_of_tensors(value: Any) -> bool:
 
 
 def _row(table: Table, *cells: str) -> None:
-    table.add_row(*(Text(_printable(cell)) for cell in cells))
-
-
-def _printable(text: str) -> str:
-    """Names in a file may be anything, but they do not get to steer the terminal."""
-    return "".join(character if character.isprintable() or character == "\n" else "?" for character in text)
+    table.add_row(*(Text(printable(cell)) for cell in cells))
 
 
 def _size(size: float) -> str:

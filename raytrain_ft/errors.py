@@ -27,6 +27,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class FTError(Exception):
     """Base of all errors of raytrain_ft."""
@@ -116,3 +118,8 @@ class IllegalEventError(FTError):
 
 class MetadataError(FTError):
     """A cloud's metadata service gave no answer in time, or none that can be believed. Training goes on."""
+
+
+def plain(words: str) -> str:
+    """What an error says, without the colours that it has for a terminal."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", words)

@@ -42,7 +42,7 @@ def load_task(job: str, arguments: dict[str, Any] | None = None) -> TrainTask:
     if found is None:
         tasks = sorted(key for key, value in vars(module).items() if _is_task(value, module.__name__))
         raise ConfigError(f"{place} has no {name.id!r}" + (f"; its tasks: {', '.join(tasks)}" if tasks else ""))
-    if callable(found) and not isinstance(found, TrainTask):
+    if isinstance(found, type) and issubclass(found, TrainTask):  # nothing else is called: a scenario may name anything
         try:
             found = found(*positional, **{**keywords, **(arguments or {})})
         except Exception as error:  # the job's own code may raise anything

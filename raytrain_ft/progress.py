@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from raytrain_ft.errors import plain
 from raytrain_ft.policy.states import RECOVERING
 from raytrain_ft.policy.strategy import Recovery
 from raytrain_ft.policy.units import counted
@@ -30,7 +31,7 @@ class Display:
     """Shows the account that the supervisor gives of itself."""
 
     def __init__(self, name: str, max_steps: int, *, quiet: bool = False) -> None:
-        self._name = name
+        self._name = printable(name)
         self._max_steps = max_steps
         self._quiet = quiet
         self._console = _Console(file=sys.stdout, highlight=False, soft_wrap=True)
@@ -86,7 +87,7 @@ class Display:
         """Prints it if that can be done: a run does not end with whoever reads of it, or with the disk it is written to."""
         encoding = self._console.encoding
         try:
-            self._console.print(line.encode(encoding, "backslashreplace").decode(encoding), markup=False)
+            self._console.print(printable(line.encode(encoding, "backslashreplace").decode(encoding)), markup=False)
         except (OSError, ValueError) as error:
             self._quiet, self._bar = True, None
             warnings.warn(f"the run's progress cannot be shown any more: {error!r}", stacklevel=2)
@@ -96,6 +97,11 @@ class Display:
         if account["state"] == "ABORTED":
             begin = f"goes on from {account['checkpoint']}" if account["checkpoint"] else "begins anew: it has no checkpoint"
             self.say(f"ended at step {account['step']}/{self._max_steps}; run again under the same name, it {begin}")
+
+
+def printable(text: str) -> str:
+    """What files and others say may be anything, but it does not get to steer the terminal."""
+    return "".join(character if character.isprintable() or character == "\n" else "?" for character in plain(text))
 
 
 def describe(recovery: Recovery) -> str:

@@ -245,5 +245,5 @@ class WandB(Callback):
 
 
 def _write_whole(path: Path, values: dict[str, Any]) -> None:
-    with draft_of(path) as draft:
-        draft.write_text(json.dumps(values))
+    with draft_of(path) as file:
+        json.dump(values, file)

@@ -27,7 +27,9 @@ from raytrain_ft.errors import (
     StorageError,
     UndoRefusedError,
     UnreachableError,
+    plain,
 )
+from raytrain_ft.places import told
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.sketch import unlike
 from raytrain_ft.runtime.contacts import Contacts
@@ -129,7 +131,7 @@ class Calls:
         unable = kind != "non_finite" and (incarnation or self._health.is_starting(member))
         if unable and (node := self._contacts.node_of(member)) is not None:
             self._health.nodes.disfavour(node)
-        message = str(error) if kind == "task" else str(cause)
+        message = plain(told(str(error) if kind == "task" else str(cause)))  # a traceback quotes the user's code, with its URIs
         step, of = self._health.step if step is None else step, incarnation or None
         self._tell(m.TaskFailed(member=member, rank=None, step=step, kind=kind, message=message, incarnation=of))
 

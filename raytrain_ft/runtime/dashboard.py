@@ -253,8 +253,8 @@ def write(out: Path) -> Path:
     """
     path = out / FILE
     try:
-        with draft_of(path) as draft:
-            draft.write_text(json.dumps(build(), indent=1) + "\n")
+        with draft_of(path) as file:
+            file.write(json.dumps(build(), indent=1) + "\n")
     except OSError as error:
         raise StorageError(f"the dashboard cannot be written to {out}: {error.strerror}") from error
     return path

@@ -74,7 +74,7 @@ class EventLog:
         self._waiting: deque[bytes] = deque()  # of the first, what is not written yet
         self._late_since: float | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         try:  # a line that a crash cut short would damage the next one
             os.ftruncate(self._file, _whole_lines(path))
         except OSError:

@@ -19,6 +19,7 @@ from raytrain_ft.policy.states import State
 from raytrain_ft.runtime import report, sealed, timeline
 from raytrain_ft.runtime.event_log import EventLog, read_past
 from raytrain_ft.runtime.spec import RunSpec
+from raytrain_ft.storage.draft import draft_of
 
 
 class Notes:
@@ -123,10 +124,12 @@ def past_of(spec: RunSpec) -> tuple[list[m.Event], Counter[str]]:
             return read_past(path)
         kept = [int(number) for log in spec.directory.glob("events-*.jsonl") if (number := log.stem[7:]).isdecimal()]
         path.rename(spec.directory / f"events-{max(kept, default=0) + 1:03d}.jsonl") if first else path.unlink()
-    for marker in (spec.directory / "faults").glob("*"):
+    faults = spec.directory / "faults"
+    for marker in [] if faults.is_symlink() else faults.glob("*"):
         marker.unlink()
     sealed.remove_others(spec)
-    (spec.directory / "nonce").write_text(spec.nonce)
+    with draft_of(spec.directory / "nonce") as file:
+        file.write(spec.nonce)
     return [], Counter()
 
 
@@ -143,7 +146,7 @@ def _run_of(line: str) -> Any:
     """The run that a log's first line tells of; None if it is not there, or was cut short."""
     try:
         return json.loads(line)["run_id"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
 
 

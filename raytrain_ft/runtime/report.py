@@ -71,8 +71,8 @@ def write(directory: Path) -> Path:
     """Writes `report.html` beside the event log; a reader sees the old one or the new one, never half of it."""
     page = build(each_record(directory / "events.jsonl"), directory.name)
     path = directory / "report.html"
-    with draft_of(path) as draft:
-        draft.write_text(page, encoding="utf-8")
+    with draft_of(path) as file:
+        file.write(page)
     return path
 
 

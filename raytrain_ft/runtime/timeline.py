@@ -90,7 +90,7 @@ def write(directory: Path) -> Path:
     path, log = directory / "timeline.json", directory / "events.jsonl"
     with log.open() as lines:
         merged = max(1, -(-sum(line.startswith('{"event":"StepsCommitted"') for line in lines) // MOST_SPANS))
-    with draft_of(path) as draft, draft.open("w") as file:
+    with draft_of(path) as file:
         file.write('{"traceEvents": [')
         # one by one, for no other thread runs in the midst of `dumps`
         for number, one in enumerate(build(each_record(log), merged)):

@@ -16,6 +16,7 @@ import torch
 
 from raytrain_ft.chaos.faults import Injector
 from raytrain_ft.errors import ConfigError, FencedError, LogGapError, NonFiniteLossError, ReplayDivergedError
+from raytrain_ft.places import told
 from raytrain_ft.policy.commands import Fill, Reconcile, Replay, Run
 from raytrain_ft.policy.reconcile import Marks
 from raytrain_ft.policy.topology import stage_of, waits
@@ -157,7 +158,7 @@ class Trainee:
         except BaseException:
             if fence.tripped:
                 return  # the error is the fence's doing: torch wraps what a hook raises
-            self._heartbeat.ended("failed", traceback.format_exc(), kind="task")
+            self._heartbeat.ended("failed", told(traceback.format_exc()), kind="task")
 
     def speak_for(self, member: str, asleep: bool) -> None:
         """This one was asked to sleep, or to wake: whoever leads those who are awake says it for who sleeps."""

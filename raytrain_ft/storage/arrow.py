@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             metadata = reader.schema.metadata or {}
             if metadata.get(b"format") != FORMAT.encode():
                 raise StorageError(f"{path} is not a {FORMAT} file (format {metadata.get(b'format')!r})")
-            batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+            batches = _batches(path, reader, file.size())
             return {row["name"]: _tensor(path, row) for row in _rows(path, batches)}, json.loads(metadata[b"values"])
     except StorageError:
         raise
@@ -79,7 +79,18 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise StorageError(f"{path} cannot be read: it is damaged, or none of ours ({error!r:.200})") from error
 
 
-def _rows(path: str | Path, batches: list[pa.RecordBatch]) -> Iterator[dict[str, Any]]:
+def _batches(path: str | Path, reader: Any, size: int) -> Iterator[pa.RecordBatch]:
+    """One by one, so that of a file that is compressed no more than one is unpacked. Ours are not."""
+    unpacked = 0
+    for number in range(reader.num_record_batches):
+        batch = reader.get_batch(number)
+        unpacked += batch.nbytes
+        if unpacked > size:
+            raise StorageError(f"{path} is damaged, or none of ours: it holds more than its {size} bytes")
+        yield batch
+
+
+def _rows(path: str | Path, batches: Iterable[pa.RecordBatch]) -> Iterator[dict[str, Any]]:
     """One for each tensor. What is in the file says where to read: it is looked at before it is followed."""
     for batch in batches:
         batch.validate(full=True)

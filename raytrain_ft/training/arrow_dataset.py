@@ -52,7 +52,7 @@ class ArrowDataset:
         files = sorted((file for item in paths for file in _resolve(str(item))), key=lambda file: file[1])
         names = [path for _, path in files]
         if not files or len(set(names)) < len(names):
-            raise ConfigError(f"No Arrow or Parquet file, or the same one twice: {names or paths}.")
+            raise ConfigError(f"No Arrow or Parquet file, or the same one twice: {names or [told(str(one)) for one in paths]}.")
         schema: pa.Schema | None = None
         rows = []
         self._readers: list[dict[str, Reader]] = []  # per record batch: column name -> how to read it

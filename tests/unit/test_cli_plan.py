@@ -131,6 +131,7 @@ def test_a_module_and_a_target(job: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (("JOB:Layers", "--stages", "3", "--bandwidth", "inf"), "'--bandwidth': inf is not finite"),
         (("JOB:Nobody", "--stages", "2"), "its tasks: Bad, Empty, Lacking, Layers, Sized, Whole, task"),
         (("JOB:number", "--stages", "2"), "the task is a int"),
+        (("os:mkdir('made')", "--stages", "2"), "the task is a builtin_function"),
         (("JOB:Sized", "--stages", "2"), "Give its arguments, as in 'Sized(...)'"),
         (("JOB:Sized(open('x'))", "--stages", "2"), "plain values"),
         (("JOB:a b", "--stages", "2"), "plain values"),
@@ -144,9 +145,11 @@ def test_a_module_and_a_target(job: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
 )
-def test_bad_input(job: Path, arguments: tuple[str, ...], words: str) -> None:
+def test_bad_input(job: Path, arguments: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(job.parent)
     given = [part.replace("JOB", str(job)).replace("BROKEN", str(job.parent / "broken_job.py")) for part in arguments]
     result = call(*given)
     assert result.exit_code != 0
     assert words in result.output
     assert "Traceback" not in result.output
+    assert not Path("made").exists()

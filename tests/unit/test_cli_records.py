@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from raytrain_ft.cli import main
 from raytrain_ft.policy.sampling import Position, Sampling, digest_of_ids, next_batch, sample_ids, share
+from raytrain_ft.policy.strategy import Recovery
 from raytrain_ft.runtime.event_log import read_records
 
 RUNS = Path(__file__).parent / "recorded"
@@ -40,6 +42,23 @@ def write(run: Path, records: list[Record]) -> None:
 def run(tmp_path: Path) -> Path:
     """Three workers, eight losses, 90 steps of 48 samples out of 4,000; an epoch has 83."""
     return Path(shutil.copytree(RUNS / "replication", tmp_path / "run"))
+
+
+def test_what_a_record_says_does_not_steer_the_terminal(tmp_path: Path) -> None:
+    """Who looks into a run of others, say."""
+    escape = "\x1b]52;c;aGVsbG8=\x1b\\"
+    recovery = Recovery(escape, escape, lost=[escape], reason=escape, fenced=1.0, reconciled=1.0, filled=1.0, resumed=1.0)
+    records = [
+        {"at": 1.0, "event": "WorkerLost", "member": escape, "cause": f"{escape}[red]red[/red]"},
+        {"at": 2.0, "event": f"[/x]{escape}"},
+        {"at": 3.0, "event": "Recovery", **asdict(recovery)},
+    ]
+    write(tmp_path, records)
+    for command in ("events", "recoveries", "audit"):
+        printed = told(command, tmp_path).output
+        assert printed
+        assert "\x1b" not in printed
+    assert "[/x]?]52;c;aGVsbG8=?" in told("events", tmp_path).output
 
 
 def test_every_loss_is_printed_with_its_cause(tmp_path: Path) -> None:

@@ -445,6 +445,15 @@ def test_an_undo_that_is_refused_in_a_recovery_is_no_refusal_of_settings(
     assert getattr(event, "incarnation", None) == (incarnation or None)
 
 
+def test_a_traceback_that_quotes_a_uri_is_told_without_its_credentials(crew: Crew, told: list[m.Event]) -> None:
+    trace = "Traceback ...\n    return ft.ArrowDataset('s3://KEY:SESAME@bucket/train')\nStorageError: 403"
+    crew._calls.report("w0", RayTaskError("setup", trace, StorageError("403")), 0)
+    (event,) = told
+    assert isinstance(event, m.TaskFailed)
+    assert event.message.endswith("\n    return ft.ArrowDataset('s3://bucket/train')\nStorageError: 403")
+    assert "\x1b" not in event.message, "Ray colours its tracebacks"
+
+
 @pytest.mark.parametrize(("error", "damaged"), [(StorageError("its hash differs"), True), (UnreachableError("503"), False)])
 def test_what_is_out_of_reach_is_no_damaged_checkpoint(
     crew: Crew, told: list[m.Event], error: Exception, damaged: bool

@@ -8,6 +8,7 @@ import random
 import struct
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import torch
 from disks import small_file_system
@@ -25,6 +26,19 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     assert values == {"step": 3}
     assert {name: (t.dtype, t.shape) for name, t in found.items()} == {name: (t.dtype, t.shape) for name, t in tensors.items()}
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_small_file_does_not_unpack_to_all_of_the_memory(tmp_path: Path) -> None:
+    """What compresses well: a hundred batches of 16 MB each, of zeros."""
+    write_tensors(path := tmp_path / "final.arrow", {"zeros": torch.zeros(4_000_000)}, {"step": 3})
+    with pa.ipc.open_file(path) as reader:
+        schema, batch = reader.schema, reader.get_batch(0)
+    with pa.ipc.new_file(path, schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        for _ in range(100):
+            writer.write_batch(batch)
+    assert path.stat().st_size < 1_000_000
+    with pytest.raises(StorageError, match=r"final\.arrow is damaged, or none of ours: it holds more than its"):
+        read_tensors(path)
 
 
 def test_a_damaged_file_is_told_and_never_followed(tmp_path: Path) -> None:

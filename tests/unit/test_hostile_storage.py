@@ -21,8 +21,10 @@ from store import newest, save, state, step_of, two_checkpoints
 
 from raytrain_ft.errors import StorageError
 from raytrain_ft.places import Place, told
+from raytrain_ft.runtime.event_log import EventLog
 from raytrain_ft.storage import checkpoint, manifest, shard
 from raytrain_ft.storage.checkpoint import Content
+from raytrain_ft.storage.draft import draft_of
 from raytrain_ft.storage.filesystem import LocalStorage
 from raytrain_ft.storage.manifest import Manifest, Name, ShardEntry
 from raytrain_ft.storage.pieces import Pieces
@@ -267,6 +269,24 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="symbolic link"):
         save(storage.uri, 30, state(30))
     assert list(elsewhere.iterdir()) == []
+
+
+def test_no_record_is_written_through_a_link(tmp_path: Path) -> None:
+    """Whoever may write into a run's directory has none of the rights of who runs it."""
+    mine = tmp_path / "mine"
+    mine.write_text("precious")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "report.html").symlink_to(mine)
+    with draft_of(run / "report.html") as file:
+        assert mine.read_text() == "precious"
+        file.write("a report")
+    assert (mine.read_text(), (run / "report.html").read_text()) == ("precious", "a report")
+    (run / "events.jsonl").symlink_to(tmp_path / "made")
+    with pytest.raises(OSError, match="symbolic link"):
+        EventLog(run / "events.jsonl")
+    assert not (tmp_path / "made").exists()
+    assert {path.name for path in run.iterdir()} == {"events.jsonl", "report.html"}
 
 
 def test_a_checkpoint_beside_ten_thousand_old_ones_is_found_soon(tmp_path: Path) -> None:

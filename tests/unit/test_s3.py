@@ -317,6 +317,9 @@ def test_nothing_that_is_told_of_checkpoints_has_the_credentials(
     place = within(Place(secret_uri(server, "secret")), "digits", "checkpoints")
     found = open_storage(place)
     own(found)
+    with pytest.raises(ConfigError, match="No Arrow or Parquet file") as error:  # there are others
+        ft.ArrowDataset(secret_uri(server, "secret/digits/checkpoints"))
+    assert_none_is_told(trace(error))
     log = EventLog(tmp_path / "events.jsonl")
     log.append(m.RunStarted(run_id="r", details={"name": "digits", "max_steps": 30, "checkpoints": str(place)}))
     told: list[str] = []
