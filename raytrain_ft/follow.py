@@ -10,6 +10,7 @@ import logging
 import math
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,7 +21,6 @@ from ray.exceptions import (
     ActorDiedError,
     ActorUnavailableError,
     GetTimeoutError,
-    RayActorError,
     RayError,
     RayTaskError,
 )
@@ -139,7 +139,7 @@ def abort(supervisor: Any, reason: str, stop_timeout: float, display: Display | 
     """Asks for the end of the run, which leaves a checkpoint, and waits for it, but not for ever. Returns the last account."""
     deadline = time.monotonic() + stop_timeout + LAST_WORDS_S
     account = None
-    with suppress(RayActorError, RayTaskError, GetTimeoutError, FTError):  # it is gone, and its workers end themselves
+    with suppress(RayError, FTError):  # it is gone, or all of Ray is, and its workers end themselves
         _ask_to_end(supervisor, reason, deadline)
         for account in watch(supervisor, most_s=deadline - time.monotonic()):
             if display is not None:
@@ -164,11 +164,19 @@ def _ask_to_end(supervisor: Any, reason: str, deadline: float) -> None:
 
 
 def clean_up(run_id: str, supervisor: Any) -> None:
-    """Leaves nothing behind: the supervisor, and any worker that it did not end."""
-    ended = supervisor.end.options(max_task_retries=0).remote()
-    ray.wait([ended], timeout=GRACE_S)
-    ray.kill(supervisor)
-    kill_named(worker_name(run_id, ""))
+    """Leaves nothing behind: the supervisor, and any worker that it did not end. That this cannot be done is warned of, and
+    takes the place of no outcome: how the run ended is known by now."""
+    try:
+        ended = supervisor.end.options(max_task_retries=0).remote()
+        ray.wait([ended], timeout=GRACE_S)
+        ray.kill(supervisor)
+        kill_named(worker_name(run_id, ""))
+    except RayError as error:
+        warnings.warn(
+            f"Ray does not answer, so processes of the run may be left: {type(error).__name__}: {error}. They end by "
+            "themselves, its workers after RecoveryConfig(lease=...) at the latest.",
+            stacklevel=2,
+        )
 
 
 def result_of(account: Account) -> Result:

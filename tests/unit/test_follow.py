@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError, RaySystemError
 
 import raytrain_ft as ft
 from raytrain_ft import follow
@@ -142,6 +142,40 @@ def test_how_a_run_was_ended_is_shown_once(monkeypatch: pytest.MonkeyPatch, caps
     assert last is not None
     assert last["state"] == "ABORTED"
     assert capsys.readouterr().out.count("ended at step 3/9; run again under the same name, it goes on from c") == 1
+
+
+class Called:
+    """A remote method."""
+
+    def options(self, **about: object) -> Called:
+        return self
+
+    def remote(self, *args: object) -> None:
+        return None
+
+
+def no_ray(*args: object, **more: object) -> None:
+    raise RaySystemError("GCS is away")
+
+
+def test_that_nothing_could_be_cleaned_up_is_told_beside_the_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run has ended, and as well as it did: Ray's own state is away in the moment after that."""
+    ended: dict[str, object] = {"name": "digits", "run_id": "r", "directory": "/runs/digits", "state": "FINISHED"}
+    ended |= {"max_steps": 30, "step": 30, "recoveries": [], "warnings": [], "world_size": 2, "loss": 0.5, "seconds": 9.0}
+    ended |= {"checkpoint": None, "failure": None, "result": {"digest": "abc", "path": "final.arrow"}}
+    monkeypatch.setattr(follow, "find", lambda run: (SimpleNamespace(end=Called()), ended))
+    monkeypatch.setattr(follow, "watch", lambda *_, **__: iter([ended]))
+    monkeypatch.setattr("raytrain_ft.follow.ray.wait", lambda *_, **__: None)
+    monkeypatch.setattr("raytrain_ft.follow.ray.kill", lambda actor: None)
+    monkeypatch.setattr(follow, "kill_named", no_ray)
+    with pytest.warns(UserWarning, match=r"processes of the run may be left: RaySystemError: .*GCS is away.*by themselves"):
+        assert ft.attach("digits", quiet=True).digest == "abc"
+
+
+def test_what_ended_a_run_is_told_though_ray_answers_nothing_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C, and a cluster that is gone: it is the first of the two that `fit` raises."""
+    monkeypatch.setattr("raytrain_ft.follow.ray.get", no_ray)
+    assert follow.abort(SimpleNamespace(abort=Called()), "Ctrl-C", 5.0, None) is None
 
 
 def test_a_name_that_could_be_none(tmp_path: Path) -> None:
