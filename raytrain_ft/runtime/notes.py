@@ -50,9 +50,13 @@ class Notes:
         self._over += [asdict(recovery) for recovery in recoveries[len(self._over) : over]]
         return self._over + [asdict(recovery) for recovery in recoveries[over:]]
 
-    def explained(self) -> None:
-        """The cause of a recovery has become known, perhaps of one that is over."""
-        self._over.clear()
+    def explained(self, lost: str) -> None:
+        """Why this member died has become known, perhaps after its recovery was over. The others are as they were: to make
+        thousands plain data anew would hold up the recovery that is under way."""
+        for index in reversed(range(len(self._over))):
+            if lost in self._over[index]["lost"]:
+                self._over[index] = asdict(self._machine.recoveries[index])
+                return
 
     def _finished(self) -> int:
         """How many recoveries are over: all but perhaps the last."""

@@ -352,7 +352,7 @@ class Supervisor:
         self._metrics.take(event, self._machine)
         self._note_sleep(event)
         if isinstance(event, m.CauseFound):
-            self._notes.explained()
+            self._notes.explained(event.lost)
         for command in commands:
             if isinstance(command, m.Run):
                 self._notes.resumed(command)

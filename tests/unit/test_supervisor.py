@@ -67,14 +67,20 @@ def test_a_recovery_that_is_over_is_made_plain_data_once(monkeypatch: Any) -> No
     for number in range(100):
         recovery = machine.history.begin(number, f"loss {number}", "ray", 2)
         assert one.recoveries()[-1]["resumed"] is None
-        recovery.lost.append("w0")
+        recovery.lost.append(f"w{number}")
         end(machine, number + 0.5)
         assert one.recoveries() == one.recoveries() == [asdict(known) for known in machine.recoveries]
     assert len(made) == 200, "once while it goes on, and once when it is over"
-    machine.recoveries[0].lost.append("w7")
+    made.clear()
     machine.history.explain("w7", "killed, perhaps for memory")
-    one.explained()
-    assert one.recoveries()[0]["cause"].endswith("; w7: killed, perhaps for memory"), "it was known late"
+    one.explained("w7")
+    assert one.recoveries()[7]["cause"].endswith("; w7: killed, perhaps for memory"), "it was known late"
+    assert one.recoveries() == [asdict(known) for known in machine.recoveries]
+    assert made == [machine.recoveries[7]], "the others are as they were"
+    machine.history.begin(100, "loss 100", "ray", 2).lost.append("w100")
+    machine.history.explain("w100", "killed, perhaps for memory")
+    one.explained("w100")
+    assert one.recoveries()[-1]["cause"].endswith("; w100: killed, perhaps for memory"), "it is not over yet"
 
 
 def test_the_last_replica_that_is_awake_is_not_put_to_sleep() -> None:
