@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -35,6 +36,13 @@ HINT_SECONDS = 2.0
 OLDER_POLL_SECONDS = 0.05
 CAUSE_SECONDS = 2.0
 """How long Ray is given to tell why a process died."""
+
+
+@cache
+def _worker_class() -> Any:
+    """The actor class, made once. Ray gives each that is made to the whole cluster, in a call that holds up all else here, and
+    nobody ever takes it back."""
+    return ray.remote(Worker)
 
 
 class Crew:
@@ -146,7 +154,7 @@ class Crew:
         if node is None:
             self._calls.lost(member, "no node has room for another worker", "supervisor")
             return
-        actor = ray.remote(Worker).options(
+        actor = _worker_class().options(
             name=self._spec.member_name(member),
             namespace=NAMESPACE,
             lifetime="detached",  # workers outlive the supervisor's process; the heartbeat ends them if it is gone for good

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from threading import Lock
 from types import SimpleNamespace
@@ -105,14 +106,14 @@ def test_who_is_struck_off_while_a_node_is_chosen_is_not_started(
         await answered.wait()
         return "answer"
 
-    def remote(actor: Any) -> Any:
+    def worker_class() -> Any:
         started.append("started")
         raise AssertionError("nobody is to be started")
 
     node = {"NodeID": "n1", "Alive": True, "Resources": {"CPU": 1.0}, "Available": {"CPU": 1.0}}
     monkeypatch.setattr(crews.placement, "nodes", lambda: [node])
     monkeypatch.setattr(crews.placement, "reaction", reaction)
-    monkeypatch.setattr(crews.ray, "remote", remote)
+    monkeypatch.setattr(crews, "_worker_class", worker_class)
     monkeypatch.setattr(crew._contacts, "handle", gone)
 
     async def play() -> None:
@@ -126,6 +127,36 @@ def test_who_is_struck_off_while_a_node_is_chosen_is_not_started(
     asyncio.run(play())
     assert crew._contacts.taken() == Counter()
     assert started == told == []
+
+
+def test_the_class_of_workers_is_made_once(crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not with each start, of which there are thousands in a long run. What differs are the options."""
+    made: list[Any] = []
+    started: list[tuple[str, str, str]] = []
+
+    def options(**given: Any) -> Any:
+        return SimpleNamespace(remote=lambda member, *_: started.append((member, given["name"], given["scheduling_strategy"])))
+
+    def remote(actor: Any) -> Any:
+        made.append(actor)
+        return SimpleNamespace(options=options)
+
+    async def introduce(member: str) -> None: ...
+
+    async def choose(member: str, anywhere: bool) -> str:
+        return f"node of {member}"
+
+    monkeypatch.setattr(crews.placement, "strategy_for", lambda node: node)
+    monkeypatch.setattr(crews.ray, "remote", remote)
+    monkeypatch.setattr(crews.ray, "get_runtime_context", lambda: SimpleNamespace(current_actor=None))
+    monkeypatch.setattr(crew, "_introduce", introduce)
+    monkeypatch.setattr(crew, "_choose_node", choose)
+    monkeypatch.setattr(crews, "_worker_class", cache(crews._worker_class.__wrapped__))
+    for member in ("w5", "w6"):
+        asyncio.run(crew._start(member, False))
+    assert made == [Worker]
+    assert started == [(member, member, f"node of {member}") for member in ("w5", "w6")]
+    assert told == []
 
 
 def two_nodes(
