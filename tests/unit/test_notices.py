@@ -130,6 +130,16 @@ def test_what_azure_announces_days_ahead_is_no_notice_before_its_last_hour() -> 
         assert 3580 < notice.deadline_s <= 3590
 
 
+@pytest.mark.parametrize("behind", [600, 2 * 3600])
+def test_what_azure_says_is_soon_is_soon_on_a_machine_whose_clock_is_behind(behind: int) -> None:
+    """And it is no event of another day."""
+    with AzureVm("gpu-set_3") as server:
+        azure = Azure(Metadata(server.url))
+        kinds = {"Terminate": 600 + behind, "Preempt": 30 + behind}
+        server.events = [event(kind, "gpu-set_3", seconds=seconds) for kind, seconds in kinds.items()]
+        assert [notice.deadline_s for notice in azure.poll()] == [900, 30]
+
+
 def test_azure_may_take_long_to_answer_for_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def deadline(seconds: float) -> None:
         monkeypatch.setattr(azure_module, "EVENTS_DEADLINE_S", seconds)

@@ -25,8 +25,9 @@ EVENTS_PATH = "/metadata/scheduledevents?api-version=2020-07-01"
 EVENTS_DEADLINE_S = 5.0
 FIRST_ANSWER_S = 180.0
 """The first request switches the events on, which Azure says may take two minutes."""
-ENDING = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
-"""Kinds of events after which this process is gone. A frozen machine wakes up again, after seconds."""
+ENDING = {"Preempt": 30.0, "Terminate": 900.0, "Reboot": math.inf, "Redeploy": math.inf}
+"""Kinds of events after which this process is gone, and how long before at most Azure announces them, whatever this machine's
+clock says. (The time for a termination can be set, to 15 minutes at most.) A frozen machine wakes up again, after seconds."""
 LONGEST_NOTICE_S = 3600.0
 """What is further away is no notice yet: a worker would leave days too early, and its node be given up for as long."""
 
@@ -89,10 +90,11 @@ class Azure:
 
 def _notice(event: _ScheduledEvent) -> Notice:
     """Each kind is a source of its own: that a reboot was cancelled says nothing of a preemption."""
-    return Notice(_seconds_left(event.NotBefore), f"azure {event.EventType.lower()}", f"scheduled event: {event.EventType}")
+    left = _seconds_left(event.NotBefore, ENDING[event.EventType])
+    return Notice(left, f"azure {event.EventType.lower()}", f"scheduled event: {event.EventType}")
 
 
-def _seconds_left(not_before: str) -> float:
+def _seconds_left(not_before: str, most: float) -> float:
     """Empty says that it has begun."""
     if not not_before:
         return 0.0
@@ -100,4 +102,4 @@ def _seconds_left(not_before: str) -> float:
         moment = parsedate_to_datetime(not_before)
     except ValueError as error:
         raise MetadataError(f"NotBefore is no date: {not_before[:40]!r}") from error
-    return seconds_until(moment if moment.tzinfo else moment.replace(tzinfo=UTC), math.inf)
+    return seconds_until(moment if moment.tzinfo else moment.replace(tzinfo=UTC), most)
