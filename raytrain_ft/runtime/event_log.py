@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -167,28 +167,23 @@ def read_events(path: Path) -> list[Event]:
     Raises:
         StorageError: another line is damaged.
     """
-    return read_past(path)[0]
+    return [event for _, event in read_past(path) if event is not None]
 
 
-def read_past(path: Path) -> tuple[list[Event], Counter[str]]:
-    """As `read_events`; and how many notes of each name there are."""
-    events: list[Event] = []
-    notes: Counter[str] = Counter()
+def read_past(path: Path) -> Iterator[tuple[str, Event | None]]:
+    """As `read_events`, one after the other, for all of a long log would not fit into memory; and the notes between them, of
+    which there is nothing but the name."""
     with path.open(encoding="ascii", errors="surrogateescape") as log:
         for number, line in enumerate(log, 1):
             if not line.endswith("\n"):
                 break
             try:
-                name, event = _named(line)
+                named = _named(line)
             except (ValueError, TypeError, AttributeError, KeyError) as error:
                 if not next(log, "").endswith("\n"):  # it is the last that was written whole
                     break
                 raise StorageError(f"{path}, line {number} is damaged: {error}") from error
-            if event is not None:
-                events.append(event)
-            else:
-                notes[name] += 1
-    return events, notes
+            yield named
 
 
 def each_record(path: Path) -> Iterator[dict[str, Any]]:

@@ -83,6 +83,7 @@ class Health:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._held_up: deque[tuple[float, float]] = deque(maxlen=HOLD_UPS)  # of this process: when it went on, after how long
         self._fruitless = 0  # recoveries in a row
+        self._started_on: dict[str, str] = {}  # the nodes of those who were started before the supervisor's own restart
         self._stood_still = -1  # the latest incarnation in which everybody waited
         self._resumed = time.monotonic()  # since then all active workers should train
 
@@ -95,15 +96,13 @@ class Health:
         self.state, self.incarnation = machine.state, machine.incarnation
         self.step, self._longest, self._fruitless = machine.step, machine.longest_step, machine.fruitless
 
-    def recall(self, past: Iterable[m.Event]) -> None:
+    def recall(self, event: m.Event) -> None:
         """What was recorded before the supervisor's own restart is not recorded again."""
-        events, nodes = list(past), {}
-        self.tidings.recall(events)
-        for event in events:
-            if isinstance(event, m.Noticed):
-                self._board.recall(event, nodes.get(event.member))
-            elif isinstance(event, m.WorkerStarted):
-                nodes[event.member] = event.node
+        self.tidings.recall(event)
+        if isinstance(event, m.Noticed):
+            self._board.recall(event, self._started_on.get(event.member))
+        elif isinstance(event, m.WorkerStarted):
+            self._started_on[event.member] = event.node
 
     def expect(self, member: str) -> None:
         """From now on this worker must beat."""

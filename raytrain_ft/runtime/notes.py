@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -116,8 +116,9 @@ def draw(directory: Path) -> str:
     return "; ".join(failures)
 
 
-def past_of(spec: RunSpec) -> tuple[list[m.Event], Counter[str]]:
-    """The events of this run so far, and how many notes of each name: none, unless its supervisor was lost and has come back.
+def past_of(spec: RunSpec) -> Iterator[tuple[str, m.Event | None]]:
+    """The events of this run so far, and the notes between them, as `read_past` has them: none, unless its supervisor was lost
+    and has come back.
 
     What an earlier run of this name left is put aside. There is no other that still runs: see `Right`.
     """
@@ -134,7 +135,7 @@ def past_of(spec: RunSpec) -> tuple[list[m.Event], Counter[str]]:
     sealed.remove_others(spec)
     with draft_of(spec.directory / "nonce") as file:
         file.write(spec.nonce)
-    return [], Counter()
+    return iter(())
 
 
 def _first_line(path: Path) -> str | None:

@@ -15,6 +15,7 @@ import os
 import shutil
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -60,36 +61,48 @@ class Supervisor:
         self._events: asyncio.Queue[m.Event] = asyncio.Queue()
         self._chaos = Injector(spec.faults, spec.directory / "faults", "supervisor")
         self._right = Right(spec)
+        self._contacts = Contacts(spec)
         try:
-            past, written = _patiently(lambda: past_of(spec))
+            written = _patiently(self._come_back)
             self._log = _patiently(lambda: EventLog(spec.directory / "events.jsonl", self.now))
         except OSError:
             self._right.release()  # Ray does not start it again: who comes next need not wait until its lease is over
             raise
-        first = past[0] if past else None
-        recorded = first.details.get("clock") if isinstance(first, m.RunStarted) else None
-        self._start = clock.began(recorded, past[-1].at, spec.lease) if past else time.monotonic()
-        self._machine, measures = RunState(spec.rules), Measures()
-        self._asleep: set[str] = set()  # who was asked to sleep, or said that it does
-        for event in past:
-            handle(self._machine, event)
-            measures.take(event, self._machine)
-            self._note_sleep(event)
         self._notes = Notes(spec, self._log, self._machine, self.now, written)
-        self._metrics = metrics.Publisher(spec.name, measures)
-        self._contacts = Contacts(spec)
-        self._health = health.Health(spec, self.tell, self.now, self._contacts)
-        self._health.recall(past)
+        self._metrics = metrics.Publisher(spec.name, self._measures)
         self._health.follow(self._machine)
         self._crew = Crew(spec, self.tell, self._contacts, self._health)
         self._store = StoreServer()
         self._library = Library(spec)
-        self._restarted = bool(past)
         self._ended_at: float | None = None
         self._lost_at: dict[str, int] = {}  # who is lost and has logged something, and the step at which that was seen
         self._followed_at = time.monotonic()
         self._life = asyncio.get_running_loop().create_task(self._live())
         self._leaving = asyncio.get_running_loop().create_task(self._leave())
+
+    def _come_back(self) -> Counter[str]:
+        """To where the run's log ends: each event is taken in and let go of, for there may be more than fit into memory. Where
+        there is none, the run begins. Returns how many notes of each name there are."""
+        spec = self._spec
+        self._machine, self._measures = RunState(spec.rules), Measures()
+        self._health = health.Health(spec, self.tell, self.now, self._contacts)
+        self._asleep: set[str] = set()  # who was asked to sleep, or said that it does
+        written: Counter[str] = Counter()
+        first: m.Event | None = None
+        last = 0.0
+        for name, event in past_of(spec):
+            if event is None:
+                written[name] += 1
+                continue
+            first, last = first or event, event.at
+            handle(self._machine, event)
+            self._measures.take(event, self._machine)
+            self._note_sleep(event)
+            self._health.recall(event)
+        recorded = first.details.get("clock") if isinstance(first, m.RunStarted) else None
+        self._start = time.monotonic() if first is None else clock.began(recorded, last, spec.lease)
+        self._restarted = first is not None
+        return written
 
     def now(self) -> float:
         """Seconds since the run began, monotonic, also across this actor's own restarts."""

@@ -6,7 +6,7 @@ of it before (`recall`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, get_args
 
 from raytrain_ft.policy import messages as m
@@ -49,16 +49,15 @@ class Tidings:
         self._noted: dict[str, dict[tuple[Any, ...], None]] = {}  # by member, the oldest first
         self.loss: float | None = None
 
-    def recall(self, past: Iterable[m.Event]) -> None:
+    def recall(self, event: m.Event) -> None:
         """What is in the log is not told again."""
-        for event in past:
-            if isinstance(event, m.StepsCommitted):
-                self._recorded[event.member] = event.incarnation, event.stop_step
-                self.loss = event.loss
-            elif isinstance(event, m.SamplesLost):
-                self._not_listed(event.incarnation, event.step, event.start, event.stop)
-            elif isinstance(event, Note):
-                self._is_new(event.member, (type(event).__name__, *(getattr(event, name, None) for name in IDENTITY)))
+        if isinstance(event, m.StepsCommitted):
+            self._recorded[event.member] = event.incarnation, event.stop_step
+            self.loss = event.loss
+        elif isinstance(event, m.SamplesLost):
+            self._not_listed(event.incarnation, event.step, event.start, event.stop)
+        elif isinstance(event, Note):
+            self._is_new(event.member, (type(event).__name__, *(getattr(event, name, None) for name in IDENTITY)))
 
     def forget(self, member: str) -> None:
         """This worker is gone. What it told stays told."""

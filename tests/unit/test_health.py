@@ -124,7 +124,7 @@ def test_samples_that_were_lost_are_told_though_the_supervisor_fell_before_it_sa
     where = {"rank": 0, "world_size": 1, "epoch": 0, "start": 0, "ids_digest": "", "loss": 1.0, "longest_s": 0.1}
     steps = {"incarnation": 1, "first_step": 3, "stop_step": 4, **where}
     lost = {"step": 3, "epoch": 0, "start": 0, "stop": 8, "why": "the loss of step 3 is nan"}
-    health.recall([m.StepsCommitted(at=1.0, member="w0", **steps)])  # pyright: ignore[reportArgumentType]
+    health.recall(m.StepsCommitted(at=1.0, member="w0", **steps))  # pyright: ignore[reportArgumentType]
     assert health.tidings.loss == 1.0, "perhaps nobody tells of another one before the end"
     for _ in range(2):
         health.heard(beat("w0", status="running", commits=({**steps, "lost": (lost,)},)))
@@ -271,7 +271,8 @@ def test_of_what_a_step_lost_each_sample_is_listed_once() -> None:
         health.tidings.samples_lost({"incarnation": 1, "lost": apart["lost"][::-1]})
         assert listed()[4:] == [(100, 116), (132, 148)], "those between were drawn by somebody who lives"
         again = Health(PATIENT, events.append, time.monotonic, Mute())
-        again.recall(list(events))
+        for event in events:
+            again.recall(event)
         again.tidings.samples_lost(said((0, 50), (132, 148)))
         assert len(listed()) == 6
 
