@@ -157,6 +157,7 @@ class Health:
         if beat.status == "running" and beat.incarnation >= self._counts_from:
             self.reached = max(self.reached, beat.step)
         self.tidings.tell_of_training(beat)
+        self.nodes.tells_time(self._contacts.node_of(beat.member), beat.clock)
         for notice in beat.notices:
             self.noticed(beat.member, notice)
         self.tidings.tell_status(beat)

@@ -181,6 +181,7 @@ class Heartbeat:
                 tuple(self._closed),
                 tuple(self._notes),
                 self._notices(),
+                time.time(),
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -48,6 +49,7 @@ class Nodes:
         self.links = NodeLinks(died)
         self._avoid: dict[str, float] = {}
         self._disfavour: dict[str, float] = {}
+        self._ahead: dict[str, float] = {}  # of the time of day here, seconds
         self._counted: m.CapacityChanged | None = None
 
     async def watch(self, members: Callable[[], list[str]]) -> None:
@@ -56,7 +58,9 @@ class Nodes:
         while True:
             if sees_drains:
                 with suppress(Exception):  # as below
-                    self._board.drained(await asyncio.to_thread(draining), members(), self._contacts)
+                    until = await asyncio.to_thread(draining)
+                    left = {node: self._seconds_left(node, at) for node, at in until.items()}
+                    self._board.drained(left, members(), self._contacts)
             try:
                 nodes = await asyncio.to_thread(placement.nodes)
             except Exception:  # the call is private to Ray, whose own state may not answer: what was known holds
@@ -65,6 +69,17 @@ class Nodes:
                 self.links.follow(nodes, self._contacts.taken())
                 self.count(nodes)
             await asyncio.sleep(INTERVAL_S)
+
+    def tells_time(self, node: str | None, clock: float) -> None:
+        """What time of day it is on a node."""
+        if node is not None:
+            self._ahead[node] = clock - time.time()
+
+    def _seconds_left(self, node: str, until: float) -> float:
+        """Until a time of day by the clock of this host or by the node's, whichever leaves less: whose clock Ray's deadline is
+        by it does not say, and a node that is told to end takes its own."""
+        left = until - time.time() - max(self._ahead.get(node, 0.0), 0.0)
+        return UNTIMED_DRAIN_S if math.isinf(until) else max(left, 0.0)
 
     def avoid(self, node: str, seconds: float) -> None:
         """Nothing is placed there for so long, whatever Ray still thinks of it."""
@@ -126,9 +141,9 @@ class Nodes:
 
 
 def draining() -> dict[str, float]:
-    """The nodes that Ray drains, and the seconds that each has left. Private to Ray: there is no public call for that."""
+    """The nodes that Ray drains, and until when each of them stays, Unix seconds. Private to Ray: there is no public call for
+    that."""
     from ray._private.state import state
 
-    now = time.time()
-    drained: dict[str, int] = state.get_draining_nodes()  # Unix time in milliseconds; 0 without a deadline
-    return {node: max(until / 1000 - now, 0.0) if until else UNTIMED_DRAIN_S for node, until in drained.items()}
+    drained: dict[str, int] = state.get_draining_nodes()  # in milliseconds; 0 without a deadline
+    return {node: until / 1000 if until else math.inf for node, until in drained.items()}

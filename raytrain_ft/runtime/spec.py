@@ -142,6 +142,7 @@ class Beat:
         commits: steps committed and not yet acknowledged.
         notes: what is to be told of checkpoints and not yet acknowledged: (event, fields).
         notices: that this worker will be taken away, with the seconds that are left; the most urgent first.
+        clock: the time of day where it is, Unix seconds.
     """
 
     member: str
@@ -156,6 +157,7 @@ class Beat:
     commits: tuple[dict[str, Any], ...]
     notes: tuple[tuple[str, dict[str, Any]], ...] = ()
     notices: tuple[Notice, ...] = ()
+    clock: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from raytrain_ft.runtime.notices.gcp import Gcp
 from raytrain_ft.runtime.notices.metadata import ENDPOINT_VARIABLE, MOST_BYTES, Metadata
 from raytrain_ft.runtime.notices.notice import Notice, NoticeSpec, Source
 from raytrain_ft.runtime.preemption import CLOUDS, Preemption
+from raytrain_ft.runtime.spec import Beat
 
 
 def in_seconds(seconds: float) -> datetime:
@@ -640,7 +641,7 @@ def test_nobody_is_asked_unless_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_question_for_drains_that_fails_once_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's own state may not answer the first one, after a restart of the supervisor; and nodes are looked at meanwhile."""
-    answers: list[Any] = [RaySystemError("failed to connect to GCS"), RaySystemError("again"), {"n0": 30.0}]
+    answers: list[Any] = [RaySystemError("failed to connect to GCS"), RaySystemError("again"), {"n0": time.time() + 30}]
 
     def draining() -> dict[str, float]:
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
@@ -667,6 +668,38 @@ def test_a_question_for_drains_that_fails_once_is_asked_again(monkeypatch: pytes
 
     asyncio.run(play())
     assert [type(event) for event in told] == [m.CapacityChanged, m.Noticed], "nodes are counted also without an answer"
+
+
+@pytest.mark.parametrize(
+    ("until", "ahead", "left"), [(630.0, 600.0, 30.0), (30.0, -600.0, 30.0), (30.0, None, 30.0), (math.inf, 600.0, 3600.0)]
+)
+def test_a_drain_leaves_no_more_time_than_by_the_clock_of_the_node(
+    until: float, ahead: float | None, left: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ray start --block` sets the deadline by that when it gets SIGTERM, others by that of the head."""
+    now = time.time()
+    monkeypatch.setattr(nodes, "draining", lambda: {"n0": now + until})
+    monkeypatch.setattr(nodes.placement, "nodes", list)
+    told: list[m.Event] = []
+    about = {"options": {"num_cpus": 1}, "heartbeat_interval": 0.25, "heartbeat_timeout": 0.7}
+    heed: Any = SimpleNamespace(**about, notices=NoticeSpec(clouds=(), detect=False, drain=True, grace_s=None))
+    contacts = Contacts(heed)
+    contacts.placed["w0"] = "n0"
+    health = Health(heed, told.append, lambda: 1.0, contacts)
+    if ahead is not None:
+        health.heard(Beat("w0", 1, 0, "idle", "", "", 0, "setup", 0.1, (), clock=now + ahead))
+
+    async def play() -> None:
+        watch = asyncio.create_task(health.nodes.watch(lambda: ["w0"]))
+        for _ in range(500):
+            if told:
+                break
+            await asyncio.sleep(0.01)
+        watch.cancel()
+
+    asyncio.run(play())
+    assert isinstance(told[0], m.Noticed)
+    assert left - 5.0 < told[0].deadline_s <= left + 1.0
 
 
 def test_maintenance_of_a_google_machine_may_come_an_hour_later_and_is_no_preemption() -> None:
