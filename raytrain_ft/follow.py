@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import threading
 import time
 import warnings
@@ -77,8 +78,9 @@ def watch(
     unreachable: float | None = None
     while True:
         done, _ = ray.wait([ended], timeout=POLL_S)
+        over = _over(known)
         try:
-            known = ray.get(ended if done else supervisor.follow.remote(), timeout=ANSWER_S)
+            told: Any = ray.get(ended if done else supervisor.follow.remote(len(over)), timeout=ANSWER_S)
             unreachable = None
         except (ActorUnavailableError, GetTimeoutError) as error:
             unreachable = unreachable or time.monotonic()
@@ -92,10 +94,16 @@ def watch(
             return
         except RayTaskError as error:
             raise TrainingFailedError(f"the supervisor failed: {error}") from error
-        assert known is not None
+        known = told if done else told | {"recoveries": over[: told["recoveries_before"]] + told["recoveries"]}
         yield known
         if done:
             return
+
+
+def _over(known: Account | None) -> list[dict[str, Any]]:
+    """The recoveries that are over: there may be thousands, which need not be told again five times a second. That the cause of
+    one became known later is told in the account of the run's end."""
+    return [] if known is None else [recovery for recovery in known["recoveries"] if recovery["resumed"] is not None]
 
 
 @contextmanager
@@ -106,7 +114,7 @@ def kept_going(supervisor: Any) -> Iterator[None]:
     def renew() -> None:
         while not done.wait(RENEW_S):
             with suppress(RayError):
-                ray.get(supervisor.follow.remote(), timeout=ANSWER_S)
+                ray.get(supervisor.follow.remote(sys.maxsize), timeout=ANSWER_S)
 
     thread = threading.Thread(target=renew, name="raytrain_ft-follow", daemon=True)
     thread.start()

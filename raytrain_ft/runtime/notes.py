@@ -44,11 +44,12 @@ class Notes:
         self._told_of = written["Recovery"]
         self._over: list[dict[str, Any]] = []  # the recoveries that are, as plain data
 
-    def recoveries(self) -> list[dict[str, Any]]:
-        """All, as plain data. What is over hardly changes; it may be thousands, and this is asked for many times a second."""
+    def recoveries(self, known: int = 0) -> list[dict[str, Any]]:
+        """All, as plain data, but for so many of the first that are over. What is over hardly changes; it may be thousands, and
+        this is asked for many times a second."""
         recoveries, over = self._machine.recoveries, self._finished()
         self._over += [asdict(recovery) for recovery in recoveries[len(self._over) : over]]
-        return self._over + [asdict(recovery) for recovery in recoveries[over:]]
+        return self._over[known:] + [asdict(recovery) for recovery in recoveries[over:]]
 
     def explained(self, lost: str) -> None:
         """Why this member died has become known, perhaps after its recovery was over. The others are as they were: to make

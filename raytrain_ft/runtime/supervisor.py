@@ -118,10 +118,10 @@ class Supervisor:
         """Returns the account of the run's end, when that has come. Asked again by Ray after a restart."""
         return await asyncio.shield(self._life)
 
-    async def follow(self) -> dict[str, Any]:
-        """How the run stands. Whoever asks keeps it going."""
+    async def follow(self, known: int = 0) -> dict[str, Any]:
+        """How the run stands, but for so many of its first recoveries that are over. Whoever asks keeps it going."""
         self._followed_at = time.monotonic()
-        return self.account()
+        return self.account(known)
 
     async def status(self) -> dict[str, Any]:
         """How the run stands."""
@@ -290,9 +290,10 @@ class Supervisor:
         finally:  # workers end by themselves without it; one that stayed would keep the run's name taken
             ray.kill(ray.get_runtime_context().current_actor)
 
-    def account(self) -> dict[str, Any]:
-        """State, progress and recoveries as plain data."""
+    def account(self, known: int = 0) -> dict[str, Any]:
+        """State, progress and recoveries as plain data; the first recoveries that are over may be known."""
         machine, spec = self._machine, self._spec
+        recoveries = self._notes.recoveries(known)
         newest = within(spec.stored_in, machine.stored[0].name) if spec.stored_in is not None and machine.stored else None
         return {
             "name": spec.name,
@@ -314,7 +315,8 @@ class Supervisor:
             "world": list(machine.world),
             "holders": machine.holders(),
             "stored": [stored.name for stored in machine.stored],
-            "recoveries": self._notes.recoveries(),
+            "recoveries": recoveries,
+            "recoveries_before": len(machine.recoveries) - len(recoveries),
             "warnings": list(machine.warnings),
             "failure": machine.failure,
             "result": machine.result,

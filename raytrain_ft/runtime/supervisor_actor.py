@@ -33,8 +33,8 @@ class SupervisorActor:
     async def run(self) -> dict[str, Any]:
         return await self._supervisor.run()
 
-    async def follow(self) -> dict[str, Any]:
-        return await self._supervisor.follow()
+    async def follow(self, known: int = 0) -> dict[str, Any]:
+        return await self._supervisor.follow(known)
 
     async def status(self) -> dict[str, Any]:
         return await self._supervisor.status()

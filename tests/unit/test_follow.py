@@ -224,15 +224,64 @@ class Silent:
 
     def __init__(self, lease: float, words: int = 1) -> None:
         self.run = SimpleNamespace(remote=lambda: "ended")
-        self.follow = SimpleNamespace(remote=lambda: "account")
-        self.answers = iter([{"lease": lease}] * words)
+        self.follow = SimpleNamespace(remote=lambda known: "account")
+        self.answers = iter([{"lease": lease, "recoveries": [], "recoveries_before": 0}] * words)
         self.now = 0.0
 
-    def get(self, asked: object, timeout: float) -> dict[str, float]:
+    def get(self, asked: object, timeout: float) -> dict[str, object]:
         self.now += timeout
         for answer in self.answers:
             return answer
         raise GetTimeoutError
+
+
+def test_recoveries_that_are_over_are_told_once_and_all_of_them_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be thousands, and five accounts a second. An account is whole nevertheless."""
+    happened = [{"cause": f"loss {number}", "resumed": float(number)} for number in range(1000)]
+    told: list[int] = []
+
+    def follow_from(known: int) -> dict[str, object]:
+        over = [recovery for recovery in happened if recovery["resumed"] is not None]
+        recoveries = over[known:] + happened[len(over) :]
+        told.append(len(recoveries))
+        return {"recoveries": recoveries, "recoveries_before": len(happened) - len(recoveries)}
+
+    supervisor = SimpleNamespace(
+        run=SimpleNamespace(remote=lambda: None), follow=SimpleNamespace(remote=lambda known: follow_from(known))
+    )
+    ended = [False]
+    monkeypatch.setattr("raytrain_ft.follow.ray.wait", lambda asked, timeout: (asked, []) if ended[0] else ([], asked))
+    monkeypatch.setattr("raytrain_ft.follow.ray.get", lambda asked, timeout: asked or {"recoveries": happened})
+    accounts = watch(supervisor)
+
+    def next_recoveries() -> object:
+        return next(accounts)["recoveries"]
+
+    assert next_recoveries() == happened
+    happened.append({"cause": "loss 1000", "resumed": None})
+    assert next_recoveries() == happened
+    assert next_recoveries() == happened
+    happened[-1] = {"cause": "loss 1000", "resumed": 1000.0}
+    assert next_recoveries() == happened
+    happened.append({"cause": "loss 1001", "resumed": 1001.0})
+    assert next_recoveries() == happened
+    assert told == [1000, 1, 1, 1, 1]
+    del happened[999:]  # the supervisor was lost, and could not write its log before
+    assert next_recoveries() == happened
+    happened[7] = {"cause": "loss 7; w7: killed, perhaps for memory", "resumed": 7.0}
+    ended[0] = True
+    assert next_recoveries() == happened, "with what became known late"
+
+
+def test_who_only_keeps_a_run_going_is_told_of_no_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(follow, "RENEW_S", 0.01)
+    monkeypatch.setattr("raytrain_ft.follow.ray.get", lambda call, timeout: None)
+    with follow.kept_going(SimpleNamespace(follow=SimpleNamespace(remote=asked.append))):
+        deadline = time.monotonic() + 30
+        while not asked and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert asked[0] > 10**9
 
 
 @pytest.mark.parametrize(("lease", "patience"), [(30.0, 120.0), (600.0, 600.0)])

@@ -72,6 +72,8 @@ def test_a_recovery_that_is_over_is_made_plain_data_once(monkeypatch: Any) -> No
         end(machine, number + 0.5)
         assert one.recoveries() == one.recoveries() == [asdict(known) for known in machine.recoveries]
     assert len(made) == 200, "once while it goes on, and once when it is over"
+    assert [known["lost"] for known in one.recoveries(98)] == [["w98"], ["w99"]]
+    assert one.recoveries(101) == [], "who asks knows more, as of a supervisor that could not write its log"
     made.clear()
     machine.history.explain("w7", "killed, perhaps for memory")
     one.explained("w7")
@@ -127,7 +129,7 @@ def test_what_a_run_tells_of_its_checkpoints_has_no_credentials(
         "followed_at": 0.0,
         "ended_at": 1.0,
     }
-    one = bare(**parts, notes=SimpleNamespace(recoveries=list))
+    one = bare(**parts, notes=SimpleNamespace(recoveries=lambda known: []))
     monkeypatch.setattr(supervisor.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
     account = one.account()
     assert account["checkpoint"] == "s3://bucket/runs/digits/checkpoints/step-000000020-e1-i1?region=x"
