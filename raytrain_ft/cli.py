@@ -86,7 +86,10 @@ def audit(run: Path) -> None:
     Of a run that went on from a checkpoint, the records of the runs before are part of the proof.
     """
     _records(run)
-    result = audit_records(read_run(run))
+    try:
+        result = audit_records(read_run(run))
+    except StorageError as error:
+        raise click.ClickException(f"nothing is proven: {error}") from error
     table = Table(show_header=False)
     table.add_row("run finished", "yes" if result.finished else "no")
     table.add_row("steps audited", f"{result.steps:,}")

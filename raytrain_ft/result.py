@@ -51,7 +51,11 @@ class Result:
     def audit(self) -> Audit:
         """What the run's records prove: how many samples were used, exactly once each, and how many were not, for any reason
         (a lossy recovery, a step whose loss is not finite). Where this process does not see `path`, nothing is proven: `ok` is
-        False."""
+        False.
+
+        Raises:
+            StorageError: the records are damaged, so that they prove nothing.
+        """
         return audit(read_run(Path(self.path)))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -38,6 +39,8 @@ MOST_WAITING = 10_000
 BLOCK_BYTES = 2**16
 END_BYTES = 2**20
 """In which the last lines of a log lie."""
+EARLIER = re.compile(r"events-[0-9]+\.jsonl")
+"""The log of a run, once another of the same name has followed it."""
 
 
 def encode(event: Event) -> str:
@@ -186,19 +189,36 @@ def read_past(path: Path) -> Iterator[tuple[str, Event | None]]:
             yield named
 
 
-def each_record(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a log as dictionaries, notes included, up to one that was cut short or damaged."""
+def each_record(path: Path, damaged: Callable[[StorageError], object] | None = None) -> Iterator[dict[str, Any]]:
+    """The lines of a log as dictionaries, notes included, up to one that was cut short or damaged.
+
+    Args:
+        damaged: is told of a line that is damaged although a whole one follows it, and may raise; if it does not, what follows
+            is read as well. Such a line at the end may be one that a crash cut short, and is only left out.
+    """
+    bad = 0
     with path.open(encoding="ascii", errors="surrogateescape") as log:
-        for line in log:
+        for number, line in enumerate(log, 1):
             if not line.endswith("\n"):  # `EventLog` takes it away, so nobody may have read it
                 return
-            try:
-                record = json.loads(line)
-            except ValueError:
+            if bad and damaged is not None:
+                damaged(StorageError(f"{path}, line {bad} is damaged, and others follow it"))
+            record = _record(line)
+            bad = number if record is None else 0
+            if record is not None:
+                yield record
+            elif damaged is None:
                 return
-            if not line.isascii() or not isinstance(record, dict) or not isinstance(record.get("event"), str):
-                return
-            yield record
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    """None if it is none."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    sound = line.isascii() and isinstance(record, dict) and isinstance(record.get("event"), str)
+    return record if sound else None
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -206,7 +226,28 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return list(each_record(path))
 
 
+def earlier_logs(directory: Path) -> list[Path]:
+    """The logs of the runs in a directory that others of the same name have followed, oldest first.
+
+    Raises:
+        OSError: the directory cannot be read, which is not the same as that there are none.
+    """
+    try:
+        there = [path for path in directory.iterdir() if EARLIER.fullmatch(path.name)]  # `glob` may pass over such a directory
+    except FileNotFoundError:
+        return []
+    return sorted(there, key=lambda path: int(path.stem[7:]))
+
+
 def read_run(directory: Path) -> list[dict[str, Any]]:
-    """The records of all runs in a directory, oldest first: those that a later run of the same name went on from, too."""
-    earlier = sorted(directory.glob("events-[0-9]*.jsonl"))
-    return [record for path in [*earlier, directory / "events.jsonl"] if path.exists() for record in read_records(path)]
+    """The records of all runs in a directory, oldest first: those that a later run of the same name went on from, too.
+
+    Raises:
+        StorageError: a line is damaged, and not only the last of a log: nothing is proven by what is left.
+    """
+
+    def refuse(error: StorageError) -> None:
+        raise error
+
+    logs = [*earlier_logs(directory), directory / "events.jsonl"]
+    return [record for path in logs if path.exists() for record in each_record(path, refuse)]

@@ -11,7 +11,7 @@ from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import State
 from raytrain_ft.policy.strategy import Recovery
-from raytrain_ft.runtime.event_log import decode, each_record
+from raytrain_ft.runtime.event_log import decode, each_record, earlier_logs
 
 
 class Follower:
@@ -67,7 +67,7 @@ class Follower:
 def committed_before(directory: Path) -> int:
     """The steps that earlier runs in this directory had come to, since one of them began anew; 0 if there were none."""
     furthest = 0
-    for log in sorted(directory.glob("events-[0-9]*.jsonl")):
+    for log in earlier_logs(directory):
         for record in each_record(log):
             if record["event"] == "RunStarted" and not record["stored"]:
                 furthest = 0

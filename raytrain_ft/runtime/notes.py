@@ -17,7 +17,7 @@ from raytrain_ft.policy.history import ENDS
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import State
 from raytrain_ft.runtime import report, sealed, timeline
-from raytrain_ft.runtime.event_log import EventLog, read_past
+from raytrain_ft.runtime.event_log import EventLog, earlier_logs, read_past
 from raytrain_ft.runtime.spec import RunSpec
 from raytrain_ft.storage.draft import draft_of
 
@@ -128,7 +128,7 @@ def past_of(spec: RunSpec) -> Iterator[tuple[str, m.Event | None]]:
     if first is not None:
         if _run_of(first) == spec.run_id:
             return read_past(path)
-        kept = [int(number) for log in spec.directory.glob("events-*.jsonl") if (number := log.stem[7:]).isdecimal()]
+        kept = [int(log.stem[7:]) for log in earlier_logs(spec.directory)]
         path.rename(spec.directory / f"events-{max(kept, default=0) + 1:03d}.jsonl") if first else path.unlink()
     faults = spec.directory / "faults"
     for marker in [] if faults.is_symlink() else faults.glob("*"):

@@ -9,11 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from raytrain_ft.cli import main
 from raytrain_ft.errors import StorageError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.runtime import event_log
-from raytrain_ft.runtime.event_log import EventLog, decode, encode, has_end, read_events, read_past, read_records
+from raytrain_ft.runtime.event_log import (
+    EventLog,
+    decode,
+    earlier_logs,
+    encode,
+    has_end,
+    read_events,
+    read_past,
+    read_records,
+    read_run,
+)
 
 EVENT = m.CapacityChanged(at=1.0, slots=3)
 
@@ -179,7 +191,43 @@ def test_a_line_that_is_no_record_is_damage_and_no_crash(tmp_path: Path, damage:
     path.write_bytes(whole + damage)
     assert read_events(path) == [EVENT], "it is the last"
     assert len(read_records(path)) == 1
+    assert len(read_run(tmp_path)) == 1
     path.write_bytes(whole + damage + whole)
     assert len(read_records(path)) == 1
     with pytest.raises(StorageError, match="line 2 is damaged"):
+        read_run(tmp_path)
+    with pytest.raises(StorageError, match="line 2 is damaged"):
         list(read_past(path))
+
+
+def test_nothing_is_proven_by_what_is_left_of_a_damaged_log(tmp_path: Path) -> None:
+    """Whatever was lost or repeated after the damage would not be seen."""
+    log = EventLog(tmp_path / "events.jsonl")
+    for _ in range(3):
+        log.append(EVENT)
+    log.close()
+    whole = log.path.read_bytes()
+    log.path.rename(tmp_path / "events-001.jsonl")
+    (tmp_path / "events.jsonl").write_bytes(whole)
+    assert len(read_run(tmp_path)) == 6
+    middle = len(whole) // 3
+    (tmp_path / "events-001.jsonl").write_bytes(whole[:middle] + b"\0" * 9 + whole[middle + 9 :])
+    done = CliRunner().invoke(main, ["audit", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "events-001.jsonl, line 2 is damaged, and others follow it" in done.output
+    assert "exactly once" not in done.output
+
+
+def test_a_directory_that_cannot_be_listed_is_not_an_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log would be put aside over an earlier one."""
+    for number in (2, 10, 1000, 999):
+        (tmp_path / f"events-{number:03d}.jsonl").touch()
+    assert [path.name[7:-6] for path in earlier_logs(tmp_path)] == ["002", "010", "999", "1000"]
+    assert earlier_logs(tmp_path / "nowhere") == []
+
+    def denied(path: Path) -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "listdir", denied)
+    with pytest.raises(PermissionError):
+        earlier_logs(tmp_path)
