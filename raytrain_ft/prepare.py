@@ -6,6 +6,7 @@ import json
 import math
 import os
 import secrets
+import time
 import uuid
 import warnings
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.sampling import Sampling, steps_per_epoch
 from raytrain_ft.ray_config import CheckpointConfig, RunConfig, ScalingConfig, workers
 from raytrain_ft.runtime import sealed
-from raytrain_ft.runtime.event_log import each_record
+from raytrain_ft.runtime.event_log import each_record, earlier_logs
 from raytrain_ft.runtime.notices.notice import NoticeSpec
 from raytrain_ft.runtime.placement import connect
 from raytrain_ft.runtime.preemption import CLOUDS
@@ -52,6 +53,8 @@ PHASE_S = 60.0
 STOP_S = 30.0
 PARAMETERS_PER_S = 100e6 / 60
 """To move: with Adam's state they are 12 bytes each, and storage or a network may bring 20 MB/s."""
+RECORDS_S, AGAIN_S = 10.0, 1.0
+"""How long records that cannot be read are tried again, and how often."""
 
 
 def prepare(
@@ -100,7 +103,6 @@ def prepare(
     if not ray.is_initialized():
         connect(log_to_driver=False)
     make_directory(directory)  # last, so that what is refused leaves nothing behind
-    incarnation, returns = earlier_runs(directory)
     spec = RunSpec(
         run_id=uuid.uuid4().hex[:12],
         name=directory.name,
@@ -116,8 +118,6 @@ def prepare(
         checkpoints=checkpoints,
         log=_log(recovery) if rules.logging else None,
         log_choice=log_choice,
-        incarnation=incarnation,
-        returns=returns,
         faults=tuple(settings.faults),
         notices=_notices(recovery),
         heartbeat_interval=recovery.heartbeat_interval.total_seconds(),
@@ -313,19 +313,59 @@ def _checkpoints(
     )
 
 
+def after_earlier_runs(spec: RunSpec) -> RunSpec:
+    """The same run as one that follows the others of its name, none of which may be about to end any more.
+
+    Raises:
+        StorageError: what they have recorded cannot be read. A run that did not know of them would begin with incarnations that
+            there were, and a later one take its checkpoints for what an earlier one had left behind.
+    """
+    deadline = time.monotonic() + RECORDS_S
+    while True:
+        try:
+            incarnation, returns = earlier_runs(spec.directory)
+            return replace(spec, incarnation=incarnation, returns=returns)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise StorageError(
+                    f"{spec.directory}: the records of earlier runs of this name cannot be read, and this one must go on from "
+                    f"them: {error}. Look at the mount and the permissions of its file system and run the job again, or choose "
+                    "another RunConfig(name=...)"
+                ) from error
+        time.sleep(AGAIN_S)
+
+
 def earlier_runs(directory: Path) -> tuple[int, tuple[Return, ...]]:
     """The last incarnation of earlier runs of this name, for later ones have greater numbers, in records and checkpoints; and
-    when everybody went back in them, by which it is told which of their checkpoints are of the training that went on."""
+    when everybody went back in them, by which it is told which of their checkpoints are of the training that went on.
+
+    Every run begins its log with what it knows of those before it, so mostly only the last one is read.
+
+    Raises:
+        OSError: a log cannot be read.
+    """
     last, returns = 0, []
-    for log in sorted(directory.glob("events*.jsonl")):
-        with suppress(OSError, AttributeError):  # the second of what is no record
-            for record in each_record(log):
-                incarnation = record.get("incarnation")
-                last = max(last, incarnation) if isinstance(incarnation, int) else last
-                match record:
-                    case {"event": "Recovery", "strategy": how, "incarnation": int(own), "step": int(step)} if how in RETURNS:
-                        returns.append(Return(own, step))
+    for log in reversed([*earlier_logs(directory), directory / "events.jsonl"]):
+        before, latest, own = _one_run(log)
+        last, returns = max(last, latest), [*own, *returns]
+        if before is not None:
+            return max(last, before[0]), (*before[1], *returns)
     return last, tuple(returns)
+
+
+def _one_run(log: Path) -> tuple[tuple[int, list[Return]] | None, int, list[Return]]:
+    """What a run knew of those before it, if it came to say so; its last incarnation; and when everybody went back in it."""
+    before, last, returns = None, 0, []
+    with suppress(FileNotFoundError):
+        for record in each_record(log, lambda error: warnings.warn(f"{error}: it is passed over", stacklevel=6)):
+            incarnation = record.get("incarnation")
+            last = max(last, incarnation) if isinstance(incarnation, int) else last
+            match record:
+                case {"event": "RunStarted", "incarnation": int(earlier), "returns": list(known)}:
+                    before = earlier, [Return(one["incarnation"], one["step"]) for one in known]
+                case {"event": "Recovery", "strategy": how, "incarnation": int(own), "step": int(step)} if how in RETURNS:
+                    returns.append(Return(own, step))
+    return before, last, returns
 
 
 def directory_of(storage_path: str, name: str) -> Path:

@@ -24,7 +24,7 @@ from raytrain_ft.config import ParallelismConfig, RecoveryConfig, check_name
 from raytrain_ft.errors import ConfigError, FTError, RunActiveError
 from raytrain_ft.follow import POLL_S, abort, clean_up, kept_going, result_of, watch
 from raytrain_ft.policy.states import ENDED
-from raytrain_ft.prepare import directory_of, prepare
+from raytrain_ft.prepare import after_earlier_runs, directory_of, prepare
 from raytrain_ft.progress import Display
 from raytrain_ft.ray_config import CheckpointConfig, RunConfig, ScalingConfig, check_supported
 from raytrain_ft.result import Result
@@ -123,6 +123,7 @@ class Trainer:
         with ExitStack() as last:
             right = _take_directory(spec)
             last.callback(right.release)  # whatever comes: when this is over, so is the run
+            spec = after_earlier_runs(spec)
             last.callback(sealed.remove, spec)
             sealed.write(spec, task)
             return self._train(spec, right, last)

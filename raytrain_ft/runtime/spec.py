@@ -67,7 +67,7 @@ class RunSpec:
         log_choice: what was decided about that and why, for the run's record.
         nonce: what a worker must find in the directory, to prove that it is the same one.
         checkpoints: None writes none.
-        incarnation: the last one of earlier runs of this name.
+        incarnation: the last one of earlier runs of this name; 0 until they are known to be over.
         returns: of those, as of a `RunState`.
         notices: which of them are heeded.
         driver_timeout: see `RecoveryConfig`.
@@ -88,8 +88,8 @@ class RunSpec:
     checkpoints: CheckpointSpec | None
     log: LogSpec | None
     log_choice: LogChoice | None
-    incarnation: int
-    returns: tuple[Return, ...]
+    incarnation: int = 0
+    returns: tuple[Return, ...] = ()
     faults: tuple[Any, ...]
     notices: NoticeSpec
     heartbeat_interval: float

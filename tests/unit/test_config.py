@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -22,13 +24,16 @@ import torch
 from ray.exceptions import ActorDiedError
 
 import raytrain_ft as ft
-from raytrain_ft.errors import ConfigError, FTError
+from raytrain_ft.errors import ConfigError, FTError, StorageError
 from raytrain_ft.model_checks import check_optimizer, check_stages, choose_update
 from raytrain_ft.places import Place
+from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.lineage import Return
 from raytrain_ft.policy.sampling import Sampling
-from raytrain_ft.prepare import _checkpoints, _seconds_to_move, _worker_options, earlier_runs
+from raytrain_ft.prepare import _checkpoints, _seconds_to_move, _worker_options, after_earlier_runs, earlier_runs
 from raytrain_ft.ray_config import check_supported
+from raytrain_ft.runtime.event_log import encode
+from raytrain_ft.runtime.spec import RunSpec
 from raytrain_ft.settings import Keywords, TrainSettings
 from raytrain_ft.trainer import _account_of
 from raytrain_ft.training.settings import PipelineSettings
@@ -405,6 +410,84 @@ def test_a_run_knows_when_everybody_went_back_in_those_before(tmp_path: Path) ->
     (tmp_path / "events-001.jsonl").write_text("[1]\n")
     assert earlier_runs(tmp_path) == (7, (Return(7, 120),))
     assert earlier_runs(tmp_path / "new") == (0, ())
+
+
+def write_records(log: Path, *records: dict[str, Any] | str) -> None:
+    log.write_text("".join(f"{one if isinstance(one, str) else json.dumps(one)}\n" for one in records))
+
+
+def test_what_a_run_knew_of_those_before_it_need_not_be_read_again(tmp_path: Path) -> None:
+    """A name may have had hundreds of runs, of days each."""
+    went_back = {"event": "Recovery", "incarnation": 8, "step": 120, "strategy": "checkpoint"}
+    started = json.loads(encode(m.RunStarted(run_id="r7", incarnation=7, returns=(Return(4, 90),))))
+    (tmp_path / "events-006.jsonl").mkdir()  # what would be read would be an error
+    write_records(tmp_path / "events-007.jsonl", started, went_back)
+    assert earlier_runs(tmp_path) == (8, (Return(4, 90), Return(8, 120)))
+    write_records(tmp_path / "events.jsonl")  # of one that did not come to say anything
+    assert earlier_runs(tmp_path) == (8, (Return(4, 90), Return(8, 120)))
+    write_records(tmp_path / "events.jsonl", started | {"incarnation": 8, "returns": []})
+    assert earlier_runs(tmp_path) == (8, ())
+
+
+def test_runs_before_one_that_does_not_tell_of_them_are_read(tmp_path: Path) -> None:
+    """It is of an earlier version. The newest is that of the greatest number."""
+    went_back = {"event": "Recovery", "incarnation": 4, "step": 90, "strategy": "checkpoint"}
+    write_records(tmp_path / "events-999.jsonl", {"event": "RunStarted", "incarnation": 2, "returns": []}, went_back)
+    write_records(tmp_path / "events-1000.jsonl", {"event": "RunStarted", "incarnation": 4}, went_back | {"incarnation": 6})
+    assert earlier_runs(tmp_path) == (6, (Return(4, 90), Return(6, 90)))
+
+
+def test_a_damaged_line_hides_no_later_one(tmp_path: Path) -> None:
+    """Else the run would begin with incarnations that there were."""
+    write_records(tmp_path / "events.jsonl", {"event": "State", "incarnation": 3}, "\0\0", {"event": "State", "incarnation": 9})
+    with pytest.warns(UserWarning, match=r"events\.jsonl, line 2 is damaged, and others follow it: it is passed over"):
+        assert earlier_runs(tmp_path) == (9, ())
+
+
+@pytest.mark.parametrize("away", ["listdir", "open"])
+@pytest.mark.parametrize("times", [2, 10_000])
+def test_records_that_cannot_be_read_are_not_taken_for_none(
+    times: int, away: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later run would take the checkpoints of this one for what an earlier one had left behind, and throw them away."""
+    write_records(tmp_path / "events.jsonl", {"event": "State", "incarnation": 9})
+    monkeypatch.setattr("raytrain_ft.prepare.RECORDS_S", 0.05)
+    monkeypatch.setattr("raytrain_ft.prepare.AGAIN_S", 0.01)
+    owner: Any = os if away == "listdir" else Path
+    work, calls = getattr(owner, away), iter(range(times))
+
+    def fail(*args: Any, **more: Any) -> Any:
+        if next(calls, None) is not None:
+            raise OSError(errno.EIO, "Input/output error")
+        return work(*args, **more)
+
+    monkeypatch.setattr(owner, away, fail)
+    spec = blank_spec(tmp_path)
+    if times == 2:
+        assert after_earlier_runs(spec).incarnation == 9
+        return
+    with pytest.raises(StorageError, match=rf"{tmp_path}: the records of earlier runs .* Input/output error\. Look"):
+        after_earlier_runs(spec)
+
+
+def blank_spec(directory: Path) -> RunSpec:
+    fields: Any = dict.fromkeys(RunSpec.__dataclass_fields__) | {"directory": directory, "incarnation": 0, "returns": ()}
+    return RunSpec(**fields)
+
+
+def test_the_run_before_has_ended_when_its_records_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the name is taken, it may be writing its last ones."""
+
+    def take(spec: RunSpec) -> Any:
+        write_records(tmp_path / "events.jsonl", {"event": "State", "incarnation": 9})
+        return SimpleNamespace(release=lambda: None)
+
+    monkeypatch.setattr("raytrain_ft.trainer.prepare", lambda *_: (blank_spec(tmp_path), b""))
+    monkeypatch.setattr("raytrain_ft.trainer._take_directory", take)
+    monkeypatch.setattr("raytrain_ft.trainer.sealed", SimpleNamespace(write=lambda *_: None, remove=lambda *_: None))
+    monkeypatch.setattr(ft.Trainer, "_train", lambda self, spec, right, last: spec)
+    begun: Any = trainer().fit()
+    assert begun.incarnation == 9
 
 
 def test_a_supervisor_that_is_gone_as_it_is_asked_holds_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
