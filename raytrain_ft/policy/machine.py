@@ -48,6 +48,8 @@ PAUSES_APART = 4
 one would else hold all others up once for each of them."""
 MOST_STORED = 16
 """Checkpoints that are remembered to go back to."""
+UNTIDY = "when a checkpoint was durable, "
+"""How the warning begins that something was left to be done then; told once, for it is rarely another reason."""
 
 
 def handle(run: RunState, event: m.Event) -> list[m.Command]:
@@ -327,6 +329,8 @@ def _advance(run: RunState, step: int) -> None:
 
 
 def _on_checkpoint_committed(run: RunState, event: m.CheckpointCommitted) -> list[m.Command]:
+    if event.untidy and not any(words.startswith(UNTIDY) for words in run.warnings):
+        run.warn(f"{UNTIDY}{event.untidy}. Training goes on, but the storage may fill up: look at its permissions")
     stored = m.Stored(event.name, event.step, event.incarnation)
     standing = run.standing([stored])
     if event.incarnation < run.counts_from:

@@ -247,6 +247,7 @@ class CheckpointCommitted(Event):
     Attributes:
         bytes: of its files.
         device_copy_s: of the copy within the device's memory; None if it was not copied there.
+        untidy: what could not be done after the one before, such as deleting what it replaces; empty if all could.
     """
 
     member: str
@@ -258,6 +259,7 @@ class CheckpointCommitted(Event):
     stall_s: float
     persist_s: float
     device_copy_s: float | None = None
+    untidy: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,11 +64,13 @@ class Outcome:
         error: None, or why there is no such checkpoint.
         seconds: from the start of the job to its end.
         size: bytes of the whole checkpoint's files (of the shard, but for number 0).
+        untidy: what could not be done after the job before had been told of as durable, such as deleting what it replaces.
     """
 
     error: str | None
     seconds: float
     size: int
+    untidy: str = ""
 
 
 class Teller:

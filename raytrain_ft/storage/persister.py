@@ -55,8 +55,9 @@ def carry_out(
     cancelled: set[str],
     done: Callable[[int], None] = lambda size: None,
     lives: Callable[[], bool] = lambda: True,
-) -> None:
+) -> str:
     """Writes a shard and, as number 0, commits. Then it tidies up, which takes as long again as some of the writing did.
+    Returns what of that failed, in words.
 
     Args:
         parts: of the shard's file (`shard.encode`).
@@ -74,7 +75,7 @@ def carry_out(
     own = checkpoint.write_shard(storage, job.name, job.number, job.count, parts)
     if job.number != 0:
         done(own.size)
-        return
+        return ""
 
     def check_right() -> None:
         if not lock.holds(storage, job.owner, job.epoch):
@@ -111,23 +112,28 @@ def carry_out(
     checkpoint.commit(storage, manifest)
     is_over = not lives() or str(job.name) in cancelled  # before the worker is told, which may be what it ends upon
     done(sum(entry.size for entry in entries))
-    if not is_over:  # else others may be going back to what it would delete
-        _tidy(storage, job)
+    return "" if is_over else _tidy(storage, job)  # others may be going back to what it would delete
 
 
-def _tidy(storage: Storage, job: Job) -> None:
+def _tidy(storage: Storage, job: Job) -> str:
     """What comes after the commit: first what makes room, also for the rest. That one fails holds up no other, and makes the
-    checkpoint no worse."""
+    checkpoint no worse; but where it always fails, nobody would know why the storage fills up. Returns what did."""
 
     def write_files() -> None:
         for name, content in job.files.items():
             storage.put(name, [memoryview(content.encode())])
 
-    for part in (lambda: retention.retain(storage, job.name, job.keep, job.rejected, job.begun, job.unread), write_files):
+    def delete() -> None:
+        retention.retain(storage, job.name, job.keep, job.rejected, job.begun, job.unread)
+
+    failed = []
+    for part, what in ((delete, "what it replaces could not be deleted"), (write_files, "what was measured was not written")):
         try:
             part()
         except Exception as error:
-            print(f"after {job.name}: {error!r}", file=sys.stderr)
+            failed.append(f"{what}: {error if isinstance(error, StorageError) else repr(error)}")
+            print(f"after {job.name}: {error!r}", file=sys.stderr)  # the last of a run is told nowhere else
+    return "; ".join(failed)
 
 
 # ---------------------------------------------------------------- the worker's side
@@ -330,20 +336,22 @@ def main() -> None:
     parts: list[memoryview] = []
     jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
     cancelled: set[str] = set()
+    untidy = ""
     threading.Thread(target=_read, args=(lives, described, jobs, cancelled), name="jobs", daemon=True).start()
     while (job := jobs.get()) is not None:
         began = time.monotonic()
 
-        def answer(error: str | None, size: int = 0, began: float = began) -> None:
-            tell(asdict(Outcome(error, time.monotonic() - began, size)))
+        def answer(error: str | None, size: int = 0, began: float = began, untidy: str = untidy) -> None:
+            tell(asdict(Outcome(error, time.monotonic() - began, size, untidy)))
 
+        untidy = ""
         try:
             if job.pieces is not pieces:
                 total = sum(piece.size for piece in job.pieces)
                 if total > len(mapped):
                     mapped = memoryview(mmap.mmap(descriptor, os.fstat(descriptor).st_size, mmap.MAP_SHARED, mmap.PROT_READ))
                 pieces, parts = job.pieces, encode(job.pieces, mapped[:total])
-            carry_out(job, parts, cancelled, lambda size: answer(None, size), lives)
+            untidy = carry_out(job, parts, cancelled, lambda size: answer(None, size), lives)
         except StorageError as error:
             answer(str(error))
         except Exception:

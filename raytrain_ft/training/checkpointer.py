@@ -368,7 +368,7 @@ class Checkpointer:
         # What training waits for, which on a busy machine is more than the persister's own time.
         seconds = time.monotonic() - began
         if result.error is not None:  # and how long that took says nothing of how long one takes
-            self._fail(job, result.error)
+            self._fail(job, result.error + (f". Of the one before, {result.untidy}" if result.untidy else ""))
         else:
             times = {"copy": copy.seconds, "persist": seconds, "device_copy": copy.device_seconds}
             costs = Costs(stall=self._stall_s, size=copy.size, free=self._free, **times)  # pyright: ignore[reportArgumentType]
@@ -385,6 +385,7 @@ class Checkpointer:
                     "device_copy_s": copy.device_seconds,
                     "stall_s": self._waited_s + self._stall_s,
                     "persist_s": result.seconds,
+                    "untidy": result.untidy,
                 },
             )
         outcome.set_result(result)

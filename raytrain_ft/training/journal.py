@@ -39,7 +39,8 @@ class Journal:
 
     def tell(self, event: str, fields: dict[str, Any]) -> None:
         """Writes an event down. A journal that cannot be written is no reason to end training: logging says it once."""
-        log.log(_LEVELS.get(event, logging.INFO), "%s %s", event, " ".join(f"{k}={_short(v)}" for k, v in fields.items()))
+        level = logging.WARNING if fields.get("untidy") else _LEVELS.get(event, logging.INFO)
+        log.log(level, "%s %s", event, " ".join(f"{k}={_short(v)}" for k, v in fields.items()))
         if self._path is not None:
             self._lines.put(json.dumps({"time": round(time.time(), 3), "event": event, **fields}) + "\n")
 

@@ -838,6 +838,22 @@ def test_a_journal_whose_disk_hangs_holds_nobody_up(tmp_path: Path, monkeypatch:
     hangs.set()
 
 
+def test_a_script_is_warned_that_what_a_checkpoint_replaces_cannot_be_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    setup = Setup()
+    with caplog.at_level(logging.WARNING), checkfreq.open(tmp_path, every=3, keep=1, **setup.objects) as run:
+        for inputs, labels in run.batches(setup.loader, until_step=13):
+            if run.step == 5:
+                until(lambda: kept(tmp_path))
+                (oldest,) = (tmp_path / "checkpoints").glob("step-*")
+                (oldest / "directory").mkdir()
+            setup.step(inputs, labels)
+    said = [record for record in caplog.records if "what it replaces could not be deleted" in record.message]
+    assert {record.levelno for record in said} == {logging.WARNING}
+    assert "CheckpointCommitted" in said[0].message
+
+
 def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():

@@ -145,6 +145,27 @@ def test_one_that_is_asked_for_does_not_wait_for_the_interval(make: Make, told: 
     assert told == [("CheckpointCommitted", 3), ("CheckpointCommitted", 4)]
 
 
+def test_what_could_not_be_deleted_is_told_with_the_next_checkpoint() -> None:
+    told: list[tuple[str, dict[str, Any]]] = []
+    held = Held()
+    one = Checkpointer(
+        Target(place=Place("/nowhere"), owner="run", epoch=1),
+        lambda: ([("w", torch.zeros(8))], {}),
+        lambda: Tuner(budget=0.035, window=4, fixed=5),
+        lambda event, fields: told.append((event, fields)) if event != "IntervalChosen" else None,
+        persister=lambda memory: held,
+    )
+    one.begin(0, 1, 1, 0)
+    for step, error in ((5, None), (10, "No space left on device")):
+        one.take(step, go_on)
+        held.jobs.get(timeout=10).set_result(Outcome(error, 0.1, 1, "it could not be deleted"))
+        one.await_durable(go_on, 5.0)
+    one.close()
+    (_, committed), (_, failed) = told
+    assert committed["untidy"] == "it could not be deleted"
+    assert failed["reason"] == "No space left on device. Of the one before, it could not be deleted"
+
+
 def test_the_last_checkpoint_is_waited_for_where_those_before_it_were_too_slow_for_training(
     make: Make, told: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -587,6 +587,16 @@ def test_checkpoints_that_cannot_be_written_are_told_once_in_a_row() -> None:
     assert len(story.run.warnings) == 2, "it was broken off"
 
 
+def test_that_older_checkpoints_cannot_be_deleted_is_told_once() -> None:
+    """Else nobody would know why the storage fills up."""
+    story = running(2, checkpoints=True)
+    times: dict[str, Any] = {"bytes": 1, "snapshot_s": 0, "stall_s": 0, "persist_s": 0}
+    for step, untidy in ((5, ""), (10, "of step 3: Access Denied"), (15, "of step 5: Access Denied")):
+        story.tell(m.CheckpointCommitted(member="w0", incarnation=1, step=step, name=f"{step}", untidy=untidy, **times))
+    (told,) = story.run.warnings
+    assert told.startswith("when a checkpoint was durable, of step 3: Access Denied. Training goes on")
+
+
 def test_that_samples_are_left_out_is_told_once_for_each_reason() -> None:
     story = running(2)
     where: dict[str, Any] = {"incarnation": 1, "epoch": 0, "start": 0, "stop": 4}

@@ -104,6 +104,35 @@ def test_what_was_measured_is_stored_also_where_nothing_can_be_deleted(tmp_path:
     assert (tmp_path / str(Name(10, 1, 1)) / "directory").exists()
 
 
+def test_what_cannot_be_deleted_is_told_with_the_next_checkpoint(tmp_path: Path) -> None:
+    """Else nobody would know why the storage fills up."""
+    storage = two_checkpoints(tmp_path)
+    stays = tmp_path / str(Name(10, 1, 1)) / "directory"
+    stays.mkdir()
+    right = lock.acquire(storage, "test")
+    memory = SharedMemory()
+    memory.reserve(8)
+    persister = Persister(memory)
+    about = {"place": Place(str(tmp_path)), "owner": "test", "epoch": right.owner.epoch, "incarnation": 1, "keep": 2}
+    pieces = [Piece("t", "torch.uint8", (8,), 0, 8)]
+    told: list[str] = []
+    try:
+        for step in (30, 40, 50):
+            outcome = persister.submit(Job(step=step, number=0, count=1, pieces=pieces, **about)).result(timeout=30)
+            assert outcome.error is None
+            told.append(outcome.untidy)
+            assert persister.await_tidy(30.0)
+            if step == 30:
+                stays.rmdir()
+    finally:
+        persister.close(10)
+        memory.close()
+        right.release()
+    assert (told[0], told[2]) == ("", "")
+    assert told[1].startswith("what it replaces could not be deleted: ")
+    assert str(Name(10, 1, 1)) in told[1]
+
+
 @pytest.mark.parametrize("name", ["secrets", "sitecustomize"])
 def test_it_imports_what_its_worker_does_and_says_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
