@@ -218,12 +218,8 @@ def load(replica: Replica, spec: RunSpec, name: str, fence: Fence) -> None:
         content = holder.load(spec, parsed)
     else:
         storage = open_storage(spec.checkpoints.place)
-
-        def read() -> checkpoint.Content:
-            manifest = checkpoint.read_manifest(storage, parsed)
-            return checkpoint.map_shards(storage, manifest, durable.holds(manifest, replica.state.stage), fence.check)
-
-        content = checkpoint.patiently(read, fence.check)
+        manifest = checkpoint.patiently(lambda: checkpoint.read_manifest(storage, parsed), fence.check)
+        content = checkpoint.map_shards(storage, manifest, durable.holds(manifest, replica.state.stage), fence.check)
     if replica.attempt is not None:
         mending.discard(replica)
     if replica.undo is not None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
@@ -39,7 +40,8 @@ POLL_S = 0.01
 AT_ONCE = 16
 """Questions to storage at one time, where there are many: an object store takes a tenth of a second for each."""
 READ_S, AGAIN_S = 30.0, 1.0
-"""How long storage that does not answer is asked again, and how often; less than any phase of a recovery may take."""
+"""How long storage that does not answer is asked again, and how often; less than any phase of a recovery may take. It counts
+from the first failure: what takes long to read takes long to fail, and is read once more all the same."""
 NOTE = re.compile(r"shard-[0-9]+-of-[0-9]+\.json")
 
 
@@ -187,7 +189,8 @@ def read_manifest(storage: Storage, name: Name) -> Manifest:
 
 
 def patiently(read: Callable[[], T], check: Callable[[], None] = lambda: None) -> T:
-    """What is read, for which storage that fails is asked again and again: it may answer soon, and what is damaged stays so.
+    """What is read, for which storage that fails is asked again and again: it may answer soon, and what is damaged stays so. Of
+    what has several parts, each is to be read so by itself: else none of those that came counts when one has failed.
 
     Args:
         check: called between two attempts; may raise to leave.
@@ -195,12 +198,14 @@ def patiently(read: Callable[[], T], check: Callable[[], None] = lambda: None) -
     Raises:
         StorageError: of the last attempt.
     """
-    deadline = time.monotonic() + READ_S
+    deadline: float | None = None
     while True:
         try:
             return read()
         except UnreachableError:
-            if time.monotonic() + AGAIN_S > deadline:
+            now = time.monotonic()
+            deadline = now + READ_S if deadline is None else deadline
+            if now + AGAIN_S > deadline:
                 raise
         check()
         time.sleep(AGAIN_S)
@@ -280,7 +285,7 @@ def map_shards(
     wanted: Callable[[int], bool] = lambda number: True,
     check: Callable[[], None] = nothing,
 ) -> Content:
-    """Maps the shards of a checkpoint, for `restore.fill` to verify while it copies them.
+    """Maps the shards of a checkpoint, for `restore.fill` to verify while it copies them. Storage that fails is asked again.
 
     Args:
         wanted: whether to look at a shard, by its number. Each tensor must be in these shards, or in the others.
@@ -293,7 +298,8 @@ def map_shards(
     files: list[Mapped] = []
     for number in filter(wanted, range(count)):
         check()
-        files.append(_mapped(storage, f"{manifest.name}/{shard_file(number, count)}", manifest.shards[number]))
+        file, entry = f"{manifest.name}/{shard_file(number, count)}", manifest.shards[number]
+        files.append(patiently(partial(_mapped, storage, file, entry), check))
     content = Content(manifest, Pieces([]), files, check)
     try:
         content.pieces = _find_pieces(content)

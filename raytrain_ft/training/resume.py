@@ -80,16 +80,16 @@ def read(storage: Storage, name: str) -> Content:
         StorageError: it is damaged, or out of reach. MismatchError: it is none of ours. ConfigError: this process does not see
             it at all.
     """
-    return checkpoint.patiently(lambda: _read(storage, name))
+    manifest = checkpoint.patiently(lambda: _manifest(storage, name))
+    _stored(manifest)
+    return checkpoint.read(storage, manifest)
 
 
-def _read(storage: Storage, name: str) -> Content:
+def _manifest(storage: Storage, name: str) -> Manifest:
     parsed = Name.parse(name)
     if parsed is None or storage.size(f"{name}/{manifests.FILE}") is None:
         raise ConfigError(f"{storage.uri} does not hold {name} here: is it a directory that all ranks share?")
-    manifest = checkpoint.read_manifest(storage, parsed)
-    _stored(manifest)
-    return checkpoint.read(storage, manifest)
+    return checkpoint.read_manifest(storage, parsed)
 
 
 # ---------------------------------------------------------------- comparing, then loading

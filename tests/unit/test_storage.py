@@ -526,6 +526,40 @@ def test_storage_that_fails_once_is_asked_again(tmp_path: Path, monkeypatch: pyt
         checkpoint.patiently(lambda: checkpoint.read_manifest(far, name), check)
 
 
+def test_what_took_long_to_fail_is_read_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "READ_S", 0.1)
+    monkeypatch.setattr(checkpoint, "AGAIN_S", 0.01)
+    left = [True]
+
+    def read() -> str:
+        if left:
+            left.pop()
+            time.sleep(0.2)  # as long as a large shard takes, and then its end does not come
+            raise UnreachableError("503")
+        return "read"
+
+    assert checkpoint.patiently(read) == "read"
+
+
+def test_shards_that_were_read_are_not_read_again_for_one_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "AGAIN_S", 0.01)
+    storage = LocalStorage(tmp_path)
+    own(storage)
+    save(storage.uri, 5, state(5), 3)
+    manifest = next(selection.select(storage, pytest.fail))
+    view, viewed = LocalStorage.view, Counter[str]()
+
+    def fails_at_first(storage: LocalStorage, name: str) -> Any:
+        viewed[name[-23:]] += 1
+        if name.endswith("00002-of-00003.arrow") and viewed[name[-23:]] < 3:
+            raise UnreachableError("503")
+        return view(storage, name)
+
+    monkeypatch.setattr(LocalStorage, "view", fails_at_first)
+    assert same_bits(tensors_of(checkpoint.read(storage, manifest))["weight"], state(5)["weight"])
+    assert sorted(viewed.values()) == [1, 1, 3]
+
+
 @pytest.mark.parametrize(
     ("error", "answers"), [(errno.EIO, False), (errno.ESTALE, False), (errno.ENOENT, True), (errno.ELOOP, True)]
 )
