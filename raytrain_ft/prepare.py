@@ -278,22 +278,22 @@ def _checkpoints(
     local = local_path(given)  # made absolute here: supervisor and workers have other working directories
     place = within(given if local is None else Place(str(local)), directory.name, "checkpoints")
     try:
-        stored = [manifest.step for manifest in select(open_storage(place), warnings.warn)] if how.resume != "never" else []
+        newest = next(select(open_storage(place), warnings.warn), None) if how.resume != "never" else None
     except NoCheckpointError as error:
         raise NoCheckpointError(f'{error}. To begin anew: CheckpointConfig(resume="never")') from error
     except StorageError as error:
         raise ConfigError(f"CheckpointConfig(storage_path={how.storage_path and given!r}) cannot be read: {error}") from error
-    if stored and recovery.strategy == "snapshot":
+    if newest is not None and recovery.strategy == "snapshot":
         warnings.warn(
             f'RecoveryConfig(strategy="snapshot") reads no checkpoints from storage: the run begins at step 0, and not from '
             f"those in {place}",
             stacklevel=4,
         )
-    if how.resume == "require" and not stored:
+    if how.resume == "require" and newest is None:
         raise NoCheckpointError(f'CheckpointConfig(resume="require"): there is no valid checkpoint in {place}')
-    if stored and stored[0] > max_steps and recovery.strategy != "snapshot":
+    if newest is not None and newest.step > max_steps and recovery.strategy != "snapshot":
         raise ConfigError(
-            f"Trainer(max_steps={max_steps}): the newest checkpoint in {place} is of step {stored[0]}. Ask for more, choose "
+            f"Trainer(max_steps={max_steps}): the newest checkpoint in {place} is of step {newest.step}. Ask for more, choose "
             'another RunConfig(name=...), or begin anew with CheckpointConfig(resume="never")'
         )
     depends_on = [model_key, sampling.global_batch_size, str(place), torch.__version__, os.cpu_count(), scaling.use_gpu is True]

@@ -14,6 +14,7 @@ from ray.exceptions import ActorDiedError, RayError
 
 from raytrain_ft.errors import NoCheckpointError, StorageError
 from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.machine import MOST_STORED
 from raytrain_ft.runtime import placement
 from raytrain_ft.runtime.holder import ANSWER_SECONDS, Holder, holder_of
 from raytrain_ft.runtime.spec import NAMESPACE, RunSpec
@@ -30,13 +31,17 @@ CLOSE_SECONDS = 60.0
 class Library:
     """Does nothing for a run without checkpoints.
 
+    Args:
+        counts: whether a checkpoint is one to go back to, by what is known so far; called by any thread. Of these `MOST_STORED`
+            are looked for.
+
     Attributes:
         epoch: of the right to write; 0 before `open`.
         records: by checkpoint, the steps committed before it of which its worker may not have told anybody.
     """
 
-    def __init__(self, spec: RunSpec) -> None:
-        self._spec = spec
+    def __init__(self, spec: RunSpec, counts: Callable[[m.Stored], bool] = lambda stored: True) -> None:
+        self._spec, self._counts = spec, counts
         self._lock: lock.WriterLock | None = None
         self._holder: Any = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -112,14 +117,23 @@ class Library:
             await asyncio.sleep(AGAIN_SECONDS)
 
     def _stored(self) -> tuple[m.Stored, ...]:
+        """The newest: there may be thousands, each of which takes storage some tenths of a second."""
         assert self._spec.checkpoints is not None
         if self._in_memory:
             return self._held()
         storage = open_storage(self._spec.checkpoints.place)
-        # Another run that has taken the right to write meanwhile may have other checkpoints: this one is about to end.
-        found = [one for one in selection.select(storage, warnings.warn) if one.name.epoch <= self.epoch]
-        self.records = {str(one.name): _records(one) for one in found}
-        return tuple(m.Stored(str(one.name), one.step, one.name.incarnation) for one in found)
+        found: dict[m.Stored, list[dict[str, Any]]] = {}
+        counting = 0
+        for one in selection.select(storage, warnings.warn):
+            if one.name.epoch > self.epoch:
+                continue  # of another run, which has taken the right to write meanwhile: this one is about to end
+            stored = m.Stored(str(one.name), one.step, one.name.incarnation)
+            found[stored] = _records(one)
+            counting += self._counts(stored)
+            if counting == MOST_STORED:
+                break
+        self.records = {stored.name: records for stored, records in found.items()}
+        return tuple(found)
 
     def _held(self) -> tuple[m.Stored, ...]:
         try:

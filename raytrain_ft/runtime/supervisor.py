@@ -27,6 +27,7 @@ from raytrain_ft.chaos.faults import Injector
 from raytrain_ft.errors import ConfigError, FTError, IllegalEventError, LockedError, StorageError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.leaving import REQUEST
+from raytrain_ft.policy.lineage import stands
 from raytrain_ft.policy.machine import handle
 from raytrain_ft.policy.measures import Measures
 from raytrain_ft.policy.run_state import RunState
@@ -73,7 +74,7 @@ class Supervisor:
         self._health.follow(self._machine)
         self._crew = Crew(spec, self.tell, self._contacts, self._health)
         self._store = StoreServer()
-        self._library = Library(spec)
+        self._library = Library(spec, self._counts)
         self._ended_at: float | None = None
         self._lost_at: dict[str, int] = {}  # who is lost and has logged something, and the step at which that was seen
         self._followed_at = time.monotonic()
@@ -230,6 +231,11 @@ class Supervisor:
         """The next run of this name need not wait; without this it would see that this process is gone, or silent."""
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.to_thread(self._right.release), LINGER_S)
+
+    def _counts(self, stored: m.Stored) -> bool:
+        """Whether a checkpoint is one to go back to. Before the run has begun it knows of those before it only."""
+        returns = self._machine.returns or self._spec.returns
+        return stored.name not in self._machine.rejected and stands(stored.incarnation, stored.step, returns)
 
     async def _open_library(self) -> tuple[m.Stored, ...]:
         """After this process's own restart the storage may be away: the workers train on, for as long as their leases last. A

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -35,6 +35,7 @@ from raytrain_ft.storage.pieces import Pieces
 from raytrain_ft.storage.shard import Part
 from raytrain_ft.storage.small import read_small
 
+A = TypeVar("A")
 T = TypeVar("T")
 POLL_S = 0.01
 AT_ONCE = 16
@@ -153,15 +154,30 @@ class Found:
 def found(storage: Storage) -> list[Found]:
     """The checkpoints of a directory, newest first, those that are under way or broke off included. Anything else that lies
     there is passed over."""
-    there = names(storage)
+    return list(looked_at(storage, names(storage)))
+
+
+def looked_at(storage: Storage, names: Sequence[Name]) -> Iterator[Found]:
+    """What these directories are, in order. There may be thousands, and whoever needs no more of them leaves off."""
 
     def look(name: Name) -> Found:
         return Found(name, storage.size(f"{name}/{manifests.FILE}") is not None)
 
-    if len(there) < AT_ONCE:
-        return [look(name) for name in there]
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="sizes") as pool:
-        return list(pool.map(look, there))
+    return map(look, names) if len(names) < AT_ONCE else side_by_side(look, names)
+
+
+def side_by_side(ask: Callable[[A], T], of: Sequence[A]) -> Iterator[T]:
+    """What storage answers, in order. It is asked for the first one alone, for mostly no other is wanted; then for some at a
+    time, and for ever more."""
+    pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="questions")
+    try:
+        yield from map(ask, of[:1])
+        begin, count = 1, AT_ONCE
+        while begin < len(of):
+            yield from pool.map(ask, of[begin : begin + count])
+            begin, count = begin + count, 2 * count
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def names(storage: Storage) -> list[Name]:

@@ -177,7 +177,7 @@ def take_over(storage: Storage, owner: str) -> WriterLock:
 
 def _claim(storage: Storage, found: Owner | None) -> int:
     """An epoch after all that there were, which nobody else has or gets."""
-    latest = max([found.epoch if found else 0, *(candidate.name.epoch for candidate in checkpoint.found(storage))])
+    latest = max([found.epoch if found else 0, *(name.epoch for name in checkpoint.names(storage))])
     epoch = latest + 1
     while epoch <= LATEST_EPOCH and not storage.claim(_claim_of(epoch)):
         _await_end(storage, found)  # another has claimed it and is about to say so, or was killed before it could

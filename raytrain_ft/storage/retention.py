@@ -12,11 +12,16 @@ from contextlib import suppress
 from raytrain_ft.errors import StorageError
 from raytrain_ft.storage import checkpoint
 from raytrain_ft.storage import manifest as manifests
+from raytrain_ft.storage.checkpoint import Found
 from raytrain_ft.storage.filesystem import PARTIAL, Storage
 from raytrain_ft.storage.manifest import Name
 
 KEEP_ALL = sys.maxsize
 """How many stay if none is deleted."""
+LOOKED_BACK = 16
+"""What broke off before so many complete ones has been seen to when they were new. There may be thousands."""
+_kept: set[tuple[str, Name]] = set()
+"""Those that were seen to be marked as kept: a manifest does not change."""
 
 
 def retain(
@@ -42,7 +47,8 @@ def retain(
     Raises:
         StorageError: some could not be deleted; all others are.
     """
-    candidates = [candidate for candidate in checkpoint.found(storage) if candidate.name <= committed]
+    names = [name for name in checkpoint.names(storage) if name <= committed]
+    candidates = _newest(storage, names) if keep >= KEEP_ALL else [*checkpoint.looked_at(storage, names)]
     complete = [candidate.name for candidate in candidates if candidate.complete and candidate.name != committed]
     void = {str(name) for name in complete if begun is not None and _is_void(name, committed, begun)}
     stay = {committed} | _staying(storage, complete, keep - 1, {*rejected, *void, *unread})
@@ -60,6 +66,18 @@ def retain(
     return gone
 
 
+def _newest(storage: Storage, names: Sequence[Name]) -> list[Found]:
+    """What they are, up to the `LOOKED_BACK`th that is complete."""
+    found: list[Found] = []
+    complete = 0
+    for one in checkpoint.looked_at(storage, names):
+        found.append(one)
+        complete += one.complete
+        if complete == LOOKED_BACK:
+            break
+    return found
+
+
 def _is_void(name: Name, committed: Name, begun: int) -> bool:
     return name.epoch == committed.epoch and name.incarnation < committed.incarnation and name.step > begun
 
@@ -72,8 +90,12 @@ def _staying(storage: Storage, complete: Sequence[Name], keep: int, rejected: Co
     stay: set[Name] = set()
     for name in complete:
         counts = keep > 0 and str(name) not in rejected
+        if not counts and (storage.uri, name) in _kept:  # of which there may be one of every epoch
+            stay.add(name)
+            continue
         try:
             kept = checkpoint.read_manifest(storage, name).kept
+            _kept.update([(storage.uri, name)] if kept else [])
         except StorageError:
             kept, counts = True, False
         if kept or counts:
@@ -121,7 +143,7 @@ def sweep(storage: Storage, epoch: int, *, new: bool) -> None:
             may be writing now.
         new: whether nobody can have written with it before. Files beside the checkpoints do not say whose they are.
     """
-    for one in checkpoint.found(storage):
+    for one in _newest(storage, checkpoint.names(storage)):
         if not one.complete and one.name.epoch < epoch:
             with suppress(StorageError):  # it keeps nobody from beginning
                 give_up(storage, one.name)

@@ -7,13 +7,13 @@ ones count, also in the launches after it, which no longer say so. Those of befo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 
 from raytrain_ft.errors import NoCheckpointError, StorageError
 from raytrain_ft.storage import checkpoint
+from raytrain_ft.storage import manifest as manifests
 from raytrain_ft.storage.filesystem import Storage
 from raytrain_ft.storage.manifest import Manifest, Name
 from raytrain_ft.storage.small import read_small
@@ -26,7 +26,7 @@ MOST_REASONS = 4
 
 def begin_anew(storage: Storage, epoch: int) -> None:
     """From now on only checkpoints of writers from `epoch` on count."""
-    if checkpoint.found(storage):
+    if checkpoint.names(storage):
         storage.put(BEGUN_FILE, [memoryview(json.dumps({"epoch": epoch}).encode())])
 
 
@@ -51,28 +51,23 @@ def counting(storage: Storage) -> list[Name]:
     return [found.name for found in checkpoint.found(storage) if found.complete and found.name.epoch >= begun]
 
 
-def _read(storage: Storage, names: Sequence[Name]) -> Iterator[tuple[Name, Manifest | StorageError]]:
-    """Their manifests, or why one cannot be read. The first one alone, for mostly no other is asked for."""
-    for name in names[:1]:
-        yield name, _attempt(storage, name)
-    if rest := names[1:]:
-        pool = ThreadPoolExecutor(checkpoint.AT_ONCE, thread_name_prefix="manifests")
-        try:
-            yield from zip(rest, pool.map(partial(_attempt, storage), rest), strict=True)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+def _attempt(storage: Storage, name: Name) -> tuple[Name, Manifest | StorageError] | None:
+    """Its manifest, or why that cannot be read; None if it is not complete.
 
-
-def _attempt(storage: Storage, name: Name) -> Manifest | StorageError:
+    Raises:
+        StorageError: it cannot be told whether it is.
+    """
+    if storage.size(f"{name}/{manifests.FILE}") is None:
+        return None
     try:
-        return checkpoint.patiently(lambda: checkpoint.read_manifest(storage, name))
+        return name, checkpoint.patiently(lambda: checkpoint.read_manifest(storage, name))
     except StorageError as error:
-        return error
+        return name, error
 
 
 def select(storage: Storage, warn: Callable[[str], None]) -> Iterator[Manifest]:
-    """Manifests of those, newest first. If none can be read, perhaps a newer one has taken their place meanwhile: as long as
-    there are others than before, it looks again.
+    """Manifests of those, newest first; whoever has enough of them leaves off, and the others are not looked at. If none can be
+    read, perhaps a newer one has taken their place meanwhile: as long as there are others than before, it looks again.
 
     Args:
         warn: is told of each one that is passed over because it is damaged.
@@ -81,18 +76,22 @@ def select(storage: Storage, warn: Callable[[str], None]) -> Iterator[Manifest]:
         NoCheckpointError: there are some, and no manifest can be read: to whoever reads this, that must not look like none.
         StorageError: the note of a new beginning is damaged.
     """
-    names = counting(storage)
-    while names:
-        passed, readable = [], False
-        for name, found in _read(storage, names):
+    while True:
+        begun, readable = _begun(storage), False
+        passed: dict[Name, str] = {}
+        there = [name for name in checkpoint.names(storage) if name.epoch >= begun]
+        for name, found in filter(None, checkpoint.side_by_side(partial(_attempt, storage), there)):
             if isinstance(found, StorageError):
-                passed.append(f"checkpoint {name} is passed over: {found}")
-                warn(passed[-1])
+                passed[name] = f"checkpoint {name} is passed over: {found}"
+                warn(passed[name])
             else:
                 readable = True
                 yield found
         if readable:
             return
-        before, names = names, counting(storage)
-        if not names or names == before:
-            raise NoCheckpointError(f"{storage.uri}: no checkpoint can be read; " + "; ".join(passed[:MOST_REASONS]))
+        now = counting(storage)
+        if not now and not passed:
+            return
+        if not now or now == [*passed]:
+            reasons = "; ".join([*passed.values()][:MOST_REASONS])
+            raise NoCheckpointError(f"{storage.uri}: no checkpoint can be read; {reasons}")

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -378,6 +378,20 @@ def test_a_run_does_not_take_over_an_interval_for_another_budget_or_device(tmp_p
     assert profile_key(tmp_path, {"num_workers": 2}) == known
     others = [{"overhead": 0.1}, {"every": 5}, {"failure_interval": timedelta(hours=1)}, {"scaling": {"use_gpu": True}}]
     assert len({known, *(profile_key(tmp_path, **other) for other in others)}) == 5
+
+
+def test_of_the_checkpoints_that_are_there_the_newest_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def select(*_: Any) -> Iterator[Any]:
+        for step in (30, 20):
+            asked.append(step)
+            yield SimpleNamespace(step=step)
+
+    monkeypatch.setattr("raytrain_ft.prepare.select", select)
+    with pytest.raises(ConfigError, match=r"max_steps=10\): the newest checkpoint in .* is of step 30"):
+        profile_key(tmp_path)
+    assert asked == [30]
 
 
 def test_editors_know_every_keyword() -> None:

@@ -15,6 +15,7 @@ from store import save
 from raytrain_ft.places import Place
 from raytrain_ft.runtime.library import Library
 from raytrain_ft.storage import lock
+from raytrain_ft.storage.retention import KEEP_ALL
 
 
 def library_of(directory: Path, resume: str, run_id: str) -> Library:
@@ -60,6 +61,24 @@ def test_who_has_lost_the_right_to_write_hears_of_it_and_loads_nothing_of_its_su
         successor.cancel()
         await asyncio.to_thread(save, Place(str(tmp_path)), 1000, {"w": torch.zeros(3)}, **about)
         assert [one.step for one in library._stored()] == [5]
+
+    asyncio.run(live())
+
+
+def test_as_many_are_found_as_are_remembered_of_those_to_go_back_to(tmp_path: Path) -> None:
+    """There may be thousands. But others that are newer, which cannot be loaded or were given up, hide none of them."""
+    place, library = Place(str(tmp_path)), library_of(tmp_path, "auto", "a")
+
+    async def live() -> None:
+        assert await library.open() == ()
+        about = {"owner": "a", "epoch": library.epoch, "values": {"records": []}, "keep": KEEP_ALL}
+        for step in range(1, 46):
+            await asyncio.to_thread(save, place, step, {"w": torch.zeros(3)}, **about)
+        assert [one.step for one in library._stored()] == list(range(45, 29, -1))
+        assert library.records.keys() == {one.name for one in library._stored()}
+        library._counts = lambda stored: stored.step <= 25
+        assert [one.step for one in library._stored()] == list(range(45, 9, -1))
+        await library.close()
 
     asyncio.run(live())
 

@@ -13,6 +13,7 @@ import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -375,6 +376,23 @@ def test_retention_keeps_the_newest_and_those_marked(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir() if entry.is_dir()) == [f"step-{i:09d}-e1-i1" for i in (2, 4, 6, 7)]
 
 
+def test_what_is_known_to_be_kept_for_good_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each checkpoint the manifests of all epochs before would be."""
+    storage = LocalStorage(tmp_path)
+    own(storage)
+    read, seen = checkpoint.read_manifest, Counter[int]()
+
+    def counted(storage: Storage, name: Name) -> Manifest:
+        seen[name.step] += 1
+        return read(storage, name)
+
+    monkeypatch.setattr(checkpoint, "read_manifest", counted)
+    for step in range(1, 21):
+        save(storage.uri, step, state(step), kept=step <= 10)
+    assert steps(storage) == [20, 19, *range(10, 0, -1)]
+    assert max(seen.values()) == 2, "once as the one to fall back to, and once when it was seen to be marked"
+
+
 def test_retention_keeps_what_it_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it was to be kept for good is not known then, and a storage that gives no answer once is no reason to delete."""
     storage = LocalStorage(tmp_path)
@@ -501,6 +519,40 @@ def test_many_checkpoints_are_looked_at_side_by_side(tmp_path: Path) -> None:
     far.asked = 0
     assert next(selection.select(far, pytest.fail)).step == 40
     assert far.asked < 50, "of the newest alone the manifest is read"
+
+
+def many_checkpoints(path: Path, count: int) -> LocalStorage:
+    """None of which is ever deleted."""
+    storage = LocalStorage(path)
+    own(storage)
+    for step in range(1, count + 1):
+        save(storage.uri, step, state(step), keep=retention.KEEP_ALL)
+    return storage
+
+
+def test_of_many_checkpoints_the_newest_alone_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object store answers ten questions a second: what is asked of each of thousands takes minutes, at the beginning of a
+    run and whenever everybody goes back."""
+    many_checkpoints(tmp_path, 60)
+    far = Far(tmp_path)
+    assert next(selection.select(far, pytest.fail)).step == 60
+    assert far.asked < 10
+    far.asked = 0
+    assert [manifest.step for manifest in islice(selection.select(far, pytest.fail), 16)] == list(range(60, 44, -1))
+    assert far.asked < 100, "three questions for each"
+    parts(far, Name(70, 1, 1), 0)
+    parts(far, Name(50, 1, 9), 0)
+    far.delete(f"{Name(55, 1, 1)}/manifest.json")
+    far.asked = 0
+    assert retention.retain(far, Name(60, 1, 1), retention.KEEP_ALL) == [Name(55, 1, 1)]
+    retention.sweep(far, 2, new=True)
+    selection.begin_anew(far, 2)
+    assert far.asked < 100
+    assert {found.name for found in checkpoint.found(far) if not found.complete} == set(), "what broke off is gone"
+    assert len(steps(far)) == 59
+    far.asked = 0
+    lock.acquire(far, "test").release()
+    assert far.asked < 20, "an epoch follows from names"
 
 
 def test_storage_that_fails_once_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

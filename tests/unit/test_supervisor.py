@@ -20,6 +20,7 @@ from benchmarks.control_plane import WithoutRay, spec_of
 from raytrain_ft.errors import ConfigError, LockedError, NoCheckpointError, StorageError
 from raytrain_ft.places import Place
 from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.lineage import Return
 from raytrain_ft.policy.reconcile import Plan
 from raytrain_ft.policy.roster import MemberState, Rules
 from raytrain_ft.policy.run_state import RunState
@@ -257,6 +258,18 @@ def test_storage_that_fails_once_is_asked_again_before_a_run_ends(monkeypatch: A
     monkeypatch.setattr(library, "AGAIN_SECONDS", 0.01)
     asyncio.run(look())
     assert told == [m.CheckpointsFound(at=1.0, incarnation=3, stored=() if error else there, reached=12, error=error)]
+
+
+def test_a_supervisor_looks_for_checkpoints_to_go_back_to(tmp_path: Path) -> None:
+    """What was rejected, or given up as everybody went back, does not count among those that it needs."""
+    spec: Any = SimpleNamespace(returns=(Return(4, 10),))
+    machine = RunState(Rules(min_workers=1, max_workers=2, max_steps=10))
+    counts = bare(machine=machine, spec=spec)._counts
+    assert (counts(m.Stored("a", 20, 3)), counts(m.Stored("b", 20, 5))) == (False, True), "before the run has begun"
+    machine.returns = [*spec.returns, Return(6, 15)]
+    assert (counts(m.Stored("b", 20, 5)), counts(m.Stored("c", 15, 5))) == (False, True)
+    machine.rejected["c"] = "its hash differs"
+    assert not counts(m.Stored("c", 15, 5))
 
 
 def full(path: Path) -> Path:
