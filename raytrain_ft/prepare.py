@@ -27,7 +27,7 @@ from raytrain_ft.model_checks import Update, check_stages, choose_update, has_st
 from raytrain_ft.places import Place
 from raytrain_ft.policy.frequency import profile_steps
 from raytrain_ft.policy.history import RETURNS
-from raytrain_ft.policy.lineage import Return
+from raytrain_ft.policy.lineage import Return, telling
 from raytrain_ft.policy.planning import LogChoice
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.sampling import Sampling, steps_per_epoch
@@ -337,7 +337,7 @@ def after_earlier_runs(spec: RunSpec) -> RunSpec:
 
 def earlier_runs(directory: Path) -> tuple[int, tuple[Return, ...]]:
     """The last incarnation of earlier runs of this name, for later ones have greater numbers, in records and checkpoints; and
-    when everybody went back in them, by which it is told which of their checkpoints are of the training that went on.
+    when everybody went back in them, as far as that tells which of their checkpoints are of the training that went on.
 
     Every run begins its log with what it knows of those before it, so mostly only the last one is read.
 
@@ -349,8 +349,8 @@ def earlier_runs(directory: Path) -> tuple[int, tuple[Return, ...]]:
         before, latest, own = _one_run(log)
         last, returns = max(last, latest), [*own, *returns]
         if before is not None:
-            return max(last, before[0]), (*before[1], *returns)
-    return last, tuple(returns)
+            return max(last, before[0]), telling([*before[1], *returns])
+    return last, telling(returns)
 
 
 def _one_run(log: Path) -> tuple[tuple[int, list[Return]] | None, int, list[Return]]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+MOST_RETURNS = 1000
+"""Returns that a run is told of. Of those that say something, each went back to a later checkpoint than the one before it: what
+none of the newest says is of checkpoints that are older than so many others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,3 +25,15 @@ def stands(incarnation: int, step: int, returns: Iterable[Return]) -> bool:
     steps after the older one, samples lost or sums that were rounded, has been struck from the run's record since.
     """
     return not incarnation or all(incarnation >= one.incarnation or step <= one.step for one in returns)
+
+
+def telling(returns: Sequence[Return]) -> tuple[Return, ...]:
+    """Of these returns, in their order, the newest that say of a checkpoint what no later one says: by the others, nothing
+    `stands` or falls. Where everybody goes back often there are thousands, and a run is told of them as it starts."""
+    kept: list[Return] = []
+    for one in reversed(returns):
+        if not any(later.incarnation >= one.incarnation and later.step <= one.step for later in kept):
+            kept.append(one)
+        if len(kept) == MOST_RETURNS:
+            break
+    return tuple(reversed(kept))

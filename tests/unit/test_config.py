@@ -448,7 +448,7 @@ def test_runs_before_one_that_does_not_tell_of_them_are_read(tmp_path: Path) -> 
     went_back = {"event": "Recovery", "incarnation": 4, "step": 90, "strategy": "checkpoint"}
     write_records(tmp_path / "events-999.jsonl", {"event": "RunStarted", "incarnation": 2, "returns": []}, went_back)
     write_records(tmp_path / "events-1000.jsonl", {"event": "RunStarted", "incarnation": 4}, went_back | {"incarnation": 6})
-    assert earlier_runs(tmp_path) == (6, (Return(4, 90), Return(6, 90)))
+    assert earlier_runs(tmp_path) == (6, (Return(6, 90),)), "which says all that the first one says"
 
 
 def test_a_damaged_line_hides_no_later_one(tmp_path: Path) -> None:
