@@ -3,7 +3,7 @@
 Every owner has an *epoch*, one more than the owner before, which it claims by making a file: nobody else gets the same one. It
 is part of the names of its checkpoints, and is looked at again before every commit, so whoever was taken for dead and is not
 cannot commit any more. Time is measured by the reader's own monotonic clock: a file that does not change for `LEASE_S` has no
-living owner.
+living owner. How long an owner itself was held up is measured by one that goes on while the machine is suspended.
 """
 
 from __future__ import annotations
@@ -91,20 +91,20 @@ class WriterLock:
         self._thread.start()
 
     def _renew(self) -> None:
-        seen, doubtful = time.monotonic(), False
+        seen, doubtful = _passed(), False
         while not self._released.wait(RENEW_S):
             try:
                 found = read_owner(self._storage)
                 mine = found is not None and (found.owner, found.epoch) == (self.owner.owner, self.owner.epoch)
-                gone = found is None and time.monotonic() - seen < LEASE_S  # so nobody can have succeeded this owner
+                gone = found is None and _passed() - seen < LEASE_S  # so nobody can have succeeded this owner
                 late = found is not None and found.epoch < self.owner.epoch  # the one before was held up in the middle of this
                 if not (mine or gone or late):
                     self.lost = _succeeded(self._storage, found)
                     return
-                seen = time.monotonic()
+                seen = _passed()
                 self.owner = replace(self.owner, renewed=self.owner.renewed + 1)
                 _write(self._storage, self.owner)
-                doubtful |= time.monotonic() - seen > LEASE_S
+                doubtful |= _passed() - seen > LEASE_S
                 if doubtful and _was_succeeded(self._storage, self.owner.epoch):
                     self.lost = _succeeded(self._storage, None)
                     return
@@ -144,11 +144,11 @@ def acquire(storage: Storage, owner: str) -> WriterLock:
     epoch = _claim(storage, found) if known is None else known
     mine = Owner(owner, epoch, socket.gethostname(), os.getpid(), began(os.getpid()), machine=_machine())
     try:
-        began_at = time.monotonic()
+        began_at = _passed()
         if known is None and read_owner(storage) != found:  # while this process was held up
             raise _taken(storage)
         _write(storage, mine)
-        late = time.monotonic() - began_at > LEASE_S
+        late = _passed() - began_at > LEASE_S
         if not holds(storage, owner, epoch) or (late and _was_succeeded(storage, epoch)):
             raise _taken(storage)
     except (StorageError, LockedError):
@@ -197,6 +197,12 @@ def _was_succeeded(storage: Storage, epoch: int) -> bool:
     """Whether another has had the right since this epoch was claimed: it removes the claims before its own. That is to be asked
     by who was held up for so long, before it wrote that the right is its own, that the other may have come and gone."""
     return storage.size(_claim_of(epoch)) is None
+
+
+def _passed() -> float:
+    """Seconds that have passed for everybody else: while this machine is suspended, its monotonic clock stands still. For how
+    long another is silent, `_await_end`, that one is right: perhaps both were suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _claim_of(epoch: int) -> str:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -162,6 +163,28 @@ def test_one_that_was_held_up_until_its_successor_had_left_finds_out(tmp_path: P
     third = acquire(LocalStorage(tmp_path), "third")
     assert third.owner.epoch == 3
     third.release()
+
+
+def test_one_whose_machine_was_suspended_until_its_successor_had_left_finds_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its monotonic clock stood still meanwhile."""
+    monkeypatch.setattr(lock, "LEASE_S", 20.0)
+    suspended = [0.0]
+    clocks = {name: getattr(time, name) for name in ("monotonic", "sleep", "CLOCK_BOOTTIME")}
+    monkeypatch.setattr(
+        lock, "time", SimpleNamespace(clock_gettime=lambda clock: time.clock_gettime(clock) + suspended[0], **clocks)
+    )
+    storage = HeldUp(tmp_path)
+    held = acquire(storage, "first")
+    storage.goes_on.clear()
+    assert storage.waits.wait(20)
+    suspended[0] = 60.0
+    storage.delete("writer-1.claim")  # as a successor does
+    storage.goes_on.set()
+    until(lambda: held.lost != "")
+    assert "has taken the right to write" in held.lost
+    held.release()
 
 
 def test_one_that_was_held_up_and_has_no_successor_keeps_the_right(tmp_path: Path) -> None:
