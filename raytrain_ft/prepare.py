@@ -344,7 +344,8 @@ def earlier_runs(directory: Path) -> tuple[int, tuple[Return, ...]]:
     Raises:
         OSError: a log cannot be read.
     """
-    last, returns = 0, []
+    last = 0
+    returns: list[Return] = []
     for log in reversed([*earlier_logs(directory), directory / "events.jsonl"]):
         before, latest, own = _one_run(log)
         last, returns = max(last, latest), [*own, *returns]
@@ -355,7 +356,9 @@ def earlier_runs(directory: Path) -> tuple[int, tuple[Return, ...]]:
 
 def _one_run(log: Path) -> tuple[tuple[int, list[Return]] | None, int, list[Return]]:
     """What a run knew of those before it, if it came to say so; its last incarnation; and when everybody went back in it."""
-    before, last, returns = None, 0, []
+    before: tuple[int, list[Return]] | None = None
+    last = 0
+    returns: list[Return] = []
     with suppress(FileNotFoundError):
         for record in each_record(log, lambda error: warnings.warn(f"{error}: it is passed over", stacklevel=6)):
             incarnation = record.get("incarnation")

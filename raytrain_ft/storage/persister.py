@@ -126,7 +126,7 @@ def _tidy(storage: Storage, job: Job) -> str:
     def delete() -> None:
         retention.retain(storage, job.name, job.keep, job.rejected, job.begun, job.unread)
 
-    failed = []
+    failed: list[str] = []
     for part, what in ((delete, "what it replaces could not be deleted"), (write_files, "what was measured was not written")):
         try:
             part()
