@@ -94,8 +94,9 @@ def watch(
             return
         except RayTaskError as error:
             raise TrainingFailedError(f"the supervisor failed: {error}") from error
-        known = told if done else told | {"recoveries": over[: told["recoveries_before"]] + told["recoveries"]}
-        yield known
+        account: Account = told if done else told | {"recoveries": over[: told["recoveries_before"]] + told["recoveries"]}
+        known = account
+        yield account
         if done:
             return
 

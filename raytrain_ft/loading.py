@@ -39,18 +39,19 @@ def load_task(job: str, arguments: dict[str, Any] | None = None) -> TrainTask:
         raise ConfigError(f"{expression!r}: give the name of a task, or Name(...) with plain values")
     module = load_module(place)
     found: Any = getattr(module, name.id, None)
+    made: Any = found
     if found is None:
         tasks = sorted(key for key, value in vars(module).items() if _is_task(value, module.__name__))
         raise ConfigError(f"{place} has no {name.id!r}" + (f"; its tasks: {', '.join(tasks)}" if tasks else ""))
     if isinstance(found, type) and issubclass(found, TrainTask):  # nothing else is called: a scenario may name anything
         try:
-            found = found(*positional, **{**keywords, **(arguments or {})})
+            made = found(*positional, **{**keywords, **(arguments or {})})
         except Exception as error:  # the job's own code may raise anything
             raise ConfigError(
                 f"{expression} cannot be made: {type(error).__name__}: {error}. Give its arguments, as in '{name.id}(...)'"
             ) from error
-    check_task(found)
-    return found
+    check_task(made)
+    return made
 
 
 def load_module(place: str) -> Any:
