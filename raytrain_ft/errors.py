@@ -17,6 +17,8 @@
     │       ├── NoSurvivorError       every replica is gone, and nothing durable covers the loss
     │       └── RetryBudgetError      the budget for failures is used up, or recoveries make no progress
     ├── StorageError                  a file that is damaged, missing or of another format
+    │   ├── UnreachableError          storage did not answer as it should; what is there may be whole
+    │   ├── UnknownFormatError        a whole file of another version of raytrain_ft
     │   ├── LockedError               another run writes to the same place
     │   ├── LogGapError               a tensor log lacks a record, or holds it damaged
     │   └── NoCheckpointError         there is no valid checkpoint, and one is required
@@ -94,6 +96,10 @@ class StorageError(FTError):
 
 class UnreachableError(StorageError):
     """Storage did not answer as it should. What is there may be whole, and another attempt may succeed."""
+
+
+class UnknownFormatError(StorageError):
+    """A file is whole, but says what this version does not know: another one has written it, which can read it."""
 
 
 class LockedError(StorageError):

@@ -26,6 +26,7 @@ from raytrain_ft.errors import (
     ReplayDivergedError,
     StorageError,
     UndoRefusedError,
+    UnknownFormatError,
     UnreachableError,
     plain,
 )
@@ -48,6 +49,8 @@ _KINDS: dict[type[BaseException], m.FailureKind] = {
     ConfigError: "config",
 }
 """Of what a worker may raise, the first that fits; anything else is the task's."""
+MAY_BE_WHOLE = (UnreachableError, UnknownFormatError)
+"""What is said of a checkpoint that cannot be loaded, and need not be damaged: it is not deleted for that."""
 
 
 class Calls:
@@ -123,7 +126,7 @@ class Calls:
             self._tell(m.UndoRefused(member=member, incarnation=incarnation, reason=reason))
             return
         if load and isinstance(cause, StorageError):
-            about = {"name": load, "reason": str(cause)[:1000], "damaged": not isinstance(cause, UnreachableError)}
+            about = {"name": load, "reason": str(cause)[:1000], "damaged": not isinstance(cause, MAY_BE_WHOLE)}
             self._tell(m.CheckpointRejected(member=member, incarnation=incarnation, **about))
             return
         kinds: list[m.FailureKind] = [kind for known, kind in _KINDS.items() if isinstance(cause, known)]

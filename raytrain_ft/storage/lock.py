@@ -66,9 +66,9 @@ def read_owner(storage: Storage) -> Owner | None:
         fields = json.loads(content)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(fields, dict) or fields.keys() | OPTIONAL != KINDS.keys():
+    if not isinstance(fields, dict) or not KINDS.keys() - OPTIONAL <= fields.keys():
         return None
-    owner = Owner(**fields)
+    owner = Owner(**{name: fields[name] for name in KINDS if name in fields})  # a later version may say more of itself
     sound = all(isinstance(getattr(owner, name), kind) for name, kind in KINDS.items()) and 0 <= owner.epoch <= LATEST_EPOCH
     return owner if sound else None
 

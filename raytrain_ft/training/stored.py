@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raytrain_ft.errors import StorageError
+from raytrain_ft.errors import StorageError, UnknownFormatError
 from raytrain_ft.policy.sampling import Position
 from raytrain_ft.policy.sketch import of_records
 from raytrain_ft.storage.checkpoint import Content
@@ -52,7 +52,7 @@ def decode(manifest: Manifest, values: Mapping[str, Any]) -> Stored:
     """Reads a checkpoint's values: those of the manifest, and in a pipeline those of the stage.
 
     Raises:
-        StorageError: they are not what the trainer writes.
+        UnknownFormatError: they are not what the trainer writes.
     """
     try:
         match values:
@@ -84,8 +84,16 @@ def decode(manifest: Manifest, values: Mapping[str, Any]) -> Stored:
                         spread=spread,
                     )
     except (StorageError, KeyError, TypeError, ValueError, OverflowError) as error:
-        raise StorageError(f"{manifest.name} does not have the values of a training state: {error!r}") from error
-    raise StorageError(f"{manifest.name} does not have the values of a training state: they are {sorted(values)}")
+        raise _unknown(manifest, repr(error)) from error
+    raise _unknown(manifest, f"they are {sorted(values)}")
+
+
+def _unknown(manifest: Manifest, why: str) -> UnknownFormatError:
+    """The manifest's hash is right, so nothing is damaged."""
+    return UnknownFormatError(
+        f"{manifest.name} does not have the values of a training state as this version knows them: {why}. Was it written by "
+        "another version?"
+    )
 
 
 _SPREAD = ("stages", "chunks", "cuts", "ties")

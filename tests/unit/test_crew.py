@@ -16,7 +16,14 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostError, OutOfMemoryError, RayTaskError
 
-from raytrain_ft.errors import FencedError, NonFiniteLossError, StorageError, UndoRefusedError, UnreachableError
+from raytrain_ft.errors import (
+    FencedError,
+    NonFiniteLossError,
+    StorageError,
+    UndoRefusedError,
+    UnknownFormatError,
+    UnreachableError,
+)
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.leaving import REQUEST, SIGTERM
 from raytrain_ft.policy.reconcile import Marks, Plan
@@ -485,7 +492,10 @@ def test_a_traceback_that_quotes_a_uri_is_told_without_its_credentials(crew: Cre
     assert "\x1b" not in event.message, "Ray colours its tracebacks"
 
 
-@pytest.mark.parametrize(("error", "damaged"), [(StorageError("its hash differs"), True), (UnreachableError("503"), False)])
+@pytest.mark.parametrize(
+    ("error", "damaged"),
+    [(StorageError("its hash differs"), True), (UnreachableError("503"), False), (UnknownFormatError("a version"), False)],
+)
 def test_what_is_out_of_reach_is_no_damaged_checkpoint(
     crew: Crew, told: list[m.Event], error: Exception, damaged: bool
 ) -> None:

@@ -329,10 +329,15 @@ def test_an_owner_of_another_container_of_this_host_is_elsewhere(tmp_path: Path)
     assert time.monotonic() - began > 0.7, "it may live: here, its process cannot be seen"
 
 
-def test_a_lock_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("later", [False, True])
+def test_a_lock_of_another_version_is_read(tmp_path: Path, later: bool) -> None:
+    """Else its owner, who lives, would be taken for nobody."""
     storage = LocalStorage(tmp_path)
     fields = asdict(OWNER)
-    del fields["machine"]
+    if later:
+        fields["zone"] = "a"
+    else:
+        del fields["machine"]
     storage.put(lock.FILE, [memoryview(json.dumps(fields).encode())])
     assert read_owner(storage) == OWNER
 

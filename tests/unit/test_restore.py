@@ -18,7 +18,7 @@ import torch
 from store import Versioned, own, same_bits, save
 from torch import Tensor, nn
 
-from raytrain_ft.errors import ConfigError, FencedError, MismatchError, StorageError
+from raytrain_ft.errors import ConfigError, FencedError, MismatchError, StorageError, UnknownFormatError
 from raytrain_ft.policy.sampling import Position
 from raytrain_ft.result import load_model
 from raytrain_ft.runtime import library, recovery
@@ -29,7 +29,7 @@ from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.filesystem import LocalStorage
 from raytrain_ft.storage.manifest import Manifest
 from raytrain_ft.storage.pieces import Pieces
-from raytrain_ft.training import durable, restore, resume
+from raytrain_ft.training import durable, restore, resume, stored
 from raytrain_ft.training.export import state_dicts, state_of
 from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.restore import fill, make
@@ -717,3 +717,11 @@ def test_what_a_checkpoint_leaves_alone_is_as_it_was_built(monkeypatch: pytest.M
     assert trainee.replica is first
     trainee._begin_from("step-000000001-e1-i1", Fence(1))
     assert (trainee.replica is first) == (override == ())
+
+
+@pytest.mark.parametrize("values", [{"step": 1}, {"step": 1, "of another": "version"}])
+def test_values_that_this_version_does_not_know_are_no_damage(values: dict[str, Any]) -> None:
+    """Their hash is right: a checkpoint of a later version is not deleted because an earlier one was tried once more."""
+    manifest = Manifest(step=1, epoch=1, incarnation=1, shards=[], values=values)
+    with pytest.raises(UnknownFormatError, match=r"step-000000001-e1-i1 .* another version"):
+        stored.decode(manifest, values)
