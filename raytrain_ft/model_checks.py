@@ -20,6 +20,10 @@ from raytrain_ft.training.split import check_cuts, measure_cuts
 from raytrain_ft.training.ties import check_alike, find_ties, ways
 
 Update = Literal["barrier", "wait_free"]
+ALL_ASLEEP = (
+    "TrainTask.model() returned a model in eval mode, as from_pretrained() does, and it would be trained in it: call .train(), "
+    "and then .eval() on what is to stay so"
+)
 
 
 def pipeline_of(task: TrainTask, parallelism: ParallelismConfig, settings: TrainSettings) -> PipelineSettings | None:
@@ -53,18 +57,25 @@ def check_stages(task: TrainTask, pipeline: PipelineSettings) -> Any:
     """Builds every stage and its optimizer once, so that what cannot work fails early; returns what measured times are of.
 
     Raises:
-        ConfigError: see `check_chunks`, `check_optimizer` and `check_alike`.
+        ConfigError: see `check_chunks`, `check_optimizer` and `check_alike`; and `check_mode`, of what the task has returned.
     """
     key: list[Any] = [pipeline.stages, pipeline.micro_batches, pipeline.schedule, pipeline.chunks]
-    found = []
+    found, trains = [], False
     for stage in range(pipeline.stages):
         model = build_stage(task, stage, pipeline)
         check_chunks(model, stage)
+        for chunk in chunks_of(model):
+            if pipeline.cuts is None:
+                check_mode(chunk)
+            else:  # a stage may have none but layers that are to stay in eval mode, and is a module of its own
+                trains |= any(module.training for layer in chunk.children() for module in layer.modules())
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = task.optimizer(trained)
         check_optimizer(optimizer, trained)
         key += [type(optimizer).__name__, *([name, str(p.dtype), list(p.shape)] for name, p in model.named_parameters())]
         found.append(ways(pipeline, stage, model, optimizer))
+    if pipeline.cuts is not None and not trains:
+        raise ConfigError(ALL_ASLEEP)
     check_alike(pipeline, found)
     return key
 
@@ -85,6 +96,41 @@ def check_chunks(model: torch.nn.Module, stage: int) -> None:
                     "cannot. Choose another ParallelismConfig(num_pp_chunks=...) or split, so that it is in several stages, or "
                     "in one chunk"
                 )
+
+
+def check_mode(model: torch.nn.Module) -> None:
+    """Refuses a model in eval mode: a loop of one's own calls train(), and nothing does so here, for it would wake what is to
+    stay so. Warns of one that looks as if that was forgotten.
+
+    Raises:
+        ConfigError: no module of it is in training mode.
+    """
+    if not any(module.training for module in model.modules()):
+        raise ConfigError(ALL_ASLEEP)
+    if not model.training:
+        warnings.warn(
+            f"TrainTask.model() returned a {type(model).__name__} that is itself in eval mode, though parts of it are not: it "
+            "is trained so. If that is not meant, call .train(), and then .eval() on what is to stay so",
+            stacklevel=6,
+        )
+    elif (name := _without_dropout(model)) is not None:
+        warnings.warn(
+            f"TrainTask.model() returned a {type(model).__name__} whose {name} is in eval mode, as from_pretrained() leaves "
+            "it, and has parameters to train: it is trained without dropout. If that is not meant, call .train()",
+            stacklevel=6,
+        )
+
+
+def _without_dropout(model: torch.nn.Module) -> str | None:
+    """The first part that is trained in eval mode, with dropout that does nothing there. (BatchNorm is often to stay so, and
+    so is what is frozen.)"""
+    dropout = torch.nn.modules.dropout._DropoutNd  # pyright: ignore[reportPrivateUsage]
+    for name, part in model.named_modules():
+        if part.training or not any(p.requires_grad for p in part.parameters()):
+            continue
+        if any(isinstance(inner, dropout) and inner.p > 0 and not inner.training for inner in part.modules()):
+            return name
+    return None
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, trained: Sequence[torch.nn.Parameter]) -> None:
@@ -131,10 +177,12 @@ def choose_update(task: TrainTask, recovery: RecoveryConfig) -> tuple[Update, An
     `strategy="auto"` falls back to "barrier" where wait-free updates could not be undone.
 
     Raises:
-        ConfigError: see `check_model` and `check_optimizer`; UndoRefusedError: wait-free updates were insisted on.
+        ConfigError: see `check_model`, `check_mode` and `check_optimizer`; UndoRefusedError: wait-free updates were insisted
+            on.
     """
     model = model_of(task, 0)
     check_model(model)
+    check_mode(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = task.optimizer(trained)
     check_optimizer(optimizer, trained)

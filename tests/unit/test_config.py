@@ -242,6 +242,58 @@ def test_an_optimizer_of_a_stage_that_needs_a_closure_is_refused() -> None:
     check_stages(Linear(), pipeline)
 
 
+class Dropping(Linear):
+    """Its model is prepared as somebody wants it."""
+
+    def __init__(self, prepare: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.prepare = prepare
+
+    def model(self, stage: int) -> Any:
+        inner = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.1))
+        model = torch.nn.Sequential(inner, torch.nn.Linear(2, 2))
+        self.prepare(model)
+        return model
+
+
+def in_stages(cuts: tuple[int, ...] | None) -> Callable[[ft.TrainTask], object]:
+    pipeline = PipelineSettings(stages=2, micro_batches=2, schedule="1f1b", cuts=cuts, ties=())
+    return lambda task: check_stages(task, pipeline)
+
+
+def in_one_piece(task: ft.TrainTask) -> object:
+    return choose_update(task, ft.RecoveryConfig())
+
+
+@pytest.mark.parametrize("check", [in_one_piece, in_stages(None), in_stages((1,))], ids=["whole", "task", "cut"])
+def test_a_model_in_eval_mode_is_refused(check: Callable[[ft.TrainTask], object]) -> None:
+    """As from_pretrained() returns it. Parts of it may stay so."""
+    with pytest.raises(ConfigError, match=r"a model in eval mode, as from_pretrained\(\) does.*call \.train\(\)"):
+        check(Dropping(lambda model: model.eval()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(Dropping(lambda model: None))
+        check(Dropping(lambda model: model[1].eval()))
+
+
+@pytest.mark.parametrize(
+    ("prepare", "words"),
+    [
+        (lambda model: model.eval()[0].train(), "is itself in eval mode, though parts of it are not"),
+        (lambda model: model[0].eval(), "whose 0 is in eval mode.*it is trained without dropout"),
+        (lambda model: model[0].eval().requires_grad_(False), ""),
+        (lambda model: [setattr(model[0].eval()[1], "p", 0.0)], ""),
+        (lambda model: model[1].eval(), ""),
+    ],
+)
+def test_a_model_that_is_half_in_eval_mode_is_warned_of(prepare: Callable[[Any], object], words: str) -> None:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        choose_update(Dropping(prepare), ft.RecoveryConfig())
+    assert len(found) == bool(words)
+    assert all(re.search(words, str(one.message)) for one in found)
+
+
 @pytest.mark.parametrize("kind", ["Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "RMSprop", "SGD"])
 def test_an_optimizer_that_can_do_without_a_closure_is_not(kind: str) -> None:
     params = [torch.nn.Parameter(torch.zeros(2, 2))]
