@@ -23,6 +23,7 @@ from raytrain_ft.training.attempt import WENT_DOWN, Attempt, Commit, keeps_gradi
 from raytrain_ft.training.buckets import Bucket, Reducer, check_kept, only, sample_of
 from raytrain_ft.training.checkpointer import Checkpointer
 from raytrain_ft.training.data import Loader, MicroBatch
+from raytrain_ft.training.kept import check_stored
 from raytrain_ft.training.links import Agree, Links
 from raytrain_ft.training.passes import Passes
 from raytrain_ft.training.pipeline import Stage, chunks_of
@@ -77,6 +78,7 @@ class Replica:
         self._keep_epochs = keep_epochs
         self._probe = probe
         self._last_commit: float | None = None
+        self._updated = False
         self._skip = ""  # why the update of the step under way is left out
         self.lost: tuple[int, tuple[Range, ...]] | None = None
         self.left_out: int | None = None
@@ -259,8 +261,10 @@ class Replica:
         # What an optimizer draws is the same on all replicas, whose last passes have left the generators elsewhere.
         seed_all(step_seed(self.settings.seed, self.state.step, NO_REPLICA, 0, self.state.stage or 0))
         self.state.optimizer.step()
-        if self.state.step == 0:
+        if not self._updated:  # of a launch, whose optimizer may be another than that of the one before
             check_kept(self.state.optimizer, behind)
+            check_stored(self.state.optimizer, self.state.model)
+            self._updated = True
         if self.checkpointer is not None:
             self.checkpointer.updated(time.monotonic() - began)
         self._mark(behind)

@@ -6,6 +6,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.utils.data import TensorDataset
 import raytrain_ft as ft
 from raytrain_ft.errors import ConfigError, NonFiniteLossError, TaskError
 from raytrain_ft.policy.sampling import Position, Sampling
-from raytrain_ft.training import changes
+from raytrain_ft.training import changes, durable
 from raytrain_ft.training.build import build_replica, check_model, check_undo
 from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.links import Links
@@ -264,6 +265,93 @@ def test_an_optimizer_that_keeps_a_gradient_keeps_a_copy(copies: bool) -> None:
         return
     with pytest.raises(TaskError, match="keeps a parameter's gradient itself as 'previous'"):
         replica.train_step(links)
+
+
+class Both(torch.optim.Optimizer):
+    """Muon for matrices and AdamW for what else there is, with one state or each with its own."""
+
+    def __init__(self, params: Any, *, one: bool, hold: Callable[[list[Any]], Any] = list) -> None:
+        params = list(params)
+        found: list[torch.optim.Optimizer] = [
+            torch.optim.Muon([p for p in params if p.ndim == 2], lr=0.02),
+            torch.optim.AdamW([p for p in params if p.ndim != 2], lr=1e-3),
+        ]
+        super().__init__(params, {})
+        self.param_groups = [group for each in found for group in each.param_groups]
+        self.optimizers = hold(found)
+        for each in found if one else ():
+            each.state = self.state
+
+    def step(self, closure: Any = None) -> Any:
+        held: Any = self.optimizers
+        for each in held.values() if isinstance(held, dict) else held:
+            each.step()
+
+
+def with_both(**how: Any) -> Task:
+    class Wrapped(Task):
+        def optimizer(self, params: Any) -> torch.optim.Optimizer:
+            return Both(params, **how)
+
+    return Wrapped(lambda: nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize("hold", [list, lambda found: dict(enumerate(found))])
+def test_a_wrapper_of_optimizers_that_have_states_of_their_own_is_refused(hold: Any) -> None:
+    replica, links = replica_of(with_both(one=False, hold=hold))
+    with pytest.raises(TaskError, match=r"optimizer in Both\.optimizers, of class Muon, has a state of its own.*o\.state = "):
+        replica.train_step(links)
+
+
+def test_a_wrapper_of_optimizers_that_have_one_state_is_stored_and_sent() -> None:
+    """Both into an optimizer that has updated already, and into one that has not."""
+    first, links = replica_of(with_both(one=True))
+    first.train_step(links)
+    states = [first.state.pack(bucket) for bucket in first.state.buckets]
+    tensors = {name: tensor.detach().clone() for name, tensor in durable.capture(first.state, first.loader.data, [])[0]}
+    assert {"optimizer/weight/momentum_buffer", "optimizer/bias/exp_avg"} <= tensors.keys()
+    first.train_step(links)
+    wanted = first.state.digests()
+    for behind in (False, True):
+        other, links = replica_of(with_both(one=True))
+        for _ in range(2 if behind else 0):
+            other.train_step(links)
+        for bucket, content in zip(other.state.buckets, states, strict=True):
+            other.state.unpack(bucket, content)
+        other.state.take(replace(first.state.extras(), step=1, position=Position(0, 4)))
+        optimizer: Any = other.state.optimizer
+        assert all(each.state is optimizer.state for each in optimizer.optimizers)
+        other.loader.start(Position(0, 4), 0, 1)
+        other.train_step(links)
+        assert other.state.digests() == wanted
+        other.loader.stop()
+    first.loader.stop()
+
+
+class Counting(torch.optim.SGD):
+    """Keeps something under a key of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        self.state[self.key] = {"k": 1} if self.full else {}  # pyright: ignore
+
+
+@pytest.mark.parametrize(("key", "words"), [("k", "a state of 'k'"), (torch.zeros(4, 1), r"a tensor of shape \[4, 1\]")])
+def test_a_state_that_is_none_of_a_parameter_is_refused(key: Any, words: str) -> None:
+    for full in (True, False):
+        replica, links = replica_of(Task(lambda: nn.Linear(3, 2)))
+        optimizer: Any = Counting(replica.state.model.parameters(), lr=0.1)
+        optimizer.key, optimizer.full = key, full
+        replica.state.optimizer = optimizer
+        replica.state.step = 7  # of a launch that resumes, perhaps with another optimizer
+        for bucket in replica.state.buckets:
+            bucket.version = 7
+        if full:
+            with pytest.raises(TaskError, match=words):
+                replica.train_step(links)
+        else:
+            replica.train_step(links)
+            replica.loader.stop()
 
 
 def test_a_buffer_in_the_place_of_another_is_agreed_upon_hashed_and_put_back() -> None:

@@ -209,6 +209,57 @@ def test_the_state_is_restored_in_one_pass(storage: LocalStorage) -> None:
     assert here.filled
 
 
+class Both(torch.optim.Optimizer):
+    """Muon for matrices and AdamW for the rest, with one state."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        matrices, others = [p for p in params if p.ndim == 2], [p for p in params if p.ndim != 2]
+        super().__init__(params, {})
+        self.optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=1e-3)]
+        self.param_groups = [group for each in self.optimizers for group in each.param_groups]
+        for each in self.optimizers:
+            each.state = self.state
+
+    def step(self, closure: Any = None) -> None:
+        for each in self.optimizers:
+            each.step()
+
+
+def with_both(updates: int) -> TrainingState:
+    torch.manual_seed(updates)
+    model = nn.Linear(3, 2)
+    state = TrainingState(model, Both(model.parameters()), None, bucket_bytes=1000, first_bucket_bytes=1000)
+    update(state, updates)
+    state.filled = True
+    return state
+
+
+def update(state: TrainingState, times: int) -> None:
+    for number in range(times):
+        state.optimizer.zero_grad()
+        state.model(torch.full((4, 3), 1.0 + number)).square().sum().backward()
+        state.optimizer.step()
+
+
+@pytest.mark.parametrize("updates", [0, 3])
+def test_a_wrapper_of_optimizers_with_one_state_is_restored(storage: LocalStorage, updates: int) -> None:
+    """What the wrapper gets, those within have."""
+    old, here = with_both(2), with_both(updates)
+    store(storage, old)
+    durable.restore(here, mapped(storage), DATA)
+    assert here.digests() == old.digests()
+    for state in (old, here):
+        update(state, 2)
+    assert here.digests() == old.digests()
+    assert {key for kept in here.optimizer.state.values() for key in kept} == {
+        "momentum_buffer",
+        "exp_avg",
+        "exp_avg_sq",
+        "step",
+    }
+
+
 class Shampoo(torch.optim.SGD):
     """Keeps matrices of a parameter in a list, as some optimizers do."""
 
