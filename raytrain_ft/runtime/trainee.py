@@ -102,7 +102,7 @@ class Trainee:
 
     def _build_replica(self, stage: int = 0, *, writes: bool = True) -> Replica:
         spec = self._spec
-        return build_replica(
+        built = build_replica(
             self._task,
             spec.sampling,
             spec.step,
@@ -112,6 +112,8 @@ class Trainee:
             checkpoints=recovery.checkpointing(spec, self._epoch, self._heartbeat) if writes else None,
             stage=stage,
         )
+        built.passes.first_incarnation = spec.incarnation + 1
+        return built
 
     def _probe(self, phase: str, step: int, part: int | None) -> None:
         self._heartbeat.at(phase, step)

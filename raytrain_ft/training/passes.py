@@ -11,11 +11,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from raytrain_ft.errors import TaskError
 from raytrain_ft.storage.log_files import version_of
+from raytrain_ft.storage.tensors import bytes_of
 from raytrain_ft.training.attempt import Attempt
 from raytrain_ft.training.backward import loss_of
 from raytrain_ft.training.data import MicroBatch
@@ -30,6 +32,8 @@ class Passes:
 
     Attributes:
         micro_batches: of the step under way.
+        first_incarnation: of the launch. What the task's functions do is looked at closely in its first step: later, a
+            recovery would wait for it.
     """
 
     def __init__(self, task: Any, state: TrainingState, settings: StepSettings, stage: int) -> None:
@@ -39,6 +43,7 @@ class Passes:
         self._stage = stage
         self._attempt: Attempt | None = None
         self.micro_batches: list[MicroBatch] = []
+        self.first_incarnation, self._looked = 1, False
         named = list(state.model.named_parameters())
         # Wait-free, those that are trained are updated while the last backward pass still goes on.
         early = settings.update == "wait_free"
@@ -48,8 +53,9 @@ class Passes:
     def begin(self, attempt: Attempt, micro_batches: list[MicroBatch]) -> None:
         """These are computed next."""
         self._attempt, self.micro_batches = attempt, micro_batches
-        self._early.begin()
-        self._late.begin()
+        look = not self._looked and attempt.incarnation == self.first_incarnation
+        self._early.begin(look=look)
+        self._late.begin(look=look)
 
     def check_forward(self) -> None:
         """After a forward pass, before the backward pass in which buckets may be updated.
@@ -67,6 +73,7 @@ class Passes:
                 wait, would hold some of it from before and some from after.
         """
         self._late.check()
+        self._looked = True
 
     def inputs(self, number: int) -> Any:
         """What the model, or its first stage, reads of a micro-batch; the task may draw, too."""
@@ -117,16 +124,27 @@ class _Unchanged:
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
         self._named = named
         self._versions: list[int] = []
+        self._bytes: list[int] = []
 
-    def begin(self) -> None:
+    def begin(self, *, look: bool) -> None:
+        """Their versions are those of now; and if one is to `look`, their bytes: a change through `.data` has no version."""
         self._versions = [version_of(p) for _, p in self._named]
+        self._bytes = [_hash_of(p) for _, p in self._named] if look else []
 
     def check(self) -> None:
-        for (name, p), before in zip(self._named, self._versions, strict=True):
-            if version_of(p) != before:
-                raise TaskError(
-                    f"the forward or backward pass changed the parameter {name} in place: a step that is redone would change "
-                    "it twice, and a checkpoint might hold half of it. An average of weights (a teacher, an EMA) belongs in "
-                    "buffers (register_buffer), which are put back, or in the step() of an optimizer of your own. An "
-                    "Embedding's max_norm scales its weights by what this rank alone has read: leave it out"
-                )
+        """Raises `TaskError` if one was changed; its bytes are looked at once, after the first forward pass or later."""
+        changed = [name for (name, p), before in zip(self._named, self._versions, strict=True) if version_of(p) != before]
+        if not changed and self._bytes:
+            changed = [name for (name, p), before in zip(self._named, self._bytes, strict=True) if _hash_of(p) != before]
+            self._bytes = []
+        if changed:
+            raise TaskError(
+                f"the forward or backward pass changed the parameter {changed[0]} in place: a step that is redone would change "
+                "it twice, and a checkpoint might hold half of it. An average of weights (a teacher, an EMA) belongs in "
+                "buffers (register_buffer), which are put back, or in the step() of an optimizer of your own. An "
+                "Embedding's max_norm scales its weights by what this rank alone has read: leave it out"
+            )
+
+
+def _hash_of(tensor: Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(bytes_of(tensor).cpu().numpy().data)

@@ -18,7 +18,8 @@ from torch.utils.data import TensorDataset
 import raytrain_ft as ft
 from raytrain_ft.errors import ConfigError, NonFiniteLossError, TaskError
 from raytrain_ft.policy.sampling import Position, Sampling
-from raytrain_ft.training import changes, durable
+from raytrain_ft.storage.tensors import bytes_of
+from raytrain_ft.training import changes, durable, passes
 from raytrain_ft.training.build import build_replica, check_model, check_undo
 from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.links import Links
@@ -82,25 +83,44 @@ def replica_of(task: Task, **settings: Any) -> tuple[Replica, Links]:
 class Following(nn.Module):
     """A teacher that follows the student: frozen parameters that each forward pass changes."""
 
-    def __init__(self, *, trained: bool = False) -> None:
+    def __init__(self, *, trained: bool = False, by_data: bool = False) -> None:
         super().__init__()
+        self.by_data = by_data
         self.student, self.teacher = nn.Linear(3, 2), nn.Linear(3, 2)
         self.teacher.requires_grad_(trained)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            self.teacher.weight.lerp_(self.student.weight, 0.1)
+            (self.teacher.weight.data if self.by_data else self.teacher.weight).lerp_(self.student.weight, 0.1)
         return self.student(x) + self.teacher(x)
 
 
+@pytest.mark.parametrize("by_data", [False, True])
 @pytest.mark.parametrize(
     ("update", "trained"), [("barrier", False), ("wait_free", False), ("barrier", True), ("wait_free", True)]
 )
-def test_a_forward_pass_that_changes_a_parameter_is_refused(update: Any, trained: bool) -> None:
+def test_a_forward_pass_that_changes_a_parameter_is_refused(update: Any, trained: bool, by_data: bool) -> None:
     """Nothing puts it back, so a step that is redone would change it twice; and nobody's hash would differ."""
-    replica, links = replica_of(Task(lambda: Following(trained=trained)), update=update)
+    replica, links = replica_of(Task(lambda: Following(trained=trained, by_data=by_data)), update=update)
     with pytest.raises(TaskError, match=r"changed the parameter teacher\.weight"):
         replica.train_step(links)
+
+
+@pytest.mark.parametrize("update", ["barrier", "wait_free"])
+def test_the_bytes_of_parameters_are_looked_at_in_the_first_step_of_a_launch(
+    update: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No later step, and no recovery, takes longer for it."""
+    looked: list[Tensor] = []
+    monkeypatch.setattr(passes, "bytes_of", lambda tensor: looked.append(tensor) or bytes_of(tensor))
+    for first, times in ((1, 2), (2, 0)):  # before the passes and after them; not at all
+        replica, links = replica_of(Task(Buffered), update=update, gradient_accumulation_steps=2)
+        replica.passes.first_incarnation = first
+        for _ in range(2):
+            replica.train_step(links)
+        assert len(looked) == times * len(list(replica.state.model.parameters()))
+        replica.loader.stop()
+        looked.clear()
 
 
 def test_what_nobody_changes_keeps_its_bits() -> None:
