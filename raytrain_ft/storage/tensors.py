@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import xxhash
 from torch import Tensor
 
 DTYPES = {
@@ -16,3 +17,8 @@ DTYPES = {
 def bytes_of(tensor: Tensor) -> Tensor:
     """The tensor's bytes in contiguous order, wherever it lies: uint8 [size]. A view where that is possible."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def hash_of(tensor: Tensor) -> int:
+    """Stands for the tensor's bytes."""
+    return xxhash.xxh3_64_intdigest(bytes_of(tensor).cpu().numpy().data)

@@ -11,18 +11,18 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from raytrain_ft.errors import TaskError
 from raytrain_ft.storage.log_files import version_of
-from raytrain_ft.storage.tensors import bytes_of
+from raytrain_ft.storage.tensors import hash_of
 from raytrain_ft.training.attempt import Attempt
 from raytrain_ft.training.backward import loss_of
 from raytrain_ft.training.data import MicroBatch
 from raytrain_ft.training.pipeline import chunks_of
 from raytrain_ft.training.random import seed_all, step_seed
+from raytrain_ft.training.reads import inputs_of
 from raytrain_ft.training.settings import StepSettings
 from raytrain_ft.training.state import TrainingState
 
@@ -43,7 +43,8 @@ class Passes:
         self._stage = stage
         self._attempt: Attempt | None = None
         self.micro_batches: list[MicroBatch] = []
-        self.first_incarnation, self._looked = 1, False
+        self.first_incarnation, self._looked, self._looks = 1, False, False
+        self._moved: tuple[int, Any] | None = None
         named = list(state.model.named_parameters())
         # Wait-free, those that are trained are updated while the last backward pass still goes on.
         early = settings.update == "wait_free"
@@ -53,9 +54,9 @@ class Passes:
     def begin(self, attempt: Attempt, micro_batches: list[MicroBatch]) -> None:
         """These are computed next."""
         self._attempt, self.micro_batches = attempt, micro_batches
-        look = not self._looked and attempt.incarnation == self.first_incarnation
-        self._early.begin(look=look)
-        self._late.begin(look=look)
+        self._moved, self._looks = None, not self._looked and attempt.incarnation == self.first_incarnation
+        self._early.begin(look=self._looks)
+        self._late.begin(look=self._looks)
 
     def check_forward(self) -> None:
         """After a forward pass, before the backward pass in which buckets may be updated.
@@ -76,9 +77,17 @@ class Passes:
         self._looked = True
 
     def inputs(self, number: int) -> Any:
-        """What the model, or its first stage, reads of a micro-batch; the task may draw, too."""
+        """What the model, or its first stage, reads of a micro-batch; the task may draw, too.
+
+        Raises:
+            TaskError: as `inputs_of` does, in a pipeline.
+        """
         self._seed(number)
-        return self._task.inputs(self._on_device(self.micro_batches[number].data))
+        data = self._on_device(self.micro_batches[number].data)
+        if self._settings.pipeline is not None:
+            return inputs_of(self._task, data) if self._looks else self._task.inputs(data)
+        self._moved = number, data  # what `inputs` changes in it is for the loss, too, wherever it is
+        return self._task.inputs(data)
 
     def forward(self, number: int, arguments: Sequence[Any]) -> Any:
         """The output of pass `number`: of a micro-batch, or in a pipeline of one of the stage's chunks over a micro-batch."""
@@ -96,8 +105,10 @@ class Passes:
         """
         assert self._attempt is not None
         micro_batch, batch = self.micro_batches[number], self._attempt.batch
+        there, moved = self._moved or (None, None)
+        data, self._moved = moved if there == number else self._on_device(micro_batch.data), None
         with self._autocast():
-            loss = loss_of(self._task, output, self._on_device(micro_batch.data))
+            loss = loss_of(self._task, output, data)
         weighted = loss * (len(micro_batch.ids) / (batch.stop - batch.start))
         self._state.tail.losses.append(weighted.detach())
         return weighted
@@ -129,13 +140,13 @@ class _Unchanged:
     def begin(self, *, look: bool) -> None:
         """Their versions are those of now; and if one is to `look`, their bytes: a change through `.data` has no version."""
         self._versions = [version_of(p) for _, p in self._named]
-        self._bytes = [_hash_of(p) for _, p in self._named] if look else []
+        self._bytes = [hash_of(p) for _, p in self._named] if look else []
 
     def check(self) -> None:
         """Raises `TaskError` if one was changed; its bytes are looked at once, after the first forward pass or later."""
         changed = [name for (name, p), before in zip(self._named, self._versions, strict=True) if version_of(p) != before]
         if not changed and self._bytes:
-            changed = [name for (name, p), before in zip(self._named, self._bytes, strict=True) if _hash_of(p) != before]
+            changed = [name for (name, p), before in zip(self._named, self._bytes, strict=True) if hash_of(p) != before]
             self._bytes = []
         if changed:
             raise TaskError(
@@ -144,7 +155,3 @@ class _Unchanged:
                 "buffers (register_buffer), which are put back, or in the step() of an optimizer of your own. An "
                 "Embedding's max_norm scales its weights by what this rank alone has read: leave it out"
             )
-
-
-def _hash_of(tensor: Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(bytes_of(tensor).cpu().numpy().data)

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from raytrain_ft.errors import ConfigError, FTError, TaskError
 from raytrain_ft.training.data import augment_of, collate_of, fetch, loads_batches, task_size
 from raytrain_ft.training.pipeline import sequential
+from raytrain_ft.training.reads import inputs_of
 
 OPERATIONS_PER_BYTE = 4
 """What moving a byte costs, in floating-point operations: layers without a product are not for free."""
@@ -89,13 +90,14 @@ def first_inputs(task: Any, count: int) -> tuple[Any, Any]:
     """A batch of the first samples of a task's dataset, to measure with, and what the first layer gets of it.
 
     Raises:
-        ConfigError: the dataset is empty or not map-style. TaskError: the task's own code fails.
+        ConfigError: the dataset is empty or not map-style. TaskError: the task's own code fails, or changes the batch (see
+            `inputs_of`).
     """
     where = "it cannot be read from the dataset"
     try:
         batch = _sample(task, count)
         where = "TrainTask.inputs() fails on it"
-        return batch, task.inputs(batch)
+        return batch, inputs_of(task, batch)
     except FTError:
         raise
     except Exception as error:  # the task's own code may raise anything

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import raytrain_ft as ft
 from raytrain_ft.errors import ConfigError, NonFiniteLossError, TaskError
 from raytrain_ft.policy.sampling import Position, Sampling
-from raytrain_ft.storage.tensors import bytes_of
+from raytrain_ft.storage.tensors import hash_of
 from raytrain_ft.training import changes, durable, passes
 from raytrain_ft.training.build import build_replica, check_model, check_undo
 from raytrain_ft.training.fence import Fence
@@ -112,7 +112,7 @@ def test_the_bytes_of_parameters_are_looked_at_in_the_first_step_of_a_launch(
 ) -> None:
     """No later step, and no recovery, takes longer for it."""
     looked: list[Tensor] = []
-    monkeypatch.setattr(passes, "bytes_of", lambda tensor: looked.append(tensor) or bytes_of(tensor))
+    monkeypatch.setattr(passes, "hash_of", lambda tensor: looked.append(tensor) or hash_of(tensor))
     for first, times in ((1, 2), (2, 0)):  # before the passes and after them; not at all
         replica, links = replica_of(Task(Buffered), update=update, gradient_accumulation_steps=2)
         replica.passes.first_incarnation = first
@@ -121,6 +121,42 @@ def test_the_bytes_of_parameters_are_looked_at_in_the_first_step_of_a_launch(
         assert len(looked) == times * len(list(replica.state.model.parameters()))
         replica.loader.stop()
         looked.clear()
+
+
+class Mixing(Task):
+    """Its `inputs` mixes labels, in place."""
+
+    seen: list[Tensor]
+
+    def inputs(self, batch: Any) -> Tensor:
+        batch[1].fill_(7.0)
+        return batch[0]
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        self.seen.append(batch[1])
+        return super().loss(output, batch)
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_labels_that_inputs_changes_in_place_reach_the_loss_on_any_device(moves: bool) -> None:
+    """A micro-batch is moved there once, and not held for longer than its loss."""
+    task = Mixing(lambda: nn.Linear(3, 2))
+    task.seen = []
+    replica, links = replica_of(task)
+    moved: list[Any] = []
+
+    def move(data: Any) -> Any:
+        moved.append([tensor.clone() for tensor in data])
+        return moved[-1]
+
+    if moves:
+        replica.passes._on_device = move  # pyright: ignore[reportPrivateUsage]
+    for _ in range(2):
+        replica.train_step(links)
+    assert [labels.unique().tolist() for labels in task.seen] == [[7.0], [7.0]]
+    assert len(moved) == 2 * moves
+    assert replica.passes._moved is None  # pyright: ignore[reportPrivateUsage]
+    replica.loader.stop()
 
 
 def test_what_nobody_changes_keeps_its_bits() -> None:

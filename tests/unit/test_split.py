@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 import raytrain_ft as ft
 from raytrain_ft.errors import ConfigError, TaskError
+from raytrain_ft.policy.sampling import Sampling
+from raytrain_ft.training.build import build_replica
 from raytrain_ft.training.pipeline import build_stage, passed_on
 from raytrain_ft.training.profile import measure_parts
 from raytrain_ft.training.settings import PipelineSettings, StepSettings
@@ -166,3 +169,50 @@ def test_data_that_cannot_be_measured_with(where: str, error: type[Exception], w
 def test_a_layer_that_fails_while_cuts_are_measured_is_named() -> None:
     with pytest.raises(TaskError, match=r"measured before the run: layer 3 \(Linear\) fails on it: RuntimeError: mat1"):
         measure_cuts(Failing("layer"), 2, 4)
+
+
+class Changing(Task):
+    """Its `inputs` changes the batch in one way or another."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def collate(self, samples: Any) -> Any:
+        batch = torch.utils.data.default_collate(samples)
+        return {"x": batch[0], "y": batch[1]} if self.how == "taken" else batch
+
+    def inputs(self, batch: Any) -> Any:
+        match self.how:
+            case "in place":
+                batch[1].lerp_(batch[1].flip(0) + 1, 0.3)
+            case "replaced":
+                batch[1] = batch[1] + 1
+            case "its own":
+                return batch[0].div_(2).flatten(1)
+            case "taken":
+                return batch.pop("x")
+        return batch[0]
+
+
+def reads(task: Changing) -> Any:
+    """What the first stage reads in its first step."""
+    step, sampling = StepSettings(pipeline=PipelineSettings(stages=2, micro_batches=2, cuts=(1,))), Sampling(8, 4, 0)
+    passes = build_replica(task, sampling, step, use_gpu=False, undo_mode="exact", probe=None).passes
+    attempt: Any = SimpleNamespace(incarnation=1, step=0, replica=0)
+    micro_batch: Any = SimpleNamespace(data=task.collate([(torch.randn(4), torch.zeros(2)) for _ in range(2)]))
+    passes.begin(attempt, [micro_batch])
+    return passes.inputs(0)
+
+
+@pytest.mark.parametrize("look", [reads, lambda task: measure_cuts(task, 2, 4)], ids=["first step", "driver"])
+@pytest.mark.parametrize("how", ["in place", "replaced"])
+def test_labels_that_inputs_changes_are_refused_where_the_loss_has_others(how: str, look: Any) -> None:
+    """The last stage reads the batch anew."""
+    with pytest.raises(TaskError, match=r"Changing\.inputs\(\) changes batch\[1\], which it does not return"):
+        look(Changing(how))
+
+
+@pytest.mark.parametrize("how", ["its own", "taken", "none"])
+def test_inputs_may_change_what_it_returns(how: str) -> None:
+    assert measure_cuts(Changing(how), 2, 4)
+    assert reads(Changing(how)) is not None
