@@ -46,13 +46,24 @@ class Passes:
         self.first_incarnation, self._looked, self._looks = 1, False, False
         self._moved: tuple[int, Any] | None = None
         named = list(state.model.named_parameters())
+        self._frozen = [(name, p) for name, p in named if not p.requires_grad]
         # Wait-free, those that are trained are updated while the last backward pass still goes on.
         early = settings.update == "wait_free"
         self._early = _Unchanged([(name, p) for name, p in named if early and p.requires_grad])
         self._late = _Unchanged([(name, p) for name, p in named if not (early and p.requires_grad)])
 
     def begin(self, attempt: Attempt, micro_batches: list[MicroBatch]) -> None:
-        """These are computed next."""
+        """These are computed next.
+
+        Raises:
+            TaskError: a parameter was frozen when the optimizer was made, and is no longer.
+        """
+        if thawed := [name for name, p in self._frozen if p.requires_grad]:
+            raise TaskError(
+                f"the parameter {thawed[0]} requires a gradient now, and did not when the optimizer was made: nobody would "
+                "reduce that, nor update it. Train it from the start, in a group of its own whose learning rate the scheduler "
+                "keeps at 0 for as long as it is to stand still"
+            )
         self._attempt, self.micro_batches = attempt, micro_batches
         self._moved, self._looks = None, not self._looked and attempt.incarnation == self.first_incarnation
         self._early.begin(look=self._looks)

@@ -50,6 +50,16 @@ def _memory_of_trained(modules: Sequence[nn.Module]) -> set[int]:
     return {p.untyped_storage().data_ptr() for p in params}
 
 
+def _check_known(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    """Raises `TaskError` if the model has a parameter that is none of these."""
+    known = set(map(id, parameters))
+    if new := [name for name, p in model.named_parameters() if id(p) not in known]:
+        raise TaskError(
+            f"the forward pass has made the parameter {new[0]}, which was not there when the optimizer was: it would not be "
+            "trained, and a replacement would not have it. Create it in __init__, in its full size"
+        )
+
+
 def _kind(buffer: Any) -> str:
     return f"{buffer.dtype} {tuple(buffer.shape)}" if isinstance(buffer, Tensor) else "None"
 
@@ -73,6 +83,7 @@ class Tail:
         named = [(place, here(place)) for _, place in found]
         self._names = {place: name for name, place in found}
         self._modules, self._looked = list(model.modules()), False
+        self._parameters = list(model.parameters())
         self._floats = [place for place, b in named if b.is_floating_point() or b.is_complex()]
         self._integers = [place for place, b in named if not (b.is_floating_point() or b.is_complex())]
         self.sleep = Sleep()
@@ -169,13 +180,14 @@ class Tail:
 
     def _look(self) -> None:
         """Looks at what the forward pass has put in the place of buffers, and takes it over in memory of its own: else what is
-        agreed upon might be written to a weight, or to the data.
+        agreed upon might be written to a weight, or to the data. After the first one, also at whether there are new parameters.
 
         Raises:
             TaskError: nobody could agree upon it, nor copy it to a replacement.
         """
         if not self._looked:  # layers may have come with it
             self._modules, self._looked = list(self._modules[0].modules()), True
+            _check_known(self._modules[0], self._parameters)
         buffers = (b for module in self._modules for b in module._buffers.values() if b is not None and b.numel())
         if len({id(buffer) for buffer in buffers}) > len(self._names):
             new = {name for module in self._modules[:1] for name, place in places(module) if place not in self._names}

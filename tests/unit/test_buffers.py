@@ -850,3 +850,89 @@ def test_layers_that_the_first_forward_pass_adds_are_refused() -> None:
     with pytest.raises(TaskError, match=r"made the buffer norm\."):
         replica.train_step(links)
     replica.loader.stop()
+
+
+def test_parameters_that_the_first_forward_pass_adds_are_refused() -> None:
+    """The optimizer has nothing of them."""
+
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(3, 2), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.head is None:
+                self.head = nn.Linear(2, 2)
+            return self.head(self.layer(x))
+
+    replica, links = replica_of(Task(Adds))
+    with pytest.raises(TaskError, match=r"made the parameter head\.weight, which was not there"):
+        replica.train_step(links)
+    replica.loader.stop()
+
+
+class Thawing(nn.Module):
+    """Its first layer is frozen until it has seen so many batches."""
+
+    def __init__(self, frozen: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 2)
+        self.left = frozen
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left == 0:
+            self.first.requires_grad_(True)
+        return self.last(self.first(x))
+
+
+@pytest.mark.parametrize("update", ["barrier", "wait_free"])
+def test_a_parameter_that_is_trained_later_on_is_refused(update: Any) -> None:
+    replica, links = replica_of(Task(lambda: Thawing(2)), update=update)
+    for _ in range(2):
+        replica.train_step(links)
+    with pytest.raises(TaskError, match=r"first\.weight requires a gradient now.*in a group of its own"):
+        replica.train_step(links)
+    replica.loader.stop()
+
+
+def test_a_parameter_that_is_frozen_later_on_is_not() -> None:
+    class Freezing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            output = self.last(self.first(x))
+            self.first.requires_grad_(False)
+            return output
+
+    replica, links = replica_of(Task(Freezing))
+    replica.train_step(links)
+    model: Any = replica.state.model
+    before = [model.first.weight.clone(), model.last.weight.clone()]
+    for _ in range(2):
+        replica.train_step(links)
+    assert torch.equal(model.first.weight, before[0])
+    assert not torch.equal(model.last.weight, before[1])
+    replica.loader.stop()
+
+
+def test_a_group_whose_learning_rate_the_scheduler_keeps_at_zero_stands_still_until_then() -> None:
+    """The remedy for what is to be trained later on."""
+
+    class Later(Task):
+        def optimizer(self, params: Any) -> torch.optim.Optimizer:
+            first, last = params[:2], params[2:]
+            return torch.optim.AdamW([{"params": first}, {"params": last}], lr=0.1)
+
+        def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+            return torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: float(step >= 2), lambda step: 1.0])
+
+    replica, links = replica_of(Later(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))))
+    model: Any = replica.state.model
+    before = model[0].weight.clone()
+    for still in (True, True, False):
+        replica.train_step(links)
+        assert torch.equal(model[0].weight, before) == still
+    replica.loader.stop()
