@@ -33,6 +33,7 @@ NEWS = (
     m.LogWritten,
     m.Parted,
     m.SetAside,
+    m.StateUnseen,
 )
 """What counts whichever incarnation it is about."""
 FORGETTING = 0.9
@@ -358,6 +359,14 @@ def _on_samples_lost(run: RunState, event: m.SamplesLost) -> list[m.Command]:
     return []
 
 
+def _on_state_unseen(run: RunState, event: m.StateUnseen) -> list[m.Command]:
+    run.warn(
+        f"{event.names}: changed in the forward pass, and neither stored nor given to a replacement. If a result depends on "
+        "it, keep it in a buffer of the model (register_buffer)"
+    )
+    return []
+
+
 def _on_noted(
     run: RunState,
     event: m.IntervalChosen | m.LogChosen | m.LogWritten | m.NoticesUnavailable | m.Parted | m.SetAside,
@@ -546,6 +555,7 @@ _HANDLERS: dict[type[m.Event], Callable[[RunState, Any], list[m.Command]]] = {
     m.LogFailed: _on_log_failed,
     m.LogWritten: _on_noted,
     m.SetAside: _on_noted,
+    m.StateUnseen: _on_state_unseen,
     m.NoticesUnavailable: _on_noted,
     m.LogMissing: phases.on_log_missing,
     m.UndoRefused: phases.on_undo_refused,

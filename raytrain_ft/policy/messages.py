@@ -388,6 +388,16 @@ class SetAside(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateUnseen(Event):
+    """The passes of a worker change what looks like state, and is where nobody stores it. `names`: where, one by one."""
+
+    member: str
+    incarnation: int
+    step: int
+    names: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Dormant(Event):
     """A replica sleeps, or takes part again, from this step on."""
 
@@ -568,6 +578,7 @@ __all__ = [
     "Sleep",
     "StageTimed",
     "StartWorker",
+    "StateUnseen",
     "StepsCommitted",
     "StopAtBoundary",
     "Stopped",

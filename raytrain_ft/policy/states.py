@@ -78,6 +78,7 @@ TRANSITIONS: dict[type[m.Event], dict[State, set[State]]] = {
     m.LogFailed: _stay(LIVE - {S.SCHEDULING}),
     m.LogWritten: _stay(LIVE - {S.SCHEDULING}),
     m.SetAside: _stay(LIVE - {S.SCHEDULING}),
+    m.StateUnseen: _stay(LIVE - {S.SCHEDULING}),
     m.NoticesUnavailable: _stay(LIVE),
     m.LogMissing: {state: {S.FENCE, S.ERRORED} for state in (S.REBUILD, S.RESUME)},
     m.UndoRefused: {S.REPLACE: {S.FENCE, S.ERRORED}},

@@ -26,6 +26,7 @@ Note = (
     | m.Parted
     | m.SetAside
     | m.StageTimed
+    | m.StateUnseen
 )
 IDENTITY = ("incarnation", "step", "source", "number")
 """What tells two notes of the same kind and worker apart."""

@@ -113,7 +113,12 @@ class Trainee:
             stage=stage,
         )
         built.passes.first_incarnation = spec.incarnation + 1
+        built.passes.tell_unseen = self._tell_unseen
         return built
+
+    def _tell_unseen(self, names: list[str]) -> None:
+        about = {"incarnation": self._spec.incarnation + 1, "step": self.replica.state.step}
+        self._note("StateUnseen", {**about, "names": ", ".join(names)})
 
     def _probe(self, phase: str, step: int, part: int | None) -> None:
         self._heartbeat.at(phase, step)

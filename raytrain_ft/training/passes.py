@@ -6,7 +6,7 @@ gets the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -25,6 +25,7 @@ from raytrain_ft.training.random import seed_all, step_seed
 from raytrain_ft.training.reads import inputs_of
 from raytrain_ft.training.settings import StepSettings
 from raytrain_ft.training.state import TrainingState
+from raytrain_ft.training.unseen import Watch
 
 
 class Passes:
@@ -34,6 +35,7 @@ class Passes:
         micro_batches: of the step under way.
         first_incarnation: of the launch. What the task's functions do is looked at closely in its first step: later, a
             recovery would wait for it.
+        tell_unseen: told of what the passes change and nothing stores, once, by the first replica; of no use if it is None.
     """
 
     def __init__(self, task: Any, state: TrainingState, settings: StepSettings, stage: int) -> None:
@@ -44,6 +46,8 @@ class Passes:
         self._attempt: Attempt | None = None
         self.micro_batches: list[MicroBatch] = []
         self.first_incarnation, self._looked, self._looks = 1, False, False
+        self.tell_unseen: Callable[[list[str]], None] | None = None
+        self._watch: Watch | None = None
         self._moved: tuple[int, Any] | None = None
         named = list(state.model.named_parameters())
         self._frozen = [(name, p) for name, p in named if not p.requires_grad]
@@ -68,6 +72,7 @@ class Passes:
         self._moved, self._looks = None, not self._looked and attempt.incarnation == self.first_incarnation
         self._early.begin(look=self._looks)
         self._late.begin(look=self._looks)
+        self._begin_watch(attempt)
 
     def check_forward(self) -> None:
         """After a forward pass, before the backward pass in which buckets may be updated.
@@ -86,6 +91,19 @@ class Passes:
         """
         self._late.check()
         self._looked = True
+        found = self._watch.end() if self._watch is not None else None
+        if found is not None:
+            self._watch = None
+            if found and self.tell_unseen is not None:
+                self.tell_unseen(found)
+
+    def _begin_watch(self, attempt: Attempt) -> None:
+        if self._looks and attempt.replica == 0 and self.tell_unseen is not None:
+            self._watch = Watch(self._task, self._state.model)
+        elif attempt.incarnation != self.first_incarnation:
+            self._watch = None
+        if self._watch is not None:
+            self._watch.begin()
 
     def inputs(self, number: int) -> Any:
         """What the model, or its first stage, reads of a micro-batch; the task may draw, too.

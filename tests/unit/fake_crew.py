@@ -512,7 +512,8 @@ class Cluster:
         lost = m.SamplesLost(incarnation=incarnation, step=0, epoch=0, start=0, stop=1, why="not finite")
         late = m.Suspected(incarnation=incarnation, reason="a collective failed", noticed_by="w0")
         dormant = m.Dormant(member=member, incarnation=incarnation, step=step, asleep=True)
-        said: list[m.Event] = [lost, late, dormant]
+        unseen = m.StateUnseen(member=member, incarnation=incarnation, step=step, names="task.seen")
+        said: list[m.Event] = [lost, late, dormant, unseen]
         if self.rules.stages > 1:
             about = {"member": member, "incarnation": incarnation, "step": step}
             sizes = {"records": 1, "payload_bytes": 1, "file_bytes": 1, "stalls": 0, "stalled_s": 0.0}
