@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from raytrain_ft.policy.machine import handle
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.sampling import Position, Sampling
+from raytrain_ft.runtime import trainee
+from raytrain_ft.runtime.tidings import NOTES
 from raytrain_ft.training.build import build_replica
 from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.links import Links
@@ -144,3 +147,20 @@ def test_whoever_follows_the_run_is_told_once() -> None:
         handle(run, m.StateUnseen(member="w0", incarnation=1, step=1, names="task.calls"))
     (words,) = run.warnings
     assert words.startswith("task.calls: changed in the forward pass, and neither stored nor given to a replacement")
+
+
+def test_a_worker_looks_in_the_first_incarnation_of_its_launch_and_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a launch that resumes is not number 1."""
+    notes: list[tuple[str, dict[str, Any]]] = []
+    worker: Any = object.__new__(trainee.Trainee)
+    about = ("sampling", "step", "use_gpu", "undo")
+    worker._spec = SimpleNamespace(incarnation=4, **dict.fromkeys(about))
+    worker._task, worker._heartbeat = None, SimpleNamespace(note=lambda event, fields: notes.append((event, fields)))
+    replica = SimpleNamespace(passes=SimpleNamespace(), state=SimpleNamespace(step=8))
+    monkeypatch.setattr(trainee, "build_replica", lambda *_, **__: replica)
+    worker.replica = worker._build_replica(writes=False)
+    assert replica.passes.first_incarnation == 5
+    replica.passes.tell_unseen(["task.calls", "model.turns"])
+    ((name, fields),) = notes
+    event = NOTES[name](member="w0", **fields)
+    assert event == m.StateUnseen(member="w0", incarnation=5, step=8, names="task.calls, model.turns")
