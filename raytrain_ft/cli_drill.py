@@ -15,7 +15,7 @@ from raytrain_ft.drill.grounds import Running
 from raytrain_ft.drill.predict import known_job, rehearse
 from raytrain_ft.drill.report import show
 from raytrain_ft.errors import ConfigError, FTError
-from raytrain_ft.runtime.placement import knock
+from raytrain_ft.runtime.placement import knock, other_versions
 from raytrain_ft.scenario import Scenario
 
 FAILED, REFUSED = 1, 2
@@ -84,7 +84,8 @@ def _drill(
     try:
         ray.init(address=address or "auto", log_to_driver=False)
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
-        raise ConfigError(f"--address {address or 'auto'}: there is no Ray cluster to be reached: {error}") from error
+        why = other_versions(error) or f"there is no Ray cluster to be reached: {error}"
+        raise ConfigError(f"--address {address or 'auto'}: {why}") from error
     ground = Running(confirmed)
     try:
         return drill(scenario, ground, storage_path=storage, quiet=quiet, known=known)

@@ -90,6 +90,8 @@ def connect(address: str | None = None, **options: Any) -> None:
     try:
         ray.init(address=address, **options)
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:  # or RAY_ADDRESS is a job server's
+        if words := other_versions(error):
+            raise ConfigError(words) from error
         named = os.environ.get("RAY_ADDRESS", "")
         if isinstance(error, ConnectionError) and not named:
             what = "there is no Ray cluster here: set RAY_ADDRESS, or run this on one of its nodes"
@@ -99,6 +101,18 @@ def connect(address: str | None = None, **options: Any) -> None:
                 "RAY_ADDRESS, or submit it as a job"
             )
         raise ConfigError(f"{what}. If it is there, it may have another token: {_token()}. {told(str(error))}") from error
+
+
+def other_versions(error: BaseException) -> str:
+    """That the cluster has another Ray or Python than this process, in words, if that is why Ray does not let it in; else
+    empty."""
+    words = " ".join(str(error).partition("Version mismatch:")[2].split())
+    if not words:
+        return ""
+    return (
+        f"this process and the cluster have other versions of Ray or Python: {told(words)}. Use the cluster's versions here, "
+        "or submit this as a job, which has them"
+    )
 
 
 def _token() -> str:

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
+from pages import ROOT
+from ray._private.utils import check_version_info
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError, RaySystemError
 
 import raytrain_ft as ft
@@ -121,6 +123,21 @@ def test_a_cluster_that_refuses_is_no_run_that_failed(monkeypatch: pytest.Monkey
     said = CliRunner().invoke(main, ["attach", "digits"])
     assert said.exit_code == 2, said.output
     assert "no token" in said.output
+
+
+@pytest.mark.parametrize("command", ["attach digits", "drill jobs/scenarios/node_loss.yaml --on cluster"])
+def test_a_cluster_of_other_versions_is_said_to_be_one(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not that there is none, or that it may have another token."""
+    cluster = {"ray_version": "2.58.0", "python_version": "3.10.4"}
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("raytrain_ft.follow.ray.init", lambda **about: check_version_info(cluster, "node 10.0.0.2"))
+    said = CliRunner().invoke(main, command.split())
+    assert said.exit_code == 2, said.output
+    assert "this process and the cluster have other versions of Ray or Python: The cluster was started with" in said.output
+    assert "Ray: 2.58.0 Python: 3.10.4" in said.output
+    assert "no Ray cluster" not in said.output
+    assert "token" not in said.output
 
 
 def test_how_a_run_was_ended_is_shown_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
