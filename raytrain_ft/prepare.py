@@ -35,7 +35,7 @@ from raytrain_ft.ray_config import CheckpointConfig, RunConfig, ScalingConfig, w
 from raytrain_ft.runtime import sealed
 from raytrain_ft.runtime.event_log import each_record, earlier_logs
 from raytrain_ft.runtime.notices.notice import NoticeSpec
-from raytrain_ft.runtime.placement import connect
+from raytrain_ft.runtime.placement import check_ray, connect
 from raytrain_ft.runtime.preemption import CLOUDS
 from raytrain_ft.runtime.spec import CheckpointSpec, LogSpec, RunSpec
 from raytrain_ft.selective import choose_log
@@ -102,6 +102,7 @@ def prepare(
     checkpoints = _checkpoints(run, scaling, recovery, directory, sampling, model_key, settings.max_steps)
     if not ray.is_initialized():
         connect(log_to_driver=False)
+    check_ray()
     make_directory(directory)  # last, so that what is refused leaves nothing behind
     spec = RunSpec(
         run_id=uuid.uuid4().hex[:12],

@@ -15,7 +15,6 @@ from typing import Any
 
 import psutil
 import ray
-from ray._private.ray_constants import DASHBOARD_ADDRESS, KV_NAMESPACE_DASHBOARD
 
 from raytrain_ft.chaos.faults import ChaosError
 from raytrain_ft.errors import ConfigError
@@ -100,7 +99,9 @@ class LocalCluster:
     @contextmanager
     def job_server(self) -> Iterator[str]:
         """Ray's job server and dashboard while this context lasts, on 127.0.0.1 alone; gives what `ray job submit --address`
-        takes. About a dozen processes, hence not from the start."""
+        takes. About a dozen processes, hence not from the start. Private to Ray, like the cluster."""
+        from ray._private.ray_constants import DASHBOARD_ADDRESS, KV_NAMESPACE_DASHBOARD
+
         head = self._cluster.head_node
         _end_dashboard(head)  # a smaller one, which serves nothing
         head.get_gcs_client().internal_kv_del(DASHBOARD_ADDRESS.encode(), False, KV_NAMESPACE_DASHBOARD)

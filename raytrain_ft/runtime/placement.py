@@ -17,6 +17,7 @@ from raytrain_ft.places import told
 from raytrain_ft.runtime import lifeline
 
 KNOCK_S = 5.0
+OLDEST_RAY, TESTED_RAY = "2.59", "2.60.0"
 ON_HEAD = {"node:__internal_head__": 0.001}
 """Resources to ask for to be placed on the head node, where Ray's own state is. For an actor that asks for nothing a soft
 affinity is not heeded: Ray places it on a random node."""
@@ -180,3 +181,22 @@ def nodes() -> list[dict[str, Any]]:
 
     available = available_resources_per_node()
     return [{**node, "Available": available.get(node["NodeID"], {})} for node in ray.nodes()]
+
+
+def check_ray() -> None:
+    """Whether this version of Ray has the call that room is counted with. Without it no worker would ever be started, and
+    nobody told why.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    try:
+        nodes()
+    except (AttributeError, ImportError, TypeError) as error:
+        raise ConfigError(
+            f"Ray {ray.__version__} does not tell what is free on each node, at least not as Ray {TESTED_RAY} does "
+            f"({type(error).__name__}: {error}). raytrain_ft needs Ray {OLDEST_RAY} or newer, and was tested with "
+            f"{TESTED_RAY}: install that one on all nodes"
+        ) from error
+    except (RayError, RuntimeError):  # Ray's own state does not answer now
+        pass

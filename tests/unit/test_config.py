@@ -201,6 +201,15 @@ def test_what_is_refused_leaves_nothing_behind(task: ft.TrainTask, run: dict[str
     assert not ray.is_initialized()
 
 
+def test_what_ray_lacks_is_told_before_anything_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.delattr("ray._private.state.available_resources_per_node")
+    run = ft.RunConfig(name="digits", storage_path=str(tmp_path))
+    with pytest.raises(ConfigError, match="does not tell what is free on each node"):
+        ft.Trainer(Linear(), max_steps=1, global_batch_size=4, run_config=run).fit()
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("recovery", [{"update": "wait_free"}, {"update": "wait_free", "strategy": "replication"}])
 def test_an_optimizer_that_needs_a_closure_is_refused_however_it_updates(recovery: dict[str, Any]) -> None:
     """And no fallback is tried, which it would not fit either."""

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import socket
 import time
+import tomllib
 from collections import Counter
+from collections.abc import Iterator
 
+import pytest
+from packaging.requirements import Requirement
+from pages import ROOT
+from ray.exceptions import RaySystemError
+
+from raytrain_ft.errors import ConfigError
+from raytrain_ft.runtime import placement
 from raytrain_ft.runtime.lifeline import CONNECT_SECONDS
-from raytrain_ft.runtime.placement import apart, capacity, choose, demand, is_silent, lacking, reaction, room
+from raytrain_ft.runtime.placement import apart, capacity, check_ray, choose, demand, is_silent, lacking, reaction, room
 
 
 def node(name: str, cpus: float, free: float, alive: bool = True) -> dict:
@@ -104,3 +114,44 @@ def test_a_node_without_a_cable_is_silent() -> None:
             node = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": full.getsockname()[1]}
             assert asyncio.run(reaction(node)) == "silence"
             assert asyncio.run(is_silent(node))
+
+
+def test_a_ray_that_has_renamed_what_room_is_counted_with_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else no worker would ever be started, and after minutes the advice would be to add nodes."""
+    monkeypatch.setattr(placement.ray, "__version__", "2.99.0")
+    monkeypatch.delattr("ray._private.state.available_resources_per_node")
+    with pytest.raises(
+        ConfigError, match=r"^Ray 2\.99\.0 does not .* cannot import name 'available_resources_per_node'"
+    ) as told:
+        check_ray()
+    assert "needs Ray 2.59 or newer, and was tested with 2.60.0" in str(told.value)
+
+
+def test_a_ray_that_does_not_answer_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor asks again, once a second."""
+
+    def away() -> None:
+        raise RaySystemError("the head is busy")
+
+    monkeypatch.setattr("ray._private.state.available_resources_per_node", away)
+    check_ray()
+
+
+def test_the_versions_of_ray_that_are_named_are_those_of_the_project() -> None:
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (ray,) = (one for one in map(Requirement, needed) if one.name == "ray")
+    assert str(ray.specifier) == f">={placement.OLDEST_RAY}"
+    assert f'"ray[default,train]=={placement.TESTED_RAY}"' in (ROOT / "cluster.yaml").read_text()
+
+
+def test_what_is_private_to_ray_is_imported_where_it_is_used() -> None:
+    """Whoever does not use it need not care whether a version of Ray has renamed it."""
+
+    def imported() -> Iterator[str]:
+        for path in (ROOT / "raytrain_ft").rglob("*.py"):
+            for node in ast.parse(path.read_text()).body:
+                names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                yield from (f"{path.name}: {name}" for name in names if name.startswith("ray.") and "._" in name)
+
+    assert list(imported()) == []
