@@ -30,6 +30,7 @@
 from __future__ import annotations
 
 import re
+from itertools import dropwhile
 
 
 class FTError(Exception):
@@ -129,3 +130,11 @@ class MetadataError(FTError):
 def plain(words: str) -> str:
     """What an error says, without the colours that it has for a terminal."""
     return re.sub(r"\x1b\[[0-9;]*m", "", words)
+
+
+def last_words(text: str) -> str:
+    """What an error says for itself, in a line: the end of a text that may begin with where it was raised."""
+    lines = plain(text).strip().splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
+    own = dropwhile(lambda line: line[:1].isspace(), lines[frames[-1] + 1 :]) if frames else lines[-1:]
+    return " ".join(" ".join(own).split())

@@ -94,6 +94,7 @@ _ALL = (
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}
 
 _CAUSES = {
+    "it could not begin": "other",
     "it could not be set up": "task",
     "it failed ": "task",
     "it could not join": "other",

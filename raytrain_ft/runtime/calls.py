@@ -28,6 +28,7 @@ from raytrain_ft.errors import (
     UndoRefusedError,
     UnknownFormatError,
     UnreachableError,
+    last_words,
     plain,
 )
 from raytrain_ft.places import told
@@ -43,6 +44,7 @@ BROKEN_SECONDS = 0.05
 """Until a call is tried again whose connection broke. If the worker died, Ray knows by then."""
 LONGEST_PAUSE_S = 1.0
 """Between two tries of a call, each of which waits twice as long as the one before."""
+LONGEST_CAUSE = 1000
 _KINDS: dict[type[BaseException], m.FailureKind] = {
     NonFiniteLossError: "non_finite",
     MismatchError: "mismatch",
@@ -172,6 +174,8 @@ def differs(known: Introduction, others: Iterable[Introduction], *, other_data: 
 
 def cause_of(error: BaseException) -> str:
     """A worker's death in a line."""
+    if getattr(error, "actor_init_failed", False):
+        return f"it could not begin: {told(last_words(str(error)))}"[:LONGEST_CAUSE]
     text = " ".join(str(error).split())
     if isinstance(error, ActorDiedError) or "actor" in text.lower():
         for sign, words in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +30,7 @@ from raytrain_ft.policy.leaving import REQUEST, SIGTERM
 from raytrain_ft.policy.reconcile import Marks, Plan
 from raytrain_ft.policy.sketch import Sketch
 from raytrain_ft.runtime import crew as crews
+from raytrain_ft.runtime.calls import cause_of
 from raytrain_ft.runtime.contacts import Contacts
 from raytrain_ft.runtime.crew import Crew
 from raytrain_ft.runtime.nodes import FORGIVE_DEAD_S, FORGIVE_SILENT_S, Nodes
@@ -88,6 +90,16 @@ def crew(told: list[m.Event], monkeypatch: pytest.MonkeyPatch) -> Crew:
     spec: Any = SimpleNamespace(**about, member_name=lambda member: member)
     health: Any = Health()
     return Crew(spec, told.append, Contacts(spec), health)
+
+
+def not_begun(cause: BaseException) -> ActorDiedError:
+    """What Ray tells of an actor whose constructor raised this."""
+    try:
+        raise cause
+    except Exception:
+        raised = traceback.format_exc()
+    about = {"proctitle": "ray::Worker.__init__", "pid": 4711, "ip": "10.0.0.3", "actor_id": "a" * 32}
+    return ActorDiedError(RayTaskError("Worker.__init__", raised, cause, actor_repr="digits w3", **about))
 
 
 def gone(member: str) -> Any:
@@ -762,3 +774,16 @@ def test_a_fence_may_be_asked_for_twice() -> None:
     assert worker.fence(3) is marks
     with pytest.raises(FencedError, match="incarnation 2 is over; this worker is in 3"):
         worker.fence(2)
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        OSError(28, "No space left on device", "/mnt/shared/" + "x" * 200),
+        ValueError("exit code 3 of ldconfig,\n  which is not there:\nthe node died"),
+    ],
+)
+def test_what_a_worker_that_cannot_begin_raised_is_its_cause(cause: Exception) -> None:
+    """Before it Ray tells where that was raised, in more than a line; and what is quoted is no sign of anything else."""
+    own = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
+    assert cause_of(not_begun(cause)) == f"it could not begin: {own}"

@@ -230,6 +230,7 @@ def test_whatever_happens_the_sums_are_right(rules: Rules, seed: int) -> None:
         ("no answer to setup within 120 s", "deadline"),
         ("it did not leave its step in time", "deadline"),
         ("ValueError: whatever", "other"),
+        ("it could not begin: OSError: out of memory", "other"),
     ],
 )
 def test_tags_are_few(cause: str, word: str) -> None:
