@@ -132,6 +132,14 @@ def plain(words: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", words)
 
 
+def refusal(error: BaseException) -> str:
+    """Why an actor would not begin: the `ConfigError` that it raised, of which Ray keeps the text alone. Empty if it died
+    otherwise."""
+    kind, _, words = last_words(str(error)).partition(": ")
+    began = not getattr(error, "actor_init_failed", False)
+    return "" if began or kind.rpartition(".")[2] != ConfigError.__name__ else words
+
+
 def last_words(text: str) -> str:
     """What an error says for itself, in a line: the end of a text that may begin with where it was raised."""
     lines = plain(text).strip().splitlines()

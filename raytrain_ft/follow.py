@@ -28,7 +28,7 @@ from ray.exceptions import (
 
 from raytrain_ft import errors
 from raytrain_ft.config import check_name
-from raytrain_ft.errors import ConfigError, FTError, LockedError, TrainingFailedError
+from raytrain_ft.errors import ConfigError, FTError, LockedError, TrainingFailedError, refusal
 from raytrain_ft.places import Place
 from raytrain_ft.policy.history import ENDS
 from raytrain_ft.policy.states import ENDED
@@ -72,7 +72,8 @@ def watch(
         start_s: how long its first word may take: Ray first brings the job's runtime environment to its node.
 
     Raises:
-        ConfigError: the cluster's nodes cannot import the task; TrainingFailedError: the supervisor is gone.
+        ConfigError: the cluster's nodes cannot import the task, or have other code of raytrain_ft; TrainingFailedError: the
+            supervisor is gone.
     """
     ended = supervisor.run.remote()
     unreachable: float | None = None
@@ -135,6 +136,8 @@ def _last_account(error: ActorDiedError, known: Account | None) -> Account:
     locked = str(error).partition("LockedError: ")[2]
     if locked:
         raise LockedError(locked.splitlines()[0]) from error
+    if refused := refusal(error):
+        raise ConfigError(refused) from error
     if "No module named" not in str(error):
         raise TrainingFailedError(f"the supervisor could not be kept alive: {error}") from error
     module = str(error).split("No module named")[1].split()[0].strip("'\"")

@@ -30,6 +30,7 @@ from raytrain_ft.ray_config import CheckpointConfig, RunConfig, ScalingConfig, c
 from raytrain_ft.result import Result
 from raytrain_ft.runtime import sealed
 from raytrain_ft.runtime.placement import ON_HEAD, demand, lacking
+from raytrain_ft.runtime.software import CODE, pack
 from raytrain_ft.runtime.spec import NAMESPACE, RunSpec
 from raytrain_ft.runtime.supervisor_actor import SupervisorActor
 from raytrain_ft.settings import Keywords, TrainSettings
@@ -249,7 +250,7 @@ def _start(spec: RunSpec) -> Any:
     """Starts the supervisor. Its name is taken as long as the run lives, which keeps a second one out."""
     options = {"name": spec.supervisor_name, "namespace": NAMESPACE, **SUPERVISOR}
     try:
-        return ray.remote(SupervisorActor).options(**options).remote(spec)
+        return ray.remote(SupervisorActor).options(**options).remote(CODE, pack(spec))
     except ValueError as error:
         raise RunActiveError(_active(spec.name, _account_of(spec.supervisor_name))) from error
 

@@ -30,6 +30,7 @@ from raytrain_ft.errors import (
     UnreachableError,
     last_words,
     plain,
+    refusal,
 )
 from raytrain_ft.places import told
 from raytrain_ft.policy import messages as m
@@ -87,7 +88,10 @@ class Calls:
                 reason = f"the connection to {member} broke"
                 self._tell(m.Suspected(incarnation=incarnation, reason=reason, noticed_by="supervisor"))
                 return None
-            self.lost(member, cause_of(error), "ray")
+            if why := refusal(error):
+                self._failed(member, "config", why, incarnation, step)
+            else:
+                self.lost(member, cause_of(error), "ray")
         except TimeoutError:
             self.lost(member, f"no answer to {method} within {seconds:g} s", "deadline")
         return None
@@ -133,11 +137,16 @@ class Calls:
             return
         kinds: list[m.FailureKind] = [kind for known, kind in _KINDS.items() if isinstance(cause, known)]
         kind = kinds[0] if kinds else "task"
+        message = str(error) if kind == "task" else str(cause)  # a traceback quotes the user's code, with its URIs
+        self._failed(member, kind, message, incarnation, step)
+
+    def _failed(self, member: str, kind: m.FailureKind, message: str, incarnation: int, step: int | None) -> None:
+        """A worker cannot do what others may be able to."""
         unable = kind != "non_finite" and (incarnation or self._health.is_starting(member))
         if unable and (node := self._contacts.node_of(member)) is not None:
             self._health.nodes.disfavour(node)
-        message = plain(told(str(error) if kind == "task" else str(cause)))  # a traceback quotes the user's code, with its URIs
         step, of = self._health.step if step is None else step, incarnation or None
+        message = plain(told(message))
         self._tell(m.TaskFailed(member=member, rank=None, step=step, kind=kind, message=message, incarnation=of))
 
     async def hint(self, member: str, method: str, *args: Any) -> None:

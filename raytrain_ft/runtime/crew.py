@@ -26,6 +26,7 @@ from raytrain_ft.runtime.contacts import ROOM_SECONDS, Contacts
 from raytrain_ft.runtime.health import Health
 from raytrain_ft.runtime.leftovers import BEGIN_S, begun, named
 from raytrain_ft.runtime.nodes import FORGIVE_DEAD_S, FORGIVE_SILENT_S
+from raytrain_ft.runtime.software import CODE, pack
 from raytrain_ft.runtime.spec import NAMESPACE, Introduction, RunSpec
 from raytrain_ft.runtime.worker import Worker
 
@@ -164,7 +165,7 @@ class Crew:
         )
         supervisor = ray.get_runtime_context().current_actor
         try:
-            self._contacts.handles[member] = actor.remote(member, self._spec, supervisor, self.epoch)
+            self._contacts.handles[member] = actor.remote(CODE, pack(self._spec), member, supervisor, self.epoch)
         except (RayError, ValueError, TypeError) as error:
             self._calls.lost(member, f"Ray refuses to start it: {error}", "ray")
             return

@@ -180,7 +180,7 @@ class Introduction:
     Attributes:
         lifeline: the port on `host` of a connection that ends when its process dies; 0 if it offers none.
         num_parameters, num_buckets: of the model, or of the first stage of it: the same everywhere, if the code is.
-        software: versions that the bits depend on.
+        software: versions that the bits depend on, and the code of raytrain_ft.
         samples: what its dataset looks like; nothing if it reads none.
         build_s: how long it took to build the model, seconds.
     """

@@ -11,17 +11,26 @@ from typing import Any
 
 import ray.actor
 
-from raytrain_ft.runtime.spec import Beat, Pace, RunSpec
+from raytrain_ft.runtime.software import unpack
+from raytrain_ft.runtime.spec import Beat, Pace
 
 END_S = 3.0
 """How long the process may take to end, once the run is over and it has been told to."""
 
 
 class SupervisorActor:
-    """One run's supervisor; `Supervisor` has what these methods do."""
+    """One run's supervisor; `Supervisor` has what these methods do.
 
-    def __init__(self, spec: RunSpec) -> None:
-        self._name = spec.name  # first: if it cannot begin, Ray asks for a name before it passes on why
+    Args:
+        code: of raytrain_ft, that the script which started the run has in memory.
+        packed: by that script, the run's `RunSpec`.
+    """
+
+    def __init__(self, code: str, packed: bytes) -> None:
+        self._name = "a run's"  # first: if it cannot begin, Ray asks for a name before it passes on why
+        # Also if Ray starts it again, and the files are others now.
+        spec = unpack(code, packed, "the script that started the run")
+        self._name = spec.name
         from raytrain_ft.runtime.supervisor import Supervisor
 
         self._supervisor = Supervisor(spec)

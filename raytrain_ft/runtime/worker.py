@@ -27,7 +27,8 @@ from raytrain_ft.runtime import lifeline, placement
 from raytrain_ft.runtime.heartbeat import Heartbeat
 from raytrain_ft.runtime.preemption import Preemption
 from raytrain_ft.runtime.shared import check_checkpoints, check_directory
-from raytrain_ft.runtime.spec import Introduction, RunSpec
+from raytrain_ft.runtime.software import CODE, unpack
+from raytrain_ft.runtime.spec import Introduction
 from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.lazy_compiler import load_compiler_late
 
@@ -43,10 +44,18 @@ of many long steps after hours."""
 
 
 class Worker:
-    """One replica. `member` is its name for life, `rank` its number in the present incarnation."""
+    """One replica. `member` is its name for life, `rank` its number in the present incarnation.
 
-    def __init__(self, member: str, spec: RunSpec, supervisor: Any, epoch: int) -> None:
-        self._member, self._spec = member, spec  # first: if it cannot begin, Ray asks for a name before it passes on why
+    Args:
+        code: of raytrain_ft, that the supervisor has in memory.
+        packed: by the supervisor, the run's `RunSpec`.
+    """
+
+    def __init__(self, code: str, packed: bytes, member: str, supervisor: Any, epoch: int) -> None:
+        self._title = member  # first: if it cannot begin, Ray asks for a name before it passes on why
+        spec = unpack(code, packed, "the supervisor of the run")
+        self._title = f"{spec.name} {member}"
+        self._member, self._spec = member, spec
         load_compiler_late()
         with _without_garbage_collection():
             # Not at the top: the supervisor loads this module, too, and would take another second to come back with torch.
@@ -67,7 +76,7 @@ class Worker:
 
     def __repr__(self) -> str:
         """What Ray calls it, in logs and in its dashboard."""
-        return f"{self._spec.name} {self._member}"
+        return self._title
 
     # ---------------------------------------------------------------- becoming ready
 
@@ -93,7 +102,7 @@ class Worker:
             lifeline.offer(self._host),
             sum(p.numel() for bucket in buckets for p in bucket.params),
             len(buckets),
-            f"Python {platform.python_version()} and torch {version('torch')}",
+            f"Python {platform.python_version()}, torch {version('torch')} and raytrain_ft {CODE}",
             self._trainee.replica.loader.sketches,
             took,
         )

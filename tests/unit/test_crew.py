@@ -18,6 +18,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostError, OutOfMemoryError, RayTaskError
 
 from raytrain_ft.errors import (
+    ConfigError,
     FencedError,
     NonFiniteLossError,
     StorageError,
@@ -36,6 +37,7 @@ from raytrain_ft.runtime.crew import Crew
 from raytrain_ft.runtime.nodes import FORGIVE_DEAD_S, FORGIVE_SILENT_S, Nodes
 from raytrain_ft.runtime.notice_board import NoticeBoard
 from raytrain_ft.runtime.notices.notice import Notice
+from raytrain_ft.runtime.software import CODE
 from raytrain_ft.runtime.spec import Introduction
 from raytrain_ft.runtime.worker import Worker
 from raytrain_ft.training.fence import Fence
@@ -151,10 +153,11 @@ def test_who_is_struck_off_while_a_node_is_chosen_is_not_started(
 def test_the_class_of_workers_is_made_once(crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch) -> None:
     """And not with each start, of which there are thousands in a long run. What differs are the options."""
     made: list[Any] = []
-    started: list[tuple[str, str, str]] = []
+    started: list[tuple[Any, ...]] = []
 
     def options(**given: Any) -> Any:
-        return SimpleNamespace(remote=lambda member, *_: started.append((member, given["name"], given["scheduling_strategy"])))
+        where = given["name"], given["scheduling_strategy"]
+        return SimpleNamespace(remote=lambda code, spec, member, *_: started.append((code, spec, member, *where)))
 
     def remote(actor: Any) -> Any:
         made.append(actor)
@@ -166,6 +169,7 @@ def test_the_class_of_workers_is_made_once(crew: Crew, told: list[m.Event], monk
         return f"node of {member}"
 
     monkeypatch.setattr(crews.placement, "strategy_for", lambda node: node)
+    monkeypatch.setattr(crews, "pack", lambda spec: b"spec")
     monkeypatch.setattr(crews.ray, "remote", remote)
     monkeypatch.setattr(crews.ray, "get_runtime_context", lambda: SimpleNamespace(current_actor=None))
     monkeypatch.setattr(crew, "_introduce", introduce)
@@ -174,7 +178,7 @@ def test_the_class_of_workers_is_made_once(crew: Crew, told: list[m.Event], monk
     for member in ("w5", "w6"):
         asyncio.run(crew._start(member, False))
     assert made == [Worker]
-    assert started == [(member, member, f"node of {member}") for member in ("w5", "w6")]
+    assert started == [(CODE, b"spec", member, member, f"node of {member}") for member in ("w5", "w6")]
     assert told == []
 
 
@@ -787,3 +791,21 @@ def test_what_a_worker_that_cannot_begin_raised_is_its_cause(cause: Exception) -
     """Before it Ray tells where that was raised, in more than a line; and what is quoted is no sign of anything else."""
     own = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
     assert cause_of(not_begun(cause)) == f"it could not begin: {own}"
+
+
+def test_a_worker_that_refuses_to_begin_is_a_node_that_lacks_something(
+    crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no loss, which would be met by starting another one there."""
+    health: Any = crew._health
+    health.starting, disfavoured = {"w3"}, []
+    health.nodes.disfavour = disfavoured.append
+    answer: Future[Introduction] = Future()
+    answer.set_exception(not_begun(ConfigError("node 10.0.0.3 has other code of raytrain_ft than the supervisor of the run")))
+    actor = SimpleNamespace(setup=Method(lambda: SimpleNamespace(future=lambda: answer)))
+    monkeypatch.setattr(crew._contacts, "handle", lambda member: actor)
+    crew._contacts.place("w3", "n3")
+    asyncio.run(crew._introduce("w3"))
+    words = "node 10.0.0.3 has other code of raytrain_ft than the supervisor of the run"
+    assert told == [m.TaskFailed(member="w3", rank=None, step=7, kind="config", message=words)]
+    assert disfavoured == ["n3"]

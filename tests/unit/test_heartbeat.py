@@ -14,6 +14,7 @@ from ray.exceptions import ActorDiedError
 from raytrain_ft.runtime import heartbeat, worker
 from raytrain_ft.runtime.heartbeat import Heartbeat, beat_interval, record_interval
 from raytrain_ft.runtime.notices.notice import NoticeSpec
+from raytrain_ft.runtime.software import CODE, pack
 from raytrain_ft.runtime.spec import Beat, Pace
 
 HOUR = 3600.0
@@ -87,7 +88,7 @@ def test_a_worker_that_was_never_asked_for_anything_ends_when_the_supervisor_is_
     notices = NoticeSpec(clouds=(), detect=False, drain=False, grace_s=None)
     about = {"notices": notices, "heartbeat_interval": 0.01, "lease": 5.0}
     spec: Any = SimpleNamespace(name="run", directory=tmp_path, faults=(), log=None, **about)
-    worker.Worker("w0", spec, supervisor, epoch=1)
+    worker.Worker(CODE, pack(spec), "w0", supervisor, epoch=1)
     assert ended.wait(30)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from raytrain_ft.policy.commands import Run
+from raytrain_ft.runtime.software import CODE, pack
 from raytrain_ft.runtime.supervisor import Supervisor
 from raytrain_ft.runtime.supervisor_actor import SupervisorActor
 from raytrain_ft.runtime.worker import Worker
@@ -20,6 +21,8 @@ from raytrain_ft.training.fence import Fence
 
 START = """
 import gc, sys
+from types import SimpleNamespace
+from raytrain_ft.runtime.software import CODE, pack
 from raytrain_ft.runtime.worker import Worker
 
 def collections():
@@ -27,7 +30,7 @@ def collections():
 
 before = collections()
 try:
-    Worker("w0", None, None, 1)  # comes no further than to where it needs its spec, which is after the imports
+    Worker(CODE, pack(SimpleNamespace(name="run")), "w0", None, 1)  # comes no further than to where it needs more of its spec
 except AttributeError:
     pass
 print("torch" in sys.modules, collections() - before, gc.get_freeze_count(), gc.isenabled())
@@ -102,7 +105,7 @@ def test_who_cannot_begin_has_a_name_all_the_same(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("raytrain_ft.runtime.worker.load_compiler_late", fail)
     spec: Any = SimpleNamespace(name="run")
     named: list[str] = []
-    for kind, arguments in ((SupervisorActor, (spec,)), (Worker, ("w0", spec, None, 1))):
+    for kind, arguments in ((SupervisorActor, (CODE, pack(spec))), (Worker, (CODE, pack(spec), "w0", None, 1))):
         actor: Any = object.__new__(kind)
         with pytest.raises(OSError, match="no space"):
             actor.__init__(*arguments)
