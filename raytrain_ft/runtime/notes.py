@@ -16,7 +16,7 @@ from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.history import ENDS
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import State
-from raytrain_ft.runtime import report, sealed, timeline
+from raytrain_ft.runtime import report, sealed, software, timeline
 from raytrain_ft.runtime.event_log import EventLog, earlier_logs, read_past
 from raytrain_ft.runtime.spec import RunSpec
 from raytrain_ft.storage.draft import draft_of
@@ -178,4 +178,5 @@ def details_of(spec: RunSpec) -> dict[str, Any]:
         "lost_samples": "return" if spec.step.returns_lost else "drop",
         "update": spec.step.update,
         "stages": rules.stages,
+        "software": software.versions(),
     }

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import platform
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import ray
@@ -17,6 +19,9 @@ import ray.cloudpickle
 
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.runtime.spec import RunSpec
+
+LIBRARIES = ("torch", "ray", "numpy", "pyarrow", "nvidia-dali-cuda120", "nvidia-dali-cuda130")
+"""What results may depend on, by the names that they are installed by."""
 
 
 def digest_of(package: Path) -> str:
@@ -38,6 +43,21 @@ def _modules(package: Path) -> Iterator[tuple[str, Path]]:
 
 CODE = digest_of(Path(__file__).parents[1])
 """Of the code that this process has in memory, as it was when it was imported."""
+
+
+def versions() -> dict[str, str]:
+    """Of all that results may depend on, as far as it is installed here. Nothing of it is loaded."""
+    found = {"raytrain_ft": CODE, "python": platform.python_version()}
+    for name in LIBRARIES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def same_bits() -> str:
+    """What all workers must agree in, in words, to compute the same bits and to understand each other."""
+    found = versions()
+    return f"Python {found['python']}, torch {found['torch']} and raytrain_ft {CODE}"
 
 
 def pack(spec: RunSpec) -> bytes:

@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import platform
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -27,7 +25,7 @@ from raytrain_ft.runtime import lifeline, placement
 from raytrain_ft.runtime.heartbeat import Heartbeat
 from raytrain_ft.runtime.preemption import Preemption
 from raytrain_ft.runtime.shared import check_checkpoints, check_directory
-from raytrain_ft.runtime.software import CODE, unpack
+from raytrain_ft.runtime.software import same_bits, unpack
 from raytrain_ft.runtime.spec import Introduction
 from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.lazy_compiler import load_compiler_late
@@ -102,7 +100,7 @@ class Worker:
             lifeline.offer(self._host),
             sum(p.numel() for bucket in buckets for p in bucket.params),
             len(buckets),
-            f"Python {platform.python_version()}, torch {version('torch')} and raytrain_ft {CODE}",
+            same_bits(),
             self._trainee.replica.loader.sketches,
             took,
         )

@@ -15,7 +15,8 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from raytrain_ft import follow, trainer
 from raytrain_ft.errors import ConfigError, LockedError, refusal
-from raytrain_ft.runtime.software import CODE, digest_of, unpack
+from raytrain_ft.runtime import software
+from raytrain_ft.runtime.software import CODE, LIBRARIES, digest_of, same_bits, unpack, versions
 from raytrain_ft.runtime.supervisor_actor import SupervisorActor
 from raytrain_ft.runtime.worker import Worker
 
@@ -98,3 +99,27 @@ def test_a_supervisor_that_comes_back_with_other_code_ends_the_run_with_its_reas
 
 def test_what_is_no_refusal() -> None:
     assert refusal(ActorDiedError()) == refusal(ConfigError("a value")) == refusal(not_begun(OSError("no space"))) == ""
+
+
+def test_what_results_depend_on_is_known_without_being_loaded() -> None:
+    code = "import sys; from raytrain_ft.runtime.software import versions; print(*versions(), sep='\\n'); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    *names, loaded = done.stdout.splitlines()
+    assert {"raytrain_ft", "python", "torch", "ray", "numpy", "pyarrow"} <= set(names)
+    assert not {"torch", "pyarrow", "nvidia"} & set(loaded.split()), "the supervisor does without them"
+
+
+def test_what_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DALI, say, where nothing but a checkpoint is looked at."""
+    monkeypatch.setattr(software, "LIBRARIES", (*LIBRARIES, "no-such-thing"))
+    assert "no-such-thing" not in versions()
+
+
+def test_workers_are_compared_by_what_their_bits_depend_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another numpy or Ray is recorded, and refused by nobody here."""
+    before = same_bits()
+    others = versions() | {"numpy": "3.0.0", "pyarrow": "99.0.0", "ray": "3.0.0"}
+    monkeypatch.setattr(software, "versions", lambda: others)
+    assert same_bits() == before
+    monkeypatch.setattr(software, "versions", lambda: others | {"torch": "2.12.0"})
+    assert same_bits() != before

@@ -27,7 +27,7 @@ from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.policy.states import ENDED, State
 from raytrain_ft.progress import Display
-from raytrain_ft.runtime import event_log, library, notes, supervisor
+from raytrain_ft.runtime import event_log, library, notes, software, supervisor
 from raytrain_ft.runtime.contacts import Contacts
 from raytrain_ft.runtime.event_log import EventLog
 from raytrain_ft.runtime.library import Library
@@ -139,6 +139,7 @@ def test_what_a_run_tells_of_its_checkpoints_has_no_credentials(
     assert "goes on from s3://bucket/runs/digits/checkpoints/step-000000020-e1-i1?region=x" in told
     details = notes.details_of(about)
     assert details["checkpoints"] == "s3://bucket/runs/digits/checkpoints?region=x"
+    assert details["software"] == software.versions()
     assert "sesame" not in f"{told} {account} {details} {about}"
 
 
