@@ -32,6 +32,7 @@ from raytrain_ft.storage.filesystem import Storage
 from raytrain_ft.training import objects as states
 from raytrain_ft.training import resume as resuming
 from raytrain_ft.training.checkpointer import Checkpointer, Target
+from raytrain_ft.training.followed import follow
 from raytrain_ft.training.journal import Journal
 from raytrain_ft.training.ranks import Ranks
 from raytrain_ft.training.resumable import Loader
@@ -216,10 +217,7 @@ class Session:
             loader.observe(partial(self._asked, name), partial(self._left, name))
             self._closing.callback(loader.observe)
         for optimizer in self._optimizers():
-            before = optimizer.register_step_pre_hook(lambda *_: self.update_begins())
-            after = optimizer.register_step_post_hook(lambda *_: self.update_ends())
-            self._closing.callback(before.remove)
-            self._closing.callback(after.remove)
+            self._closing.callback(follow(optimizer, self.update_begins, self.update_ends))
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         return [value for value in self._objects.values() if isinstance(value, torch.optim.Optimizer)]
