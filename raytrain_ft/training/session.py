@@ -15,10 +15,11 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -33,14 +34,13 @@ from raytrain_ft.training import objects as states
 from raytrain_ft.training import resume as resuming
 from raytrain_ft.training.checkpointer import Checkpointer, Target
 from raytrain_ft.training.followed import follow
+from raytrain_ft.training.forgotten import NOT_GIVEN, Forgotten
 from raytrain_ft.training.journal import Journal
 from raytrain_ft.training.ranks import Ranks
 from raytrain_ft.training.resumable import Loader
 from raytrain_ft.training.stopwatch import Stopwatch
 
 T = TypeVar("T")
-FORGOTTEN = 100
-"""So many updates without a batch, or batches without an update: perhaps something was not given to `open`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class Session:
         self._last: set[str] = set()  # those that ended the last one; none: the loop said itself that it was over
         self._goes_on_at: set[str] | None = None  # as is stored; None: whoever is asked first
         self._open_updates = 0  # begun and not ended, since a batch was asked for
-        self._batches = self._updates = 0  # that this launch has heard of
+        self._forgotten = Forgotten(self._nothing_to_store, self._parameters, follows=bool(self._optimizers()))
         self._next_decision = 0
         self._watch = Stopwatch()  # runs from the first batch on
         self._update_s = self._update_began = 0.0
@@ -217,10 +217,17 @@ class Session:
             loader.observe(partial(self._asked, name), partial(self._left, name))
             self._closing.callback(loader.observe)
         for optimizer in self._optimizers():
-            self._closing.callback(follow(optimizer, self.update_begins, self.update_ends))
+            self._closing.callback(follow(optimizer, self.update_begins, partial(self.update_ends, id(optimizer))))
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         return [value for value in self._objects.values() if isinstance(value, torch.optim.Optimizer)]
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for value in self._objects.values():
+            if isinstance(value, torch.nn.Module):
+                yield from value.parameters()
+            elif isinstance(value, torch.optim.Optimizer):
+                yield from chain.from_iterable(group["params"] for group in value.param_groups)
 
     # ---------------------------------------------------------------- step by step
 
@@ -231,17 +238,14 @@ class Session:
         self._open_updates += 1
         self._update_began = time.monotonic()
 
-    def update_ends(self) -> None:
-        """The weights have changed. However often that happens between two batches, it is one step."""
-        self._updates += 1
+    def update_ends(self, optimizer: int | None = None) -> None:
+        """The weights have changed. However often that happens between two batches, it is one step.
+
+        Args:
+            optimizer: the id of the one that made the update; None: it was none that is followed.
+        """
         self._open_updates = max(0, self._open_updates - 1)  # in its midst a batch may have been asked for
-        if self._updates == FORGOTTEN and not self._batches:
-            reason = (
-                f"{FORGOTTEN} updates were made, and no batch was asked of a checkfreq.Loader that checkfreq.open was given, "
-                "so no step has ended yet. If this is the training: checkfreq.open(..., loader=loader), or in a loop without a "
-                "Loader run.commit() before each batch"
-            )
-            self._journal.tell("NothingToStore", {"reason": reason})
+        self._forgotten.updated(optimizer, reading=bool(self._reading))
         now = time.monotonic()
         self._update_s += now - self._update_began
         self._update_began = now  # an optimizer's step inside `update` is not counted twice
@@ -279,11 +283,9 @@ class Session:
     def commit(self, name: str | None = None) -> None:
         """A batch is asked for (of this loader): what was done since the last one is a step, if there was an update in it."""
         self._watch.start()
-        self._batches += 1
+        self._forgotten.asked(by_hand=name is None)
         if name is None or not self._last or name in self._last:
             self._open_updates = 0  # one that broke off, if the training goes on, is as much of its state as any other
-        if self._batches == FORGOTTEN and not self._updates and not self._optimizers():
-            self._nothing_to_store()
         if self._resumed is not None and self._resumed.goes_on_at(name):
             resuming.set_generators(self._resumed, self._ranks.rank)  # something may have drawn since `begin`
             self._resumed = None
@@ -393,11 +395,11 @@ class Session:
         if self.step > self._began_at:
             self._checkpointer.finish(self.step, _go_on, kept=ended)
         elif any(loader.position != Position() for loader in self._loaders.values()) and not self.step:
-            self._nothing_to_store()
+            self._forgotten.tell(NOT_GIVEN)
         self._journal.tell("Finished", {"step": self.step})
 
-    def _nothing_to_store(self) -> None:
-        self._journal.tell("NothingToStore", {"reason": "batches were read and no update was seen: pass the optimizer"})
+    def _nothing_to_store(self, reason: str) -> None:
+        self._journal.tell("NothingToStore", {"reason": reason})
 
     def close(self) -> None:
         """Brings a checkpoint that is under way to its end, and gives everything back."""

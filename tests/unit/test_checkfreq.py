@@ -51,10 +51,11 @@ from raytrain_ft.training import checkpointer, resumable, resume, snapshot
 from raytrain_ft.training import journal as journals
 from raytrain_ft.training import objects as states
 from raytrain_ft.training.checkpointer import Checkpointer
+from raytrain_ft.training.forgotten import FORGOTTEN
 from raytrain_ft.training.journal import Journal
 from raytrain_ft.training.objects import generator_states
 from raytrain_ft.training.random import sample_seed
-from raytrain_ft.training.session import FORGOTTEN, Session
+from raytrain_ft.training.session import Session
 
 SAMPLES, BATCH = 40, 8
 

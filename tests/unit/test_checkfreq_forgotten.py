@@ -1,0 +1,154 @@
+"""`raytrain_ft.checkfreq` notices where no step ends any more, or updates are not seen, and says nothing of other loops."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_checkfreq import Setup, journal
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import raytrain_ft.checkfreq as checkfreq
+from raytrain_ft.training.forgotten import FORGOTTEN, LOOKS
+
+MANY = FORGOTTEN + LOOKS + 10
+
+
+def over_and_over(loader: checkfreq.Loader, count: int) -> Iterator[Any]:
+    """Batches, epoch after epoch; each is asked for only when the one before was trained on."""
+    for number, batch in enumerate(itertools.chain.from_iterable(itertools.repeat(loader)), 1):
+        yield batch
+        if number == count:
+            return
+
+
+def test_batches_that_are_kept_and_repeated_are_noticed(tmp_path: Path) -> None:
+    setup = Setup()
+    with checkfreq.open(tmp_path, every=1, **setup.objects) as run:
+        for _, batch in zip(range(3 * FORGOTTEN), itertools.cycle(setup.loader), strict=False):
+            setup.step(*batch)
+        assert run.step == len(setup.loader), "no step has ended since the first epoch"
+    (told,) = journal(tmp_path, "NothingToStore")
+    assert "itertools.cycle(loader)" in told["reason"]
+    assert "run.batches(loader, until_step=...)" in told["reason"]
+
+
+@pytest.mark.parametrize("accumulated", [1, 4])
+def test_an_optimizer_that_is_made_anew_is_missed(tmp_path: Path, accumulated: int) -> None:
+    setup = Setup()
+    with checkfreq.open(tmp_path, every=1, **setup.objects) as run:
+        for inputs, labels in run.batches(setup.loader, until_step=7):
+            setup.step(inputs, labels)
+        another = torch.optim.AdamW(setup.model.parameters(), lr=0.001)
+        for number, (inputs, labels) in enumerate(over_and_over(setup.loader, 2 * MANY)):
+            nn.functional.cross_entropy(setup.model(inputs), labels).backward()
+            if number % accumulated == 0:
+                another.step()
+                another.zero_grad()
+        assert run.step == 7
+    (told,) = journal(tmp_path, "NothingToStore")
+    assert "made anew after checkfreq.open" in told["reason"]
+    assert "with run.update():" in told["reason"]
+
+
+# ---------------------------------------------------------------- what loops may do
+
+
+def validates(setup: Setup, run: checkfreq.Run, val: checkfreq.Loader) -> None:
+    """With other weights in place of those that are trained, which have become NaN."""
+    setup.train(run, 7)
+    with torch.no_grad():
+        setup.model[0].bias.fill_(math.nan)
+    trained = copy.deepcopy(setup.model.state_dict())
+    for _ in range(3):
+        setup.model.load_state_dict({name: tensor * 2 for name, tensor in trained.items()})
+        for (inputs,) in over_and_over(val, MANY):
+            setup.model(inputs)
+        setup.model.load_state_dict(trained)
+
+
+def validates_with_the_same_loader(setup: Setup, run: checkfreq.Run, val: checkfreq.Loader) -> None:
+    for _ in range(2):
+        for inputs, _ in over_and_over(setup.loader, MANY):
+            setup.model(inputs)
+        setup.train(run, run.step + 3)
+
+
+def accumulates(setup: Setup, run: checkfreq.Run, val: checkfreq.Loader) -> None:
+    for number, (inputs, labels) in enumerate(over_and_over(setup.loader, 2 * MANY), 1):
+        nn.functional.cross_entropy(setup.model(inputs), labels).backward()
+        if number % MANY == 0:
+            setup.optimizer.step()
+
+
+def skips_steps(setup: Setup, run: checkfreq.Run, val: checkfreq.Loader) -> None:
+    """As a GradScaler does while gradients are infinite."""
+    scaler = torch.amp.GradScaler("cpu")
+    setup.train(run, 7)
+    for inputs, labels in over_and_over(setup.loader, MANY):
+        scaler.scale(nn.functional.cross_entropy(setup.model(inputs * math.inf), labels)).backward()
+        scaler.step(setup.optimizer)
+        scaler.update()
+
+
+def updates_often_for_a_batch(setup: Setup, run: checkfreq.Run, val: checkfreq.Loader) -> None:
+    for batch in itertools.islice(setup.loader, 2):
+        for _ in range(MANY):
+            setup.step(*batch)
+
+
+def updates_often_and_commits_itself(setup: Setup, run: checkfreq.Run, val: checkfreq.Loader) -> None:
+    for _ in range(2):
+        run.commit()
+        for _ in range(MANY):
+            setup.step(torch.ones(4, 8), torch.zeros(4, dtype=torch.int64))
+
+
+def takes_a_batch_at_a_time(setup: Setup, run: checkfreq.Run, val: checkfreq.Loader) -> None:
+    for _ in range(MANY):
+        setup.step(*next(iter(setup.loader)))
+        for _ in itertools.islice(val, 1):
+            pass
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        validates,
+        validates_with_the_same_loader,
+        accumulates,
+        skips_steps,
+        updates_often_for_a_batch,
+        updates_often_and_commits_itself,
+        takes_a_batch_at_a_time,
+    ],
+)
+def test_nothing_is_said_of_a_loop_that(tmp_path: Path, loop: Callable[[Setup, checkfreq.Run, checkfreq.Loader], None]) -> None:
+    for _ in range(2):  # and resumed
+        setup = Setup()
+        val = checkfreq.Loader(TensorDataset(torch.ones(16, 8)), global_batch_size=4, shuffle=False)
+        with checkfreq.open(tmp_path, every=50, val=val, **setup.objects) as run:
+            loop(setup, run, val)
+    assert journal(tmp_path, "NothingToStore") == []
+
+
+def test_each_of_many_optimizers_is_counted_for_itself(tmp_path: Path) -> None:
+    """As where every parameter has one, which takes its step within the backward pass."""
+    model = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(FORGOTTEN + 1))
+    optimizers = {f"optimizer{number}": torch.optim.SGD([p], lr=0.1) for number, p in enumerate(model)}
+    loader = checkfreq.Loader(TensorDataset(torch.ones(8, 2)), global_batch_size=4)
+    with checkfreq.open(tmp_path, model=model, loader=loader, **optimizers) as run:
+        for _ in range(4):
+            (batch,) = next(iter(loader))
+            sum((p * batch).sum() for p in model).backward()  # pyright: ignore
+            for optimizer in optimizers.values():
+                optimizer.step()
+        assert run.step == 4
+    assert journal(tmp_path, "NothingToStore") == []
