@@ -195,7 +195,7 @@ def _check(
         raise ConfigError(f"checkfreq.open(resume={resume!r}): use auto, never or require")
     if not objects:
         raise ConfigError("checkfreq.open: pass what is to be saved by keyword: model=model, optimizer=optimizer, ...")
-    if states.GENERATORS in objects or "dataset" in objects:
+    if objects.keys() & {"dataset", states.GENERATORS, states.LEFT_OUT}:
         raise ConfigError(f'checkfreq.open: "dataset" and "{states.GENERATORS}" mean something else; choose another keyword')
     if isinstance(override, str):
         raise ConfigError(f'checkfreq.open(override={override!r}): use a set of names, such as {{"{override}"}}')

@@ -55,6 +55,7 @@ def state_of(content: Content) -> dict[str, Any]:
     """
     if objects.own_name(0, "skeletons") in content.pieces:  # written by raytrain_ft.checkfreq
         skeletons = objects.stored_skeletons(content, 0)
+        skeletons.pop(objects.LEFT_OUT, None)  # no load_state_dict would take them
         return {name: objects.put_together(content, skeleton, 0) for name, skeleton in skeletons.items()}
     return _tensors(content, _OF_LAYERS)
 

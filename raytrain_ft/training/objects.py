@@ -32,6 +32,8 @@ from raytrain_ft.training.placing import laid_out_like, on_devices_of
 
 GENERATORS = "generators"
 """What the state of the random generators is called among a rank's own."""
+LEFT_OUT = "left-out"
+"""What buffers are called there that a state dict leaves out (`persistent=False`): {object: {buffer: tensor}}."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +97,10 @@ def take_apart(objects: Mapping[str, Any]) -> Parts:
     skeletons: dict[str, Any] = {}
     shared: dict[str, Tensor] = {}
     own: dict[str, Tensor] = {}
+    left_out: dict[str, dict[str, Tensor]] = {}
     for name, value in objects.items():
         skeletons[name], tensors = flatten(_state(value), name)
+        left_out[name] = _left_out(value, name, tensors)
         is_shared = _shared(name, value)
         for path, tensor in tensors.items():
             _check_whole(path, tensor)
@@ -104,14 +108,33 @@ def take_apart(objects: Mapping[str, Any]) -> Parts:
                 shared[path] = tensor
             else:
                 own[path] = tensor.detach().clone()
-    skeleton, tensors = flatten(generator_states(), GENERATORS)
-    skeletons[GENERATORS] = skeleton
+    skeletons[LEFT_OUT], buffers = flatten({name: found for name, found in left_out.items() if found}, LEFT_OUT)
+    own |= {path: buffer.detach().clone() for path, buffer in buffers.items()}
+    skeletons[GENERATORS], tensors = flatten(generator_states(), GENERATORS)
     return Parts(skeletons, dict(sorted(shared.items())), own | tensors)
 
 
 def _state(value: Any) -> Any:
     value = bare(value)
     return value.state_dict(keep_vars=True) if isinstance(value, nn.Module) else value.state_dict()
+
+
+def _left_out(value: Any, name: str, shown: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A module's buffers that its state dict, whose tensors are given, does not have. The next step may depend on them."""
+    value = bare(value)
+    if not isinstance(value, nn.Module):
+        return {}
+    tensors = {id(tensor) for tensor in shown.values()}
+    apart = {key: one for key, one in value.named_buffers() if f"{name}/{key}" not in shown and id(one) not in tensors}
+    return {key: one for key, one in apart.items() if _can_be_filled(one)}
+
+
+def _can_be_filled(buffer: Tensor) -> bool:
+    """Others are not refused: that they are no part of the state is what the model says of them."""
+    if buffer.layout != torch.strided or buffer.is_quantized or buffer.is_meta or buffer.is_inference():
+        return False
+    is_whole = not hasattr(buffer, "to_local") and not hasattr(buffer, "local_shards")
+    return is_whole and all(stride > 0 or size < 2 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
 
 
 def _shared(name: str, value: Any) -> Callable[[str, Tensor], bool]:
@@ -253,6 +276,18 @@ def put_together(content: Content, skeleton: Any, rank: int) -> Any:
     return unflatten(skeleton, tensor)
 
 
+def left_out(content: Content, skeletons: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """By object, the buffers that its state dict did not have; of none in a checkpoint of an earlier version.
+
+    Raises:
+        StorageError: as `put_together` does.
+    """
+    found = put_together(content, skeletons[LEFT_OUT], rank) if LEFT_OUT in skeletons else {}
+    if not isinstance(found, dict):
+        raise StorageError(f"{content.manifest.name}: the buffers of rank {rank} are no state")
+    return found
+
+
 def put_back(value: Any, state: Any) -> None:
     """Loads a state dict into an object. Checkpoints of an earlier version do not have the versions of a module's parts: it is
     taken for one of the code that runs now."""
@@ -267,6 +302,19 @@ def put_back(value: Any, state: Any) -> None:
         for p, kept in value.state.items():
             if isinstance(kept, dict):
                 kept.update({key: laid_out_like(one, p) for key, one in kept.items() if isinstance(one, Tensor)})
+
+
+@torch.no_grad()
+def put_back_left_out(value: Any, stored: Any) -> None:
+    """Fills the buffers that a module's state dict leaves out. Those that have become others since (a table for longer inputs,
+    say) stay as they are: who computes them anew needs none of before."""
+    inner = bare(value)
+    if not isinstance(inner, nn.Module) or not isinstance(stored, dict):
+        return
+    for key, buffer in _left_out(inner, "", flatten(_state(inner))[1]).items():
+        found = stored.get(key)
+        if isinstance(found, Tensor) and (found.dtype, found.shape) == (buffer.dtype, buffer.shape):
+            buffer.copy_(found)
 
 
 def _undo_casts(optimizer: torch.optim.Optimizer, state: Any) -> None:

@@ -100,13 +100,15 @@ class Plan:
     """What is about to be loaded: everything fits.
 
     Attributes:
-        states: (object, its state dict); positions: (loader, where it goes on); generators: their states.
+        states: (object, its state dict); left_out: (object, buffers that its state dict does not have).
+        positions: (loader, where it goes on); generators: their states.
         step: steps committed; world: how many ranks it was stored by; notes: what was overridden, in words.
         ended_by: the loaders at whose next batch, or without any at `Run.commit`, the loop is where it was; None if that is
             not known.
     """
 
     states: list[tuple[Any, Any]]
+    left_out: list[tuple[Any, Any]]
     positions: list[tuple[Loader, Position]]
     generators: dict[str, Any]
     step: int
@@ -157,6 +159,7 @@ def plan(
     try:
         found = [(objects[name], states.put_together(content, skeletons[name], source)) for name in chosen]
         generators = states.put_together(content, skeletons[states.GENERATORS], source)
+        buffers = states.left_out(content, skeletons, source)
     except KeyError as error:
         raise StorageError(f"{content.manifest.name} lacks the state of {error}") from error
     notes = [f"overridden: {line}" for lines in (*apart.values(), *data.values()) for line in lines]
@@ -166,7 +169,8 @@ def plan(
     ended_by = stored.ended_by
     if ended_by:
         ended_by = ended_by & loaders.keys() or None  # None: they have other names now
-    return Plan(found, positions, generators, content.manifest.step, stored.world, notes, ended_by)
+    left_out = [(objects[name], buffers[name]) for name in chosen if name in buffers]
+    return Plan(found, left_out, positions, generators, content.manifest.step, stored.world, notes, ended_by)
 
 
 def _data_differences(stored: _Stored, loaders: Mapping[str, Loader]) -> dict[str, list[str]]:
@@ -205,6 +209,8 @@ def load(plan: Plan) -> None:
             states.put_back(value, state)
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{type(value).__name__}.load_state_dict failed: {type(error).__name__}: {error}") from error
+    for value, buffers in plan.left_out:
+        states.put_back_left_out(value, buffers)
     for loader, position in plan.positions:
         loader.load_state_dict(two_integers(position))
 

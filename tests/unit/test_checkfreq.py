@@ -42,6 +42,7 @@ from raytrain_ft.errors import (
     StorageError,
     UnreachableError,
 )
+from raytrain_ft.places import Place
 from raytrain_ft.policy.sampling import Position, Sampling, next_batch, order, share
 from raytrain_ft.result import load_model
 from raytrain_ft.storage import checkpoint, selection, tree
@@ -51,6 +52,7 @@ from raytrain_ft.training import checkpointer, resumable, resume, snapshot
 from raytrain_ft.training import journal as journals
 from raytrain_ft.training import objects as states
 from raytrain_ft.training.checkpointer import Checkpointer
+from raytrain_ft.training.export import open_checkpoint, state_dicts
 from raytrain_ft.training.forgotten import FORGOTTEN
 from raytrain_ft.training.journal import Journal
 from raytrain_ft.training.objects import generator_states
@@ -438,6 +440,77 @@ def test_a_module_is_told_of_which_version_its_state_is(tmp_path: Path, monkeypa
         earlier.setattr(tree, "versions_of", lambda state: None)
         _, stored = launch(tmp_path / "without")
     assert torch.equal(launch(tmp_path / "without")[0], stored)
+
+
+class Centred(nn.Module):
+    """Subtracts a running mean, which its state dict does not have, as with others that it can do without."""
+
+    def __init__(self, *, longest: int = 8) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+        self.register_buffer("mean", torch.zeros(8), persistent=False)
+        self.register_buffer("table", torch.rand(longest), persistent=False)
+        self.register_buffer("same", torch.rand(1).expand(4), persistent=False)
+        self.register_buffer("edges", torch.eye(3).to_sparse(), persistent=False)
+        self.register_buffer("cached", None, persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.mean = self.mean.lerp(inputs.mean(0), 0.1)
+        self.cached = torch.ones(2)
+        return self.layer(inputs - self.mean)
+
+
+def centred(directory: Path, until: int, **sizes: int) -> Setup:
+    setup = Setup()
+    setup.model = nn.Sequential(Centred(**sizes))
+    setup.optimizer = torch.optim.AdamW(setup.model.parameters(), lr=0.01)
+    setup.scheduler = torch.optim.lr_scheduler.StepLR(setup.optimizer, 7, 0.5)
+    with checkfreq.open(directory, every=5, **setup.objects) as run:
+        setup.train(run, until)
+    return setup
+
+
+def test_buffers_that_a_state_dict_leaves_out_are_stored_but_not_exported(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    reference = centred(tmp_path / "a", 23)
+    torch.manual_seed(1)
+    centred(tmp_path / "b", 9)
+    resumed = centred(tmp_path / "b", 23)
+    assert torch.equal(resumed.model[0].mean, reference.model[0].mean)
+    assert resumed.state() == reference.state()
+    assert torch.equal(resumed.model[0].table, reference.model[0].table)
+    place = Place(str(next((tmp_path / "b" / "checkpoints").glob("step-000000023-*"))))
+    exported = state_dicts(open_checkpoint(place))
+    assert exported.keys() == {"model", "optimizer", "scheduler", "generators"}
+    nn.Sequential(Centred()).load_state_dict(exported["model"])
+    assert load_model(SimpleNamespace(model=lambda stage: nn.Sequential(Centred())), str(place))[0].layer is not None
+
+
+def test_a_buffer_that_has_become_another_stays_as_it_is(tmp_path: Path) -> None:
+    stored = centred(tmp_path, 3)
+    longer = centred(tmp_path, 3, longest=16)
+    assert len(longer.model[0].table) == 16
+    assert torch.equal(longer.model[0].mean, stored.model[0].mean)
+    assert not torch.equal(longer.model[0].same, stored.model[0].same), "it has less memory than elements"
+
+
+def test_a_checkpoint_without_the_buffers_that_state_dicts_leave_out_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier versions wrote such ones."""
+    take_apart = states.take_apart
+
+    def earlier(objects: Any) -> states.Parts:
+        parts = take_apart(objects)
+        del parts.skeletons[states.LEFT_OUT]
+        return parts
+
+    with monkeypatch.context() as before:
+        before.setattr(states, "take_apart", earlier)
+        stored = centred(tmp_path, 3)
+    resumed = centred(tmp_path, 3)
+    assert resumed.model[0].mean.tolist() == [0.0] * 8
+    assert torch.equal(resumed.model[0].layer.weight, stored.model[0].layer.weight)
 
 
 def test_average_is_restored_and_stored_once_over(tmp_path: Path) -> None:

@@ -96,6 +96,44 @@ def test_replicas_are_compared_once_and_stored(tmp_path: Path) -> None:
     assert {name.name[:14] for name in tmp_path.glob("run/checkpoints/step-*")} == {"step-000000004", "step-000000005"}
 
 
+COUNTING = """
+import sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+import raytrain_ft.checkfreq as checkfreq
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("counted", torch.zeros(1), persistent=False)
+    def forward(self, inputs):
+        self.counted += rank + 1
+        return self.layer(inputs)
+
+rank, directory, steps = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous{steps}", rank=rank, world_size=2)
+model = nn.parallel.DistributedDataParallel(Counting(), broadcast_buffers=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = checkfreq.Loader(TensorDataset(torch.ones(20, 4)), global_batch_size=4)
+objects = {"model": model, "optimizer": optimizer, "loader": loader}
+with checkfreq.open(f"{directory}/run", every=2, timeout=timedelta(seconds=60), **objects) as run:
+    for (inputs,) in run.batches(loader, until_step=steps):
+        model(inputs).square().sum().backward()
+        optimizer.step()
+print(int(model.module.counted))
+dist.destroy_process_group()
+"""
+
+
+def test_each_rank_has_its_own_buffers_back(tmp_path: Path) -> None:
+    """Also those that the state dict leaves out."""
+    assert said(COUNTING, tmp_path, 3) == ["3\n", "6\n"]
+    assert said(COUNTING, tmp_path, 5) == ["5\n", "10\n"]
+
+
 def test_a_module_with_fsdp_somewhere_in_it_is_refused(tmp_path: Path) -> None:
     class FullyShardedDataParallel(nn.Module):
         """As torch and fairscale call theirs."""
