@@ -17,6 +17,7 @@ _LEVELS = {
     "CheckpointFailed": logging.ERROR,
     "CheckpointPassedOver": logging.WARNING,
     "NothingToStore": logging.WARNING,
+    "WillNotFit": logging.WARNING,
     "CheckpointCommitted": logging.DEBUG,
 }
 

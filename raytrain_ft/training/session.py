@@ -41,6 +41,8 @@ from raytrain_ft.training.resumable import Loader
 from raytrain_ft.training.stopwatch import Stopwatch
 
 T = TypeVar("T")
+MOST_TOLD = 5
+"""So many differences are told of a state that has become another; there may be one in each of thousands of tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,7 @@ class Session:
         self._opened = threading.get_ident()
         self._updating: int | None = None  # the thread of the last update
         self._parts: states.Parts | None = None
+        self._given: dict[str, Any] | None = None  # what the objects were like at the beginning; None: others were told of
         self._committed: dict[str, Position] = {}
         self._reading: set[str] = set()  # the loaders whose loop is under way
         self._ended: set[str] = set()  # those whose epoch came to its end in the loop, with nothing asked of them since
@@ -122,6 +125,7 @@ class Session:
         self._checkpointer = Checkpointer(target, self._capture, self._tuner, self._journal.tell, self._own)
         self._closing.callback(self._checkpointer.close, self._plan.timeout_s)
         self._committed = self._positions()
+        self._given = states.describe(self._objects)
         self._follow()
         self._checkpointer.begin(
             self._ranks.rank, self._ranks.count, 1, self.step, rejected=self._rejected, unread=self._unread
@@ -364,7 +368,23 @@ class Session:
     def _capture(self) -> tuple[list[tuple[str, torch.Tensor]], dict[str, Any]]:
         self._parts = states.take_apart(self._objects)
         about = resuming.values(self._objects, self._loaders, self._committed, self._ranks.count, self._goes_on_at)
+        self._compare_given(about["objects"])
         return list(self._parts.shared.items()), about
+
+    def _compare_given(self, now: Mapping[str, Any]) -> None:
+        """A launch that makes its objects as this one did compares what is stored with what they are like before they are
+        trained, and would refuse it. Not refused here: another launch may make them otherwise."""
+        if self._given is None or now == self._given:
+            return
+        found = [line for name, before in self._given.items() for line in states.differences(name, now[name], before)]
+        self._given = None
+        more = f"; and {len(found) - MOST_TOLD} more" if len(found) > MOST_TOLD else ""
+        reason = (
+            "checkpoints are from here on of something else than checkfreq.open was given, and a launch that gives it the same "
+            f"cannot go on from them: {'; '.join(found[:MOST_TOLD])}{more}. Make all layers and parameter groups before "
+            "checkfreq.open; where a forward pass makes layers, do one"
+        )
+        self._journal.tell("WillNotFit", {"step": self.step, "reason": reason})
 
     def _own(self) -> list[tuple[str, torch.Tensor]]:
         assert self._parts is not None

@@ -513,6 +513,62 @@ def test_a_checkpoint_without_the_buffers_that_state_dicts_leave_out_is_resumed(
     assert torch.equal(resumed.model[0].layer.weight, stored.model[0].layer.weight)
 
 
+class MadeLate(nn.Module):
+    """Makes its layer when it sees how wide its inputs are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.layer is None:
+            self.layer = nn.Linear(inputs.shape[1], 16)
+        return self.layer(inputs)
+
+
+def made_late(directory: Path, until: int, made: str) -> None:
+    setup = Setup()
+    setup.model = nn.Sequential(MadeLate(), nn.ReLU(), nn.Linear(16, 3))
+    if made != "by the first step":
+        setup.model(torch.ones(2, 8))
+    setup.optimizer = torch.optim.SGD(setup.model.parameters(), lr=0.01)
+    setup.scheduler = torch.optim.lr_scheduler.StepLR(setup.optimizer, 7)
+    with checkfreq.open(directory, every=2, model=setup.model, optimizer=setup.optimizer, loader=setup.loader) as run:
+        for inputs, labels in run.batches(setup.loader, until_step=until):
+            setup.step(inputs, labels)
+            if made == "later" and run.step == 3:
+                setup.model.append(nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))))
+
+
+@pytest.mark.parametrize(
+    ("made", "step", "words"),
+    [
+        (
+            "by the first step",
+            1,
+            "model: 0.layer.weight is in the checkpoint only; model: 0.layer.bias is in the checkpoint only.",
+        ),
+        ("later", 4, "; and 3 more. Make all layers"),
+    ],
+)
+def test_a_layer_that_is_made_after_the_run_was_opened_is_told_of(tmp_path: Path, made: str, step: int, words: str) -> None:
+    """The next launch would be refused; this one is not, for the next may make it beforehand."""
+    made_late(tmp_path, 7, made)
+    (told,) = journal(tmp_path, "WillNotFit")
+    assert told["step"] == step
+    assert words in told["reason"]
+    with pytest.raises(MismatchError, match="is in the checkpoint only"):
+        made_late(tmp_path, 9, made)
+
+
+def test_nothing_is_told_of_a_layer_that_was_made_before_nor_of_the_state_of_an_optimizer(tmp_path: Path) -> None:
+    for until in (7, 9):
+        made_late(tmp_path, until, "before")
+    trained(tmp_path / "with more", 7)
+    assert journal(tmp_path, "WillNotFit") == journal(tmp_path / "with more", "WillNotFit") == []
+    assert journal(tmp_path, "Resumed")
+
+
 def test_average_is_restored_and_stored_once_over(tmp_path: Path) -> None:
     def train(until: int) -> tuple[str, int]:
         setup = Setup()
