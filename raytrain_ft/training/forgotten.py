@@ -84,7 +84,7 @@ class Forgotten:
 
 def _sample(parameters: Iterable[Tensor]) -> str:
     """What is another text if (but for chance) the parameters are others, though little of them is read."""
-    trained = [one.detach() for one in parameters if one.requires_grad and one.numel()]
+    trained = [plain for one in parameters if one.requires_grad and type(plain := one.detach()) is Tensor and plain.numel()]
     chosen = [*trained[:: len(trained) // LOOKED_AT + 1], *trained[-1:]]
     with torch.no_grad():
         return repr([one[tuple(size // 2 for size in one.shape)].item() for one in chosen])

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import raytrain_ft.checkfreq as checkfreq
-from raytrain_ft.training.forgotten import FORGOTTEN, LOOKS
+from raytrain_ft.training.forgotten import FORGOTTEN, LOOKS, Forgotten
 
 MANY = FORGOTTEN + LOOKS + 10
 
@@ -152,3 +152,23 @@ def test_each_of_many_optimizers_is_counted_for_itself(tmp_path: Path) -> None:
                 optimizer.step()
         assert run.step == 4
     assert journal(tmp_path, "NothingToStore") == []
+
+
+def test_parameters_of_another_kind_are_not_looked_at() -> None:
+    """They may have no elements that can be read one by one."""
+
+    class Packed(torch.Tensor):
+        def __getitem__(self, index: Any) -> Any:
+            raise NotImplementedError
+
+    told: list[str] = []
+    packed = nn.Parameter(torch.ones(3).as_subclass(Packed))
+    plain = nn.Parameter(torch.ones(3, 2))
+    forgotten = Forgotten(told.append, lambda: [packed, plain, nn.Parameter(torch.ones(0))], follows=True)
+    for _ in range(MANY):
+        forgotten.asked(by_hand=False)
+    assert told == []
+    for _ in range(FORGOTTEN):
+        plain.data.add_(1.0)
+        forgotten.asked(by_hand=False)
+    assert len(told) == 1
