@@ -74,9 +74,9 @@ class Trainer:
         drop_last: leave out the last, shorter batch of an epoch.
         bucket_bytes, first_bucket_bytes: sizes of the gradient buckets, as in DDP.
         precision: "bf16" computes forward and loss under autocast.
-        on_non_finite: "raise" ends the run at a NaN or infinite loss, or norm of the gradients where they are clipped by it;
-            "skip" leaves the step's update out and lists its samples as lost; "roll_back" goes back to the newest checkpoint,
-            once for each step.
+        on_non_finite: "raise" ends the run at a NaN or infinite loss, or norm of the gradients where they are clipped by it,
+            or samples of the step were lost; "skip" leaves the step's update out and lists its samples as lost; "roll_back"
+            goes back to the newest checkpoint, once for each step.
         faults: failures to inject (`chaos.FailAt`), to rehearse.
         callbacks: told of the run on the driver: `ft.TensorBoard()`, or your own.
         quiet: show nothing.

@@ -245,9 +245,10 @@ class Replica:
         behind = [bucket for bucket in self.state.buckets if bucket.version == self.state.step]
         for bucket in behind:
             bucket.accept()
-        if not self._make_up(behind):
+        missing = self._missing_in(behind)
+        if not self._make_up(behind, missing):
             self._skip = NOTHING_LEFT
-        norm = self._gradient_norm(behind)
+        norm = self._gradient_norm(behind, lacks_samples=self._went_without or any(missing))
         if self._skip or self._must_skip(norm):
             self._mark(behind)
             return
@@ -269,10 +270,18 @@ class Replica:
             self.checkpointer.updated(time.monotonic() - began)
         self._mark(behind)
 
-    def _make_up(self, buckets: list[Bucket]) -> bool:
+    def _missing_in(self, buckets: list[Bucket]) -> list[float]:
+        """How many of the batch's samples each bucket lacks, of replicas that fell silent."""
+        return torch.stack([bucket.missing.to(self.state.device, torch.float32) for bucket in buckets]).tolist()
+
+    @property
+    def _went_without(self) -> bool:
+        """Whether a recovery has let go of samples of the step under way."""
+        return self.lost is not None and self.lost[0] == self.state.step
+
+    def _make_up(self, buckets: list[Bucket], missing: list[float]) -> bool:
         """The mean is over the samples that are there; whether there are any in each bucket."""
         batch = len(self.attempt.batch) if self.attempt is not None else 0
-        missing = torch.stack([bucket.missing.to(self.state.device, torch.float32) for bucket in buckets]).tolist()
         if batch and max(missing) >= batch:
             return False
         for bucket, lost in zip(buckets, missing, strict=True):
@@ -282,9 +291,15 @@ class Replica:
                     self.state.tail.scale(bucket.tail, batch / (batch - lost))
         return True
 
-    def _gradient_norm(self, buckets: list[Bucket]) -> Tensor | None:
-        """The norm of the whole model's gradients, if they are to be clipped by it."""
-        if self.settings.max_grad_norm is None or self._norm is not None:  # in a pipeline it was agreed upon
+    def _gradient_norm(self, buckets: list[Bucket], *, lacks_samples: bool) -> Tensor | None:
+        """The norm of the whole model's gradients, if they are to be clipped by it, or are of more samples than the loss.
+
+        Args:
+            lacks_samples: what was reduced last is without some: their gradients are in what was reduced before, and their loss
+                is nowhere.
+        """
+        needed = self.settings.max_grad_norm is not None or lacks_samples
+        if not needed or self._norm is not None:  # in a pipeline it was agreed upon
             return self._norm
         return torch.nn.utils.get_total_norm([p.grad for bucket in buckets for p in bucket.params if p.grad is not None])
 
@@ -397,7 +412,7 @@ class Replica:
         """Whether this step's update is left out. Every rank sees the same reduced loss and gradients, so all decide alike.
 
         Args:
-            norm: of the gradients, where it is needed anyway: to look for it would cost a pass over all of them.
+            norm: of the gradients, where it is needed: to look at them in every step would cost a pass over all of them.
         """
         loss = self.state.tail.loss(self.state.buckets[-1].tail)
         finite = math.isfinite(loss)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import raytrain_ft as ft
-from raytrain_ft.errors import FencedError
+from raytrain_ft.errors import FencedError, NonFiniteLossError
 from raytrain_ft.policy.sampling import GlobalBatch, Position, Sampling, sample_ids
 from raytrain_ft.runtime.worker import Worker
 from raytrain_ft.training import mending
@@ -21,7 +23,7 @@ from raytrain_ft.training.links import Links
 from raytrain_ft.training.settings import StepSettings
 from raytrain_ft.training.sleep import ASLEEP, SILENT, WAKES, Sleep
 from raytrain_ft.training.solo import Solo
-from raytrain_ft.training.step import Replica
+from raytrain_ft.training.step import NOT_FINITE, Replica
 
 
 class Line(ft.TrainTask):
@@ -107,6 +109,61 @@ def test_the_mean_is_over_samples_and_not_over_ranks(alone: tuple[Replica, Links
     for bucket, grads in zip(replica.state.buckets, held, strict=True):
         for view, grad in zip(bucket.views, grads, strict=True):
             torch.testing.assert_close(view, grad * (8 / 5))
+
+
+def reduce_most(replica: Replica, links: Links) -> None:
+    """Step 0: its last bucket is reduced by the survivors alone, and the others are not finite, of one that died since."""
+    replica.begin(replica.loader.next(), links, 0.0)
+    replica.forward_backward()
+    replica.reducer.finish()
+    *others, last = replica.state.buckets
+    for bucket in others:
+        bucket.flat[: -len(bucket.params) - 1] = torch.nan
+    replica.lost = (0, ((2, 5),))
+    group: Any = links.group
+    mending.reduce_alone(replica, [last.index], group, leads=True)
+
+
+@pytest.mark.parametrize("alone", [True], indirect=True)
+@pytest.mark.parametrize("on_non_finite", ["raise", "skip"])
+def test_a_gradient_of_the_lost_is_looked_at_although_their_loss_went_down(
+    alone: tuple[Replica, Links], on_non_finite: Any
+) -> None:
+    """Those who are left hold a finite loss, and sums that were made before with what is not."""
+    replica, links = alone
+    replica.settings = replace(replica.settings, on_non_finite=on_non_finite)
+    reduce_most(replica, links)
+    before = replica.state.digests()
+    if on_non_finite == "raise":
+        with pytest.raises(NonFiniteLossError, match="the norm of the gradients of step 0 is nan"):
+            replica.update()
+        assert replica.state.digests() == before
+        return
+    replica.update()
+    commit = replica.commit()
+    assert math.isfinite(commit.loss)
+    assert (commit.lost, commit.why, commit.returned) == (((0, 8),), NOT_FINITE, False)
+    assert all(p.isfinite().all() for p in replica.state.model.parameters())
+
+
+def test_gradients_are_looked_at_only_where_samples_are_missing(
+    alone: tuple[Replica, Links], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To do so in every step would cost a pass over all of them; nor are they clipped by what was found."""
+    replica, links = alone
+    looks: list[int] = []
+    norm = torch.nn.utils.get_total_norm
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda grads: looks.append(len(grads)) or norm(grads))
+    replica.train_step(links)
+    assert not looks
+    replica.begin(replica.loader.next(), links, 0.0)
+    replica.forward_backward()
+    replica.reducer.finish()
+    grads = [p.grad.clone() for p in replica.state.model.parameters() if p.grad is not None]
+    replica.lost = (1, ((10, 13),))
+    replica.update()
+    assert looks == [4]
+    assert all(torch.equal(p.grad, old) for p, old in zip(replica.state.model.parameters(), grads, strict=True))
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])

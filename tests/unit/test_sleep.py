@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -260,6 +261,40 @@ def test_the_mean_is_over_the_samples_that_are_there(at_once: bool) -> None:
         assert pair.equal
         for mine, theirs in zip(pair.replicas[0].state.model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    finally:
+        for replica in pair.replicas:
+            replica.loader.stop()
+
+
+class Half(Plain):
+    """Of the first batch, what rank 1 reads is not a number."""
+
+    def dataset(self) -> TensorDataset:
+        inputs, targets = super().dataset().tensors
+        inputs[2:4] = torch.nan
+        return TensorDataset(inputs, targets)
+
+
+def test_what_a_silent_replica_gave_before_is_looked_at_although_its_loss_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It falls silent after its first bucket: the loss is that of the others, and finite."""
+    pair = Pair(Half, on_non_finite="skip")
+    try:
+        before = pair.replicas[0].state.digests()
+        silent, sleep = pair.replicas[1].reducer._is_silent, pair.replicas[1].state.tail.sleep
+
+        def from_the_second_on(bucket: int) -> bool:
+            if bucket == 1:
+                pair.ask(1, True, at_once=True)
+            return silent(bucket)
+
+        monkeypatch.setattr(pair.replicas[1].reducer, "_is_silent", from_the_second_on)
+        (commit,) = pair.train(1)
+        assert (commit.lost, commit.why, math.isfinite(commit.loss)) == (((0, 4),), steps.NOT_FINITE, True)
+        assert [replica.state.model.state_dict()["0.weight"].isfinite().all() for replica in pair.replicas] == [True] * 2
+        assert sleep.asleep == {1}, "it sleeps from here on"
+        assert pair.train(2)[-1].lost == ()
+        assert pair.equal
+        assert pair.replicas[0].state.digests() != before
     finally:
         for replica in pair.replicas:
             replica.loader.stop()
