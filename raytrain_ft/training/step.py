@@ -301,7 +301,7 @@ class Replica:
         needed = self.settings.max_grad_norm is not None or lacks_samples
         if not needed or self._norm is not None:  # in a pipeline it was agreed upon
             return self._norm
-        return torch.nn.utils.get_total_norm([p.grad for bucket in buckets for p in bucket.params if p.grad is not None])
+        return _norm_of(buckets)
 
     def _await_copy(self) -> None:
         """A snapshot that is under way reads what an update would change."""
@@ -327,11 +327,16 @@ class Replica:
         """Before the commit of a step whose buckets were updated one by one. `update` has looked before it did anything.
 
         Raises:
-            NonFiniteLossError: its loss is NaN or infinite.
+            NonFiniteLossError: its loss is NaN or infinite, or is without some samples whose gradients are.
         """
-        if self.settings.update == "wait_free" and not math.isfinite(self.state.loss):
+        if self.settings.update != "wait_free":
+            return
+        what, found = "loss", self.state.loss
+        if math.isfinite(found) and self._went_without:
+            what, found = "norm of the gradients", float(_norm_of(self.state.buckets))
+        if not math.isfinite(found):
             raise NonFiniteLossError(
-                f"the loss of step {self.state.step} is {self.state.loss}, and wait-free updates have applied it. Look at "
+                f"the {what} of step {self.state.step} is {found}, and wait-free updates have applied it. Look at "
                 'the learning rate and at this batch; RecoveryConfig(update="barrier") would have seen it first.'
             )
 
@@ -442,6 +447,10 @@ class Replica:
     def _at_bucket(self, phase: str, bucket: int | None) -> None:
         if self._probe is not None:
             self._probe(phase, self.state.step, bucket)
+
+
+def _norm_of(buckets: Sequence[Bucket]) -> Tensor:
+    return torch.nn.utils.get_total_norm([p.grad for bucket in buckets for p in bucket.params if p.grad is not None])
 
 
 def _do_nothing(bucket: Bucket) -> None:

@@ -18,7 +18,7 @@ from raytrain_ft.policy.sampling import GlobalBatch, Position, Sampling, sample_
 from raytrain_ft.runtime.worker import Worker
 from raytrain_ft.training import mending
 from raytrain_ft.training.build import build_replica
-from raytrain_ft.training.fence import Fence
+from raytrain_ft.training.fence import Fence, PeerLostError
 from raytrain_ft.training.links import Links
 from raytrain_ft.training.settings import StepSettings
 from raytrain_ft.training.sleep import ASLEEP, SILENT, WAKES, Sleep
@@ -43,9 +43,9 @@ class Line(ft.TrainTask):
 
 @pytest.fixture
 def alone(request: pytest.FixtureRequest) -> Any:
-    """A replica that is the only one, and its connections to nobody. Its parameter: `returns_lost`."""
-    returns_lost = getattr(request, "param", False)
-    settings = StepSettings(seats=2, bucket_bytes=64, first_bucket_bytes=64, returns_lost=returns_lost, finishes_alone=True)
+    """A replica that is the only one, and its connections to nobody. Its parameter: more of its settings."""
+    more = getattr(request, "param", {})
+    settings = StepSettings(seats=2, bucket_bytes=64, first_bucket_bytes=64, finishes_alone=True, **more)
     replica = build_replica(Line(), Sampling(24, 8, 0), settings, use_gpu=False, undo_mode="exact", probe=None)
     fence = Fence(1)
     replica.loader.start(replica.state.position, 0, 1)
@@ -61,7 +61,7 @@ def test_a_step_that_is_done_again_has_all_of_its_samples_again(alone: tuple[Rep
     assert replica.lost is None
 
 
-@pytest.mark.parametrize("alone", [True], indirect=True)
+@pytest.mark.parametrize("alone", [{"returns_lost": True}], indirect=True)
 def test_what_a_step_lost_is_read_again_at_the_end_of_the_epoch(alone: tuple[Replica, Links]) -> None:
     replica, links = alone
     first = replica.train_step(links)
@@ -124,7 +124,7 @@ def reduce_most(replica: Replica, links: Links) -> None:
     mending.reduce_alone(replica, [last.index], group, leads=True)
 
 
-@pytest.mark.parametrize("alone", [True], indirect=True)
+@pytest.mark.parametrize("alone", [{"returns_lost": True}], indirect=True)
 @pytest.mark.parametrize("on_non_finite", ["raise", "skip"])
 def test_a_gradient_of_the_lost_is_looked_at_although_their_loss_went_down(
     alone: tuple[Replica, Links], on_non_finite: Any
@@ -144,6 +144,41 @@ def test_a_gradient_of_the_lost_is_looked_at_although_their_loss_went_down(
     assert math.isfinite(commit.loss)
     assert (commit.lost, commit.why, commit.returned) == (((0, 8),), NOT_FINITE, False)
     assert all(p.isfinite().all() for p in replica.state.model.parameters())
+
+
+@pytest.mark.parametrize("alone", [{"update": "wait_free"}], indirect=True)
+@pytest.mark.parametrize("value", [torch.nan, 0.0], ids=["not finite", "finite"])
+def test_what_was_updated_with_before_the_loss_is_looked_at_too(
+    alone: tuple[Replica, Links], monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    """Wait-free, all have applied the lost worker's gradient of the first bucket when they finish the step without it."""
+    replica, links = alone
+    group: Any = links.group
+    reduce, buckets = group.all_reduce, replica.state.buckets
+
+    def breaks_off(tensor: torch.Tensor, *more: Any) -> Any:
+        if tensor is buckets[-1].flat:
+            raise PeerLostError("a collective failed")
+        if tensor is buckets[0].flat:
+            tensor[0] = value
+        return reduce(tensor, *more)
+
+    monkeypatch.setattr(group, "all_reduce", breaks_off)
+    with pytest.raises(PeerLostError):
+        replica.train_step(links)
+    monkeypatch.undo()
+    replica.reducer.abandon()
+    replica.lost = (0, ((2, 5),))
+    mending.reduce_alone(replica, [buckets[-1].index], group, leads=True)
+    buckets[-1].accept()
+    replica.update_bucket(buckets[-1])
+    assert [bucket.version for bucket in buckets] == [1] * len(buckets)
+    assert math.isfinite(replica.state.loss)
+    if value == 0.0:
+        replica.check_loss()
+        return
+    with pytest.raises(NonFiniteLossError, match="the norm of the gradients of step 0 is nan, and wait-free updates"):
+        replica.check_loss()
 
 
 def test_gradients_are_looked_at_only_where_samples_are_missing(
