@@ -57,6 +57,7 @@ class Marks:
         lost: the latest step that went on without some samples, and their positions.
         left_out: the step that it counts as committed without an update, unless it has begun another one since.
         trained: the incarnation in which it trained last.
+        not_finite: the latest step whose update it left out, because the loss or a gradient was not finite.
     """
 
     member: str
@@ -69,6 +70,7 @@ class Marks:
     lost: tuple[int, tuple[Range, ...]] | None = None
     left_out: int | None = None
     trained: int = 0
+    not_finite: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,8 @@ class Plan:
         skips: the interrupted step is left out: it counts as committed, without an update (lossy).
         lost: positions that the interrupted step goes on without.
         trained: the incarnation in which a step that is left out was begun.
+        not_finite: the step that is completed has no update, as who completed it found: its loss or a gradient is not finite.
+            Who copies that state has not seen it.
     """
 
     step: int
@@ -115,6 +119,7 @@ class Plan:
     skips: bool = False
     lost: tuple[Range, ...] = ()
     trained: int = 0
+    not_finite: bool = False
 
     @property
     def interrupted(self) -> int:
@@ -188,7 +193,9 @@ def _complete(survivors: Sequence[Marks], base: int, whole_update: bool) -> Plan
     done = len(_completed(survivors, base))
     reason = f"{done} of {len(survivors)} survivors had completed step {base}" if done else f"step {base} was fully reduced"
     reason += ": it is completed everywhere"
-    return Plan(base + 1, True, tuple(gradients), (), tuple(states), reason, lost=known_losses(survivors, base))
+    told = (base + 1, True, tuple(gradients), (), tuple(states), reason)
+    not_finite = any(marks.not_finite == base for marks in survivors)
+    return Plan(*told, lost=known_losses(survivors, base), not_finite=not_finite)
 
 
 def known_losses(survivors: Sequence[Marks], step: int) -> tuple[Range, ...]:

@@ -48,8 +48,9 @@ def marks(member: str, replica: Replica) -> Marks | None:
         return None
     versions = tuple(bucket.version for bucket in state.buckets)
     gradients = tuple(bucket.gradient for bucket in state.buckets)
-    share, lost, left_out = mending.share(replica), replica.lost, replica.left_out
-    return Marks(member, state.step, versions, gradients, replica.stage, state.agreed, share, lost, left_out, replica.trained)
+    share, lost = mending.share(replica), replica.lost
+    known = (replica.left_out, replica.trained, replica.not_finite)
+    return Marks(member, state.step, versions, gradients, replica.stage, state.agreed, share, lost, *known)
 
 
 def _may_be_left_behind(replica: Replica) -> bool:
@@ -111,6 +112,8 @@ def reconcile(replica: Replica, plan: Plan, transfer: Transfer, sampling: Sampli
         if behind:
             raise RecoveryError(f"step {base} would be committed without the update of buckets {behind}; the plan was {plan}")
         replica.check_loss()
+        if plan.not_finite:
+            replica.leave_out()
         commit = replica.commit()
     elif replica.attempt is not None:
         mending.discard(replica)

@@ -121,7 +121,7 @@ class Apart:
             state.unpack(bucket, self._receive(replica, self._await_size()))
         settings = unflatten(about["settings"], about.__getitem__)
         state.take(Extras(about["step"], Position(**about["position"]), tuple(settings["groups"]), settings["scheduler"]))
-        replica.follow(about["lost"])
+        replica.follow(about["lost"], about["not_finite"])
         sleep.settle(about["said"])
         if replica.checkpointer is not None:
             replica.checkpointer.catch_up(about["checkpointed"])
@@ -188,6 +188,7 @@ def _pack(replica: Replica, *, stop: bool, checkpoint: bool) -> Tensor:
         "settings": settings,
         "said": replica.said,
         "lost": replica.lost,
+        "not_finite": replica.not_finite,
         "stop": stop,
         "checkpoint": checkpoint,
         "checkpointed": 0 if replica.checkpointer is None else replica.checkpointer.latest,

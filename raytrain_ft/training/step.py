@@ -50,6 +50,7 @@ class Replica:
         lost: the latest step that went on without some samples, and their positions.
         left_out: the step that a recovery left out, unless another one was begun since.
         trained: the incarnation in which it trained last.
+        not_finite: the latest step whose update was left out, because its loss or a gradient was not finite.
         passes: what is computed of each micro-batch of the step under way.
         said: of their sleep, by all replicas, in the latest step; nothing is known if its state came from another one.
         step_s: seconds of the latest step that this one committed itself.
@@ -82,6 +83,7 @@ class Replica:
         self._skip = ""  # why the update of the step under way is left out
         self.lost: tuple[int, tuple[Range, ...]] | None = None
         self.left_out: int | None = None
+        self.not_finite: int | None = None
         self.trained = 0
         self.said: list[int] = []
         self.step_s = 0.0
@@ -152,9 +154,9 @@ class Replica:
         self.at("commit")
         return self.commit()
 
-    def follow(self, lost: tuple[int, tuple[Range, ...]] | None) -> None:
-        """The state is what another replica came to, between two steps, and so is what was lost."""
-        self.lost, self.left_out, self._last_commit = lost, None, None
+    def follow(self, lost: tuple[int, tuple[Range, ...]] | None, not_finite: int | None) -> None:
+        """The state is what another replica came to, between two steps, and so is what was lost, or not finite."""
+        self.lost, self.not_finite, self.left_out, self._last_commit = lost, not_finite, None, None
 
     def abandon(self) -> None:
         """Takes stock after a fence, and lets go of what only the rest of the step would have needed."""
@@ -184,6 +186,8 @@ class Replica:
         self.said, self._skip, self.left_out = [], "", None
         if self.lost is not None and self.lost[0] == self.state.step:
             self.lost = None  # of an attempt that came to nothing: this one has all of its samples again
+        if self.not_finite == self.state.step:
+            self.not_finite = None  # perhaps with other sums, or after a way back
         self.state.tail.begin()
         ids = tuple(micro_batch.ids for micro_batch in micro_batches)
         leads = links.team is None or links.team.leads  # of a team, one speaks for all of what none of them changes
@@ -429,8 +433,12 @@ class Replica:
                 f"the {what} of step {self.state.step} is {norm if finite else loss}. Nothing was updated. Look at the "
                 'learning rate and at this batch, or leave such steps out with Trainer(on_non_finite="skip").'
             )
-        self._skip = NOT_FINITE
+        self.leave_out()
         return True
+
+    def leave_out(self) -> None:
+        """The step under way has no update, on all replicas: its loss or a gradient is not finite."""
+        self._skip, self.not_finite = NOT_FINITE, self.state.step
 
     def _fill_tail(self, tail: Tensor) -> None:
         assert self.attempt is not None

@@ -540,6 +540,18 @@ def test_what_was_lost_as_a_sleeper_woke_is_known_to_it() -> None:
         assert lost[0] == crew.step - 1
 
 
+def test_that_a_step_was_not_finite_is_known_to_who_woke() -> None:
+    """Who has not yet ended that step may copy it, and others may be lost meanwhile."""
+    with crew_of(4) as crew:
+        crew.part({3})
+        for replica in crew.replicas[:3]:
+            replica.not_finite = 0
+        crew.ask({3}, False)
+        crew.train(1)
+        assert not crew.apart
+        assert [replica.not_finite for replica in crew.replicas] == [0] * 4
+
+
 def test_who_decides_on_checkpoints_goes_on_to_when_the_first_wakes() -> None:
     with crew_of(3) as crew:
         crew.part({0})

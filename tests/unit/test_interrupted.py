@@ -27,6 +27,7 @@ from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.links import Links
 from raytrain_ft.training.settings import StepSettings
 from raytrain_ft.training.solo import Solo
+from raytrain_ft.training.step import NOT_FINITE
 
 SAMPLING = Sampling(32, 4, seed=0, shuffle=False)
 STEP = 2
@@ -74,10 +75,10 @@ class Plateau(Task):
 class Survivor:
     """A replica that is stopped at a place."""
 
-    def __init__(self, name: str, update: Any, task: Task, first_bucket_bytes: int) -> None:
+    def __init__(self, name: str, update: Any, task: Task, first_bucket_bytes: int, more: dict[str, Any]) -> None:
         self.name = name
         self.stop_at: tuple[str, int, int | None] | None = None
-        settings = StepSettings(update=update, bucket_bytes=1, first_bucket_bytes=first_bucket_bytes)
+        settings = StepSettings(update=update, bucket_bytes=1, first_bucket_bytes=first_bucket_bytes, **more)
         self.replica = build_replica(task, SAMPLING, settings, use_gpu=False, undo_mode="exact", probe=self._probe)
         self.replica.state.filled = True
         self._go_on(Position())
@@ -132,8 +133,8 @@ class Wire:
 
 
 @contextmanager
-def survivors(update: str, task: Task | None = None, first_bucket_bytes: int = 1) -> Iterator[list[Survivor]]:
-    found = [Survivor(name, update, task or Task(), first_bucket_bytes) for name in ("w0", "w1", "undisturbed")]
+def survivors(update: str, task: Task | None = None, first_bucket_bytes: int = 1, **more: Any) -> Iterator[list[Survivor]]:
+    found = [Survivor(name, update, task or Task(), first_bucket_bytes, more) for name in ("w0", "w1", "undisturbed")]
     try:
         yield found
     finally:
@@ -226,6 +227,30 @@ def test_a_recovery_commits_no_step_whose_loss_is_not_finite(update: Any) -> Non
         with pytest.raises(NonFiniteLossError, match="the loss of step 0 is inf"):
             mend(first, second, whole_update=update == "barrier")
         assert first.replica.state.step == second.replica.state.step == 0
+
+
+@pytest.mark.parametrize("lost", [(), ((9, 10),)], ids=["nothing lost", "lost before"])
+@pytest.mark.parametrize("ahead", [("commit", STEP, None), ("data", STEP + 1, None), ("forward", STEP + 1, 0)], ids=str)
+def test_who_copies_a_state_is_told_that_its_step_has_no_update(ahead: tuple[str, int, int | None], lost: Any) -> None:
+    """It has not seen the loss. Of what had been lost of that step before, nothing is read again by the one alone."""
+    with survivors("barrier", Spoilt(), on_non_finite="skip", returns_lost=True) as (first, second, calm):
+        for survivor in (first, second):
+            survivor.train(STEP)
+        first.interrupt(ahead, set())
+        second.interrupt(("wait", STEP, 0), set())
+        if lost:
+            first.replica.lost = second.replica.lost = (STEP, lost)  # the plan of a recovery that was interrupted
+        plan = decide(first, second, whole_update=True, strategy="lossy")
+        assert (plan.completes, plan.not_finite, plan.lost, len(plan.states)) == (True, True, lost, LAST + 1)
+        outcome = carry_out(plan, first, second)
+        assert outcome is not None
+        commit = outcome.commit
+        assert commit is not None
+        assert (commit.lost, commit.why, commit.returned) == (((8, 12),), NOT_FINITE, False)
+        calm.train(STEP + 1)
+        assert first.replica.state.position == second.replica.state.position == calm.replica.state.position
+        assert first.replica.state.digests() == second.replica.state.digests() == calm.replica.state.digests()
+        assert second.replica.not_finite == STEP, "who copies from this one next is told, too"
 
 
 @pytest.mark.parametrize("place", AHEAD[1:], ids=lambda place: f"{place[0]}-{place[1]}")

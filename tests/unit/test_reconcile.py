@@ -326,6 +326,12 @@ def test_a_survivor_that_updated_everything_but_did_not_commit_commits() -> None
     assert (plan.step, plan.completes) == (5, True)
 
 
+@pytest.mark.parametrize(("step", "told"), [(4, True), (3, False), (None, False)])
+def test_a_step_that_is_completed_has_no_update_if_one_found_it_so(step: int | None, told: bool) -> None:
+    survivors = [Marks("a", 5, (5, 5), (4, 4), not_finite=step), Marks("b", 4, (4, 4), (4, None))]
+    assert reconcile(survivors, whole_update=True).not_finite is told
+
+
 def test_survivors_two_steps_apart_are_refused() -> None:
     with pytest.raises(RecoveryError, match=r"2 updates apart \(a: 6-6, b: 4-4\)"):
         reconcile([Marks("a", 6, (6,), (5,)), Marks("b", 4, (4,), (3,))], whole_update=True)
