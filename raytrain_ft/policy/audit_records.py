@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from raytrain_ft.policy.forward import complement
 from raytrain_ft.policy.sampling import Position, Range, Sampling
 
 
@@ -51,11 +52,12 @@ class Loss:
 class Story:
     """The records, parsed. `begins`, `worlds`, `limits`: where each incarnation resumed, of how many, and how many steps its
     run was to have; `weights`: how it shared out each step; `stored`: what a checkpoint says of steps that nobody may have
-    lived to tell of; `stages`: of a pipeline, which draw as one rank."""
+    lived to tell of; `stages`: of a pipeline, which draw as one rank; `earlier`: the incarnations of runs before this one."""
 
     sampling: Sampling | None = None
     max_steps: int = 0
     stages: int = 1
+    earlier: frozenset[int] = frozenset()
     finished_at: int | None = None
     begins: dict[int, int] = field(default_factory=dict)
     worlds: dict[int, int] = field(default_factory=dict)
@@ -127,6 +129,7 @@ def _read_started(story: Story, record: dict[str, Any]) -> None:
         raise ValueError(f"the run went on with {sampling} after {story.sampling}")
     story.sampling, story.max_steps = sampling, _number(record, "max_steps")
     story.stages = _number(record, "stages") if "stages" in record else 1
+    story.earlier = frozenset(story.begins)
 
 
 def _read_resumed(story: Story, record: dict[str, Any]) -> None:
@@ -176,7 +179,17 @@ def _read_loss(story: Story, record: dict[str, Any]) -> None:
     incarnation = _number(record, "incarnation") if "incarnation" in record else owner
     if start >= stop:
         raise ValueError(f"positions [{start}, {stop}) are none")
-    story.losses.append(Loss(step, epoch, start, stop, incarnation, record.get("returned") is True))
+    for more in _not_listed(story, (step, epoch, incarnation), (start, stop)):
+        story.losses.append(Loss(step, epoch, *more, incarnation, record.get("returned") is True))
+
+
+def _not_listed(story: Story, where: tuple[int, int, int | None], positions: Range) -> tuple[Range, ...]:
+    """What of these positions is news. A run begins with what its checkpoint says of the last steps of one before it, whose log
+    may list the same losses, for its workers lived to tell of them; no run lists those of its own steps twice."""
+    if where[-1] not in story.earlier:
+        return (positions,)
+    losses = (loss for loss in story.losses if (loss.step, loss.epoch, loss.incarnation) == where)
+    return complement(positions, [(loss.start, loss.stop) for loss in losses])
 
 
 def _read_finished(story: Story, record: dict[str, Any]) -> None:

@@ -331,6 +331,35 @@ def test_a_loss_listed_twice_is_refused() -> None:
     refused(run.finish(), "1 samples listed as lost more than once, at positions [3, 4)")
 
 
+@pytest.mark.parametrize(
+    ("returned", "pieces"),
+    [(False, [(2, 4)]), (False, [(2, 3), (3, 4)]), (False, [(3, 4)]), (False, []), (True, [(2, 4)])],
+    ids=["in one", "in pieces", "in part", "untold", "returned"],
+)
+def test_what_an_earlier_run_and_its_checkpoint_both_list_as_lost_is_lost_once(
+    returned: bool, pieces: list[tuple[int, int]]
+) -> None:
+    """The checkpoint was taken before a worker told of its last steps, which it then lived to do, and the next run begins with
+    it."""
+    run = Run(Sampling(12, 6, 1), 4)
+    run.resume(0, 1)
+    run.live(1)
+    if returned:
+        run.owe(2, 4)
+        run.records.pop()
+    for piece in pieces:
+        run.lose(0, 0, *piece, returned=returned, incarnation=0)
+    run.records.append(run.records[0] | {"stored": [{"name": "of the first run", "step": 1}]})
+    run.lose(0, 0, 2, 4, returned=returned, incarnation=0)
+    run.resume(1, 1)
+    run.live(3)
+    result = audit(run.finish())
+    assert (result.violations, result.samples_lost) == ((), 0 if returned else 2)
+    run.lose(1, 0, 6, 8, incarnation=1)
+    run.lose(1, 0, 6, 8, incarnation=1)
+    refused(run.records, "listed as lost more than once")
+
+
 # ---------------------------------------------------------------- damaged logs
 
 
