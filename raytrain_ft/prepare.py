@@ -26,8 +26,7 @@ from raytrain_ft.errors import ConfigError, NoCheckpointError, StorageError
 from raytrain_ft.model_checks import Update, check_stages, choose_update, has_statistics, pipeline_of
 from raytrain_ft.places import Place
 from raytrain_ft.policy.frequency import profile_steps
-from raytrain_ft.policy.history import RETURNS
-from raytrain_ft.policy.lineage import Return, telling
+from raytrain_ft.policy.lineage import Return, Returns, telling
 from raytrain_ft.policy.planning import LogChoice
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.sampling import Sampling, steps_per_epoch
@@ -358,18 +357,16 @@ def earlier_runs(directory: Path) -> tuple[int, tuple[Return, ...]]:
 def _one_run(log: Path) -> tuple[tuple[int, list[Return]] | None, int, list[Return]]:
     """What a run knew of those before it, if it came to say so; its last incarnation; and when everybody went back in it."""
     before: tuple[int, list[Return]] | None = None
-    last = 0
-    returns: list[Return] = []
+    last, returns = 0, Returns()
     with suppress(FileNotFoundError):
         for record in each_record(log, lambda error: warnings.warn(f"{error}: it is passed over", stacklevel=6)):
             incarnation = record.get("incarnation")
             last = max(last, incarnation) if isinstance(incarnation, int) else last
+            returns.take(record)
             match record:
                 case {"event": "RunStarted", "incarnation": int(earlier), "returns": list(known)}:
                     before = earlier, [Return(one["incarnation"], one["step"]) for one in known]
-                case {"event": "Recovery", "strategy": how, "incarnation": int(own), "step": int(step)} if how in RETURNS:
-                    returns.append(Return(own, step))
-    return before, last, returns
+    return before, last, returns.all
 
 
 def directory_of(storage_path: str, name: str) -> Path:

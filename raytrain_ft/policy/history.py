@@ -25,11 +25,10 @@ from math import isnan
 from typing import Any
 
 from raytrain_ft.policy.audit import audit
-from raytrain_ft.policy.lineage import Return, stands
-from raytrain_ft.policy.strategy import Guarantee, Strategy
+from raytrain_ft.policy.lineage import Return, Returns, stands
+from raytrain_ft.policy.strategy import GOING_BACK, Guarantee, Strategy
 
 LONGEST_RECOVERY_S = 120.0
-RETURNS = (Strategy.CHECKPOINT, Strategy.SNAPSHOT)
 PHASES = ("detected", "fenced", "reconciled", "filled", "resumed")
 ENDS = ("RunFinished", "RunFailed")
 """The notes with which a run's records end."""
@@ -124,27 +123,29 @@ def _wrong_returns(records: Sequence[dict[str, Any]]) -> list[str]:
     spoilt = {record["step"] for record in records if record["event"] == "TaskFailed" and record["kind"] == "non_finite"}
     looked = [record for record in records if record["event"] == "CheckpointsFound" and not record["error"]]
     before = 0
-    told = (one for record in records if record["event"] == "RunStarted" for one in record.get("returns", ()))
-    returns = [Return(**one) for one in told]
+    told = [Return(**one) for record in records if record["event"] == "RunStarted" for one in record.get("returns", ())]
+    own = Returns()
+    for record in records:
+        own.take(record)
     for recovery in records:
         if recovery["event"] != "Recovery" or recovery["resumed"] is None:
             continue
         attempts = [one for one in looked if before < one["incarnation"] <= recovery["incarnation"]]
         before = recovery["incarnation"]
-        if recovery["strategy"] not in RETURNS:
+        if recovery["strategy"] not in GOING_BACK:
             continue
         if not attempts:
             found.append(f"I4 everybody went back to step {recovery['step']}, and nobody had looked for checkpoints")
             continue
         steps: set[int] = set()
         rejected = {one["name"] for one in rejections if one["incarnation"] <= recovery["incarnation"]}
-        for stored in (attempt["stored"] for attempt in attempts):
-            standing = [one for one in stored if stands(one.get("incarnation", 0), one["step"], returns)]
+        for attempt in attempts:
+            returns = [*told, *(one for one in own.all if one.incarnation < attempt["incarnation"])]
+            standing = [one for one in attempt["stored"] if stands(one.get("incarnation", 0), one["step"], returns)]
             whole = [one["step"] for one in standing if one["name"] not in rejected]
             steps |= {next((step for step in whole if step not in spoilt), 0), *whole[:1]}
         # A loss just afterwards belongs to the same recovery, which may complete the first step instead of redoing it, and
         # after another one the next step, of which its last attempt says nothing.
-        returns.append(Return(recovery["incarnation"], recovery["step"]))
         since = range(attempts[0]["incarnation"], recovery["incarnation"])
         steps |= {one["stop_step"] for one in records if one["event"] == "StepsCommitted" and one["incarnation"] in since}
         if recovery["step"] - recovery["completes"] not in steps:

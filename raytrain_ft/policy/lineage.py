@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+from raytrain_ft.policy.strategy import GOING_BACK
 
 MOST_RETURNS = 1000
 """Returns that a run is told of. Of those that say something, each went back to a later checkpoint than the one before it: what
@@ -16,6 +19,34 @@ class Return:
 
     incarnation: int
     step: int
+
+
+@dataclass(slots=True)
+class Returns:
+    """The returns of one run, read from its log line by line.
+
+    Where training goes on for the first time after it was looked for checkpoints, everybody has gone back. The account of that
+    recovery need not say so: it may have been interrupted once more, and then has what was done last. Nor does it matter that
+    nobody went back after all, though it was looked: of what an earlier incarnation stored beyond where a later one went on,
+    nothing is of the training that the audit follows. Only of a run that ended before it went on does the account tell.
+
+    Attributes:
+        all: so far.
+    """
+
+    all: list[Return] = field(default_factory=list)
+    _looked: int | None = None  # in which incarnation, if training has not gone on since
+
+    def take(self, record: dict[str, Any]) -> None:
+        """The next line."""
+        match record:
+            case {"event": "CheckpointsFound", "incarnation": int(incarnation)}:
+                self._looked = incarnation
+            case {"event": "Resumed", "incarnation": int(incarnation), "step": int(step)} if self._looked is not None:
+                self.all.append(Return(incarnation, step))
+                self._looked = None
+            case {"event": "Recovery", "strategy": how, "step": int(step)} if self._looked is not None and how in GOING_BACK:
+                self.all.append(Return(self._looked, step))
 
 
 def stands(incarnation: int, step: int, returns: Iterable[Return]) -> bool:

@@ -48,6 +48,8 @@ def weakest(*guarantees: str) -> Guarantee:
 
 GOING_ON = (Strategy.LOSSY, Strategy.ROLLBACK, Strategy.SKIP)
 """Those that go on without redoing the interrupted step."""
+GOING_BACK = (Strategy.CHECKPOINT, Strategy.SNAPSHOT)
+"""Those that take everybody back."""
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from raytrain_ft.errors import ConfigError, FTError, StorageError
 from raytrain_ft.model_checks import check_optimizer, check_stages, choose_update
 from raytrain_ft.places import Place
 from raytrain_ft.policy import messages as m
-from raytrain_ft.policy.lineage import Return
+from raytrain_ft.policy.lineage import Return, stands
 from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.prepare import _checkpoints, _seconds_to_move, _worker_options, after_earlier_runs, earlier_runs
 from raytrain_ft.ray_config import check_supported
@@ -473,18 +473,51 @@ def test_an_undo_that_is_right_only_if_the_step_is_redone_is_none_for_one_that_l
         ft.RecoveryConfig(strategy="skip", undo="replay", update="wait_free")
 
 
+def went_back(incarnation: int, step: int, *, looked: int | None = None) -> list[dict[str, Any]]:
+    """What a log has of everybody's going back to this step, for which it was perhaps looked in another incarnation."""
+    found = {"event": "CheckpointsFound", "incarnation": incarnation if looked is None else looked, "stored": []}
+    return [found, {"event": "Resumed", "incarnation": incarnation, "step": step}]
+
+
 def test_a_run_knows_when_everybody_went_back_in_those_before(tmp_path: Path) -> None:
-    recovery = {"event": "Recovery", "incarnation": 4, "step": 90, "strategy": "checkpoint"}
-    (tmp_path / "events-001.jsonl").write_text(
-        json.dumps({"event": "State", "incarnation": 3}) + "\n" + json.dumps(recovery) + "\n"
-    )
-    others = [recovery | {"incarnation": 6, "strategy": "replication"}, recovery | {"incarnation": 7, "step": 120}]
-    text = "".join(json.dumps(one) + "\n" for one in others) + json.dumps(recovery | {"incarnation": 9})
-    (tmp_path / "events.jsonl").write_text(text)
-    assert earlier_runs(tmp_path) == (7, (Return(4, 90), Return(7, 120))), "the last line was cut short"
+    started, resumed = {"event": "RunStarted", "incarnation": 0}, {"event": "Resumed", "incarnation": 3, "step": 40}
+    write_records(tmp_path / "events-001.jsonl", started, resumed, *went_back(4, 90))
+    write_records(tmp_path / "events.jsonl", resumed | {"incarnation": 6}, *went_back(8, 120, looked=7))
+    with (tmp_path / "events.jsonl").open("a") as log:
+        log.write("\n".join(json.dumps(one) for one in went_back(9, 100)))
+    assert earlier_runs(tmp_path) == (9, (Return(4, 90), Return(8, 120))), "the last line was cut short"
     (tmp_path / "events-001.jsonl").write_text("[1]\n")
-    assert earlier_runs(tmp_path) == (7, (Return(7, 120),))
+    assert earlier_runs(tmp_path) == (9, (Return(8, 120),))
     assert earlier_runs(tmp_path / "new") == (0, ())
+
+
+@pytest.mark.parametrize(
+    ("back_to", "told"),
+    [
+        (12, {"strategy": "lossy", "incarnation": 4, "step": 13, "completes": True, "resumed": None}),
+        (12, {"strategy": "checkpoint", "incarnation": 4, "step": 13, "completes": True, "resumed": 9.0}),
+        (0, {"strategy": "logging", "incarnation": 4, "step": 1, "completes": True, "resumed": 9.0}),
+        (0, {"strategy": "snapshot", "incarnation": 4, "step": 1, "completes": True, "resumed": 9.0}),
+    ],
+    ids=["went on without samples", "completed", "the beginning, replayed", "the beginning, completed"],
+)
+def test_that_everybody_went_back_is_known_though_that_recovery_was_interrupted_once_more(
+    back_to: int, told: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its account has what its last attempt did. A checkpoint that was late then is none to begin from."""
+    again = [{"event": "Resumed", "incarnation": 4, "step": back_to + 1}] if told["resumed"] else []
+    write_records(tmp_path / "events.jsonl", *went_back(3, back_to), *again, {"event": "Recovery", **told})
+    last, returns = earlier_runs(tmp_path)
+    assert (last, returns) == (4, (Return(3, back_to),))
+    assert [stands(2, step, returns) for step in (back_to, back_to + 1)] == [True, False]
+
+
+def test_nor_need_it_have_come_to_train_again(tmp_path: Path) -> None:
+    """What an earlier attempt of that recovery had cost, and a late checkpoint has, is struck from its account."""
+    found, _ = went_back(4, 12)
+    account = {"event": "Recovery", "strategy": "checkpoint", "incarnation": 3, "step": 12, "resumed": None}
+    write_records(tmp_path / "events.jsonl", *went_back(2, 30), {"event": "StepsCommitted"}, found, account)
+    assert earlier_runs(tmp_path) == (4, (Return(4, 12),))
 
 
 def write_records(log: Path, *records: dict[str, Any] | str) -> None:
@@ -493,10 +526,9 @@ def write_records(log: Path, *records: dict[str, Any] | str) -> None:
 
 def test_what_a_run_knew_of_those_before_it_need_not_be_read_again(tmp_path: Path) -> None:
     """A name may have had hundreds of runs, of days each."""
-    went_back = {"event": "Recovery", "incarnation": 8, "step": 120, "strategy": "checkpoint"}
     started = json.loads(encode(m.RunStarted(run_id="r7", incarnation=7, returns=(Return(4, 90),))))
     (tmp_path / "events-006.jsonl").mkdir()  # what would be read would be an error
-    write_records(tmp_path / "events-007.jsonl", started, went_back)
+    write_records(tmp_path / "events-007.jsonl", started, *went_back(8, 120))
     assert earlier_runs(tmp_path) == (8, (Return(4, 90), Return(8, 120)))
     write_records(tmp_path / "events.jsonl")  # of one that did not come to say anything
     assert earlier_runs(tmp_path) == (8, (Return(4, 90), Return(8, 120)))
@@ -506,9 +538,8 @@ def test_what_a_run_knew_of_those_before_it_need_not_be_read_again(tmp_path: Pat
 
 def test_runs_before_one_that_does_not_tell_of_them_are_read(tmp_path: Path) -> None:
     """It is of an earlier version. The newest is that of the greatest number."""
-    went_back = {"event": "Recovery", "incarnation": 4, "step": 90, "strategy": "checkpoint"}
-    write_records(tmp_path / "events-999.jsonl", {"event": "RunStarted", "incarnation": 2, "returns": []}, went_back)
-    write_records(tmp_path / "events-1000.jsonl", {"event": "RunStarted", "incarnation": 4}, went_back | {"incarnation": 6})
+    write_records(tmp_path / "events-999.jsonl", {"event": "RunStarted", "incarnation": 2, "returns": []}, *went_back(4, 90))
+    write_records(tmp_path / "events-1000.jsonl", {"event": "RunStarted", "incarnation": 4}, *went_back(6, 90))
     assert earlier_runs(tmp_path) == (6, (Return(6, 90),)), "which says all that the first one says"
 
 

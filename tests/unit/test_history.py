@@ -104,6 +104,14 @@ def test_what_was_stored_late_by_who_had_gone_back_is_no_place_to_go_back_to(inc
     assert (not [violation for violation in check(records) if violation.startswith("I4")]) == is_right
 
 
+def test_nor_is_it_if_that_recovery_was_interrupted_once_more() -> None:
+    """Its account has what its last attempt did."""
+    records = read_records(RUNS / "checkpoint" / "events.jsonl")
+    of(records, "Recovery")[1].update(strategy="lossy", step=41, completes=True)
+    of(records, "CheckpointsFound")[-1]["stored"].insert(0, {"name": "belated", "step": 65, "incarnation": 2})
+    assert not [violation for violation in check(records) if violation.startswith("I4")]
+
+
 def test_what_everybody_had_gone_back_from_in_an_earlier_run_is_none_either() -> None:
     records = read_records(RUNS / "checkpoint" / "events.jsonl")
     of(records, "CheckpointsFound")[0]["stored"].insert(0, {"name": "belated", "step": 25, "incarnation": 0 + 1})

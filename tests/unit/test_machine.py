@@ -13,7 +13,7 @@ import pytest
 
 from raytrain_ft.errors import IllegalEventError
 from raytrain_ft.policy import messages as m
-from raytrain_ft.policy.lineage import Return
+from raytrain_ft.policy.lineage import Return, Returns
 from raytrain_ft.policy.machine import handle, replay
 from raytrain_ft.policy.reconcile import Copy, Marks, Share
 from raytrain_ft.policy.roster import MemberState, Rules
@@ -570,6 +570,25 @@ def test_a_checkpoint_that_came_to_be_after_everybody_went_back_is_of_another_tr
     about: dict[str, Any] = {"bytes": 1, "snapshot_s": 0, "stall_s": 0, "persist_s": 0}
     story.committed(20).tell(m.CheckpointCommitted(member="w0", incarnation=1, step=40, name=belated.name, **about))
     assert story.run.stored == [before]
+
+
+def test_that_everybody_went_back_is_in_the_log_though_not_in_the_account_of_a_recovery_interrupted_once_more() -> None:
+    """By which a later run knows it."""
+    story = running(3, checkpoints=True, strategy="lossy", quorum=0.25, wait_for_replacement=False)
+    story.lost("w0").lost("w1").lost("w2").started("w3", "w4", "w5")
+    found(story, 12, reached=20).reconciled("w3", "w4", "w5")
+    returns, went_back = Returns(), story.run.incarnation
+    for line in (
+        {"event": "CheckpointsFound", "incarnation": went_back},
+        {"event": "Resumed", "incarnation": went_back, "step": story.run.recoveries[-1].step},
+    ):
+        returns.take(line)
+    story.lost("w5").fenced_in("w3", 12)
+    story.fenced_in("w4", 12)
+    recovery = story.reconciled("w3", "w4").run.recoveries[-1]
+    returns.take({"event": "Resumed", "incarnation": story.run.incarnation, "step": recovery.step})
+    assert (recovery.strategy, recovery.step, recovery.incarnation) == (Strategy.LOSSY, 13, went_back + 1)
+    assert returns.all == story.run.returns == [Return(went_back, 12)]
 
 
 def test_checkpoints_that_cannot_be_written_are_told_once_in_a_row() -> None:
