@@ -254,6 +254,7 @@ def test_going_back_takes_back_what_was_done_since() -> None:
         ([(10, 3, 2)], 5, 3, Guarantee.EXACT),
         ([(10, 3, 2), (15, 2, 3)], 5, 3, Guarantee.EXACT),
         ([(10, 3, 2), (15, 2, 3)], 12, 3, Guarantee.ROUNDING),
+        ([(10, 3, 2), (15, 2, 3)], 12, 2, Guarantee.EXACT),
         ([(10, 3, 2), (4, 2, 2)], 5, 2, Guarantee.EXACT),
         ([(0, 0, 2)], 5, 2, Guarantee.EXACT),
     ],
