@@ -121,6 +121,7 @@ def take_stock(run: RunState, at: float) -> list[m.Command]:
         else:  # a replacement whose filling was interrupted holds nothing: it is a spare again
             run.members[member] = MemberState.SPARE
     run.recoveries[-1].fenced = at
+    _count_changes(run)
     if run.survivors and run.rules.stages > 1:
         replaying.find(run)
     why = _why_go_back(run) or replaying.why_not(run)
@@ -128,6 +129,13 @@ def take_stock(run: RunState, at: float) -> list[m.Command]:
         return _go_back(run, why)
     run.give_up([member for member, marks in run.survivors.items() if marks.stage in run.replaying])
     return _go_on(run, at)
+
+
+def _count_changes(run: RunState) -> None:
+    """What survivors undid or kept in an earlier attempt, unless they have gone back since to before it."""
+    for marks in run.survivors.values():
+        if marks.changed is not None and marks.changed.incarnation >= run.counts_from:
+            run.history.had_carried_out(marks.changed, run.incarnation)
 
 
 def _go_on(run: RunState, at: float) -> list[m.Command]:

@@ -43,6 +43,17 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
+class Changed:
+    """What a survivor did to the updates of a step as it carried out the plan of an incarnation: parameters whose update it has
+    undone, and parameters whose update it has kept although the step is redone."""
+
+    incarnation: int
+    step: int
+    undone: int
+    kept: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Marks:
     """Where one survivor stands, bucket by bucket.
 
@@ -58,6 +69,7 @@ class Marks:
         left_out: the step that it counts as committed without an update, unless it has begun another one since.
         trained: the incarnation in which it trained last.
         not_finite: the latest step whose update it left out, because the loss or a gradient was not finite.
+        changed: what it has undone or kept last; nobody may have heard its answer.
     """
 
     member: str
@@ -71,6 +83,7 @@ class Marks:
     left_out: int | None = None
     trained: int = 0
     not_finite: int | None = None
+    changed: Changed | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from raytrain_ft.policy.reconcile import Plan
+from raytrain_ft.policy.reconcile import Changed, Plan
 from raytrain_ft.policy.sampling import samples_in
 from raytrain_ft.policy.units import counted
 
@@ -213,7 +213,16 @@ class Recoveries:
 
     def carried_out(self, plan: Plan, *, undone: int, kept: int) -> None:
         """A survivor has carried out this plan: of so many parameters the update was undone, or kept."""
-        cost = self._cost(plan.interrupted)
+        self._count(plan.interrupted, undone, kept)
+
+    def had_carried_out(self, changed: Changed, incarnation: int) -> None:
+        """In this incarnation, a survivor says what it did to carry out a plan. It counts if that was in an attempt of this
+        recovery, which may have been broken off before anybody heard of it."""
+        if changed.incarnation > incarnation - self.all[-1].attempts:
+            self._count(changed.step, changed.undone, changed.kept)
+
+    def _count(self, step: int, undone: int, kept: int) -> None:
+        cost = self._cost(step)
         cost.undone, cost.updated_twice = max(cost.undone, undone), max(cost.updated_twice, kept)
         self._add_up()
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from raytrain_ft.errors import RecoveryError, StorageError
-from raytrain_ft.policy.reconcile import Copy, Marks, Plan
+from raytrain_ft.policy.reconcile import Changed, Copy, Marks, Plan
 from raytrain_ft.policy.sampling import Sampling, next_batch
 from raytrain_ft.policy.tuner import Tuner
 from raytrain_ft.runtime import holder
@@ -48,9 +48,8 @@ def marks(member: str, replica: Replica) -> Marks | None:
         return None
     versions = tuple(bucket.version for bucket in state.buckets)
     gradients = tuple(bucket.gradient for bucket in state.buckets)
-    share, lost = mending.share(replica), replica.lost
-    known = (replica.left_out, replica.trained, replica.not_finite)
-    return Marks(member, state.step, versions, gradients, replica.stage, state.agreed, share, lost, *known)
+    latest = (mending.share(replica), replica.lost, replica.left_out, replica.trained, replica.not_finite, replica.changed)
+    return Marks(member, state.step, versions, gradients, replica.stage, state.agreed, *latest)
 
 
 def _may_be_left_behind(replica: Replica) -> bool:
@@ -72,8 +71,8 @@ class Outcome:
 
 
 @torch.no_grad()
-def reconcile(replica: Replica, plan: Plan, transfer: Transfer, sampling: Sampling) -> Outcome:
-    """Carries out a survivor's part of the plan.
+def reconcile(replica: Replica, plan: Plan, transfer: Transfer, sampling: Sampling, incarnation: int) -> Outcome:
+    """Carries out a survivor's part of the plan of this incarnation.
 
     The order matters: gradients first, then updates or undo, then states (which others may have just brought up to date).
 
@@ -97,8 +96,12 @@ def reconcile(replica: Replica, plan: Plan, transfer: Transfer, sampling: Sampli
             replica.take_agreed(plan.agreed)
         _update(replica, base)
     undone = sum(mending.undo_bucket(replica, state.buckets[index]) for index in plan.undo)
+    if undone:  # at once: what comes next may be broken off
+        replica.changed = Changed(incarnation, base, undone)
     take_states(replica, plan.states, transfer, version=base if plan.skips else plan.step)
     kept = sum(mending.keep_bucket(replica, state.buckets[index]) for index in plan.keep)
+    if kept:
+        replica.changed = Changed(incarnation, base, undone, kept)
     commit, lost = None, None
     if plan.skips and state.step == base:
         batch, after = next_batch(sampling, state.position)

@@ -227,7 +227,7 @@ class Trainee:
         if not state.filled:
             recovery.lend(self.replica, plan, transfer)
             return (), 0, 0
-        outcome = recovery.reconcile(self.replica, plan, transfer, self._spec.sampling)
+        outcome = recovery.reconcile(self.replica, plan, transfer, self._spec.sampling, command.incarnation)
         if outcome.commit is not None:
             self._connections.note_agreed(outcome.commit.attempt.step, plan.agreed)
             if self.log is not None:

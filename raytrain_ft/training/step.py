@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from raytrain_ft.errors import LogGapError, NonFiniteLossError
+from raytrain_ft.policy.reconcile import Changed
 from raytrain_ft.policy.sampling import Range
 from raytrain_ft.training.attempt import WENT_DOWN, Attempt, Commit, keeps_gradients
 from raytrain_ft.training.buckets import Bucket, Reducer, check_kept, only, sample_of
@@ -51,6 +52,7 @@ class Replica:
         left_out: the step that a recovery left out, unless another one was begun since.
         trained: the incarnation in which it trained last.
         not_finite: the latest step whose update was left out, because its loss or a gradient was not finite.
+        changed: what it has undone or kept last to carry out the plan of a recovery.
         passes: what is computed of each micro-batch of the step under way.
         said: of their sleep, by all replicas, in the latest step; nothing is known if its state came from another one.
         step_s: seconds of the latest step that this one committed itself.
@@ -85,6 +87,7 @@ class Replica:
         self.left_out: int | None = None
         self.not_finite: int | None = None
         self.trained = 0
+        self.changed: Changed | None = None
         self.said: list[int] = []
         self.step_s = 0.0
         self._samples = 0

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import raytrain_ft as ft
 from raytrain_ft.errors import FencedError, NonFiniteLossError
 from raytrain_ft.policy.forward import instead
-from raytrain_ft.policy.reconcile import Copy, Plan, reconcile
+from raytrain_ft.policy.reconcile import Changed, Copy, Plan, reconcile
 from raytrain_ft.policy.sampling import Position, Sampling
 from raytrain_ft.runtime import recovery
 from raytrain_ft.training import mending
@@ -265,6 +265,40 @@ def test_who_leaves_in_the_midst_of_a_step_hands_over_what_was_committed(place: 
         assert heir.replica.state.digests() == calm.replica.state.digests()
 
 
+class Fenced:
+    """An end of which the incarnation is over before anything arrives."""
+
+    def copy(self, copies: Sequence[Copy], give: Any) -> list[Any]:
+        if copies:
+            raise FencedError("the incarnation is over")
+        return []
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_was_undone_or_kept_is_told_though_what_came_next_was_broken_off(keeps: bool) -> None:
+    """The answer does not come, or too late: then the next fence is answered with it."""
+    end: Any = Fenced()
+    with survivors("wait_free") as (one, _, _):
+        one.train(STEP)
+        one.interrupt(("updated", STEP, 0), set())
+        assert (marks := recovery.marks(one.name, one.replica)) is not None
+        assert marks.changed is None
+        size = sum(p.numel() for p in one.replica.state.buckets[0].params)
+        if keeps:
+            recovery.reconcile(one.replica, Plan(STEP, keep=(0,)), end, SAMPLING, 5)
+        else:
+            plan = Plan(STEP, undo=(0,), states=(Copy(1, "state", "another", (one.name,)),))
+            with pytest.raises(FencedError):
+                recovery.reconcile(one.replica, plan, end, SAMPLING, 5)
+        assert (marks := recovery.marks(one.name, one.replica)) is not None
+        assert set(marks.versions) == {STEP}
+        assert marks.changed == (Changed(5, STEP, 0, size) if keeps else Changed(5, STEP, size))
+        recovery.reconcile(one.replica, Plan(STEP), end, SAMPLING, 6)
+        assert (marks := recovery.marks(one.name, one.replica)) is not None
+        assert marks.changed is not None
+        assert marks.changed.incarnation == 5, "there was nothing more to be undone"
+
+
 LAST = 7
 """Of the task's buckets."""
 ENDS = [
@@ -406,7 +440,7 @@ def carry_out(plan: Plan, *members: Survivor, until: Survivor | None = None) -> 
     for member in sorted(members, key=lambda member: member.name not in given):
         end: Any = Wire(member.name, sent)
         if until is None or member is until:
-            outcome = recovery.reconcile(member.replica, plan, end, SAMPLING)
+            outcome = recovery.reconcile(member.replica, plan, end, SAMPLING, 2)
             continue
         state = member.replica.state
         end.copy(plan.states, lambda copy, state=state: state.pack(state.buckets[copy.bucket]))

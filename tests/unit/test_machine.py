@@ -15,7 +15,7 @@ from raytrain_ft.errors import IllegalEventError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.lineage import Return, Returns
 from raytrain_ft.policy.machine import handle, replay
-from raytrain_ft.policy.reconcile import Copy, Marks, Share
+from raytrain_ft.policy.reconcile import Changed, Copy, Marks, Share
 from raytrain_ft.policy.roster import MemberState, Rules
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, LIVE, TRANSITIONS, State, diagram
@@ -1665,11 +1665,56 @@ def test_an_undo_is_on_record_even_if_the_recovery_that_did_it_was_interrupted()
     assert story.run.plan is not None
     assert story.run.plan.undo == (0,)
     story.tell(m.Suspected(incarnation=2, reason="a collective failed", noticed_by="w0"))
-    undone = Marks("w1", 5, (5, 5), (None, None))
+    story.tell(m.Reconciled(member="w1", incarnation=2, digests=("a", "b"), undone=9))
+    assert story.run.recoveries[0].undone == 0, "too late to be an answer"
+    undone = Marks("w1", 5, (5, 5), (None, None), changed=Changed(2, 5, 9))
     story.tell(*(m.Fenced(member=marks.member, incarnation=3, marks=marks) for marks in (updated["w0"], undone)))
     assert story.run.plan.undo == ()
     story.reconciled("w0", "w1").committed(5)
-    assert story.run.recoveries[0].guarantee == Guarantee.ROUNDING
+    assert (story.run.recoveries[0].guarantee, story.run.recoveries[0].undone) == (Guarantee.ROUNDING, 9)
+    story.tell(m.Suspected(incarnation=3, reason="a collective failed", noticed_by="w0"))
+    later = replace(undone, step=8, versions=(8, 8))
+    story.fenced("w0", step=8).tell(m.Fenced(member="w1", incarnation=4, marks=later))
+    story.reconciled("w0", "w1").committed(8)
+    assert (story.run.recoveries[1].guarantee, story.run.recoveries[1].undone) == (Guarantee.EXACT, 0), "it was before this one"
+
+
+def test_an_update_that_an_interrupted_recovery_kept_is_on_record() -> None:
+    """All stand at the beginning of the step that is redone, and only they know that a part of it was updated."""
+    story = running(3, strategy="rollback", whole_update=False, wait_for_replacement=False).lost("w2")
+    share = Share(5, (0, 30), (0, 10), whole=False)
+    partly = [Marks(name, 5, (6, 5), (5, None), share=share) for name in ("w0", "w1")]
+    story.tell(*(m.Fenced(member=marks.member, incarnation=2, marks=marks) for marks in partly))
+    assert story.run.plan is not None
+    assert story.run.plan.keep == (0,)
+    story.tell(m.Suspected(incarnation=2, reason="a collective failed", noticed_by="w0"))
+    kept = [Marks(name, 5, (5, 5), (None, None), changed=Changed(2, 5, 0, 9)) for name in ("w0", "w1")]
+    story.tell(*(m.Fenced(member=marks.member, incarnation=3, marks=marks) for marks in kept))
+    recovery = story.reconciled("w0", "w1").committed(5).run.recoveries[0]
+    assert (recovery.strategy, recovery.guarantee, recovery.updated_twice) == (Strategy.ROLLBACK, Guarantee.LOSSY, 9)
+
+
+def test_what_was_undone_before_everybody_went_back_is_not_told_again_by_who_did_it() -> None:
+    """It has loaded the checkpoint since; a further loss comes before a step is committed."""
+    story = running(2, checkpoints=True, wait_for_replacement=False, whole_update=False)
+    suspected: dict[str, Any] = {"reason": "a collective failed", "noticed_by": "w0"}
+
+    def fenced(*marks: Marks) -> None:
+        story.tell(*(m.Fenced(member=one.member, incarnation=story.run.incarnation, marks=one) for one in marks))
+
+    story.tell(m.Suspected(incarnation=1, **suspected))
+    fenced(*(Marks(name, 5, (6, 5), (5, None)) for name in ("w0", "w1")))
+    changed = Changed(2, 5, 9)
+    refused(story, "w0")
+    fenced(Marks("w0", 5, (6, 5), (5, None)), Marks("w1", 5, (5, 5), (None, None), changed=changed))
+    (recovery,) = story.run.recoveries
+    assert recovery.undone == 9
+    found(story, 4, reached=5).reconciled("w0", "w1")
+    assert recovery.undone == 0
+    story.tell(m.Suspected(incarnation=3, **suspected))
+    fenced(Marks("w0", 4, (4, 4), (None, None)), Marks("w1", 4, (4, 4), (None, None), changed=changed))
+    story.reconciled("w0", "w1").committed(4)
+    assert (recovery.attempts, recovery.guarantee, recovery.undone) == (3, Guarantee.EXACT, 0)
 
 
 # ---------------------------------------------------------------- the end of the run
