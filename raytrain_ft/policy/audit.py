@@ -29,6 +29,7 @@ from raytrain_ft.policy.sampling import (
     Sampling,
     after_loss,
     digest_of_ids,
+    joined,
     next_batch,
     sample_ids,
     samples_in,
@@ -190,7 +191,8 @@ def _walk(story: Story, sampling: Sampling, claims: dict[int, dict[GlobalBatch, 
                 tally.draw(piece)
         if not batches and not _is_lost(batch, lost):
             violations.append(f"step {step}: no commit of it stands")
-        position = after_loss(sampling, batch, [(loss.start, loss.stop) for loss in lost if loss.returned])
+        position = after_loss(sampling, batch, sorted((loss.start, loss.stop) for loss in lost if loss.returned))
+        position = replace(position, owed=joined(position.owed))  # in which pieces they were told of does not count
         tally.close_before(position.epoch)
     if story.finished_at is not None:
         violations.extend(f"{loss}: the run has no such step" for rest in losses.values() for loss in rest)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raytrain_ft.policy.forward import complement
-from raytrain_ft.policy.sampling import Position, Range, Sampling
+from raytrain_ft.policy.sampling import Position, Range, Sampling, joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def _commit(record: dict[str, Any]) -> Commit:
         incarnation=incarnation,
         first_step=first,
         stop_step=stop,
-        position=Position(epoch, start, _ranges(record.get("owed", ()))),
+        position=Position(epoch, start, joined(_ranges(record.get("owed", ())))),
         ids_digest=str(record["ids_digest"]),
         weights=None if weights is None else tuple(weights),
     )

@@ -199,6 +199,16 @@ def samples_in(owed: Iterable[Range]) -> int:
     return sum(stop - start for start, stop in owed)
 
 
+def joined(owed: Iterable[Range]) -> tuple[Range, ...]:
+    """The same positions in the same order, in as few ranges as there can be."""
+    found: list[Range] = []
+    for start, stop in owed:
+        if found and found[-1][1] == start:
+            start = found.pop()[0]
+        found.append((start, stop))
+    return tuple(found)
+
+
 def own_positions(sampling: Sampling, owed: Iterable[Range], positions: Range) -> list[Range]:
     """Where positions, of which some may lie behind the epoch's own order, are in that order."""
     (start, stop), size = positions, sampling.dataset_size

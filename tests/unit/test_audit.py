@@ -234,6 +234,19 @@ def test_what_was_lost_and_read_again_is_not_lost() -> None:
     assert audit(run.finish()) == Audit(True, 6, 2, 24, 0, ())
 
 
+def test_in_which_pieces_it_is_told_what_is_to_be_read_again_does_not_count() -> None:
+    """Who told of a part of it was lost in the recovery, and those that were left lost more of the step."""
+    run = debtor()
+    whole = next(record for record in run.records if record["event"] == "SamplesLost")
+    at = run.records.index(whole)
+    run.records[at : at + 1] = [whole | {"start": 3}, whole | {"stop": 3}]
+    run.live(1)
+    assert audit(run.finish()) == Audit(True, 6, 2, 24, 0, ())
+    for record in commits(run):
+        record["owed"] = [[position, position + 1] for start, stop in record["owed"] for position in range(start, stop)]
+    assert audit(run.records) == Audit(True, 6, 2, 24, 0, ())
+
+
 def test_a_debt_that_is_not_paid_is_found() -> None:
     run = debtor()
     again = run.records[-2]
@@ -333,8 +346,8 @@ def test_a_loss_listed_twice_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("returned", "pieces"),
-    [(False, [(2, 4)]), (False, [(2, 3), (3, 4)]), (False, [(3, 4)]), (False, []), (True, [(2, 4)])],
-    ids=["in one", "in pieces", "in part", "untold", "returned"],
+    [(False, [(2, 4)]), (False, [(2, 3), (3, 4)]), (False, [(3, 4)]), (False, []), (True, [(2, 4)]), (True, [(3, 4)])],
+    ids=["in one", "in pieces", "in part", "untold", "returned", "returned in part"],
 )
 def test_what_an_earlier_run_and_its_checkpoint_both_list_as_lost_is_lost_once(
     returned: bool, pieces: list[tuple[int, int]]
