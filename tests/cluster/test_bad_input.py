@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -145,3 +147,15 @@ def test_two_runs_of_one_name(cluster, tmp_path: Path) -> None:
 def test_a_storage_path_that_cannot_be_written(cluster) -> None:
     with pytest.raises(ConfigError, match="storage_path"):
         train(Path("/proc/nowhere"), "bad-path")
+
+
+def test_nodes_with_other_code_of_this_package_are_refused(cluster, tmp_path: Path) -> None:
+    """What the processes of a run send each other would be taken for something else."""
+    package = Path(ft.__file__).parent
+    shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / package.name / "more.py").write_text("")
+    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}}
+    with pytest.raises(ConfigError, match=r"has other code of raytrain_ft .* than the supervisor of the run") as refused:
+        train(tmp_path, "other", worker_runtime_env=environment)
+    assert "install the same commit on all nodes" in str(refused.value)
+    assert list_named_actors(all_namespaces=True) == []
