@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,7 @@ def test_replicas_and_nodes(job: Path) -> None:
 
 def test_a_module_and_a_target(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(job.parent)
+    monkeypatch.setattr(sys, "path", sys.path.copy())  # to which a module's name adds this directory
     result = call("planned_job:task", "--stages", 2, "--target", 1000, "--parallel-recovery")
     assert result.exit_code == 0, result.output
     assert "checkpoint" in result.output
@@ -147,6 +149,7 @@ def test_a_module_and_a_target(job: Path, monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_bad_input(job: Path, arguments: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(job.parent)
+    monkeypatch.setattr(sys, "path", sys.path.copy())  # to which a module's name adds this directory
     given = [part.replace("JOB", str(job)).replace("BROKEN", str(job.parent / "broken_job.py")) for part in arguments]
     result = call(*given)
     assert result.exit_code != 0
