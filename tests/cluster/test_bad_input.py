@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import shutil
 import threading
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from toy import Toy
 
 import raytrain_ft as ft
-from raytrain_ft import FailAt
+from raytrain_ft import FailAt, trainer
 from raytrain_ft.errors import ConfigError, NonFiniteLossError, RunActiveError, TaskError, UndoRefusedError
 
 
@@ -149,13 +147,12 @@ def test_a_storage_path_that_cannot_be_written(cluster) -> None:
         train(Path("/proc/nowhere"), "bad-path")
 
 
-def test_nodes_with_other_code_of_this_package_are_refused(cluster, tmp_path: Path) -> None:
+def test_nodes_with_other_code_of_this_package_are_refused(cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the processes of a run send each other would be taken for something else."""
-    package = Path(ft.__file__).parent
-    shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / package.name / "more.py").write_text("")
-    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}}
-    with pytest.raises(ConfigError, match=r"has other code of raytrain_ft .* than the supervisor of the run") as refused:
-        train(tmp_path, "other", worker_runtime_env=environment)
+    monkeypatch.setattr(trainer, "CODE", "0123456789abcdef")
+    words = r"has other code of raytrain_ft \([0-9a-f]{16}\) than the script that started the run \(0123456789abcdef\)"
+    with pytest.raises(ConfigError, match=words) as refused:
+        train(tmp_path, "other")
     assert "install the same commit on all nodes" in str(refused.value)
     assert list_named_actors(all_namespaces=True) == []
+    assert list((tmp_path / "other").glob("*.jsonl")) == [], "it has begun nothing"
