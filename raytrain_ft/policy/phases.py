@@ -191,10 +191,12 @@ def replace(run: RunState, *, waited: bool = False) -> list[m.Command]:
         return join(run, world)
     if not waited:
         return []
+    in_vain = run.roster.in_vain
+    remedy = f"The last one that was started was lost: {in_vain}" if in_vain else "Add nodes, or lower the minimum."
     return run.fail(
         "RecoveryError",
         f"{ready} workers are left and none came within {run.rules.replacement_timeout:g} s, but num_workers asks "
-        f"for at least {run.rules.min_workers}. Add nodes, or lower the minimum.",
+        f"for at least {run.rules.min_workers}. {remedy}",
     )
 
 

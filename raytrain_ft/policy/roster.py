@@ -103,6 +103,7 @@ class Roster:
         leaving: members that will be gone soon; their places do not count.
         start_failures: rounds of starts in a row of which no worker became ready. Workers that were started together and
             are lost together, with their node perhaps, are one round.
+        in_vain: why the last one that was started did not become ready; empty if one has become so since.
     """
 
     rules: Rules
@@ -113,6 +114,7 @@ class Roster:
     last_resort: int = 0
     leaving: frozenset[str] = frozenset()
     start_failures: int = 0
+    in_vain: str = ""
     _started: int = 0
     _round_began: int = 0
     _failures: int = 0
@@ -187,13 +189,15 @@ class Roster:
         if node:
             self.nodes[member] = node
         self.members[member] = MemberState.SPARE
-        self.start_failures = 0
+        self.start_failures, self.in_vain = 0, ""
 
     def lose(self, member: str, how: m.WorkerLost | None) -> MemberState:
         """Strikes a member off; returns what it was. `how`: see `gone`."""
         was = self.members.pop(member)
         self.nodes.pop(member, None)
         self.gone[member] = how
+        if was == MemberState.STARTING and how is not None:
+            self.in_vain = how.cause
         if was == MemberState.STARTING and int(member[1:]) >= self._round_began:
             self.start_failures += 1
             self._round_began = self._started

@@ -965,6 +965,18 @@ def test_fewer_than_the_minimum() -> None:
     story.fires("replacement")
     assert story.run.failure is not None
     assert "2 workers are left and none came within 60 s" in story.run.failure[1]
+    assert story.run.failure[1].endswith("Add nodes, or lower the minimum.")
+
+
+def test_why_none_came_is_told_if_some_were_started() -> None:
+    """Nodes that have something else installed, say: more of them would not help."""
+    story = running(min_workers=3, slots=3).lost("w1").fenced("w0", "w2")
+    about: dict[str, Any] = {"rank": None, "step": 5, "kind": "config", "message": "node n has other code"}
+    story.tell(m.TaskFailed(member="w3", **about))
+    story.fires("replacement")
+    assert story.run.failure is not None
+    why = "it could not be set up: node n has other code"
+    assert story.run.failure[1].endswith(f"The last one that was started was lost: {why}")
 
 
 def grown(pause_s: float) -> Story:
