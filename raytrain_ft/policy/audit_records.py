@@ -5,6 +5,7 @@ The records are dicts that may be damaged; what cannot be used becomes a violati
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,7 +53,8 @@ class Loss:
 class Story:
     """The records, parsed. `begins`, `worlds`, `limits`: where each incarnation resumed, of how many, and how many steps its
     run was to have; `weights`: how it shared out each step; `stored`: what a checkpoint says of steps that nobody may have
-    lived to tell of; `stages`: of a pipeline, which draw as one rank; `earlier`: the incarnations of runs before this one."""
+    lived to tell of; `stages`: of a pipeline, which draw as one rank; `earlier`: the incarnations of runs before this one;
+    `listed`: the positions of `losses`, by step, epoch and incarnation."""
 
     sampling: Sampling | None = None
     max_steps: int = 0
@@ -66,6 +68,7 @@ class Story:
     commits: list[Commit] = field(default_factory=list)
     stored: list[Commit] = field(default_factory=list)
     losses: list[Loss] = field(default_factory=list)
+    listed: defaultdict[tuple[int, int, int | None], list[Range]] = field(default_factory=lambda: defaultdict(list))
     violations: list[str] = field(default_factory=list)
 
     def begin_lineage(self) -> None:
@@ -181,15 +184,13 @@ def _read_loss(story: Story, record: dict[str, Any]) -> None:
         raise ValueError(f"positions [{start}, {stop}) are none")
     for more in _not_listed(story, (step, epoch, incarnation), (start, stop)):
         story.losses.append(Loss(step, epoch, *more, incarnation, record.get("returned") is True))
+        story.listed[step, epoch, incarnation].append(more)
 
 
 def _not_listed(story: Story, where: tuple[int, int, int | None], positions: Range) -> tuple[Range, ...]:
     """What of these positions is news. A run begins with what its checkpoint says of the last steps of one before it, whose log
     may list the same losses, for its workers lived to tell of them; no run lists those of its own steps twice."""
-    if where[-1] not in story.earlier:
-        return (positions,)
-    losses = (loss for loss in story.losses if (loss.step, loss.epoch, loss.incarnation) == where)
-    return complement(positions, [(loss.start, loss.stop) for loss in losses])
+    return complement(positions, story.listed[where]) if where[-1] in story.earlier else (positions,)
 
 
 def _read_finished(story: Story, record: dict[str, Any]) -> None:
