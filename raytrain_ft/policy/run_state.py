@@ -18,8 +18,6 @@ from raytrain_ft.policy.topology import Groups, members_of
 MOST_REASONS = 4
 """Checkpoints that could not be loaded of which an error says why: the newest, since there may be one of every epoch."""
 BELATED = "when it was stored, everybody had gone back to before it"
-MOST_UNSAVED = 3
-"""How often the last steps are done again because the worker that was to save a stage is gone: saving may be what ends it."""
 MOST_HELPED = 2
 """Replays of a recovery in which survivors help: if one of them is lost, another takes its place, once. What a helper needs may
 be what brings it down, and one worker alone goes on where it stood."""

@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError, RayError
 
 from raytrain_ft.errors import NoCheckpointError, StorageError
 from raytrain_ft.policy import messages as m
-from raytrain_ft.policy.machine import MOST_STORED
+from raytrain_ft.policy.news import MOST_STORED
 from raytrain_ft.runtime import placement
 from raytrain_ft.runtime.holder import ANSWER_SECONDS, Holder, holder_of
 from raytrain_ft.runtime.spec import NAMESPACE, RunSpec

@@ -1,0 +1,110 @@
+"""What those who train tell of it: steps and checkpoints that are committed, and what goes wrong while training goes on."""
+
+from __future__ import annotations
+
+from raytrain_ft.policy import arrivals, leaving, stopping
+from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.run_state import MOST_HELPED, RunState
+from raytrain_ft.policy.states import TRAINING, State
+
+FORGETTING = 0.9
+"""With every record of committed steps, what was a long step before counts by so much less."""
+FORGETTING_SLOWLY = 0.999
+"""The same of what is a reason to be patient with who hangs perhaps: a rare step may take long."""
+MOST_STORED = 16
+"""Checkpoints that are remembered to go back to."""
+UNTIDY = "when a checkpoint was durable, "
+"""How the warning begins that something was left to be done then; told once, for it is rarely another reason."""
+
+
+def on_steps_committed(run: RunState, event: m.StepsCommitted) -> list[m.Command]:
+    is_first = event.incarnation >= run.counts_from and event.stop_step > run.step  # to tell of these steps
+    if is_first:
+        _advance(run, event.stop_step)
+    if event.incarnation != run.incarnation:
+        return []  # a step that a recovery completed, for example: its time says nothing
+    run.longest_step = max(event.longest_s, (FORGETTING_SLOWLY if is_first else 1.0) * run.longest_step)
+    run.long_step = max(event.longest_s, FORGETTING * run.long_step)
+    run.fruitless, run.help_left, run.slow_replays, run.newcomers = 0, MOST_HELPED, 0, frozenset()
+    if run.state != State.RESUME:
+        return []
+    run.history.close(event.at)
+    if run.abort_reason:
+        return stopping.stop(run)
+    run.state = State.RUNNING
+    return run.provision() + leaving.watch(run, event.at) + arrivals.resize(run, event.at)
+
+
+def _advance(run: RunState, step: int) -> None:
+    """Somebody has committed all steps before this one. A recovery that has completed one of them is not fruitless, though its
+    incarnation commit none; and what is told only now of training before it shows that it is the first in a row at most. A step
+    that was left out is no progress."""
+    run.step = step
+    if run.plan is None or step <= run.plan.interrupted:
+        run.fruitless = min(run.fruitless, 1)
+    elif run.plan.completes:
+        run.fruitless = 0
+
+
+def on_checkpoint_committed(run: RunState, event: m.CheckpointCommitted) -> list[m.Command]:
+    if event.untidy and not any(words.startswith(UNTIDY) for words in run.warnings):
+        run.warn(f"{UNTIDY}{event.untidy}. Training goes on, but the storage may fill up: look at its permissions")
+    stored = m.Stored(event.name, event.step, event.incarnation)
+    standing = run.standing([stored])
+    if event.incarnation < run.counts_from:
+        return []  # everybody has gone back to before it, or to it: it is no part of what is logged since
+    run.stored = [*standing, *run.stored][:MOST_STORED]
+    run.persist_s, run.unstored = event.persist_s, 0
+    if not run.rules.logging or run.state not in TRAINING:
+        return []  # in a recovery, the log may be being replayed from an older checkpoint: the next one trims it
+    run.log.trimmed(event.step, run.step)
+    return [m.Trim(tuple(member for member in run.world if member in run.members), event.step)]
+
+
+def on_checkpoint_failed(run: RunState, event: m.CheckpointFailed) -> list[m.Command]:
+    """Told of the first in a row: what follows is rarely another reason, and each of many workers tells of it."""
+    if event.incarnation == run.incarnation:
+        if not run.unstored:
+            run.warn(f"the checkpoint of step {event.step} could not be written: {event.reason}")
+        run.unstored += 1
+    return []
+
+
+def on_samples_lost(run: RunState, event: m.SamplesLost) -> list[m.Command]:
+    if not any(event.why in words for words in run.warnings):
+        run.warn(f"samples of step {event.step} were lost: {event.why}. Further ones are listed by raytrain-ft audit")
+    return []
+
+
+def on_state_unseen(run: RunState, event: m.StateUnseen) -> list[m.Command]:
+    run.warn(
+        f"{event.names}: changed in the forward pass, and neither stored nor given to a replacement. If a result depends on "
+        "it, keep it in a buffer of the model (register_buffer)"
+    )
+    return []
+
+
+def on_noted(
+    run: RunState,
+    event: m.IntervalChosen | m.LogChosen | m.LogWritten | m.NoticesUnavailable | m.Parted | m.SetAside,
+) -> list[m.Command]:
+    del run, event  # for the record
+    return []
+
+
+def on_dormant(run: RunState, event: m.Dormant) -> list[m.Command]:
+    run.history.slept(event.member, event.step, asleep=event.asleep)
+    if not event.asleep and run.state != State.RESUME:  # else perhaps all take part in one step, and then sleep again
+        leaving.woke(run, event.member)
+    return []
+
+
+def on_log_failed(run: RunState, event: m.LogFailed) -> list[m.Command]:
+    if event.incarnation < run.log.incarnation:
+        return []  # it has begun anew since
+    run.log.broke_off()
+    run.warn(
+        f"{event.member} cannot log what it sends to other stages ({event.reason}): training goes on, but until the log is "
+        "whole again, a lost stage takes everybody back to the newest checkpoint"
+    )
+    return []
