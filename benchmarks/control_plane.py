@@ -74,7 +74,6 @@ def spec_of(directory: Path) -> RunSpec:
         heartbeat_timeout=0.7,
         probe_timeout=0.5,
         setup_timeout=120.0,
-        hang_timeout=60.0,
         lease=120.0,
         driver_timeout=15.0,
     )

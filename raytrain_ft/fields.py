@@ -3,20 +3,53 @@
 from __future__ import annotations
 
 import inspect
-import re
+from datetime import timedelta
 from functools import cache
-from typing import Any, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.places import Place
 
+WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "a string",
+    NoneType: "None",
+    timedelta: "a timedelta, such as timedelta(seconds=60)",
+}
+
 
 @cache
-def _adapters(cls: type) -> dict[str, TypeAdapter[Any]]:
+def _fields(cls: type) -> dict[str, tuple[TypeAdapter[Any], str]]:
     own = inspect.get_annotations(cls)
-    return {name: TypeAdapter(hint) for name, hint in get_type_hints(cls).items() if name in own}
+    return {name: (TypeAdapter(hint), _in_words(hint)) for name, hint in get_type_hints(cls).items() if name in own}
+
+
+def _in_words(hint: Any) -> str:
+    """What to use, of a field with this type: `Literal["a", "b"] | None` is "a", "b" or None."""
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(map(str, get_args(hint)))}"
+    either = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
+    words = [word for one in either for word in _each(one)]
+    return " or ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
+
+
+def _each(hint: Any) -> list[str]:
+    if get_origin(hint) is Literal:
+        return [f'"{value}"' for value in get_args(hint)]
+    return [WORDS.get(hint) or _named(hint)]
+
+
+def _named(hint: Any) -> str:
+    """Of `collections.abc.Sequence[my.module.Class]`, Sequence[Class]."""
+    if hint is Ellipsis:
+        return "..."
+    of = f"[{', '.join(map(_named, get_args(hint)))}]" if get_args(hint) else ""
+    return getattr(hint, "__name__", str(hint)) + of
 
 
 def check_types(given: Any, cls: type, called: str = "") -> None:
@@ -28,12 +61,10 @@ def check_types(given: Any, cls: type, called: str = "") -> None:
     Raises:
         ConfigError: a value is of another type. Nothing is converted: 60 is no timedelta, and "0.5" no number.
     """
-    for name, adapter in _adapters(cls).items():
+    for name, (adapter, wanted) in _fields(cls).items():
         value = getattr(given, name)
         try:
             adapter.validate_python(value, strict=True)
         except ValidationError:
-            wanted = re.sub(r"Literal\[(.*?)\]", r"\1", str(inspect.get_annotations(cls)[name])).replace(" | ", " or ")
-            hint = ", such as timedelta(seconds=60)" if wanted.startswith("timedelta") else ""
             found = Place(str(value)).told(repr(value))
-            raise ConfigError(f"{called or cls.__name__}({name}={found}): use {wanted}{hint}") from None
+            raise ConfigError(f"{called or cls.__name__}({name}={found}): use {wanted}") from None

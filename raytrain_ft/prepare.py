@@ -123,7 +123,6 @@ def prepare(
         heartbeat_interval=recovery.heartbeat_interval.total_seconds(),
         heartbeat_timeout=recovery.heartbeat_timeout.total_seconds(),
         probe_timeout=recovery.probe_timeout.total_seconds(),
-        hang_timeout=recovery.hang_timeout.total_seconds(),
         setup_timeout=recovery.setup_timeout.total_seconds(),
         lease=recovery.lease.total_seconds(),
         driver_timeout=recovery.driver_timeout.total_seconds(),

@@ -71,18 +71,15 @@ class CheckpointConfig(ray.train.CheckpointConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        every = self.every
-        if every not in ("auto", None) and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
-            raise ConfigError(f'CheckpointConfig(every={every!r}): use "auto", a number of steps of at least 1, or None')
-        if self.resume not in ("auto", "never", "require"):
-            raise ConfigError(f"CheckpointConfig(resume={self.resume!r}): use auto, never or require")
         are_some = isinstance(self.override, tuple | list | set | frozenset)
         if not are_some or not all(what in ("optimizer", "dataset") for what in self.override):
             raise ConfigError(f'CheckpointConfig(override={self.override!r}): use a tuple of "optimizer", "dataset"')
-        interval = self.failure_interval
-        if interval not in (None, "measured") and not (isinstance(interval, timedelta) and interval > timedelta()):
-            raise ConfigError(f'CheckpointConfig(failure_interval={interval!r}): use a time longer than zero, or "measured"')
         check_types(self, CheckpointConfig)
+        if isinstance(self.every, int) and self.every < 1:
+            raise ConfigError(f'CheckpointConfig(every={self.every}): use "auto", a number of steps of at least 1, or None')
+        interval = self.failure_interval
+        if isinstance(interval, timedelta) and interval <= timedelta():
+            raise ConfigError(f'CheckpointConfig(failure_interval={interval!r}): use a time longer than zero, or "measured"')
         check_budget(self.overhead)
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import signal
 import sys
-import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Unpack
@@ -34,6 +32,7 @@ from raytrain_ft.runtime.software import CODE, pack
 from raytrain_ft.runtime.spec import NAMESPACE, RunSpec
 from raytrain_ft.runtime.supervisor_actor import SupervisorActor
 from raytrain_ft.settings import Keywords, TrainSettings
+from raytrain_ft.signals import at_sigterm
 from raytrain_ft.storage import lock
 from raytrain_ft.storage.filesystem import LocalStorage
 from raytrain_ft.storage.lock import WriterLock
@@ -148,7 +147,7 @@ class Trainer:
     def _train(self, spec: RunSpec, right: WriterLock, last: ExitStack) -> Result:
         """The run, from its supervisor's start to its end. What is to be done when all has been cleaned up goes to `last`."""
         supervisor = _start(spec)
-        with _exit_at_sigterm(), Display(spec.name, spec.rules.max_steps, quiet=self._quiet) as display:
+        with at_sigterm(_exit), Display(spec.name, spec.rules.max_steps, quiet=self._quiet) as display:
             try:
                 with kept_going(supervisor):
                     account = self._follow(spec, supervisor, display, last, right)
@@ -280,17 +279,10 @@ def _active(name: str, other: dict[str, Any] | None) -> str:
     )
 
 
-@contextmanager
-def _exit_at_sigterm() -> Iterator[None]:
-    """SIGTERM ends this process as `sys.exit` does. Ray sees to that too, but writes its own stack into the job's log first."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set a handler
-        return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+def _exit(number: int, frame: object) -> None:
+    """As at the end of any program. Ray sees to that too, but writes its own stack into the job's log first."""
+    del frame
+    sys.exit(128 + number)
 
 
 def _check_directory(spec: RunSpec) -> None:

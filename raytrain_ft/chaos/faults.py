@@ -90,8 +90,6 @@ class FailAt:
     together: int = 1
 
     def __post_init__(self) -> None:
-        if self.action not in get_args(Action):
-            raise ConfigError(f"FailAt(action={self.action!r}): use one of {', '.join(get_args(Action))}")
         check_types(self, FailAt)
         if self.nth < 1:
             raise ConfigError(f"FailAt(nth={self.nth}): the first time that a point is reached is 1")

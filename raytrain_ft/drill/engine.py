@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from raytrain_ft.drill.watch import ABORT_S, Watch
 from raytrain_ft.errors import ConfigError, FTError
 from raytrain_ft.result import Result
 from raytrain_ft.scenario import Event
+from raytrain_ft.signals import at_sigterm
 from raytrain_ft.trainer import Trainer
 
 POLL_S = 0.05
@@ -76,7 +75,8 @@ class Rehearsal:
 
     def play(self) -> Played:
         """Trains to the end, and strikes meanwhile. On the main thread: only there can Ray add nodes to a laptop cluster."""
-        with _interruptible(), ThreadPoolExecutor(1) as pool:
+        # as Ctrl-C: the run is ended, and nothing stays frozen
+        with at_sigterm(signal.default_int_handler), ThreadPoolExecutor(1) as pool:
             training = pool.submit(self._trainer.fit)
             try:
                 self._strike_until(training)
@@ -296,19 +296,6 @@ class Rehearsal:
         if ranked is not None and self._view.pids.get(ranked) == pid:
             return ranked
         return self._known.get(pid)  # the ranks are others' already
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM is met as Ctrl-C is: the run is ended, and nothing stays frozen. Only the main thread can take signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: it was not set from Python
 
 
 def _read_marker(directory: Path, fault: FailAt) -> list[str] | None:

@@ -9,10 +9,9 @@ the bit.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 Schedule = Literal["1f1b", "gpipe", "zero_bubble"]
-SCHEDULES = get_args(Schedule)
 MOST_MICRO_BATCHES = 4096
 """Of a step and replica."""
 

@@ -145,7 +145,7 @@ class Connections:
         self._team = process_group.build(store, number, size, fence, host=self._host, timeout=timeout, default=False)
         pipeline = self._spec.step.pipeline
         assert pipeline is not None
-        return Team(self._team, pipeline.micro_batches, exact=self._spec.rules.exact_sums, chunks=pipeline.chunks)
+        return Team(self._team, pipeline.micro_batches, exact=self._spec.rules.exact_sums)
 
     def note_agreed(self, step: int, numbers: Sequence[float]) -> None:
         """Logs what all agreed upon in a step that was completed by a recovery."""

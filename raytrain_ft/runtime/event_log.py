@@ -164,18 +164,13 @@ def _note(name: str, **fields: Any) -> str:
     return json.dumps({"event": name, **fields}, separators=(",", ":"))
 
 
-def read_events(path: Path) -> list[Event]:
-    """The events of a log, in order. A last line that was cut short by a crash is left out.
+def read_past(path: Path) -> Iterator[tuple[str, Event | None]]:
+    """The events of a log in order, one after the other, for all of a long log would not fit into memory; and the notes between
+    them, of which there is nothing but the name. A last line that was cut short by a crash is left out.
 
     Raises:
         StorageError: another line is damaged.
     """
-    return [event for _, event in read_past(path) if event is not None]
-
-
-def read_past(path: Path) -> Iterator[tuple[str, Event | None]]:
-    """As `read_events`, one after the other, for all of a long log would not fit into memory; and the notes between them, of
-    which there is nothing but the name."""
     with path.open(encoding="ascii", errors="surrogateescape") as log:
         for number, line in enumerate(log, 1):
             if not line.endswith("\n"):

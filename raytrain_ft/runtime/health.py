@@ -202,7 +202,7 @@ class Health:
     @property
     def _hang_limit(self) -> float:
         """Seconds in one place that are a hang."""
-        return max(self._spec.hang_timeout, 10 * self._longest)
+        return max(self._spec.rules.hang_timeout, 10 * self._longest)
 
     def alert(self, members: Iterable[str]) -> None:
         """Something happened: asks all these workers directly whether they live, and after a fruitless recovery, also whether

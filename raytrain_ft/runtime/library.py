@@ -88,13 +88,13 @@ class Library:
         strategy = placement.pinned_to(node) if node is not None else "DEFAULT"
         self._holder = ray.remote(Holder).options(**options, scheduling_strategy=strategy).remote(keep)
 
-    def find(self, incarnation: int, reached: int, tell: Callable[[m.Event], None], now: Callable[[], float]) -> None:
+    def find(self, incarnation: int, reached: int, tell: Callable[[m.Event], None]) -> None:
         """Begins to look what there is now; the answer is an event."""
-        task = asyncio.get_running_loop().create_task(self._find(incarnation, reached, tell, now))
+        task = asyncio.get_running_loop().create_task(self._find(incarnation, reached, tell))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _find(self, incarnation: int, reached: int, tell: Callable[[m.Event], None], now: Callable[[], float]) -> None:
+    async def _find(self, incarnation: int, reached: int, tell: Callable[[m.Event], None]) -> None:
         error, stored, deadline = "", (), time.monotonic() + FIND_SECONDS
         try:
             stored = await asyncio.wait_for(self._list(deadline), FIND_SECONDS)
@@ -102,7 +102,7 @@ class Library:
             error = f"the storage did not answer within {FIND_SECONDS:g} s"
         except Exception as failure:  # whatever it is: the run waits for this answer
             error = str(failure) if isinstance(failure, StorageError) else repr(failure)
-        tell(m.CheckpointsFound(at=now(), incarnation=incarnation, stored=stored, reached=reached, error=error))
+        tell(m.CheckpointsFound(incarnation=incarnation, stored=stored, reached=reached, error=error))
 
     async def _list(self, deadline: float) -> tuple[m.Stored, ...]:
         """Storage that fails once may answer when it is asked again; what is damaged stays so."""

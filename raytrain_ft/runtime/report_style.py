@@ -82,11 +82,11 @@ def add_legend(axes: Axes, columns: int, *, above: float = 1.0) -> None:
     axes.legend(loc="lower right", bbox_to_anchor=(1, above), ncols=columns, borderaxespad=0.35, **style)
 
 
-def whole_numbers(axes: Axes, ticks: int = 6) -> None:
+def whole_numbers(axes: Axes) -> None:
     """The y axis counts things."""
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-    axes.yaxis.set_major_locator(MaxNLocator(ticks, integer=True, min_n_ticks=1))
+    axes.yaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
 

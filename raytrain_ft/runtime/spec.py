@@ -95,7 +95,6 @@ class RunSpec:
     heartbeat_interval: float
     heartbeat_timeout: float
     probe_timeout: float
-    hang_timeout: float
     setup_timeout: float
     lease: float
     driver_timeout: float

@@ -186,7 +186,7 @@ class Supervisor:
             details = details_of(self._spec) | {"clock": clock.origin(self._start)}
             spec = self._spec
             before = {"incarnation": spec.incarnation, "stored": stored, "returns": spec.returns}
-            self.tell(m.RunStarted(at=0.0, run_id=spec.run_id, **before, details=details))
+            self.tell(m.RunStarted(run_id=spec.run_id, **before, details=details))
         demand = Demand(f"demand:{self._spec.run_id}:", placement.demand(self._spec.options))
         asking = demand.keep(self._missing, self._health.nodes.going, self._contacts.hold)
         work = (self._health.watch_cluster(), self._watch_driver(), self._watch_right(), self._publish(), asking)
@@ -269,7 +269,7 @@ class Supervisor:
         rights = [asyncio.create_task(one.until_lost()) for one in (self._right, self._library)]
         try:
             lost, _ = await asyncio.wait(rights, return_when=asyncio.FIRST_COMPLETED)
-            self.tell(m.RightLost(at=self.now(), reason=lost.pop().result()))
+            self.tell(m.RightLost(reason=lost.pop().result()))
         finally:
             for right in rights:
                 right.cancel()
@@ -382,7 +382,7 @@ class Supervisor:
             elif isinstance(command, m.Trim):
                 self._trim_logs_of_the_lost(command.step)
             elif isinstance(command, m.FindCheckpoints):
-                self._library.find(command.incarnation, self._health.reached, self.tell, self.now)
+                self._library.find(command.incarnation, self._health.reached, self.tell)
             self._crew.carry_out(command)
 
     def _trim_logs_of_the_lost(self, step: int) -> None:

@@ -45,7 +45,7 @@ BOOKED_AS = {
 """What time goes into while nobody trains."""
 
 
-def simulate(job: Job, strategy: Strategy, failures: Failures, *, seed: int = 0, watch: Watch | None = None) -> Outcome:
+def simulate(job: Job, strategy: Strategy, failures: Failures, *, seed: int = 0) -> Outcome:
     """One run of a job under a strategy and failures.
 
     The same seed gives the same failures to every strategy, as long as they do not depend on how far training is.
@@ -59,7 +59,7 @@ def simulate(job: Job, strategy: Strategy, failures: Failures, *, seed: int = 0,
         drawn = unheeded(drawn, job)
     if strategy.kind == "torchft":
         return simulate_torchft(job, strategy, drawn, seed)
-    return Simulation(job, strategy, drawn, seed, watch).run()
+    return Simulation(job, strategy, drawn, seed).run()
 
 
 def rules_of(job: Job, strategy: Strategy) -> Rules:
@@ -101,16 +101,14 @@ def rules_of(job: Job, strategy: Strategy) -> Rules:
 class Simulation:
     """A run under way: the queue of what will happen, and the clock."""
 
-    def __init__(
-        self, job: Job, strategy: Strategy, failures: Iterator[Failure], seed: int, watch: Watch | None = None
-    ) -> None:
+    def __init__(self, job: Job, strategy: Strategy, failures: Iterator[Failure], seed: int) -> None:
         self.job, self.strategy, self.seed = job, strategy, seed
         self.now = 0.0
         self.state = RunState(rules_of(job, strategy))
         self.ledger = Ledger(job, strategy)
         self.nodes = Nodes(job)
         self.crew = Crew(job, strategy, self.ledger, self.nodes, self._at, self._tell)
-        self.watch = watch
+        self.watch: Watch | None = None
         self._failures = failures
         self._next: Failure | None = None
         self._chance = np.random.default_rng([seed, 1])

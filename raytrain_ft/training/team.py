@@ -24,7 +24,6 @@ class Team:
     Args:
         group: of the team.
         micro_batches: of a step; worker number n of a team of d takes n, n + d, ...
-        chunks: of the stage.
         exact: add gradients in the order of the micro-batches.
 
     Attributes:
@@ -33,9 +32,9 @@ class Team:
         sums: the group that sums gradients while the backward pass goes on; with `exact`, nobody does.
     """
 
-    def __init__(self, group: FencedGroup, micro_batches: int, *, exact: bool, chunks: int = 1) -> None:
+    def __init__(self, group: FencedGroup, micro_batches: int, *, exact: bool) -> None:
         self._group = group
-        self._count, self._chunks = micro_batches, chunks
+        self._count = micro_batches
         self.exact = exact
         self.numbers = tuple(range(group.rank(), micro_batches, group.size()))
         self.leads = group.rank() == 0

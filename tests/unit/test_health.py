@@ -20,8 +20,8 @@ from raytrain_ft.runtime.contacts import Contacts
 from raytrain_ft.runtime.health import NODE_DIED, Health
 from raytrain_ft.runtime.spec import Beat
 
-TIMES = {"heartbeat_interval": 0.05, "heartbeat_timeout": 0.2, "probe_timeout": 0.1, "hang_timeout": 0.3, "lease": 5.0}
-SPEC: Any = SimpleNamespace(options={"num_cpus": 1}, **TIMES)
+TIMES = {"heartbeat_interval": 0.05, "heartbeat_timeout": 0.2, "probe_timeout": 0.1, "lease": 5.0}
+SPEC: Any = SimpleNamespace(options={"num_cpus": 1}, rules=SimpleNamespace(hang_timeout=0.3), **TIMES)
 PATIENT: Any = SimpleNamespace(**vars(SPEC) | {"heartbeat_timeout": 10.0, "probe_timeout": 0.5, "lease": 60.0})
 """However long this process is held up, nobody has been silent for long."""
 

@@ -253,12 +253,12 @@ def test_storage_that_fails_once_is_asked_again_before_a_run_ends(monkeypatch: A
     async def look() -> None:
         shelf = Library(SimpleNamespace())  # pyright: ignore
         monkeypatch.setattr(shelf, "_stored", listed)
-        shelf.find(3, 12, told.append, lambda: 1.0)
+        shelf.find(3, 12, told.append)
         await asyncio.wait_for(asyncio.gather(*shelf._tasks), 5)
 
     monkeypatch.setattr(library, "AGAIN_SECONDS", 0.01)
     asyncio.run(look())
-    assert told == [m.CheckpointsFound(at=1.0, incarnation=3, stored=() if error else there, reached=12, error=error)]
+    assert told == [m.CheckpointsFound(incarnation=3, stored=() if error else there, reached=12, error=error)]
 
 
 def test_a_supervisor_looks_for_checkpoints_to_go_back_to(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_a_team_adds_to_the_bits_that_one_worker_would_have(size: int, count: in
     world = groups(7, size)
 
     def replay(rank: int) -> list[list[Tensor | None]]:
-        team = Team(world[rank], count, exact=True, chunks=chunks)
+        team = Team(world[rank], count, exact=True)
         params = [parameters() for _ in range(chunks)]
         for chunk in range(chunks):
             for number in team.numbers:
