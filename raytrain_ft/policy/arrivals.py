@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raytrain_ft.policy import leaving, phases, stopping
+from raytrain_ft.policy import leaving, phases, replacing, stopping
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.run_state import RunState
@@ -42,19 +42,19 @@ def go_on_waiting(run: RunState) -> list[m.Command]:
     """There are other workers than before, ready or to be hoped for: whoever waits for some looks again."""
     if run.state == State.SCHEDULING:
         return begin(run)
-    return phases.replace(run) if run.state == State.REPLACE and not run.joining else []
+    return replacing.replace(run) if run.state == State.REPLACE and not run.joining else []
 
 
 def begin(run: RunState, *, waited: bool = False) -> list[m.Command]:
     """Forms the first world, of as many as the cluster has room for; after the deadline, of as many as there are."""
-    spares, rules = phases.to_seat(run), run.rules
+    spares, rules = replacing.to_seat(run), run.rules
     hoped_for = rules.whole(min(rules.max_workers, run.roster.slots or 0)) if run.roster.any_starting() and not waited else 0
     if len(spares) >= max(hoped_for, rules.min_workers):
         run.incarnation += 1
         run.begin_from_stored()  # nobody has tried to load any yet
         if run.load is not None:
             run.warn(f"goes on from {run.load.name}, with what it holds of the optimizer's settings and of the schedule")
-        return phases.join(run, tuple(spares[: rules.whole(min(rules.max_workers, len(spares)))]))
+        return replacing.join(run, tuple(spares[: rules.whole(min(rules.max_workers, len(spares)))]))
     if not waited:
         return []
     under_way = len(run.roster.of(MemberState.STARTING))

@@ -4,9 +4,9 @@
 commands out and feeds each result back as an event, so every interleaving of losses can be tested without a cluster, and the
 state is a fold of the run's event log.
 
-What each event means is said by topic: `arrivals` and `losses` of workers, `news` of those who train, `phases` of a recovery,
-`leaving` after a notice, `finishing` and `stopping`. `states` has the table of what may follow what. Whatever is waited for has
-a deadline or is watched by the supervisor, so there is no state that a run cannot leave.
+What each event means is said by topic: `arrivals` and `losses` of workers, `news` of those who train, `phases` of a recovery
+and `replacing` in it, `leaving` after a notice, `finishing` and `stopping`. `states` has the table of what may follow what.
+Whatever is waited for has a deadline or is watched by the supervisor, so there is no state that a run cannot leave.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raytrain_ft.errors import IllegalEventError
-from raytrain_ft.policy import arrivals, finishing, leaving, losses, news, phases, replaying, stopping
+from raytrain_ft.policy import arrivals, finishing, leaving, losses, news, phases, replacing, replaying, stopping
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.roster import MemberState, Rules
 from raytrain_ft.policy.run_state import RunState
@@ -108,7 +108,7 @@ def _on_timer_fired(run: RunState, event: m.TimerFired) -> list[m.Command]:
         case "grow", State.RUNNING:
             return arrivals.resize(run, event.at)
         case "replacement", State.REPLACE if not run.joining:
-            return phases.replace(run, waited=True)
+            return replacing.replace(run, waited=True)
         case ("reconcile", State.REPLACE) | ("fill", State.REBUILD):
             if event.timer == "fill":
                 replaying.give_way(run, silent)

@@ -9,31 +9,21 @@ long is a suspicion, which the next fence confirms or refutes: one worker that h
 from __future__ import annotations
 
 from raytrain_ft.errors import RecoveryError
-from raytrain_ft.policy import leaving, replaying
+from raytrain_ft.policy import leaving, replacing, replaying
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.forward import could_finish, instead, worth_finishing
 from raytrain_ft.policy.lineage import Return
 from raytrain_ft.policy.reconcile import Marks, Plan, reconcile, reconcile_stages
 from raytrain_ft.policy.roster import MemberState
-from raytrain_ft.policy.run_state import RunState
+from raytrain_ft.policy.run_state import PATIENCE, RunState
 from raytrain_ft.policy.states import ENDED, TRAINING, State
 from raytrain_ft.policy.strategy import Strategy
-from raytrain_ft.policy.topology import stage_of
 from raytrain_ft.policy.units import counted
 from raytrain_ft.policy.world import (
-    by_node,
     differing_in_stages,
     filled_otherwise,
     rebuild_stages,
-    seats,
-    seats_in_stages,
-    shall_wait,
 )
-
-PATIENCE = 3
-"""Times the longest one so far that a step, a replayed step, or building a model may take."""
-MOST_DOUBLINGS = 3
-"""Of the time that moving the state may take, while recovery after recovery comes to nothing."""
 
 
 def suspect(run: RunState, at: float, reason: str, noticed_by: str) -> list[m.Command]:
@@ -124,9 +114,9 @@ def take_stock(run: RunState, at: float) -> list[m.Command]:
     _count_changes(run)
     if run.survivors and run.rules.stages > 1:
         replaying.find(run)
-    why = _why_go_back(run) or replaying.why_not(run)
+    why = replacing.why_go_back(run) or replaying.why_not(run)
     if why:
-        return _go_back(run, why)
+        return replacing.go_back(run, why)
     run.give_up([member for member, marks in run.survivors.items() if marks.stage in run.replaying])
     return _go_on(run, at)
 
@@ -152,7 +142,7 @@ def _go_on(run: RunState, at: float) -> list[m.Command]:
             return run.fail("RecoveryError", str(error))
     run.state = State.REPLACE
     departed = leaving.let_go(run, at)
-    return departed if run.state in ENDED else departed + _gather(run)
+    return departed if run.state in ENDED else departed + replacing.gather(run)
 
 
 def _reconciled(run: RunState, marks: list[Marks]) -> Plan:
@@ -163,87 +153,7 @@ def _reconciled(run: RunState, marks: list[Marks]) -> Plan:
     return instead(plan, marks, rules.strategy, rules.quorum) if run.casualties() else plan
 
 
-def _gather(run: RunState) -> list[m.Command]:
-    """Forms the next world, or waits for workers, but not for ever. New ones are started now only if there are too few."""
-    ready, rules = len(run.survivors) + len(run.roster.spares()), run.rules
-    needed = run.wanted if rules.wait_for_replacement else rules.min_workers
-    timer = m.SetTimer("replacement", rules.replacement_timeout, run.incarnation)
-    return [timer, *(run.provision() if ready < needed else []), *replace(run)]
-
-
-# ---------------------------------------------------------------- REPLACE: get workers, make survivors consistent
-
-
-def replace(run: RunState, *, waited: bool = False) -> list[m.Command]:
-    """Forms the next world, or waits for workers to come."""
-    if run.seeking:
-        return []
-    all_is_computed = run.plan is not None and run.plan.step >= run.rules.max_steps
-    if all_is_computed and run.rules.stages == 1:  # nobody needs to be replaced; of a pipeline, every stage must be saved
-        return join(run, tuple(member for member in run.world if member in run.survivors) or tuple(run.survivors))
-    spares = to_seat(run)
-    ready = len(run.survivors) + len(spares)
-    more_may_come = run.roster.any_starting() and not waited
-    if not shall_wait(run.rules, len(run.world), ready, more_may_come=more_may_come):
-        world = _seated(run, spares)
-        if run.replaying and len(world) != len(run.world):
-            return _go_back(run, f"there are workers for {len(world)} ranks only, and the log is of {len(run.world)}")
-        return join(run, world)
-    if not waited:
-        return []
-    in_vain = run.roster.in_vain
-    remedy = f"The last one that was started was lost: {in_vain}" if in_vain else "Add nodes, or lower the minimum."
-    return run.fail(
-        "RecoveryError",
-        f"{ready} workers are left and none came within {run.rules.replacement_timeout:g} s, but num_workers asks "
-        f"for at least {run.rules.min_workers}. {remedy}",
-    )
-
-
-def to_seat(run: RunState) -> list[str]:
-    """Spares in the order in which they take seats; those that had notice last."""
-    spares, lasting = run.roster.spares(), run.roster.lasting()
-    if run.rules.stages == 1:
-        return spares
-    return [*by_node(lasting, run.roster.nodes), *(member for member in spares if member not in lasting)]
-
-
-def _seated(run: RunState, spares: list[str]) -> tuple[str, ...]:
-    rules = run.rules
-    if rules.stages > 1:
-        stages = {member: marks.stage for member, marks in run.survivors.items()}
-        return seats_in_stages(run.world, stages, spares, rules.max_workers, rules.stages, run.seated)
-    # who gave its state up keeps its rank
-    stay = list(run.survivors) or [member for member in run.world if member in spares]
-    others = sorted((one for one in spares if one not in stay), key=lambda one: (one in run.leaving, one not in run.world))
-    return seats(run.world, stay, others, rules.max_workers)
-
-
-def _why_go_back(run: RunState) -> str:
-    """Why what the survivors hold is no use, in words; empty if they go on from it."""
-    if not run.world:
-        return ""  # nobody has trained yet: what the run begins from is known
-    if not run.survivors:
-        return f"nobody holds the state of step {run.step} any more"
-    if run.going_back:
-        return run.going_back
-    if run.rules.strategy in ("checkpoint", "snapshot") and run.casualties() and run.stored:
-        return f'strategy="{run.rules.strategy}"'
-    return ""
-
-
-def _go_back(run: RunState, why: str) -> list[m.Command]:
-    """Workers are gathered while it is being looked what there is to load."""
-    recovery = run.recoveries[-1]
-    if not run.may_go_back():
-        return run.fail(
-            "NoSurvivorError",
-            f"{why} ({recovery.cause}) and there is no checkpoint to go back to. Spread the workers over more nodes, or allow "
-            "checkpoints (CheckpointConfig).",
-        )
-    recovery.reason = why
-    run.state, run.seeking = State.REPLACE, True
-    return [m.FindCheckpoints(run.incarnation), *run.provision()]
+# ---------------------------------------------------------------- REPLACE: what comes of it (`replacing` gets the workers)
 
 
 def on_checkpoints_found(run: RunState, event: m.CheckpointsFound) -> list[m.Command]:
@@ -278,7 +188,7 @@ def on_checkpoints_found(run: RunState, event: m.CheckpointsFound) -> list[m.Com
     run.returns.append(Return(run.incarnation, run.step))
     strategy = Strategy.SNAPSHOT if run.rules.strategy == "snapshot" else Strategy.CHECKPOINT
     run.history.go_back(run.step, committed, run.load.name if run.load is not None else "the beginning", strategy)
-    return _gather(run)
+    return replacing.gather(run)
 
 
 def on_rejected(run: RunState, event: m.CheckpointRejected) -> list[m.Command]:
@@ -295,25 +205,6 @@ def on_undo_refused(run: RunState, event: m.UndoRefused) -> list[m.Command]:
         return run.fail("UndoRefusedError", f"{event.reason}. There is no checkpoint to go back to instead (CheckpointConfig)")
     run.going_back = event.reason
     return suspect(run, event.at, "an update cannot be undone", event.member)
-
-
-def join(run: RunState, world: tuple[str, ...]) -> list[m.Command]:
-    """The members of the next world come together in a new group, and those who hold state carry out the plan."""
-    run.state = State.REPLACE
-    run.joining, run.seated, run.answers, run.timed = world, world, {}, {}
-    stages = {member: stage_of(rank, run.rules.stages) for rank, member in enumerate(world)}
-    run.give_up([member for member, marks in run.survivors.items() if stages.get(member) != marks.stage])
-    for member in world:
-        run.members[member] = MemberState.ACTIVE
-    if run.plan is not None:
-        run.history.follow(run.plan)
-    replaying.log_from_now_on(run)
-    seconds = _seconds_to_move(run) + PATIENCE * run.longest_build  # who takes another stage builds it
-    timer = m.SetTimer("reconcile", seconds, run.incarnation)
-    load = run.load.name if run.load is not None else ""
-    holders = tuple(run.survivors)
-    log = (tuple(sorted(run.log.boundaries)), run.log.incarnation)
-    return [m.Reconcile(world, run.incarnation, run.plan, load, holders, *log), timer]
 
 
 def on_reconciled(run: RunState, event: m.Reconciled) -> list[m.Command]:
@@ -340,14 +231,8 @@ def on_reconciled(run: RunState, event: m.Reconciled) -> list[m.Command]:
     busy = {member for command in commands if isinstance(command, m.Replay) for team in command.teams for member in team}
     fill = m.Fill(world, run.incarnation, tuple(member for member in world if member not in busy), copies, whole, handed)
     seconds = PATIENCE * (run.longest_build + run.longest_step * run.recoveries[-1].replayed) if busy else 0.0
-    timer = m.SetTimer("fill", _seconds_to_move(run) + seconds, run.incarnation)
+    timer = m.SetTimer("fill", replacing.seconds_to_move(run) + seconds, run.incarnation)
     return [fill, *commands, timer]
-
-
-def _seconds_to_move(run: RunState) -> float:
-    """How long it may take until all have their state. The rule for it knows how large that is, but not how many read it from
-    one storage at once, or have it sent through one network card: an attempt too slow for that would be so each time."""
-    return run.rules.phase_timeout * 2 ** min(max(0, run.fruitless - 1), MOST_DOUBLINGS)
 
 
 def on_log_missing(run: RunState, event: m.LogMissing) -> list[m.Command]:

@@ -18,6 +18,8 @@ from raytrain_ft.policy.topology import Groups, members_of
 MOST_REASONS = 4
 """Checkpoints that could not be loaded of which an error says why: the newest, since there may be one of every epoch."""
 BELATED = "when it was stored, everybody had gone back to before it"
+PATIENCE = 3
+"""Times the longest one so far that a step, a replayed step, or building a model may take."""
 MOST_HELPED = 2
 """Replays of a recovery in which survivors help: if one of them is lost, another takes its place, once. What a helper needs may
 be what brings it down, and one worker alone goes on where it stood."""

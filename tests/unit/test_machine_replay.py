@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raytrain_ft.policy import messages as m
-from raytrain_ft.policy import phases
+from raytrain_ft.policy import replacing
 from raytrain_ft.policy.machine import handle
 from raytrain_ft.policy.reconcile import Marks
 from raytrain_ft.policy.roster import MemberState, Rules
@@ -465,7 +465,7 @@ def test_who_lost_its_seat_is_no_survivor_until_it_has_joined_again() -> None:
 @pytest.fixture
 def as_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is seated by nodes. Replacements make such worlds: they take the seats that are free, wherever they are."""
-    monkeypatch.setattr(phases, "by_node", lambda members, nodes: list(members))
+    monkeypatch.setattr(replacing, "by_node", lambda members, nodes: list(members))
 
 
 class Mixed(Told):
