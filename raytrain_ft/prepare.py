@@ -6,12 +6,10 @@ import json
 import math
 import os
 import secrets
-import time
 import uuid
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,13 +24,11 @@ from raytrain_ft.errors import ConfigError, NoCheckpointError, StorageError
 from raytrain_ft.model_checks import Update, check_stages, choose_update, has_statistics, pipeline_of
 from raytrain_ft.places import Place
 from raytrain_ft.policy.frequency import profile_steps
-from raytrain_ft.policy.lineage import Return, Returns, telling
 from raytrain_ft.policy.planning import LogChoice
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.sampling import Sampling, steps_per_epoch
 from raytrain_ft.ray_config import CheckpointConfig, RunConfig, ScalingConfig, workers
 from raytrain_ft.runtime import sealed
-from raytrain_ft.runtime.event_log import each_record, earlier_logs
 from raytrain_ft.runtime.notices.notice import NoticeSpec
 from raytrain_ft.runtime.placement import check_ray, connect
 from raytrain_ft.runtime.preemption import CLOUDS
@@ -52,8 +48,16 @@ PHASE_S = 60.0
 STOP_S = 30.0
 PARAMETERS_PER_S = 100e6 / 60
 """To move: with Adam's state they are 12 bytes each, and storage or a network may bring 20 MB/s."""
-RECORDS_S, AGAIN_S = 10.0, 1.0
-"""How long records that cannot be read are tried again, and how often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the user gave, but for the task and how it is cut."""
+
+    settings: TrainSettings
+    scaling: ScalingConfig
+    run: RunConfig
+    recovery: RecoveryConfig
 
 
 def prepare(
@@ -70,35 +74,20 @@ def prepare(
     Raises:
         ConfigError: naming value, place and remedy.
     """
-    if scaling.use_gpu is True:
-        warnings.warn(
-            "ScalingConfig(use_gpu=True): training over NCCL was tried with replicas that share one GPU, never on several. "
-            "Rehearse it before you trust it.",
-            stacklevel=3,
-        )
+    _warn_of_gpus(scaling)
     settings.check_checkpoints(_policy(run), recovery)
     pipeline = pipeline_of(task, parallelism, settings)
     update, model_key = choose_update(task, recovery) if pipeline is None else ("barrier", check_stages(task, pipeline))
     directory = directory_of(str(run.storage_path), check_name(str(run.name)))
     sampling = _sampling(task, settings, pipeline)
     step = _step(settings, scaling, recovery, update, pipeline)
-    if pipeline is not None and pipeline.schedule == "zero_bubble":
-        check_split(task, step, settings.global_batch_size // (step.seats * pipeline.micro_batches))
-    if pipeline is not None and recovery.replay_workers > 1 and has_statistics(task, pipeline):
-        warnings.warn(
-            f"RecoveryConfig(replay_workers={recovery.replay_workers}): a stage has BatchNorm statistics, which depend on the "
-            "order of the micro-batches, so that a lost stage is replayed by one worker alone",
-            stacklevel=3,
-        )
-        recovery = replace(recovery, replay_workers=1)
+    recovery = _of_pipeline(task, step, settings, recovery)
+    given = Given(settings, scaling, run, recovery)
     log_choice = choose_log(task, step, settings, scaling, recovery, _policy(run).every, directory)
-    rules = _rules(settings, scaling, run, recovery, update, step.stages, log_choice)
-    rules = replace(rules, **_seconds_to_move(recovery, model_key))
-    if pipeline is not None:  # with sums in another order, copies of what stages share would differ from then on
-        rules = replace(rules, joined=pipeline.joined, exact_sums=rules.exact_sums or bool(pipeline.ties))
+    rules = _rules(given, step, model_key, log_choice)
     pickled = _pickled(task)
     options = _worker_options(scaling, run)
-    checkpoints = _checkpoints(run, scaling, recovery, directory, sampling, model_key, settings.max_steps)
+    checkpoints = _checkpoints(given, directory, sampling, model_key)
     if not ray.is_initialized():
         connect(log_to_driver=False)
     check_ray()
@@ -128,6 +117,15 @@ def prepare(
         driver_timeout=recovery.driver_timeout.total_seconds(),
     )
     return spec, pickled
+
+
+def _warn_of_gpus(scaling: ScalingConfig) -> None:
+    if scaling.use_gpu is True:
+        warnings.warn(
+            "ScalingConfig(use_gpu=True): training over NCCL was tried with replicas that share one GPU, never on several. "
+            "Rehearse it before you trust it.",
+            stacklevel=4,
+        )
 
 
 def _sampling(task: TrainTask, settings: TrainSettings, pipeline: PipelineSettings | None) -> Sampling:
@@ -166,6 +164,27 @@ def _step(
     )
 
 
+def _of_pipeline(task: TrainTask, step: StepSettings, settings: TrainSettings, recovery: RecoveryConfig) -> RecoveryConfig:
+    """How a run in stages recovers: where they have statistics, one worker alone replays a lost one.
+
+    Raises:
+        ConfigError: the backward pass cannot be cut as its schedule needs it; see `check_split`.
+    """
+    pipeline = step.pipeline
+    if pipeline is None:
+        return recovery
+    if pipeline.schedule == "zero_bubble":
+        check_split(task, step, settings.global_batch_size // (step.seats * pipeline.micro_batches))
+    if recovery.replay_workers == 1 or not has_statistics(task, pipeline):
+        return recovery
+    warnings.warn(
+        f"RecoveryConfig(replay_workers={recovery.replay_workers}): a stage has BatchNorm statistics, which depend on the "
+        "order of the micro-batches, so that a lost stage is replayed by one worker alone",
+        stacklevel=4,
+    )
+    return replace(recovery, replay_workers=1)
+
+
 def _pickled(task: TrainTask) -> bytes:
     """The task as it travels."""
     try:
@@ -198,39 +217,39 @@ def _log(recovery: RecoveryConfig) -> LogSpec:
     )
 
 
-def _rules(
-    settings: TrainSettings,
-    scaling: ScalingConfig,
-    run: RunConfig,
-    recovery: RecoveryConfig,
-    update: Update,
-    stages: int,
-    log: LogChoice | None,
-) -> Rules:
-    least, most = workers(scaling)
-    failure = run.failure_config
+def _rules(given: Given, step: StepSettings, model_key: Sequence[Any], log: LogChoice | None) -> Rules:
+    settings, recovery, pipeline = given.settings, given.recovery, step.pipeline
+    least, most = workers(given.scaling)
+    policy, failure = _policy(given.run), given.run.failure_config
+    exact_sums = recovery.replay_sums == "exact"
+    if pipeline is not None:  # with sums in another order, copies of what stages share would differ from then on
+        exact_sums = exact_sums or bool(pipeline.ties)
+    seconds = _seconds_to_move(recovery, model_key)
     return Rules(
         min_workers=least,
         max_workers=most,
         max_steps=settings.max_steps,
-        stages=stages,
+        stages=step.stages,
+        joined=pipeline.joined if pipeline is not None else (),
         replay_workers=recovery.replay_workers,
-        exact_sums=recovery.replay_sums == "exact",
+        exact_sums=exact_sums,
         logging=log is not None and log.kept,
         selective=log.selective if log is not None and log.kept else None,
         spares=recovery.num_spares,
-        whole_update=update == "barrier",
+        whole_update=step.update == "barrier",
         strategy=recovery.strategy,
         quorum=recovery.quorum,
-        checkpoints=_policy(run).every is not None,
+        checkpoints=policy.every is not None,
         roll_back=settings.on_non_finite == "roll_back",
-        measure_failures=_policy(run).failure_interval == "measured",
+        measure_failures=policy.failure_interval == "measured",
         wait_for_replacement=recovery.replacement == "wait",
         sleeps_on_notice=recovery.on_notice == "sleep",
         schedule_timeout=recovery.schedule_timeout.total_seconds(),
         replacement_timeout=recovery.replacement_timeout.total_seconds(),
         fence_timeout=recovery.fence_timeout.total_seconds(),
         hang_timeout=recovery.hang_timeout.total_seconds(),
+        phase_timeout=seconds["phase_timeout"],
+        stop_timeout=seconds["stop_timeout"],
         max_failures=failure.max_failures if failure else -1,
         max_preemption_failures=getattr(failure, "max_preemption_failures", -1),
         max_fruitless_recoveries=recovery.max_fruitless_recoveries,
@@ -255,34 +274,26 @@ def _policy(run: RunConfig) -> CheckpointConfig:
     return CheckpointConfig(num_to_keep=given.num_to_keep if given is not None else 2)
 
 
-def _checkpoints(
-    run: RunConfig,
-    scaling: ScalingConfig,
-    recovery: RecoveryConfig,
-    directory: Path,
-    sampling: Sampling,
-    model_key: Any,
-    max_steps: int,
-) -> CheckpointSpec | None:
+def _checkpoints(given: Given, directory: Path, sampling: Sampling, model_key: Any) -> CheckpointSpec | None:
     """How checkpoints are written.
 
     Raises:
         ConfigError: their place is of no known kind, or cannot be reached; NoCheckpointError: there is none, and one is
             required; or there are some, and none can be read.
     """
-    how = _policy(run)
+    how, strategy, max_steps = _policy(given.run), given.recovery.strategy, given.settings.max_steps
     if how.every is None:
         return None
-    given = Place(how.storage_path or str(directory.parent))
-    local = local_path(given)  # made absolute here: supervisor and workers have other working directories
-    place = within(given if local is None else Place(str(local)), directory.name, "checkpoints")
+    asked = Place(how.storage_path or str(directory.parent))
+    local = local_path(asked)  # made absolute here: supervisor and workers have other working directories
+    place = within(asked if local is None else Place(str(local)), directory.name, "checkpoints")
     try:
         newest = next(select(open_storage(place), warnings.warn), None) if how.resume != "never" else None
     except NoCheckpointError as error:
         raise NoCheckpointError(f'{error}. To begin anew: CheckpointConfig(resume="never")') from error
     except StorageError as error:
-        raise ConfigError(f"CheckpointConfig(storage_path={how.storage_path and given!r}) cannot be read: {error}") from error
-    if newest is not None and recovery.strategy == "snapshot":
+        raise ConfigError(f"CheckpointConfig(storage_path={how.storage_path and asked!r}) cannot be read: {error}") from error
+    if newest is not None and strategy == "snapshot":
         warnings.warn(
             f'RecoveryConfig(strategy="snapshot") reads no checkpoints from storage: the run begins at step 0, and not from '
             f"those in {place}",
@@ -290,13 +301,13 @@ def _checkpoints(
         )
     if how.resume == "require" and newest is None:
         raise NoCheckpointError(f'CheckpointConfig(resume="require"): there is no valid checkpoint in {place}')
-    if newest is not None and newest.step > max_steps and recovery.strategy != "snapshot":
+    if newest is not None and newest.step > max_steps and strategy != "snapshot":
         raise ConfigError(
             f"Trainer(max_steps={max_steps}): the newest checkpoint in {place} is of step {newest.step}. Ask for more, choose "
             'another RunConfig(name=...), or begin anew with CheckpointConfig(resume="never")'
         )
-    depends_on = [model_key, sampling.global_batch_size, str(place), torch.__version__, os.cpu_count(), scaling.use_gpu is True]
-    depends_on += [how.every, how.overhead, str(how.failure_interval)]
+    depends_on = [model_key, sampling.global_batch_size, str(place), torch.__version__, os.cpu_count()]
+    depends_on += [given.scaling.use_gpu is True, how.every, how.overhead, str(how.failure_interval)]
     known = how.failure_interval if isinstance(how.failure_interval, timedelta) else None
     return CheckpointSpec(
         place=place,
@@ -310,62 +321,6 @@ def _checkpoints(
         resume=how.resume,
         override=tuple(how.override),
     )
-
-
-def after_earlier_runs(spec: RunSpec) -> RunSpec:
-    """The same run as one that follows the others of its name, none of which may be about to end any more.
-
-    Raises:
-        StorageError: what they have recorded cannot be read. A run that did not know of them would begin with incarnations that
-            there were, and a later one take its checkpoints for what an earlier one had left behind.
-    """
-    deadline = time.monotonic() + RECORDS_S
-    while True:
-        try:
-            incarnation, returns = earlier_runs(spec.directory)
-            return replace(spec, incarnation=incarnation, returns=returns)
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise StorageError(
-                    f"{spec.directory}: the records of earlier runs of this name cannot be read, and this one must go on from "
-                    f"them: {error}. Look at the mount and the permissions of its file system and run the job again, or choose "
-                    "another RunConfig(name=...)"
-                ) from error
-        time.sleep(AGAIN_S)
-
-
-def earlier_runs(directory: Path) -> tuple[int, tuple[Return, ...]]:
-    """The last incarnation of earlier runs of this name, for later ones have greater numbers, in records and checkpoints; and
-    when everybody went back in them, as far as that tells which of their checkpoints are of the training that went on.
-
-    Every run begins its log with what it knows of those before it, so mostly only the last one is read.
-
-    Raises:
-        OSError: a log cannot be read.
-    """
-    last = 0
-    returns: list[Return] = []
-    for log in reversed([*earlier_logs(directory), directory / "events.jsonl"]):
-        before, latest, own = _one_run(log)
-        last, returns = max(last, latest), [*own, *returns]
-        if before is not None:
-            return max(last, before[0]), telling([*before[1], *returns])
-    return last, telling(returns)
-
-
-def _one_run(log: Path) -> tuple[tuple[int, list[Return]] | None, int, list[Return]]:
-    """What a run knew of those before it, if it came to say so; its last incarnation; and when everybody went back in it."""
-    before: tuple[int, list[Return]] | None = None
-    last, returns = 0, Returns()
-    with suppress(FileNotFoundError):
-        for record in each_record(log, lambda error: warnings.warn(f"{error}: it is passed over", stacklevel=6)):
-            incarnation = record.get("incarnation")
-            last = max(last, incarnation) if isinstance(incarnation, int) else last
-            returns.take(record)
-            match record:
-                case {"event": "RunStarted", "incarnation": int(earlier), "returns": list(known)}:
-                    before = earlier, [Return(one["incarnation"], one["step"]) for one in known]
-    return before, last, returns.all
 
 
 def directory_of(storage_path: str, name: str) -> Path:

@@ -19,10 +19,11 @@ from ray.exceptions import ActorDiedError, RayError
 from raytrain_ft import steer
 from raytrain_ft.callbacks import Callback, Callbacks
 from raytrain_ft.config import ParallelismConfig, RecoveryConfig, check_name
+from raytrain_ft.earlier import after_earlier_runs
 from raytrain_ft.errors import ConfigError, FTError, RunActiveError
 from raytrain_ft.follow import POLL_S, abort, clean_up, kept_going, result_of, watch
 from raytrain_ft.policy.states import ENDED
-from raytrain_ft.prepare import after_earlier_runs, directory_of, prepare
+from raytrain_ft.prepare import directory_of, prepare
 from raytrain_ft.progress import Display
 from raytrain_ft.ray_config import CheckpointConfig, RunConfig, ScalingConfig, check_supported
 from raytrain_ft.result import Result

@@ -24,13 +24,14 @@ import torch
 from ray.exceptions import ActorDiedError
 
 import raytrain_ft as ft
+from raytrain_ft.earlier import after_earlier_runs, earlier_runs
 from raytrain_ft.errors import ConfigError, FTError, StorageError
 from raytrain_ft.model_checks import check_optimizer, check_stages, choose_update
 from raytrain_ft.places import Place
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.lineage import Return, stands
 from raytrain_ft.policy.sampling import Sampling
-from raytrain_ft.prepare import _checkpoints, _seconds_to_move, _worker_options, after_earlier_runs, earlier_runs
+from raytrain_ft.prepare import Given, _checkpoints, _seconds_to_move, _worker_options
 from raytrain_ft.ray_config import check_supported
 from raytrain_ft.runtime.event_log import encode
 from raytrain_ft.runtime.spec import RunSpec
@@ -359,8 +360,7 @@ def test_a_place_means_the_same_in_every_process(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     run = ft.RunConfig(name="r", checkpoint_config=ft.CheckpointConfig(storage_path=place, resume="never"))
-    about = Path("/runs/r"), Sampling(8, 4, 0), [], 10
-    spec = _checkpoints(run, ft.ScalingConfig(num_workers=1), ft.RecoveryConfig(), *about)
+    spec = _checkpoints(given(run), Path("/runs/r"), Sampling(8, 4, 0), [])
     assert spec is not None
     assert spec.place == Place(uri.format(cwd=tmp_path))
 
@@ -430,10 +430,15 @@ def test_memory_is_asked_for_as_ray_wants_it() -> None:
     }
 
 
+def given(run: ft.RunConfig, **scaling: Any) -> Given:
+    numbers = TrainSettings(max_steps=10, global_batch_size=4)
+    return Given(numbers, ft.ScalingConfig(**scaling), run, ft.RecoveryConfig())
+
+
 def profile_key(path: Path, scaling: dict[str, Any] | None = None, **policy: Any) -> str:
     run = ft.RunConfig(checkpoint_config=ft.CheckpointConfig(**policy))
     sampling = Sampling(dataset_size=8, global_batch_size=4, seed=0)
-    spec = _checkpoints(run, ft.ScalingConfig(**scaling or {}), ft.RecoveryConfig(), path / "run", sampling, ["model"], 10)
+    spec = _checkpoints(given(run, **scaling or {}), path / "run", sampling, ["model"])
     assert spec is not None
     return spec.profile_key
 
@@ -562,8 +567,8 @@ def test_records_that_cannot_be_read_are_not_taken_for_none(
 ) -> None:
     """A later run would take the checkpoints of this one for what an earlier one had left behind, and throw them away."""
     write_records(tmp_path / "events.jsonl", {"event": "State", "incarnation": 9})
-    monkeypatch.setattr("raytrain_ft.prepare.RECORDS_S", 0.05)
-    monkeypatch.setattr("raytrain_ft.prepare.AGAIN_S", 0.01)
+    monkeypatch.setattr("raytrain_ft.earlier.RECORDS_S", 0.05)
+    monkeypatch.setattr("raytrain_ft.earlier.AGAIN_S", 0.01)
     owner: Any = os if away == "listdir" else Path
     work, calls = getattr(owner, away), iter(range(times))
 

@@ -28,9 +28,10 @@ from raytrain_ft.places import Place
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.policy.tuner import Tuner
-from raytrain_ft.prepare import _checkpoints, directory_of
+from raytrain_ft.prepare import Given, _checkpoints, directory_of
 from raytrain_ft.runtime import report
 from raytrain_ft.runtime.event_log import EventLog
+from raytrain_ft.settings import TrainSettings
 from raytrain_ft.storage import checkpoint, filesystem, lock, retention
 from raytrain_ft.storage.filesystem import Storage, open_storage, parent, within
 from raytrain_ft.storage.manifest import Manifest, Name
@@ -279,9 +280,9 @@ def test_a_place_that_cannot_be_used_is_told_without_its_credentials(bad: str) -
         open_storage(bad).size("a/b")
     assert_none_is_told(trace(error))
     run = ft.RunConfig(name="digits", checkpoint_config=ft.CheckpointConfig(storage_path=bad))
-    about = Path("/runs/digits"), Sampling(8, 4, 0), [], 10
+    given = Given(TrainSettings(max_steps=10, global_batch_size=4), ft.ScalingConfig(num_workers=1), run, ft.RecoveryConfig())
     with pytest.raises((ConfigError, StorageError)) as error:
-        _checkpoints(run, ft.ScalingConfig(num_workers=1), ft.RecoveryConfig(), *about)
+        _checkpoints(given, Path("/runs/digits"), Sampling(8, 4, 0), [])
     assert_none_is_told(trace(error))
     for command in (["checkpoints", "list", bad], ["checkpoints", bad], ["audit", bad], ["report", bad], [bad]):
         said = CliRunner().invoke(main, command)
