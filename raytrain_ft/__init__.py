@@ -29,11 +29,11 @@ _EXPORTS = {
     "Trainer": "raytrain_ft.trainer",
     "WandB": "raytrain_ft.trackers",
     "Undo": "raytrain_ft.training.undo",
-    "attach": "raytrain_ft.follow",
+    "attach": "raytrain_ft.attaching",
     "leave": "raytrain_ft.steer",
     "load_model": "raytrain_ft.result",
     "resume": "raytrain_ft.steer",
-    "stop": "raytrain_ft.follow",
+    "stop": "raytrain_ft.attaching",
     "suspend": "raytrain_ft.steer",
     "undo": "raytrain_ft.undo",
 }

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from raytrain_ft import follow
+from raytrain_ft import attaching
 from raytrain_ft.errors import AbortedError, ConfigError, FTError
+from raytrain_ft.follow import result_of
 from raytrain_ft.policy.units import counted
 from raytrain_ft.progress import printable
 
@@ -22,7 +23,7 @@ INTERRUPTED = 130
 def list_command() -> None:
     """Lists the runs that are alive on this cluster."""
     try:
-        accounts = follow.alive()
+        accounts = attaching.alive()
     except FTError as error:
         _tell(error)
         sys.exit(2)
@@ -47,7 +48,7 @@ def attach_command(run: str) -> None:
     there is no such run or it ended with a ConfigError, 130 if you left.
     """
     try:
-        result = follow.attach(run)
+        result = attaching.attach(run)
     except KeyboardInterrupt:
         click.echo("left; the run goes on", err=True)
         sys.exit(INTERRUPTED)
@@ -69,8 +70,8 @@ def stop_command(run: str) -> None:
     RUN is the run's directory, or the name of one that is alive on the cluster.
     """
     try:
-        account = follow.stop(run, "`raytrain-ft stop`")
-        follow.result_of(account)
+        account = attaching.stop(run, "`raytrain-ft stop`")
+        result_of(account)
     except AbortedError as error:
         click.echo(printable(str(error)))
     except FTError as error:

@@ -12,8 +12,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from raytrain_ft.attaching import find
 from raytrain_ft.errors import ConfigError
-from raytrain_ft.follow import ANSWER_S, Account, find
+from raytrain_ft.follow import ANSWER_S, Account
 
 
 def suspend(run: str | Path, rank: int, *, at_once: bool = False) -> None:

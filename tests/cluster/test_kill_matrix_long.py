@@ -18,7 +18,7 @@ from test_wait_free import BOUND, distance
 from toy import Toy
 
 import raytrain_ft as ft
-from raytrain_ft import FailAt, follow
+from raytrain_ft import FailAt, attaching
 from raytrain_ft.chaos.cluster import LocalCluster
 from raytrain_ft.errors import AbortedError, TaskError
 from raytrain_ft.policy.history import check
@@ -169,7 +169,7 @@ def end_it(run: Path) -> None:
     log, deadline = run / "events.jsonl", time.monotonic() + 60
     while not (log.exists() and "StepsCommitted" in log.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    follow.stop(run, "a test", quiet=True)
+    attaching.stop(run, "a test", quiet=True)
 
 
 @pytest.mark.parametrize("state", ["STOPPING", "ABORTED"])

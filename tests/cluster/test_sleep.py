@@ -15,7 +15,7 @@ from conftest import kill_the_sleeper, promise_kept, train
 from toy import Toy
 
 import raytrain_ft as ft
-from raytrain_ft import FailAt, follow
+from raytrain_ft import FailAt, attaching
 from raytrain_ft.cli import main
 from raytrain_ft.errors import AbortedError, ConfigError
 from raytrain_ft.policy.audit import audit
@@ -170,7 +170,7 @@ def test_checkpoints_are_written_by_those_who_are_awake(cluster, tmp_path: Path)
         until(lambda: len(records(run, "Dormant")) == 2)
         ft.suspend(run, 0)
         until(lambda: len(records(run, "Parted")) == 2)
-        follow.stop(run, "a test", quiet=True)
+        attaching.stop(run, "a test", quiet=True)
         with pytest.raises(AbortedError, match="a test"):
             stopped.result(60)
     assert records(run, "CheckpointFailed") == []

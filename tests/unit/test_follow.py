@@ -15,9 +15,10 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 import raytrain_ft as ft
 from raytrain_ft import follow
+from raytrain_ft.attaching import find
 from raytrain_ft.cli import main
 from raytrain_ft.errors import AbortedError, ConfigError, TrainingFailedError
-from raytrain_ft.follow import ANSWER_S, find, recorded, watch
+from raytrain_ft.follow import ANSWER_S, recorded, watch
 from raytrain_ft.policy import messages as m
 from raytrain_ft.progress import Display
 from raytrain_ft.runtime.event_log import EventLog
@@ -72,9 +73,9 @@ def test_a_run_that_had_to_be_killed_was_not_stopped(tmp_path: Path, monkeypatch
     account = {"name": "digits", "run_id": "r", "directory": str(tmp_path), "state": "RUNNING", "failure": None}
     account |= {"step": 20, "max_steps": 30, "stop_timeout": 0.0, "recoveries": [], "loss": 1.0, "result": {}, "seconds": 9.0}
     account["checkpoint"] = None
-    monkeypatch.setattr("raytrain_ft.follow.find", lambda run: (object(), account))
+    monkeypatch.setattr("raytrain_ft.attaching.find", lambda run: (object(), account))
     for name in ("abort", "clean_up"):
-        monkeypatch.setattr(f"raytrain_ft.follow.{name}", lambda *about: None)
+        monkeypatch.setattr(f"raytrain_ft.attaching.{name}", lambda *about: None)
     said = CliRunner().invoke(main, ["stop", str(tmp_path)])
     assert said.exit_code == 1
     assert "TrainingFailedError: the run 'digits' did not end by itself in time: it was killed at about step 20" in said.output
@@ -119,7 +120,7 @@ def test_a_cluster_that_refuses_is_no_run_that_failed(monkeypatch: pytest.Monkey
     def refuse(**about: object) -> None:
         raise RayError("no token")
 
-    monkeypatch.setattr("raytrain_ft.follow.ray.init", refuse)
+    monkeypatch.setattr("raytrain_ft.attaching.ray.init", refuse)
     said = CliRunner().invoke(main, ["attach", "digits"])
     assert said.exit_code == 2, said.output
     assert "no token" in said.output
@@ -131,7 +132,7 @@ def test_a_cluster_of_other_versions_is_said_to_be_one(command: str, monkeypatch
     cluster = {"ray_version": "2.58.0", "python_version": "3.10.4"}
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("raytrain_ft.follow.ray.init", lambda **about: check_version_info(cluster, "node 10.0.0.2"))
+    monkeypatch.setattr("raytrain_ft.attaching.ray.init", lambda **about: check_version_info(cluster, "node 10.0.0.2"))
     said = CliRunner().invoke(main, command.split())
     assert said.exit_code == 2, said.output
     assert "this process and the cluster have other versions of Ray or Python: The cluster was started with" in said.output
@@ -180,8 +181,8 @@ def test_that_nothing_could_be_cleaned_up_is_told_beside_the_outcome(monkeypatch
     ended: dict[str, object] = {"name": "digits", "run_id": "r", "directory": "/runs/digits", "state": "FINISHED"}
     ended |= {"max_steps": 30, "step": 30, "recoveries": [], "warnings": [], "world_size": 2, "loss": 0.5, "seconds": 9.0}
     ended |= {"checkpoint": None, "failure": None, "result": {"digest": "abc", "path": "final.arrow"}}
-    monkeypatch.setattr(follow, "find", lambda run: (SimpleNamespace(end=Called()), ended))
-    monkeypatch.setattr(follow, "watch", lambda *_, **__: iter([ended]))
+    monkeypatch.setattr("raytrain_ft.attaching.find", lambda run: (SimpleNamespace(end=Called()), ended))
+    monkeypatch.setattr("raytrain_ft.attaching.watch", lambda *_, **__: iter([ended]))
     monkeypatch.setattr("raytrain_ft.follow.ray.wait", lambda *_, **__: None)
     monkeypatch.setattr("raytrain_ft.follow.ray.kill", lambda actor: None)
     monkeypatch.setattr(follow, "kill_named", no_ray)
@@ -210,9 +211,9 @@ def supervisor_that(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> No
         raise error
 
     asked = SimpleNamespace(follow=SimpleNamespace(remote=object))
-    monkeypatch.setattr("raytrain_ft.follow._connect", lambda: None)
-    monkeypatch.setattr("raytrain_ft.follow._names", lambda: ["digits"])
-    monkeypatch.setattr("raytrain_ft.follow.ray.get_actor", lambda name, namespace: asked)
+    monkeypatch.setattr("raytrain_ft.attaching._connect", lambda: None)
+    monkeypatch.setattr("raytrain_ft.attaching._names", lambda: ["digits"])
+    monkeypatch.setattr("raytrain_ft.attaching.ray.get_actor", lambda name, namespace: asked)
     monkeypatch.setattr("raytrain_ft.follow.ray.get", answer)
 
 
@@ -340,9 +341,9 @@ def test_a_name_is_that_of_the_run_that_is_alive_though_one_here_has_ended(
     monkeypatch.chdir(tmp_path)
     there: list[dict[str, str]] = [{"name": "digits", "directory": "/mnt/shared/digits"}]
     supervisor = SimpleNamespace(follow=SimpleNamespace(remote=lambda: None))
-    monkeypatch.setattr("raytrain_ft.follow.alive", lambda: there)
-    monkeypatch.setattr("raytrain_ft.follow.ray.is_initialized", lambda: True)
-    monkeypatch.setattr("raytrain_ft.follow.ray.get_actor", lambda name, namespace: supervisor)
+    monkeypatch.setattr("raytrain_ft.attaching.alive", lambda: there)
+    monkeypatch.setattr("raytrain_ft.attaching.ray.is_initialized", lambda: True)
+    monkeypatch.setattr("raytrain_ft.attaching.ray.get_actor", lambda name, namespace: supervisor)
     monkeypatch.setattr("raytrain_ft.follow.ray.get", lambda asked, timeout: there[0])
     said = CliRunner().invoke(main, ["stop", "digits"])
     assert said.exit_code == 2, said.output
@@ -350,5 +351,5 @@ def test_a_name_is_that_of_the_run_that_is_alive_though_one_here_has_ended(
     assert find(here)[1]["state"] == "FINISHED", "a path is no name"
     there[0]["directory"] = str(here)
     assert find("digits")[1]["state"] == "FINISHED"
-    monkeypatch.setattr("raytrain_ft.follow.alive", lambda: (_ for _ in ()).throw(ConfigError("no cluster")))
+    monkeypatch.setattr("raytrain_ft.attaching.alive", lambda: (_ for _ in ()).throw(ConfigError("no cluster")))
     assert find("digits")[1]["state"] == "FINISHED"
