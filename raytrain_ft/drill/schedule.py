@@ -10,7 +10,7 @@ from typing import Any
 
 from raytrain_ft.drill.faults import casualties, is_planted
 from raytrain_ft.scenario import Event, Scenario, Who
-from raytrain_ft.simulate.failures import SpotTrace
+from raytrain_ft.simulate.listed import SpotTrace
 
 UNREADY = ("INITIALIZING", "SCHEDULING", "SHUTTING_DOWN", "FINISHED", "ERRORED", "ABORTED")
 """States in which nothing is struck: there is no training yet, or no longer."""

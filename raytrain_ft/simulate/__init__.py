@@ -5,7 +5,9 @@ often is checkpointed and how often workers fail, `best_interval` searches. Ever
 """
 
 from raytrain_ft.simulate.engine import simulate
-from raytrain_ft.simulate.failures import Exponential, Failure, Failures, Listed, SpotTrace, Uniform, Weibull
+from raytrain_ft.simulate.failure import Failure
+from raytrain_ft.simulate.failures import Exponential, Failures, Uniform, Weibull
+from raytrain_ft.simulate.listed import Listed, SpotTrace
 from raytrain_ft.simulate.model import Costs, Job
 from raytrain_ft.simulate.outcome import Outcome, Summary, summarize
 from raytrain_ft.simulate.strategies import Strategy

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from raytrain_ft.errors import ConfigError
-from raytrain_ft.simulate.failures import Failure, Listed
+from raytrain_ft.simulate.failure import Failure
+from raytrain_ft.simulate.listed import Listed
 from raytrain_ft.simulate.model import Costs, Job
 from raytrain_ft.simulate.strategies import Kind, Strategy
 

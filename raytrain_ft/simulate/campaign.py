@@ -27,7 +27,9 @@ from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.policy.states import State
 from raytrain_ft.simulate.engine import Simulation, rules_of
-from raytrain_ft.simulate.failures import Exponential, Failure, Failures, Listed, Weibull
+from raytrain_ft.simulate.failure import Failure
+from raytrain_ft.simulate.failures import Exponential, Failures, Weibull
+from raytrain_ft.simulate.listed import Listed
 from raytrain_ft.simulate.model import Costs, Job
 from raytrain_ft.simulate.outcome import GAVE_UP, Outcome
 from raytrain_ft.simulate.promises import PromiseBroken, Promises, Record

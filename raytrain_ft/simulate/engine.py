@@ -20,7 +20,8 @@ from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import ENDED, State
 from raytrain_ft.policy.strategy import weakest
 from raytrain_ft.simulate.crew import Crew
-from raytrain_ft.simulate.failures import Failure, Failures, unheeded
+from raytrain_ft.simulate.failure import Failure, unheeded
+from raytrain_ft.simulate.failures import Failures
 from raytrain_ft.simulate.ledger import Ledger
 from raytrain_ft.simulate.model import Job
 from raytrain_ft.simulate.nodes import Nodes

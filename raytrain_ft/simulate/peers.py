@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from raytrain_ft.simulate.failures import Failure
+from raytrain_ft.simulate.failure import Failure
 from raytrain_ft.simulate.ledger import Ledger
 from raytrain_ft.simulate.model import Job
 from raytrain_ft.simulate.outcome import GAVE_UP, Outcome
