@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -112,26 +113,8 @@ def load_plan(path: Path) -> Plan:
 
 def quick(plan: Plan) -> Plan:
     """The same study in a fraction of the time, to see that it runs: fewer seeds, and one point early in the training."""
-    models = tuple(
-        ModelStudy(
-            model=one.model,
-            batch=one.batch,
-            lr=one.lr,
-            adam_lr=one.adam_lr,
-            at=(min(one.at[0], QUICK_STEP),),
-            cuts=one.cuts,
-        )
-        for one in plan.models
-    )
-    return Plan(
-        name=plan.name,
-        models=models,
-        workers=plan.workers,
-        survivors=plan.survivors,
-        seeds=min(plan.seeds, QUICK_SEEDS),
-        after=min(plan.after, 2),
-        optimizers=plan.optimizers,
-    )
+    models = tuple(replace(one, at=(min(one.at[0], QUICK_STEP),)) for one in plan.models)
+    return replace(plan, models=models, seeds=min(plan.seeds, QUICK_SEEDS), after=min(plan.after, 2))
 
 
 def _problems(study: StudyFields) -> Iterator[tuple[Place, Any, str]]:
