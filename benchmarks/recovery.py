@@ -29,6 +29,7 @@ from benchmarks.peers.ray_torchft import measure_replacement
 from benchmarks.peers.ray_train import measure_restart
 from raytrain_ft.chaos.cluster import LocalCluster
 from raytrain_ft.policy.audit import audit
+from raytrain_ft.policy.strategy import MARKS
 from raytrain_ft.runtime.event_log import read_records
 
 WORKERS = 4
@@ -145,8 +146,7 @@ def steps_again(kills: list[Kill], records: list[dict], offset: float) -> list[f
 def breakdown(records: list[dict]) -> str:
     """Medians of the phases of the recoveries, in words."""
     found = [r for r in records if r["event"] == "Recovery" and r["resumed"] is not None and r["lost"]]
-    marks = ("detected", "fenced", "reconciled", "filled", "resumed")
-    spans = itertools.pairwise(marks)
+    spans = itertools.pairwise(MARKS)
     return ", ".join(f"{b} +{1000 * statistics.median(r[b] - r[a] for r in found):.0f} ms" for a, b in spans if found)
 
 

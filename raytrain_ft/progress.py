@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from raytrain_ft.errors import plain
 from raytrain_ft.policy.states import RECOVERING
-from raytrain_ft.policy.strategy import Recovery
+from raytrain_ft.policy.strategy import PHASES, Recovery
 from raytrain_ft.policy.units import counted
 from raytrain_ft.result import recovery_of
 
@@ -129,16 +129,6 @@ _KEPT = {
 
 
 def _times(recovery: Recovery) -> str:
-    parts: list[str] = []
-    before = recovery.detected
-    for name, at in (
-        ("fenced", recovery.fenced),
-        ("reconciled", recovery.reconciled),
-        ("filled", recovery.filled),
-        ("resumed", recovery.resumed),
-    ):
-        if at is not None:
-            parts.append(f"{name} +{(at - before) * 1000:.0f} ms")
-            before = at
+    parts = [f"{PHASES[name]} +{(end - begin) * 1000:.0f} ms" for name, begin, end in recovery.phases]
     total = "" if recovery.seconds is None else f" = {recovery.seconds:.2f} s"
     return ", ".join(parts) + total

@@ -26,10 +26,9 @@ from typing import Any
 
 from raytrain_ft.policy.audit import audit
 from raytrain_ft.policy.lineage import Return, Returns, stands
-from raytrain_ft.policy.strategy import GOING_BACK, Guarantee, Strategy
+from raytrain_ft.policy.strategy import GOING_BACK, MARKS, Guarantee, Strategy
 
 LONGEST_RECOVERY_S = 120.0
-PHASES = ("detected", "fenced", "reconciled", "filled", "resumed")
 ENDS = ("RunFinished", "RunFailed")
 """The notes with which a run's records end."""
 VOICES = ("Reconciled", "Filled", "StepsCommitted", "CheckpointCommitted", "Stopped", "Completed")
@@ -179,7 +178,7 @@ def _unending(records: Sequence[dict[str, Any]], longest: float) -> list[str]:
             continue
         if record["resumed"] is None and "RunFinished" in ends:
             found.append(f"I6 a recovery did not end, and the run finished: {record['cause']}")
-        times = {phase: record[phase] for phase in PHASES if record[phase] is not None}
+        times = {mark: record[mark] for mark in MARKS if record[mark] is not None}
         if [*times.values()] != sorted(times.values()):
             found.append(f"I6 the phases of a recovery are not in order: {times}")
         if record["resumed"] is not None and record["resumed"] - record["detected"] > longest:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
+from itertools import pairwise
 
 from raytrain_ft.policy.reconcile import Changed, Plan
 from raytrain_ft.policy.sampling import samples_in
@@ -50,6 +53,20 @@ GOING_ON = (Strategy.LOSSY, Strategy.ROLLBACK, Strategy.SKIP)
 """Those that go on without redoing the interrupted step."""
 GOING_BACK = (Strategy.CHECKPOINT, Strategy.SNAPSHOT)
 """Those that take everybody back."""
+
+PHASES = {"fence": "fenced", "replace": "reconciled", "rebuild": "filled", "resume": "resumed"}
+"""Of a recovery, in order, each with the mark that it ends with; the first one begins when the loss was `detected`."""
+MARKS = ("detected", *PHASES.values())
+
+
+def spans(at: Callable[[str], float | None]) -> list[tuple[str, float, float]]:
+    """The phases of a recovery that have ended, each with when it began and when it ended.
+
+    Args:
+        at: the time of a mark, if it is known.
+    """
+    known = [(name, time) for name, mark in (("", MARKS[0]), *PHASES.items()) if (time := at(mark)) is not None]
+    return [(name, begin, end) for (_, begin), (name, end) in pairwise(known)]
 
 
 @dataclass(slots=True)
@@ -105,6 +122,11 @@ class Recovery:
     def seconds(self) -> float | None:
         """From the first sign to the first step committed afterwards."""
         return None if self.resumed is None else self.resumed - self.detected
+
+    @property
+    def phases(self) -> list[tuple[str, float, float]]:
+        """Those that have ended, each with when it began and when it ended."""
+        return spans(partial(getattr, self))
 
     def begin_again(self) -> None:
         """Everybody is fenced, for the first time or because there was a further loss."""

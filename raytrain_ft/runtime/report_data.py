@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+
+from raytrain_ft.policy.strategy import spans
 
 Record = dict[str, Any]
 Point = tuple[float, float]
@@ -224,9 +226,7 @@ def _happened(facts: Facts, record: Record, at: float) -> None:
 
 
 def _account(index: int, record: Record) -> Account:
-    marks = [("", "detected"), ("fence", "fenced"), ("replace", "reconciled"), ("rebuild", "filled"), ("resume", "resumed")]
-    known = [(name, at) for name, mark in marks if (at := number(record, mark)) is not None]
-    phases = [(name, begin, end) for (_, begin), (name, end) in itertools.pairwise(known) if end >= begin]
+    phases = tuple(phase for phase in spans(partial(number, record)) if phase[2] >= phase[1])
     found = record.get("lost")
     lost = tuple(text({"member": member}, "member") for member in found) if isinstance(found, list) else ()
     sizes = [number(record, name) for name in ("world_before", "world_after")]
@@ -242,7 +242,7 @@ def _account(index: int, record: Record) -> Account:
         lost=lost,
         step=number(record, "step"),
         world=" → ".join("?" if size is None else f"{size:g}" for size in sizes),
-        phases=tuple(phases),
+        phases=phases,
     )
 
 

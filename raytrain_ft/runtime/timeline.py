@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from raytrain_ft.policy.strategy import spans
 from raytrain_ft.runtime.event_log import each_record
 from raytrain_ft.storage.draft import draft_of
 
@@ -63,13 +63,8 @@ def _steps(records: list[dict[str, Any]], row: int) -> dict[str, Any]:
 
 
 def _phases(recovery: dict[str, Any]) -> list[dict[str, Any]]:
-    marks = [(name, recovery[name]) for name in ("detected", "fenced", "reconciled", "filled", "resumed")]
-    known = [(name, at) for name, at in marks if at is not None]
-    names = {"fenced": "fence", "reconciled": "replace", "filled": "rebuild", "resumed": "resume"}
-    return [
-        _span(names[name], 1, before, at, {"cause": recovery["cause"], "step": recovery["step"]})
-        for (_, before), (name, at) in itertools.pairwise(known)
-    ]
+    about = {"cause": recovery["cause"], "step": recovery["step"]}
+    return [_span(name, 1, begin, end, about) for name, begin, end in spans(recovery.__getitem__)]
 
 
 def _span(name: str, row: int, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:

@@ -148,9 +148,7 @@ class Promises:
 
     def _check_times(self, run: RunState) -> None:
         for recovery in run.recoveries[-1:]:
-            times = [recovery.detected, recovery.fenced, recovery.reconciled, recovery.filled, recovery.resumed]
-            known = [at for at in times if at is not None]
-            _must(known == sorted(known), f"times out of order: {recovery}")
+            _must(all(begin <= end for _, begin, end in recovery.phases), f"times out of order: {recovery}")
 
     def _check_budgets(self, run: RunState, event: m.Event, before: State, lost: dict[str, MemberState]) -> None:
         standing = {member for member, leave in self._had_notice.items() if event.at < leave.lapses}
