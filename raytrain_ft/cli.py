@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from raytrain_ft import output
@@ -32,7 +31,7 @@ from raytrain_ft.runtime import report as reports
 from raytrain_ft.runtime import timeline as timelines
 from raytrain_ft.runtime.event_log import read_records, read_run
 
-console = Console(highlight=False, soft_wrap=True)
+console = output.console()
 RUN = click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 
 import click
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from raytrain_ft import attaching
+from raytrain_ft import attaching, output
 from raytrain_ft.errors import AbortedError, ConfigError, FTError
 from raytrain_ft.follow import result_of
 from raytrain_ft.policy.units import counted
@@ -34,8 +33,8 @@ def list_command() -> None:
             continue
         step, followed = f"{account['step']:,} of {account['max_steps']:,}", f"{account['unfollowed_s']:.0f} s ago"
         row = (account["state"].lower(), step, str(account["world_size"]), followed, account["directory"])
-        table.add_row(*(Text(printable(cell)) for cell in (account["name"], *row)))
-    Console(highlight=False, soft_wrap=True).print(table if accounts else "no run is alive on this cluster")
+        output.row(table, account["name"], *row)
+    output.console().print(table if accounts else "no run is alive on this cluster")
 
 
 @click.command("attach")

@@ -16,12 +16,12 @@ import click
 import numpy as np
 import torch
 import xxhash
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from raytrain_ft import output
 from raytrain_ft.errors import ConfigError, StorageError
 from raytrain_ft.places import Place
+from raytrain_ft.policy.units import in_bytes
 from raytrain_ft.progress import printable
 from raytrain_ft.storage import checkpoint, selection
 from raytrain_ft.storage.checkpoint import Content, Found
@@ -32,7 +32,7 @@ from raytrain_ft.storage.tree import flatten
 from raytrain_ft.training import objects
 from raytrain_ft.training.export import state_dicts, state_of
 
-console = Console(highlight=False, soft_wrap=True)
+console = output.console()
 LONGEST_VALUE = 200
 PLACE = click.argument("place", type=Place)
 WHICH = click.option("--name", "which", help="Name or step of the checkpoint; default: the newest valid one.")
@@ -79,12 +79,12 @@ def list_(place: Place, verify: bool) -> None:
         if found.complete and found.name not in counting:
             state = ", ".join(filter(None, (state, "abandoned")))
         if manifest is None:
-            _row(table, str(found.name), f"{found.name.step:,}", "", "", "", "", state)
+            output.row(table, str(found.name), f"{found.name.step:,}", "", "", "", "", state)
         else:
             about = checkpoint.describe(manifest)
             kept = "yes" if manifest.kept else ""
-            age = _age(time.time() - manifest.created)
-            _row(table, str(found.name), f"{found.name.step:,}", _size(about["bytes"]), age, str(about["shards"]), kept, state)
+            size, age = in_bytes(about["bytes"]), _age(time.time() - manifest.created)
+            output.row(table, str(found.name), f"{found.name.step:,}", size, age, str(about["shards"]), kept, state)
     console.print(table)
 
 
@@ -121,7 +121,7 @@ def show(place: Place, which: str | None) -> None:
         for part in parts:
             hasher.update(part.data)
         size = sum(len(part.data) for part in parts)
-        _row(table, name, first.dtype.removeprefix("torch."), str(list(first.shape)), _size(size), hasher.hexdigest())
+        output.row(table, name, first.dtype.removeprefix("torch."), str(list(first.shape)), in_bytes(size), hasher.hexdigest())
     console.print(str(content.manifest.name), markup=False)
     console.print(table)
     for key, value in content.manifest.values.items():
@@ -161,7 +161,7 @@ def export(place: Place, file: Path, which: str | None, kind: str, optimizer: bo
         partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)
-    console.print(f"{content.manifest.name}: {_size(file.stat().st_size)} to {file}", markup=False)
+    console.print(f"{content.manifest.name}: {in_bytes(file.stat().st_size)} to {file}", markup=False)
 
 
 # ---------------------------------------------------------------- finding
@@ -294,18 +294,6 @@ def _is_of_tensors(value: Any) -> bool:
 
 
 # ---------------------------------------------------------------- printing
-
-
-def _row(table: Table, *cells: str) -> None:
-    table.add_row(*(Text(printable(cell)) for cell in cells))
-
-
-def _size(size: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 def _age(seconds: float) -> str:

@@ -19,10 +19,11 @@ from typing import Any
 
 import click
 import yaml
-from rich.console import Console
 from rich.table import Table
 
-console = Console(highlight=False, soft_wrap=True)
+from raytrain_ft import output
+
+console = output.console()
 PLACEHOLDERS = {
     "ami-IMAGE": "the id of an Ubuntu 24.04 image in your region",
     "fs-FILE-SYSTEM": "the id of your EFS file system",

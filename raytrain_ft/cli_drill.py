@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 import ray
 from ray.exceptions import RayError
-from rich.console import Console
 
+from raytrain_ft import output
 from raytrain_ft.drill import Report, drill
 from raytrain_ft.drill.grounds import Running
 from raytrain_ft.drill.predict import known_job, rehearse
@@ -62,7 +62,7 @@ def drill_command(
     except FTError as error:
         click.echo(f"Error: {error}", err=True)
         sys.exit(REFUSED)
-    show(found, Console(highlight=False, soft_wrap=True))
+    show(found, output.console())
     sys.exit(0 if found.passed else FAILED)
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import click
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from raytrain_ft import arguments
+from raytrain_ft import arguments, output
 from raytrain_ft.config import ParallelismConfig
 from raytrain_ft.errors import ConfigError, FTError
 from raytrain_ft.loading import load_task
@@ -21,7 +19,7 @@ from raytrain_ft.training.settings import PipelineSettings, StepSettings
 from raytrain_ft.training.split import measure_cuts
 from raytrain_ft.training.ties import find_ties
 
-console = Console(highlight=False, soft_wrap=True)
+console = output.console()
 SAMPLES = 4
 """Of a micro-batch, where no batch size is given."""
 
@@ -126,7 +124,8 @@ def _stages(found: Plan) -> Table:
         last = stage == measured.stages - 1
         crossing = "" if last else in_bytes(measured.replicas * measured.crossing[stage])
         mark = "" if last else "yes" if stage in logged else "no"
-        _row(table, str(stage), in_seconds(seconds), in_bytes(measured.state[stage]), crossing, mark, found.strategies[stage])
+        state = in_bytes(measured.state[stage])
+        output.row(table, str(stage), in_seconds(seconds), state, crossing, mark, found.strategies[stage])
     return table
 
 
@@ -139,10 +138,10 @@ def _recoveries(found: Plan) -> Table:
 
     def row(name: str, seconds: float, log: float) -> None:
         between = log * wish.interval
-        _row(table, name, in_seconds(seconds), in_seconds(seconds * wish.interval / 2), in_bytes(log), in_bytes(between))
+        output.row(table, name, in_seconds(seconds), in_seconds(seconds * wish.interval / 2), in_bytes(log), in_bytes(between))
 
     if "replication" in found.strategies:
-        _row(table, "replication", "none lost", in_seconds(max(measured.state) / wish.bandwidth), "0 B", "0 B")
+        output.row(table, "replication", "none lost", in_seconds(max(measured.state) / wish.bandwidth), "0 B", "0 B")
     if len(found.groups) > 1:
         helpers = [found.most_helpers(group) for group in found.groups]
         row("logging, without helpers", found.seconds(found.groups, 1), found.log)
@@ -158,13 +157,9 @@ def _groupings(found: Plan) -> Table:
 
     def row(name: str, groups: Groups) -> None:
         seconds = found.seconds(groups)
-        _row(table, name, named(groups), in_seconds(seconds), in_bytes(found.log_between(groups)))
+        output.row(table, name, named(groups), in_seconds(seconds), in_bytes(found.log_between(groups)))
 
     row("every boundary", found.every)
     row("optimum", found.groups)
     row("greedy (the paper's)", found.greedy)
     return table
-
-
-def _row(table: Table, *cells: str) -> None:
-    table.add_row(*(Text(cell) for cell in cells))

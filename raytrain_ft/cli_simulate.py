@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import click
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from raytrain_ft import arguments, output
@@ -38,7 +35,7 @@ from raytrain_ft.simulate.strategies import ONLY_GIVEN, Kind
 from raytrain_ft.simulate.study import SEEDS, Sweep, sweep_intervals
 from raytrain_ft.simulation_file import Simulation, load
 
-console = Console(highlight=False, soft_wrap=True)
+console = output.console()
 PRESETS = jobs()
 POINTS = 15
 """Of a sweep."""
@@ -165,10 +162,10 @@ def _study(
     times = _times_between(job, failures) if "mtbf" in sweeps else []
     saving = [strategy for strategy in strategies if strategy.interval(job) is not None]
     if best:
-        with _progress("best interval", len(saving)) as done:
+        with output.progress("best interval", len(saving)) as done:
             found = {strategy: best_interval(job, strategy, failures, seeds, done)[0] for strategy in saving}
         strategies = tuple(replace(strategy, every=found.get(strategy, strategy.every)) for strategy in strategies)
-    with _progress("runs", len(strategies) * seeds) as done:
+    with output.progress("runs", len(strategies) * seeds) as done:
         summaries = compare(job, strategies, failures, seeds, done)
     console.print(views.table(job, summaries))
     for reason in views.reasons(summaries):
@@ -176,11 +173,11 @@ def _study(
     swept: list[Sweep] = []
     if "interval" in sweeps:
         points = sorted({round(point) for point in np.geomspace(max(1, job.steps // 20_000), max(2, job.steps // 50), POINTS)})
-        with _progress("intervals", len(saving) * len(points) * seeds) as done:
+        with output.progress("intervals", len(saving) * len(points) * seeds) as done:
             swept.append(sweep_intervals(job, saving, failures, points, seeds, done))
     if times:
         assert isinstance(failures, Exponential | Weibull | Uniform)
-        with _progress("times between failures", len(strategies) * len(times)) as done:
+        with output.progress("times between failures", len(strategies) * len(times)) as done:
             swept.append(sweep_mtbf(job, strategies, failures, times, seeds, done))
     for sweep in swept:
         console.print(views.sweep_table(sweep))
@@ -207,12 +204,3 @@ def _times_between(job: Job, failures: Failures) -> list[float]:
             "at least 1"
         )
     return [float(point) for point in np.geomspace(mean_s / 8, mean_s * 8, POINTS)]
-
-
-@contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[], object]]:
-    """A bar on a terminal, and nothing where there is none."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda: progress.advance(task)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from raytrain_ft import output
 from raytrain_ft import study_views as views
@@ -14,7 +12,7 @@ from raytrain_ft.errors import FTError
 from raytrain_ft.study import ModelStudy, Plan, run
 from raytrain_ft.study_file import load_plan, quick
 
-console = Console(highlight=False, soft_wrap=True)
+console = output.console()
 TABLE_WIDTH = 200
 """Characters that a table may take, and none does: a narrow terminal wraps lines, which is better than numbers cut off."""
 DEFAULT = Plan(
@@ -41,10 +39,8 @@ def study_command(scenario: Path | None, is_quick: bool, plots: Path | None, jso
     try:
         plan = load_plan(scenario) if scenario is not None else DEFAULT
         plan = quick(plan) if is_quick else plan
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task(plan.name, total=plan.count)
-            results = run(plan, lambda: progress.advance(task))
+        with output.progress(plan.name, plan.count) as done:
+            results = run(plan, done)
     except FTError as error:
         raise click.ClickException(str(error)) from error
     console.width = max(console.width, TABLE_WIDTH)

@@ -1,17 +1,42 @@
-"""Where a command writes what it found: tried before the work starts, so that nothing is worked out in vain."""
+"""How commands show what they find, and where they write it: tried before the work starts, so that nothing is done in vain."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 
 import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from raytrain_ft.progress import printable
 
 FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 DIRECTORY = click.Path(file_okay=False, writable=True, path_type=Path)
 """Types of options: what is there already must be writable."""
+
+
+def console() -> Console:
+    """As all commands print: a terminal wraps long lines, and numbers have no colours."""
+    return Console(highlight=False, soft_wrap=True)
+
+
+def row(table: Table, *cells: str) -> None:
+    """Adds a row of text, in which nothing is markup and no character moves the terminal's cursor."""
+    table.add_row(*(Text(printable(cell)) for cell in cells))
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar on a terminal, and nothing where there is none; what it gives is to be called after each part of the work."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
 
 
 @contextmanager

@@ -81,7 +81,7 @@ def test_list(run_directory: Path, inside: str) -> None:
     lines = [line for line in result.output.splitlines() if "step-" in line]
     assert [line.split()[1] for line in lines] == [f"step-00000000{n}-e1-i1" for n in (9, 3, 2)]
     assert "incomplete" in lines[0]
-    assert "KiB" in lines[1]
+    assert "KB" in lines[1]
     assert "ok" not in result.output
 
 
