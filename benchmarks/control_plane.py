@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Goal, Options, Report, main
+from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.reconcile import Marks
 from raytrain_ft.policy.roster import Rules
@@ -212,29 +213,29 @@ class Members:
         del self._living[member]
         self._supervisor.tell(m.WorkerLost(member=member, cause="SIGKILL", noticed_by="ray"))
 
-    def carry_out(self, command: m.Command) -> None:
+    def carry_out(self, command: c.Command) -> None:
         """Answers at once."""
         match command:
-            case m.StartWorker(name):
+            case c.StartWorker(name):
                 self._start(name)
-            case m.Kill(name):
+            case c.Kill(name):
                 self._living.pop(name, None)
                 self._supervisor.forget(name)
-            case m.Fence(members, incarnation):
+            case c.Fence(members, incarnation):
                 for member in self._of(members):
                     member.incarnation, member.status = incarnation, "idle"
                     self._tell(m.Fenced, member, marks=member.marks())
-            case m.Reconcile():
+            case c.Reconcile():
                 for member in self._of(command.world):
                     member.incarnation = command.incarnation
                     member.has_state = command.plan is None or member.name in command.holders
                     member.step = command.plan.step if command.plan is not None else 0
                     self._tell(m.Reconciled, member, digests=(f"{member.step}",) if member.has_state else ())
-            case m.Fill():
+            case c.Fill():
                 for member in self._of(command.members):
                     member.has_state = True
                     self._tell(m.Filled, member, digests=(f"{member.step}",))
-            case m.Run(world, incarnation):
+            case c.Run(world, incarnation):
                 for rank, member in enumerate(self._of(world)):
                     member.begin(rank, incarnation)
 
@@ -327,8 +328,8 @@ async def measure_pretence(seconds: int) -> list[float]:
     names = tuple(f"w{number}" for number in range(MEMBERS))
     try:
         for name in names:
-            members.carry_out(m.StartWorker(name))
-        members.carry_out(m.Run(names, 1))
+            members.carry_out(c.StartWorker(name))
+        members.carry_out(c.Run(names, 1))
         await asyncio.sleep(2.0)
         return await cpu_ms_per_step(seconds)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import leaving, phases, replacing, stopping
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.roster import MemberState
@@ -13,7 +14,7 @@ PAUSES_APART = 4
 one would else hold all others up once for each of them."""
 
 
-def on_run_started(run: RunState, event: m.RunStarted) -> list[m.Command]:
+def on_run_started(run: RunState, event: m.RunStarted) -> list[c.Command]:
     run.incarnation, run.returns = event.incarnation, list(event.returns)
     run.stored = run.standing(event.stored)
     if event.stored and not run.stored and run.returns[-1].step:
@@ -24,28 +25,28 @@ def on_run_started(run: RunState, event: m.RunStarted) -> list[m.Command]:
             "recovery of that one cost before is part of it, and no longer of its record"
         )
     run.state = State.SCHEDULING
-    return [m.SetTimer("schedule", run.rules.schedule_timeout, run.incarnation), *run.provision()]
+    return [c.SetTimer("schedule", run.rules.schedule_timeout, run.incarnation), *run.provision()]
 
 
-def on_capacity_changed(run: RunState, event: m.CapacityChanged) -> list[m.Command]:
+def on_capacity_changed(run: RunState, event: m.CapacityChanged) -> list[c.Command]:
     run.roster.resized(event.slots, event.last_resort)
     return run.provision() + go_on_waiting(run)
 
 
-def on_worker_started(run: RunState, event: m.WorkerStarted) -> list[m.Command]:
+def on_worker_started(run: RunState, event: m.WorkerStarted) -> list[c.Command]:
     run.roster.ready(event.member, event.node)
     run.longest_build = max(run.longest_build, event.build_s)
     return resize(run, event.at) if run.state == State.RUNNING else go_on_waiting(run)
 
 
-def go_on_waiting(run: RunState) -> list[m.Command]:
+def go_on_waiting(run: RunState) -> list[c.Command]:
     """There are other workers than before, ready or to be hoped for: whoever waits for some looks again."""
     if run.state == State.SCHEDULING:
         return begin(run)
     return replacing.replace(run) if run.state == State.REPLACE and not run.joining else []
 
 
-def begin(run: RunState, *, waited: bool = False) -> list[m.Command]:
+def begin(run: RunState, *, waited: bool = False) -> list[c.Command]:
     """Forms the first world, of as many as the cluster has room for; after the deadline, of as many as there are."""
     spares, rules = replacing.to_seat(run), run.rules
     hoped_for = rules.whole(min(rules.max_workers, run.roster.slots or 0)) if run.roster.any_starting() and not waited else 0
@@ -71,20 +72,20 @@ def begin(run: RunState, *, waited: bool = False) -> list[m.Command]:
     )
 
 
-def resize(run: RunState, at: float) -> list[m.Command]:
+def resize(run: RunState, at: float) -> list[c.Command]:
     """Who had notice leaves, if there is a replacement now; or else the world grows; or else all stay for now."""
     return leaving.stop(run, at) or _grow(run, at) or leaving.stay(run, at)
 
 
-def _grow(run: RunState, at: float) -> list[m.Command]:
+def _grow(run: RunState, at: float) -> list[c.Command]:
     """A planned resize: everybody stops at a step boundary that all agree upon."""
     if not may_grow(run):
         return []
     if (wait := grows_at(run) - at) > 0:
-        return [m.SetTimer("grow", wait, run.incarnation)]
+        return [c.SetTimer("grow", wait, run.incarnation)]
     run.state = State.RESIZING
     run.history.begin(at, f"{len(run.roster.lasting())} more workers are ready", "supervisor", len(run.world))
-    return [m.StopAtBoundary(run.world)]
+    return [c.StopAtBoundary(run.world)]
 
 
 def may_grow(run: RunState) -> bool:
@@ -100,7 +101,7 @@ def grows_at(run: RunState) -> float:
     return last.resumed + PAUSES_APART * (last.resumed - last.detected)
 
 
-def on_stopped(run: RunState, event: m.Stopped) -> list[m.Command]:
+def on_stopped(run: RunState, event: m.Stopped) -> list[c.Command]:
     """Some rank heard a call to stop, so all of them stop: the call of this resize, or a late one of a resize before."""
     if run.abort_reason:
         return stopping.on_stopped(run, event)

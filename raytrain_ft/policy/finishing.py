@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import State
@@ -11,7 +12,7 @@ MOST_UNSAVED = 3
 """How often the last steps are done again because the worker that was to save a stage is gone: saving may be what ends it."""
 
 
-def on_completed(run: RunState, event: m.Completed) -> list[m.Command]:
+def on_completed(run: RunState, event: m.Completed) -> list[c.Command]:
     if run.state == State.SHUTTING_DOWN or not run.all_answered(event, run.world):
         return []
     digests = {e.member: (e.digest,) for e in run.answers.values() if isinstance(e, m.Completed)}
@@ -24,16 +25,16 @@ def on_completed(run: RunState, event: m.Completed) -> list[m.Command]:
     return save(run)
 
 
-def save(run: RunState, asked: tuple[str, ...] = ()) -> list[m.Command]:
+def save(run: RunState, asked: tuple[str, ...] = ()) -> list[c.Command]:
     """A stage that has been saved is in storage, whatever becomes of who saved it. Who was `asked` before is still at it: asked
     again it would write twice, and the end of the run would break the second one off."""
     run.answers = {member: answer for member, answer in run.answers.items() if isinstance(answer, m.Saved)}
     savers = run.savers()
     others = tuple(member for member in savers if member not in run.answers and member not in asked)
-    return [m.Save(others, run.world, run.incarnation), m.SetTimer(f"save {savers}", run.rules.phase_timeout, run.incarnation)]
+    return [c.Save(others, run.world, run.incarnation), c.SetTimer(f"save {savers}", run.rules.phase_timeout, run.incarnation)]
 
 
-def without(run: RunState, asked: tuple[str, ...], cause: str) -> list[m.Command] | None:
+def without(run: RunState, asked: tuple[str, ...], cause: str) -> list[c.Command] | None:
     """Somebody was lost while those who were `asked` save the final state. None: nobody who is left holds some stage, so that
     it must be had from elsewhere first."""
     savers = run.savers()
@@ -47,6 +48,6 @@ def without(run: RunState, asked: tuple[str, ...], cause: str) -> list[m.Command
     return run.fail("NoSurvivorError", f"{why}; last cause: {cause}")
 
 
-def on_saved(run: RunState, event: m.Saved) -> list[m.Command]:
+def on_saved(run: RunState, event: m.Saved) -> list[c.Command]:
     run.result["path"] = event.path
     return run.end(State.FINISHED) if run.all_answered(event, run.savers()) else []

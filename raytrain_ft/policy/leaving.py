@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 
+from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.reconcile import Plan
 from raytrain_ft.policy.roster import Leave, MemberState
@@ -45,7 +46,7 @@ def lapses_after(source: str) -> float:
     return {REQUEST: 0.0, MAINTENANCE: HOUR_S}.get(source, LAPSE_AFTER_S)
 
 
-def noticed(run: RunState, event: m.Noticed) -> list[m.Command]:
+def noticed(run: RunState, event: m.Noticed) -> list[c.Command]:
     """This member will be gone. One that does not train is let go at once, if that is sure."""
     if run.state == State.SHUTTING_DOWN:
         return []
@@ -77,14 +78,14 @@ def _is_waited_for(run: RunState) -> bool:
     return len(run.survivors) + len(run.roster.spares()) <= run.wanted
 
 
-def watch(run: RunState, at: float) -> list[m.Command]:
+def watch(run: RunState, at: float) -> list[c.Command]:
     """For the next moment when somebody is to leave whether there is a replacement or not, or when a notice lapses; or when
     there must be a checkpoint."""
     moments = [due if (due := _due(run, leave)) > at else leave.lapses for leave in run.leaving.values()]
     if (last := _last_moment(run)) > at:
         moments.append(last)
     first = min(moments, default=math.inf)
-    return [] if first == math.inf else [m.SetTimer(TIMER, max(0.0, first - at), run.incarnation)]
+    return [] if first == math.inf else [c.SetTimer(TIMER, max(0.0, first - at), run.incarnation)]
 
 
 def _due(run: RunState, leave: Leave) -> float:
@@ -96,7 +97,7 @@ def _margin(run: RunState) -> float:
     return max(SHORTEST_MARGIN_S, 3 * run.long_step)
 
 
-def stop(run: RunState, at: float) -> list[m.Command]:
+def stop(run: RunState, at: float) -> list[c.Command]:
     """Asks for a stop at a boundary, if those who leave can be done without; not before it must be, if that is so of some only,
     for perhaps others come. For who leaves for good there is nothing to wait for."""
     going = [member for member in run.world if member in run.leaving]
@@ -109,7 +110,7 @@ def stop(run: RunState, at: float) -> list[m.Command]:
     why = "; ".join(f"{member} leaves ({run.leaving[member].why})" for member in leave)
     run.state = State.RESIZING
     run.history.begin(at, why, "notice", len(run.world))
-    return [m.StopAtBoundary(run.world)]
+    return [c.StopAtBoundary(run.world)]
 
 
 def _dispensable(run: RunState, going: list[str], there: int, at: float) -> list[str]:
@@ -129,17 +130,17 @@ def _dispensable(run: RunState, going: list[str], there: int, at: float) -> list
     return leave
 
 
-def stay(run: RunState, at: float) -> list[m.Command]:
+def stay(run: RunState, at: float) -> list[c.Command]:
     """Nobody can leave now."""
     return [*doze(run), *relieve(run), *secure(run, at)]
 
 
-def secure(run: RunState, at: float) -> list[m.Command]:
+def secure(run: RunState, at: float) -> list[c.Command]:
     """Asks for a checkpoint, if one must be begun by now: once for each first deadline, and again in another incarnation."""
     if _last_moment(run) > at:
         return []
     run.secured = run.incarnation, _first_deadline(run)
-    return [m.Secure(run.world)]
+    return [c.Secure(run.world)]
 
 
 def _last_moment(run: RunState) -> float:
@@ -161,7 +162,7 @@ def _first_deadline(run: RunState) -> float:
     return min(run.leaving[one].deadline for one in run.world if one in run.leaving)
 
 
-def doze(run: RunState) -> list[m.Command]:
+def doze(run: RunState) -> list[c.Command]:
     """Who leaves sleeps until then, if that is wanted and others are there to take its samples; who stays after all takes part
     again. Who sleeps because a person asked for it is let be. Said again and again, for it may have been lost."""
     going = [member for member in run.world if member in run.leaving]
@@ -170,7 +171,7 @@ def doze(run: RunState) -> list[m.Command]:
     dozing = [member for member in run.world if member in run.dozing]
     asleep, awake = (tuple(member for member in dozing if (member in run.leaving) == leaves) for leaves in (True, False))
     run.dozing.difference_update(member for member in awake if member not in run.history.sleepers)
-    return [m.Sleep(members, way) for members, way in ((asleep, True), (awake, False)) if members]
+    return [c.Sleep(members, way) for members, way in ((asleep, True), (awake, False)) if members]
 
 
 def woke(run: RunState, member: str) -> None:
@@ -179,7 +180,7 @@ def woke(run: RunState, member: str) -> None:
         run.dozing.discard(member)
 
 
-def relieve(run: RunState) -> list[m.Command]:
+def relieve(run: RunState) -> list[c.Command]:
     """Spares that had notice are let go once there are others; the last one is not, for perhaps nothing comes of the notice."""
     going = [member for member in run.world if member in run.leaving]
     return _dismiss(run, _idle(run)) if len(run.roster.lasting()) > len(going) else []
@@ -190,12 +191,12 @@ def _idle(run: RunState) -> list[str]:
     return [member for member in run.leaving if run.members[member] in IDLE]
 
 
-def _dismiss(run: RunState, members: list[str]) -> list[m.Command]:
+def _dismiss(run: RunState, members: list[str]) -> list[c.Command]:
     for member in members:
         run.history.slept(member, run.step, asleep=False)  # if it did
         forget(run, member)
         run.roster.lose(member, None)
-    return [m.Kill(member) for member in members]
+    return [c.Kill(member) for member in members]
 
 
 def lapse(run: RunState, at: float) -> None:
@@ -205,7 +206,7 @@ def lapse(run: RunState, at: float) -> None:
         forget(run, member)
 
 
-def let_go(run: RunState, at: float) -> list[m.Command]:
+def let_go(run: RunState, at: float) -> list[c.Command]:
     """Everybody is fenced, and the plan is made: those who leave take no seat any more, as far as the others can go on. Who
     alone holds what is needed stays for as long as it takes to hand it over.
 
@@ -241,14 +242,14 @@ def hand_over(run: RunState) -> tuple[tuple[str, str], ...]:
     return tuple((member, giver) for stage, giver in givers for member in members_of(run.joining, stage, run.rules.stages))
 
 
-def gone(run: RunState) -> list[m.Command]:
+def gone(run: RunState) -> list[c.Command]:
     """What was to be handed over is."""
     commands = [command for giver in run.givers.values() for command in depart(run, giver)]
     run.givers = {}
     return commands
 
 
-def depart(run: RunState, member: str) -> list[m.Command]:
+def depart(run: RunState, member: str) -> list[c.Command]:
     """This member has left, as it was told."""
     run.recoveries[-1].left.append(member)
     run.history.slept(member, run.step, asleep=False)  # if it did
@@ -256,7 +257,7 @@ def depart(run: RunState, member: str) -> list[m.Command]:
     run.roster.lose(member, None)
     words = run.roster.charge(preempted=True)
     end = run.fail("RetryBudgetError", f"{words}; last notice: {run.recoveries[-1].cause}") if words else []
-    return [m.Kill(member), *end]
+    return [c.Kill(member), *end]
 
 
 def forget(run: RunState, member: str) -> None:

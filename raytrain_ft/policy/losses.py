@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raytrain_ft.policy import arrivals, finishing, leaving, phases
+from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.run_state import RunState
@@ -16,11 +17,11 @@ COMPUTING = TRAINING | {State.REPLACE, State.REBUILD}
 """Where a loss may turn out not to be finite: a recovery completes steps, too."""
 
 
-def on_worker_lost(run: RunState, event: m.WorkerLost) -> list[m.Command]:
+def on_worker_lost(run: RunState, event: m.WorkerLost) -> list[c.Command]:
     return _lose(run, [event.member], event)
 
 
-def _lose(run: RunState, members: list[str], event: m.WorkerLost, *, avoid: bool = False) -> list[m.Command]:
+def _lose(run: RunState, members: list[str], event: m.WorkerLost, *, avoid: bool = False) -> list[c.Command]:
     """These members are gone, all in the way that the event tells. `avoid`: it may be for where they were."""
     savers = run.savers()
     leaving.lapse(run, event.at)
@@ -28,7 +29,7 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost, *, avoid: bool
     was = {member: run.roster.lose(member, replace(event, preempted=preempted[member])) for member in members}
     for member in members:
         leaving.forget(run, member)
-    kills: list[m.Command] = [m.Kill(member, avoid) for member in members]
+    kills: list[c.Command] = [c.Kill(member, avoid) for member in members]
     working = [member for member in members if was[member] in (MemberState.ACTIVE, MemberState.LEAVING)]
     waiting = [member for member in members if member not in working and run.state == State.REPLACE and member in run.world]
     if working and run.state == State.SHUTTING_DOWN:
@@ -45,7 +46,7 @@ def _lose(run: RunState, members: list[str], event: m.WorkerLost, *, avoid: bool
     return kills + go_on(run, event.at)
 
 
-def _go_on_without(run: RunState, members: list[str], cause: str) -> list[m.Command]:
+def _go_on_without(run: RunState, members: list[str], cause: str) -> list[c.Command]:
     """None of them held state: others are started for them, if there is hope for that."""
     _wake(run, members)
     commands = run.provision() + arrivals.go_on_waiting(run)
@@ -77,12 +78,12 @@ def _count_lost(run: RunState, trainers: list[str], preempted: dict[str, bool], 
     return f"{exhausted[-1]}; last cause: {event.cause}" if exhausted else ""
 
 
-def on_cause_found(run: RunState, event: m.CauseFound) -> list[m.Command]:
+def on_cause_found(run: RunState, event: m.CauseFound) -> list[c.Command]:
     run.history.explain(event.lost, event.cause)
     return []
 
 
-def on_suspected(run: RunState, event: m.Suspected) -> list[m.Command]:
+def on_suspected(run: RunState, event: m.Suspected) -> list[c.Command]:
     if run.state in (State.FENCE, State.SHUTTING_DOWN) or (run.state == State.REPLACE and not run.joining):
         return []  # nobody computes anything
     if strangers := _strangers(run, event.noticed_by):
@@ -112,7 +113,7 @@ def _is_newcomer(run: RunState, member: str) -> bool:
     return joins and (member not in run.world or member in run.newcomers)
 
 
-def on_task_failed(run: RunState, event: m.TaskFailed) -> list[m.Command]:
+def on_task_failed(run: RunState, event: m.TaskFailed) -> list[c.Command]:
     starts = run.members.get(event.member) == MemberState.STARTING
     if run.world and (starts or _is_newcomer(run, event.member)) and event.kind != "non_finite":
         # The same could be done elsewhere, and those who train need not end for a node that lacks something.
@@ -140,5 +141,5 @@ def on_task_failed(run: RunState, event: m.TaskFailed) -> list[m.Command]:
     return run.fail(kinds[event.kind], f"{who}, step {event.step}: {event.message}")
 
 
-def lose_silent(run: RunState, at: float, members: list[str], cause: str) -> list[m.Command]:
+def lose_silent(run: RunState, at: float, members: list[str], cause: str) -> list[c.Command]:
     return _lose(run, members, m.WorkerLost(at=at, member=members[0], cause=cause, noticed_by="deadline"))

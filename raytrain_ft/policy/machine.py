@@ -16,6 +16,7 @@ from typing import Any
 
 from raytrain_ft.errors import IllegalEventError
 from raytrain_ft.policy import arrivals, finishing, leaving, losses, news, phases, replacing, replaying, stopping
+from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.roster import MemberState, Rules
 from raytrain_ft.policy.run_state import RunState
@@ -37,7 +38,7 @@ NEWS = (
 """What counts whichever incarnation it is about."""
 
 
-def handle(run: RunState, event: m.Event) -> list[m.Command]:
+def handle(run: RunState, event: m.Event) -> list[c.Command]:
     """Takes one event and says what to do.
 
     Raises:
@@ -92,7 +93,7 @@ def _short(event: m.Event) -> str:
 # ---------------------------------------------------------------- deadlines, and the supervisor's own restart
 
 
-def _on_timer_fired(run: RunState, event: m.TimerFired) -> list[m.Command]:
+def _on_timer_fired(run: RunState, event: m.TimerFired) -> list[c.Command]:
     """A deadline counts only for what it was set for: by now the run may be elsewhere."""
     savers = run.savers()
     silent = [member for member in run.joining or run.roster.taking_part() if member not in run.answers]
@@ -119,7 +120,7 @@ def _on_timer_fired(run: RunState, event: m.TimerFired) -> list[m.Command]:
     return []
 
 
-def _leave(run: RunState, at: float) -> list[m.Command]:
+def _leave(run: RunState, at: float) -> list[c.Command]:
     """The time has come to leave, or to stay for good."""
     stopped = leaving.stop(run, at)
     if stopped:
@@ -128,27 +129,27 @@ def _leave(run: RunState, at: float) -> list[m.Command]:
     return leaving.watch(run, at) + arrivals.resize(run, at)
 
 
-def _on_right_lost(run: RunState, event: m.RightLost) -> list[m.Command]:
+def _on_right_lost(run: RunState, event: m.RightLost) -> list[c.Command]:
     """At once: what a last checkpoint or a last state would be written to may be another run's by now."""
     return run.fail("LockedError", event.reason)
 
 
-def _on_supervisor_restarted(run: RunState, event: m.SupervisorRestarted) -> list[m.Command]:
+def _on_supervisor_restarted(run: RunState, event: m.SupervisorRestarted) -> list[c.Command]:
     """Answers, timers, and commands that were not yet carried out went down with the old process: asks again."""
-    again: list[m.Command] = [m.Kill(member) for member in run.roster.gone]
-    again += [m.Watch(member, run.roster.nodes.get(member, "")) for member in run.members]
+    again: list[c.Command] = [c.Kill(member) for member in run.roster.gone]
+    again += [c.Watch(member, run.roster.nodes.get(member, "")) for member in run.members]
     again += stopping.deadline(run)
     match run.state:
         case State.SCHEDULING:
-            return [*again, m.SetTimer("schedule", run.rules.schedule_timeout, run.incarnation)]
+            return [*again, c.SetTimer("schedule", run.rules.schedule_timeout, run.incarnation)]
         case State.FENCE | State.REPLACE | State.REBUILD:
             return again + phases.suspect(run, event.at, "the supervisor was lost", "supervisor")
         case State.RESIZING:
-            return [*again, m.StopAtBoundary(run.world)]
+            return [*again, c.StopAtBoundary(run.world)]
         case State.RUNNING:
             run.secured = None
             if arrivals.may_grow(run):
-                again.append(m.SetTimer("grow", max(0.0, arrivals.grows_at(run) - event.at), run.incarnation))
+                again.append(c.SetTimer("grow", max(0.0, arrivals.grows_at(run) - event.at), run.incarnation))
             return again + leaving.watch(run, event.at) + leaving.stay(run, event.at) + replaying.log_only_again(run)
         case State.STOPPING:
             return again + stopping.ask_again(run)
@@ -159,7 +160,7 @@ def _on_supervisor_restarted(run: RunState, event: m.SupervisorRestarted) -> lis
     return again
 
 
-_HANDLERS: dict[type[m.Event], Callable[[RunState, Any], list[m.Command]]] = {
+_HANDLERS: dict[type[m.Event], Callable[[RunState, Any], list[c.Command]]] = {
     m.RunStarted: arrivals.on_run_started,
     m.CapacityChanged: arrivals.on_capacity_changed,
     m.WorkerStarted: arrivals.on_worker_started,

@@ -1,4 +1,4 @@
-"""What the supervisor's machine is told (events) and what it asks for (commands). Frozen data, nothing else.
+"""What the supervisor's machine is told. Frozen data, nothing else; `commands` has what it asks for.
 
 Every event bears `at`, seconds since the run began, because the machine has no clock: whoever hands it over says when. An event
 about an incarnation bears its number, and the machine ignores it once that incarnation is over.
@@ -9,28 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raytrain_ft.policy.commands import (
-    Checkpoint,
-    Command,
-    End,
-    Fence,
-    Fill,
-    FindCheckpoints,
-    Forsake,
-    Kill,
-    LogOnly,
-    Reconcile,
-    Replay,
-    Run,
-    Save,
-    Secure,
-    SetTimer,
-    Sleep,
-    StartWorker,
-    StopAtBoundary,
-    Trim,
-    Watch,
-)
 from raytrain_ft.policy.lineage import Return
 from raytrain_ft.policy.reconcile import Marks
 from raytrain_ft.policy.sampling import Range
@@ -529,67 +507,3 @@ class RightLost(Event):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorRestarted(Event):
     """The supervisor came back after its own loss and has read the events up to here."""
-
-
-__all__ = [
-    "AbortRequested",
-    "CapacityChanged",
-    "CauseFound",
-    "Checkpoint",
-    "CheckpointCommitted",
-    "CheckpointFailed",
-    "CheckpointRejected",
-    "Checkpointed",
-    "CheckpointsFound",
-    "Command",
-    "Completed",
-    "Dormant",
-    "End",
-    "Event",
-    "FailureKind",
-    "Fence",
-    "Fenced",
-    "Fill",
-    "Filled",
-    "FindCheckpoints",
-    "Forsake",
-    "IntervalChosen",
-    "Kill",
-    "LogChosen",
-    "LogFailed",
-    "LogMissing",
-    "LogOnly",
-    "LogWritten",
-    "Noticed",
-    "NoticesUnavailable",
-    "Parted",
-    "Reconcile",
-    "Reconciled",
-    "Replay",
-    "RightLost",
-    "Run",
-    "RunStarted",
-    "SamplesLost",
-    "Save",
-    "Saved",
-    "Secure",
-    "SetAside",
-    "SetTimer",
-    "Sleep",
-    "StageTimed",
-    "StartWorker",
-    "StateUnseen",
-    "StepsCommitted",
-    "StopAtBoundary",
-    "Stopped",
-    "Stored",
-    "SupervisorRestarted",
-    "Suspected",
-    "TaskFailed",
-    "TimerFired",
-    "Trim",
-    "UndoRefused",
-    "Watch",
-    "WorkerLost",
-    "WorkerStarted",
-]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from raytrain_ft.policy import arrivals, leaving, stopping
+from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.run_state import MOST_HELPED, RunState
 from raytrain_ft.policy.states import TRAINING, State
@@ -17,7 +18,7 @@ UNTIDY = "when a checkpoint was durable, "
 """How the warning begins that something was left to be done then; told once, for it is rarely another reason."""
 
 
-def on_steps_committed(run: RunState, event: m.StepsCommitted) -> list[m.Command]:
+def on_steps_committed(run: RunState, event: m.StepsCommitted) -> list[c.Command]:
     is_first = event.incarnation >= run.counts_from and event.stop_step > run.step  # to tell of these steps
     if is_first:
         _advance(run, event.stop_step)
@@ -46,7 +47,7 @@ def _advance(run: RunState, step: int) -> None:
         run.fruitless = 0
 
 
-def on_checkpoint_committed(run: RunState, event: m.CheckpointCommitted) -> list[m.Command]:
+def on_checkpoint_committed(run: RunState, event: m.CheckpointCommitted) -> list[c.Command]:
     if event.untidy and not any(words.startswith(UNTIDY) for words in run.warnings):
         run.warn(f"{UNTIDY}{event.untidy}. Training goes on, but the storage may fill up: look at its permissions")
     stored = m.Stored(event.name, event.step, event.incarnation)
@@ -58,10 +59,10 @@ def on_checkpoint_committed(run: RunState, event: m.CheckpointCommitted) -> list
     if not run.rules.logging or run.state not in TRAINING:
         return []  # in a recovery, the log may be being replayed from an older checkpoint: the next one trims it
     run.log.trimmed(event.step, run.step)
-    return [m.Trim(tuple(member for member in run.world if member in run.members), event.step)]
+    return [c.Trim(tuple(member for member in run.world if member in run.members), event.step)]
 
 
-def on_checkpoint_failed(run: RunState, event: m.CheckpointFailed) -> list[m.Command]:
+def on_checkpoint_failed(run: RunState, event: m.CheckpointFailed) -> list[c.Command]:
     """Told of the first in a row: what follows is rarely another reason, and each of many workers tells of it."""
     if event.incarnation == run.incarnation:
         if not run.unstored:
@@ -70,13 +71,13 @@ def on_checkpoint_failed(run: RunState, event: m.CheckpointFailed) -> list[m.Com
     return []
 
 
-def on_samples_lost(run: RunState, event: m.SamplesLost) -> list[m.Command]:
+def on_samples_lost(run: RunState, event: m.SamplesLost) -> list[c.Command]:
     if not any(event.why in words for words in run.warnings):
         run.warn(f"samples of step {event.step} were lost: {event.why}. Further ones are listed by raytrain-ft audit")
     return []
 
 
-def on_state_unseen(run: RunState, event: m.StateUnseen) -> list[m.Command]:
+def on_state_unseen(run: RunState, event: m.StateUnseen) -> list[c.Command]:
     run.warn(
         f"{event.names}: changed in the forward pass, and neither stored nor given to a replacement. If a result depends on "
         "it, keep it in a buffer of the model (register_buffer)"
@@ -87,19 +88,19 @@ def on_state_unseen(run: RunState, event: m.StateUnseen) -> list[m.Command]:
 def on_noted(
     run: RunState,
     event: m.IntervalChosen | m.LogChosen | m.LogWritten | m.NoticesUnavailable | m.Parted | m.SetAside,
-) -> list[m.Command]:
+) -> list[c.Command]:
     del run, event  # for the record
     return []
 
 
-def on_dormant(run: RunState, event: m.Dormant) -> list[m.Command]:
+def on_dormant(run: RunState, event: m.Dormant) -> list[c.Command]:
     run.history.slept(event.member, event.step, asleep=event.asleep)
     if not event.asleep and run.state != State.RESUME:  # else perhaps all take part in one step, and then sleep again
         leaving.woke(run, event.member)
     return []
 
 
-def on_log_failed(run: RunState, event: m.LogFailed) -> list[m.Command]:
+def on_log_failed(run: RunState, event: m.LogFailed) -> list[c.Command]:
     if event.incarnation < run.log.incarnation:
         return []  # it has begun anew since
     run.log.broke_off()

@@ -9,6 +9,7 @@ long is a suspicion, which the next fence confirms or refutes: one worker that h
 from __future__ import annotations
 
 from raytrain_ft.errors import RecoveryError
+from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import leaving, replacing, replaying
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.forward import could_finish, instead, worth_finishing
@@ -26,7 +27,7 @@ from raytrain_ft.policy.world import (
 )
 
 
-def suspect(run: RunState, at: float, reason: str, noticed_by: str) -> list[m.Command]:
+def suspect(run: RunState, at: float, reason: str, noticed_by: str) -> list[c.Command]:
     """Something is wrong with this incarnation, or a resize is due: it ends."""
     run.history.begin(at, reason, noticed_by, len(run.world))
     return fence(run, at)
@@ -35,7 +36,7 @@ def suspect(run: RunState, at: float, reason: str, noticed_by: str) -> list[m.Co
 # ---------------------------------------------------------------- FENCE: stop, report
 
 
-def fence(run: RunState, at: float) -> list[m.Command]:
+def fence(run: RunState, at: float) -> list[c.Command]:
     """Whoever trains, or was about to, leaves what it is doing and says where it stands."""
     recovery, seconds = run.recoveries[-1], _seconds_to_leave(run)
     recovery.begin_again()
@@ -53,7 +54,7 @@ def fence(run: RunState, at: float) -> list[m.Command]:
     members = run.roster.taking_part()
     if not members:
         return take_stock(run, at)
-    return [m.Fence(members, run.incarnation), m.SetTimer("fence", seconds, run.incarnation)]
+    return [c.Fence(members, run.incarnation), c.SetTimer("fence", seconds, run.incarnation)]
 
 
 def _seconds_to_leave(run: RunState) -> float:
@@ -72,13 +73,13 @@ def _seconds_to_leave(run: RunState) -> float:
     return max(run.rules.fence_timeout, longest_pass, moving, PATIENCE * run.longest_build if builds else 0.0)
 
 
-def on_fenced(run: RunState, event: m.Fenced) -> list[m.Command]:
+def on_fenced(run: RunState, event: m.Fenced) -> list[c.Command]:
     run.answers[event.member] = event
     told = _forsake(run, event) if run.rules.strategy == "lossy" else []
     return [*told, *take_stock(run, event.at)]
 
 
-def _forsake(run: RunState, event: m.Fenced) -> list[m.Command]:
+def _forsake(run: RunState, event: m.Fenced) -> list[c.Command]:
     """With "lossy" survivors compute their gradients to the end, which only this answer may show to be in vain: who has come
     back from a step that others had completed, say, finds them in the next one, and that will be redone."""
     others = (answer for answer in run.answers.values() if isinstance(answer, m.Fenced) and answer is not event)
@@ -95,10 +96,10 @@ def _forsake(run: RunState, event: m.Fenced) -> list[m.Command]:
     worth = worth_finishing([*known, event.marks], *about)
     if known and worth == worth_finishing(known, *about):
         return []  # they have been told
-    return [m.Forsake(waited_for, run.incarnation, worth)]
+    return [c.Forsake(waited_for, run.incarnation, worth)]
 
 
-def take_stock(run: RunState, at: float) -> list[m.Command]:
+def take_stock(run: RunState, at: float) -> list[c.Command]:
     """Goes on to REPLACE once every active member has answered or is lost."""
     if not run.roster.all_take_part_in(run.answers):
         return []
@@ -128,7 +129,7 @@ def _count_changes(run: RunState) -> None:
             run.history.had_carried_out(marks.changed, run.incarnation)
 
 
-def _go_on(run: RunState, at: float) -> list[m.Command]:
+def _go_on(run: RunState, at: float) -> list[c.Command]:
     """From what the survivors hold; before anybody trained, from what the run began from."""
     if not run.survivors:
         ended = run.begin_from_stored()
@@ -156,7 +157,7 @@ def _reconciled(run: RunState, marks: list[Marks]) -> Plan:
 # ---------------------------------------------------------------- REPLACE: what comes of it (`replacing` gets the workers)
 
 
-def on_checkpoints_found(run: RunState, event: m.CheckpointsFound) -> list[m.Command]:
+def on_checkpoints_found(run: RunState, event: m.CheckpointsFound) -> list[c.Command]:
     """What anybody holds is given up, and everybody loads the newest. If there is none, survivors go on as they are; without
     any, the run begins anew, which is exact as well. If there are some and none can be loaded, it ends."""
     recovery, run.seeking = run.recoveries[-1], False
@@ -191,7 +192,7 @@ def on_checkpoints_found(run: RunState, event: m.CheckpointsFound) -> list[m.Com
     return replacing.gather(run)
 
 
-def on_rejected(run: RunState, event: m.CheckpointRejected) -> list[m.Command]:
+def on_rejected(run: RunState, event: m.CheckpointRejected) -> list[c.Command]:
     """The next one is the checkpoint before; whoever could load this one may be a survivor, which is as good."""
     run.rejected[event.name] = event.reason
     if not event.damaged:
@@ -199,7 +200,7 @@ def on_rejected(run: RunState, event: m.CheckpointRejected) -> list[m.Command]:
     return suspect(run, event.at, f"checkpoint {event.name} cannot be loaded: {event.reason}", event.member)
 
 
-def on_undo_refused(run: RunState, event: m.UndoRefused) -> list[m.Command]:
+def on_undo_refused(run: RunState, event: m.UndoRefused) -> list[c.Command]:
     """Survivors cannot return to where the step began: everybody goes back to the checkpoint instead."""
     if not run.may_go_back():
         return run.fail("UndoRefusedError", f"{event.reason}. There is no checkpoint to go back to instead (CheckpointConfig)")
@@ -207,7 +208,7 @@ def on_undo_refused(run: RunState, event: m.UndoRefused) -> list[m.Command]:
     return suspect(run, event.at, "an update cannot be undone", event.member)
 
 
-def on_reconciled(run: RunState, event: m.Reconciled) -> list[m.Command]:
+def on_reconciled(run: RunState, event: m.Reconciled) -> list[c.Command]:
     run.void.discard(event.member)
     recovery = run.history.open
     if run.plan is not None:
@@ -227,15 +228,15 @@ def on_reconciled(run: RunState, event: m.Reconciled) -> list[m.Command]:
         return resume(run, event.at)
     run.state = State.REBUILD
     run.answers = {}
-    commands: list[m.Command] = [replaying.replay(run)] if run.replaying else []
-    busy = {member for command in commands if isinstance(command, m.Replay) for team in command.teams for member in team}
-    fill = m.Fill(world, run.incarnation, tuple(member for member in world if member not in busy), copies, whole, handed)
+    commands: list[c.Command] = [replaying.replay(run)] if run.replaying else []
+    busy = {member for command in commands if isinstance(command, c.Replay) for team in command.teams for member in team}
+    fill = c.Fill(world, run.incarnation, tuple(member for member in world if member not in busy), copies, whole, handed)
     seconds = PATIENCE * (run.longest_build + run.longest_step * run.recoveries[-1].replayed) if busy else 0.0
-    timer = m.SetTimer("fill", replacing.seconds_to_move(run) + seconds, run.incarnation)
+    timer = c.SetTimer("fill", replacing.seconds_to_move(run) + seconds, run.incarnation)
     return [fill, *commands, timer]
 
 
-def on_log_missing(run: RunState, event: m.LogMissing) -> list[m.Command]:
+def on_log_missing(run: RunState, event: m.LogMissing) -> list[c.Command]:
     """A replay with a gap would be another training: everybody goes back to the checkpoint instead. If the model is not
     deterministic, what is done again is another training as well, and the run's record says so. Perhaps only the step after the
     replay shows it, and other replicas of the stage, which replayed it too, do not know."""
@@ -249,7 +250,7 @@ def on_log_missing(run: RunState, event: m.LogMissing) -> list[m.Command]:
 # ---------------------------------------------------------------- REBUILD and RESUME
 
 
-def on_filled(run: RunState, event: m.Filled) -> list[m.Command]:
+def on_filled(run: RunState, event: m.Filled) -> list[c.Command]:
     if not run.all_answered(event, run.joining):
         return []
     digests = {e.member: e.digests for e in run.answers.values() if isinstance(e, m.Filled)}
@@ -259,7 +260,7 @@ def on_filled(run: RunState, event: m.Filled) -> list[m.Command]:
     return resume(run, event.at)
 
 
-def resume(run: RunState, at: float) -> list[m.Command]:
+def resume(run: RunState, at: float) -> list[c.Command]:
     """Training goes on; the recovery ends with the first step that is committed."""
     if run.history.open is not None:
         run.history.open.filled = at
@@ -274,9 +275,9 @@ def resume(run: RunState, at: float) -> list[m.Command]:
     return [*departed, train(run, at)]
 
 
-def train(run: RunState, at: float) -> m.Run:
+def train(run: RunState, at: float) -> c.Run:
     """What tells the workers of this world to train: also how often workers were lost so far, where that is to be regarded."""
     losses = sum(len(recovery.lost) for recovery in run.recoveries) if run.rules.measure_failures else 0
     failure_s = at / losses if losses else None
     rejected = tuple(sorted(run.rejected.keys() - run.unread))
-    return m.Run(run.world, run.incarnation, failure_s, rejected, run.log.rounded, tuple(sorted(run.unread)))
+    return c.Run(run.world, run.incarnation, failure_s, rejected, run.log.rounded, tuple(sorted(run.unread)))

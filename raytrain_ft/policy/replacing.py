@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raytrain_ft.policy import messages as m
+from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import replaying
 from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.run_state import PATIENCE, RunState
@@ -14,15 +14,15 @@ MOST_DOUBLINGS = 3
 """Of the time that moving the state may take, while recovery after recovery comes to nothing."""
 
 
-def gather(run: RunState) -> list[m.Command]:
+def gather(run: RunState) -> list[c.Command]:
     """Forms the next world, or waits for workers, but not for ever. New ones are started now only if there are too few."""
     ready, rules = len(run.survivors) + len(run.roster.spares()), run.rules
     needed = run.wanted if rules.wait_for_replacement else rules.min_workers
-    timer = m.SetTimer("replacement", rules.replacement_timeout, run.incarnation)
+    timer = c.SetTimer("replacement", rules.replacement_timeout, run.incarnation)
     return [timer, *(run.provision() if ready < needed else []), *replace(run)]
 
 
-def replace(run: RunState, *, waited: bool = False) -> list[m.Command]:
+def replace(run: RunState, *, waited: bool = False) -> list[c.Command]:
     """Forms the next world, or waits for workers to come."""
     if run.seeking:
         return []
@@ -80,7 +80,7 @@ def why_go_back(run: RunState) -> str:
     return ""
 
 
-def go_back(run: RunState, why: str) -> list[m.Command]:
+def go_back(run: RunState, why: str) -> list[c.Command]:
     """Workers are gathered while it is being looked what there is to load."""
     recovery = run.recoveries[-1]
     if not run.may_go_back():
@@ -91,10 +91,10 @@ def go_back(run: RunState, why: str) -> list[m.Command]:
         )
     recovery.reason = why
     run.state, run.seeking = State.REPLACE, True
-    return [m.FindCheckpoints(run.incarnation), *run.provision()]
+    return [c.FindCheckpoints(run.incarnation), *run.provision()]
 
 
-def join(run: RunState, world: tuple[str, ...]) -> list[m.Command]:
+def join(run: RunState, world: tuple[str, ...]) -> list[c.Command]:
     """The members of the next world come together in a new group, and those who hold state carry out the plan."""
     run.state = State.REPLACE
     run.joining, run.seated, run.answers, run.timed = world, world, {}, {}
@@ -106,11 +106,11 @@ def join(run: RunState, world: tuple[str, ...]) -> list[m.Command]:
         run.history.follow(run.plan)
     replaying.log_from_now_on(run)
     seconds = seconds_to_move(run) + PATIENCE * run.longest_build  # who takes another stage builds it
-    timer = m.SetTimer("reconcile", seconds, run.incarnation)
+    timer = c.SetTimer("reconcile", seconds, run.incarnation)
     load = run.load.name if run.load is not None else ""
     holders = tuple(run.survivors)
     log = (tuple(sorted(run.log.boundaries)), run.log.incarnation)
-    return [m.Reconcile(world, run.incarnation, run.plan, load, holders, *log), timer]
+    return [c.Reconcile(world, run.incarnation, run.plan, load, holders, *log), timer]
 
 
 def seconds_to_move(run: RunState) -> float:

@@ -4,6 +4,7 @@ neighbours have logged (SWIFT, section 5): which ones, from where, by whom, and 
 from __future__ import annotations
 
 from raytrain_ft.errors import ConfigError
+from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.topology import (
@@ -96,7 +97,7 @@ def log_from_now_on(run: RunState) -> None:
         run.log.begin(run.plan.step if run.plan is not None else run.step, run.incarnation)
 
 
-def on_stage_timed(run: RunState, event: m.StageTimed) -> list[m.Command]:
+def on_stage_timed(run: RunState, event: m.StageTimed) -> list[c.Command]:
     """When all have told, it is decided which boundaries are logged from now on (SWIFT, section 5.3, by a profile of the first
     steps). What is logged already stays, so fewer boundaries are never a gap."""
     selective, stages = run.rules.selective, run.rules.stages
@@ -114,7 +115,7 @@ def on_stage_timed(run: RunState, event: m.StageTimed) -> list[m.Command]:
     return _log_only(run, reason)
 
 
-def log_only_again(run: RunState) -> list[m.Command]:
+def log_only_again(run: RunState) -> list[c.Command]:
     """What was decided since the world began, if anything, for those who may not have heard: the supervisor was lost."""
     decided = run.groups and run.world and all(member in run.timed for member in run.world)
     return _log_only(run, "as was decided before the supervisor was lost") if decided else []
@@ -126,11 +127,11 @@ def _timed(run: RunState) -> tuple[float, ...]:
     return tuple(max(run.timed[member] for member in run.world[stage::stages]) for stage in range(stages))
 
 
-def _log_only(run: RunState, reason: str) -> list[m.Command]:
-    return [m.LogOnly(run.world, run.incarnation, tuple(sorted(run.log.boundaries)), run.groups, _timed(run), reason)]
+def _log_only(run: RunState, reason: str) -> list[c.Command]:
+    return [c.LogOnly(run.world, run.incarnation, tuple(sorted(run.log.boundaries)), run.groups, _timed(run), reason)]
 
 
-def replay(run: RunState) -> m.Replay:
+def replay(run: RunState) -> c.Replay:
     """They do so now."""
     plan, source, recovery, rules = run.plan, run.source, run.recoveries[-1], run.rules
     assert plan is not None
@@ -148,7 +149,7 @@ def replay(run: RunState) -> m.Replay:
     recovery.replay(_words(run.replaying), source.step, source.name or "the beginning", most)
     stages = tuple(sorted(run.replaying))
     nodes = tuple(run.roster.nodes.get(member, member) for member in run.joining)
-    return m.Replay(run.joining, run.incarnation, teams, stages, source.name, plan.step, run.log.incarnation, exact, nodes)
+    return c.Replay(run.joining, run.incarnation, teams, stages, source.name, plan.step, run.log.incarnation, exact, nodes)
 
 
 def _helpers(run: RunState, steps: int) -> int:

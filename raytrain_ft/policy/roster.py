@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
+from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.planning import Selective
 
@@ -153,7 +154,7 @@ class Roster:
         """How many workers the cluster has no room for: an autoscaler may make some."""
         return 0 if self.slots is None else max(0, self.rules.max_workers + self.rules.spares - self.slots)
 
-    def provision(self) -> list[m.Command]:
+    def provision(self) -> list[c.Command]:
         """Starts what is missing, as far as the cluster has room. Where a node that is said to go is all that there is, it will
         do for those without whom the run could not go on: nothing may come of the notice."""
         slots = self.slots or 0
@@ -161,11 +162,11 @@ class Roster:
         needed = min(self.rules.min_workers, slots + self.last_resort)
         if self.cannot_start():
             return []
-        commands: list[m.Command] = []
+        commands: list[c.Command] = []
         while len(self.members) - len(self.leaving) < wanted:
-            commands.append(m.StartWorker(self._enrol()))
+            commands.append(c.StartWorker(self._enrol()))
         while len(self.members) < needed:
-            commands.append(m.StartWorker(self._enrol(), anywhere=True))
+            commands.append(c.StartWorker(self._enrol(), anywhere=True))
         return commands
 
     def _enrol(self) -> str:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.lineage import Return, stands
 from raytrain_ft.policy.log_cover import LogCover
@@ -174,7 +175,7 @@ class RunState:
                 self.rejected[one.name] = BELATED
         return standing
 
-    def begin_from_stored(self) -> list[m.Command]:
+    def begin_from_stored(self) -> list[c.Command]:
         """The next world begins from the newest checkpoint that nobody has rejected; if none was ever stored, from the
         beginning. If some are and all were rejected, the run ends: perhaps it is the storage that fails, and what a new
         beginning stores would in time take the place of checkpoints that are whole."""
@@ -207,7 +208,7 @@ class RunState:
             self.members[member] = MemberState.SPARE
             self.void.add(member)
 
-    def provision(self) -> list[m.Command]:
+    def provision(self) -> list[c.Command]:
         """Starts the workers that are missing, as far as there is room.
 
         Not while a world comes together that does without them: on a busy machine, a new worker's imports would hold it up, and
@@ -254,19 +255,19 @@ class RunState:
         if words not in self.warnings:
             self.warnings.append(words)
 
-    def fail(self, kind: str, message: str) -> list[m.Command]:
+    def fail(self, kind: str, message: str) -> list[c.Command]:
         """The run ends with this error."""
         self.failure = (kind, message)
         return self.end(State.ERRORED)
 
-    def abort(self) -> list[m.Command]:
+    def abort(self) -> list[c.Command]:
         """The run ends because somebody asked for it."""
         stays = self.stored and self.rules.leaves_checkpoint  # snapshots in memory go with the run
         newest = f"; its newest checkpoint is {self.stored[0].name}" if stays else ""
         self.failure = ("AbortedError", f"{self.abort_reason}{newest}")
         return self.end(State.ABORTED)
 
-    def end(self, state: State) -> list[m.Command]:
+    def end(self, state: State) -> list[c.Command]:
         """The run ends, and with it its workers."""
         self.state = state
-        return [*(m.Kill(member) for member in self.members), m.End()]
+        return [*(c.Kill(member) for member in self.members), c.End()]

@@ -18,6 +18,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
+from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.topology import stage_of
 from raytrain_ft.runtime import clock, lifeline, placement
@@ -63,63 +64,63 @@ class Crew:
         self._killing: set[asyncio.Task[None]] = set()
         self._sleeping: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # requests of a replica do not overtake
 
-    def carry_out(self, command: m.Command) -> None:
+    def carry_out(self, command: c.Command) -> None:
         """Begins to carry a command out; the results come as events."""
         match command:
-            case m.StartWorker(member, anywhere):
+            case c.StartWorker(member, anywhere):
                 self._bringing[member] = self._spawn(self._bring(member, self._start(member, anywhere)))
-            case m.Watch(member, node):
+            case c.Watch(member, node):
                 self._bringing[member] = self._spawn(self._bring(member, self._attach(member, node)))
-            case m.Fence(members, incarnation):
+            case c.Fence(members, incarnation):
                 self._health.alert(members)
                 for member in members:
                     self._spawn(self._fence(member, incarnation))
-            case m.Forsake(members, incarnation, worth):
+            case c.Forsake(members, incarnation, worth):
                 for member in members:
                     self._spawn(self._calls.hint(member, "forsake", incarnation, worth))
-            case m.Reconcile():
+            case c.Reconcile():
                 for member in command.world:
                     self._spawn(self._reconcile(member, command))
-            case m.Fill():
+            case c.Fill():
                 self._spawn(self._fill(command))
-            case m.Replay():
+            case c.Replay():
                 for member in chain.from_iterable(command.teams):
                     self._spawn(self._await_filled(member, command, "replay", command, load=command.load))
-            case m.Trim(members, step):
+            case c.Trim(members, step):
                 for member in members:
                     self._spawn(self._ask(member, "trim", step))
-            case m.LogOnly(members, incarnation, boundaries, groups, seconds, reason):
+            case c.LogOnly(members, incarnation, boundaries, groups, seconds, reason):
                 for member in members:
                     self._spawn(self._ask(member, "log_only", incarnation, boundaries))
                 self._tell(
                     m.LogChosen(incarnation=incarnation, boundaries=boundaries, groups=groups, seconds=seconds, reason=reason)
                 )
-            case m.Run():
+            case c.Run():
                 for member in command.world:
                     self._spawn(self._ask(member, "run", command))
-            case m.StopAtBoundary(members):
+            case c.StopAtBoundary(members):
                 for member in members:
                     self._spawn(self._ask(member, "stop_at_boundary"))
-            case m.Secure(members):
+            case c.Secure(members):
                 for member in members:
                     self._spawn(self._ask(member, "secure"))
-            case m.Sleep(members, asleep):
+            case c.Sleep(members, asleep):
                 self.sleep(members, asleep)
-            case m.Checkpoint(members, incarnation):
+            case c.Checkpoint(members, incarnation):
                 for member in members:
                     self._spawn(self._checkpoint(member, incarnation))
-            case m.Save(members, world, incarnation):
+            case c.Save(members, world, incarnation):
                 for member in members:
                     self._spawn(self._save(member, world, incarnation))
-            case m.Kill(member, avoid):
+            case c.Kill(member, avoid):
                 if avoid and (node := self._contacts.node_of(member)) is not None:
                     self._health.nodes.disfavour(node)
                 if member in self._bringing:
                     self._bringing.pop(member).cancel()  # else one that is struck off would be started, and keep its place
                 self._spawn(self._kill(member), self._killing)
-            case m.SetTimer(timer, seconds, incarnation):
+            case c.SetTimer(timer, seconds, incarnation):
                 self._spawn(self._timer(timer, seconds, incarnation))
-            case m.End():
+            case c.End():
                 for task in self._tasks:
                     task.cancel()
 
@@ -290,7 +291,7 @@ class Crew:
         else:
             self._tell(m.Fenced(member=member, incarnation=incarnation, marks=marks))
 
-    async def _reconcile(self, member: str, command: m.Reconcile) -> None:
+    async def _reconcile(self, member: str, command: c.Reconcile) -> None:
         incarnation = command.incarnation
         step = None if command.plan is None else command.plan.interrupted
         answer = await self._calls.call(member, "reconcile", command, incarnation=incarnation, load=command.load, step=step)
@@ -298,7 +299,7 @@ class Crew:
             digests, undone, kept = answer
             self._tell(m.Reconciled(member=member, incarnation=incarnation, digests=digests, undone=undone, kept=kept))
 
-    async def _fill(self, command: m.Fill) -> None:
+    async def _fill(self, command: c.Fill) -> None:
         extras: dict[str, Any] = {}
         for source in {source for _, source in command.whole}:
             kept = await self._calls.call(source, "extras", command.incarnation, incarnation=command.incarnation)
@@ -315,7 +316,7 @@ class Crew:
             asked = (command, wanted.get(member), *handed.get(member, ()))
             self._spawn(self._await_filled(member, command, "fill", *asked))
 
-    async def _await_filled(self, member: str, command: m.Fill | m.Replay, method: str, *asked: Any, load: str = "") -> None:
+    async def _await_filled(self, member: str, command: c.Fill | c.Replay, method: str, *asked: Any, load: str = "") -> None:
         incarnation = command.incarnation
         digests = await self._calls.call(member, method, *asked, incarnation=incarnation, load=load)
         if digests is not None:

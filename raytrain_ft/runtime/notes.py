@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.history import ENDS
 from raytrain_ft.policy.run_state import RunState
@@ -67,7 +68,7 @@ class Notes:
         """The machine is in another one."""
         self._log.note("State", at=self._now(), state=str(self._machine.state), incarnation=self._machine.incarnation)
 
-    def resumed(self, command: m.Run) -> None:
+    def resumed(self, command: c.Run) -> None:
         """Training goes on."""
         recoveries = self._machine.recoveries
         step = recoveries[-1].step if recoveries and recoveries[-1].resumed is None else self._machine.step

@@ -25,6 +25,7 @@ import ray
 
 from raytrain_ft.chaos.faults import Injector
 from raytrain_ft.errors import ConfigError, FTError, IllegalEventError, LockedError, StorageError
+from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.leaving import REQUEST
 from raytrain_ft.policy.lineage import stands
@@ -364,7 +365,7 @@ class Supervisor:
             story = str(error) if isinstance(error, IllegalEventError) else traceback.format_exc()
             self._machine.failure = ("IllegalEventError", story)
             self._machine.state = State.ERRORED
-            commands = [*(m.Kill(member) for member in self._machine.members), m.End()]
+            commands = [*(c.Kill(member) for member in self._machine.members), c.End()]
         if self._machine.state != before:
             self._notes.state()
             self._chaos.probe(str(self._machine.state), step=self._machine.step)
@@ -375,13 +376,13 @@ class Supervisor:
         if isinstance(event, m.CauseFound):
             self._notes.explained(event.lost)
         for command in commands:
-            if isinstance(command, m.Run):
+            if isinstance(command, c.Run):
                 self._notes.resumed(command)
-            elif isinstance(command, m.Reconcile):
+            elif isinstance(command, c.Reconcile):
                 self._note_stored(command.load)
-            elif isinstance(command, m.Trim):
+            elif isinstance(command, c.Trim):
                 self._trim_logs_of_the_lost(command.step)
-            elif isinstance(command, m.FindCheckpoints):
+            elif isinstance(command, c.FindCheckpoints):
                 self._library.find(command.incarnation, self._health.reached, self.tell)
             self._crew.carry_out(command)
 

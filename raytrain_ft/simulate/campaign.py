@@ -21,6 +21,7 @@ from typing import Any, get_args
 import numpy as np
 from numpy.random import Generator
 
+from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import history
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.run_state import RunState
@@ -70,7 +71,7 @@ def troubled_run(seed: int) -> Story:
     promises, record = Promises(rules, simulation.crew.holds), Record(rules, Sampling(12 * job.batch, job.batch, seed))
     edges: set[tuple[str, State, State]] = set()
 
-    def watch(run: RunState, event: m.Event, before: State, commands: list[m.Command]) -> None:
+    def watch(run: RunState, event: m.Event, before: State, commands: list[c.Command]) -> None:
         edges.add((type(event).__name__, before, run.state))
         promises.after(run, event, before, commands)
         record.after(run, event, before, commands)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.reconcile import Marks, Plan, Share
 from raytrain_ft.policy.sampling import GlobalBatch, share
@@ -74,37 +75,37 @@ class Crew:
 
     # ---------------------------------------------------------------- commands
 
-    def carry_out(self, command: m.Command, now: float) -> None:
+    def carry_out(self, command: c.Command, now: float) -> None:
         """Begins what the supervisor asks for; the answers come later."""
         costs = self.job.costs
         match command:
-            case m.StartWorker(member):
+            case c.StartWorker(member):
                 self._start(member, now)
-            case m.Kill(member):
+            case c.Kill(member):
                 self._forget(member, now)
-            case m.Fence(members, incarnation):
+            case c.Fence(members, incarnation):
                 self.interrupt(now)
                 self.at(now + costs.fence_s, lambda at: self._fenced(members, incarnation, at))
-            case m.FindCheckpoints(incarnation):
+            case c.FindCheckpoints(incarnation):
                 found = m.CheckpointsFound(at=now, incarnation=incarnation, stored=self._stored(), reached=self.step)
                 self.at(now, lambda at: self.tell([found]))
-            case m.Reconcile():
+            case c.Reconcile():
                 self.at(now + self._joining_s(command), lambda at: self._reconciled(command, at))
-            case m.Fill():
+            case c.Fill():
                 seconds = costs.filling_s if command.whole or command.handed else 0.0
                 self.at(now + seconds, lambda at: self._filled(command, command.members, at))
-            case m.Replay():
+            case c.Replay():
                 self.at(now + self._replay_s(command), lambda at: self._replayed(command, at))
-            case m.Run(world, incarnation):
+            case c.Run(world, incarnation):
                 seconds = costs.resume_s if self._last is not None else 0.0
                 self.at(now + seconds, lambda at: self._begin(world, incarnation, at))
-            case m.StopAtBoundary(members):
+            case c.StopAtBoundary(members):
                 self._stop(members, now)
-            case m.Save(members, _, incarnation):
+            case c.Save(members, _, incarnation):
                 at = now + costs.end_s
                 saved = [m.Saved(at=at, member=one, incarnation=incarnation, path="final") for one in reversed(members)]
                 self.at(at, lambda _: self.tell(saved))
-            case m.SetTimer(timer, seconds, incarnation):
+            case c.SetTimer(timer, seconds, incarnation):
                 fired = m.TimerFired(at=now + seconds, timer=timer, incarnation=incarnation)
                 self.at(now + seconds, lambda at: self.tell([fired]))
 
@@ -194,7 +195,7 @@ class Crew:
             self.disk = [BEGINNING]
         return tuple(self.disk)
 
-    def _joining_s(self, command: m.Reconcile) -> float:
+    def _joining_s(self, command: c.Reconcile) -> float:
         costs = self.job.costs
         if not self.began:
             return costs.begin_s
@@ -213,7 +214,7 @@ class Crew:
         self.incarnation = incarnation
         return True
 
-    def _reconciled(self, command: m.Reconcile, now: float) -> None:
+    def _reconciled(self, command: c.Reconcile, now: float) -> None:
         world, stages = command.world, self.job.stages
         if not self._meets(world, command.incarnation):
             return
@@ -256,8 +257,8 @@ class Crew:
         self.ledger.lost(self.step, self.step + 1, sum(event.stop - event.start for event in lost if not event.returned))
         self.tell([committed, *lost])
 
-    def _filled(self, command: m.Fill | m.Replay, members: Iterable[str], now: float) -> None:
-        givers = [giver for _, giver in command.handed] if isinstance(command, m.Fill) else []
+    def _filled(self, command: c.Fill | c.Replay, members: Iterable[str], now: float) -> None:
+        givers = [giver for _, giver in command.handed] if isinstance(command, c.Fill) else []
         if not self._meets((*command.world, *givers), command.incarnation):
             return
         stages = self.job.stages
@@ -267,13 +268,13 @@ class Crew:
         self.holding |= {member: stage[member] for member in members}
         self.tell(m.Filled(**about, member=member, digests=digests, stage=stage[member]) for member in reversed(members))
 
-    def _replay_s(self, command: m.Replay) -> float:
+    def _replay_s(self, command: c.Replay) -> float:
         since = next((stored.step for stored in self.disk if stored.name == command.load), 0)
         workers = max(len(team) for team in command.teams)
         ratio = self.job.replay_ratio(workers, len(command.stages))
         return self.job.costs.load_s + (command.until - since) * self.job.step_s * ratio
 
-    def _replayed(self, command: m.Replay, now: float) -> None:
+    def _replayed(self, command: c.Replay, now: float) -> None:
         self._filled(command, [member for team in command.teams for member in team], now)
 
     # ---------------------------------------------------------------- training

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.leaving import DRAIN
 from raytrain_ft.policy.machine import handle
@@ -29,7 +30,7 @@ from raytrain_ft.simulate.outcome import GAVE_UP, Outcome
 from raytrain_ft.simulate.peers import simulate_torchft
 from raytrain_ft.simulate.strategies import HEEDLESS, Strategy, longest_s
 
-Watch = Callable[[RunState, m.Event, State, list[m.Command]], None]
+Watch = Callable[[RunState, m.Event, State, list[c.Command]], None]
 """Sees every event, the state before it, and what the machine asks for."""
 
 BOOKED_AS = {

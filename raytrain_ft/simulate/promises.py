@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.roster import Leave, MemberState, Rules
 from raytrain_ft.policy.run_state import RunState
@@ -53,7 +54,7 @@ class Promises:
     _saving: dict[str, int] = field(default_factory=dict)
     _loaded: list[tuple[int, int]] = field(default_factory=list)
 
-    def after(self, run: RunState, event: m.Event, before: State, commands: list[m.Command]) -> None:
+    def after(self, run: RunState, event: m.Event, before: State, commands: list[c.Command]) -> None:
         """An event was handled.
 
         Raises:
@@ -69,7 +70,7 @@ class Promises:
             self._saved.clear()
         if isinstance(event, m.Reconciled | m.Filled):
             self._answered.add((type(event), event.member, event.incarnation))
-        kills = {command.member for command in commands if isinstance(command, m.Kill)}
+        kills = {command.member for command in commands if isinstance(command, c.Kill)}
         lost = self._members.keys() - run.members.keys()
         _must(lost <= kills, "a member was lost and not killed")
         for member in lost:
@@ -93,16 +94,16 @@ class Promises:
     def _stage_in(self, world: tuple[str, ...], member: str) -> int:
         return world.index(member) % self.rules.stages
 
-    def _check_command(self, run: RunState, command: m.Command, kills: set[str]) -> None:
+    def _check_command(self, run: RunState, command: c.Command, kills: set[str]) -> None:
         match command:
-            case m.StartWorker(member):
+            case c.StartWorker(member):
                 allowed = run.state in LIVE - {State.SHUTTING_DOWN} or member in kills
                 _must(allowed, "a worker was started when the run was ending")
-            case m.Fence(members, incarnation):
+            case c.Fence(members, incarnation):
                 _must(incarnation > max(self._fenced, self.formed), "an incarnation was fenced twice")
                 _must(set(members) <= set(run.members), "who is no member was fenced")
                 self._fenced = incarnation
-            case m.Reconcile(world, incarnation, plan):
+            case c.Reconcile(world, incarnation, plan):
                 _must(incarnation == run.incarnation > self.formed, "an incarnation was formed twice")
                 _must(incarnation >= self._fenced, "an incarnation that is over was formed")
                 self.formed = incarnation
@@ -110,20 +111,20 @@ class Promises:
                     self._check_load(run, command)
                 if plan is None or len(world) != len(self._trained):
                     self._trained = ()  # who loads, or is in a world of another size, may sit elsewhere, and stay there
-            case m.Fill() | m.Replay():
+            case c.Fill() | c.Replay():
                 self._to_fill = command.incarnation
-            case m.Trim(members, _):
+            case c.Trim(members, _):
                 _must(set(members) <= set(run.members), "who is no member was told to trim its log")
-            case m.Save(members, world, _):
+            case c.Save(members, world, _):
                 _must(not self._saving.keys() & set(members), "who saves is asked again")
                 self._saving |= {member: self._stage_in(world, member) for member in members}
                 saved = sorted([*self._saving.values(), *self._saved])
                 _must(len(set(saved)) == len(saved), "a stage is saved twice")
                 _must(saved == list(range(self.rules.stages)), "not every stage is saved")
-            case m.Run(world, incarnation):
+            case c.Run(world, incarnation):
                 self._check_run(run, world, incarnation)
 
-    def _check_load(self, run: RunState, command: m.Reconcile) -> None:
+    def _check_load(self, run: RunState, command: c.Reconcile) -> None:
         """What everybody loads is of the training that goes on, and not of one that they had gone back from."""
         for stored in [one for one in run.stored if one.name == command.load]:
             given_up = [at for at, step in self._loaded if stored.incarnation < at and stored.step > step]
@@ -170,7 +171,7 @@ class Record:
     sampling: Sampling
     lines: list[dict[str, Any]] = field(default_factory=list)
 
-    def after(self, run: RunState, event: m.Event, before: State, commands: list[m.Command]) -> None:
+    def after(self, run: RunState, event: m.Event, before: State, commands: list[c.Command]) -> None:
         """An event was handled."""
         if isinstance(event, m.RunStarted):
             rules = self.rules
@@ -190,7 +191,7 @@ class Record:
         if run.state != before:
             self._line("State", at=event.at, state=str(run.state), incarnation=run.incarnation)
         for command in commands:
-            if isinstance(command, m.Run):
+            if isinstance(command, c.Run):
                 step = run.recoveries[-1].step if run.history.open is not None else run.step
                 world_size = len(command.world) // self.rules.stages
                 self._line("Resumed", at=event.at, incarnation=command.incarnation, step=step, world_size=world_size)

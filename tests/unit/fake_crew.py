@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
 
+from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.machine import handle, replay
 from raytrain_ft.policy.reconcile import Marks, Share
@@ -98,7 +99,7 @@ class Cluster:
     workers: dict[str, Worker] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     mail: list[m.Event] = field(default_factory=list)
-    timers: list[m.SetTimer] = field(default_factory=list)
+    timers: list[c.SetTimer] = field(default_factory=list)
     edges: set[tuple[type[m.Event], State, State]] = field(default_factory=set)
     now: float = 0.0
     disk: list[m.Stored] = field(default_factory=list)
@@ -119,7 +120,7 @@ class Cluster:
 
     # ---------------------------------------------------------------- the supervisor's actor
 
-    def tell(self, event: m.Event, *, crash: bool = False) -> list[m.Command]:
+    def tell(self, event: m.Event, *, crash: bool = False) -> list[c.Command]:
         """Log, decide, check, carry out; or crash before anything is carried out, and come back."""
         self.now += 0.01
         event = replace(event, at=self.now)
@@ -164,47 +165,47 @@ class Cluster:
             self.tell(m.SupervisorRestarted())
             self.tell(self._room())
 
-    def _carry_out(self, command: m.Command) -> None:
+    def _carry_out(self, command: c.Command) -> None:
         match command:
-            case m.StartWorker(member):
+            case c.StartWorker(member):
                 self.workers[member] = Worker(member)
                 self._call(member, "start", self._become_ready)
-            case m.Watch(member, _):
+            case c.Watch(member, _):
                 self._call(member, "watch", self._become_ready)
-            case m.Fence(members, incarnation):
+            case c.Fence(members, incarnation):
                 for member in members:
                     self._call(member, "fence", lambda w: self._leave(w, incarnation))
-            case m.FindCheckpoints(incarnation):
+            case c.FindCheckpoints(incarnation):
                 error = "the storage does not answer" if self.chance.random() < self.corruption else ""
                 self._post(m.CheckpointsFound(incarnation=incarnation, stored=tuple(reversed(self.disk)), error=error))
                 self._commit_late()  # just after it was looked
-            case m.Replay():
+            case c.Replay():
                 for member in [member for team in command.teams for member in team]:
                     self._call(member, "replay", lambda w: self._replay(w, command))
-            case m.Reconcile(world):
+            case c.Reconcile(world):
                 for member in world:
                     self._call(member, "reconcile", lambda w: self._reconcile(w, command))
-            case m.Fill():
+            case c.Fill():
                 for member in command.members:
                     self._call(member, "fill", lambda w: self._fill(w, command))
-            case m.Run(world, incarnation):
+            case c.Run(world, incarnation):
                 for member in world:
                     self._call(member, "run", lambda w: self._start_steps(w, incarnation))
-            case m.StopAtBoundary(members):
+            case c.StopAtBoundary(members):
                 for member in members:
                     self._call(member, "stop", lambda w: setattr(w, "stop", True))
-            case m.Sleep(members, asleep):
+            case c.Sleep(members, asleep):
                 for member in members:
                     self._call(member, "sleep", lambda w: self._sleep(w, asleep))
-            case m.Checkpoint(members, incarnation):
+            case c.Checkpoint(members, incarnation):
                 for member in members:
                     self._call(member, "checkpoint", lambda w: self._last_checkpoint(w, incarnation))
-            case m.Save(members, _, incarnation):
+            case c.Save(members, _, incarnation):
                 for member in members:
                     self._call(member, "save", lambda w: self._save(w, incarnation))
-            case m.Kill(member):
+            case c.Kill(member):
                 self.workers.pop(member, None)
-            case m.SetTimer():
+            case c.SetTimer():
                 self.timers.append(command)
 
     def _call(self, member: str, what: str, work: Callable[[Worker], None]) -> None:
@@ -267,7 +268,7 @@ class Cluster:
             self._post(m.Suspected(incarnation=incarnation, reason="a collective failed", noticed_by=worker.member))
         return False
 
-    def _reconcile(self, worker: Worker, command: m.Reconcile) -> None:
+    def _reconcile(self, worker: Worker, command: c.Reconcile) -> None:
         if not self._enter(worker, command.incarnation, command.world) or self._refuses_undo(worker, command):
             return
         if self.run.world and self._lacks_something(worker, command.incarnation):
@@ -302,7 +303,7 @@ class Cluster:
         digests = (self._digest(worker),) if worker.filled else ()
         self._post(m.Reconciled(member=worker.member, incarnation=command.incarnation, digests=digests))
 
-    def _finds_no_number(self, worker: Worker, command: m.Reconcile) -> bool:
+    def _finds_no_number(self, worker: Worker, command: c.Reconcile) -> bool:
         """The loss of the step that it was to complete is NaN."""
         if not (self.rules.roll_back and command.plan is not None and command.plan.completes and worker.filled):
             return False
@@ -315,7 +316,7 @@ class Cluster:
     def _digest(self, worker: Worker) -> str:
         return "other bits" if self.chance.random() < self.corruption else f"step {worker.step}"
 
-    def _fill(self, worker: Worker, command: m.Fill) -> None:
+    def _fill(self, worker: Worker, command: c.Fill) -> None:
         if not self._enter(worker, command.incarnation, command.world) or self._lacks_something(worker, command.incarnation):
             return
         for source in [self.workers[source] for member, source in command.whole if member == worker.member]:
@@ -336,7 +337,7 @@ class Cluster:
             worker.filled, worker.step, worker.reduced, worker.inexact = True, source.step, False, source.inexact
         self._post(m.Filled(member=worker.member, incarnation=command.incarnation, digests=(self._digest(worker),)))
 
-    def _replay(self, worker: Worker, command: m.Replay) -> None:
+    def _replay(self, worker: Worker, command: c.Replay) -> None:
         if not self._enter(worker, command.incarnation, command.world):
             return
         helps = worker.member not in [team[0] for team in command.teams]
@@ -646,7 +647,7 @@ class Cluster:
             self.go_on()
         raise AssertionError(f"no end after {most_events} events; state {self.run.state}")
 
-    def _refuses_undo(self, worker: Worker, command: m.Reconcile) -> bool:
+    def _refuses_undo(self, worker: Worker, command: c.Reconcile) -> bool:
         """Wait-free, a survivor may find that it cannot undo an update."""
         may_undo = command.plan is not None and worker.member in command.holders and not self.rules.whole_update
         if not may_undo or self.chance.random() >= self.corruption:

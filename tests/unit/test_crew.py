@@ -26,6 +26,7 @@ from raytrain_ft.errors import (
     UnknownFormatError,
     UnreachableError,
 )
+from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.leaving import REQUEST, SIGTERM
 from raytrain_ft.policy.reconcile import Marks, Plan
@@ -138,9 +139,9 @@ def test_who_is_struck_off_while_a_node_is_chosen_is_not_started(
     monkeypatch.setattr(crew._contacts, "handle", gone)
 
     async def play() -> None:
-        crew.carry_out(m.StartWorker("w5"))
+        crew.carry_out(c.StartWorker("w5"))
         await until(lambda: crew._contacts.taken() == Counter({"n1": 1}))
-        crew.carry_out(m.Kill("w5"))
+        crew.carry_out(c.Kill("w5"))
         answered.set()
         await crew.settled()
         await asyncio.sleep(0.05)
@@ -207,7 +208,7 @@ def test_a_node_that_may_lack_something_is_used_where_there_is_no_other(
     crew._contacts.place("w1", "n1")
 
     async def play() -> list[str | None]:
-        crew.carry_out(m.Kill("w1", avoid=True))
+        crew.carry_out(c.Kill("w1", avoid=True))
         await crew.settled()
         return [await crew._choose_node(member) for member in ("w5", "w6")]
 
@@ -316,8 +317,8 @@ def test_who_was_ready_is_watched_at_once_after_a_restart(
     monkeypatch.setattr(crew._contacts, "handle", lambda member: actor)
 
     async def play() -> None:
-        crew.carry_out(m.Watch("w0", "n1"))
-        crew.carry_out(m.Watch("w1"))  # was starting: nothing is known of it
+        crew.carry_out(c.Watch("w0", "n1"))
+        crew.carry_out(c.Watch("w1"))  # was starting: nothing is known of it
         await asyncio.sleep(0.05)
 
     asyncio.run(play())
@@ -357,7 +358,7 @@ def test_the_end_of_a_process_is_told_at_once_and_its_cause_when_ray_knows_it(
         ended.set()
         await until(lambda: bool(told))
         assert [(type(event), event.member, event.noticed_by) for event in told] == [(m.WorkerLost, "w0", "lifeline")]  # pyright: ignore
-        crew.carry_out(m.Kill("w0"))
+        crew.carry_out(c.Kill("w0"))
         await asyncio.sleep(0.05)
         assert killed == [], "Ray would know of nothing but this kill"
         known.set()
@@ -386,7 +387,7 @@ def test_the_end_of_who_leaves_is_no_loss(crew: Crew, told: list[m.Event], monke
         crew._look_after("w0", "n1")
         watching = crew._watching["w0"]
         await asyncio.sleep(0)
-        crew.carry_out(m.Kill("w0"))
+        crew.carry_out(c.Kill("w0"))
         await asyncio.wait_for(watching, 5)
         await crew.settled()
 
@@ -410,7 +411,7 @@ def test_who_is_starting_begins_before_it_is_killed(
     monkeypatch.setattr(crews.ray, "kill", lambda handle: killed.append(start.done()))
 
     async def play() -> None:
-        crew.carry_out(m.Kill("w0"))
+        crew.carry_out(c.Kill("w0"))
         await asyncio.sleep(0.02)
         assert killed == []
         assert crew._contacts.taken()["n1"] == 1
@@ -545,7 +546,7 @@ def test_a_loss_that_is_not_finite_in_a_recovery_is_told_as_that(
     health.nodes.disfavour = avoided.append
     monkeypatch.setattr(crew._contacts, "handle", lambda member: actor)
     monkeypatch.setattr(crew._contacts, "node_of", lambda member: "n1")
-    asyncio.run(crew._reconcile("w0", m.Reconcile(("w0",), 2, Plan(step=9, completes=True), holders=("w0",))))
+    asyncio.run(crew._reconcile("w0", c.Reconcile(("w0",), 2, Plan(step=9, completes=True), holders=("w0",))))
     about: dict[str, Any] = {"rank": None, "step": 8, "kind": "non_finite", "message": "the loss of step 8 is nan"}
     assert told == [m.TaskFailed(at=0.0, member="w0", incarnation=2, **about)]
     assert avoided == []
@@ -663,7 +664,7 @@ def test_of_thousands_who_were_lost_ray_is_asked_once_after_a_restart(crew: Crew
 
     async def play() -> None:
         for number in range(2000):
-            crew.carry_out(m.Kill(f"w{number}"))
+            crew.carry_out(c.Kill(f"w{number}"))
         await crew.settled()
 
     asyncio.run(play())
@@ -681,7 +682,7 @@ def test_each_stage_is_saved_under_its_number_also_if_others_are_saved_already(
     monkeypatch.setattr(crew._calls, "call", call)
 
     async def play() -> None:
-        crew.carry_out(m.Save(("w3",), ("w0", "w1", "w2", "w3"), 3))
+        crew.carry_out(c.Save(("w3",), ("w0", "w1", "w2", "w3"), 3))
         await until(lambda: bool(told))
 
     asyncio.run(play())
@@ -724,7 +725,7 @@ def test_a_fence_is_not_asked_for_for_ever(crew: Crew, told: list[m.Event]) -> N
 def test_a_recovery_whose_connection_breaks_is_suspected_and_begins_anew(crew: Crew, told: list[m.Event]) -> None:
     """It may or may not have been carried out."""
     crew._contacts.handles["w0"] = SimpleNamespace(reconcile=answers(BROKEN))
-    asyncio.run(crew._reconcile("w0", m.Reconcile(("w0",), 2, Plan(step=9, completes=False), holders=("w0",))))
+    asyncio.run(crew._reconcile("w0", c.Reconcile(("w0",), 2, Plan(step=9, completes=False), holders=("w0",))))
     why = "the connection to w0 broke"
     assert told == [m.Suspected(at=0.0, incarnation=2, reason=why, noticed_by="supervisor")]
 

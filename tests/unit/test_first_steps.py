@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.machine import handle, replay
 from raytrain_ft.policy.planning import Measured, Selective, Wish
@@ -45,12 +46,12 @@ class Told:
         for member in self.run.joining:
             self.tell(m.Reconciled(member=member, incarnation=1, digests=("d",)))
 
-    def tell(self, event: m.Event) -> list[m.Command]:
+    def tell(self, event: m.Event) -> list[c.Command]:
         self.events.append(event)
         return handle(self.run, event)
 
-    def time(self, *seconds: float, incarnation: int = 1) -> list[m.Command]:
-        found: list[m.Command] = []
+    def time(self, *seconds: float, incarnation: int = 1) -> list[c.Command]:
+        found: list[c.Command] = []
         for member, each in zip(self.run.world, seconds, strict=False):
             assert found == [], "not before all have told"
             found = self.tell(m.StageTimed(member=member, incarnation=incarnation, step=4, seconds=each))
@@ -66,7 +67,7 @@ def test_the_stages_times_decide(seconds: tuple[float, ...], groups: Groups, bou
     told = Told(budget_bytes=1000)
     assert told.run.log.boundaries == {0, 1}, "all, while nothing is known"
     (command,) = told.time(*seconds)
-    assert isinstance(command, m.LogOnly)
+    assert isinstance(command, c.LogOnly)
     assert (command.groups, command.boundaries, command.seconds) == (groups, boundaries, seconds)
     assert (told.run.groups, tuple(told.run.log.boundaries)) == (groups, boundaries)
     assert told.time(*seconds) == [], "once in a run"
@@ -78,18 +79,18 @@ def test_what_was_decided_is_said_again_when_the_supervisor_was_lost() -> None:
     told = Told(budget_bytes=1000)
     assert of_log(told.tell(m.SupervisorRestarted())) == [], "nothing is decided yet"
     (first,) = told.time(9.0, 1.0, 1.0)
-    assert isinstance(first, m.LogOnly)
+    assert isinstance(first, c.LogOnly)
     (again,) = of_log(told.tell(m.SupervisorRestarted()))
     assert (again.boundaries, again.groups, again.seconds) == (first.boundaries, first.groups, first.seconds)
 
 
-def of_log(commands: list[m.Command]) -> list[m.LogOnly]:
-    return [command for command in commands if isinstance(command, m.LogOnly)]
+def of_log(commands: list[c.Command]) -> list[c.LogOnly]:
+    return [command for command in commands if isinstance(command, c.LogOnly)]
 
 
 def test_the_slowest_replica_of_a_stage_counts() -> None:
     (command,) = Told(replicas=2, budget_bytes=2000).time(1.0, 1.0, 1.0, 9.0, 1.0, 1.0)
-    assert isinstance(command, m.LogOnly)
+    assert isinstance(command, c.LogOnly)
     assert (command.seconds, command.groups) == ((9.0, 1.0, 1.0), ((0,), (1, 2)))
 
 
@@ -106,7 +107,7 @@ def test_what_was_timed_in_another_world_does_not_count() -> None:
 def test_a_target_that_the_workers_cannot_meet_has_everything_logged() -> None:
     told = Told(target_seconds=0.5)
     (command,) = told.time(2.0, 2.0, 2.0)
-    assert isinstance(command, m.LogOnly)
+    assert isinstance(command, c.LogOnly)
     assert command.boundaries == (0, 1)
     assert "every boundary between nodes is logged" in command.reason
     assert told.run.warnings == [command.reason]

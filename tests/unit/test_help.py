@@ -13,6 +13,7 @@ from ray.exceptions import RayTaskError
 
 from raytrain_ft.errors import FencedError, LogGapError, ReplayDivergedError, StorageError
 from raytrain_ft.places import Place
+from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import messages as m
 from raytrain_ft.runtime import recovery, trainee
 from raytrain_ft.runtime.calls import Calls
@@ -27,7 +28,7 @@ from raytrain_ft.training.replay import _no_checkpoints
 from raytrain_ft.training.sleep import Sleep
 
 LOAD = "step-000000006-e1-i1"
-WANTED = m.Replay(("w0", "w3"), 3, (("w3", "w0"),), (1,), LOAD, until=13, since=1, exact=True)
+WANTED = c.Replay(("w0", "w3"), 3, (("w3", "w0"),), (1,), LOAD, until=13, since=1, exact=True)
 HELP: Any = (Fence(3), WANTED)
 
 
@@ -172,7 +173,7 @@ def test_a_replay_that_was_shared_goes_on_unless_a_helper_is_lost(
 
     def replay_in(world: tuple[str, ...], team: tuple[str, ...]) -> None:
         found._world = world
-        found.replay(Fence(3), m.Replay(world, 3, (team,), (2,), "c", until=13, since=1, exact=True))
+        found.replay(Fence(3), c.Replay(world, 3, (team,), (2,), "c", until=13, since=1, exact=True))
 
     def lost(*_: Any) -> None:
         raise PeerLostError("w1 is lost")
@@ -236,6 +237,6 @@ def test_who_computes_something_else_in_its_first_step_has_not_failed(monkeypatc
     found._connections = SimpleNamespace(live=lambda rounded: None, parting=lambda: parting)
     found._heartbeat = SimpleNamespace(ended=lambda status, detail: ended.append((status, detail)))
     monkeypatch.setattr(Loop, "_share_out", lambda _: None)
-    found.run(Fence(3), m.Run(("w0", "w3"), 3))
+    found.run(Fence(3), c.Run(("w0", "w3"), 3))
     assert ended == [("diverged", "another than before")]
     assert not state.filled, "nobody goes on from what it has"

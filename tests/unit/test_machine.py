@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from raytrain_ft.errors import IllegalEventError
+from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.lineage import Return, Returns
 from raytrain_ft.policy.machine import handle, replay
@@ -31,11 +32,11 @@ class Story:
         numbers: dict[str, Any] = {"min_workers": 1, "max_workers": workers, "max_steps": 100, "spares": spares} | rules
         self.run = RunState(Rules(**numbers))
         self.events: list[m.Event] = []
-        self.said: list[m.Command] = []
+        self.said: list[c.Command] = []
         self.tell(m.RunStarted(run_id="r"))
         self.tell(m.CapacityChanged(slots=workers + spares if slots is None else slots))
 
-    def tell(self, *events: m.Event) -> list[m.Command]:
+    def tell(self, *events: m.Event) -> list[c.Command]:
         """The commands that follow from these events. Time does not go back: what says no time happens at once."""
         self.said = []
         for event in events:
@@ -59,7 +60,7 @@ class Story:
             self.tell(m.Fenced(member=member, incarnation=self.run.incarnation, marks=marks))
         return self
 
-    def fenced_in(self, member: str, step: int, *, whole: bool = True) -> list[m.Command]:
+    def fenced_in(self, member: str, step: int, *, whole: bool = True) -> list[c.Command]:
         """This one has computed its gradients of the step, or some of them; returns what follows."""
         share = Share(step, (0, 30), (0, 10), whole)
         marks = Marks(member, step, (step, step), (None, None), share=share)
@@ -112,7 +113,7 @@ def running(workers: int = 3, **rules: Any) -> Story:
     return story
 
 
-def of(commands: Sequence[m.Command], *kinds: type) -> list[m.Command]:
+def of(commands: Sequence[c.Command], *kinds: type) -> list[c.Command]:
     return [command for command in commands if isinstance(command, kinds)]
 
 
@@ -121,17 +122,17 @@ def of(commands: Sequence[m.Command], *kinds: type) -> list[m.Command]:
 
 def test_a_run_without_failures() -> None:
     story = Story(2, max_steps=1)
-    assert story.said == [m.StartWorker("w0"), m.StartWorker("w1")]
+    assert story.said == [c.StartWorker("w0"), c.StartWorker("w1")]
     story.started("w0", "w1")
-    assert of(story.said, m.Reconcile) == [m.Reconcile(("w0", "w1"), 1, None)]
+    assert of(story.said, c.Reconcile) == [c.Reconcile(("w0", "w1"), 1, None)]
     story.reconciled("w0", "w1")
-    assert story.said == [m.Run(("w0", "w1"), 1)]
+    assert story.said == [c.Run(("w0", "w1"), 1)]
     assert story.committed(0).run.state == State.RUNNING
-    assert of(story.completed().said, m.Save) == [m.Save(("w0",), ("w0", "w1"), 1)]
+    assert of(story.completed().said, c.Save) == [c.Save(("w0",), ("w0", "w1"), 1)]
     story.tell(m.Saved(member="w0", incarnation=1, path="p"))
     assert story.run.state == State.FINISHED
     assert story.run.result == {"digest": "d", "path": "p"}
-    assert story.said == [m.Kill("w0"), m.Kill("w1"), m.End()]
+    assert story.said == [c.Kill("w0"), c.Kill("w1"), c.End()]
     assert story.run.recoveries == []
 
 
@@ -153,7 +154,7 @@ def test_workers_that_are_still_being_set_up_at_the_deadline_are_no_want_of_node
 def test_enough_workers_at_the_start_though_not_all() -> None:
     story = Story(3, min_workers=2).started("w0", "w1")
     assert story.run.state == State.SCHEDULING, "the third may still come"
-    assert of(story.fires("schedule").said, m.Reconcile) == [m.Reconcile(("w0", "w1"), 1, None)]
+    assert of(story.fires("schedule").said, c.Reconcile) == [c.Reconcile(("w0", "w1"), 1, None)]
 
 
 def test_workers_that_die_with_their_node_while_starting_are_one_failed_start() -> None:
@@ -170,7 +171,7 @@ def test_a_user_exception_ends_the_run_at_once() -> None:
     story.tell(m.TaskFailed(member="w1", rank=1, step=7, kind="task", message="ZeroDivisionError: ..."))
     assert story.run.state == State.ERRORED
     assert story.run.failure == ("TaskError", "rank 1 (w1), step 7: ZeroDivisionError: ...")
-    assert story.said == [m.Kill("w0"), m.Kill("w1"), m.Kill("w2"), m.End()]
+    assert story.said == [c.Kill("w0"), c.Kill("w1"), c.Kill("w2"), c.End()]
     assert story.lost("w0").said == [], "what comes after the end changes nothing"
 
 
@@ -186,7 +187,7 @@ def test_a_worker_that_cannot_be_set_up_ends_no_run_that_trains() -> None:
     broken: dict[str, Any] = {"rank": None, "step": 0, "kind": "config", "message": "node n9 does not see the run's directory"}
     story.tell(m.TaskFailed(member="w2", **broken))
     assert (story.run.state, story.run.failure) == (State.RUNNING, None)
-    assert of(story.said, m.Kill, m.StartWorker) == [m.Kill("w2", avoid=True), m.StartWorker("w3")]
+    assert of(story.said, c.Kill, c.StartWorker) == [c.Kill("w2", avoid=True), c.StartWorker("w3")]
     for number in range(3, 20):
         story.tell(m.TaskFailed(member=f"w{number}", **broken)) if f"w{number}" in story.run.members else None
     assert story.run.state == State.RUNNING
@@ -212,7 +213,7 @@ def test_a_newcomer_that_cannot_take_what_the_others_have_ends_no_run(state: Sta
     assert story.run.state == state
     story.tell(m.TaskFailed(member="w3", rank=None, step=5, kind="task", message="another model", incarnation=2))
     assert (story.run.state, story.run.failure) == (State.FENCE, None)
-    assert of(story.said, m.Kill, m.Fence) == [m.Kill("w3", avoid=True), m.Fence(("w0", "w2"), 3)]
+    assert of(story.said, c.Kill, c.Fence) == [c.Kill("w3", avoid=True), c.Fence(("w0", "w2"), 3)]
     story.tell(m.TaskFailed(member="w0", rank=None, step=5, kind="task", message="of before", incarnation=2))
     assert story.run.state == State.FENCE, "what it was asked then is asked again"
 
@@ -227,7 +228,7 @@ def test_a_newcomer_that_fails_in_its_first_step_ends_no_run(kind: Any) -> None:
         assert story.run.failure == ("NonFiniteLossError", "rank 2 (w3), step 5: no such file")
         return
     assert (story.run.state, story.run.failure) == (State.FENCE, None)
-    assert of(story.said, m.Kill) == [m.Kill("w3", avoid=True)]
+    assert of(story.said, c.Kill) == [c.Kill("w3", avoid=True)]
     assert story.run.recoveries[-1].lost == ["w2", "w3"]
     story.tell(m.TaskFailed(member="w0", kind="task", **failed))
     assert story.run.failure is not None, "it is the task"
@@ -254,7 +255,7 @@ def joining_in_vain(noticed_by: str, **rules: Any) -> Story:
 def test_a_newcomer_that_can_never_join_is_lost_and_the_others_train_on(noticed_by: str, vain: int) -> None:
     """It says so itself, or only the others see it; who has trained together can do so again."""
     story = joining_in_vain(noticed_by)
-    assert of(story.said, m.Kill, m.Fence) == [m.Kill("w2", avoid=True), m.Fence(("w0", "w1"), vain + 2)]
+    assert of(story.said, c.Kill, c.Fence) == [c.Kill("w2", avoid=True), c.Fence(("w0", "w1"), vain + 2)]
     assert story.run.recoveries[-1].lost == ["w2"]
     story.fenced("w0", "w1", step=1).reconciled("w0", "w1").committed(1)
     assert (story.run.state, story.run.world) == (State.RUNNING, ("w0", "w1"))
@@ -342,7 +343,7 @@ def test_a_loss_that_is_not_finite_wherever_it_begins_ends_the_run_as_that() -> 
 
 def test_abort_is_possible_from_the_first_moment() -> None:
     run = RunState(Rules(min_workers=1, max_workers=1, max_steps=1))
-    assert handle(run, m.AbortRequested(reason="Ctrl-C")) == [m.End()]
+    assert handle(run, m.AbortRequested(reason="Ctrl-C")) == [c.End()]
     assert (run.state, run.failure) == (State.ABORTED, ("AbortedError", "Ctrl-C"))
 
 
@@ -351,15 +352,15 @@ def test_abort_is_possible_from_the_first_moment() -> None:
 
 def test_a_replacement_takes_the_rank_of_who_it_replaces() -> None:
     story = running(spares=1).started("w3").lost("w1")
-    assert story.said[0] == m.Kill("w1")
-    assert of(story.said, m.Fence) == [m.Fence(("w0", "w2"), 2)]
+    assert story.said[0] == c.Kill("w1")
+    assert of(story.said, c.Fence) == [c.Fence(("w0", "w2"), 2)]
     story.fenced("w0", "w2")
     assert story.run.joining == ("w0", "w3", "w2")
     story.reconciled("w0", "w3", "w2", empty=["w3"])
-    (fill,) = of(story.said, m.Fill)
+    (fill,) = of(story.said, c.Fill)
     copies = (Copy(0, "state", "w0", ("w3",)), Copy(1, "state", "w2", ("w3",)))
-    assert fill == m.Fill(("w0", "w3", "w2"), 2, ("w0", "w3", "w2"), copies, (("w3", "w0"),))
-    assert story.filled("w0", "w3", "w2").said == [m.Run(("w0", "w3", "w2"), 2)]
+    assert fill == c.Fill(("w0", "w3", "w2"), 2, ("w0", "w3", "w2"), copies, (("w3", "w0"),))
+    assert story.filled("w0", "w3", "w2").said == [c.Run(("w0", "w3", "w2"), 2)]
     (recovery,) = story.committed(5, at=9.0).run.recoveries
     assert (recovery.lost, recovery.attempts, recovery.step, recovery.resumed) == (["w1"], 1, 5, 9.0)
     assert recovery.guarantee == Guarantee.EXACT
@@ -411,14 +412,14 @@ def test_a_fence_that_nobody_answers() -> None:
     story.tell(m.Suspected(incarnation=1, reason="a step takes too long", noticed_by="step time"))
     assert story.run.state == State.FENCE
     story.fires("fence")
-    assert story.said == [m.Kill("w0"), m.Kill("w1"), m.End()]
+    assert story.said == [c.Kill("w0"), c.Kill("w1"), c.End()]
     assert story.run.failure is not None
     assert story.run.failure[0] == "NoSurvivorError"
 
 
 def test_who_does_not_answer_the_fence_is_lost() -> None:
     story = running(spares=1).started("w3").lost("w2").fenced("w0").fires("fence")
-    assert of(story.said, m.Kill) == [m.Kill("w1")]
+    assert of(story.said, c.Kill) == [c.Kill("w1")]
     assert story.run.recoveries[0].lost == ["w2", "w1"]
     assert story.run.state == State.REPLACE
 
@@ -428,7 +429,7 @@ def test_a_deadline_of_an_exchange_is_a_suspicion(timer: str, state: State) -> N
     """Everybody waits for the one that hangs: to give up all that are silent would leave nobody."""
     story = running(spares=1).to(state).fires(timer)
     assert (story.run.state, story.run.incarnation) == (State.FENCE, 3)
-    assert of(story.said, m.Kill) == []
+    assert of(story.said, c.Kill) == []
     assert f"{timer}: no answer from w0, w1, w3 in time" in story.run.recoveries[0].cause
 
 
@@ -436,7 +437,7 @@ def test_the_deadline_of_a_fence_leaves_time_for_the_longest_step() -> None:
     story = running()
     where: dict[str, Any] = {"rank": 0, "world_size": 3, "epoch": 0, "start": 0, "ids_digest": "", "loss": 1.0}
     story.tell(m.StepsCommitted(member="w0", incarnation=1, first_step=1, stop_step=2, longest_s=20.0, **where))
-    assert of(story.lost("w2").said, m.SetTimer) == [m.SetTimer("fence", 60.0, 2)]
+    assert of(story.lost("w2").said, c.SetTimer) == [c.SetTimer("fence", 60.0, 2)]
 
 
 def test_a_step_that_was_long_once_is_forgotten_in_time() -> None:
@@ -450,15 +451,15 @@ def test_a_step_that_was_long_once_is_forgotten_in_time() -> None:
         if step == 100:
             assert story.run.longest_step > 250, "it may come again"
     assert story.run.longest_step < 3.0
-    assert of(story.lost("w2").said, m.SetTimer) == [m.SetTimer("fence", 10.0, 2)]
+    assert of(story.lost("w2").said, c.SetTimer) == [c.SetTimer("fence", 10.0, 2)]
 
 
 def test_the_deadline_of_a_fence_in_the_first_step_is_that_of_a_hang() -> None:
     """Nobody knows yet how long a forward pass takes, which nothing interrupts: who computes it is not given up for that."""
     story = Story(hang_timeout=300.0).started("w0", "w1", "w2").reconciled("w0", "w1", "w2")
     assert story.run.state == State.RESUME
-    assert of(story.lost("w0").said, m.SetTimer) == [m.SetTimer("fence", 300.0, story.run.incarnation)]
-    assert of(story.tell(m.SupervisorRestarted()), m.SetTimer) == [m.SetTimer("fence", 300.0, story.run.incarnation)]
+    assert of(story.lost("w0").said, c.SetTimer) == [c.SetTimer("fence", 300.0, story.run.incarnation)]
+    assert of(story.tell(m.SupervisorRestarted()), c.SetTimer) == [c.SetTimer("fence", 300.0, story.run.incarnation)]
 
 
 def test_a_suspicion_while_workers_are_awaited_is_about_nothing() -> None:
@@ -470,7 +471,7 @@ def test_a_suspicion_while_workers_are_awaited_is_about_nothing() -> None:
 def test_who_held_nothing_when_fenced_is_filled_whatever_it_answers_later() -> None:
     """A worker that died half-way through an update, for example, has state, but no one knows of which version."""
     story = running(spares=1).to(State.REPLACE).reconciled("w0", "w1", "w3")
-    (fill,) = [command for command in story.said if isinstance(command, m.Fill)]
+    (fill,) = [command for command in story.said if isinstance(command, c.Fill)]
     assert fill.whole == (("w3", "w0"),)
 
 
@@ -485,7 +486,7 @@ def test_who_holds_something_else_than_it_was_sent_is_filled_anew(workers: int) 
     story.fenced(*others, new)
     assert (story.run.joining, set(story.run.survivors)) == ((new, *others), set(others))
     story.reconciled(*others, new)
-    (fill,) = [command for command in story.said if isinstance(command, m.Fill)]
+    (fill,) = [command for command in story.said if isinstance(command, c.Fill)]
     assert [(copy.bucket, copy.targets) for copy in fill.copies] == [(0, (new,)), (1, (new,))]
     assert fill.whole == ((new, others[0]),)
     story.filled(*others, new).committed(5)
@@ -515,13 +516,13 @@ def test_all_replicas_lost() -> None:
 
 def test_all_lost_before_anybody_trained_begins_anew() -> None:
     story = Story(2).started("w0", "w1").reconciled("w0").lost("w0").lost("w1").started("w2", "w3")
-    assert of(story.said, m.Reconcile) == [m.Reconcile(("w2", "w3"), story.run.incarnation, None)]
+    assert of(story.said, c.Reconcile) == [c.Reconcile(("w2", "w3"), story.run.incarnation, None)]
 
 
 def test_a_run_that_has_lost_the_right_to_write_ends_at_once() -> None:
     """Without a last checkpoint: it would be in the way of who has the right now."""
     story = running(2, checkpoints=True)
-    assert story.tell(m.RightLost(reason="run another has taken it")) == [m.Kill("w0"), m.Kill("w1"), m.End()]
+    assert story.tell(m.RightLost(reason="run another has taken it")) == [c.Kill("w0"), c.Kill("w1"), c.End()]
     assert (story.run.state, story.run.failure) == (State.ERRORED, ("LockedError", "run another has taken it"))
 
 
@@ -540,11 +541,11 @@ def found(story: Story, *steps: int, reached: int = 0, error: str = "") -> Story
 
 def test_all_replicas_lost_and_everybody_loads_the_newest_checkpoint() -> None:
     story = running(2, checkpoints=True).lost("w0").lost("w1")
-    assert of(story.said, m.FindCheckpoints) == [m.FindCheckpoints(story.run.incarnation)]
+    assert of(story.said, c.FindCheckpoints) == [c.FindCheckpoints(story.run.incarnation)]
     story.started("w2", "w3")
     assert story.run.joining == (), "storage has not answered yet"
     found(story, 40, 20, reached=47)
-    assert of(story.said, m.Reconcile) == [m.Reconcile(("w2", "w3"), story.run.incarnation, None, "at 40")]
+    assert of(story.said, c.Reconcile) == [c.Reconcile(("w2", "w3"), story.run.incarnation, None, "at 40")]
     recovery = story.reconciled("w2", "w3").committed(40).run.recoveries[0]
     assert (recovery.strategy, recovery.guarantee) == (Strategy.CHECKPOINT, Guarantee.EXACT)
     assert (recovery.step, recovery.redone) == (40, 7)
@@ -560,7 +561,7 @@ def test_a_checkpoint_that_came_to_be_after_everybody_went_back_is_of_another_tr
     story.lost("w2").lost("w3").started("w4", "w5")
     story.tell(m.CheckpointsFound(incarnation=story.run.incarnation, stored=(belated, before), reached=30))
     assert story.run.load == before
-    commands = of(story.reconciled("w4", "w5").said, m.Run)
+    commands = of(story.reconciled("w4", "w5").said, c.Run)
     assert commands[-1].rejected == (belated.name,), "nothing to fall back to: nothing is deleted for its sake"
     assert story.run.returns == [Return(went_back, 20), Return(story.run.incarnation, 20)]
     # Nor does a later run begin from it, nor one that is told of it late.
@@ -674,7 +675,7 @@ def test_who_is_lost_while_the_run_waits_for_a_replacement_is_counted() -> None:
 
 def test_all_replicas_lost_before_the_first_checkpoint_begins_anew() -> None:
     story = found(running(2, checkpoints=True).lost("w0").lost("w1").started("w2", "w3"))
-    assert of(story.said, m.Reconcile) == [m.Reconcile(("w2", "w3"), story.run.incarnation, None, "")]
+    assert of(story.said, c.Reconcile) == [c.Reconcile(("w2", "w3"), story.run.incarnation, None, "")]
     assert story.run.step == 0
 
 
@@ -730,10 +731,10 @@ def test_a_checkpoint_that_cannot_be_loaded_is_not_tried_again(damaged: bool) ->
     about = {"name": "at 40", "reason": "its hash differs", "damaged": damaged}
     story.tell(m.CheckpointRejected(member="w2", incarnation=story.run.incarnation, **about))
     found(story.fenced("w2", "w3", empty=["w2", "w3"]), 40, 20)
-    assert of(story.said, m.Reconcile) == [m.Reconcile(("w2", "w3"), story.run.incarnation, None, "at 20")]
+    assert of(story.said, c.Reconcile) == [c.Reconcile(("w2", "w3"), story.run.incarnation, None, "at 20")]
     story.reconciled("w2", "w3")
     bad = {"rejected" if damaged else "unread": ("at 40",)}
-    assert of(story.said, m.Run) == [m.Run(("w2", "w3"), story.run.incarnation, **bad)]  # pyright: ignore[reportArgumentType]
+    assert of(story.said, c.Run) == [c.Run(("w2", "w3"), story.run.incarnation, **bad)]  # pyright: ignore[reportArgumentType]
 
 
 def rejected(story: Story, member: str, step: int, reason: str) -> Story:
@@ -778,10 +779,10 @@ def test_storage_that_does_not_answer_ends_the_run_with_a_reason() -> None:
 def test_who_computes_in_vain_is_told_so_once() -> None:
     """With "lossy" survivors compute to the end of the step; the first answers tell which one that is, and whether it helps."""
     story = running(5, strategy="lossy").lost("w4")
-    assert story.fenced_in("w0", 5) == [m.Forsake(("w1", "w2", "w3"), 2, 5)]
+    assert story.fenced_in("w0", 5) == [c.Forsake(("w1", "w2", "w3"), 2, 5)]
     assert story.fenced_in("w1", 5) == []
-    assert story.fenced_in("w2", 6) == [m.Forsake(("w3",), 2, None)]
-    assert of(story.fenced_in("w3", 6, whole=False), m.Forsake) == []  # nobody is left who could be told
+    assert story.fenced_in("w2", 6) == [c.Forsake(("w3",), 2, None)]
+    assert of(story.fenced_in("w3", 6, whole=False), c.Forsake) == []  # nobody is left who could be told
     assert story.run.plan is not None
     assert (story.run.plan.step, story.run.plan.lost) == (6, ())
 
@@ -815,7 +816,7 @@ def test_strategy_checkpoint_gives_up_what_survivors_hold() -> None:
         m.CheckpointCommitted(member="w0", incarnation=1, step=4, name="at 4", bytes=1, snapshot_s=0, stall_s=0, persist_s=0)
     )
     found(story.lost("w1").fenced("w0", "w2", step=7), 4)
-    assert of(story.said, m.Reconcile) == [m.Reconcile(("w0", "w3", "w2"), story.run.incarnation, None, "at 4")]
+    assert of(story.said, c.Reconcile) == [c.Reconcile(("w0", "w3", "w2"), story.run.incarnation, None, "at 4")]
 
 
 def test_survivors_go_on_from_what_they_have_if_there_is_nothing_to_go_back_to() -> None:
@@ -877,7 +878,7 @@ def test_what_cannot_be_undone_is_gone_back_from() -> None:
     refused(story, "w0", "w1")
     assert story.run.state == State.FENCE
     found(story.fenced("w0", "w1", "w3", empty=["w3"]), 4)
-    assert of(story.said, m.Reconcile) == [m.Reconcile(("w0", "w1", "w3"), story.run.incarnation, None, "at 4")]
+    assert of(story.said, c.Reconcile) == [c.Reconcile(("w0", "w1", "w3"), story.run.incarnation, None, "at 4")]
     recovery = story.reconciled("w0", "w1", "w3").committed(4).run.recoveries[0]
     assert (recovery.strategy, recovery.attempts, recovery.cause) == (
         Strategy.CHECKPOINT,
@@ -924,7 +925,7 @@ def test_a_run_begins_from_what_is_stored_and_goes_on_counting() -> None:
     story.run = RunState(Rules(min_workers=2, max_workers=2, max_steps=100, checkpoints=True, spares=0))
     story.tell(m.RunStarted(run_id="r", incarnation=7, stored=stored(30, 20)), m.CapacityChanged(slots=2))
     story.started("w0", "w1")
-    assert of(story.said, m.Reconcile) == [m.Reconcile(("w0", "w1"), 8, None, "at 30")]
+    assert of(story.said, c.Reconcile) == [c.Reconcile(("w0", "w1"), 8, None, "at 30")]
     assert story.reconciled("w0", "w1").run.step == 30
 
 
@@ -946,12 +947,12 @@ def test_goes_on_with_fewer_when_none_comes_in_time() -> None:
 def test_shrinks_at_once_if_told_so_and_grows_at_a_step_boundary() -> None:
     story = running(wait_for_replacement=False, spares=1).lost("w1").fenced("w0", "w2")
     assert story.run.joining == ("w0", "w2")
-    assert of(story.said, m.StartWorker) == [], "nobody waits for it, so it need not be in the way"
+    assert of(story.said, c.StartWorker) == [], "nobody waits for it, so it need not be in the way"
     story.started("w3")
     assert story.run.state == State.REPLACE, "it came too late for this world"
     story.reconciled("w0", "w2").committed(5)
     assert story.run.state == State.RESIZING
-    assert of(story.said, m.StopAtBoundary, m.StartWorker) == [m.StartWorker("w4"), m.StopAtBoundary(("w0", "w2"))]
+    assert of(story.said, c.StopAtBoundary, c.StartWorker) == [c.StartWorker("w4"), c.StopAtBoundary(("w0", "w2"))]
     story.tell(*(m.Stopped(member=member, incarnation=2, step=7) for member in ("w0", "w2")))
     story.fenced("w0", "w2", step=7).reconciled("w0", "w2", "w3", empty=["w3"]).filled("w0", "w2", "w3").committed(7)
     assert (story.run.state, story.run.world) == (State.RUNNING, ("w0", "w2", "w3"))
@@ -984,7 +985,7 @@ def grown(pause_s: float) -> Story:
     story = running(2, max_workers=5, slots=2)
     story.tell(m.CapacityChanged(slots=5))
     story.tell(m.WorkerStarted(at=10.0, member="w2", node="n", pid=1))
-    assert of(story.said, m.StopAtBoundary) == [m.StopAtBoundary(("w0", "w1"))]
+    assert of(story.said, c.StopAtBoundary) == [c.StopAtBoundary(("w0", "w1"))]
     story.tell(*(m.Stopped(member=one, incarnation=1, step=1) for one in ("w0", "w1")))
     story.fenced("w0", "w1", step=1).reconciled("w0", "w1", "w2", empty=["w2"]).filled("w0", "w1", "w2")
     return story.committed(1, at=10.0 + pause_s)
@@ -994,8 +995,8 @@ def test_after_a_resize_all_train_for_some_time_before_the_next() -> None:
     """Nodes come back one after the other, and to fill a worker takes minutes: all others would stand still for each."""
     story = grown(pause_s=90.0)
     story.tell(m.WorkerStarted(at=130.0, member="w3", node="n", pid=1))
-    wait = m.SetTimer("grow", 330.0, 2)
-    assert (story.run.state, of(story.said, m.SetTimer, m.StopAtBoundary)) == (State.RUNNING, [wait])
+    wait = c.SetTimer("grow", 330.0, 2)
+    assert (story.run.state, of(story.said, c.SetTimer, c.StopAtBoundary)) == (State.RUNNING, [wait])
     story.tell(m.WorkerStarted(at=160.0, member="w4", node="n", pid=1))
     story.tell(m.TimerFired(at=460.0, timer="grow", incarnation=2))
     assert (story.run.state, story.run.recoveries[-1].cause) == (State.RESIZING, "2 more workers are ready")
@@ -1004,7 +1005,7 @@ def test_after_a_resize_all_train_for_some_time_before_the_next() -> None:
 def test_the_next_resize_is_not_forgotten_with_the_supervisor() -> None:
     story = grown(pause_s=90.0)
     story.tell(m.WorkerStarted(at=130.0, member="w3", node="n", pid=1), m.SupervisorRestarted(at=200.0))
-    assert m.SetTimer("grow", 260.0, 2) in story.said
+    assert c.SetTimer("grow", 260.0, 2) in story.said
 
 
 def test_what_was_lost_is_replaced_at_once_even_after_a_resize() -> None:
@@ -1112,12 +1113,12 @@ def test_a_request_that_nothing_came_of_lapses_and_makes_no_later_loss_fatal() -
     story.tell(wished(), m.CapacityChanged(slots=3))
     story.lost("w4")  # no node has room for it
     story.tell(m.TimerFired(at=118.0, timer="leave", incarnation=1))
-    assert story.said == [m.SetTimer("leave", 2.0, 1)]
+    assert story.said == [c.SetTimer("leave", 2.0, 1)]
     story.tell(m.TimerFired(at=120.0, timer="leave", incarnation=1))
     assert story.tell(m.CapacityChanged(at=121.0, slots=4)) == [], "w1 has the place that is there again"
     assert not story.run.leaving
     story.lost("w2").fenced("w0", "w1", "w3")
-    assert of(story.said, m.StartWorker) == [m.StartWorker("w5")]
+    assert of(story.said, c.StartWorker) == [c.StartWorker("w5")]
 
 
 @pytest.mark.parametrize(("source", "lapses"), [("aws spot", 60.0), ("gcp maintenance", 3600.0)])
@@ -1125,28 +1126,28 @@ def test_what_a_cloud_said_stands_for_as_long_as_it_may_yet_come_true(source: st
     story = running(min_workers=3, slots=3)
     story.tell(wished(deadline_s=60.0, source=source))
     story.tell(m.TimerFired(at=60.0, timer="leave", incarnation=1))
-    assert of(story.said, m.SetTimer) == [m.SetTimer("leave", lapses, 1)]
+    assert of(story.said, c.SetTimer) == [c.SetTimer("leave", lapses, 1)]
 
 
 def test_a_restarted_supervisor_tells_again_how_often_workers_are_lost() -> None:
     story = running(spares=1, measure_failures=True).to(State.RESUME)
-    told = of(story.tell(m.SupervisorRestarted(at=30.0)), m.Run)
-    assert told == [m.Run(("w0", "w1", "w3"), story.run.incarnation, failure_s=30.0)]
+    told = of(story.tell(m.SupervisorRestarted(at=30.0)), c.Run)
+    assert told == [c.Run(("w0", "w1", "w3"), story.run.incarnation, failure_s=30.0)]
 
 
 def test_who_leaves_sleeps_until_then_by_choice_and_wakes_if_nothing_comes_of_it() -> None:
     story = running(min_workers=3, slots=3, sleeps_on_notice=True)
-    assert of(story.tell(wished()), m.Sleep) == [m.Sleep(("w1",), True)]
-    assert of(story.tell(m.SupervisorRestarted(at=1.0)), m.Sleep) == [m.Sleep(("w1",), True)], (
+    assert of(story.tell(wished()), c.Sleep) == [c.Sleep(("w1",), True)]
+    assert of(story.tell(m.SupervisorRestarted(at=1.0)), c.Sleep) == [c.Sleep(("w1",), True)], (
         "the old one may not have come to it"
     )
     story.tell(m.Dormant(member="w1", incarnation=1, step=6, asleep=True))
     story.tell(m.TimerFired(at=118.0, timer="leave", incarnation=1))
     story.tell(m.TimerFired(at=120.0, timer="leave", incarnation=1))
-    assert of(story.said, m.Sleep) == [m.Sleep(("w1",), False)]
-    assert of(story.tell(m.SupervisorRestarted(at=121.0)), m.Sleep) == [m.Sleep(("w1",), False)]
+    assert of(story.said, c.Sleep) == [c.Sleep(("w1",), False)]
+    assert of(story.tell(m.SupervisorRestarted(at=121.0)), c.Sleep) == [c.Sleep(("w1",), False)]
     story.tell(m.Dormant(member="w1", incarnation=1, step=9, asleep=False))
-    assert of(story.tell(m.SupervisorRestarted(at=122.0)), m.Sleep) == []
+    assert of(story.tell(m.SupervisorRestarted(at=122.0)), c.Sleep) == []
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -1162,11 +1163,11 @@ def test_a_sleeper_whose_notice_lapses_as_another_is_lost_wakes(early: bool) -> 
     if early:
         story.tell(takes_part)
     assert story.run.state == State.RESUME
-    assert of(story.committed(5, at=122.0).said, m.Sleep) == [m.Sleep(("w1",), False)]
+    assert of(story.committed(5, at=122.0).said, c.Sleep) == [c.Sleep(("w1",), False)]
     if not early:
         story.tell(takes_part)
     story.tell(m.Dormant(member="w1", incarnation=story.run.incarnation, step=9, asleep=True))  # a person wants it to
-    assert of(story.tell(m.SupervisorRestarted(at=123.0)), m.Sleep) == []
+    assert of(story.tell(m.SupervisorRestarted(at=123.0)), c.Sleep) == []
 
 
 @pytest.mark.parametrize("spare", [False, True])
@@ -1175,17 +1176,17 @@ def test_who_leaves_for_good_goes_at_once_and_nobody_takes_its_place(spare: bool
     if spare:
         story.started("w4")
     story.tell(replace(wished(), replaced=False))
-    assert of(story.said, m.StopAtBoundary, m.StartWorker) == [m.StopAtBoundary(("w0", "w1", "w2", "w3"))]
+    assert of(story.said, c.StopAtBoundary, c.StartWorker) == [c.StopAtBoundary(("w0", "w1", "w2", "w3"))]
     story.tell(replace(wished(at=1.0, deadline_s=10.0), replaced=False))  # said twice, it is still one
     story.tell(*(m.Stopped(member=f"w{rank}", incarnation=1, step=5) for rank in range(4)))
     story.fenced("w0", "w1", "w2", "w3")
-    assert of(story.said, m.Kill, m.StartWorker) == [m.Kill("w1")]
-    assert [command.world for command in story.said if isinstance(command, m.Reconcile)] == [("w0", "w2", "w3")]
+    assert of(story.said, c.Kill, c.StartWorker) == [c.Kill("w1")]
+    assert [command.world for command in story.said if isinstance(command, c.Reconcile)] == [("w0", "w2", "w3")]
     assert (story.run.rules.max_workers, story.run.lacking()) == (3, 0)
     story.reconciled("w0", "w2", "w3").committed(5)
-    assert of(story.tell(m.CapacityChanged(slots=8)), m.StartWorker, m.StopAtBoundary) == []
+    assert of(story.tell(m.CapacityChanged(slots=8)), c.StartWorker, c.StopAtBoundary) == []
     assert story.lost("w3").run.state == State.FENCE
-    assert of(story.fenced("w0", "w2").said, m.StartWorker) == ([] if spare else [m.StartWorker("w4")])
+    assert of(story.fenced("w0", "w2").said, c.StartWorker) == ([] if spare else [c.StartWorker("w4")])
 
 
 def test_who_could_not_leave_for_good_is_counted_again() -> None:
@@ -1194,7 +1195,7 @@ def test_who_could_not_leave_for_good_is_counted_again() -> None:
     story.tell(replace(wished(deadline_s=3.0), replaced=False), m.CapacityChanged(slots=3))
     assert story.run.rules.max_workers == 3
     story.lost("w3").fenced("w0", "w1", "w2")
-    assert [command.world for command in story.said if isinstance(command, m.Reconcile)] == [("w0", "w1", "w2")]
+    assert [command.world for command in story.said if isinstance(command, c.Reconcile)] == [("w0", "w1", "w2")]
     story.reconciled("w0", "w1", "w2")
     story.committed(5, at=6.0).tell(m.TimerFired(at=6.1, timer="leave", incarnation=2))
     assert (dict(story.run.leaving), story.run.rules.max_workers) == ({}, 4)
@@ -1205,12 +1206,12 @@ def test_who_leaves_for_good_is_one_less_than_there_were_also_if_there_might_be_
     story = running(3, slots=3, min_workers=2)
     story.run.limit(1)
     story.tell(replace(wished(), replaced=False), m.CapacityChanged(slots=8))
-    assert of(story.said, m.StopAtBoundary, m.StartWorker) == [m.StopAtBoundary(("w0", "w1", "w2"))]
+    assert of(story.said, c.StopAtBoundary, c.StartWorker) == [c.StopAtBoundary(("w0", "w1", "w2"))]
     story.tell(*(m.Stopped(member=f"w{rank}", incarnation=1, step=5) for rank in range(3)))
     story.fenced("w0", "w1", "w2")
-    assert [command.world for command in story.said if isinstance(command, m.Reconcile)] == [("w0", "w2")]
+    assert [command.world for command in story.said if isinstance(command, c.Reconcile)] == [("w0", "w2")]
     story.reconciled("w0", "w2").committed(5)
-    assert of(story.said, m.StartWorker) == []
+    assert of(story.said, c.StartWorker) == []
     assert story.run.rules.max_workers == 2
 
 
@@ -1244,7 +1245,7 @@ def test_whom_a_person_put_to_sleep_no_notice_wakes() -> None:
     story = running(min_workers=3, slots=3, sleeps_on_notice=True)
     story.tell(m.Dormant(member="w1", incarnation=1, step=3, asleep=True), wished())
     story.tell(m.TimerFired(at=118.0, timer="leave", incarnation=1), m.TimerFired(at=120.0, timer="leave", incarnation=1))
-    assert of(story.said, m.Sleep) == []
+    assert of(story.said, c.Sleep) == []
 
 
 @pytest.mark.parametrize("wakes", [False, True])
@@ -1291,22 +1292,22 @@ def test_steps_that_were_done_while_somebody_slept_are_not_done_again_to_the_bit
 
 def test_who_can_leave_at_once_does_not_sleep_first_nor_do_all_at_once() -> None:
     story = running(min_workers=3, spares=1, sleeps_on_notice=True).started("w3")
-    assert of(story.tell(wished()), m.Sleep, m.StopAtBoundary) == [m.StopAtBoundary(("w0", "w1", "w2"))]
+    assert of(story.tell(wished()), c.Sleep, c.StopAtBoundary) == [c.StopAtBoundary(("w0", "w1", "w2"))]
     story = running(min_workers=3, slots=3, sleeps_on_notice=True)
     story.tell(told("w0"), told("w1"))
-    assert of(story.tell(told("w2")), m.Sleep) == [m.Sleep(("w0", "w1"), True)], "w2 is the last"
+    assert of(story.tell(told("w2")), c.Sleep) == [c.Sleep(("w0", "w1"), True)], "w2 is the last"
 
 
 def test_who_had_notice_in_a_recovery_sleeps_after_it() -> None:
     story = running(min_workers=2, slots=3, wait_for_replacement=False, sleeps_on_notice=True).lost("w2")
-    assert of(story.tell(wished()), m.Sleep) == []
+    assert of(story.tell(wished()), c.Sleep) == []
     story.fenced("w0", "w1").reconciled("w0", "w1").committed(5)
-    assert of(story.said, m.Sleep) == [m.Sleep(("w1",), True)]
+    assert of(story.said, c.Sleep) == [c.Sleep(("w1",), True)]
 
 
 def test_a_request_for_now_is_met_at_once_if_there_is_a_spare() -> None:
     story = running(min_workers=3, spares=1).started("w3")
-    assert of(story.tell(wished(deadline_s=0.0)), m.StopAtBoundary) == [m.StopAtBoundary(("w0", "w1", "w2"))]
+    assert of(story.tell(wished(deadline_s=0.0)), c.StopAtBoundary) == [c.StopAtBoundary(("w0", "w1", "w2"))]
 
 
 def test_a_request_does_not_make_what_a_cloud_says_lapse() -> None:
@@ -1323,12 +1324,12 @@ def told(member: str, at: float = 0.0, source: str = "aws rebalance") -> m.Notic
 def test_who_says_of_all_nodes_that_they_will_be_gone_stops_nothing() -> None:
     story = running(spares=1, max_failures=0, max_preemption_failures=0).started("w3")
     story.tell(m.CapacityChanged(slots=0), *(told(member) for member in ("w0", "w1", "w2", "w3")))
-    assert of(story.said, m.Kill, m.StopAtBoundary) == [m.StopAtBoundary(("w0", "w1", "w2"))], "w3 was to be told last"
+    assert of(story.said, c.Kill, c.StopAtBoundary) == [c.StopAtBoundary(("w0", "w1", "w2"))], "w3 was to be told last"
     story.tell(*(m.Stopped(member=member, incarnation=1, step=5) for member in ("w0", "w1", "w2")))
     story.fenced("w0", "w1", "w2").reconciled("w0", "w1", "w2").committed(5, at=1.0)
     assert (story.run.state, story.run.world) == (State.RUNNING, ("w0", "w1", "w2")), "nobody is there who could take a place"
     story.tell(m.TimerFired(at=118.0, timer="leave", incarnation=2))
-    assert story.said == [m.SetTimer("leave", 62.0, 2)]
+    assert story.said == [c.SetTimer("leave", 62.0, 2)]
     story.tell(m.TimerFired(at=180.0, timer="leave", incarnation=2))
     assert (story.said, story.run.leaving) == ([], {})
     assert story.run.roster.spares() == ["w3"]
@@ -1338,17 +1339,17 @@ def test_who_says_of_all_nodes_that_they_will_be_gone_stops_nothing() -> None:
 
 
 def test_where_nobody_could_stay_there_is_a_checkpoint_before_the_first_deadline() -> None:
-    everybody = [m.Secure(("w0", "w1", "w2"))]
+    everybody = [c.Secure(("w0", "w1", "w2"))]
     story = running(min_workers=3, slots=3, checkpoints=True)
     story.tell(told("w0"))
-    assert of(story.tell(told("w1")), m.Secure, m.SetTimer) == [m.SetTimer("leave", 118.0, 1)]
-    assert of(story.tell(told("w2")), m.Secure, m.SetTimer) == [m.SetTimer("leave", 116.0, 1)]
-    assert of(story.tell(m.TimerFired(at=116.0, timer="leave", incarnation=1)), m.Secure) == everybody
-    assert of(story.said, m.SetTimer) == [m.SetTimer("leave", 2.0, 1)]
-    assert of(story.tell(m.TimerFired(at=118.0, timer="leave", incarnation=1)), m.Secure) == []
-    assert of(story.tell(m.SupervisorRestarted(at=118.5)), m.Secure) == everybody, "the old one may not have come to it"
+    assert of(story.tell(told("w1")), c.Secure, c.SetTimer) == [c.SetTimer("leave", 118.0, 1)]
+    assert of(story.tell(told("w2")), c.Secure, c.SetTimer) == [c.SetTimer("leave", 116.0, 1)]
+    assert of(story.tell(m.TimerFired(at=116.0, timer="leave", incarnation=1)), c.Secure) == everybody
+    assert of(story.said, c.SetTimer) == [c.SetTimer("leave", 2.0, 1)]
+    assert of(story.tell(m.TimerFired(at=118.0, timer="leave", incarnation=1)), c.Secure) == []
+    assert of(story.tell(m.SupervisorRestarted(at=118.5)), c.Secure) == everybody, "the old one may not have come to it"
     story.lost("w0").fenced("w1", "w2")
-    assert of(story.said, m.Secure) == [], "there is nobody who trains"
+    assert of(story.said, c.Secure) == [], "there is nobody who trains"
 
 
 def test_who_sleeps_could_not_stay_with_the_state() -> None:
@@ -1358,7 +1359,7 @@ def test_who_sleeps_could_not_stay_with_the_state() -> None:
     assert story.run.holders() == ["w0", "w1"]
     story.tell(told("w0"), told("w1"))
     story.tell(m.TimerFired(at=116.0, timer="leave", incarnation=1))
-    assert of(story.said, m.Secure) == [m.Secure(("w0", "w1", "w2"))]
+    assert of(story.said, c.Secure) == [c.Secure(("w0", "w1", "w2"))]
 
 
 def test_a_sleeper_keeps_its_rank_though_a_spare_is_older() -> None:
@@ -1385,25 +1386,25 @@ def test_a_checkpoint_before_all_leave_is_begun_in_time() -> None:
     about = {"bytes": 1, "snapshot_s": 0.0, "stall_s": 0.0, "persist_s": 10.0}
     story.tell(m.CheckpointCommitted(member="w0", incarnation=1, step=5, name="step-5", **about))
     story.tell(told("w0"), told("w1"), told("w2"))
-    assert of(story.said, m.SetTimer)[-1] == m.SetTimer("leave", 98.0, 1)
+    assert of(story.said, c.SetTimer)[-1] == c.SetTimer("leave", 98.0, 1)
     short = [replace(told(member), deadline_s=3.0) for member in ("w0", "w1", "w2")]
-    assert of(running(min_workers=3, slots=3, checkpoints=True).tell(*short), m.Secure) == [m.Secure(("w0", "w1", "w2"))]
-    assert of(running(min_workers=3, slots=3).tell(*short), m.Secure) == [], "there are no checkpoints"
-    assert of(running(min_workers=3, slots=3, checkpoints=True, strategy="snapshot").tell(*short), m.Secure) == []
+    assert of(running(min_workers=3, slots=3, checkpoints=True).tell(*short), c.Secure) == [c.Secure(("w0", "w1", "w2"))]
+    assert of(running(min_workers=3, slots=3).tell(*short), c.Secure) == [], "there are no checkpoints"
+    assert of(running(min_workers=3, slots=3, checkpoints=True, strategy="snapshot").tell(*short), c.Secure) == []
 
 
 def test_all_replicas_of_one_stage_are_enough_for_a_checkpoint_before_they_leave() -> None:
     story = running(4, min_workers=4, slots=4, stages=2, checkpoints=True)
     short = {member: replace(told(member), deadline_s=3.0) for member in ("w1", "w2", "w3")}
-    assert of(story.tell(short["w1"], short["w2"]), m.Secure) == [], "w0 hosts stage 0, and w3 stage 1"
-    assert of(story.tell(short["w3"]), m.Secure) == [m.Secure(("w0", "w1", "w2", "w3"))]
+    assert of(story.tell(short["w1"], short["w2"]), c.Secure) == [], "w0 hosts stage 0, and w3 stage 1"
+    assert of(story.tell(short["w3"]), c.Secure) == [c.Secure(("w0", "w1", "w2", "w3"))]
 
 
 def leaving_two(**about: Any) -> Story:
     """Two of three have notice, w2 the shorter one, and there is one spare; the number of workers is fixed."""
     story = running(min_workers=3, slots=4, spares=1, **about).started("w3")
     story.tell(told("w1"))
-    assert of(story.said, m.StopAtBoundary) == [m.StopAtBoundary(("w0", "w1", "w2"))]
+    assert of(story.said, c.StopAtBoundary) == [c.StopAtBoundary(("w0", "w1", "w2"))]
     story.tell(replace(told("w2"), deadline_s=60.0))
     story.tell(*(m.Stopped(member=member, incarnation=1, step=5) for member in ("w0", "w1", "w2")))
     return story.fenced("w0", "w1", "w2")
@@ -1415,19 +1416,19 @@ def test_of_two_who_have_notice_the_more_urgent_takes_the_only_spare() -> None:
     assert (story.run.joining, story.run.recoveries[-1].left) == (("w0", "w1", "w3"), ["w2"])
     story.reconciled("w0", "w1", "w3", empty=["w3"]).filled("w0", "w1", "w3").committed(5, at=1.0)
     assert (story.run.state, [*story.run.leaving]) == (State.RUNNING, ["w1"])
-    assert of(story.started("w4").said, m.StopAtBoundary) == [m.StopAtBoundary(("w0", "w1", "w3"))]
+    assert of(story.started("w4").said, c.StopAtBoundary) == [c.StopAtBoundary(("w0", "w1", "w3"))]
 
 
 def test_of_two_who_have_notice_one_leaves_at_the_last_moment_though_there_is_nobody_for_the_other() -> None:
     story = running(min_workers=3, slots=3, spares=1)
     story.tell(told("w1"), replace(told("w2"), deadline_s=60.0), m.CapacityChanged(at=1.0, slots=4))
-    assert of(story.started("w3").said, m.StopAtBoundary) == [], "perhaps there will be two"
+    assert of(story.started("w3").said, c.StopAtBoundary) == [], "perhaps there will be two"
     story.tell(m.TimerFired(at=58.0, timer="leave", incarnation=1))
-    assert of(story.said, m.StopAtBoundary) == [m.StopAtBoundary(("w0", "w1", "w2"))]
+    assert of(story.said, c.StopAtBoundary) == [c.StopAtBoundary(("w0", "w1", "w2"))]
     story.tell(*(m.Stopped(at=58.1, member=member, incarnation=1, step=5) for member in ("w0", "w1", "w2")))
     assert story.fenced("w0", "w1", "w2").run.joining == ("w0", "w1", "w3")
     story.reconciled("w0", "w1", "w3", empty=["w3"]).filled("w0", "w1", "w3").committed(5, at=59.0)
-    assert (story.run.state, of(story.said, m.StopAtBoundary)) == (State.RUNNING, []), "nobody is there for w1 yet"
+    assert (story.run.state, of(story.said, c.StopAtBoundary)) == (State.RUNNING, []), "nobody is there for w1 yet"
 
 
 @pytest.mark.parametrize(
@@ -1458,9 +1459,9 @@ def test_of_those_whose_time_has_come_as_many_leave_as_the_others_can_do_without
     world = set(story.run.world)
     room = m.CapacityChanged(slots=workers - len(seconds), last_resort=len(seconds))
     story.tell(room, *(replace(told(member, source="aws spot"), deadline_s=left) for member, left in seconds.items()))
-    assert of(story.said, m.StopAtBoundary) == [], "perhaps others come"
+    assert of(story.said, c.StopAtBoundary) == [], "perhaps others come"
     story.tell(m.TimerFired(at=28.0, timer="leave", incarnation=1))
-    assert of(story.said, m.StopAtBoundary) == [m.StopAtBoundary(story.run.world)]
+    assert of(story.said, c.StopAtBoundary) == [c.StopAtBoundary(story.run.world)]
     story.tell(*(m.Stopped(at=28.2, member=member, incarnation=1, step=5) for member in story.run.world))
     story.fenced(*story.run.world)
     stay = sorted(world - leave)
@@ -1473,22 +1474,22 @@ def test_of_those_whose_time_has_come_as_many_leave_as_the_others_can_do_without
 def test_who_is_to_leave_for_good_is_kept_by_nobody_else_s_notice(least: int, seconds: float) -> None:
     story = running(4, min_workers=least, slots=4)
     story.tell(replace(told("w2"), deadline_s=seconds), replace(wished(at=1.0, deadline_s=60.0), replaced=False))
-    assert of(story.said, m.StopAtBoundary) == [m.StopAtBoundary(("w0", "w1", "w2", "w3"))]
+    assert of(story.said, c.StopAtBoundary) == [c.StopAtBoundary(("w0", "w1", "w2", "w3"))]
     story.tell(*(m.Stopped(member=f"w{rank}", incarnation=1, step=5) for rank in range(4)))
     assert story.fenced("w0", "w1", "w2", "w3").run.joining == ("w0", "w2", "w3"), "perhaps another comes for w2"
     story.reconciled("w0", "w2", "w3").committed(5, at=2.0)
     assert (story.run.state, [*story.run.leaving]) == (State.RUNNING, ["w2"])
 
 
-@pytest.mark.parametrize(("least", "starts"), [(3, [m.StartWorker("w3", anywhere=True)]), (2, [])])
+@pytest.mark.parametrize(("least", "starts"), [(3, [c.StartWorker("w3", anywhere=True)]), (2, [])])
 def test_who_is_lost_while_all_nodes_are_said_to_go_is_replaced_there_if_it_is_needed(
-    least: int, starts: list[m.Command]
+    least: int, starts: list[c.Command]
 ) -> None:
     """Its process crashed, and its node is there. Mostly nothing comes of such a notice."""
     story = running(min_workers=least, slots=3)
     story.tell(m.CapacityChanged(slots=0, last_resort=3), *(told(member) for member in ("w0", "w1", "w2")))
     story.lost("w1").fenced("w0", "w2")
-    assert of(story.said, m.StartWorker) == starts
+    assert of(story.said, c.StartWorker) == starts
     if starts:
         assert story.tell(told("w3", at=1.0)) == [], "it hears what the others have heard"
         story.started("w3")
@@ -1511,16 +1512,16 @@ def test_who_is_needed_for_the_next_world_is_not_let_go_before_it_has_come_toget
     found(story.lost("w1").fenced("w0", "w2"), 4, reached=5)
     assert story.run.state == State.REPLACE
     drained = [m.Noticed(member=one, deadline_s=3600.0, source="ray drain", reason="drained") for one in ("w0", "w2")]
-    assert of(story.tell(*drained), m.Kill) == []
-    assert of(story.started("w3").said, m.Reconcile)[0].world == ("w0", "w3", "w2")
+    assert of(story.tell(*drained), c.Kill) == []
+    assert of(story.started("w3").said, c.Reconcile)[0].world == ("w0", "w3", "w2")
     story.reconciled("w0", "w3", "w2").committed(4)
     assert set(story.run.leaving) == {"w0", "w2"}, "and leave as whoever trains"
 
 
 def test_a_spare_that_had_notice_stays_until_there_is_another() -> None:
     story = running(min_workers=3, spares=1).started("w3")
-    assert of(story.tell(told("w3")), m.Kill, m.StartWorker) == [m.StartWorker("w4")]
-    assert of(story.started("w4").said, m.Kill) == [m.Kill("w3")]
+    assert of(story.tell(told("w3")), c.Kill, c.StartWorker) == [c.StartWorker("w4")]
+    assert of(story.started("w4").said, c.Kill) == [c.Kill("w3")]
     assert story.run.roster.spares() == ["w4"]
 
 
@@ -1529,7 +1530,7 @@ def test_a_spare_that_had_notice_replaces_who_is_lost_and_leaves_as_the_others_d
     story.tell(told("w3"))
     story.lost("w1").fenced("w0", "w2").reconciled("w0", "w2", "w3", empty=["w3"]).filled("w0", "w2", "w3").committed(5)
     assert story.run.world == ("w0", "w3", "w2")
-    assert of(story.started("w4").said, m.StopAtBoundary) == [m.StopAtBoundary(("w0", "w3", "w2"))]
+    assert of(story.started("w4").said, c.StopAtBoundary) == [c.StopAtBoundary(("w0", "w3", "w2"))]
 
 
 def test_a_place_is_not_left_to_a_spare_that_must_go_too() -> None:
@@ -1538,7 +1539,7 @@ def test_a_place_is_not_left_to_a_spare_that_must_go_too() -> None:
     story.tell(told("w3"), told("w1"), m.TimerFired(at=118.0, timer="leave", incarnation=1))
     story.tell(*(m.Stopped(member=member, incarnation=1, step=5) for member in ("w0", "w1", "w2")))
     story.fenced("w0", "w1", "w2")
-    assert of(story.said, m.Kill) == [m.Kill("w3"), m.Kill("w1")]
+    assert of(story.said, c.Kill) == [c.Kill("w3"), c.Kill("w1")]
 
 
 def test_what_ray_drains_stays_drained() -> None:
@@ -1551,9 +1552,9 @@ def test_what_ray_drains_stays_drained() -> None:
 
 def test_the_loss_of_a_working_member_makes_starts_worth_trying_again() -> None:
     story = running(min_workers=3, max_start_failures=1, spares=1).lost("w3")
-    assert of(story.said, m.StartWorker) == [], "there is no room for a spare"
+    assert of(story.said, c.StartWorker) == [], "there is no room for a spare"
     story.lost("w2").fenced("w0", "w1")
-    assert of(story.said, m.StartWorker) == [m.StartWorker("w4"), m.StartWorker("w5")]
+    assert of(story.said, c.StartWorker) == [c.StartWorker("w4"), c.StartWorker("w5")]
 
 
 def test_recoveries_that_commit_no_step_come_to_an_end() -> None:
@@ -1602,7 +1603,7 @@ def test_an_attempt_that_was_too_slow_has_twice_the_time_in_the_next() -> None:
     story, times = running(spares=1, phase_timeout=100.0).to(State.FENCE), []
     for members in (["w0", "w1"], *[["w0", "w1", "w3"]] * 5):
         story.fenced(*members, empty=["w3"])
-        times += [command.seconds for command in story.said if isinstance(command, m.SetTimer) and command.timer == "reconcile"]
+        times += [command.seconds for command in story.said if isinstance(command, c.SetTimer) and command.timer == "reconcile"]
         story.fires("reconcile")
     assert times == [100.0, 200.0, 400.0, 800.0, 800.0, 800.0]
 
@@ -1734,10 +1735,10 @@ def test_what_was_undone_before_everybody_went_back_is_not_told_again_by_who_did
 
 def test_the_final_state_is_saved_by_the_lowest_rank_that_is_left() -> None:
     story = running(max_steps=1).completed().lost("w2")
-    assert of(story.said, m.Save, m.StartWorker) == [], "the one that saves is there, and no replacement is needed"
-    assert of(story.lost("w0").said, m.Save) == [m.Save(("w1",), ("w0", "w1", "w2"), 1)]
+    assert of(story.said, c.Save, c.StartWorker) == [], "the one that saves is there, and no replacement is needed"
+    assert of(story.lost("w0").said, c.Save) == [c.Save(("w1",), ("w0", "w1", "w2"), 1)]
     assert story.fires("save ('w0',)").said == [], "that one is gone"
-    assert of(story.fires("save ('w1',)").said, m.Kill) == [m.Kill("w1")]
+    assert of(story.fires("save ('w1',)").said, c.Kill) == [c.Kill("w1")]
     assert story.run.failure is not None
     kind, why = story.run.failure
     assert (kind, why.partition(" (")[0]) == ("NoSurvivorError", "nobody holds the state of step 1 any more")
@@ -1748,10 +1749,10 @@ def test_if_everybody_is_lost_who_could_save_the_run_goes_back(stored: tuple[m.S
     """To the newest checkpoint, or to its beginning, as it would have one step before: but not for ever."""
     story = running(1, max_steps=1, checkpoints=True).completed()
     for number in (2, 3):
-        assert of(story.lost(f"w{number - 2}").said, m.Fence, m.FindCheckpoints) == [m.FindCheckpoints(number)]
+        assert of(story.lost(f"w{number - 2}").said, c.Fence, c.FindCheckpoints) == [c.FindCheckpoints(number)]
         story.tell(m.CheckpointsFound(incarnation=number, stored=stored))
         story.started(f"w{number - 1}").reconciled(f"w{number - 1}").completed()
-        assert of(story.said, m.Save) == [m.Save((f"w{number - 1}",), (f"w{number - 1}",), number)]
+        assert of(story.said, c.Save) == [c.Save((f"w{number - 1}",), (f"w{number - 1}",), number)]
     assert [recovery.strategy for recovery in story.run.recoveries] == [Strategy.CHECKPOINT] * 2
     story.lost("w2")
     assert story.run.failure is not None
@@ -1762,11 +1763,11 @@ def test_a_stage_that_was_saved_may_be_lost() -> None:
     """It is in storage: it is not asked again, whoever else is, and its loss does not end the run."""
     story = running(4, stages=2, max_steps=1).completed()
     world = ("w0", "w1", "w2", "w3")
-    assert of(story.said, m.Save) == [m.Save(("w0", "w1"), world, 1)]
+    assert of(story.said, c.Save) == [c.Save(("w0", "w1"), world, 1)]
     story.tell(m.Saved(member="w1", incarnation=1, path="final-stage-1.arrow"))
-    assert of(story.lost("w1").said, m.Save) == of(story.lost("w3").said, m.Save) == []
-    assert of(story.lost("w0").said, m.Save) == [m.Save(("w2",), world, 1)], "the other stage has a replica left"
-    assert of(story.tell(m.SupervisorRestarted()), m.Save) == [m.Save(("w2",), world, 1)]
+    assert of(story.lost("w1").said, c.Save) == of(story.lost("w3").said, c.Save) == []
+    assert of(story.lost("w0").said, c.Save) == [c.Save(("w2",), world, 1)], "the other stage has a replica left"
+    assert of(story.tell(m.SupervisorRestarted()), c.Save) == [c.Save(("w2",), world, 1)]
     story.tell(m.Saved(member="w2", incarnation=1, path="final-stage-0.arrow"))
     assert story.run.state == State.FINISHED
 
@@ -1776,8 +1777,8 @@ def test_who_saves_is_not_asked_again_when_another_saver_is_lost() -> None:
     cannot know whether it was asked."""
     story = running(4, stages=2, max_steps=1).completed()
     world = ("w0", "w1", "w2", "w3")
-    assert of(story.lost("w1").said, m.Save) == [m.Save(("w3",), world, 1)]
-    assert of(story.tell(m.SupervisorRestarted()), m.Save) == [m.Save(("w0", "w3"), world, 1)]
+    assert of(story.lost("w1").said, c.Save) == [c.Save(("w3",), world, 1)]
+    assert of(story.tell(m.SupervisorRestarted()), c.Save) == [c.Save(("w0", "w3"), world, 1)]
 
 
 def test_a_stage_that_was_not_saved_may_not() -> None:
@@ -1795,12 +1796,12 @@ def test_a_stage_that_was_not_saved_may_not() -> None:
 def test_a_stage_that_was_not_saved_is_loaded_and_all_are_saved_anew() -> None:
     story = running(2, stages=2, max_steps=1, checkpoints=True, spares=1).started("w2").completed()
     story.tell(m.Saved(member="w1", incarnation=1, path="final-stage-1.arrow"))
-    wait = of(story.lost("w0").said, m.Fence, m.SetTimer)
-    assert wait == [m.Fence(("w1",), 2), m.SetTimer("fence", 60.0, 2)], "who is saving does not leave that"
+    wait = of(story.lost("w0").said, c.Fence, c.SetTimer)
+    assert wait == [c.Fence(("w1",), 2), c.SetTimer("fence", 60.0, 2)], "who is saving does not leave that"
     story.tell(m.Fenced(member="w1", incarnation=2, marks=Marks("w1", 1, (1,), (None,), 1)))
     story.tell(m.CheckpointsFound(incarnation=2, stored=(m.Stored("c1", 1),)))
     story.reconciled("w2", "w1").completed()
-    assert of(story.said, m.Save) == [m.Save(("w2", "w1"), ("w2", "w1"), 2)]
+    assert of(story.said, c.Save) == [c.Save(("w2", "w1"), ("w2", "w1"), 2)]
     late = story.tell(*(m.Saved(member=member, incarnation=1, path="of before") for member in ("w0", "w1")))
     assert (late, story.run.state) == ([], State.SHUTTING_DOWN)
     story.tell(*(m.Saved(member=member, incarnation=2, path=member) for member in ("w1", "w2")))
@@ -1826,7 +1827,7 @@ def test_a_stage_that_is_lost_whenever_it_is_saved_ends_the_run() -> None:
 def test_if_everybody_is_lost_who_saves_a_pipeline_all_of_it_is_loaded() -> None:
     story = running(2, stages=2, max_steps=1, checkpoints=True, spares=2).started("w2", "w3").completed()
     said = story.fires("save ('w0', 'w1')").said
-    assert of(said, m.Kill, m.FindCheckpoints) == [m.Kill("w0"), m.Kill("w1"), m.FindCheckpoints(2)]
+    assert of(said, c.Kill, c.FindCheckpoints) == [c.Kill("w0"), c.Kill("w1"), c.FindCheckpoints(2)]
     assert story.run.state == State.REPLACE
 
 
@@ -1845,24 +1846,24 @@ def test_a_supervisor_that_comes_back_reads_the_log_and_asks_again() -> None:
     run = replay(story.run.rules, story.events)
     assert run == story.run
     commands = handle(run, m.SupervisorRestarted())
-    watched = [m.Watch(member, run.roster.nodes[member]) for member in ("w0", "w1", "w3")]
-    assert of(commands, m.Kill, m.Watch) == [m.Kill("w2"), *watched]
-    assert of(commands, m.Fence) == [m.Fence(("w0", "w1"), 3)], "an incarnation is never fenced twice: workers refuse"
+    watched = [c.Watch(member, run.roster.nodes[member]) for member in ("w0", "w1", "w3")]
+    assert of(commands, c.Kill, c.Watch) == [c.Kill("w2"), *watched]
+    assert of(commands, c.Fence) == [c.Fence(("w0", "w1"), 3)], "an incarnation is never fenced twice: workers refuse"
 
 
 def test_what_was_asked_is_asked_again() -> None:
     growing = Story(2).started("w0").fires("schedule").reconciled("w0").committed(0).started("w1")
     ending = running(max_steps=1).completed()
     for story, state, again in (
-        (Story(1), State.SCHEDULING, [m.SetTimer("schedule", 120.0, 0)]),
-        (running(spares=1).to(State.RESUME), State.RESUME, [m.Run(("w0", "w1", "w3"), 2)]),
+        (Story(1), State.SCHEDULING, [c.SetTimer("schedule", 120.0, 0)]),
+        (running(spares=1).to(State.RESUME), State.RESUME, [c.Run(("w0", "w1", "w3"), 2)]),
         (running(), State.RUNNING, []),
-        (growing, State.RESIZING, [m.StopAtBoundary(("w0",))]),
-        (ending, State.SHUTTING_DOWN, [m.Save(("w0",), ("w0", "w1", "w2"), 1), m.SetTimer("save ('w0',)", 60.0, 1)]),
+        (growing, State.RESIZING, [c.StopAtBoundary(("w0",))]),
+        (ending, State.SHUTTING_DOWN, [c.Save(("w0",), ("w0", "w1", "w2"), 1), c.SetTimer("save ('w0',)", 60.0, 1)]),
     ):
         assert story.run.state == state
         commands = story.tell(m.SupervisorRestarted())
-        assert [command for command in commands if not isinstance(command, m.Kill | m.Watch)] == again
+        assert [command for command in commands if not isinstance(command, c.Kill | c.Watch)] == again
 
 
 def test_what_workers_say_again_after_a_restart_is_no_news() -> None:
@@ -1906,8 +1907,8 @@ def test_the_diagram_in_the_documentation_is_that_of_the_table() -> None:
 
 def test_a_new_spare_is_started_when_training_goes_on_again() -> None:
     story = running(spares=1).to(State.RESUME)
-    assert of(story.said, m.StartWorker) == []
-    assert of(story.committed(5).said, m.StartWorker) == [m.StartWorker("w4")]
+    assert of(story.said, c.StartWorker) == []
+    assert of(story.committed(5).said, c.StartWorker) == [c.StartWorker("w4")]
 
 
 def test_members_are_what_the_run_makes_of_them() -> None:
@@ -1920,28 +1921,28 @@ def test_members_are_what_the_run_makes_of_them() -> None:
 # ---------------------------------------------------------------- an end before its time
 
 
-def stopped(story: Story, *members: str) -> list[m.Command]:
+def stopped(story: Story, *members: str) -> list[c.Command]:
     return story.tell(*(m.Stopped(member=member, incarnation=story.run.incarnation, step=5) for member in members))
 
 
-def checkpointed(story: Story, *members: str) -> list[m.Command]:
+def checkpointed(story: Story, *members: str) -> list[c.Command]:
     return story.tell(*(m.Checkpointed(member=member, incarnation=story.run.incarnation) for member in members))
 
 
 def test_who_is_asked_to_end_stops_at_a_boundary_and_stores_it() -> None:
     story = running(checkpoints=True)
     assert story.tell(m.AbortRequested(reason="Ctrl-C")) == [
-        m.SetTimer("stop", story.run.rules.stop_timeout, None),
-        m.StopAtBoundary(("w0", "w1", "w2")),
+        c.SetTimer("stop", story.run.rules.stop_timeout, None),
+        c.StopAtBoundary(("w0", "w1", "w2")),
     ]
     assert story.run.state == State.STOPPING
     assert story.tell(m.AbortRequested(reason="Ctrl-C again")) == []
     assert stopped(story, "w2", "w0") == []
-    assert stopped(story, "w1") == [m.Checkpoint(("w0", "w1", "w2"), 1)]
+    assert stopped(story, "w1") == [c.Checkpoint(("w0", "w1", "w2"), 1)]
     times = {"snapshot_s": 0.0, "stall_s": 0.0, "persist_s": 0.0}
     story.tell(m.CheckpointCommitted(member="w0", incarnation=1, step=5, name="step-5", bytes=1, **times))
     assert checkpointed(story, "w0", "w1") == []
-    assert checkpointed(story, "w2")[-1] == m.End()
+    assert checkpointed(story, "w2")[-1] == c.End()
     assert (story.run.state, story.run.failure) == (State.ABORTED, ("AbortedError", "Ctrl-C; its newest checkpoint is step-5"))
 
 
@@ -1958,7 +1959,7 @@ def test_a_recovery_that_is_under_way_comes_before_the_end() -> None:
     assert story.run.state == State.REPLACE
     story.reconciled("w0", "w1", "w3", empty=["w3"]).filled("w0", "w1", "w3").committed(5)
     assert story.run.state == State.STOPPING
-    assert story.said == [m.StopAtBoundary(("w0", "w1", "w3"))]
+    assert story.said == [c.StopAtBoundary(("w0", "w1", "w3"))]
     assert story.run.recoveries[-1].resumed is not None
 
 
@@ -1968,7 +1969,7 @@ def test_a_loss_while_stopping_is_recovered_from_and_then_the_run_ends() -> None
     stopped(story, "w0", "w1", "w2")
     story.lost("w2").fenced("w0", "w1").reconciled("w0", "w1", "w3", empty=["w3"]).filled("w0", "w1", "w3").committed(5)
     assert story.run.state == State.STOPPING
-    assert stopped(story, "w0", "w1", "w3") == [m.Checkpoint(("w0", "w1", "w3"), 2)]
+    assert stopped(story, "w0", "w1", "w3") == [c.Checkpoint(("w0", "w1", "w3"), 2)]
 
 
 @pytest.mark.parametrize("state", [State.RUNNING, State.FENCE, State.REPLACE, State.REBUILD, State.RESUME])
@@ -1988,10 +1989,10 @@ def test_a_supervisor_that_comes_back_while_the_run_stops_asks_again() -> None:
     stopped(story, "w0", "w1", "w2")
     checkpointed(story, "w0")
     said = story.tell(m.SupervisorRestarted())
-    assert said[-2:] == [m.SetTimer("stop", story.run.rules.stop_timeout, None), m.StopAtBoundary(("w0", "w1", "w2"))]
-    assert stopped(story, "w0", "w1", "w2") == [m.Checkpoint(("w0", "w1", "w2"), 1)]
+    assert said[-2:] == [c.SetTimer("stop", story.run.rules.stop_timeout, None), c.StopAtBoundary(("w0", "w1", "w2"))]
+    assert stopped(story, "w0", "w1", "w2") == [c.Checkpoint(("w0", "w1", "w2"), 1)]
     assert checkpointed(story, "w1", "w2") == [], "what w0 said before the restart counts no more"
-    assert checkpointed(story, "w0")[-1] == m.End()
+    assert checkpointed(story, "w0")[-1] == c.End()
 
 
 def test_the_final_state_is_still_saved() -> None:
@@ -2011,4 +2012,4 @@ def test_what_was_given_up_and_not_replaced_is_nobodys_state() -> None:
     story.reconciled("w2").lost("w2")
     story.fenced("w0", step=5)
     assert story.run.survivors == {}
-    assert of(story.said, m.FindCheckpoints)
+    assert of(story.said, c.FindCheckpoints)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy import replacing
 from raytrain_ft.policy.machine import handle
@@ -24,9 +25,9 @@ AT = {"node": "n9", "pid": 1}
 ABOUT = {"bytes": 1, "snapshot_s": 0.0, "stall_s": 0.0, "persist_s": 0.0}
 
 
-def seconds_of(commands: list[m.Command]) -> float:
+def seconds_of(commands: list[c.Command]) -> float:
     """The deadline that these set."""
-    (timer,) = [command for command in commands if isinstance(command, m.SetTimer)]
+    (timer,) = [command for command in commands if isinstance(command, c.SetTimer)]
     return timer.seconds
 
 
@@ -46,12 +47,13 @@ class Told:
         self.commit(0, 13)
         self.tell(m.CheckpointCommitted, member="w0", incarnation=1, step=6, name="c6", **ABOUT)
 
-    def tell(self, event: Any, **about: Any) -> list[m.Command]:
+    def tell(self, event: Any, **about: Any) -> list[c.Command]:
         self.at += 0.1
         return handle(self.run, event(at=self.at, **about))
 
-    def answer(self, event: Any, members: Any, **about: Any) -> list[m.Command]:
-        return [c for member in members for c in self.tell(event, member=member, incarnation=self.run.incarnation, **about)]
+    def answer(self, event: Any, members: Any, **about: Any) -> list[c.Command]:
+        about |= {"incarnation": self.run.incarnation}
+        return [command for member in members for command in self.tell(event, member=member, **about)]
 
     def start(self) -> None:
         """Whoever is starting is ready."""
@@ -71,10 +73,10 @@ class Told:
             marks = Marks(member, step, (step,), (None,), rank) if rank < STAGES else None
             self.joined = self.tell(m.Fenced, member=member, incarnation=self.run.incarnation, marks=marks)
 
-    def replay(self) -> m.Replay:
+    def replay(self) -> c.Replay:
         """The replay that begins when all have joined."""
         commands = self.answer(m.Reconciled, self.run.joining, digests=("d",))
-        (found,) = [command for command in commands if isinstance(command, m.Replay)]
+        (found,) = [command for command in commands if isinstance(command, c.Replay)]
         return found
 
 
@@ -161,7 +163,7 @@ def test_a_stage_that_is_lost_before_it_was_saved_is_replayed() -> None:
     assert (replay.load, replay.until, replay.stages) == ("c6", 100, (1,))
     told.answer(m.Filled, told.run.joining, digests=("d",))
     commands = told.answer(m.Completed, told.run.world, digest="d")
-    assert [command for command in commands if isinstance(command, m.Save)] == [m.Save(told.run.world, told.run.world, 2)]
+    assert [command for command in commands if isinstance(command, c.Save)] == [c.Save(told.run.world, told.run.world, 2)]
     told.answer(m.Saved, told.run.world, path="final")
     assert told.run.state == State.FINISHED
     (recovery,) = told.run.recoveries
@@ -177,7 +179,7 @@ def test_a_log_that_failed_begins_anew_with_that_of_the_others() -> None:
     told.fence()
     assert told.run.seeking
     commands = told.tell(m.CheckpointsFound, incarnation=told.run.incarnation, stored=(m.Stored("c6", 6),))
-    (joining,) = [command for command in commands if isinstance(command, m.Reconcile)]
+    (joining,) = [command for command in commands if isinstance(command, c.Reconcile)]
     assert joining.since == told.run.log.incarnation == told.run.incarnation == 2
     told.tell(m.LogFailed, member="w0", incarnation=1, step=12, reason="told late, of the log before")
     assert told.run.log.since == 6
@@ -357,10 +359,9 @@ def test_who_takes_another_stage_has_the_time_to_build_it() -> None:
     told.tell(m.WorkerLost, member="w1", cause="killed")
     told.fence()
     assert told.run.state == State.REPLACE
-    assert (
-        seconds_of([c for c in told.joined if c != m.SetTimer("replacement", 60.0, told.run.incarnation)])
-        == told.run.rules.phase_timeout + 3 * BUILD_S
-    )
+    waits = c.SetTimer("replacement", 60.0, told.run.incarnation)
+    seconds = seconds_of([command for command in told.joined if command != waits])
+    assert seconds == told.run.rules.phase_timeout + 3 * BUILD_S
 
 
 def test_a_checkpoint_of_before_everybody_went_back_says_nothing_of_the_log_since(lost: Told) -> None:

@@ -15,8 +15,8 @@ from test_profile import Bad, Layers, settings
 from raytrain_ft import selective
 from raytrain_ft.config import LogConfig, ParallelismConfig, RecoveryConfig
 from raytrain_ft.errors import ConfigError, TaskError
+from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import logging_cost, replacing
-from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.planning import LogChoice
 from raytrain_ft.policy.roster import MemberState, Rules
 from raytrain_ft.policy.run_state import RunState
@@ -181,7 +181,7 @@ def test_what_is_logged_crosses_groups_and_nodes(groups: Groups, nodes: str, log
     run = RunState(Rules(min_workers=3, max_workers=3, max_steps=10, stages=3, logging=True), groups=groups)
     world = tuple(f"w{rank}" for rank in range(3))
     run.roster.nodes = dict(zip(world, nodes, strict=True))
-    (told,) = [command for command in replacing.join(run, world) if isinstance(command, m.Reconcile)]
+    (told,) = [command for command in replacing.join(run, world) if isinstance(command, c.Reconcile)]
     assert told.logged == logged
 
 
@@ -202,7 +202,7 @@ def test_neighbours_share_a_node_where_they_can(nodes: str, leaving: tuple[int, 
         run.roster.members[member] = MemberState.SPARE
         run.roster.nodes[member] = node
     run.roster.leaving = frozenset(members[number] for number in leaving)
-    (told,) = [command for command in replacing.replace(run, waited=True) if isinstance(command, m.Reconcile)]
+    (told,) = [command for command in replacing.replace(run, waited=True) if isinstance(command, c.Reconcile)]
     assert told.world == tuple(members[int(number)] for number in world)
 
 
@@ -225,5 +225,5 @@ def test_what_is_filled_from_replicas_is_not_logged(nodes: str, rules: dict[str,
     run = RunState(Rules(min_workers=8, max_workers=8, max_steps=10, **how), groups=groups)
     world = tuple(f"w{rank}" for rank in range(8))
     run.roster.nodes = dict(zip(world, nodes, strict=True))
-    (told,) = [command for command in replacing.join(run, world) if isinstance(command, m.Reconcile)]
+    (told,) = [command for command in replacing.join(run, world) if isinstance(command, c.Reconcile)]
     assert told.logged == logged

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytrain_ft.policy.messages import StartWorker
+from raytrain_ft.policy.commands import StartWorker
 from raytrain_ft.policy.reconcile import Copy, Plan
 from raytrain_ft.policy.roster import MemberState, Roster, Rules
 from raytrain_ft.policy.strategy import Guarantee, Recoveries, Recovery, Strategy
