@@ -34,7 +34,7 @@ from raytrain_ft.training.journal import Journal
 from raytrain_ft.training.layout import check_plain
 from raytrain_ft.training.ranks import Ranks, current
 from raytrain_ft.training.resumable import Loader
-from raytrain_ft.training.session import Plan, Session
+from raytrain_ft.training.session import Session, Settings
 
 __all__ = ["Loader", "Run", "open"]
 
@@ -92,7 +92,7 @@ def open(
         loader.check_world(current()[1])
         _ = loader.sketches  # read now: a checkpoint that is due waits for no samples
     ranks = Ranks(timeout)
-    plan = Plan(
+    settings = Settings(
         budget=overhead,
         window=profile_steps(max(map(len, loaders.values()))) if loaders else LONGEST_PROFILE,
         every=None if every == "auto" else every,
@@ -101,7 +101,7 @@ def open(
         timeout_s=timeout.total_seconds(),
         failure_s=None if failure_interval is None else failure_interval.total_seconds(),
     )
-    session = Session(ranks, storage, _journal(storage, ranks.rank), others, loaders, plan)
+    session = Session(ranks, storage, _journal(storage, ranks.rank), others, loaders, settings)
     try:
         session.begin(resume, override)
     except BaseException:

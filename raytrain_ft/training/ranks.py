@@ -7,8 +7,9 @@ needs a GPU nor disturbs the collectives of the training. Nothing is unpickled.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from torch.distributed.constants import default_pg_timeout
 
 from raytrain_ft import errors
 from raytrain_ft.errors import FTError, StorageError
+
+T = TypeVar("T")
 
 
 class Ranks:
@@ -95,6 +98,18 @@ class Ranks:
         for failure in self.failures(error):
             raise failure
 
+    def first_does(self, work: Callable[[], T]) -> T:
+        """What rank 0's work gives, or its error, on every rank."""
+        value, error = tried(work) if self.rank == 0 else (None, None)
+        self.agree(error)
+        return self.first_says(value)
+
+    def all_do(self, work: Callable[[], T]) -> T:
+        """What this rank's work gives; an error of one is an error of all."""
+        value, error = tried(work)
+        self.agree(error)
+        return value  # pyright: ignore[reportReturnType]
+
     def leave(self) -> None:
         """Gives the groups up. A process that ends with a collective broken off in one of them may be aborted by torch."""
         if self._group is not None and dist.is_initialized():
@@ -111,6 +126,14 @@ class Ranks:
                 "is one of them lost, or not inside checkfreq.open? Or does it still read a large checkpoint? Then give "
                 f"checkfreq.open a longer timeout=... ({error})"
             ) from error
+
+
+def tried(work: Callable[[], T]) -> tuple[T | None, FTError | None]:
+    """What the work gives, or its error."""
+    try:
+        return work(), None
+    except FTError as error:
+        return None, error
 
 
 def current() -> tuple[int, int]:

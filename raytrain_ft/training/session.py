@@ -9,29 +9,26 @@ first step, to see whether what each stores a part of is the same on all.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import threading
 import time
-import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from raytrain_ft.errors import ConfigError, FTError, NoCheckpointError, StorageError, UnreachableError
+from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.sampling import Position
 from raytrain_ft.policy.tuner import Tuner
-from raytrain_ft.storage import lock, retention, selection
-from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.filesystem import Storage
 from raytrain_ft.training import objects as states
 from raytrain_ft.training import resume as resuming
+from raytrain_ft.training.beginning import Beginning
 from raytrain_ft.training.checkpointer import Checkpointer, Target
 from raytrain_ft.training.followed import follow
 from raytrain_ft.training.forgotten import NOT_GIVEN, Forgotten
@@ -40,13 +37,12 @@ from raytrain_ft.training.ranks import Ranks
 from raytrain_ft.training.resumable import Loader
 from raytrain_ft.training.stopwatch import Stopwatch
 
-T = TypeVar("T")
 MOST_TOLD = 5
 """So many differences are told of a state that has become another; there may be one in each of thousands of tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Settings:
     """What a session was told; see `checkfreq.open`. `window`: steps to measure before the first checkpoint; `failure_s`: mean
     time between failures."""
 
@@ -73,16 +69,14 @@ class Session:
         journal: Journal,
         objects: Mapping[str, Any],
         loaders: Mapping[str, Loader],
-        plan: Plan,
+        settings: Settings,
     ) -> None:
         self.step = 0
         self.storage = storage
-        self._ranks, self._journal, self._plan = ranks, journal, plan
+        self._ranks, self._journal, self._settings = ranks, journal, settings
         self._objects, self._loaders = objects, loaders
         self._closing = ExitStack()
         self._resumed: resuming.Plan | None = None
-        self._rejected: list[str] = []  # checkpoints that are damaged, as some rank sees them
-        self._unread: list[str] = []  # those that could not be read
         self._began_at = 0
         self._opened = threading.get_ident()
         self._updating: int | None = None  # the thread of the last update
@@ -110,101 +104,35 @@ class Session:
         """
         self._closing.callback(self._ranks.leave)
         self._closing.callback(self._journal.close)
-        self._compare_ranks()
-        right = _by_first(self._ranks, self._acquire)
-        self._resume(resume, override, right["epoch"])
+        beginning = Beginning(self._ranks, self.storage, self._journal, self._objects, self._loaders)
+        begun = beginning.begin(resume, override, self._closing)
+        if begun.plan is not None:
+            self._resumed = begun.plan
+            self.step = self._began_at = begun.plan.step
+            self._last, self._goes_on_at = begun.plan.ended_by or set(), begun.plan.ended_by
+        timeout_s = self._settings.timeout_s
         target = Target(
             place=self.storage.place,
-            owner=right["owner"],
-            epoch=right["epoch"],
-            keep=self._plan.keep,
+            owner=begun.owner,
+            epoch=begun.epoch,
+            keep=self._settings.keep,
             profile_key=self._profile_key(),
-            timeout_s=self._plan.timeout_s,
-            most_patience_s=self._plan.timeout_s / 2 if self._ranks.count > 1 else math.inf,  # others wait for what rank 0 says
+            timeout_s=timeout_s,
+            most_patience_s=timeout_s / 2 if self._ranks.count > 1 else math.inf,  # others wait for what rank 0 says
         )
         self._checkpointer = Checkpointer(target, self._capture, self._tuner, self._journal.tell, self._own)
-        self._closing.callback(self._checkpointer.close, self._plan.timeout_s)
+        self._closing.callback(self._checkpointer.close, timeout_s)
         self._committed = self._positions()
         self._given = states.describe(self._objects)
         self._follow()
         self._checkpointer.begin(
-            self._ranks.rank, self._ranks.count, 1, self.step, rejected=self._rejected, unread=self._unread
+            self._ranks.rank, self._ranks.count, 1, self.step, rejected=begun.rejected, unread=begun.unread
         )
         self._next_decision = self._ranks.first_says(self._earliest())
 
-    def _compare_ranks(self) -> None:
-        """Each rank stores a part of what all were given alike: parts of different states do not fit together.
-
-        Raises:
-            ConfigError: on every rank, naming what differs on one of them.
-        """
-        data = {name: {"class": "Loader", **asdict(loader.sampling)} for name, loader in self._loaders.items()}
-        here = json.loads(json.dumps(states.describe(self._objects) | data))
-        first = self._ranks.first_says(here)
-        found = states.unlike(first, here)
-        error = ConfigError(f"checkfreq.open was given other objects here than on rank 0: {', '.join(found)}")
-        self._ranks.agree(error if found else None)
-
-    def _acquire(self) -> dict[str, Any]:
-        right = lock.acquire(self.storage, uuid.uuid4().hex)
-        self._closing.callback(right.release)
-        retention.sweep(self.storage, right.owner.epoch, new=right.new)
-        return {"owner": right.owner.owner, "epoch": right.owner.epoch}
-
-    def _resume(self, resume: str, override: Collection[str], epoch: int) -> None:
-        """Every rank reads the same checkpoint, and none changes anything unless it fits on all."""
-
-        def choose() -> list[str]:
-            if resume == "never":
-                selection.begin_anew(self.storage, epoch)
-                return []
-            names = [str(name) for name in selection.counting(self.storage)]
-            if not names and resume == "require":
-                raise NoCheckpointError(f'{self.storage.uri} holds no checkpoint, and resume="require"')
-            return names
-
-        names = _by_first(self._ranks, choose)
-        if not names:
-            self._journal.tell("Started", {"world": self._ranks.count})
-            return
-        content = self._newest(names)
-        rank = self._ranks.rank
-        plan = _by_all(self._ranks, lambda: resuming.plan(content, self._objects, self._loaders, override, rank))
-        _by_all(self._ranks, lambda: resuming.load(plan))
-        resuming.set_generators(plan, rank)
-        self._resumed, self.step, self._began_at = plan, plan.step, plan.step
-        self._last, self._goes_on_at = plan.ended_by or set(), plan.ended_by
-        data = {name: loader.state_dict() for name, loader in self._loaders.items()}
-        about = {"world": self._ranks.count, "world_before": plan.world, "notes": plan.notes}
-        self._journal.tell("Resumed", {"checkpoint": str(content.manifest.name), "step": self.step, "data": data, **about})
-
-    def _newest(self, names: Sequence[str]) -> Content:
-        """The first of these checkpoints that is whole, as every rank sees it. All read it at the same time: a large one takes
-        longer than ranks wait for each other.
-
-        Raises:
-            NoCheckpointError: all are damaged. MismatchError: it is none of ours.
-        """
-        passed: list[str] = []
-        for name in names:
-            content, error = _tried(partial(resuming.read, self.storage, name))
-            failures = self._ranks.failures(error)
-            for failure in failures:
-                if not isinstance(failure, StorageError):
-                    raise failure
-            if content is not None and not failures:
-                return content
-            passed.append(f"checkpoint {name} is passed over: {failures[0]}")
-            damaged = any(not isinstance(failure, UnreachableError) for failure in failures)
-            (self._rejected if damaged else self._unread).append(name)
-            self._journal.tell("CheckpointPassedOver", {"reason": passed[-1]})
-        raise NoCheckpointError(
-            f"{self.storage.uri}: no checkpoint can be read; " + "; ".join(passed) + '. resume="never" begins anew'
-        )
-
     def _tuner(self) -> Tuner:
-        plan = self._plan
-        return Tuner(budget=plan.budget, window=plan.window, fixed=plan.every, failure_s=plan.failure_s)
+        told = self._settings
+        return Tuner(budget=told.budget, window=told.window, fixed=told.every, failure_s=told.failure_s)
 
     def _profile_key(self) -> str:
         """Measurements of other objects, elsewhere or on another machine are of no use, nor is a k for another budget."""
@@ -212,7 +140,7 @@ class Session:
         kinds = [type(value).__qualname__ for value in self._objects.values()]
         size = sum(one.numel() for value in self._objects.values() for one in getattr(value, "parameters", list)())
         here = f"torch {torch.__version__}, {os.cpu_count()} CPUs, {torch.cuda.device_count()} devices, {self.storage.uri}"
-        asked = f"overhead {self._plan.budget}, every {self._plan.every}, failures {self._plan.failure_s} s"
+        asked = f"overhead {self._settings.budget}, every {self._settings.every}, failures {self._settings.failure_s} s"
         return f"batches {batches}, {size} parameters of {kinds}, {here}, {asked}"
 
     def _follow(self) -> None:
@@ -329,7 +257,7 @@ class Session:
         self._checkpointer.updated(self._update_s)
         self._checkpointer.stepped(self.step, self._watch.take())
         self._update_s = 0.0
-        return ended and self._plan.keep_epochs
+        return ended and self._settings.keep_epochs
 
     def _compare_shared(self) -> None:
         """Parts of weights that differ between ranks would be put together to what none of them had. Where a model is sharded
@@ -341,7 +269,7 @@ class Session:
         if self._ranks.count == 1:
             return
         self._ranks.meet(None)
-        here = _by_all(self._ranks, lambda: states.digests(states.take_apart(self._objects).shared))
+        here = self._ranks.all_do(lambda: states.digests(states.take_apart(self._objects).shared))
         first = self._ranks.first_says(here)
         apart = next((path for path in sorted(first.keys() | here.keys()) if first.get(path) != here.get(path)), None)
         error = ConfigError(
@@ -424,28 +352,6 @@ class Session:
     def close(self) -> None:
         """Brings a checkpoint that is under way to its end, and gives everything back."""
         self._closing.close()
-
-
-def _tried(work: Callable[[], T]) -> tuple[T | None, FTError | None]:
-    """What the work gives, or its error."""
-    try:
-        return work(), None
-    except FTError as error:
-        return None, error
-
-
-def _by_first(ranks: Ranks, work: Callable[[], T]) -> T:
-    """What rank 0's work gives, or its error, on every rank."""
-    value, error = _tried(work) if ranks.rank == 0 else (None, None)
-    ranks.agree(error)
-    return ranks.first_says(value)
-
-
-def _by_all(ranks: Ranks, work: Callable[[], T]) -> T:
-    """What this rank's work gives; an error of one is an error of all."""
-    value, error = _tried(work)
-    ranks.agree(error)
-    return value  # pyright: ignore[reportReturnType]
 
 
 def _go_on() -> None:

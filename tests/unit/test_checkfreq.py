@@ -51,13 +51,13 @@ from raytrain_ft.storage.tree import flatten
 from raytrain_ft.training import checkpointer, resumable, resume, snapshot
 from raytrain_ft.training import journal as journals
 from raytrain_ft.training import objects as states
+from raytrain_ft.training.beginning import Beginning
 from raytrain_ft.training.checkpointer import Checkpointer
 from raytrain_ft.training.export import open_checkpoint, state_dicts
 from raytrain_ft.training.forgotten import FORGOTTEN
 from raytrain_ft.training.journal import Journal
 from raytrain_ft.training.objects import generator_states
 from raytrain_ft.training.random import sample_seed
-from raytrain_ft.training.session import Session
 
 SAMPLES, BATCH = 40, 8
 
@@ -1556,9 +1556,9 @@ def test_ranks_that_pass_other_objects_are_told(tmp_path: Path) -> None:
         ({"model": model}, "average .is missing"),
         ({"model": model, "average": nn.Linear(3, 4)}, "average .differs"),
     ):
-        session = Session(ranks, cast(Any, None), cast(Any, None), objects, {}, cast(Any, None))
+        beginning = Beginning(ranks, cast(Any, None), cast(Any, None), objects, {})
         with pytest.raises(ConfigError, match=message) if message else nullcontext():
-            session._compare_ranks()
+            beginning.compare_ranks()
 
 
 def test_what_another_rank_finds_damaged_is_passed_over_on_all(run_directory: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -1567,12 +1567,12 @@ def test_what_another_rank_finds_damaged_is_passed_over_on_all(run_directory: Pa
     ranks: Any = SimpleNamespace(failures=lambda error: [others.pop()] if others else [])
     storage = open_storage(str(run_directory / "checkpoints"))
     names = [str(name) for name in selection.counting(storage)]
-    session = Session(ranks, storage, Journal(None), {}, {}, cast(Any, None))
-    assert session._newest(names).manifest.step == 10
+    beginning = Beginning(ranks, storage, Journal(None), {}, {})
+    assert beginning.newest(names).manifest.step == 10
     assert "step-000000012-e1-i1 is passed over: rank 1: shard" in caplog.text
     others.append(ConfigError("rank 1: it does not hold it: is it a directory that all ranks share?"))
     with pytest.raises(ConfigError, match="all ranks share"):
-        session._newest(names)
+        beginning.newest(names)
 
 
 def test_an_epoch_in_which_nothing_is_read_is_an_error() -> None:

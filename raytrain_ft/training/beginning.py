@@ -1,0 +1,130 @@
+"""Where a session begins: all ranks were given alike, one takes the right to write, all load the newest valid checkpoint."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from raytrain_ft.errors import ConfigError, NoCheckpointError, StorageError, UnreachableError
+from raytrain_ft.storage import lock, retention, selection
+from raytrain_ft.storage.checkpoint import Content
+from raytrain_ft.storage.filesystem import Storage
+from raytrain_ft.training import objects as states
+from raytrain_ft.training import resume as resuming
+from raytrain_ft.training.journal import Journal
+from raytrain_ft.training.ranks import Ranks, tried
+from raytrain_ft.training.resumable import Loader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """What a session goes on with.
+
+    Attributes:
+        owner, epoch: of the right to write (see `storage.lock`).
+        plan: what was loaded; None if there was nothing to load.
+        rejected: names of checkpoints that are damaged, as some rank sees them; unread: of those that could not be read.
+    """
+
+    owner: str
+    epoch: int
+    plan: resuming.Plan | None
+    rejected: list[str]
+    unread: list[str]
+
+
+class Beginning:
+    """The first thing that the ranks do together."""
+
+    def __init__(
+        self, ranks: Ranks, storage: Storage, journal: Journal, objects: Mapping[str, Any], loaders: Mapping[str, Loader]
+    ) -> None:
+        self._ranks, self._storage, self._journal = ranks, storage, journal
+        self._objects, self._loaders = objects, loaders
+        self._rejected: list[str] = []
+        self._unread: list[str] = []
+
+    def begin(self, resume: str, override: Collection[str], closing: ExitStack) -> Begun:
+        """Takes the right to write, which `closing` gives back, also after an error, and loads the newest valid checkpoint.
+
+        Raises:
+            the errors of `checkfreq.open`, on every rank.
+        """
+        self.compare_ranks()
+        right = self._ranks.first_does(partial(self._acquire, closing))
+        plan = self._resume(resume, override, right["epoch"])
+        return Begun(**right, plan=plan, rejected=self._rejected, unread=self._unread)
+
+    def compare_ranks(self) -> None:
+        """Each rank stores a part of what all were given alike: parts of different states do not fit together.
+
+        Raises:
+            ConfigError: on every rank, naming what differs on one of them.
+        """
+        data = {name: {"class": "Loader", **asdict(loader.sampling)} for name, loader in self._loaders.items()}
+        here = json.loads(json.dumps(states.describe(self._objects) | data))
+        first = self._ranks.first_says(here)
+        found = states.unlike(first, here)
+        error = ConfigError(f"checkfreq.open was given other objects here than on rank 0: {', '.join(found)}")
+        self._ranks.agree(error if found else None)
+
+    def _acquire(self, closing: ExitStack) -> dict[str, Any]:
+        right = lock.acquire(self._storage, uuid.uuid4().hex)
+        closing.callback(right.release)
+        retention.sweep(self._storage, right.owner.epoch, new=right.new)
+        return {"owner": right.owner.owner, "epoch": right.owner.epoch}
+
+    def _resume(self, resume: str, override: Collection[str], epoch: int) -> resuming.Plan | None:
+        """Every rank reads the same checkpoint, and none changes anything unless it fits on all."""
+
+        def choose() -> list[str]:
+            if resume == "never":
+                selection.begin_anew(self._storage, epoch)
+                return []
+            names = [str(name) for name in selection.counting(self._storage)]
+            if not names and resume == "require":
+                raise NoCheckpointError(f'{self._storage.uri} holds no checkpoint, and resume="require"')
+            return names
+
+        names = self._ranks.first_does(choose)
+        if not names:
+            self._journal.tell("Started", {"world": self._ranks.count})
+            return None
+        content = self.newest(names)
+        rank = self._ranks.rank
+        plan = self._ranks.all_do(lambda: resuming.plan(content, self._objects, self._loaders, override, rank))
+        self._ranks.all_do(lambda: resuming.load(plan))
+        resuming.set_generators(plan, rank)
+        data = {name: loader.state_dict() for name, loader in self._loaders.items()}
+        about = {"world": self._ranks.count, "world_before": plan.world, "notes": plan.notes}
+        self._journal.tell("Resumed", {"checkpoint": str(content.manifest.name), "step": plan.step, "data": data, **about})
+        return plan
+
+    def newest(self, names: Sequence[str]) -> Content:
+        """The first of these checkpoints that is whole, as every rank sees it. All read it at the same time: a large one takes
+        longer than ranks wait for each other.
+
+        Raises:
+            NoCheckpointError: all are damaged. MismatchError: it is none of ours.
+        """
+        passed: list[str] = []
+        for name in names:
+            content, error = tried(partial(resuming.read, self._storage, name))
+            failures = self._ranks.failures(error)
+            for failure in failures:
+                if not isinstance(failure, StorageError):
+                    raise failure
+            if content is not None and not failures:
+                return content
+            passed.append(f"checkpoint {name} is passed over: {failures[0]}")
+            damaged = any(not isinstance(failure, UnreachableError) for failure in failures)
+            (self._rejected if damaged else self._unread).append(name)
+            self._journal.tell("CheckpointPassedOver", {"reason": passed[-1]})
+        raise NoCheckpointError(
+            f"{self._storage.uri}: no checkpoint can be read; " + "; ".join(passed) + '. resume="never" begins anew'
+        )
