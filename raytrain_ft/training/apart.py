@@ -30,8 +30,9 @@ from raytrain_ft.storage.tree import flatten, unflatten
 from raytrain_ft.training import process_group
 from raytrain_ft.training.attempt import Commit
 from raytrain_ft.training.fence import WAIT_DEADLINE, PeerLostError
+from raytrain_ft.training.fenced_work import FencedWork
 from raytrain_ft.training.links import Links
-from raytrain_ft.training.process_group import FencedGroup, FencedWork
+from raytrain_ft.training.process_group import FencedGroup
 from raytrain_ft.training.sleep import Sleep
 from raytrain_ft.training.state import Extras, packed, unpacked
 from raytrain_ft.training.step import Replica

@@ -29,7 +29,8 @@ from raytrain_ft.storage.log_format import Checksum
 from raytrain_ft.storage.log_reader import LogReader
 from raytrain_ft.storage.tensor_log import Key, TensorLog
 from raytrain_ft.training.fence import WAIT_DEADLINE, Fence, PeerLostError
-from raytrain_ft.training.process_group import FencedGroup, in_short
+from raytrain_ft.training.fenced_work import in_short
+from raytrain_ft.training.process_group import FencedGroup
 
 DTYPES = tuple(sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str))
 HEADER = 64

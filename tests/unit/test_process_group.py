@@ -24,6 +24,7 @@ from raytrain_ft.errors import FencedError
 from raytrain_ft.training import process_group
 from raytrain_ft.training.exchange import MOST_BYTES, Exchange
 from raytrain_ft.training.fence import Fence, PeerLostError
+from raytrain_ft.training.fenced_work import FencedWork
 from raytrain_ft.training.process_group import FencedGroup
 
 TIMEOUT = timedelta(seconds=20)
@@ -45,7 +46,7 @@ def groups(incarnation: int, size: int = 2) -> list[FencedGroup]:
     return [found[rank] for rank in range(size)]
 
 
-def reduce(group: FencedGroup, size: int = 1000) -> process_group.FencedWork:
+def reduce(group: FencedGroup, size: int = 1000) -> FencedWork:
     return group.start("allreduce", [torch.ones(size)])
 
 
@@ -429,7 +430,7 @@ def test_on_a_gpu_the_end_of_the_kernel_counts_and_not_the_future(device: OnDevi
     assert device.joined == [torch.device("cuda", 3)], "it has come together before anything is reduced"
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     work = group.all_reduce(torch.ones(1))  # however small, it is not exchanged
-    assert isinstance(work, process_group.FencedWork)
+    assert isinstance(work, FencedWork)
     assert not work.is_completed()
     with pytest.raises(PeerLostError, match="not finished"):
         work.wait(timedelta(milliseconds=10))
