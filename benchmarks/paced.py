@@ -20,7 +20,8 @@ from raytrain_ft.policy.tuner import Tuner
 from raytrain_ft.storage import lock
 from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.storage.persister import Persister, SharedMemory
-from raytrain_ft.training.checkpointer import Checkpointer, Target
+from raytrain_ft.training.checkpointer import Checkpointer
+from raytrain_ft.training.settings import Target
 
 How = Literal["none", "sync", "persist only", "pipelined"]
 """Figure 4 of CheckFreq: training waits for nothing; for snapshot and persist; for the snapshot; for neither."""

@@ -20,8 +20,9 @@ from benchmarks.saving import MB, seconds, state
 from raytrain_ft.policy.tuner import Tuner
 from raytrain_ft.storage import lock
 from raytrain_ft.storage.filesystem import open_storage
-from raytrain_ft.training.checkpointer import Checkpointer, Target
+from raytrain_ft.training.checkpointer import Checkpointer
 from raytrain_ft.training.layout import total_size
+from raytrain_ft.training.settings import Target
 
 STEP_S = 0.15
 """What an accelerator would compute."""

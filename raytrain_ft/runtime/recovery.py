@@ -29,8 +29,8 @@ from raytrain_ft.storage.tensors import bytes_of
 from raytrain_ft.training import durable, mending
 from raytrain_ft.training.attempt import WENT_DOWN, Commit
 from raytrain_ft.training.build import Checkpointing
-from raytrain_ft.training.checkpointer import Target
 from raytrain_ft.training.fence import Fence, PeerLostError
+from raytrain_ft.training.settings import Target
 from raytrain_ft.training.state import Extras, TrainingState
 from raytrain_ft.training.step import Replica
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from raytrain_ft.places import Place
 from raytrain_ft.storage.manifest import Name
@@ -71,6 +72,30 @@ class Outcome:
     seconds: float
     size: int
     untidy: str = ""
+
+
+class AnyPersister(Protocol):
+    """Makes snapshots safe: see `storage.persister.Persister`, which writes them to files."""
+
+    def start(self) -> None:
+        """Gets ready."""
+        ...
+
+    def submit(self, job: Job) -> Future[Outcome]:
+        """Begins a job; at most one is under way."""
+        ...
+
+    def cancel(self, name: Name) -> None:
+        """Others will not write their parts any more."""
+        ...
+
+    def await_tidy(self, timeout_s: float) -> bool:
+        """Waits until nothing is left to delete after the last job; returns whether that is so."""
+        ...
+
+    def close(self, timeout_s: float) -> None:
+        """Ends, once the job under way is done."""
+        ...
 
 
 class Teller:

@@ -14,15 +14,16 @@ from torch import Tensor
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.policy.tuner import Tuner
+from raytrain_ft.storage.job import AnyPersister
 from raytrain_ft.storage.persister import Persister, SharedMemory
-from raytrain_ft.training.checkpointer import AnyPersister, Checkpointer, Target
+from raytrain_ft.training.checkpointer import Checkpointer
 from raytrain_ft.training.data import Loader, augment_of, collate_of
 from raytrain_ft.training.determinism import check_deterministic
 from raytrain_ft.training.durable import capture
 from raytrain_ft.training.layout import check_plain
 from raytrain_ft.training.pipeline import build_stage
 from raytrain_ft.training.random import seed_all, step_seed
-from raytrain_ft.training.settings import StepSettings
+from raytrain_ft.training.settings import StepSettings, Target
 from raytrain_ft.training.state import TrainingState
 from raytrain_ft.training.step import Replica
 from raytrain_ft.training.ties import begin_alike

@@ -15,20 +15,18 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Protocol
+from concurrent.futures import Future, wait
+from typing import Any
 
 from torch import Tensor
 
 from raytrain_ft.errors import StorageError
-from raytrain_ft.places import Place
 from raytrain_ft.policy.tuner import Costs, Tuner
-from raytrain_ft.storage.job import Job, Outcome
-from raytrain_ft.storage.manifest import Name
+from raytrain_ft.storage.job import AnyPersister, Job, Outcome
 from raytrain_ft.storage.persister import Persister, SharedMemory
 from raytrain_ft.storage.retention import KEEP_ALL
 from raytrain_ft.training.layout import ALIGNMENT, Layout, Pairs, share, total_size
+from raytrain_ft.training.settings import Target
 from raytrain_ft.training.snapshot import Copy, free_on_device
 from raytrain_ft.training.stay import Stay
 from raytrain_ft.training.tuning import Tell, Tuning
@@ -43,53 +41,6 @@ Capture = Callable[[], tuple[Sequence[tuple[str, Tensor]], dict[str, Any]]]
 """Gives the tensors of the state, by name in an order that is the same on every worker, and everything else as JSON."""
 Own = Callable[[], Sequence[tuple[str, Tensor]]]
 """Gives tensors that this worker alone stores, whole, by names that no other worker uses."""
-
-
-class AnyPersister(Protocol):
-    """Makes snapshots safe: see `storage.persister.Persister`, which writes them to files."""
-
-    def start(self) -> None:
-        """Gets ready."""
-        ...
-
-    def submit(self, job: Job) -> Future[Outcome]:
-        """Begins a job; at most one is under way."""
-        ...
-
-    def cancel(self, name: Name) -> None:
-        """Others will not write their parts any more."""
-        ...
-
-    def await_tidy(self, timeout_s: float) -> bool:
-        """Waits until nothing is left to delete after the last job; returns whether that is so."""
-        ...
-
-    def close(self, timeout_s: float) -> None:
-        """Ends, once the job under way is done."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """Where checkpoints go, and by whose right.
-
-    Attributes:
-        place: the directory of checkpoints; owner, epoch: see `storage.lock`.
-        keep: how many stay.
-        profile_key: what k and the measurements that it comes of depend on, but for the number of workers; those of another
-            key, or of other workers, are not used.
-        timeout_s: how long to wait for the shards of others, and for the last checkpoint.
-        most_patience_s: how long training waits at most for a checkpoint that is under way; where others wait for this worker
-            meanwhile, less than what they allow it.
-    """
-
-    place: Place
-    owner: str
-    epoch: int
-    keep: int = 1
-    profile_key: str = ""
-    timeout_s: float = 120.0
-    most_patience_s: float = math.inf
 
 
 class Checkpointer:
@@ -172,7 +123,7 @@ class Checkpointer:
     def fenced(self) -> None:
         """The world is over. A copy that is under way comes to its end before anything else touches the state."""
         if self._copy is not None:
-            self._copy.wait(_go_on)
+            self._copy.wait(go_on)
             self._copy.join()
         if self._job is not None:
             self._persister.cancel(self._job.name)
@@ -180,7 +131,7 @@ class Checkpointer:
     def close(self, timeout_s: float = 60.0) -> None:
         """Brings the checkpoint under way to its end, ends the persister, and gives the memory back."""
         if self._copy is not None:
-            self._copy.wait(_go_on)
+            self._copy.wait(go_on)
             self._copy.join()
         self._persister.close(timeout_s)
         if self._preparing is not None:
@@ -336,7 +287,7 @@ class Checkpointer:
             assert self._outcome is not None
             if time.monotonic() >= deadline:
                 raise StorageError(f"{self._target.place} is slow or hangs: the checkpoint before is still being written")
-            _wait(self._outcome, POLL_S)
+            wait([self._outcome], POLL_S)
             check()
 
     def _failed(self) -> bool:
@@ -394,11 +345,5 @@ class Checkpointer:
         self._tell("CheckpointFailed", {"incarnation": job.incarnation, "step": job.step, "reason": reason})
 
 
-def _wait(future: Future[Outcome], seconds: float) -> None:
-    done = threading.Event()
-    future.add_done_callback(lambda _: done.set())
-    done.wait(seconds)
-
-
-def _go_on() -> None:
+def go_on() -> None:
     """Nothing ends this wait but its deadline."""

@@ -29,12 +29,13 @@ from raytrain_ft.storage.filesystem import Storage
 from raytrain_ft.training import objects as states
 from raytrain_ft.training import resume as resuming
 from raytrain_ft.training.beginning import Beginning
-from raytrain_ft.training.checkpointer import Checkpointer, Target
+from raytrain_ft.training.checkpointer import Checkpointer, go_on
 from raytrain_ft.training.followed import follow
 from raytrain_ft.training.forgotten import NOT_GIVEN, Forgotten
 from raytrain_ft.training.journal import Journal
 from raytrain_ft.training.ranks import Ranks
 from raytrain_ft.training.resumable import Loader
+from raytrain_ft.training.settings import Target
 from raytrain_ft.training.stopwatch import Stopwatch
 
 MOST_TOLD = 5
@@ -166,7 +167,7 @@ class Session:
     def update_begins(self) -> None:
         """The weights are about to change: waits until a copy that is under way is complete."""
         self._updating = threading.get_ident()
-        self._checkpointer.await_copy(_go_on)
+        self._checkpointer.await_copy(go_on)
         self._open_updates += 1
         self._update_began = time.monotonic()
 
@@ -283,10 +284,10 @@ class Session:
         """The ranks meet: is a checkpoint due, and at which step will rank 0 speak again?"""
         due = ended or (self._ranks.rank == 0 and self._checkpointer.wants(self.step))
         if due and self._ranks.rank == 0:
-            self._checkpointer.take(self.step, _go_on, kept=ended)
+            self._checkpointer.take(self.step, go_on, kept=ended)
         due, self._next_decision = self._ranks.meet([due, self._earliest()])
         if due and self._ranks.rank != 0:
-            self._checkpointer.take(self.step, _go_on, kept=ended)
+            self._checkpointer.take(self.step, go_on, kept=ended)
 
     def _earliest(self) -> int:
         return self._checkpointer.earliest(self.step) if self._ranks.rank == 0 else 0
@@ -341,7 +342,7 @@ class Session:
         if any(self._loaders[name].position.consumed == 0 for name in self._last):
             self._goes_on_at = None  # their epoch is over, and what is done before the next one is still to be done
         if self.step > self._began_at:
-            self._checkpointer.finish(self.step, _go_on, kept=ended)
+            self._checkpointer.finish(self.step, go_on, kept=ended)
         elif any(loader.position != Position() for loader in self._loaders.values()) and not self.step:
             self._forgotten.tell(NOT_GIVEN)
         self._journal.tell("Finished", {"step": self.step})
@@ -352,7 +353,3 @@ class Session:
     def close(self) -> None:
         """Brings a checkpoint that is under way to its end, and gives everything back."""
         self._closing.close()
-
-
-def _go_on() -> None:
-    """Nothing ends a wait but its deadline."""

@@ -1,10 +1,12 @@
-"""What a step, and a pipeline, depend on besides the task. Plain data: who only passes it on need not load torch."""
+"""What a step, a pipeline and checkpoints depend on besides the task. Plain data: who only passes it on need not load torch."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from raytrain_ft.places import Place
 from raytrain_ft.policy.schedule import Schedule
 
 
@@ -96,3 +98,26 @@ class StepSettings:
     def stages(self) -> int:
         """Of the pipeline; 1 without one."""
         return 1 if self.pipeline is None else self.pipeline.stages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where checkpoints go, and by whose right.
+
+    Attributes:
+        place: the directory of checkpoints; owner, epoch: see `storage.lock`.
+        keep: how many stay.
+        profile_key: what k and the measurements that it comes of depend on, but for the number of workers; those of another
+            key, or of other workers, are not used.
+        timeout_s: how long to wait for the shards of others, and for the last checkpoint.
+        most_patience_s: how long training waits at most for a checkpoint that is under way; where others wait for this worker
+            meanwhile, less than what they allow it.
+    """
+
+    place: Place
+    owner: str
+    epoch: int
+    keep: int = 1
+    profile_key: str = ""
+    timeout_s: float = 120.0
+    most_patience_s: float = math.inf

@@ -99,7 +99,7 @@ class Replica:
         self.undo = Undo(state.optimizer, undo_mode) if wait_free else None
         self.reducer = Reducer(
             state.buckets,
-            on_reduced=self.update_bucket if wait_free else _do_nothing,
+            on_reduced=self.update_bucket if wait_free else (lambda _: None),
             eager=wait_free,
             fill_tail=self._fill_tail,
             probe=self._at_bucket,
@@ -462,7 +462,3 @@ class Replica:
 
 def _norm_of(buckets: Sequence[Bucket]) -> Tensor:
     return torch.nn.utils.get_total_norm([p.grad for bucket in buckets for p in bucket.params if p.grad is not None])
-
-
-def _do_nothing(bucket: Bucket) -> None:
-    del bucket

@@ -21,13 +21,14 @@ from raytrain_ft.policy.frequency import Interval
 from raytrain_ft.policy.messages import IntervalChosen
 from raytrain_ft.policy.tuner import Decision, Tuner
 from raytrain_ft.storage.filesystem import Storage
-from raytrain_ft.storage.job import Job, Outcome
+from raytrain_ft.storage.job import AnyPersister, Job, Outcome
 from raytrain_ft.storage.manifest import Name
 from raytrain_ft.storage.persister import SharedMemory
 from raytrain_ft.storage.retention import KEEP_ALL
 from raytrain_ft.training import checkpointer, tuning
-from raytrain_ft.training.checkpointer import AnyPersister, Checkpointer, Target
+from raytrain_ft.training.checkpointer import Checkpointer
 from raytrain_ft.training.layout import share
+from raytrain_ft.training.settings import Target
 from raytrain_ft.training.snapshot import Copy
 
 

@@ -37,8 +37,9 @@ from raytrain_ft.storage.filesystem import Storage, open_storage, parent, within
 from raytrain_ft.storage.manifest import Manifest, Name
 from raytrain_ft.storage.shard import Piece, encode
 from raytrain_ft.training import checkpointer
-from raytrain_ft.training.checkpointer import Checkpointer, Target
+from raytrain_ft.training.checkpointer import Checkpointer
 from raytrain_ft.training.export import open_checkpoint
+from raytrain_ft.training.settings import Target
 
 pytest.importorskip("moto.server")
 
