@@ -195,7 +195,14 @@ def checkpointing(spec: RunSpec, epoch: int, heartbeat: Heartbeat) -> Checkpoint
     how = spec.checkpoints
     if how is None:
         return None
-    target = Target(place=how.place, owner=spec.run_id, epoch=epoch, keep=how.keep, profile_key=how.profile_key)
+    target = Target(
+        place=how.place,
+        owner=spec.run_id,
+        epoch=epoch,
+        keep=how.keep,
+        keep_epochs=how.keep_epochs,
+        profile_key=how.profile_key,
+    )
     tuner = Tuner(budget=how.overhead, window=how.window, fixed=how.every, failure_s=how.failure_s)
     in_memory = spec.rules.strategy == "snapshot"
     return Checkpointing(
@@ -203,7 +210,6 @@ def checkpointing(spec: RunSpec, epoch: int, heartbeat: Heartbeat) -> Checkpoint
         tuner=tuner,
         tell=heartbeat.note,
         records=heartbeat.untold,
-        keep_epochs=how.keep_epochs,
         persister=(lambda memory: holder.HolderPersister(memory, spec)) if in_memory else Persister,
     )
 

@@ -45,7 +45,6 @@ class Checkpointing:
     tuner: Tuner
     tell: Tell
     records: Callable[[], list[dict[str, Any]]]
-    keep_epochs: bool = False
     persister: Callable[[SharedMemory], AnyPersister] = Persister
 
 
@@ -99,8 +98,7 @@ def build_replica(
             how.tell,
             persister=how.persister,
         )
-    keep_epochs = checkpoints is not None and checkpoints.keep_epochs
-    return Replica(task, state, loader, settings, probe, undo_mode, checkpointer, keep_epochs, stage)
+    return Replica(task, state, loader, settings, probe, undo_mode, checkpointer)
 
 
 def build_model(task: Any, stage: int, settings: StepSettings) -> torch.nn.Module:

@@ -111,6 +111,11 @@ class Checkpointer:
         self._tuning.begin(rank, count, incarnation, step, failure_s)
 
     @property
+    def keeps_epochs(self) -> bool:
+        """Whether there is to be a checkpoint at the end of every epoch, that is kept: whoever asks for one knows when."""
+        return self._target.keep_epochs
+
+    @property
     def latest(self) -> int:
         """The step of the latest checkpoint, or at which training began."""
         return self._tuning.latest

@@ -117,6 +117,7 @@ class Session:
             owner=begun.owner,
             epoch=begun.epoch,
             keep=self._settings.keep,
+            keep_epochs=self._settings.keep_epochs,
             profile_key=self._profile_key(),
             timeout_s=timeout_s,
             most_patience_s=timeout_s / 2 if self._ranks.count > 1 else math.inf,  # others wait for what rank 0 says
@@ -258,7 +259,7 @@ class Session:
         self._checkpointer.updated(self._update_s)
         self._checkpointer.stepped(self.step, self._watch.take())
         self._update_s = 0.0
-        return ended and self._settings.keep_epochs
+        return ended and self._checkpointer.keeps_epochs
 
     def _compare_shared(self) -> None:
         """Parts of weights that differ between ranks would be put together to what none of them had. Where a model is sharded

@@ -107,6 +107,7 @@ class Target:
     Attributes:
         place: the directory of checkpoints; owner, epoch: see `storage.lock`.
         keep: how many stay.
+        keep_epochs: there is also to be one at the end of every epoch, and these stay.
         profile_key: what k and the measurements that it comes of depend on, but for the number of workers; those of another
             key, or of other workers, are not used.
         timeout_s: how long to wait for the shards of others, and for the last checkpoint.
@@ -118,6 +119,7 @@ class Target:
     owner: str
     epoch: int
     keep: int = 1
+    keep_epochs: bool = False
     profile_key: str = ""
     timeout_s: float = 120.0
     most_patience_s: float = math.inf

@@ -68,17 +68,14 @@ class Replica:
         probe: Callable[[str, int, int | None], None] | None = None,
         undo_mode: Literal["exact", "replay"] = "exact",
         checkpointer: Checkpointer | None = None,
-        keep_epochs: bool = False,
-        stage: int = 0,
     ) -> None:
-        self.stage = stage
+        self.stage = state.stage or 0
         self.state = state
-        self.passes = Passes(task, state, settings, stage)
+        self.passes = Passes(task, state, settings, self.stage)
         self.loader = loader
         self.settings = settings
         self.attempt: Attempt | None = None
         self.checkpointer = checkpointer
-        self._keep_epochs = keep_epochs
         self._probe = probe
         self._last_commit: float | None = None
         self._updated = False
@@ -110,9 +107,9 @@ class Replica:
         self._norm: Tensor | None = None
         self._pipeline, self._shared = None, None
         if settings.pipeline is not None:
-            self._shared = Shared(stage, settings.pipeline, state)
+            self._shared = Shared(self.stage, settings.pipeline, state)
             self._pipeline = Stage(
-                stage,
+                self.stage,
                 settings.pipeline,
                 [[p for p in chunk.parameters() if p.requires_grad] for chunk in chunks_of(state.model)],
                 forward=self.passes.forward,
@@ -167,6 +164,11 @@ class Replica:
         if self._pipeline is not None:
             self._pipeline.forget()
 
+    @property
+    def _epoch_to_keep(self) -> bool:
+        """Whether the state is that of the end of an epoch, and these are kept."""
+        return self.checkpointer is not None and self.checkpointer.keeps_epochs and self.state.position.consumed == 0
+
     def checkpoint(self, check: Callable[[], None]) -> None:
         """Begins a checkpoint of the state between two steps.
 
@@ -175,13 +177,13 @@ class Replica:
         """
         if self.checkpointer is not None:
             self.at("checkpoint")
-            self.checkpointer.take(self.state.step, check, kept=self._keep_epochs and self.state.position.consumed == 0)
+            self.checkpointer.take(self.state.step, check, kept=self._epoch_to_keep)
 
     def finish(self, check: Callable[[], None]) -> None:
         """The run's last checkpoint, which is waited for."""
         if self.checkpointer is not None:
             self.at("checkpoint")
-            self.checkpointer.finish(self.state.step, check, kept=self._keep_epochs and self.state.position.consumed == 0)
+            self.checkpointer.finish(self.state.step, check, kept=self._epoch_to_keep)
 
     def begin(self, micro_batches: list[MicroBatch], links: Links, began: float) -> None:
         """Starts an attempt: from here on the buffers may change, so they are saved."""
@@ -446,7 +448,7 @@ class Replica:
     def _fill_tail(self, tail: Tensor) -> None:
         assert self.attempt is not None
         if self.checkpointer is not None:
-            epoch_ends = self._keep_epochs and self.leads and self.attempt.after.consumed == 0
+            epoch_ends = self.leads and self.checkpointer.keeps_epochs and self.attempt.after.consumed == 0
             soon_enough = self.checkpointer.asked or not self.state.tail.sleep.parts_soon
             self.state.tail.checkpoint_wanted = epoch_ends or (soon_enough and self.checkpointer.wants(self.state.step + 1))
         self.state.tail.fill(tail, self._samples, len(self.attempt.batch), self.attempt.replica, leads=self.leads)

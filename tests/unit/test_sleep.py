@@ -394,7 +394,7 @@ def until_update(pair: Pair, pool: ThreadPoolExecutor) -> None:
 class Copying:
     """In the place of a checkpointer: nothing is due."""
 
-    asked = False
+    asked = keeps_epochs = False
 
     def await_copy(self, check: Callable[[], None]) -> None:
         check()
