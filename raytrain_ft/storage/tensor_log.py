@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch import Tensor
 from raytrain_ft.errors import StorageError
 from raytrain_ft.storage.log_files import LogFiles, Record, on_cpu, version_of
 from raytrain_ft.storage.log_format import NAME, Checksum, Compression, Key
+from raytrain_ft.storage.log_sums import Sums
 
 __all__ = ["Key", "LogStats", "TensorLog"]
 
@@ -48,7 +49,7 @@ BATCH_BYTES = 2**20
 lack."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LogStats:
     """What a log has done so far.
 
@@ -62,14 +63,14 @@ class LogStats:
         failed: Why nothing is written at present; empty if all is well.
     """
 
-    payload_bytes: int
-    records: int
-    written_bytes: int
-    idle_bytes: int
-    file_bytes: int
-    stalls: int
-    stalled_s: float
-    failed: str
+    payload_bytes: int = 0
+    records: int = 0
+    written_bytes: int = 0
+    idle_bytes: int = 0
+    file_bytes: int = 0
+    stalls: int = 0
+    stalled_s: float = 0.0
+    failed: str = ""
 
 
 @dataclass(slots=True)
@@ -138,16 +139,14 @@ class TensorLog:
         self._incoming_bytes = 0  # about: callers do not wait for each other here
         self._idle = _Idle(self)
         self._queue: deque[Record | _Trim | _Close] = deque()
-        self._sums: deque[tuple[Checksum, int]] = deque()  # that the caller needs, and of how many bytes
-        self._sum_bytes = 0
+        self._sums = Sums()
         self._done = self._waiting = self._trims = 0  # items, bytes and trims that are in the queue
         self._flushed: _Close | None = None  # the last one, and whether nothing was put after it
         self._is_flushed = True
-        self._records = self._payload_bytes = self._written_bytes = self._idle_bytes = self._stalls = 0
+        self._counted = LogStats()  # but for what the files and `_failed` say
         self._idle_since = math.inf  # when the bubble began that the caller is in
         self._used = 0.0  # when the one began in which something was written last
         self._overdue = False  # no bubble came: a batch is written without one
-        self._stalled_s = 0.0
         self._failed = ""
         self._told = 0  # failures
         self._latest = (0, 0)  # incarnation and step of the record that was handed over last
@@ -273,16 +272,7 @@ class TensorLog:
         """What was done so far."""
         self._take_in(waits=False)
         with self._room:
-            return LogStats(
-                payload_bytes=self._payload_bytes,
-                records=self._records,
-                written_bytes=self._written_bytes,
-                idle_bytes=self._idle_bytes,
-                file_bytes=self._files.size,
-                stalls=self._stalls,
-                stalled_s=self._stalled_s,
-                failed=self._failed,
-            )
+            return replace(self._counted, file_bytes=self._files.size, failed=self._failed)
 
     # ------------------------------------------------------------ inside
 
@@ -306,12 +296,10 @@ class TensorLog:
                     reason = self._wait_for_room(record.size, check)
                 if not self._closed and (not self._failed or self._trims):  # else that happened while this waited
                     self._latest = (record.incarnation, record.key.step)
-                    self._payload_bytes += record.size
-                    while self._sums and self._sums[0][0].is_known:  # where there are no bubbles, the caller makes all of them
-                        self._forget_sum()
+                    self._counted.payload_bytes += record.size
+                    self._sums.forget_known()
                     if record.checksum is not None and self._thread is not None:
-                        self._sums.append((record.checksum, record.size))
-                        self._sum_bytes += record.size
+                        self._sums.put(record.checksum, record.size)
                     self._put(record)
             if reason:
                 self._say(reason, record.incarnation, record.key.step)
@@ -345,7 +333,7 @@ class TensorLog:
 
         if self._thread is None or is_room():
             return ""
-        self._stalls += 1
+        self._counted.stalls += 1
         began = moved = time.monotonic()
         done = self._done
         try:
@@ -362,7 +350,7 @@ class TensorLog:
                         self._discard(lambda one: not isinstance(one, _Close))
                         return reason
         finally:
-            self._stalled_s += time.monotonic() - began
+            self._counted.stalled_s += time.monotonic() - began
         return ""
 
     @contextmanager
@@ -415,18 +403,13 @@ class TensorLog:
                 return self._carry_out_next
             if self._closed:
                 return None
-            return self._forget_sum() if self._sums else _do_nothing
+            return self._sums.take() if self._sums else _do_nothing
 
     def _carry_out_next(self) -> None:
         with self._work:  # a trim may have left nothing meanwhile
             item = self._queue.popleft() if self._queue else None
         if item is not None:
             self._carry_out(item)
-
-    def _forget_sum(self) -> Checksum:
-        checksum, size = self._sums.popleft()
-        self._sum_bytes -= size
-        return checksum
 
     def _is_urgent(self) -> bool:
         """Whether to go on at once: somebody waits, or would soon have to, for room; or there is something to be deleted."""
@@ -443,7 +426,7 @@ class TensorLog:
 
     def _are_sums_enough(self) -> bool:
         """The same of checksums that the caller needs by the end of the step."""
-        return bool(self._sums) and (self._sum_bytes >= BATCH_BYTES or self._idle_since == self._used)
+        return bool(self._sums) and (self._sums.size >= BATCH_BYTES or self._idle_since == self._used)
 
     def _carry_out(self, item: Record | _Trim | _Close) -> None:
         reason, written, revived = "", False, False
@@ -469,9 +452,9 @@ class TensorLog:
             self._done += 1
             self._waiting -= item.size
             if written:
-                self._records += 1
-                self._written_bytes += item.size
-                self._idle_bytes += item.size if bubble == self._idle_since < math.inf else 0
+                self._counted.records += 1
+                self._counted.written_bytes += item.size
+                self._counted.idle_bytes += item.size if bubble == self._idle_since < math.inf else 0
             if isinstance(item, _Close):
                 item.done = True
             if isinstance(item, _Trim):
