@@ -9,7 +9,6 @@ say where.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -17,13 +16,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from raytrain_ft.errors import LogGapError, NonFiniteLossError
+from raytrain_ft.errors import LogGapError
 from raytrain_ft.policy.reconcile import Changed
 from raytrain_ft.policy.sampling import Range
 from raytrain_ft.training.attempt import WENT_DOWN, Attempt, Commit, keeps_gradients
 from raytrain_ft.training.buckets import Bucket, Reducer, check_kept, only, sample_of
 from raytrain_ft.training.checkpointer import Checkpointer
 from raytrain_ft.training.data import Loader, MicroBatch
+from raytrain_ft.training.finite import check_updated, may_update, norm_of
 from raytrain_ft.training.kept import check_stored
 from raytrain_ft.training.links import Agree, Links
 from raytrain_ft.training.passes import Passes
@@ -258,7 +258,10 @@ class Replica:
         if not self._make_up(behind, missing):
             self._skip = NOTHING_LEFT
         norm = self._gradient_norm(behind, lacks_samples=self._went_without or any(missing))
-        if self._skip or self._must_skip(norm):
+        loss = self.state.tail.loss(self.state.buckets[-1].tail)
+        if not self._skip and not may_update(self.state.step, loss, norm, self.settings.on_non_finite):
+            self.leave_out()
+        if self._skip:
             self._mark(behind)
             return
         if self.settings.max_grad_norm is not None and norm is not None:
@@ -310,7 +313,7 @@ class Replica:
         needed = self.settings.max_grad_norm is not None or lacks_samples
         if not needed or self._norm is not None:  # in a pipeline it was agreed upon
             return self._norm
-        return _norm_of(buckets)
+        return norm_of(buckets)
 
     def _await_copy(self) -> None:
         """A snapshot that is under way reads what an update would change."""
@@ -338,16 +341,8 @@ class Replica:
         Raises:
             NonFiniteLossError: its loss is NaN or infinite, or is without some samples whose gradients are.
         """
-        if self.settings.update != "wait_free":
-            return
-        what, found = "loss", self.state.loss
-        if math.isfinite(found) and self._went_without:
-            what, found = "norm of the gradients", float(_norm_of(self.state.buckets))
-        if not math.isfinite(found):
-            raise NonFiniteLossError(
-                f"the {what} of step {self.state.step} is {found}, and wait-free updates have applied it. Look at "
-                'the learning rate and at this batch; RecoveryConfig(update="barrier") would have seen it first.'
-            )
+        if self.settings.update == "wait_free":
+            check_updated(self.state.step, self.state.loss, self.state.buckets if self._went_without else ())
 
     def _mark(self, buckets: list[Bucket]) -> None:
         for bucket in buckets:
@@ -422,25 +417,6 @@ class Replica:
         elif scheduler is not None:
             scheduler.step()
 
-    def _must_skip(self, norm: Tensor | None) -> bool:
-        """Whether this step's update is left out. Every rank sees the same reduced loss and gradients, so all decide alike.
-
-        Args:
-            norm: of the gradients, where it is needed: to look at them in every step would cost a pass over all of them.
-        """
-        loss = self.state.tail.loss(self.state.buckets[-1].tail)
-        finite = math.isfinite(loss)
-        if finite and (norm is None or math.isfinite(norm)):
-            return False
-        if self.settings.on_non_finite != "skip":
-            what = "loss" if not finite else "norm of the gradients"
-            raise NonFiniteLossError(
-                f"the {what} of step {self.state.step} is {norm if finite else loss}. Nothing was updated. Look at the "
-                'learning rate and at this batch, or leave such steps out with Trainer(on_non_finite="skip").'
-            )
-        self.leave_out()
-        return True
-
     def leave_out(self) -> None:
         """The step under way has no update, on all replicas: its loss or a gradient is not finite."""
         self._skip, self.not_finite = NOT_FINITE, self.state.step
@@ -460,7 +436,3 @@ class Replica:
     def _at_bucket(self, phase: str, bucket: int | None) -> None:
         if self._probe is not None:
             self._probe(phase, self.state.step, bucket)
-
-
-def _norm_of(buckets: Sequence[Bucket]) -> Tensor:
-    return torch.nn.utils.get_total_norm([p.grad for bucket in buckets for p in bucket.params if p.grad is not None])
