@@ -282,16 +282,16 @@ class Trainee:
         assert self._group is not None
         state = self.replica.state
         self._used = True
-        if (extras is not None or handed is not None) and self.replica.attempt is not None:  # of a world before
-            mending.discard(self.replica)
+        if extras is not None or handed is not None:
+            self._replayed = ""  # before anything is taken: what is broken off leaves no replay to go on with
+            if self.replica.attempt is not None:  # of a world before
+                mending.discard(self.replica)
         if handed is not None:
             recovery.unpack(state, handed)
-            self._replayed = ""
         transfer = Transfer(self._group, self._world, self._member, state.device, self._probe_recovery)
         recovery.take_states(self.replica, command.copies, transfer, version=extras.step if extras else state.step)
         if extras is not None:
             state.take(extras)
-            self._replayed = ""
         return state.digests()
 
     def replay(self, fence: Fence, command: Replay) -> tuple[str, ...]:

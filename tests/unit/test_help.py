@@ -186,6 +186,20 @@ def test_a_replay_that_was_shared_goes_on_unless_a_helper_is_lost(
     assert loaded == began
 
 
+def test_no_replay_goes_on_from_a_state_that_was_handed_over_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hand-over that is broken off leaves another state than the one at which an earlier replay was interrupted."""
+    found: Any = object.__new__(Trainee)
+    found._group, found._replayed, found.replica = object(), "c", SimpleNamespace(state=None, attempt=None)
+
+    def broken(*_: Any) -> None:
+        raise PeerLostError("its hashes differ")
+
+    monkeypatch.setattr(trainee.recovery, "unpack", broken)
+    with pytest.raises(PeerLostError):
+        found.fill(Fence(3), c.Fill(("w0", "w3"), 3, ("w0", "w3"), (), ()), None, object())
+    assert found._replayed == ""
+
+
 @pytest.mark.parametrize("error", [LogGapError("a gap"), ReplayDivergedError("another"), FencedError("it is over")])
 def test_what_a_helper_finds_out_about_the_log_counts(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     with pytest.raises(type(error)):
