@@ -25,7 +25,6 @@ from raytrain_ft.storage import checkpoint
 from raytrain_ft.storage.filesystem import open_storage
 from raytrain_ft.storage.manifest import Name
 from raytrain_ft.storage.persister import Persister
-from raytrain_ft.storage.tensors import bytes_of
 from raytrain_ft.training import durable, mending
 from raytrain_ft.training.attempt import WENT_DOWN, Commit
 from raytrain_ft.training.build import Checkpointing
@@ -85,9 +84,9 @@ def reconcile(replica: Replica, plan: Plan, transfer: Transfer, sampling: Sampli
         replica.lost = (base, plan.lost)
     if replica.attempt is not None and not (plan.completes and replica.attempt.step == base):
         state.tail.restore()  # a step that is not completed; perhaps the next one, and others are to take this state
-    for index, payload in transfer.copy(plan.gradients, lambda copy: bytes_of(state.buckets[copy.bucket].flat)):
+    for index, payload in transfer.copy(plan.gradients, lambda copy: state.buckets[copy.bucket].reduced()):
         bucket = state.buckets[index]
-        bucket.flat.copy_(payload.view(bucket.flat.dtype))
+        bucket.take_reduced(payload)
         bucket.gradient = base
     if plan.mean:
         mending.reduce_alone(replica, plan.mean, transfer.group, leads=plan.speaker == transfer.member)
@@ -128,8 +127,10 @@ def lend(replica: Replica, plan: Plan, transfer: Transfer) -> None:
     """Takes part, with nothing, in what the survivors reduce once more: the group is of all, so that a replacement sits where
     those sat whom it replaces and sums keep their order."""
     for index in plan.mean:
-        flat = torch.zeros_like(replica.state.buckets[index].flat)
+        bucket = replica.state.buckets[index]
+        flat = torch.zeros_like(bucket.flat)
         transfer.group.all_reduce(flat).wait()
+        replica.reducer.reduce_more(flat[len(flat) - bucket.tail_size :], transfer.group, speaks=False)
 
 
 def _update(replica: Replica, base: int) -> None:

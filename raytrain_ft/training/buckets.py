@@ -3,7 +3,8 @@
 A bucket's flat buffer holds ``[gradients | used | missing | tail]``: the gradients of its parameters one after the other, one
 flag per parameter (how many ranks had a gradient for it), how many samples of the global batch are missing in them, and, in the
 last bucket only, the *tail*: values that every rank must agree upon at the end of the step (see `tail.py`). So a step needs no
-collective besides those of its gradients.
+collective besides those of its gradients, unless the tail says that *more* is to be agreed upon: that is reduced next, and the
+last bucket counts as reduced only then.
 
 The local gradient stays in ``p.grad`` until the reduced one is accepted, because a failed collective leaves its buffer
 undefined. Marks are plain numbers, `version` and `gradient`, which `policy.reconcile` reads.
@@ -23,6 +24,7 @@ from torch.optim import Optimizer
 
 from raytrain_ft.errors import FencedError, TaskError
 from raytrain_ft.storage.log_format import array_of, checksum_of
+from raytrain_ft.storage.tensors import bytes_of
 from raytrain_ft.training.fence import Fence, PeerLostError
 from raytrain_ft.training.placing import view_like
 
@@ -60,6 +62,18 @@ class Summing(Protocol):
         ...
 
 
+class Ending(Protocol):
+    """What ranks agree upon as a step ends."""
+
+    def needs(self, tail: Tensor) -> int:
+        """See `Tail.needs`."""
+        ...
+
+    def fill_more(self, tail: Tensor, more: Tensor) -> None:
+        """See `Tail.fill_more`."""
+        ...
+
+
 class Bucket:
     """Parameters that are reduced and updated together.
 
@@ -67,6 +81,7 @@ class Bucket:
         version: updates applied to it.
         gradient: the step whose reduced gradient the flat buffer holds, or None.
         dirty: an update began and did not end: the state is neither version.
+        more: what is reduced besides the flat buffer, if its tail says that anything is.
     """
 
     def __init__(self, index: int, params: list[Parameter], tail_size: int) -> None:
@@ -92,10 +107,21 @@ class Bucket:
         self.used = self.flat[offset : offset + len(self.params)]
         self.missing = self.flat[offset + len(self.params)]
         self.tail = self.flat[offset + len(self.params) + 1 :]
+        self.more: Tensor | None = None
+
+    def reduced(self) -> Tensor:
+        """All that was reduced, as bytes."""
+        return bytes_of(self.flat if self.more is None else torch.cat([self.flat, self.more]))
+
+    def take_reduced(self, content: Tensor) -> None:
+        """Takes over what another one has `reduced`."""
+        flat, more = content.view(self.flat.dtype).tensor_split([len(self.flat)])
+        self.flat.copy_(flat)
+        self.more = more.to(self.flat.device) if len(more) else None
 
     def collect(self) -> None:
         """Copies the local gradients into the flat buffer; a parameter without one contributes nothing."""
-        self.gradient = None
+        self.gradient = self.more = None
         self.missing.zero_()
         grads = [p.grad for p in self.params]
         if all(grad is not None for grad in grads):
@@ -202,6 +228,7 @@ class Reducer:
             `update="wait_free"` this updates the bucket at once.
         eager: look for finished reductions during the backward pass already (wait-free), not only at its end.
         fill_tail: writes this rank's contribution to the tail just before the last bucket is reduced.
+        ending: says whether more is to be reduced then, and has this rank's contribution to that.
         is_silent: asked before each bucket whether this rank contributes zeros from here on.
         finishes_alone: a backward pass whose reductions fail goes on, for the gradients of this rank (lossy), to its end or
             until the fence says that nobody can use them.
@@ -217,6 +244,7 @@ class Reducer:
         on_reduced: Callable[[Bucket], None],
         eager: bool,
         fill_tail: Callable[[Tensor], None],
+        ending: Ending,
         probe: Probe,
         finishes_alone: bool = False,
         is_silent: Callable[[int], bool] = lambda _: False,
@@ -229,7 +257,7 @@ class Reducer:
         self.group: Summing | None = None
         self._on_reduced = on_reduced
         self._eager = eager
-        self._fill_tail = fill_tail
+        self._fill_tail, self._ending = fill_tail, ending
         self._probe = probe
         self._armed = False
         self._step = 0
@@ -309,7 +337,7 @@ class Reducer:
         if self._is_silent(bucket.index):
             bucket.flat.zero_()
             bucket.missing.fill_(self._samples)  # said here: who died before the tail was reduced has not lived to say it there
-            bucket.gradient = None
+            bucket.gradient = bucket.more = None
             for p in bucket.params:
                 p.grad = None  # else `accept` would take it that everybody used what this rank alone used
         else:
@@ -330,12 +358,26 @@ class Reducer:
         bucket = self.buckets[self._accepted]
         self._probe("wait", bucket.index)
         self._next().wait()
+        if self._begin_more(bucket):
+            self._probe("wait", bucket.index)
+            self._next().wait()
         bucket.gradient = self._step
         bucket.work = None
         self._accepted += 1
         self._probe("reduced", bucket.index)
         bucket.accept()
         self._on_reduced(bucket)
+
+    def _begin_more(self, bucket: Bucket) -> bool:
+        """Whether more than the flat buffer, which was just reduced, is to be reduced; that is under way then."""
+        needs = self._ending.needs(bucket.tail) if bucket.tail_size else 0
+        if not needs:
+            return False
+        assert self.group is not None
+        more = bucket.flat.new_zeros(needs)
+        self._ending.fill_more(bucket.tail, more)
+        bucket.work, bucket.more = self.group.all_reduce(more, self._idle), more
+        return True
 
     def finish(self) -> None:
         """Launches what is left (the last bucket always waits for the end of the backward pass) and accepts everything."""
@@ -355,16 +397,32 @@ class Reducer:
             self._fill_tail(bucket.tail)
         flat = bucket.flat.clone()
         group.all_reduce(flat).wait()
+        more = self.reduce_more(flat[len(flat) - bucket.tail_size :], group, speaks=True)
         bucket.flat.copy_(flat)
+        bucket.more = more
         bucket.scale(factor)
         bucket.gradient = self._step
+
+    def reduce_more(self, tail: Tensor, group: Summing, *, speaks: bool) -> Tensor | None:
+        """What is to be reduced besides what was just reduced `alone`, if anything is; zeros of who does not speak."""
+        needs = self._ending.needs(tail) if len(tail) else 0
+        if not needs:
+            return None
+        more = tail.new_zeros(needs)
+        if speaks:
+            self._ending.fill_more(tail, more)
+        group.all_reduce(more).wait()
+        return more
+
+    def _lacks_more(self, bucket: Bucket) -> bool:
+        return bool(bucket.tail_size) and bucket.more is None and self._ending.needs(bucket.tail) > 0
 
     def abandon(self) -> None:
         """Takes stock after a fence: a reduction that came to its end counts, any other buffer is given up."""
         for bucket in self.buckets:
             if bucket.work is None:
                 continue
-            if bucket.work.succeeded():
+            if bucket.work.succeeded() and not self._lacks_more(bucket):
                 bucket.gradient = self._step
             else:
                 bucket.allocate()

@@ -7,14 +7,16 @@ minimum begins with) they are the new value, and the share of the batch that say
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-LARGE = 2**16
-"""Numbers in a buffer that is looked at alone: arithmetic with a mask of millions would take longer than a step."""
+from raytrain_ft.storage.tensors import bytes_of
+
+BLOCK = 2**16
+"""Numbers of one that are computed at once on a CPU, for what is computed meanwhile to stay in its caches."""
 ALL = 1.0 - 1e-5
 """Of the batch, up to rounding."""
 LARGEST_BASE = 2.0**24
@@ -81,9 +83,22 @@ def _bits(values: Tensor) -> Tensor:
     return values.view(_WHOLE[values.element_size()])
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two of one dtype and shape are equal in all their bits."""
+    pair = [bytes_of(tensor) for tensor in (one, other)]
+    if all(len(each) % 8 == 0 and each.storage_offset() % 8 == 0 for each in pair):
+        pair = [each.view(torch.int64) for each in pair]  # eight at once: torch compares one by one
+    return torch.equal(*pair)
+
+
+def by_blocks(*rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Rows of one length, cut alike. A GPU takes them whole."""
+    size = max(1, len(rows[0])) if rows[0].is_cuda else BLOCK
+    return zip(*(row.split(size) for row in rows), strict=True)
+
+
 class Row:
-    """Some buffers as one row of numbers, for a model may have hundreds; or one that is large, such as a mask, which is glanced
-    at first.
+    """Some buffers as one row of numbers, for a model may have hundreds.
 
     Attributes:
         now, old: their values, and those when the attempt began; size: how many.
@@ -101,23 +116,12 @@ class Row:
         rows = [one.reshape(-1).to(**self._how) for one in tensors] or [torch.zeros(0, **self._how)]
         return torch.cat(rows) if len(rows) > 1 else rows[0]
 
-    @property
-    def is_as_before(self) -> bool:
-        """Whether a glance shows that this rank's forward pass has changed nothing."""
-        return self.size >= LARGE and torch.equal(_bits(self.now), _bits(self.old))
-
     def touched(self) -> Tensor:
         """To which of the buffers this rank's forward pass has written other bits. bool [buffers]."""
         return self.which(_bits(self.now) != _bits(self.old))
 
-    def is_untouched(self, *agreed: Tensor) -> bool:
-        """Whether a glance shows that no rank's has."""
-        return self.size >= LARGE and not any(bool(numbers.any()) for numbers in agreed)
-
     def which(self, numbers: Tensor) -> Tensor:
-        """In which of the buffers any of these numbers is; in none, without any. bool [buffers]."""
-        if not len(numbers):
-            return torch.zeros(len(self.buffers), dtype=torch.bool, device=numbers.device)
+        """In which of the buffers any of these numbers is. bool [buffers]."""
         if len(self.buffers) < 2:
             return numbers.any().repeat(len(self.buffers))
         ends = torch.tensor(self._sizes, device=numbers.device).cumsum(0)
@@ -132,11 +136,10 @@ class Row:
 
 
 def alike(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device, dtype: torch.dtype | None = None) -> list[Row]:
-    """Buffers of one dtype (or as of this one) in a row, in the order in which dtypes come; large ones alone."""
-    rows: dict[Any, list[tuple[Tensor, Tensor]]] = {}
-    for number, (buffer, old) in enumerate(pairs):
-        rows.setdefault(number if buffer.numel() >= LARGE else dtype or buffer.dtype, []).append((buffer, old))
-    kinds = [dtype or some[0][0].dtype for some in rows.values()]
+    """Buffers of one dtype (or as of this one) in a row, in the order in which dtypes come."""
+    rows: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for buffer, old in pairs:
+        rows.setdefault(dtype or buffer.dtype, []).append((buffer, old))
     # of numbers of eight bits torch computes nothing
-    kinds = [torch.float32 if kind.is_floating_point and kind.itemsize == 1 else kind for kind in kinds]
+    kinds = [torch.float32 if kind.is_floating_point and kind.itemsize == 1 else kind for kind in rows]
     return [Row(some, kind, device) for some, kind in zip(rows.values(), kinds, strict=True)]

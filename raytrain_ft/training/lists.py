@@ -16,6 +16,14 @@ from torch import Tensor
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
+def copy_(to: Tensors, what: Tensors) -> None:
+    """``to = what``."""
+    if len(to) == 1:
+        to[0].copy_(what[0])
+    else:
+        torch._foreach_copy_(to, what)
+
+
 def add_(to: Tensors, what: Tensors, alpha: float = 1.0) -> None:
     """``to += alpha * what``."""
     if len(to) == 1:

@@ -61,7 +61,7 @@ def reduce_alone(replica: Replica, indices: Sequence[int], group: FencedGroup, *
         bucket = replica.state.buckets[index]
         replica.reducer.reduce_alone(bucket, group, factor)
         if bucket.tail_size:
-            replica.state.tail.scale(bucket.tail, factor)
+            replica.state.tail.scale(bucket.tail, factor, bucket.more)
 
 
 @torch.no_grad()

@@ -99,6 +99,7 @@ class Replica:
             on_reduced=self.update_bucket if wait_free else (lambda _: None),
             eager=wait_free,
             fill_tail=self._fill_tail,
+            ending=state.tail,
             probe=self._at_bucket,
             finishes_alone=settings.finishes_alone,
             # Wait-free, a bucket is used before it is known who is missing in it: who is to sleep finishes the step.
@@ -300,7 +301,7 @@ class Replica:
             if lost:
                 bucket.scale(batch / (batch - lost))
                 if bucket.tail_size:
-                    self.state.tail.scale(bucket.tail, batch / (batch - lost))
+                    self.state.tail.scale(bucket.tail, batch / (batch - lost), bucket.more)
         return True
 
     def _gradient_norm(self, buckets: list[Bucket], *, lacks_samples: bool) -> Tensor | None:
@@ -350,7 +351,7 @@ class Replica:
                 if self._skip:
                     self.state.tail.restore()  # a step that is left out leaves nothing behind in the buffers either
                 else:
-                    self.state.tail.apply(bucket.tail)
+                    self.state.tail.apply(bucket.tail, bucket.more)
                 self.state.loss = self.state.tail.loss(bucket.tail)
                 self.said = self.state.tail.said(bucket.tail, self.attempt.replicas) if self.attempt is not None else []
             bucket.version += 1

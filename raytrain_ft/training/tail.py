@@ -1,29 +1,36 @@
 """What travels in the tail of a step's last bucket: values that every rank must agree upon when the step ends.
 
-``[loss | stop | checkpoint | sleep | changes of integer buffers | changes of floating buffers]``, all summed over ranks: the
-loss weighted by samples; how many ranks were asked to stop at this step's boundary, and whether rank 0 wants a checkpoint of
-the state there (so that all stop, or begin one, at the same boundary, without a collective of its own); per replica, whether it
-sleeps from the next step on (see `sleep`); what one rank's forward pass changed in integer buffers, such as BatchNorm's batch
-counter; and the mean, by samples, of what all ranks' changed in floating and complex ones, such as its statistics. So no rank
-ever holds committed state that nobody else has, and a buffer that nobody changed keeps its bits. A floating change is two
-numbers: see `changes`.
+``[loss | stop | checkpoint | sleep | flags | changes of integer buffers | changes of floating buffers]``, all summed over
+ranks: the loss weighted by samples; how many ranks were asked to stop at this step's boundary, and whether rank 0 wants a
+checkpoint of the state there (so that all stop, or begin one, at the same boundary, without a collective of its own); per
+replica, whether it sleeps from the next step on (see `sleep`); of each large buffer, a flag (see below); what one rank's
+forward pass changed in integer buffers, such as BatchNorm's batch counter; and the mean, by samples, of what all ranks' changed
+in floating and complex ones, such as its statistics. So no rank ever holds committed state that nobody else has, and a buffer
+that nobody changed keeps its bits. A floating change is two numbers: see `changes`.
+
+Of a large buffer, such as a mask, there is only the flag: how many ranks have changes of it to add. What is said of those that
+any rank has changed travels in a tensor of its own, `more`, which is reduced right after the last bucket; mostly there is none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from raytrain_ft.errors import TaskError
-from raytrain_ft.training.changes import Row, after, alike, change_of, scaled
+from raytrain_ft.training.changes import Row, after, alike, by_blocks, change_of, same_bits, scaled
+from raytrain_ft.training.lists import copy_
 from raytrain_ft.training.sleep import Sleep
 
 HEADER = 3
 LARGEST_EXACT_INTEGER = 2**24
 """Changes of integer buffers travel as fp32, which holds integers exactly up to here."""
+LARGE = 2**16
+"""Values of a buffer of which nothing travels unless somebody changes it: to send a mask of millions, and to compute what has
+changed in it, would take longer than a step."""
 
 
 Place = tuple[nn.Module, str]
@@ -68,6 +75,18 @@ def _numbers(buffer: Tensor) -> Tensor:
     return torch.view_as_real(buffer) if buffer.is_complex() else buffer
 
 
+def _is_float(buffer: Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.is_complex()
+
+
+def _integer_change(row: Row, dtype: torch.dtype) -> Tensor:
+    """Raises `TaskError` if it is too large to travel."""
+    change = row.now - row.old
+    if int(change.abs().max()) > LARGEST_EXACT_INTEGER:
+        raise TaskError(f"an integer buffer changed by more than {LARGEST_EXACT_INTEGER} within one step")
+    return change.to(dtype)
+
+
 class Tail:
     """Packs and unpacks the tail of one model.
 
@@ -81,21 +100,28 @@ class Tail:
     def __init__(self, model: nn.Module, seats: int = 1) -> None:
         found = places(model)
         named = [(place, here(place)) for _, place in found]
+        small = [(place, b) for place, b in named if b.numel() < LARGE]
         self._names = {place: name for name, place in found}
         self._modules, self._looked = list(model.modules()), False
         self._parameters = list(model.parameters())
-        self._floats = [place for place, b in named if b.is_floating_point() or b.is_complex()]
-        self._integers = [place for place, b in named if not (b.is_floating_point() or b.is_complex())]
+        self._floats = [place for place, b in small if _is_float(b)]
+        self._integers = [place for place, b in small if not _is_float(b)]
+        self._large = [place for place, b in named if b.numel() >= LARGE]
+        self._sizes = [_numbers(b).numel() * (2 if _is_float(b) else 1) for b in map(here, self._large)]
         self.sleep = Sleep()
-        self._start = HEADER + seats  # of the buffers
+        self._flags = HEADER + seats
+        self._start = self._flags + len(self._large)  # of the buffers
         self.size = self._start + sum(b.numel() for b in self.integers) + 2 * sum(b.numel() for b in self.floats)
         self.losses: list[Tensor] = []
         self.stop_requested = False
         self.checkpoint_wanted = False
         self._before: list[Tensor] | None = None
+        self._memory: list[Tensor] = []  # for that, used again: to touch new memory takes longer than to fill it
         self._there: list[Tensor] = []  # the buffers themselves when the attempt began
         self._kinds: list[str] = []
         self._touched: list[Tensor] = []  # by this rank's forward pass: integer, then floating ones; empty: unknown
+        self._altered: list[bool] = []  # by it, of the large ones; empty: unknown
+        self._weight, self._leads = 0.0, False  # what this rank's changes count for, as it has said last
 
     @property
     def integers(self) -> list[Tensor]:
@@ -107,12 +133,23 @@ class Tail:
         """The floating buffers as they are now; complex ones as pairs of numbers."""
         return [_numbers(here(place)) for place in self._floats]
 
+    @property
+    def large(self) -> list[Tensor]:
+        """The large ones as they are now, of all dtypes."""
+        return [_numbers(here(place)) for place in self._large]
+
+    @torch.no_grad()
     def begin(self) -> None:
         """Saves the buffers, which the forward pass will change, for the case that the step must be redone."""
-        self._before = [b.clone() for b in (*self.integers, *self.floats)]
+        now, kinds = self._now, self._kinds
         self._there = [getattr(*place) for place in self._all]
         self._kinds = [_kind(buffer) for buffer in self._there]
-        self.losses, self._touched = [], []
+        if self._memory and kinds == self._kinds:
+            copy_(self._memory, now)
+        else:
+            self._memory = [b.clone() for b in now]
+        self._before = self._memory
+        self.losses, self._touched, self._altered = [], [], []
         self.sleep.silent_from = None
 
     def restore(self) -> None:
@@ -124,11 +161,15 @@ class Tail:
 
     @property
     def _all(self) -> list[Place]:
-        return [*self._integers, *self._floats]
+        return [*self._integers, *self._floats, *self._large]
+
+    @property
+    def _now(self) -> list[Tensor]:
+        return [*self.integers, *self.floats, *self.large]
 
     def changed(self) -> bool:
         """Whether this attempt has changed a buffer."""
-        before = zip((*self.integers, *self.floats), self._before or [], strict=False)
+        before = zip(self._now, self._before or [], strict=False)
         return any(not torch.equal(buffer, old) for buffer, old in before)
 
     def settled(self) -> None:
@@ -156,27 +197,73 @@ class Tail:
             tail[HEADER + other] = word
         tail[1] = 1.0 if self.stop_requested else 0.0
         tail[2] = 1.0 if self.checkpoint_wanted else 0.0
+        self._weight, self._leads = weight, leads
+        # By their bytes: what a task writes through `.data`, as many do to a codebook, leaves no other trace.
+        self._altered = [not same_bits(now, old) for now, old in self._large_pairs]
+        for number, (place, altered) in enumerate(zip(self._large, self._altered, strict=True)):
+            if altered and (weight > 0 if _is_float(here(place)) else leads):
+                tail[self._flags + number] = 1.0
         integers, floats = self._rows(tail.device)
         offset, self._touched = self._start, []
         for row in integers:
-            if row.is_as_before:
-                self._touched.append(row.which(tail[:0]))
-            else:
-                change = row.now - row.old
-                self._touched.append(row.touched())
-                if leads and int(change.abs().max()) > LARGEST_EXACT_INTEGER:
-                    raise TaskError(f"an integer buffer changed by more than {LARGEST_EXACT_INTEGER} within one step")
-                if leads:
-                    tail[offset : offset + row.size] = change.to(tail.dtype)
+            self._touched.append(row.touched())
+            if leads:
+                tail[offset : offset + row.size] = _integer_change(row, tail.dtype)
             offset += row.size
         for row in floats:
-            if row.is_as_before:
-                self._touched.append(row.which(tail[:0]))
-            else:
-                self._touched.append(row.touched())
-                if weight > 0:
-                    tail[offset : offset + 2 * row.size] = torch.cat(change_of(row.now, row.old, weight, tail.dtype))
+            self._touched.append(row.touched())
+            if weight > 0:
+                tail[offset : offset + 2 * row.size] = torch.cat(change_of(row.now, row.old, weight, tail.dtype))
             offset += 2 * row.size
+
+    def needs(self, tail: Tensor) -> int:
+        """Numbers that are to be reduced besides the tail, as the ranks say in it: the same on all."""
+        return sum(size for _, size in self._spoken_of(tail))
+
+    def _spoken_of(self, tail: Tensor) -> list[tuple[int, int]]:
+        """The large buffers that some rank has changes of, and how many numbers are said of each."""
+        if not self._large:
+            return []
+        flags = tail[self._flags : self._start].tolist()
+        return [(n, self._sizes[n]) for n, flag in enumerate(flags) if flag > 0]
+
+    @property
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """All buffers, now and when the attempt began."""
+        assert self._before is not None or not self._all, "between two attempts there is nothing to agree upon"
+        return list(zip(self._now, self._before or (), strict=True))
+
+    @property
+    def _large_pairs(self) -> list[tuple[Tensor, Tensor]]:
+        return self._pairs[len(self._integers) + len(self._floats) :]
+
+    def _large_rows(self, tail: Tensor, more: Tensor | None) -> Iterator[tuple[int, Row, Tensor]]:
+        """Of the large buffers that are spoken of: number, row, and what is said."""
+        offset, pairs = 0, self._large_pairs
+        for number, size in self._spoken_of(tail):
+            assert more is not None, "of what was changed the changes are there"
+            (row,) = alike(pairs[number : number + 1], tail.device, None if _is_float(pairs[number][0]) else torch.int64)
+            yield number, row, more[offset : offset + size]
+            offset += size
+
+    @torch.no_grad()
+    def fill_more(self, tail: Tensor, more: Tensor) -> None:
+        """Writes this rank's changes of those large buffers that the ranks speak of; zeros if it has none.
+
+        Raises:
+            TaskError: one of integers changed by too much.
+        """
+        more.zero_()
+        for number, row, said in self._large_rows(tail, more):
+            if not self._altered[number]:
+                continue
+            if not row.now.is_floating_point():
+                if self._leads:
+                    said.copy_(_integer_change(row, more.dtype))
+            elif self._weight > 0:
+                for now, old, most, rest in by_blocks(row.now, row.old, *said.view(2, -1)):
+                    for to, what in zip((most, rest), change_of(now, old, self._weight, more.dtype), strict=True):
+                        to.copy_(what)
 
     def _look(self) -> None:
         """Looks at what the forward pass has put in the place of buffers, and takes it over in memory of its own: else what is
@@ -216,28 +303,26 @@ class Tail:
 
     def _rows(self, device: torch.device) -> tuple[list[Row], list[Row]]:
         """The integer buffers and the floating ones, now and at the attempt's beginning, in the order of the tail."""
-        integers, floats = self.integers, self.floats
-        assert self._before is not None or not (integers or floats), "between two attempts there is nothing to agree upon"
-        pairs = list(zip((*integers, *floats), self._before or (), strict=True))
-        return alike(pairs[: len(integers)], device, torch.int64), alike(pairs[len(integers) :], device)
+        count = len(self._integers)
+        pairs = self._pairs[: count + len(self._floats)]
+        return alike(pairs[:count], device, torch.int64), alike(pairs[count:], device)
 
     @torch.no_grad()
-    def apply(self, tail: Tensor) -> None:
+    def apply(self, tail: Tensor, more: Tensor | None = None) -> None:
         """Sets the buffers to what the ranks agreed upon. Part of the last bucket's update. What nobody changed is not written
         to: it may be about to be logged."""
+        self._apply_large(tail, more)
         integers, floats = self._rows(tail.device)
         offset, values, said = self._start, [], []
         for row in integers:
             change = tail[offset : offset + row.size]
-            is_untouched = row.is_untouched(change)
-            values.append(row.old if is_untouched else row.old + change.to(torch.int64))
-            said.append(row.which(change[:0] if is_untouched else change != 0))
+            values.append(row.old + change.to(torch.int64))
+            said.append(row.which(change != 0))
             offset += row.size
         for row in floats:
             most, rest = tail[offset : offset + 2 * row.size].view(2, -1)
-            is_untouched = row.is_untouched(most, rest)
-            values.append(row.old if is_untouched else after(row.old, most, rest))
-            said.append(row.which(most[:0] if is_untouched else (most != 0) | (rest != 0)))
+            values.append(after(row.old, most, rest))
+            said.append(row.which((most != 0) | (rest != 0)))
             offset += 2 * row.size
         if not said:
             return
@@ -246,10 +331,31 @@ class Tail:
         for row, value in zip((*integers, *floats), values, strict=True):
             row.write(value, [written.pop(0) for _ in row.buffers])
 
+    def _apply_large(self, tail: Tensor, more: Tensor | None) -> None:
+        pairs, spoken_of = self._large_pairs, set[int]()
+        for number, row, said in self._large_rows(tail, more):
+            spoken_of.add(number)
+            buffer = pairs[number][0]
+            if not row.now.is_floating_point():
+                value = row.old + said.to(torch.int64)
+            else:
+                value = torch.cat([after(*block) for block in by_blocks(row.old, *said.view(2, -1))])
+            buffer.copy_(value.view(buffer.shape))
+        for number, (buffer, old) in enumerate(pairs):
+            if number in spoken_of:
+                continue
+            # what this rank alone has changed is put back
+            if self._altered[number] if self._altered else not same_bits(buffer, old):
+                buffer.copy_(old)
+
     @torch.no_grad()
-    def scale(self, tail: Tensor, factor: float) -> None:
+    def scale(self, tail: Tensor, factor: float, more: Tensor | None = None) -> None:
         """Multiplies what is a mean over samples, because some of them are missing in it."""
         tail[0] *= factor
+        for _, row, said in self._large_rows(tail, more):
+            if row.now.is_floating_point():
+                most, rest = said.view(2, -1)
+                said.copy_(torch.cat(scaled(row.old, most, rest, factor)))
         _, floats = self._rows(tail.device)
         offset = self.size - 2 * sum(row.size for row in floats)
         for row in floats:

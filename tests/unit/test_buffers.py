@@ -19,7 +19,8 @@ import raytrain_ft as ft
 from raytrain_ft.errors import ConfigError, NonFiniteLossError, TaskError
 from raytrain_ft.policy.sampling import Position, Sampling
 from raytrain_ft.storage.tensors import hash_of
-from raytrain_ft.training import changes, durable, passes
+from raytrain_ft.training import durable, passes
+from raytrain_ft.training import tail as tail_module
 from raytrain_ft.training.build import build_replica, check_model, check_undo
 from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.links import Links
@@ -185,10 +186,21 @@ def test_a_replica_that_nobody_needs_is_freed(update: Any) -> None:
     assert [ref() for ref in gone] == [None, None, None]
 
 
+def more_of(tails: list[Tail], total: Tensor) -> Tensor | None:
+    """What is reduced after the last bucket, over these ranks, if its tail says that anything is."""
+    size = tails[0].needs(total)
+    parts = [torch.full((size,), math.nan) for _ in tails]
+    for tail, part in zip(tails, parts, strict=True):
+        assert tail.needs(total) == size
+        if size:
+            tail.fill_more(total, part)
+    return torch.stack(parts).sum(0) if size else None
+
+
 @pytest.mark.parametrize("large", [1, 4, 2**16])
 @pytest.mark.parametrize("ranks", [2, 3, 10, 100])
 def test_a_constant_survives_the_mean_over_many_ranks(ranks: int, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(changes, "LARGE", large)
+    monkeypatch.setattr(tail_module, "LARGE", large)
     models = [Buffered() for _ in range(ranks)]
     tails = [Tail(model) for model in models]
     for tail, model, value in zip(tails, models, range(ranks), strict=True):
@@ -198,12 +210,93 @@ def test_a_constant_survives_the_mean_over_many_ranks(ranks: int, large: int, mo
     for rank, tail in enumerate(tails):
         tail.fill(sent[rank], 1, ranks, rank, leads=rank == 0)
     total = torch.stack(sent).sum(0)
+    more = more_of(tails, total)
     for tail in tails:
-        tail.apply(total)
+        tail.apply(total, more)
     fresh = Buffered()
     for model in models:
         assert all(torch.equal(getattr(model, name), getattr(fresh, name)) for name in ("turns", "mask", "hundred", "fine"))
         torch.testing.assert_close(model.norm.running_mean, torch.full((3,), (ranks - 1) / 2))
+
+
+class Masked(nn.Module):
+    """Masks, a table, and a codebook that is written to through `.data` in the forward passes that say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("mask", torch.ones(256, 256, dtype=torch.bool).tril())
+        self.register_buffer("turns", torch.polar(torch.ones(2**16), torch.arange(2.0**16)))
+        self.register_buffer("book", torch.arange(2.0**16))
+        self.register_buffer("seen", torch.zeros(2**16, dtype=torch.int64))
+        self.changes: Any = lambda model: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.changes(self)
+        return self.layer(x)
+
+
+def test_of_large_buffers_that_nobody_changes_nothing_is_computed_and_nothing_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica, links = replica_of(Task(Masked))
+    refuse = pytest.fail
+    for name in ("change_of", "after", "_integer_change"):
+        monkeypatch.setattr(tail_module, name, lambda *_, name=name: refuse(f"{name} was called"))
+    before = {name: (buffer.clone(), buffer._version) for name, buffer in replica.state.model.named_buffers()}
+    for _ in range(2):
+        replica.train_step(links)
+    assert replica.state.tail.size == HEADER + 1 + 4
+    assert replica.state.buckets[-1].more is None
+    for name, buffer in replica.state.model.named_buffers():
+        assert torch.equal(buffer, before[name][0])
+        assert buffer._version == before[name][1], "it is not written to"
+    replica.loader.stop()
+
+
+def test_large_buffers_that_are_changed_now_and_then_are_agreed_upon() -> None:
+    """By one rank, by another, by both, by none; in place, through `.data`, or by another tensor."""
+
+    def in_place(model: Any) -> None:
+        model.seen[7] += 1
+        model.book += 0.5
+
+    def by_data(model: Any) -> None:
+        model.book.data[5] = 2.0
+        model.seen.data[9] = 3
+        model.mask.data[0, 1] = True
+
+    def replaced(model: Any) -> None:
+        model.book, model.turns = model.book * 2, model.turns.conj().resolve_conj()
+
+    models: list[Any] = [Masked() for _ in range(2)]
+    tails = [Tail(model) for model in models]
+    stay: Callable[[Any], None] = lambda _: None  # noqa: E731
+    needed = []
+    for who in [(stay, stay), (by_data, by_data), (stay, in_place), (in_place, stay), (replaced, by_data), (stay, stay)]:
+        olds = {name: buffer.clone() for name, buffer in models[0].named_buffers()}
+        owns = []
+        for change, model, tail in zip(who, models, tails, strict=True):
+            tail.begin()
+            change(model)
+            owns.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+        sent = [torch.zeros(tail.size) for tail in tails]
+        for rank, tail in enumerate(tails):
+            tail.fill(sent[rank], 1, 2, rank, leads=rank == 0)
+        total = sent[0] + sent[1]
+        needed.append(tails[0].needs(total))
+        more = more_of(tails, total)
+        for tail in tails:
+            tail.apply(total, more)
+            tail.settled()
+        for name, old in olds.items():
+            one, other = (model.get_buffer(name) for model in models)
+            mine, theirs = (own[name] for own in owns)
+            assert hash_of(one) == hash_of(other), name
+            is_float = old.is_floating_point() or old.is_complex()
+            torch.testing.assert_close(one, (mine + theirs) / 2 if is_float else mine, atol=1e-6, rtol=1e-6)
+            if hash_of(mine) == hash_of(theirs) == hash_of(old):
+                assert hash_of(one) == hash_of(old), name
+    book, seen, mask, turns = 2 * 2**16, 2**16, 2**16, 4 * 2**16
+    assert needed == [0, book + seen + mask, book, book + seen, book + turns, 0]
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -567,7 +660,7 @@ class Sentinels(nn.Module):
 @pytest.mark.parametrize("large", [1, 3, 2**16])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 6, 7, 12, 32])
 def test_what_all_ranks_set_a_sentinel_to_is_what_it_becomes(ranks: int, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(changes, "LARGE", large)
+    monkeypatch.setattr(tail_module, "LARGE", large)
     models = [Sentinels() for _ in range(ranks)]
     tails = [Tail(model) for model in models]
     x = torch.tensor([[0.5, -3.25, 2.0]])
@@ -583,8 +676,9 @@ def test_what_all_ranks_set_a_sentinel_to_is_what_it_becomes(ranks: int, large: 
         total = sent[0]
         for other in sent[1:]:
             total = total + other
+        more = more_of(tails, total)
         for tail in tails:
-            tail.apply(total)
+            tail.apply(total, more)
             tail.settled()
         for model in models:
             for name, buffer in model.named_buffers():
@@ -596,7 +690,7 @@ def test_what_all_ranks_set_a_sentinel_to_is_what_it_becomes(ranks: int, large: 
 
 @pytest.mark.parametrize("large", [1, 2, 2**16])
 def test_a_buffer_that_nobody_changes_is_not_written_to(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(changes, "LARGE", large)
+    monkeypatch.setattr(tail_module, "LARGE", large)
     model = Sentinels()
     tail = Tail(model)
     tail.begin()
@@ -604,14 +698,18 @@ def test_a_buffer_that_nobody_changes_is_not_written_to(large: int, monkeypatch:
     before = {name: buffer._version for name, buffer in model.named_buffers()}
     total = torch.zeros(tail.size)
     tail.fill(total, 1, 1, 0, leads=True)
-    tail.apply(total)
+    tail.apply(total, more_of([tail], total))
     written = {name for name, buffer in model.named_buffers() if buffer._version != before[name]}
     assert written == {"scale", "least", "far", "most", "exact", "zero"}
 
 
+@pytest.mark.parametrize("large", [1, 2, 2**16])
 @pytest.mark.parametrize("ranks", [2, 6, 8, 13])
-def test_what_is_scaled_because_samples_are_missing_is_no_less_exact(ranks: int) -> None:
+def test_what_is_scaled_because_samples_are_missing_is_no_less_exact(
+    ranks: int, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One of the ranks was lost, and the others make up the mean."""
+    monkeypatch.setattr(tail_module, "LARGE", large)
     models = [Sentinels() for _ in range(ranks)]
     tails = [Tail(model) for model in models]
     for tail, model in zip(tails, models, strict=True):
@@ -623,8 +721,9 @@ def test_what_is_scaled_because_samples_are_missing_is_no_less_exact(ranks: int)
     total = sent[0]
     for other in sent[1:-1]:
         total = total + other
-    tails[0].scale(total, ranks / (ranks - 1))
-    tails[0].apply(total)
+    more = more_of(tails[:-1], total)
+    tails[0].scale(total, ranks / (ranks - 1), more)
+    tails[0].apply(total, more)
     expected = Sentinels()
     expected(torch.tensor([[0.5, 3.25, 2.0]]))
     for name, buffer in models[0].named_buffers():
@@ -633,7 +732,7 @@ def test_what_is_scaled_because_samples_are_missing_is_no_less_exact(ranks: int)
 
 @pytest.mark.parametrize("large", [1, 2**16])
 def test_replicas_have_the_same_bits_also_of_zero_and_of_what_is_no_number(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(changes, "LARGE", large)
+    monkeypatch.setattr(tail_module, "LARGE", large)
     models = [nn.Module() for _ in range(2)]
     for model in models:
         model.register_buffer("zero", torch.zeros(2))
@@ -646,8 +745,9 @@ def test_replicas_have_the_same_bits_also_of_zero_and_of_what_is_no_number(large
     sent = [torch.zeros(tail.size) for tail in tails]
     for rank, tail in enumerate(tails):
         tail.fill(sent[rank], 1, 2, rank, leads=rank == 0)
+    more = more_of(tails, sent[0] + sent[1])
     for tail in tails:
-        tail.apply(sent[0] + sent[1])
+        tail.apply(sent[0] + sent[1], more)
     for name in ("zero", "unset"):
         one, other = (model.get_buffer(name).view(torch.int32).tolist() for model in models)
         assert one == other, name
@@ -804,8 +904,12 @@ def test_an_optimizer_with_hooks_does_not_update_bucket_by_bucket() -> None:
     assert "has hooks" in check_undo(optimizer, "exact")[0]
 
 
+@pytest.mark.parametrize("large", [1, 2**16])
 @pytest.mark.parametrize("factor", [1.0, 2.0])
-def test_what_becomes_infinite_stays_so_when_samples_are_missing(factor: float) -> None:
+def test_what_becomes_infinite_stays_so_when_samples_are_missing(
+    factor: float, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tail_module, "LARGE", large)
     model = nn.Module()
     model.register_buffer("b", torch.tensor([1.0, 1e10, 3.0]))
     tail = Tail(model)
@@ -813,8 +917,9 @@ def test_what_becomes_infinite_stays_so_when_samples_are_missing(factor: float) 
     model.b.copy_(torch.tensor([-math.inf, math.inf, 4.0]))  # pyright: ignore
     total = torch.zeros(tail.size)
     tail.fill(total, 4, int(4 * factor), 0, leads=True)
-    tail.scale(total, factor)
-    tail.apply(total)
+    more = more_of([tail], total)
+    tail.scale(total, factor, more)
+    tail.apply(total, more)
     assert model.b.tolist() == [-math.inf, math.inf, 4.0]  # pyright: ignore
 
 

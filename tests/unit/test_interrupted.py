@@ -21,7 +21,7 @@ from raytrain_ft.policy.forward import instead
 from raytrain_ft.policy.reconcile import Changed, Copy, Plan, reconcile
 from raytrain_ft.policy.sampling import Position, Sampling
 from raytrain_ft.runtime import recovery
-from raytrain_ft.training import mending
+from raytrain_ft.training import mending, tail
 from raytrain_ft.training.build import build_replica
 from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.links import Links
@@ -201,6 +201,40 @@ def test_both_are_in_the_same_step(one: Any, other: Any, update: Any) -> None:
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
         else:
             assert first.replica.state.digests() == calm.replica.state.digests()
+
+
+@pytest.mark.parametrize("other", ["between", "wait", "commit"])
+@pytest.mark.parametrize("update", ["barrier", "wait_free"])
+def test_one_is_between_the_last_bucket_and_the_large_buffers(other: str, update: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bucket is not reduced before these are, and is passed on together with them."""
+    monkeypatch.setattr(tail, "LARGE", 1)
+
+    def end(*_: Any) -> None:
+        raise FencedError("the incarnation is over")
+
+    with survivors(update) as (first, second, calm):
+        for survivor, place in ((first, "between"), (second, other)):
+            survivor.train(STEP)
+            with monkeypatch.context() as patch:
+                if place == "between":
+                    patch.setattr(survivor.replica.state.tail, "fill_more", end)
+                where = ("wait", LAST) if place == "wait" else ("commit", None)
+                survivor.interrupt((where[0], STEP, where[1]), set(range(LAST + 1)))
+            survivor.stop_at = None
+            last = survivor.replica.state.buckets[LAST]
+            assert (last.gradient, last.more is not None) == ((STEP, True) if place == "commit" else (None, False))
+        plan = mend(first, second, whole_update=update == "barrier")
+        assert plan.completes is (other == "commit")
+        assert first.replica.state.digests() == second.replica.state.digests()
+        for survivor in (first, second):
+            survivor.resume()
+        for survivor in (first, second, calm):
+            survivor.train(STEP + 2)
+        assert first.replica.state.digests() == second.replica.state.digests()
+        for a, b in zip(
+            first.replica.state.model.state_dict().values(), calm.replica.state.model.state_dict().values(), strict=True
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("first_bucket_bytes", [1, 20], ids=["a bucket of its own", "a bucket with others"])
