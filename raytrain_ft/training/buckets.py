@@ -82,11 +82,13 @@ class Bucket:
         gradient: the step whose reduced gradient the flat buffer holds, or None.
         dirty: an update began and did not end: the state is neither version.
         more: what is reduced besides the flat buffer, if its tail says that anything is.
+        selection: its parameters, to narrow an optimizer to.
     """
 
     def __init__(self, index: int, params: list[Parameter], tail_size: int) -> None:
         self.index = index
         self.params = params
+        self.selection = Selection(params)
         self.tail_size = tail_size
         self.version = 0
         self.gradient: int | None = None
@@ -194,14 +196,32 @@ def partition(params: Sequence[Parameter], bucket_bytes: int, first_bucket_bytes
     return groups
 
 
+class Selection:
+    """Some parameters in an optimizer's groups: looked for once, as long as the groups have the same lists."""
+
+    def __init__(self, params: Iterable[Parameter]) -> None:
+        self._wanted = {id(p) for p in params}
+        self._found: list[tuple[list[Parameter], int, list[Parameter]]] = []
+
+    def of(self, optimizer: Optimizer) -> list[list[Parameter]]:
+        """Those of each group, in its order."""
+        lists = [group["params"] for group in optimizer.param_groups]
+        same = len(self._found) == len(lists) and all(
+            now is known and len(now) == length for now, (known, length, _) in zip(lists, self._found, strict=True)
+        )
+        if not same:
+            self._found = [(one, len(one), [p for p in one if id(p) in self._wanted]) for one in lists]
+        return [list(some) for _, _, some in self._found]  # the optimizer may do with its list what it likes
+
+
 @contextmanager
-def only(optimizer: torch.optim.Optimizer, params: Iterable[Parameter]) -> Iterator[None]:
+def only(optimizer: Optimizer, params: Iterable[Parameter] | Selection) -> Iterator[None]:
     """Narrows an optimizer to some of its parameters: `step()` then updates these alone, whatever its class."""
-    wanted = {id(p) for p in params}
+    selection = params if isinstance(params, Selection) else Selection(params)
     full = [group["params"] for group in optimizer.param_groups]
     try:
-        for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if id(p) in wanted]
+        for group, some in zip(optimizer.param_groups, selection.of(optimizer), strict=True):
+            group["params"] = some
         yield
     finally:
         for group, all_of_them in zip(optimizer.param_groups, full, strict=True):

@@ -332,7 +332,7 @@ class Replica:
         self._await_copy()
         bucket.dirty = True
         self._at_bucket("update", bucket.index)
-        with only(self.state.optimizer, bucket.params):
+        with only(self.state.optimizer, bucket.selection):
             self.state.optimizer.step()
         self._mark([bucket])
 

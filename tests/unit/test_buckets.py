@@ -1,0 +1,43 @@
+"""Buckets: what an optimizer is narrowed to, gradients that are missing, and what is accepted once."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from raytrain_ft.training.buckets import Bucket, only
+
+
+def parameters(count: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.full((2, 3), float(number))) for number in range(count)]
+
+
+def narrowed(optimizer: torch.optim.Optimizer, bucket: Bucket) -> list[list[float]]:
+    with only(optimizer, bucket.selection):
+        return [[float(p[0, 0]) for p in group["params"]] for group in optimizer.param_groups]
+
+
+def test_an_optimizer_is_narrowed_to_a_bucket_in_its_own_order_and_given_back() -> None:
+    params = parameters(6)
+    optimizer = torch.optim.SGD([{"params": [params[i] for i in (4, 0, 2)]}, {"params": [params[1]]}], lr=0.1)
+    bucket = Bucket(0, [params[i] for i in (0, 1, 4, 5)], 0)
+    lists = [group["params"] for group in optimizer.param_groups]
+    for _ in range(2):
+        assert narrowed(optimizer, bucket) == [[4.0, 0.0], [1.0]]
+        assert all(group["params"] is one for group, one in zip(optimizer.param_groups, lists, strict=True))
+
+
+def test_groups_that_have_changed_are_looked_at_again() -> None:
+    params = parameters(4)
+    optimizer = torch.optim.SGD(params[:2], lr=0.1)
+    bucket = Bucket(0, params, 0)
+    assert narrowed(optimizer, bucket) == [[0.0, 1.0]]
+    optimizer.param_groups[0]["params"].append(params[2])
+    assert narrowed(optimizer, bucket) == [[0.0, 1.0, 2.0]]
+    optimizer.param_groups[0]["params"] = [params[3], params[0], params[1]]
+    assert narrowed(optimizer, bucket) == [[3.0, 0.0, 1.0]]
+    optimizer.add_param_group({"params": [params[2]]})
+    assert narrowed(optimizer, bucket) == [[3.0, 0.0, 1.0], [2.0]]
+    with only(optimizer, bucket.selection):
+        optimizer.param_groups[0]["params"].clear()
+    assert narrowed(optimizer, bucket) == [[3.0, 0.0, 1.0], [2.0]]
