@@ -26,6 +26,7 @@ from raytrain_ft.errors import FencedError, TaskError
 from raytrain_ft.storage.log_format import array_of, checksum_of
 from raytrain_ft.storage.tensors import bytes_of
 from raytrain_ft.training.fence import Fence, PeerLostError
+from raytrain_ft.training.lists import copy_, zero_
 from raytrain_ft.training.placing import view_like
 
 Probe = Callable[[str, int | None], None]
@@ -94,6 +95,7 @@ class Bucket:
         self.gradient: int | None = None
         self.dirty = False
         self.work: Reduction | None = None
+        self._pattern, self._flags = list[bool](), torch.empty(0)
         self.allocate()
 
     def allocate(self) -> None:
@@ -125,17 +127,18 @@ class Bucket:
         """Copies the local gradients into the flat buffer; a parameter without one contributes nothing."""
         self.gradient = self.more = None
         self.missing.zero_()
-        grads = [p.grad for p in self.params]
-        if all(grad is not None for grad in grads):
-            torch._foreach_copy_(self.views, grads)  # type: ignore[arg-type]
+        found = [(view, p.grad) for view, p in zip(self.views, self.params, strict=True)]
+        pairs = [(view, grad) for view, grad in found if grad is not None]
+        if pairs:
+            copy_([view for view, _ in pairs], [grad for _, grad in pairs])
+        if len(pairs) == len(found):
             self.used.fill_(1.0)
             return
-        for view, grad, flag in zip(self.views, grads, self.used, strict=True):
-            if grad is None:
-                view.zero_()
-            else:
-                view.copy_(grad)
-            flag.fill_(0.0 if grad is None else 1.0)
+        zero_([view for view, grad in found if grad is None])
+        pattern = [grad is not None for _, grad in found]
+        if pattern != self._pattern:  # to fill flags one by one takes longer than the rest
+            self._pattern, self._flags = pattern, torch.tensor(pattern, dtype=self.flat.dtype, device=self.flat.device)
+        self.used.copy_(self._flags)
 
     def scale(self, factor: float) -> None:
         """Multiplies the reduced gradients, because some of the samples are missing in them."""

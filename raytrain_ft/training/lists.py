@@ -24,6 +24,14 @@ def copy_(to: Tensors, what: Tensors) -> None:
         torch._foreach_copy_(to, what)
 
 
+def zero_(to: Tensors) -> None:
+    """``to = 0``."""
+    if len(to) == 1:
+        to[0].zero_()
+    else:
+        torch._foreach_zero_(to)
+
+
 def add_(to: Tensors, what: Tensors, alpha: float = 1.0) -> None:
     """``to += alpha * what``."""
     if len(to) == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -41,3 +42,21 @@ def test_groups_that_have_changed_are_looked_at_again() -> None:
     with only(optimizer, bucket.selection):
         optimizer.param_groups[0]["params"].clear()
     assert narrowed(optimizer, bucket) == [[3.0, 0.0, 1.0], [2.0]]
+
+
+@pytest.mark.parametrize("missing", [(), (1,), (0, 3), (0, 1, 2, 3)])
+def test_who_has_no_gradient_contributes_zeros_and_no_flag(missing: tuple[int, ...]) -> None:
+    """However it was in the step before."""
+    params = parameters(4)
+    bucket = Bucket(0, params, 0)
+    for without in ((), missing, missing, (2,), ()):
+        bucket.flat.fill_(torch.nan)
+        for number, p in enumerate(params):
+            p.grad = None if number in without else torch.full((2, 3), -0.0 if number == 1 else number + 0.5)
+        bucket.collect()
+        for number, view in enumerate(bucket.views):
+            expected = torch.zeros(2, 3) if params[number].grad is None else params[number].grad
+            assert expected is not None
+            assert torch.equal(view.view(torch.int32), expected.view(torch.int32))
+        assert bucket.used.tolist() == [float(number not in without) for number in range(4)]
+        assert float(bucket.missing) == 0.0
