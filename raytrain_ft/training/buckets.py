@@ -83,6 +83,7 @@ class Bucket:
         gradient: the step whose reduced gradient the flat buffer holds, or None.
         dirty: an update began and did not end: the state is neither version.
         more: what is reduced besides the flat buffer, if its tail says that anything is.
+        accepted: the optimizer reads the reduced gradients; cleared wherever others come.
         selection: its parameters, to narrow an optimizer to.
     """
 
@@ -112,6 +113,7 @@ class Bucket:
         self.missing = self.flat[offset + len(self.params)]
         self.tail = self.flat[offset + len(self.params) + 1 :]
         self.more: Tensor | None = None
+        self.accepted = False
 
     def reduced(self) -> Tensor:
         """All that was reduced, as bytes."""
@@ -122,10 +124,12 @@ class Bucket:
         flat, more = content.view(self.flat.dtype).tensor_split([len(self.flat)])
         self.flat.copy_(flat)
         self.more = more.to(self.flat.device) if len(more) else None
+        self.accepted = False
 
     def collect(self) -> None:
         """Copies the local gradients into the flat buffer; a parameter without one contributes nothing."""
         self.gradient = self.more = None
+        self.accepted = False
         self.missing.zero_()
         found = [(view, p.grad) for view, p in zip(self.views, self.params, strict=True)]
         pairs = [(view, grad) for view, grad in found if grad is not None]
@@ -147,10 +151,13 @@ class Bucket:
 
     def accept(self) -> None:
         """Makes the reduced gradients the ones that the optimizer reads. What no rank used keeps no gradient, as in torch."""
+        if self.accepted:
+            return
         # Only a rank that had no gradient needs to look at the flags, all at once: no device sync in the usual case.
         used = [True] * len(self.params) if all(p.grad is not None for p in self.params) else self.used.tolist()
         for p, view, flag in zip(self.params, self.views, used, strict=True):
             p.grad = view if p.grad is not None or flag else None
+        self.accepted = True
 
 
 def check_kept(optimizer: Optimizer, buckets: Sequence[Bucket]) -> None:
@@ -306,6 +313,7 @@ class Reducer:
         self._launched = self._accepted = 0
         for bucket in self.buckets:
             bucket.work = None
+            bucket.accepted = False
             for p in bucket.params:
                 p.grad = None
 
@@ -361,6 +369,7 @@ class Reducer:
             bucket.flat.zero_()
             bucket.missing.fill_(self._samples)  # said here: who died before the tail was reduced has not lived to say it there
             bucket.gradient = bucket.more = None
+            bucket.accepted = False
             for p in bucket.params:
                 p.grad = None  # else `accept` would take it that everybody used what this rank alone used
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -60,3 +62,23 @@ def test_who_has_no_gradient_contributes_zeros_and_no_flag(missing: tuple[int, .
             assert torch.equal(view.view(torch.int32), expected.view(torch.int32))
         assert bucket.used.tolist() == [float(number not in without) for number in range(4)]
         assert float(bucket.missing) == 0.0
+
+
+def test_gradients_are_accepted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = parameters(3)
+    bucket: Any = Bucket(0, params, 0)
+    params[1].grad = torch.ones(2, 3)
+    bucket.collect()
+    bucket.used[0] = 2.0  # another rank has one
+    for _ in range(2):
+        bucket.accept()
+        assert [p.grad is None for p in params] == [False, False, True]
+        assert params[0].grad is bucket.views[0]
+    params[0].grad = None  # as nobody but a new step does
+    bucket.accept()
+    assert params[0].grad is None
+    for begin in (bucket.allocate, lambda: bucket.take_reduced(bucket.reduced()), bucket.collect):
+        begin()
+        bucket.used.fill_(1.0)
+        bucket.accept()
+        assert all(p.grad is view for p, view in zip(params, bucket.views, strict=True))
