@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from raytrain_ft.errors import TaskError
-from raytrain_ft.storage.log_files import version_of
+from raytrain_ft.storage.log_files import versions_of
 from raytrain_ft.storage.tensors import hash_of
 from raytrain_ft.training.attempt import Attempt
 from raytrain_ft.training.backward import loss_of
@@ -26,6 +26,9 @@ from raytrain_ft.training.reads import inputs_of
 from raytrain_ft.training.settings import StepSettings
 from raytrain_ft.training.state import TrainingState
 from raytrain_ft.training.unseen import Watch
+
+LOOKS_EVERY = 64
+"""Steps. Whether a frozen parameter is to be trained, which would do no harm but be in vain, is looked at so often."""
 
 
 class Passes:
@@ -62,14 +65,15 @@ class Passes:
         Raises:
             TaskError: a parameter was frozen when the optimizer was made, and is no longer.
         """
-        if thawed := [name for name, p in self._frozen if p.requires_grad]:
+        self._moved, self._looks = None, not self._looked and attempt.incarnation == self.first_incarnation
+        look = self._looks or attempt.step % LOOKS_EVERY == 0
+        if look and (thawed := [name for name, p in self._frozen if p.requires_grad]):
             raise TaskError(
                 f"the parameter {thawed[0]} requires a gradient now, and did not when the optimizer was made: nobody would "
                 "reduce that, nor update it. Train it from the start, in a group of its own whose learning rate the scheduler "
                 "keeps at 0 for as long as it is to stand still"
             )
         self._attempt, self.micro_batches = attempt, micro_batches
-        self._moved, self._looks = None, not self._looked and attempt.incarnation == self.first_incarnation
         self._early.begin(look=self._looks)
         self._late.begin(look=self._looks)
         self._begin_watch(attempt)
@@ -162,24 +166,26 @@ class _Unchanged:
     """Parameters that the passes must leave alone."""
 
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        self._named = named
+        self._names = [name for name, _ in named]
+        self._params = [p for _, p in named]
         self._versions: list[int] = []
         self._bytes: list[int] = []
 
     def begin(self, *, look: bool) -> None:
         """Their versions are those of now; and if one is to `look`, their bytes: a change through `.data` has no version."""
-        self._versions = [version_of(p) for _, p in self._named]
-        self._bytes = [hash_of(p) for _, p in self._named] if look else []
+        self._versions = versions_of(self._params)
+        self._bytes = [hash_of(p) for p in self._params] if look else []
 
     def check(self) -> None:
         """Raises `TaskError` if one was changed; its bytes are looked at once, after the first forward pass or later."""
-        changed = [name for (name, p), before in zip(self._named, self._versions, strict=True) if version_of(p) != before]
-        if not changed and self._bytes:
-            changed = [name for (name, p), before in zip(self._named, self._bytes, strict=True) if hash_of(p) != before]
+        before, now = self._versions, versions_of(self._params)
+        if now == before and self._bytes:
+            before, now = self._bytes, [hash_of(p) for p in self._params]
             self._bytes = []
-        if changed:
+        if now != before:
+            changed = next(name for name, old, new in zip(self._names, before, now, strict=True) if old != new)
             raise TaskError(
-                f"the forward or backward pass changed the parameter {changed[0]} in place: a step that is redone would change "
+                f"the forward or backward pass changed the parameter {changed} in place: a step that is redone would change "
                 "it twice, and a checkpoint might hold half of it. An average of weights (a teacher, an EMA) belongs in "
                 "buffers (register_buffer), which are put back, or in the step() of an optimizer of your own. An "
                 "Embedding's max_norm scales its weights by what this rank alone has read: leave it out"

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
-from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from raytrain_ft.errors import StorageError
-from raytrain_ft.storage.log_files import version_of
+from raytrain_ft.storage.log_files import version_of, versions_of
 from raytrain_ft.storage.persister import SharedMemory
 from raytrain_ft.storage.shard import Piece
 from raytrain_ft.storage.tensors import bytes_of
@@ -86,7 +85,7 @@ class Copy:
         assert share is not None, "it is begun once"
         self.pending = share.pending(self._copy_small(share), plain=self._mode == "cpu")
         self._pieces = share.layout.pieces
-        self._versions = _versions_of(_sources(self.pending))
+        self._versions = versions_of(_sources(self.pending))
         self._places = _places_of(self.pending.plain)
         self._ready = _now_on_device(self.pending.slices)
         _thread.start_new_thread(self._run, ())  # `Thread.start` waits until it runs, which training has no need of
@@ -142,7 +141,7 @@ class Copy:
                 "is stored, but in an update, which waits for the copy"
             )
         sources = _sources(pending)
-        if not self._versions or _versions_of(sources) == self._versions:  # clones are nobody else's, and have none
+        if not self._versions or versions_of(sources) == self._versions:  # clones are nobody else's, and have none
             return
         pieces = [*map(self._pieces.__getitem__, plain.numbers.tolist()), *(one.piece for one in slices)]
         begins = [*plain.begins.tolist(), *(one.tensor.data_ptr() for one in slices)]
@@ -181,14 +180,6 @@ class Copy:
 
 def _sources(pending: Pending) -> list[Tensor]:
     return [*pending.plain.sources, *(one.source for one in pending.slices)]
-
-
-def _versions_of(sources: Sequence[Tensor]) -> list[int]:
-    """What counts the changes to each."""
-    try:
-        return list(map(attrgetter("_version"), sources))
-    except RuntimeError:  # those of inference mode have none
-        return list(map(version_of, sources))
 
 
 def _places_of(plain: Plain) -> list[int]:

@@ -107,6 +107,21 @@ def test_a_forward_pass_that_changes_a_parameter_is_refused(update: Any, trained
         replica.train_step(links)
 
 
+def test_the_first_parameter_that_changed_is_named_among_many() -> None:
+    named = [(f"p{number}", torch.zeros(2)) for number in range(3)]
+    with torch.inference_mode():
+        named.append(("without a version", torch.zeros(2)))
+    unchanged = passes._Unchanged(named)  # pyright: ignore[reportPrivateUsage]
+    for by_data in (False, True):
+        unchanged.begin(look=by_data)
+        unchanged.check()
+        unchanged.begin(look=by_data)
+        for _, p in named[1:3]:
+            (p.data if by_data else p).add_(1)
+        with pytest.raises(TaskError, match="changed the parameter p1 in place"):
+            unchanged.check()
+
+
 @pytest.mark.parametrize("update", ["barrier", "wait_free"])
 def test_the_bytes_of_parameters_are_looked_at_in_the_first_step_of_a_launch(
     update: Any, monkeypatch: pytest.MonkeyPatch
@@ -993,9 +1008,13 @@ class Thawing(nn.Module):
 
 @pytest.mark.parametrize("update", ["barrier", "wait_free"])
 def test_a_parameter_that_is_trained_later_on_is_refused(update: Any) -> None:
+    """It is looked for now and then: until then it is not updated, so nobody's state is another."""
     replica, links = replica_of(Task(lambda: Thawing(2)), update=update)
-    for _ in range(2):
+    model: Any = replica.state.model
+    before = model.first.weight.clone()
+    for _ in range(passes.LOOKS_EVERY):
         replica.train_step(links)
+    assert torch.equal(model.first.weight, before)
     with pytest.raises(TaskError, match=r"first\.weight requires a gradient now.*in a group of its own"):
         replica.train_step(links)
     replica.loader.stop()
