@@ -16,6 +16,7 @@ import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
@@ -33,6 +34,8 @@ from raytrain_ft.training.fenced_work import FencedWork
 BACKEND = "fenced"
 UNUSED_TAG = 0
 """Of messages that nobody sends."""
+CROWD = 64
+"""Works. Of more, those are looked for that have ended before the first one has, such as a receive that waits for long."""
 
 
 def _fenced(name: str) -> Callable[..., FencedWork]:
@@ -53,7 +56,8 @@ class FencedGroup(dist.ProcessGroup):
         self._rank, self._size = rank, size
         self._on_device = not isinstance(inner, dist.ProcessGroupGloo)
         self._store = store  # NCCL may come back to it
-        self._works: list[FencedWork] = []
+        self._works: deque[FencedWork] = deque()
+        self._crowd = CROWD
         self._buffers = Buffers()
         self._posted = False
         self._waits_end = math.inf
@@ -74,8 +78,13 @@ class FencedGroup(dist.ProcessGroup):
         return self._works[-1]
 
     def forget(self) -> None:
-        """Lets go of the tensors of what has come to its end."""
-        self._works = [work for work in self._works if not work.is_completed()]
+        """Lets go of the tensors of what has come to its end: mostly what began first. To ask all at every start would take
+        as long as there are buckets, for each."""
+        while self._works and self._works[0].is_completed():
+            self._works.popleft()
+        if len(self._works) >= self._crowd:
+            self._works = deque(work for work in self._works if not work.is_completed())
+            self._crowd = max(CROWD, 2 * len(self._works))
 
     def all_reduce(self, tensor: Tensor, silent: Collection[int] = (), said: int = 0) -> FencedWork | Exchange:
         """Starts to sum a contiguous tensor over all ranks, in place, to the same bits everywhere. Raises as `start` does.
@@ -123,7 +132,7 @@ class FencedGroup(dist.ProcessGroup):
         """Whether nothing is under way. What was posted tells nobody of its end, but nobody waits for it for ever."""
         if self._posted and time.monotonic() < self._waits_end:
             return False
-        return self._on_device or all(work.is_completed() for work in self._works)
+        return self._on_device or all(work.is_completed() for work in list(self._works))
 
     def release(self) -> None:
         """Gives back what the system holds for it. It may not be used any more. What NCCL has under way is broken off."""
@@ -131,7 +140,7 @@ class FencedGroup(dist.ProcessGroup):
             for work in self._works:
                 work.break_off()
             self.inner.abort()
-        self._works = []
+        self._works.clear()
         self.inner = self._store = None
 
     def post_send(self, tensor: Tensor, peer: int, tag: int) -> Any:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -489,3 +490,43 @@ def test_the_real_nccl_sums_and_its_group_can_be_left() -> None:
     process_group.abandon(group)
     torch.cuda.synchronize()
     assert process_group._abandoned == []
+
+
+class Ends:
+    """A work, which ends when it is told to."""
+
+    asked = 0
+
+    def __init__(self, *, ended: bool) -> None:
+        self.ended = ended
+
+    def is_completed(self) -> bool:
+        Ends.asked += 1
+        return self.ended
+
+
+def test_works_that_have_ended_are_let_go_of_and_each_is_asked_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order in which they began; or, if the first one does not end, once there are many others."""
+    monkeypatch.setattr(process_group, "FencedWork", lambda work, *_, **__: work)
+    (group,) = groups(1, 1)
+    group.inner = SimpleNamespace(barrier=lambda **how: Ends(**how))
+    kept: Any = group._works  # pyright: ignore[reportPrivateUsage]
+    Ends.asked = 0
+    running = [group.start("barrier", ended=False) for _ in range(50)]
+    assert Ends.asked < 100
+    for work in running:
+        work.ended = True  # type: ignore[attr-defined]
+    first = group.start("barrier", ended=False)
+    assert list(kept) == [first]
+    Ends.asked = 0
+    for _ in range(1000):
+        group.start("barrier", ended=True)
+    kept = group._works  # pyright: ignore[reportPrivateUsage]
+    assert kept[0] is first
+    assert len(kept) <= process_group.CROWD + 1
+    assert Ends.asked < 4000
+    assert not group.is_quiet()
+    first.ended = True  # type: ignore[attr-defined]
+    assert group.is_quiet()
+    group.start("barrier", ended=True)
+    assert len(group._works) == 1  # pyright: ignore[reportPrivateUsage]
