@@ -47,7 +47,7 @@ class ArrowDataset:
         transform: Callable[[Row], Any] | None = None,
     ) -> None:
         self._arguments = (path_or_paths, columns, transform)
-        self._transform = transform
+        self.transform = transform
         paths = [path_or_paths] if isinstance(path_or_paths, (str, Path)) else list(path_or_paths)
         files = sorted((file for item in paths for file in _resolve(str(item))), key=lambda file: file[1])
         names = [path for _, path in files]
@@ -91,7 +91,7 @@ class ArrowDataset:
             values = [read(rows[slots] - self._starts[home]) for read in readers.values()]
             for slot, *row in zip(slots.tolist(), *values, strict=True):
                 samples[slot] = dict(zip(readers, row, strict=True))
-        return samples if self._transform is None else [self._transform(row) for row in samples]
+        return samples if self.transform is None else [self.transform(row) for row in samples]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), self._arguments)  # a worker opens the files itself instead of being sent their content

@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.sampling import Position, Sampling, next_batch, sample_ids, share, steps_per_epoch
@@ -25,7 +25,7 @@ from raytrain_ft.training.data import BatchSource, alone_inside, dataset_size, l
 from raytrain_ft.training.data import Loader as CoreLoader
 from raytrain_ft.training.determinism import check_deterministic
 from raytrain_ft.training.ranks import current
-from raytrain_ft.training.seeded import Seeded, in_workers, sketches
+from raytrain_ft.training.seeded import Seeded, draws_nothing, in_workers, sketches
 
 _OURS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last", "generator")
 
@@ -91,9 +91,9 @@ class Loader:
 
     def _by_torch(self, options: Mapping[str, Any]) -> Callable[[Position], Iterator[Any]]:
         """What gives the batches from the loader's position to the end of the epoch."""
-        # Rows of tensors draw nothing; a collate_fn in a worker may, and has to be seeded too.
+        # A collate_fn in a worker may draw where the dataset does not, and has to be seeded too.
         collates_elsewhere = options.get("collate_fn") is not None and options.get("num_workers", 0) > 0
-        seeded = type(self.dataset) is not TensorDataset or collates_elsewhere
+        seeded = not draws_nothing(self.dataset) or collates_elsewhere
         rows = Seeded(self.dataset, self.sampling.seed) if seeded else self.dataset
         shares = _Shares(self, seeded)
         given = in_workers(options) if seeded else options
