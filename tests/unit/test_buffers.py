@@ -81,6 +81,26 @@ def replica_of(task: Task, **settings: Any) -> tuple[Replica, Links]:
     return replica, Links(fence, 0, 1, Solo(fence))
 
 
+def test_kernels_are_deterministic_on_a_gpu_and_new_memory_is_not_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the task builds anything, which may decide otherwise."""
+
+    class Built(Exception):
+        pass
+
+    def look() -> nn.Module:
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+        raise Built
+
+    sampling = Sampling(16, 4, seed=0)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    try:
+        with pytest.raises(Built):
+            build_replica(Task(look), sampling, StepSettings(), use_gpu=True, undo_mode="exact", probe=None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 class Following(nn.Module):
     """A teacher that follows the student: frozen parameters that each forward pass changes."""
 
