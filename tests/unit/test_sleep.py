@@ -21,6 +21,7 @@ from raytrain_ft.errors import FencedError
 from raytrain_ft.policy.sampling import Position
 from raytrain_ft.training import mending
 from raytrain_ft.training import step as steps
+from raytrain_ft.training import tail as tails
 from raytrain_ft.training.attempt import Commit
 from raytrain_ft.training.build import build_replica
 from raytrain_ft.training.fence import Fence, PeerLostError
@@ -164,6 +165,26 @@ def pair() -> Iterator[Pair]:
 def count_of(replica: Replica) -> int:
     model: Any = replica.state.model
     return int(model[1].num_batches_tracked)
+
+
+@pytest.mark.parametrize("update", ["barrier", "wait_free"])
+def test_large_buffers_come_to_the_same_bits_in_a_sum_of_their_own(update: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both awake, one asleep, and one that falls silent in the midst of a step."""
+    found = []
+    for large in (1, 2**16):
+        monkeypatch.setattr(tails, "LARGE", large)
+        pair = Pair(update=update)
+        pair.train(2)
+        pair.ask(1, True, at_once=True)
+        pair.train(3)
+        pair.ask(1, False)
+        pair.train(2)
+        assert pair.equal
+        assert [replica.state.buckets[-1].more is not None for replica in pair.replicas] == [large == 1] * 2
+        found.append(pair.replicas[0].state.digests())
+        for replica in pair.replicas:
+            replica.loader.stop()
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("sleeper", [0, 1])
