@@ -3,8 +3,10 @@ would tell."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -12,10 +14,15 @@ from torch import Tensor
 FORGOTTEN = 100
 """So many updates without a batch, or batches without an update: perhaps something was not given to `open`."""
 LOOKS = 32
-"""At so many batches on end after these, the weights are looked at; and again after as many more without an update."""
+"""In so many batches after these, the weights are looked at; and again after as many more without an update."""
+EVERY = 8
+"""At every so many of them: often enough for what follows."""
 CHANGES = 3
 """They have to change so often meanwhile. Others than updates change them too, but not again and again: a validation may put an
 average in their place, and them back at its end."""
+QUIET = 2
+"""After as many hundreds on end in which the weights stayed as they were, only one in `SELDOM` is looked at."""
+SELDOM = 10
 LOOKED_AT = 32
 """So many of a model's parameters, about: an optimizer changes all, or all of its last layers."""
 
@@ -43,8 +50,10 @@ class Forgotten:
         self._told = self._by_hand = self._updated = False
         self._batches = 0  # since the last update
         self._updates: Counter[int | None] = Counter()  # by optimizer, since a batch was asked for
+        self._chosen: list[ref[Tensor]] = []  # what is looked at
         self._seen = ""
-        self._changes = 0
+        self._changes = 0  # in this hundred
+        self._quiet = 0  # hundreds on end without any
 
     def asked(self, *, by_hand: bool) -> None:
         """A batch is asked for, whereby a step would end. `by_hand`: the loop said so itself; it may make as many updates in
@@ -56,21 +65,27 @@ class Forgotten:
             if self._batches == FORGOTTEN:
                 self.tell(NOT_GIVEN)
         elif not self._told and self._batches >= FORGOTTEN:
-            self._look(self._batches % FORGOTTEN)
+            self._look(*divmod(self._batches, FORGOTTEN))
 
-    def _look(self, number: int) -> None:
+    def _look(self, hundred: int, number: int) -> None:
         """A validation, or gradients that are accumulated, change no weights."""
-        if number > LOOKS:
+        if number > LOOKS or number % EVERY or (self._quiet >= QUIET and hundred % SELDOM):
             return
-        before, self._seen = self._seen, _sample(self._parameters())
+        chosen = [one for one in (of() for of in self._chosen) if one is not None]
+        if not number or len(chosen) < len(self._chosen):  # an update may put others in their place, which is a change too
+            chosen = _choice(self._parameters())
+            self._chosen = [ref(one) for one in chosen]
+        before, self._seen = self._seen, _sample(chosen)
         self._changes = self._changes + (self._seen != before) if number else 0
+        if number == LOOKS:
+            self._quiet = 0 if self._changes else self._quiet + 1
         if self._changes == CHANGES:
             self.tell(NOT_SEEN)
 
     def updated(self, optimizer: int | None, *, reading: bool) -> None:
         """There was an update, of this optimizer (None: of none that is followed). `reading`: in a loop over a loader, which
         has yet to ask for the next batch."""
-        self._batches, self._updated = 0, True
+        self._batches, self._quiet, self._updated = 0, 0, True
         self._updates[optimizer] += 1
         if not reading and not self._by_hand and self._updates[optimizer] >= FORGOTTEN:
             self.tell(NO_BATCH)
@@ -82,9 +97,18 @@ class Forgotten:
             self._tell(reason)
 
 
-def _sample(parameters: Iterable[Tensor]) -> str:
-    """What is another text if (but for chance) the parameters are others, though little of them is read."""
-    trained = [plain for one in parameters if one.requires_grad and type(plain := one.detach()) is Tensor and plain.numel()]
-    chosen = [*trained[:: len(trained) // LOOKED_AT + 1], *trained[-1:]]
-    with torch.no_grad():
-        return repr([one[tuple(size // 2 for size in one.shape)].item() for one in chosen])
+def _choice(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Those of the parameters that are looked at."""
+    trained = [one for one in parameters if one.requires_grad and type(one.detach()) is Tensor and one.numel()]
+    return [*trained[:: len(trained) // LOOKED_AT + 1], *trained[-1:]]
+
+
+@torch.no_grad()
+def _sample(chosen: Iterable[Tensor]) -> str:
+    """What is another text if (but for chance) the parameters are others, though little of them is read: one element of each,
+    and those of one device together, for it is waited for at each reading."""
+    found: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+    for one in chosen:
+        plain = one.detach()
+        found[plain.device, plain.dtype].append(plain[tuple(size // 2 for size in plain.shape)])
+    return repr([torch.stack(elements).tolist() for elements in found.values()])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from test_checkfreq import Setup, journal
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import raytrain_ft.checkfreq as checkfreq
@@ -172,3 +172,62 @@ def test_parameters_of_another_kind_are_not_looked_at() -> None:
         plain.data.add_(1.0)
         forgotten.asked(by_hand=False)
     assert len(told) == 1
+
+
+def looked(loop: Callable[[Forgotten, int], None], parameters: list[Tensor], batches: int) -> tuple[list[int], list[str]]:
+    """At which batches the parameters were asked for in such a loop, and what was told."""
+    asked: list[int] = []
+    told: list[str] = []
+    number = 0
+
+    def given() -> list[Tensor]:
+        asked.append(number)
+        return parameters
+
+    forgotten = Forgotten(told.append, given, follows=True)
+    for number in range(1, batches + 1):
+        forgotten.asked(by_hand=False)
+        loop(forgotten, number)
+    return asked, told
+
+
+def test_a_long_validation_is_looked_at_less_and_less() -> None:
+    asked, told = looked(lambda _, number: None, [nn.Parameter(torch.ones(3))], 2150)
+    assert asked == [100, 200, 1000, 2000], "parameters are chosen once for some looks"
+    assert told == []
+
+
+def test_after_an_update_each_hundred_is_looked_at_again() -> None:
+    def loop(forgotten: Forgotten, number: int) -> None:
+        if number == 350:
+            forgotten.updated(None, reading=True)
+
+    assert looked(loop, [nn.Parameter(torch.ones(3))], 850)[0] == [100, 200, 450, 550]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_updates_are_seen_after_a_long_validation_and_where_they_make_new_parameters(replaced: bool) -> None:
+    parameters: list[Tensor] = [nn.Parameter(torch.ones(3)) for _ in range(100)]
+
+    def loop(forgotten: Forgotten, number: int) -> None:
+        if number < 950:
+            return
+        for place, one in enumerate(parameters):
+            if replaced:
+                parameters[place] = nn.Parameter(one.detach() + 1)
+            else:
+                one.data += 1
+
+    assert looked(loop, parameters, 1023)[1] == []
+    assert len(looked(loop, parameters, 1024)[1]) == 1
+
+
+def test_parameters_of_several_dtypes_are_looked_at() -> None:
+    parameters: list[Tensor] = [
+        nn.Parameter(torch.ones(2, dtype=one)) for one in (torch.bfloat16, torch.float64, torch.complex64)
+    ]
+
+    def loop(forgotten: Forgotten, number: int) -> None:
+        parameters[1].data += 1
+
+    assert len(looked(loop, parameters, 124)[1]) == 1
