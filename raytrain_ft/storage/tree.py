@@ -51,23 +51,33 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> A
     if depth > DEEPEST:
         raise ConfigError(f"{path}: a state dict of more than {DEEPEST} levels cannot be stored; does it contain itself?")
 
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        while path in tensors:  # the keys 1 and "1" are written alike
+            path += "~"
+        tensors[path] = value
+        return {"tensor": path}
+    plain = _PLAIN if depth < DEEPEST else ()  # most of the keys and numbers, which need no call
+
     def inner(item: Any, key: Any) -> Any:
-        part = str(key).replace("~", "~0").replace("/", "~1").encode(errors="backslashreplace").decode()  # as in JSON pointers
+        part = str(key)
+        if not part.isalnum() or not part.isascii():
+            part = part.replace("~", "~0").replace("/", "~1").encode(errors="backslashreplace").decode()  # as in JSON pointers
         return _flatten(item, f"{path}/{part}" if path else part, tensors, depth + 1)
 
     def pairs(items: Iterable[tuple[Any, Any]]) -> list[Any]:
-        return [[_flatten(key, f"{path}/(key)", tensors, depth + 1), inner(item, key)] for key, item in items]
+        return [
+            [
+                key if type(key) in plain else _flatten(key, f"{path}/(key)", tensors, depth + 1),
+                item if type(item) in plain else inner(item, key),
+            ]
+            for key, item in items
+        ]
 
     match value:
-        case None | bool() | int() | str() if type(value) in (type(None), bool, int, str):
-            return value
         case float() if type(value) is float:
             return {"float": struct.pack(">d", value).hex()}  # every bit, also of NaN and infinity, which JSON lacks
-        case Tensor():
-            while path in tensors:  # the keys 1 and "1" are written alike
-                path += "~"
-            tensors[path] = value
-            return {"tensor": path}
         case np.ndarray() if value.dtype.kind in "biufc" and value.dtype.isnative:
             return {"ndarray": [str(value.dtype), list(value.shape), base64.b64encode(value.tobytes()).decode()]}
         case np.generic() if value.dtype.kind in "biufc":
@@ -87,7 +97,9 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> A
             return {"deque": [value.maxlen, [inner(item, number) for number, item in enumerate(value)]]}
         case _ if type(value) in _SEQUENCES:
             items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-            return {_SEQUENCES[type(value)]: [inner(item, number) for number, item in enumerate(items)]}
+            return {
+                _SEQUENCES[type(value)]: [one if type(one) in plain else inner(one, number) for number, one in enumerate(items)]
+            }
     raise ConfigError(
         f"{path or 'the state'} is a {type(value).__module__}.{type(value).__name__}, which cannot be stored without pickle: "
         "let state_dict() return plain values, containers and tensors"
@@ -96,6 +108,7 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> A
 
 _VERSIONS = "_metadata"
 """The attribute where torch keeps them."""
+_PLAIN = frozenset((type(None), bool, int, str))
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter", defaultdict: "defaultdict"}
 _FACTORIES: dict[str, type] = {one.__name__: one for one in (int, float, str, list, dict, set)}
 """What a defaultdict may make: anything else would come back without it."""

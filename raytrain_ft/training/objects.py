@@ -8,10 +8,12 @@ change at any time, so it is copied at once, and each rank stores its own.
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -44,11 +46,13 @@ class Parts:
         skeletons: by object, its state dict as JSON, with paths in place of tensors.
         shared: tensors by path, in an order that is the same on every rank. They are the objects' own: not copied.
         own: tensors by path; copies.
+        kinds: by module, (dtype, shape) of what its state dict holds, as `describe` says it.
     """
 
     skeletons: dict[str, Any]
     shared: dict[str, Tensor]
     own: dict[str, Tensor]
+    kinds: dict[str, dict[str, list[Any]]]
 
 
 def bare(value: Any) -> Any:
@@ -87,6 +91,20 @@ def _is_fsdp(module: nn.Module) -> bool:
 # ---------------------------------------------------------------- taking apart
 
 
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """While many thousand containers are made, all of which stay: the garbage collector would look through them again and
+    again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_without_collector()
 @torch.no_grad()
 def take_apart(objects: Mapping[str, Any]) -> Parts:
     """The state as it is now.
@@ -98,9 +116,12 @@ def take_apart(objects: Mapping[str, Any]) -> Parts:
     shared: dict[str, Tensor] = {}
     own: dict[str, Tensor] = {}
     left_out: dict[str, dict[str, Tensor]] = {}
+    kinds: dict[str, dict[str, list[Any]]] = {}
     for name, value in objects.items():
         skeletons[name], tensors = flatten(_state(value), name)
         left_out[name] = _left_out(value, name, tensors)
+        if isinstance(bare(value), nn.Module):
+            kinds[name] = _kinds({path[len(name) + 1 :]: tensor for path, tensor in tensors.items()})
         is_shared = _shared(name, value)
         for path, tensor in tensors.items():
             _check_whole(path, tensor)
@@ -111,7 +132,7 @@ def take_apart(objects: Mapping[str, Any]) -> Parts:
     skeletons[LEFT_OUT], buffers = flatten({name: found for name, found in left_out.items() if found}, LEFT_OUT)
     own |= {path: buffer.detach().clone() for path, buffer in buffers.items()}
     skeletons[GENERATORS], tensors = flatten(generator_states(), GENERATORS)
-    return Parts(skeletons, dict(sorted(shared.items())), own | tensors)
+    return Parts(skeletons, dict(sorted(shared.items())), own | tensors, kinds)
 
 
 def _state(value: Any) -> Any:
@@ -181,19 +202,27 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return found
 
 
-def describe(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be the same for a state to fit: {object: {"class": ..., "tensors" or "groups": shapes}}; JSON."""
-    return {name: _describe(bare(value)) for name, value in objects.items()}
+@_without_collector()
+def describe(objects: Mapping[str, Any], parts: Parts | None = None) -> dict[str, Any]:
+    """What must be the same for a state to fit: {object: {"class": ..., "tensors" or "groups": shapes}}; JSON.
+
+    Args:
+        parts: the state as it is now, if it has been taken apart already.
+    """
+    return {name: _describe(bare(value), parts.kinds.get(name) if parts else None) for name, value in objects.items()}
 
 
-def _describe(value: Any) -> dict[str, Any]:
+def _describe(value: Any, kinds: dict[str, list[Any]] | None) -> dict[str, Any]:
     about: dict[str, Any] = {"class": f"{type(value).__module__}.{type(value).__qualname__}"}
     if isinstance(value, nn.Module):
-        state = flatten(value.state_dict(keep_vars=True))[1]
-        about = {"class": "module", "tensors": {key: [str(one.dtype), list(one.shape)] for key, one in state.items()}}
+        about = {"class": "module", "tensors": _kinds(flatten(_state(value))[1]) if kinds is None else kinds}
     elif isinstance(value, torch.optim.Optimizer):
         about["groups"] = [[[str(p.dtype), list(p.shape)] for p in group["params"]] for group in value.param_groups]
     return about
+
+
+def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    return {path: [str(one.dtype), list(one.shape)] for path, one in tensors.items()}
 
 
 def described(stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,16 +30,18 @@ def values(
     data: Mapping[str, Position],
     world: int,
     ended_by: Collection[str] | None,
+    parts: states.Parts | None = None,
 ) -> dict[str, Any]:
     """For the manifest; JSON. `data`: where each loader stands; `ended_by`: the loaders that ended the last step, none if the
-    loop said itself that it was over, None if whatever is asked for next comes next."""
+    loop said itself that it was over, None if whatever is asked for next comes next; `parts`: the objects' state, if it has
+    been taken apart."""
     return {
         "kind": KIND,
         "world": world,
         **({} if ended_by is None else {"ended_by": sorted(ended_by)}),
         "data": {name: two_integers(one) for name, one in data.items()},
         "datasets": {name: asdict(one.sampling) | {"samples": as_records(one.sketches)} for name, one in loaders.items()},
-        "objects": states.describe(objects),
+        "objects": states.describe(objects, parts),
     }
 
 

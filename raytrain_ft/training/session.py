@@ -297,7 +297,8 @@ class Session:
 
     def _capture(self) -> tuple[list[tuple[str, torch.Tensor]], dict[str, Any]]:
         self._parts = states.take_apart(self._objects)
-        about = resuming.values(self._objects, self._loaders, self._committed, self._ranks.count, self._goes_on_at)
+        world, ended_by = self._ranks.count, self._goes_on_at
+        about = resuming.values(self._objects, self._loaders, self._committed, world, ended_by, self._parts)
         self._compare_given(about["objects"])
         return list(self._parts.shared.items()), about
 

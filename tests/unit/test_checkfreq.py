@@ -1228,6 +1228,34 @@ def test_two_runs_do_not_write_to_one_place(tmp_path: Path) -> None:
     assert journal(tmp_path, "CheckpointCommitted")
 
 
+def test_what_was_taken_apart_is_described_as_if_it_was_not() -> None:
+    setup = Setup()
+    setup.step(torch.ones(4, 8), torch.zeros(4, dtype=torch.int64))
+    nested = nn.ModuleDict({"a": nn.BatchNorm1d(2), "model": nn.ModuleDict({"model": nn.Linear(2, 3)})})
+    objects = {"model": nested, "compiled": torch.compile(setup.model), "optimizer": setup.optimizer}
+    assert gc.isenabled()
+    assert states.describe(objects, states.take_apart(objects)) == states.describe(objects)
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_as_before_after_an_error(enabled: bool) -> None:
+    seen: list[bool] = []
+
+    class Odd:
+        def state_dict(self) -> Any:
+            seen.append(gc.isenabled())
+            return {"odd": object()}
+
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(ConfigError, match=r"odd/odd is a builtins\.object"):
+            states.take_apart({"odd": Odd()})
+        assert (seen, gc.isenabled()) == ([False], enabled)
+    finally:
+        gc.enable()
+
+
 def test_what_cannot_be_stored_is_told_at_once(tmp_path: Path) -> None:
     class Odd:
         def state_dict(self) -> dict[str, Any]:
