@@ -70,7 +70,8 @@ def build_replica(
     """
     if use_gpu:  # before the task builds anything: it may decide otherwise
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # else it fills the output of every kernel beforehand
+        # else it fills the output of every kernel beforehand
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     model = build_model(task, stage, settings)
     device = torch.device("cuda") if use_gpu else torch.device("cpu")
     model.to(device)
