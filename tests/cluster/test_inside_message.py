@@ -78,7 +78,11 @@ def strike_inside(strike: Strike, numbers: np.ndarray[Any, Any], fence: Fence, n
     if math.isnan(numbers[0]) or not math.isnan(numbers[-1]):
         return
     victim = os.getpid() if strike.inside == "receive" else int((notes / f"{strike.name}.sender").read_text())
-    (notes / f"{strike.name}.struck").write_text(str(victim))
+    note = notes / f"{strike.name}.struck"
+    note.write_text(str(victim))
+    if not math.isnan(numbers[-1]):  # all of it came while that was written: it was sent
+        note.unlink()
+        return
     os.kill(victim, signal.SIGKILL)
 
 
