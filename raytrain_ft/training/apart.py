@@ -187,7 +187,7 @@ def _pack(replica: Replica, *, stop: bool, checkpoint: bool) -> Tensor:
         "step": extras.step,
         "position": asdict(extras.position),
         "settings": settings,
-        "said": replica.said,
+        "said": replica.heard.said,
         "lost": replica.lost,
         "not_finite": replica.not_finite,
         "stop": stop,

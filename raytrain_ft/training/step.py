@@ -31,7 +31,7 @@ from raytrain_ft.training.pipeline import Stage, chunks_of
 from raytrain_ft.training.random import NO_REPLICA, seed_all, step_seed
 from raytrain_ft.training.settings import StepSettings
 from raytrain_ft.training.state import TrainingState
-from raytrain_ft.training.tail import HEADER
+from raytrain_ft.training.tail import HEADER, Heard
 from raytrain_ft.training.ties import Shared
 from raytrain_ft.training.undo import Undo
 
@@ -54,7 +54,7 @@ class Replica:
         not_finite: the latest step whose update was left out, because its loss or a gradient was not finite.
         changed: what it has undone or kept last to carry out the plan of a recovery.
         passes: what is computed of each micro-batch of the step under way.
-        said: of their sleep, by all replicas, in the latest step; nothing is known if its state came from another one.
+        heard: what the replicas agreed upon in the latest step; nothing is known if its state came from another one.
         step_s: seconds of the latest step that this one committed itself.
         leads: of those who reduce the step under way, this one speaks for what is the same everywhere.
     """
@@ -85,7 +85,7 @@ class Replica:
         self.not_finite: int | None = None
         self.trained = 0
         self.changed: Changed | None = None
-        self.said: list[int] = []
+        self.heard = Heard()
         self.step_s = 0.0
         self._samples = 0
         self.leads = False
@@ -189,7 +189,7 @@ class Replica:
     def begin(self, micro_batches: list[MicroBatch], links: Links, began: float) -> None:
         """Starts an attempt: from here on the buffers may change, so they are saved."""
         first = micro_batches[0]
-        self.said, self._skip, self.left_out = [], "", None
+        self.heard, self._skip, self.left_out = Heard(), "", None
         if self.lost is not None and self.lost[0] == self.state.step:
             self.lost = None  # of an attempt that came to nothing: this one has all of its samples again
         if self.not_finite == self.state.step:
@@ -259,8 +259,8 @@ class Replica:
         if not self._make_up(behind, missing):
             self._skip = NOTHING_LEFT
         norm = self._gradient_norm(behind, lacks_samples=self._went_without or any(missing))
-        loss = self.state.tail.loss(self.state.buckets[-1].tail)
-        if not self._skip and not may_update(self.state.step, loss, norm, self.settings.on_non_finite):
+        self._hear()  # before the update, or the device would be waited for until that is done
+        if not self._skip and not may_update(self.state.step, self.heard.loss, norm, self.settings.on_non_finite):
             self.leave_out()
         if self._skip:
             self._mark(behind)
@@ -282,6 +282,10 @@ class Replica:
         if self.checkpointer is not None:
             self.checkpointer.updated(time.monotonic() - began)
         self._mark(behind)
+
+    def _hear(self) -> None:
+        replicas = self.attempt.replicas if self.attempt is not None else 0
+        self.heard = self.state.tail.hear(self.state.buckets[-1].tail, replicas)
 
     def _missing_in(self, buckets: list[Bucket]) -> list[float]:
         """How many of the batch's samples each bucket lacks, of replicas that fell silent."""
@@ -334,6 +338,8 @@ class Replica:
         self._at_bucket("update", bucket.index)
         with only(self.state.optimizer, bucket.selection):
             self.state.optimizer.step()
+        if bucket.tail_size:
+            self._hear()
         self._mark([bucket])
 
     def check_loss(self) -> None:
@@ -352,8 +358,7 @@ class Replica:
                     self.state.tail.restore()  # a step that is left out leaves nothing behind in the buffers either
                 else:
                     self.state.tail.apply(bucket.tail, bucket.more)
-                self.state.loss = self.state.tail.loss(bucket.tail)
-                self.said = self.state.tail.said(bucket.tail, self.attempt.replicas) if self.attempt is not None else []
+                self.state.loss = self.heard.loss
             bucket.version += 1
             bucket.dirty = False
             if not self._gradients_survive:
@@ -368,13 +373,12 @@ class Replica:
         state.step += 1
         state.tail.settled()
         self.attempt = None
-        tail = state.buckets[-1].tail
         if self.undo is not None:
             self.undo.forget()  # a committed step is never undone; its records would keep old buffers alive
         lost, why = self._lost(attempt)
         returned = bool(lost) and self.returns_lost()
         state.position = self.loader.position_after(attempt.batch, lost) if returned else attempt.after
-        checkpoint = state.tail.checkpoint_agreed(tail)
+        heard = self.heard
         commit = Commit(
             attempt,
             state.loss,
@@ -382,9 +386,9 @@ class Replica:
             lost,
             why,
             returned,
-            stop=state.tail.stop_agreed(tail),
-            checkpoint=checkpoint,
-            reads_change=state.tail.sleep.settle(self.said, checkpoint=checkpoint) or returned,
+            stop=heard.stop,
+            checkpoint=heard.checkpoint,
+            reads_change=state.tail.sleep.settle(heard.said, checkpoint=heard.checkpoint) or returned,
         )
         self.step_s = commit.seconds
         if self.checkpointer is not None:
@@ -399,8 +403,8 @@ class Replica:
             lost, why = ((attempt.batch.start, attempt.batch.stop),), self._skip
         elif self.lost is not None and self.lost[0] == attempt.step and self.lost[1]:
             return self.lost[1], WENT_DOWN
-        elif any(self.said):
-            lost, why = self.state.tail.sleep.lost(self.said, attempt.batch), "a worker was told to sleep at once"
+        elif any(self.heard.said):
+            lost, why = self.state.tail.sleep.lost(self.heard.said, attempt.batch), "a worker was told to sleep at once"
         else:
             return (), ""
         if why != NOT_FINITE:  # whose samples are never read again: their position is that of a step that lost none

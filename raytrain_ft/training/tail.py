@@ -14,7 +14,9 @@ any rank has changed travels in a tensor of its own, `more`, which is reduced ri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -85,6 +87,21 @@ def _integer_change(row: Row, dtype: torch.dtype) -> Tensor:
     if int(change.abs().max()) > LARGEST_EXACT_INTEGER:
         raise TaskError(f"an integer buffer changed by more than {LARGEST_EXACT_INTEGER} within one step")
     return change.to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What the ranks agreed upon in a step, which is the same on all.
+
+    Attributes:
+        loss: its mean over the global batch. stop: some rank asked for a stop. checkpoint: one is due at this boundary.
+        said: by each replica, of its sleep.
+    """
+
+    loss: float = math.nan
+    stop: bool = False
+    checkpoint: bool = False
+    said: list[int] = field(default_factory=list)
 
 
 class Tail:
@@ -364,21 +381,8 @@ class Tail:
             part.copy_(torch.cat(scaled(row.old, most, rest, factor)))
             offset += 2 * row.size
 
-    def said(self, tail: Tensor, replicas: int) -> list[int]:
-        """What every replica says of its sleep."""
-        return [int(word) for word in tail[HEADER : HEADER + replicas].tolist()]
-
     @staticmethod
-    def loss(tail: Tensor) -> float:
-        """Mean loss over the global batch."""
-        return float(tail[0])
-
-    @staticmethod
-    def stop_agreed(tail: Tensor) -> bool:
-        """Whether some rank asked for a stop: the same answer on every rank."""
-        return float(tail[1]) > 0
-
-    @staticmethod
-    def checkpoint_agreed(tail: Tensor) -> bool:
-        """Whether a checkpoint is due at this boundary: the same answer on every rank."""
-        return float(tail[2]) > 0
+    def hear(tail: Tensor, replicas: int) -> Heard:
+        """What the ranks said, all at once: each look waits for all that the device has to do."""
+        loss, stop, checkpoint, *said = tail[: HEADER + replicas].tolist()
+        return Heard(loss, stop > 0, checkpoint > 0, [int(word) for word in said])

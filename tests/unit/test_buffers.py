@@ -101,6 +101,33 @@ def test_kernels_are_deterministic_on_a_gpu_and_new_memory_is_not_filled(monkeyp
         torch.use_deterministic_algorithms(False)
 
 
+def test_after_an_update_nothing_is_read_that_a_device_would_have_to_finish_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the ranks said is read before it, at once: so the next step's passes are begun while the update goes on."""
+    replica, links = replica_of(Task(lambda: nn.Linear(3, 2)))
+    reads: list[str] = []
+    for name in ("tolist", "item", "__float__", "__bool__", "__int__"):
+        read = getattr(torch.Tensor, name)
+
+        def noted(self: Tensor, name: str = name, read: Any = read) -> Any:
+            reads.append(name)
+            return read(self)
+
+        monkeypatch.setattr(torch.Tensor, name, noted)
+    replica.train_step(links)  # the first one looks at more
+    step = replica.state.optimizer.step
+
+    def update(*_: Any) -> None:
+        assert reads.count("tolist") == 2, "how much is missing, and what was said"
+        step()
+        reads.clear()
+
+    reads.clear()
+    monkeypatch.setattr(replica.state.optimizer, "step", update)
+    commit = replica.train_step(links)
+    assert reads == []
+    assert math.isfinite(commit.loss)
+
+
 class Following(nn.Module):
     """A teacher that follows the student: frozen parameters that each forward pass changes."""
 
