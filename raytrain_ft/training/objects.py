@@ -363,7 +363,8 @@ def _not_cast(loaded: Any, stored: Any) -> Any:
         cast = loaded.dtype != stored.dtype and torch.equal(loaded, stored.to(loaded))
         return stored.to(loaded.device) if cast else loaded
     if isinstance(loaded, dict) and isinstance(stored, dict):
-        loaded.update({key: _not_cast(one, stored.get(key)) for key, one in loaded.items()})
+        for key, one in loaded.items():  # not by `update`, with which a Counter adds
+            loaded[key] = _not_cast(one, stored.get(key))
     elif isinstance(loaded, list | tuple) and isinstance(stored, list | tuple) and len(loaded) == len(stored):
         return type(loaded)(map(_not_cast, loaded, stored))
     return loaded

@@ -21,7 +21,8 @@ def on_devices_of(value: Any, present: Any) -> Any:
         case Tensor(), Tensor():
             return value.to(present.device)
         case dict(), dict():
-            value.update({key: on_devices_of(inner, present[key]) for key, inner in value.items() if key in present})
+            for key in value.keys() & present.keys():  # not by `update`, with which a Counter adds
+                value[key] = on_devices_of(value[key], present[key])
         case (list(), list()) | (tuple(), tuple()) if len(value) == len(present) and type(value) in (list, tuple):
             return type(value)(map(on_devices_of, value, present))
     return value

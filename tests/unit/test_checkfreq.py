@@ -13,6 +13,7 @@ import re
 import statistics
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -48,7 +49,7 @@ from raytrain_ft.result import load_model
 from raytrain_ft.storage import checkpoint, selection, tree
 from raytrain_ft.storage.filesystem import LocalStorage, open_storage
 from raytrain_ft.storage.tree import flatten
-from raytrain_ft.training import checkpointer, resumable, resume, snapshot
+from raytrain_ft.training import checkpointer, placing, resumable, resume, snapshot
 from raytrain_ft.training import journal as journals
 from raytrain_ft.training import objects as states
 from raytrain_ft.training.beginning import Beginning
@@ -1291,6 +1292,32 @@ SCHEDULERS = {
 def test_schedulers_of_torch_can_be_stored(name: str) -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     flatten(SCHEDULERS[name](optimizer).state_dict())
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_schedule_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path, name: str) -> None:
+    def rates(directory: Path, until: int) -> list[float]:
+        """Of the steps of one launch."""
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler, found = SCHEDULERS[name](optimizer), list[float]()
+        with checkfreq.open(directory, model=model, optimizer=optimizer, scheduler=scheduler, every=1) as run:
+            while run.step < until:
+                optimizer.step()
+                scheduler.step(*([1.0] if name == "plateau" else []))
+                found.append(optimizer.param_groups[0]["lr"])
+                run.commit()
+        return found
+
+    resumed = [rate for until in (2, 5, 10) for rate in rates(tmp_path / "resumed", until)]
+    assert resumed == rates(tmp_path / "whole", 10)
+
+
+def test_counts_come_back_as_they_were() -> None:
+    """A Counter's `update` adds."""
+    stored = Counter(seen=3)
+    assert placing.on_devices_of({"of": [stored]}, {"of": [Counter(seen=0)]}) == {"of": [Counter(seen=3)]}
+    assert states._not_cast(stored, Counter(seen=3)) == Counter(seen=3)
 
 
 # ---------------------------------------------------------------- the loader
