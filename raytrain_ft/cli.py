@@ -29,7 +29,9 @@ from raytrain_ft.result import recovery_of
 from raytrain_ft.runtime import dashboard as dashboards
 from raytrain_ft.runtime import report as reports
 from raytrain_ft.runtime import timeline as timelines
-from raytrain_ft.runtime.event_log import read_records, read_run
+from raytrain_ft.runtime.event_log import each_record, earlier_logs, read_records, read_run
+
+FAILURES = ("WorkerLost", "Suspected", "TaskFailed", "CheckpointFailed", "LogFailed", "SupervisorRestarted", "RunFailed")
 
 console = output.console()
 RUN = click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
@@ -70,11 +72,15 @@ main.add_command(simulate_command)
 main.add_command(study_command)
 
 
-def _records(run: Path) -> list[dict]:
+def _log_of(run: Path) -> Path:
     path = run / "events.jsonl"
     if not path.exists():
         raise click.ClickException(f"{run} has no events.jsonl: give the directory of a run (storage_path/name)")
-    return read_records(path)
+    return path
+
+
+def _records(run: Path) -> list[dict]:
+    return read_records(_log_of(run))
 
 
 @main.command()
@@ -106,23 +112,29 @@ def audit(run: Path) -> None:
 @main.command()
 @RUN
 def recoveries(run: Path) -> None:
-    """Prints the account of every recovery of a run."""
-    found = [record for record in _records(run) if record["event"] == "Recovery"]
-    for record in found:
-        console.print(printable(describe(recovery_of(record))), markup=False)
-    console.print(counted(len(found), "recovery", "recoveries"))
+    """Prints the account of every recovery of a run, from its first launch on."""
+    logs, count = [*earlier_logs(run), _log_of(run)], 0
+    several = len(logs) > 1
+    for number, log in enumerate(logs, 1):
+        if several:
+            console.print(f"launch {number} of {len(logs)} ({log.name})", markup=False)
+        for record in each_record(log):
+            if record["event"] == "Recovery":
+                console.print(printable(describe(recovery_of(record))), markup=False)
+                count += 1
+    console.print(counted(count, "recovery", "recoveries") + (f" in {len(logs)} launches" if several else ""))
 
 
 @main.command()
 @RUN
 def events(run: Path) -> None:
-    """Counts the events of a run by kind, and prints those about losses."""
+    """Counts the events of a run's last launch by kind, and prints those about losses and failures."""
     records = _records(run)
     for name, count in sorted(Counter(record["event"] for record in records).items()):
         console.print(f"{count:8,}  {printable(name)}", markup=False)
     for record in records:
         late = record["event"] == "TimerFired" and record["timer"].startswith(("fence", "save"))  # who did not answer is lost
-        if late or record["event"] in ("WorkerLost", "Suspected", "TaskFailed", "SupervisorRestarted", "RunFailed"):
+        if late or record["event"] in FAILURES:
             what = next((record[key] for key in ("cause", "reason", "message", "error", "timer") if record.get(key)), "")
             line = f"{record['at']:9.2f} s  {record['event']}  {record.get('member', '')}  {what}"
             console.print(printable(line), markup=False)

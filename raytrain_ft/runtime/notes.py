@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -129,8 +130,7 @@ def past_of(spec: RunSpec) -> Iterator[tuple[str, m.Event | None]]:
     if first is not None:
         if _run_of(first) == spec.run_id:
             return read_past(path)
-        kept = [int(log.stem[7:]) for log in earlier_logs(spec.directory)]
-        path.rename(spec.directory / f"events-{max(kept, default=0) + 1:03d}.jsonl") if first else path.unlink()
+        _put_aside(spec.directory) if first else path.unlink()
     faults = spec.directory / "faults"
     for marker in [] if faults.is_symlink() else faults.glob("*"):
         marker.unlink()
@@ -138,6 +138,15 @@ def past_of(spec: RunSpec) -> Iterator[tuple[str, m.Event | None]]:
     with draft_of(spec.directory / "nonce") as file:
         file.write(spec.nonce)
     return iter(())
+
+
+def _put_aside(directory: Path) -> None:
+    """The log of an earlier run, and what was drawn of it: each launch draws what happened to itself."""
+    number = 1 + max((int(log.stem[7:]) for log in earlier_logs(directory)), default=0)
+    for name in ("timeline.json", "report.html", "events.jsonl"):  # the log last: its number says that all are
+        path = directory / name
+        with suppress(FileNotFoundError):
+            path.rename(directory / f"{path.stem}-{number:03d}{path.suffix}")
 
 
 def _first_line(path: Path) -> str | None:

@@ -225,6 +225,18 @@ def test_a_recovery_that_did_not_end_is_told_too(run: Path) -> None:
     assert answer.output.count("kept: lossy (samples lost, or parameters updated twice)") == 1
 
 
+def test_recoveries_of_earlier_launches_are_told_too(run: Path) -> None:
+    """Else nobody would learn that the bits were not kept, in a run that was submitted again since."""
+    (run / "events.jsonl").rename(run / "events-001.jsonl")
+    write(run, [{"at": 0.0, "event": "RunStarted", "run_id": "again"}])
+    lines = told("recoveries", run).output.splitlines()
+    assert (lines[0], lines[-2], lines[-1]) == (
+        "launch 1 of 2 (events-001.jsonl)",
+        "launch 2 of 2 (events.jsonl)",
+        "8 recoveries in 2 launches",
+    )
+
+
 @pytest.mark.parametrize(("number", "words"), [(0, "0 recoveries"), (1, "1 recovery"), (2, "2 recoveries")])
 def test_how_many_recoveries_there_were_is_said_last(run: Path, number: int, words: str) -> None:
     records = read_records(run / "events.jsonl")

@@ -385,8 +385,10 @@ def test_records_of_earlier_runs_are_put_aside_under_a_name_of_their_own(tmp_pat
     for number in (2, 3):
         (tmp_path / f"events-{number:03d}.jsonl").write_text(f"{number}\n")
     (tmp_path / "events.jsonl").write_text('{"event":"RunStarted","run_id":"before"}\n')
+    (tmp_path / "report.html").write_text("what happened before")
     spec: Any = SimpleNamespace(directory=tmp_path, run_id="now", nonce="n")
     assert list(notes.past_of(spec)) == []
+    assert (tmp_path / "report-004.html").read_text() == "what happened before", "the next one would be written over it"
     assert sorted(path.name for path in tmp_path.glob("events*")) == [f"events-00{number}.jsonl" for number in (2, 3, 4)]
     assert (tmp_path / "events-003.jsonl").read_text() == "3\n"
     assert "before" in (tmp_path / "events-004.jsonl").read_text()
