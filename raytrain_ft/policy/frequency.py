@@ -73,7 +73,7 @@ class Interval:
         if self.k == self.k_failures > max(self.k_persist, self.k_overhead):
             return "failures are rare: more frequent checkpoints would cost more than they save"
         if self.k_overhead > self.k_persist:
-            return "the overhead would exceed its budget"
+            return "the overhead, or waiting for slow checkpoints, would exceed the budget"
         return "a checkpoint must be durable before the next one is due" if self.k > 1 else "every step can be afforded"
 
 

@@ -48,6 +48,9 @@ TOLERANCE = 0.1
 MOST_RECALLED = 4
 """A k of an earlier launch counts for no more than so many times that of Algorithm 1. What is observed may ask for more, and is
 observed again; but who is stopped sooner than k steps would never get further, and a file may be damaged."""
+MOST_AT_ONCE = 4
+"""Times k by which it is raised at once. One of the first checkpoints that takes a minute would else have a run of hours write
+none any more; if others take as long, k is raised again."""
 TIMES = ("iteration", "update", "copy", "persist", "device_copy")
 SIZES = ("size", "free")
 """What of a profile a later run begins with: seconds, and bytes."""
@@ -301,6 +304,7 @@ class Tuner:
         if k == self.k:
             return None
         self.k, self.mode = k, interval.mode
+        interval = replace(interval, k=k)
         reason = f"{moved} ({observed:.1%} observed, budget {self.budget:.1%}): {interval.reason}"
         return Decision(step=step, interval=interval, profile=self.profile, observed=observed, reason=reason)
 
@@ -343,7 +347,7 @@ class Tuner:
         just_raised, self._raised = self._raised, False
         if interval.k > self.k and (over or interval.k > self.k * (1 + TOLERANCE)):
             self._raised = True
-            return interval.k, "raised"
+            return min(interval.k, MOST_AT_ONCE * self.k), "raised"
         if interval.k < self.k * (1 - TOLERANCE) and not over and not just_raised:
             return interval.k, "lowered"
         return self.k, ""

@@ -518,8 +518,25 @@ def test_where_copies_go_is_taken_over_with_the_profile(copy: float) -> None:
     assert (again.k, again.mode) == (tuner.k, tuner.mode)
     assert again.profile is not None
     assert (again.profile.device_copy, again.profile.size, again.profile.free) == (0.05, 10, 60)
-    judged(again, Costs(copy=2.0, persist=3.0, stall=1.1, size=10, free=60))
+    for _ in range(2):  # the first time up to fourfold
+        judged(again, Costs(copy=2.0, persist=3.0, stall=1.1, size=10, free=60))
     assert (again.k, again.mode) == (32, "gpu")
+
+
+def test_after_one_checkpoint_that_takes_minutes_others_follow_soon() -> None:
+    """It may be among the first, where one counts much: a run of hours would write none any more."""
+    simulated = machine(copy=0.1)
+    simulated.run(30)
+    before = simulated.tuner.k
+    simulated.persist = 900.0
+    simulated.run(before)
+    simulated.persist = 3.0
+    slow = len(simulated.taken)
+    simulated.run(1000)
+    gaps = [b - a for a, b in pairwise(simulated.taken[slow:])]
+    assert gaps[0] <= 4 * before
+    assert all(after <= 4 * gap for gap, after in pairwise(gaps))
+    assert len(gaps) >= 4
 
 
 TIMES = {"iteration": 1.0, "update": 0.1, "copy": 0.5, "persist": 3.0}
