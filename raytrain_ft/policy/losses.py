@@ -121,7 +121,7 @@ def on_task_failed(run: RunState, event: m.TaskFailed) -> list[c.Command]:
         cause = f"{what}: {event.message}"
         lost = m.WorkerLost(at=event.at, member=event.member, cause=cause, noticed_by="supervisor")
         return _lose(run, [event.member], lost, avoid=True)
-    if event.kind == "task" and event.member in run.leaving and run.state in TRAINING:
+    if event.kind in ("task", "storage") and event.member in run.leaving and run.state in TRAINING:
         # Perhaps its node takes its disks or its network away first. Is it the task, another one will say so too.
         cause = f"it failed on a node that is about to be taken away: {event.message}"
         return _lose(run, [event.member], m.WorkerLost(at=event.at, member=event.member, cause=cause, noticed_by="supervisor"))
@@ -134,6 +134,7 @@ def on_task_failed(run: RunState, event: m.TaskFailed) -> list[c.Command]:
         "non_finite": "NonFiniteLossError",
         "config": "ConfigError",
         "mismatch": "MismatchError",
+        "storage": "StorageError",
     }
     world = run.joining or run.world
     rank = world.index(event.member) if event.rank is None and event.member in world else event.rank

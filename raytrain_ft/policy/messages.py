@@ -13,8 +13,9 @@ from raytrain_ft.policy.lineage import Return
 from raytrain_ft.policy.reconcile import Marks
 from raytrain_ft.policy.sampling import Range
 
-FailureKind = Literal["task", "non_finite", "config", "mismatch"]
-"""Of a `TaskFailed`: the task raised, a loss was not finite, the configuration or what is here does not fit."""
+FailureKind = Literal["task", "non_finite", "config", "mismatch", "storage"]
+"""Of a `TaskFailed`: the task raised, a loss was not finite, the configuration or what is here does not fit, or a file could
+not be read or written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -466,8 +467,9 @@ class Saved(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFailed(Event):
-    """The user's own code raised, or the loss is not finite. Of that all ranks tell, so it belongs to an incarnation, that of
-    the recovery if one completes the step; so does what a worker could not do in a recovery, which may be asked of it again.
+    """The user's own code raised, the loss is not finite, or storage failed. Of a loss all ranks tell, so it belongs to an
+    incarnation, that of the recovery if one completes the step; so does what a worker could not do in a recovery, which may be
+    asked of it again.
 
     Attributes:
         rank: None if the worker did not say it, because it did not train.

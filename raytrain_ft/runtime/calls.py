@@ -50,6 +50,7 @@ _KINDS: dict[type[BaseException], m.FailureKind] = {
     NonFiniteLossError: "non_finite",
     MismatchError: "mismatch",
     ConfigError: "config",
+    StorageError: "storage",
 }
 """Of what a worker may raise, the first that fits; anything else is the task's."""
 MAY_BE_WHOLE = (UnreachableError, UnknownFormatError)

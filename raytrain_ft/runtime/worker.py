@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from raytrain_ft.errors import FencedError
+from raytrain_ft.errors import FencedError, StorageError
 from raytrain_ft.policy.commands import Fill, Reconcile, Replay, Run
 from raytrain_ft.policy.reconcile import Marks
 from raytrain_ft.runtime import lifeline, placement
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 TELL_S = 5.0
 """How long a worker that is about to end tries to tell the supervisor what is left to tell."""
+SAVE_AGAIN_S = 1.0
+"""Until the final state is written again that could not be."""
 JOB_DEADLINE_S = 24 * 3600.0
 """How long a command waits for the training thread. A backstop: the supervisor's own deadline comes before, that of the replay
 of many long steps after hours."""
@@ -237,8 +239,23 @@ class Worker:
         return self._trainee.replica.state.step
 
     def save(self, path: str) -> str:
-        """Writes the model's final state as an Arrow file; returns its path."""
-        return self._training.submit(self._trainee.save, path).result(timeout=JOB_DEADLINE_S)
+        """Writes the model's final state as an Arrow file; returns its path. A disk that is full may have room again: tries for
+        half as long as the supervisor waits, which leaves as much for the writing.
+
+        Raises:
+            StorageError: it still could not be written.
+        """
+        fence, deadline = self._fence, time.monotonic() + self._spec.rules.phase_timeout / 2
+        while True:
+            with self._lock:  # a fence comes before it, or after: what is saved is the end of these steps, and of no others
+                fence.check()
+                saving = self._training.submit(self._trainee.save, path)
+            try:
+                return saving.result(timeout=JOB_DEADLINE_S)
+            except StorageError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(SAVE_AGAIN_S)
 
 
 @contextmanager

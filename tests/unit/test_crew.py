@@ -501,12 +501,21 @@ def test_an_undo_that_is_refused_in_a_recovery_is_no_refusal_of_settings(
 
 
 def test_a_traceback_that_quotes_a_uri_is_told_without_its_credentials(crew: Crew, told: list[m.Event]) -> None:
-    trace = "Traceback ...\n    return ft.ArrowDataset('s3://KEY:SESAME@bucket/train')\nStorageError: 403"
-    crew._calls.report("w0", RayTaskError("setup", trace, StorageError("403")), 0)
+    trace = "Traceback ...\n    return ft.ArrowDataset('s3://KEY:SESAME@bucket/train')\nOSError: 403"
+    crew._calls.report("w0", RayTaskError("setup", trace, OSError("403")), 0)
     (event,) = told
     assert isinstance(event, m.TaskFailed)
-    assert event.message.endswith("\n    return ft.ArrowDataset('s3://bucket/train')\nStorageError: 403")
+    assert event.message.endswith("\n    return ft.ArrowDataset('s3://bucket/train')\nOSError: 403")
     assert "\x1b" not in event.message, "Ray colours its tracebacks"
+
+
+def test_a_file_that_cannot_be_written_is_no_error_of_the_task(crew: Crew, told: list[m.Event]) -> None:
+    """Told as what it is, in its own words, with nothing of Ray's around them."""
+    words = "/runs/digits/final.arrow could not be written: No space left on device. Free some space"
+    crew._calls.report("w0", RayTaskError("save", "ray::Worker.save() ...", StorageError(words)), 0)
+    (event,) = told
+    assert isinstance(event, m.TaskFailed)
+    assert (event.kind, event.message) == ("storage", words)
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,12 @@ def test_a_user_exception_ends_the_run_at_once() -> None:
     assert story.lost("w0").said == [], "what comes after the end changes nothing"
 
 
+def test_a_final_state_that_cannot_be_written_ends_the_run_with_an_error_of_storage() -> None:
+    story = running()
+    story.tell(m.TaskFailed(member="w0", rank=None, step=9, kind="storage", message="final.arrow could not be written"))
+    assert story.run.failure == ("StorageError", "rank 0 (w0), step 9: final.arrow could not be written")
+
+
 def test_an_exception_of_a_worker_that_was_given_up_for_lost_is_ignored() -> None:
     story = running().lost("w1")
     story.tell(m.TaskFailed(member="w1", rank=1, step=7, kind="task", message="woke up in a strange world"))

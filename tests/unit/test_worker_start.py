@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from raytrain_ft.errors import FencedError, StorageError
 from raytrain_ft.policy.commands import Run
 from raytrain_ft.runtime.software import CODE, pack
 from raytrain_ft.runtime.supervisor import Supervisor
 from raytrain_ft.runtime.supervisor_actor import SupervisorActor
-from raytrain_ft.runtime.worker import Worker
+from raytrain_ft.runtime.worker import SAVE_AGAIN_S, Worker
 from raytrain_ft.training.fence import Fence
 
 START = """
@@ -93,6 +94,39 @@ def test_a_fence_comes_before_a_worker_begins_to_train_or_after() -> None:
     assert submitted == ["run", "park"]
     assert worker._trains.incarnation == 2
     assert worker._trains.tripped
+
+
+@pytest.mark.parametrize("end", ["room", "full", "fence"])
+def test_a_final_state_is_written_again_that_could_not_be(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For half as long as the supervisor waits; and not once others are to be waited for, for then it may be no end."""
+    tries: list[str] = []
+    now = [0.0]
+
+    def submit(_: Any, path: str) -> Future[str]:
+        tries.append(path)
+        done: Future[str] = Future()
+        if end == "room" and len(tries) == 3:
+            done.set_result(path)
+        else:
+            done.set_exception(StorageError("final.arrow could not be written: No space left on device"))
+        return done
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if end == "fence":
+            worker._fence.trip()
+
+    monkeypatch.setattr("raytrain_ft.runtime.worker.time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    worker: Any = object.__new__(Worker)
+    worker._lock, worker._fence = threading.RLock(), Fence(2)
+    worker._spec = SimpleNamespace(rules=SimpleNamespace(phase_timeout=20.0))
+    worker._training, worker._trainee = SimpleNamespace(submit=submit), SimpleNamespace(save=None)
+    if end == "room":
+        assert (worker.save("final.arrow"), len(tries)) == ("final.arrow", 3)
+        return
+    with pytest.raises(FencedError if end == "fence" else StorageError):
+        worker.save("final.arrow")
+    assert now[0] == (SAVE_AGAIN_S if end == "fence" else 10 + SAVE_AGAIN_S)
 
 
 def test_who_cannot_begin_has_a_name_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
