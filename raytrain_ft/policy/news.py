@@ -55,7 +55,9 @@ def on_checkpoint_committed(run: RunState, event: m.CheckpointCommitted) -> list
     if event.incarnation < run.counts_from:
         return []  # everybody has gone back to before it, or to it: it is no part of what is logged since
     run.stored = [*standing, *run.stored][:MOST_STORED]
-    run.persist_s, run.unstored = event.persist_s, 0
+    run.persist_s = event.persist_s
+    if (event.incarnation, event.step) >= run.unstored_at:  # else it is an older one, and was only long under way
+        run.unstored = 0
     if not run.rules.logging or run.state not in TRAINING:
         return []  # in a recovery, the log may be being replayed from an older checkpoint: the next one trims it
     run.log.trimmed(event.step, run.step)
@@ -63,11 +65,19 @@ def on_checkpoint_committed(run: RunState, event: m.CheckpointCommitted) -> list
 
 
 def on_checkpoint_failed(run: RunState, event: m.CheckpointFailed) -> list[c.Command]:
-    """Told of the first in a row: what follows is rarely another reason, and each of many workers tells of it."""
-    if event.incarnation == run.incarnation:
-        if not run.unstored:
-            run.warn(f"the checkpoint of step {event.step} could not be written: {event.reason}")
-        run.unstored += 1
+    """Told of the first in a row, the tenth, the hundredth and so on: what follows is rarely another reason, but who has seen
+    nothing for long takes it to be over. Each of many workers may tell of one; it counts once."""
+    at = event.incarnation, event.step
+    if event.incarnation != run.incarnation or at <= run.unstored_at:
+        return []
+    run.unstored, run.unstored_at = run.unstored + 1, at
+    if run.unstored == 1:
+        run.warn(f"the checkpoint of step {event.step} could not be written: {event.reason}")
+    elif run.unstored == 10 ** (len(str(run.unstored)) - 1):
+        newest = next((one for one in run.stored if one.name not in run.rejected), None)
+        durable = "there is no durable one" if newest is None else f"the newest durable one is of step {newest.step}"
+        words = f"the last {run.unstored} checkpoints could not be written, up to that of step {event.step}"
+        run.warn(f"{words}: {event.reason}; {durable}")
     return []
 
 

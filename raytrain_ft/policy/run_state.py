@@ -45,7 +45,8 @@ class RunState:
         timed: of who trains now, seconds of a step's passes.
         plan: what the survivors do to become consistent; None if nobody holds state.
         stored: checkpoints to go back to, newest first.
-        persist_s: how long the last one was written, seconds. unstored: how many since then could not be written.
+        persist_s: how long the last one was written, seconds. unstored: how many since then could not be written; unstored_at:
+            incarnation and step of the latest of all that could not.
         load: the checkpoint that everybody loads if nobody holds state; None: the run begins anew.
         seeking: whether nobody holds state, and it is being looked what there is to load.
         void: who holds what is no use any more, for it has not joined another world since: everybody has gone back from it,
@@ -94,6 +95,7 @@ class RunState:
     stored: list[m.Stored] = field(default_factory=list)
     persist_s: float = 0.0
     unstored: int = 0
+    unstored_at: tuple[int, int] = (0, 0)
     load: m.Stored | None = None
     seeking: bool = False
     going_back: str = ""

@@ -613,6 +613,32 @@ def test_checkpoints_that_cannot_be_written_are_told_once_in_a_row() -> None:
     assert len(story.run.warnings) == 2, "it was broken off"
 
 
+def test_checkpoints_that_cannot_be_written_for_long_are_told_again() -> None:
+    """Each counts once, however many workers tell of it, and whatever was durable late of those before it."""
+    story = running(2, checkpoints=True)
+    times: dict[str, Any] = {"bytes": 1, "snapshot_s": 0, "stall_s": 0, "persist_s": 0}
+
+    def fail(*steps: int) -> None:
+        for step in steps:
+            for member in ("w0", "w1"):
+                story.tell(m.CheckpointFailed(member=member, incarnation=1, step=step, reason="disk full"))
+
+    fail(*range(2, 12))
+    words = "the last 10 checkpoints could not be written, up to that of step 11: disk full; "
+    assert story.run.warnings[1:] == [f"{words}there is no durable one"]
+    fail(*range(12, 101))
+    assert len(story.run.warnings) == 2
+    fail(101, 102)
+    assert len(story.run.warnings) == 3
+    assert story.run.warnings[2].startswith("the last 100 checkpoints could not be written, up to that of step 101")
+    story.tell(m.CheckpointCommitted(member="w0", incarnation=1, step=103, name="at 103", **times))
+    fail(104)
+    story.tell(m.CheckpointCommitted(member="w0", incarnation=1, step=103, name="at 103", **times))
+    fail(104, *range(105, 114))
+    assert len(story.run.warnings) == 5, "the first, and the tenth"
+    assert story.run.warnings[4].endswith("up to that of step 113: disk full; the newest durable one is of step 103")
+
+
 def test_that_older_checkpoints_cannot_be_deleted_is_told_once() -> None:
     """Else nobody would know why the storage fills up."""
     story = running(2, checkpoints=True)
