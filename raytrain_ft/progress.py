@@ -123,7 +123,7 @@ def describe(recovery: Recovery) -> str:
 
 _KEPT = {
     "exact": "exact (every bit as without the failure)",
-    "rounding": "exact up to rounding (an undo, or sums in another order)",
+    "rounding": "same samples, other bits (an undo, another order, or other shares)",
     "lossy": "lossy (samples lost, or parameters updated twice)",
 }
 

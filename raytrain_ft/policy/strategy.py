@@ -39,7 +39,8 @@ class Guarantee(StrEnum):
     EXACT = "exact"
     """Every bit."""
     ROUNDING = "rounding"
-    """The same samples and the same mathematics; sums in another order, or an undo, which is exact only up to rounding."""
+    """The same samples, other bits: an undo or sums in another order, which rounding bounds; or other shares of the batch, by
+    which random masks and batch statistics differ, and no rounding bounds that."""
     LOSSY = "lossy"
     """Samples were lost, or parameters updated twice: the record says how many."""
 

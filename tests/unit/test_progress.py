@@ -74,7 +74,7 @@ ACCOUNTS = {
     replication: step 26 was updated by some survivors: it is undone and redone; 20,736 parameters undone; \
 2 buckets repaired after a hash mismatch
     fenced +50 ms, reconciled +10 ms, filled +0 ms, resumed +190 ms = 0.25 s
-    goes on with step 26, after 2 attempts; kept: exact up to rounding (an undo, or sums in another order)""",
+    goes on with step 26, after 2 attempts; kept: same samples, other bits (an undo, another order, or other shares)""",
     "lossy": """\
   recovery: the process died (SIGKILL, a crash or an exit)
     noticed by ray; lost w1; w2 left; workers 4 -> 2
