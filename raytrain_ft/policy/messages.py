@@ -31,11 +31,16 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A checkpoint: its name in storage, how many steps are committed in it, and by which incarnation (0: it does not say)."""
+    """A checkpoint: its name in storage, how many steps are committed in it, and by which incarnation (0: it does not say).
+
+    Attributes:
+        workers: how many trained when it was written; 0: that is not known.
+    """
 
     name: str
     step: int
     incarnation: int = 0
+    workers: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,7 +127,7 @@ class Library:
         for one in selection.select(storage, warnings.warn):
             if one.name.epoch > self.epoch:
                 continue  # of another run, which has taken the right to write meanwhile: this one is about to end
-            stored = m.Stored(str(one.name), one.step, one.name.incarnation)
+            stored = m.Stored(str(one.name), one.step, one.name.incarnation, len(one.shards))
             found[stored] = _records(one)
             counting += self._counts(stored)
             if counting == MOST_STORED:

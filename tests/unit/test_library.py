@@ -76,6 +76,7 @@ def test_as_many_are_found_as_are_remembered_of_those_to_go_back_to(tmp_path: Pa
             await asyncio.to_thread(save, place, step, {"w": torch.zeros(3)}, **about)
         assert [one.step for one in library._stored()] == list(range(45, 29, -1))
         assert library.records.keys() == {one.name for one in library._stored()}
+        assert {one.workers for one in library._stored()} == {1}
         library._counts = lambda stored: stored.step <= 25
         assert [one.step for one in library._stored()] == list(range(45, 9, -1))
         await library.close()

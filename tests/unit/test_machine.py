@@ -660,16 +660,27 @@ def test_that_samples_are_left_out_is_told_once_for_each_reason() -> None:
     ]
 
 
-def test_where_a_later_run_goes_on_from_is_told() -> None:
+@pytest.mark.parametrize(
+    ("step", "workers", "more"),
+    [
+        (40, 0, ""),
+        (40, 1, ""),
+        (40, 3, "; with 1 worker where 3 trained: same samples, other bits"),
+        (100, 3, ""),
+    ],
+)
+def test_where_a_later_run_goes_on_from_is_told(step: int, workers: int, more: str) -> None:
+    """And that its bits will be others, if there is a step left for that."""
     run = RunState(Rules(min_workers=1, max_workers=1, max_steps=100, checkpoints=True))
-    stored = m.Stored("step 40 of 1", 40, 1)
+    stored = m.Stored(f"step {step} of 1", step, 1, workers)
     for event in (
         m.RunStarted(run_id="r2", incarnation=9, stored=(stored,)),
         m.CapacityChanged(slots=1),
         m.WorkerStarted(member="w0", node="n", pid=1),
     ):
         handle(run, event)
-    assert run.warnings == ["goes on from step 40 of 1, with what it holds of the optimizer's settings and of the schedule"]
+    words = f"goes on from step {step} of 1, with what it holds of the optimizer's settings and of the schedule"
+    assert run.warnings == [words + more]
 
 
 def test_a_later_run_begins_from_such_a_one_rather_than_anew_and_says_so() -> None:
