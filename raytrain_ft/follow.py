@@ -209,7 +209,8 @@ def recorded(directory: Path) -> Account | None:
     started, end, committed = next(records, None), None, None
     if started is None or started["event"] != "RunStarted":
         return None
-    names = [stored["name"] for stored in reversed(started.get("stored", ()))]
+    stored = started.get("stored", ())
+    names, losses = [one["name"] for one in reversed(stored)], {one["step"]: one.get("loss") for one in reversed(stored)}
     recoveries, step, world_size = [], 0, 0
     for record in records:
         match record["event"]:
@@ -225,6 +226,7 @@ def recorded(directory: Path) -> Account | None:
                 end = record
     if end is None:
         return None
+    step = end.get("steps", step)
     details = started["details"]
     uri = details.get("checkpoints")
     return {
@@ -234,8 +236,8 @@ def recorded(directory: Path) -> Account | None:
         "max_steps": details["max_steps"],
         "state": end.get("state", "FINISHED"),
         "world_size": world_size,
-        "step": end.get("steps", step),
-        "loss": committed["loss"] if committed else None,
+        "step": step,
+        "loss": committed["loss"] if committed else losses.get(step),  # a run that was at its end when it began did no step
         "recoveries": recoveries,
         "warnings": [],  # they were of use while it ran
         "failure": end.get("error"),

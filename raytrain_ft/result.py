@@ -26,7 +26,8 @@ class Result:
     """The outcome of a run. `metrics`, `path` and `error` mean what they mean in `ray.train.Result`.
 
     Attributes:
-        metrics: the latest "loss" and "step".
+        metrics: the latest "loss" and "step"; of a run that had no step left to do, the loss is the checkpoint's (None, if
+            that does not tell it).
         path: the run's directory: event log, timeline, final state.
         recoveries: every recovery and planned resize: cause, strategy, guarantee kept, and when it was detected, fenced,
             reconciled, filled and resumed (seconds since the run began).

@@ -35,12 +35,14 @@ class Stored:
 
     Attributes:
         workers: how many trained when it was written; 0: that is not known.
+        loss: of the last of these steps; None: that is not known, or it is not finite.
     """
 
     name: str
     step: int
     incarnation: int = 0
     workers: int = field(default=0, compare=False)
+    loss: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import warnings
 from collections.abc import Callable
@@ -127,7 +128,7 @@ class Library:
         for one in selection.select(storage, warnings.warn):
             if one.name.epoch > self.epoch:
                 continue  # of another run, which has taken the right to write meanwhile: this one is about to end
-            stored = m.Stored(str(one.name), one.step, one.name.incarnation, len(one.shards))
+            stored = m.Stored(str(one.name), one.step, one.name.incarnation, len(one.shards), _loss(one))
             found[stored] = _records(one)
             counting += self._counts(stored)
             if counting == MOST_STORED:
@@ -156,6 +157,15 @@ class Library:
         if self._lock is not None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.to_thread(self._lock.release), CLOSE_SECONDS)
+
+
+def _loss(manifest: Manifest) -> float | None:
+    """Of the last step before a checkpoint, if its manifest tells it as we write it, and it is finite."""
+    try:
+        loss = float.fromhex(manifest.values["loss"])
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    return loss if math.isfinite(loss) else None
 
 
 def _records(manifest: Manifest) -> list[dict[str, Any]]:

@@ -302,6 +302,9 @@ class Supervisor:
         machine, spec = self._machine, self._spec
         recoveries = self._notes.recoveries(known)
         newest = within(spec.stored_in, machine.stored[0].name) if spec.stored_in is not None and machine.stored else None
+        loss = self._health.tidings.loss
+        if loss is None and machine.load is not None:
+            loss = machine.load.loss  # no step was done since
         return {
             "name": spec.name,
             "run_id": spec.run_id,
@@ -313,7 +316,7 @@ class Supervisor:
             "checkpoint": str(newest) if newest is not None else None,
             "state": str(machine.state),
             "step": machine.step,
-            "loss": self._health.tidings.loss,
+            "loss": loss,
             "incarnation": machine.incarnation,
             "world_size": len(machine.world),
             "members": {name: str(what) for name, what in machine.members.items()},

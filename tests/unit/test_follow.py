@@ -81,6 +81,15 @@ def test_a_run_that_had_to_be_killed_was_not_stopped(tmp_path: Path, monkeypatch
     assert "TrainingFailedError: the run 'digits' did not end by itself in time: it was killed at about step 20" in said.output
 
 
+def test_a_run_that_was_at_its_end_when_it_began_has_the_loss_of_its_checkpoint(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    stored = m.Stored("step-20", 20, 1, 2, 0.25), m.Stored("step-10", 10)
+    log.append(m.RunStarted(run_id="r", stored=stored, details={"name": "digits", "max_steps": 20}))
+    log.note("RunFinished", at=3.0, steps=20, digest="d", path="final.arrow")
+    log.close()
+    assert ft.attach(tmp_path).metrics == {"loss": 0.25, "step": 20}
+
+
 def test_a_run_without_an_end_is_no_outcome(tmp_path: Path) -> None:
     assert recorded(records(tmp_path)) is None
 

@@ -13,8 +13,10 @@ import torch
 from store import save
 
 from raytrain_ft.places import Place
+from raytrain_ft.runtime import library as libraries
 from raytrain_ft.runtime.library import Library
 from raytrain_ft.storage import lock
+from raytrain_ft.storage.manifest import Manifest
 from raytrain_ft.storage.retention import KEEP_ALL
 
 
@@ -82,6 +84,16 @@ def test_as_many_are_found_as_are_remembered_of_those_to_go_back_to(tmp_path: Pa
         await library.close()
 
     asyncio.run(live())
+
+
+@pytest.mark.parametrize(
+    ("values", "loss"),
+    [({"loss": (0.375).hex()}, 0.375), ({"loss": "nan"}, None), ({"loss": "half"}, None), ({"loss": 0.5}, None), ({}, None)],
+)
+def test_what_a_manifest_tells_of_the_loss(values: dict[str, Any], loss: float | None) -> None:
+    """It comes from storage, so it may be anything; and another writer, such as checkfreq, tells of none."""
+    manifest = Manifest(step=5, epoch=1, incarnation=1, shards=[], values=values)
+    assert libraries._loss(manifest) == loss
 
 
 def test_what_was_abandoned_does_not_come_back(tmp_path: Path) -> None:

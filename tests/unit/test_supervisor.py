@@ -141,6 +141,11 @@ def test_what_a_run_tells_of_its_checkpoints_has_no_credentials(
     assert details["checkpoints"] == "s3://bucket/runs/digits/checkpoints?region=x"
     assert details["software"] == software.versions()
     assert "sesame" not in f"{told} {account} {details} {about}"
+    assert account["loss"] == 0.5
+    machine.load, about_no_step = m.Stored("step-000000020-e1-i1", 20, loss=0.25), SimpleNamespace(loss=None)
+    assert one.account()["loss"] == 0.5
+    one._health.tidings = about_no_step
+    assert one.account()["loss"] == 0.25, "the checkpoint's, of a run that was at its end when it began"
 
 
 def test_nothing_is_asked_for_while_a_place_is_looked_for() -> None:
