@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from raytrain_ft.errors import ConfigError, TaskError
 from raytrain_ft.policy.sampling import (
@@ -253,6 +253,10 @@ def alone_inside(dataset: Any, timeout_s: float = PATIENCE_S) -> Iterator[None]:
 
 def dataset_size(dataset: Any) -> int:
     """Number of samples. Raises ConfigError for a dataset that is empty or cannot be read by index."""
+    if isinstance(dataset, type):  # what instances have, it has as well
+        raise ConfigError(
+            f"{dataset.__name__} is a class; a dataset is an instance of one (you passed the class: add parentheses)"
+        )
     readable = any(hasattr(dataset, name) for name in ("__getitem__", "__getitems__", "load_batch"))
     if not readable or isinstance(dataset, IterableDataset):  # torch's class inherits a __getitem__, which only raises
         raise _not_map_style(dataset)
@@ -274,8 +278,14 @@ def task_size(dataset: Any) -> int:
 
 
 def _not_map_style(dataset: Any) -> ConfigError:
+    name = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        return ConfigError(
+            f"{name} is not map-style: it gives batches, which are made here. Return its dataset (loader.dataset); "
+            "the batch size is Trainer(global_batch_size=...), and a collate_fn is TrainTask.collate"
+        )
     return ConfigError(
-        f"{type(dataset).__name__} is not map-style: it needs __len__ and __getitem__(index). A stream cannot be "
+        f"{name} is not map-style: it needs __len__ and __getitem__(index). A stream cannot be "
         "resumed or shared out exactly; write it to Arrow or Parquet files and use raytrain_ft's ArrowDataset."
     )
 

@@ -23,7 +23,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from raytrain_ft import TrainTask, prepare
 from raytrain_ft.errors import ConfigError, FencedError, StorageError, TaskError
@@ -375,6 +375,23 @@ def test_a_stream_with_a_length_is_refused_by_the_driver_too(stream: Any) -> Non
         prepare._sampling(task, TrainSettings(max_steps=1, global_batch_size=4), None)
     with pytest.raises(ConfigError, match=r"^TrainTask\.dataset\(\): Squares is empty"):
         task_size(Squares(0))
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (
+            DataLoader(Squares(4), batch_size=2),
+            r"DataLoader is not map-style: .*\(loader\.dataset\); the batch size is Trainer\(",
+        ),
+        (Squares, r"Squares is a class; .*add parentheses"),
+    ],
+    ids=["loader", "class"],
+)
+def test_what_is_not_yet_or_no_longer_a_dataset_is_told_what_to_give_instead(returned: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^TrainTask\.dataset\(\): {words}") as refused:
+        task_size(returned)
+    assert "Arrow" not in str(refused.value)
 
 
 class Rows(Dataset):
