@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,6 +14,7 @@ from raytrain_ft.errors import ConfigError, UndoRefusedError
 from raytrain_ft.settings import TrainSettings
 from raytrain_ft.task import TrainTask
 from raytrain_ft.training.build import check_model, check_undo
+from raytrain_ft.training.calls import call
 from raytrain_ft.training.pipeline import build_stage, chunks_of, model_of
 from raytrain_ft.training.settings import PipelineSettings
 from raytrain_ft.training.split import check_cuts, measure_cuts
@@ -24,6 +25,7 @@ ALL_ASLEEP = (
     "TrainTask.model() returned a model in eval mode, as from_pretrained() does, and it would be trained in it: call .train(), "
     "and then .eval() on what is to stay so"
 )
+SEVERAL = "docs/configuration.md, section 'Several optimizers in one'"
 
 
 def pipeline_of(task: TrainTask, parallelism: ParallelismConfig, settings: TrainSettings) -> PipelineSettings | None:
@@ -54,10 +56,12 @@ def pipeline_of(task: TrainTask, parallelism: ParallelismConfig, settings: Train
 
 
 def check_stages(task: TrainTask, pipeline: PipelineSettings) -> Any:
-    """Builds every stage and its optimizer once, so that what cannot work fails early; returns what measured times are of.
+    """Builds every stage, its optimizer and its schedule once, so that what cannot work fails early; returns what measured
+    times are of.
 
     Raises:
-        ConfigError: see `check_chunks`, `check_optimizer` and `check_alike`; and `check_mode`, of what the task has returned.
+        ConfigError: see `check_chunks`, `check_optimizer`, `check_schedule` and `check_alike`; and `check_mode`, of what the
+            task has returned.
     """
     key: list[Any] = [pipeline.stages, pipeline.micro_batches, pipeline.schedule, pipeline.chunks]
     found, trains = [], False
@@ -70,10 +74,11 @@ def check_stages(task: TrainTask, pipeline: PipelineSettings) -> Any:
             else:  # a stage may have none but layers that are to stay in eval mode, and is a module of its own
                 trains |= any(module.training for layer in chunk.children() for module in layer.modules())
         trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = task.optimizer(trained)
+        optimizer = call(task, "optimizer", trained)
         check_optimizer(optimizer, trained)
         key += [type(optimizer).__name__, *([name, str(p.dtype), list(p.shape)] for name, p in model.named_parameters())]
         found.append(ways(pipeline, stage, model, optimizer))
+        check_schedule(task, optimizer)
     if pipeline.cuts is not None and not trains:
         raise ConfigError(ALL_ASLEEP)
     check_alike(pipeline, found)
@@ -144,7 +149,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer, trained: Sequence[torch.nn
         ConfigError: it is none, its `step` cannot be called without a closure, or it has other parameters.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"TrainTask.optimizer() returned {optimizer!r:.80}: it must return a torch.optim.Optimizer")
+        parts = list(optimizer.values()) if isinstance(optimizer, Mapping) else optimizer
+        several = isinstance(parts, list | tuple) and any(isinstance(part, torch.optim.Optimizer) for part in parts)
+        advice = f"; one that is made of others is written so: {SEVERAL}" if several else ""
+        raise ConfigError(
+            f"TrainTask.optimizer() returned {_in_short(optimizer)}: it must return a torch.optim.Optimizer{advice}"
+        )
     known = {id(p) for p in trained}
     strange = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and id(p) not in known]
     if strange:
@@ -163,6 +173,36 @@ def check_optimizer(optimizer: torch.optim.Optimizer, trained: Sequence[torch.nn
         )
 
 
+def _in_short(value: Any) -> str:
+    """What a function returned in place of what it should, in a line: of an optimizer, or a list of some, Python's own words
+    are many lines."""
+    if isinstance(value, type):
+        return f"the class {value.__name__} (add parentheses and arguments)"
+    if isinstance(value, list | tuple) and value:
+        return f"a {type(value).__name__} of {', '.join(dict.fromkeys(type(part).__name__ for part in value))}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def check_schedule(task: TrainTask, optimizer: torch.optim.Optimizer) -> None:
+    """Builds the learning-rate schedule once. It changes its optimizer's groups and `step`, of which nothing may be read after.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not callable(task.scheduler):
+        raise ConfigError(
+            f"TrainTask.scheduler is {_in_short(task.scheduler)}: it must be a function, scheduler(self, optimizer); without a "
+            "schedule leave it out"
+        )
+    schedule = call(task, "scheduler", optimizer)
+    lacks = [name for name in ("step", "state_dict", "load_state_dict") if not callable(getattr(schedule, name, None))]
+    if schedule is not None and (lacks or isinstance(schedule, type)):
+        raise ConfigError(
+            f"TrainTask.scheduler() returned {_in_short(schedule)}: it must return None or a learning-rate scheduler of this "
+            "optimizer, as torch.optim.lr_scheduler has them: with step(), state_dict() and load_state_dict()"
+        )
+
+
 def has_statistics(task: TrainTask, pipeline: PipelineSettings) -> bool:
     """Whether a stage keeps statistics of the micro-batches that it sees, as BatchNorm does."""
     parts = [build_stage(task, stage, pipeline) for stage in range(pipeline.stages)]
@@ -171,33 +211,39 @@ def has_statistics(task: TrainTask, pipeline: PipelineSettings) -> bool:
 
 
 def choose_update(task: TrainTask, recovery: RecoveryConfig) -> tuple[Update, Any]:
-    """Builds model and optimizer once, here, so that what cannot work fails early, and says how to update; and what measured
-    times depend on of both.
+    """Builds model, optimizer and schedule once, here, so that what cannot work fails early, and says how to update; and what
+    measured times depend on of model and optimizer.
 
     `strategy="auto"` falls back to "barrier" where wait-free updates could not be undone.
 
     Raises:
-        ConfigError: see `check_model`, `check_mode` and `check_optimizer`; UndoRefusedError: wait-free updates were insisted
-            on.
+        ConfigError: see `check_model`, `check_mode`, `check_optimizer` and `check_schedule`; UndoRefusedError: wait-free
+            updates were insisted on.
     """
     model = model_of(task, 0)
     check_model(model)
     check_mode(model)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = task.optimizer(trained)
+    optimizer = call(task, "optimizer", trained)
     check_optimizer(optimizer, trained)
     key = [type(optimizer).__name__, *([name, str(p.dtype), list(p.shape)] for name, p in model.named_parameters())]
+    update = _choose(optimizer, recovery)
+    check_schedule(task, optimizer)
+    return update, key
+
+
+def _choose(optimizer: torch.optim.Optimizer, recovery: RecoveryConfig) -> Update:
     if recovery.update == "barrier":
-        return "barrier", key
+        return "barrier"
     reasons = "; ".join(check_undo(optimizer, recovery.undo))
     if not reasons:
-        return "wait_free", key
+        return "wait_free"
     if recovery.strategy != "auto":
         raise UndoRefusedError(
             f'RecoveryConfig(update="wait_free"): {reasons}. Use update="barrier", which never needs an undo.'
         )
     warnings.warn(
         f'update="wait_free" would need undo, but {reasons}. Falling back to update="barrier", which never needs it.',
-        stacklevel=5,
+        stacklevel=6,
     )
-    return "barrier", key
+    return "barrier"

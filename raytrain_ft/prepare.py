@@ -39,6 +39,7 @@ from raytrain_ft.storage.filesystem import HALF_A_URI, local_path, open_storage,
 from raytrain_ft.storage.retention import KEEP_ALL
 from raytrain_ft.storage.selection import select
 from raytrain_ft.task import TrainTask
+from raytrain_ft.training.calls import call
 from raytrain_ft.training.data import task_size
 from raytrain_ft.training.memory import STREAMING
 from raytrain_ft.training.settings import PipelineSettings, StepSettings
@@ -130,7 +131,7 @@ def _warn_of_gpus(scaling: ScalingConfig) -> None:
 
 def _sampling(task: TrainTask, settings: TrainSettings, pipeline: PipelineSettings | None) -> Sampling:
     sampling = Sampling(
-        dataset_size=task_size(task.dataset()),
+        dataset_size=task_size(call(task, "dataset")),
         global_batch_size=settings.global_batch_size,
         seed=settings.seed,
         shuffle=settings.shuffle,

@@ -16,6 +16,7 @@ from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.policy.tuner import Tuner
 from raytrain_ft.storage.job import AnyPersister
 from raytrain_ft.storage.persister import Persister, SharedMemory
+from raytrain_ft.training.calls import call
 from raytrain_ft.training.checkpointer import Checkpointer
 from raytrain_ft.training.data import Loader, augment_of, collate_of
 from raytrain_ft.training.determinism import check_deterministic
@@ -77,11 +78,11 @@ def build_replica(
     model.to(device)
     check_model(model)
     params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = task.optimizer(params)
+    optimizer = call(task, "optimizer", params)
     state = TrainingState(
         model,
         optimizer,
-        task.scheduler(optimizer),
+        call(task, "scheduler", optimizer),
         bucket_bytes=settings.bucket_bytes,
         first_bucket_bytes=settings.first_bucket_bytes,
         stage=stage if settings.pipeline is not None else None,
@@ -123,7 +124,7 @@ def build_loader(task: Any, sampling: Sampling, *, reads: bool) -> Loader:
     """A stage in the middle knows what its step is about, and needs none of it."""
     if not reads:
         return Loader(_Unread(sampling.dataset_size), sampling)
-    dataset = task.dataset()
+    dataset = call(task, "dataset")
     augment, collate = augment_of(task), collate_of(task)
     sketches = check_deterministic(dataset, sampling, augment, collate)
     return Loader(dataset, sampling, augment, collate, sketches=sketches)

@@ -21,6 +21,7 @@ from raytrain_ft.errors import ConfigError, StorageError, TaskError
 from raytrain_ft.policy.schedule import Action, order
 from raytrain_ft.training import split_backward
 from raytrain_ft.training.backward import backward
+from raytrain_ft.training.calls import call
 from raytrain_ft.training.edges import WHOLE_STEP
 from raytrain_ft.training.links import Links
 from raytrain_ft.training.settings import PipelineSettings
@@ -60,7 +61,7 @@ def model_of(task: Any, part: int) -> nn.Module:
             f"{type(task).__name__}.model{signature} cannot be called with the number of a stage: write "
             "def model(self, stage); without a pipeline it is always 0"
         ) from error
-    model = task.model(part)
+    model = call(task, "model", part)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{type(task).__name__}.model({part}) returned {model!r:.80}: it must return a torch.nn.Module")
     return model

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from raytrain_ft.errors import ConfigError, FTError, TaskError
+from raytrain_ft.training.calls import call
 from raytrain_ft.training.data import augment_of, collate_of, fetch, loads_batches, task_size
 from raytrain_ft.training.pipeline import sequential
 from raytrain_ft.training.reads import inputs_of
@@ -112,7 +113,7 @@ def _failure(what: str, samples: int, error: Exception) -> TaskError:
 
 def _sample(task: Any, count: int) -> Any:
     """Of the form that a worker reads."""
-    dataset = task.dataset()
+    dataset = call(task, "dataset")
     size = task_size(dataset)
     ids = [number % size for number in range(count)]
     if loads_batches(dataset):

@@ -237,6 +237,10 @@ def test_functions_that_give_something_else_are_named() -> None:
         def optimizer(self, params: Any) -> Any:
             return torch.optim.Adam
 
+    class Several(Linear):
+        def optimizer(self, params: Any) -> Any:
+            return [torch.optim.SGD(params, lr=0.1), torch.optim.AdamW(params)]
+
     class Wrapped(Linear):
         model = functools.wraps(Without.model)(lambda self, stage: torch.nn.Linear(1, 1))  # pyright: ignore
 
@@ -244,7 +248,8 @@ def test_functions_that_give_something_else_are_named() -> None:
     for task, words in (
         (Without(), r"Without\.model\(\).* cannot be called with the number of a stage: write def model\(self, stage\)"),
         (Forgets(), r"Forgets\.model\(0\) returned None: it must return a torch\.nn\.Module"),
-        (Class(), r"TrainTask\.optimizer\(\) returned <class .*Adam'>: it must return a torch\.optim\.Optimizer"),
+        (Class(), r"TrainTask\.optimizer\(\) returned the class Adam .*: it must return a torch\.optim\.Optimizer$"),
+        (Several(), r"returned a list of SGD, AdamW: it must return a .*Optimizer; .*'Several optimizers in one'$"),
     ):
         with pytest.raises(ConfigError, match=words):
             choose_update(task, ft.RecoveryConfig())
@@ -255,6 +260,68 @@ def test_an_optimizer_of_a_stage_that_needs_a_closure_is_refused() -> None:
     with pytest.raises(ConfigError, match="without a closure"):
         check_stages(Closure(), pipeline)
     check_stages(Linear(), pipeline)
+
+
+class Scheduled(Linear):
+    """Has the schedule that somebody wants."""
+
+    def __init__(self, schedule: Any) -> None:
+        super().__init__()
+        self.schedule = schedule
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        return self.schedule(optimizer)
+
+
+def in_stages(cuts: tuple[int, ...] | None) -> Callable[[ft.TrainTask], object]:
+    pipeline = PipelineSettings(stages=2, micro_batches=2, schedule="1f1b", cuts=cuts, ties=())
+    return lambda task: check_stages(task, pipeline)
+
+
+def in_one_piece(task: ft.TrainTask) -> object:
+    return choose_update(task, ft.RecoveryConfig())
+
+
+@pytest.mark.parametrize("check", [in_one_piece, in_stages(None)], ids=["whole", "stages"])
+def test_a_schedule_that_cannot_be_is_refused_before_any_worker_starts(check: Callable[[ft.TrainTask], object]) -> None:
+    by_torch = torch.optim.lr_scheduler
+    check(Scheduled(lambda optimizer: None))
+    check(Scheduled(lambda optimizer: by_torch.StepLR(optimizer, 1)))
+    check(Scheduled(by_torch.ReduceLROnPlateau))
+    with pytest.raises(TypeError, match="not callable") as raised:
+        check(Scheduled(None))
+    assert raised.value.__notes__ == ["(raised by TrainTask.scheduler() of Scheduled)"]
+    no_function: Any = Linear()
+    no_function.scheduler = None
+    for task, words in (
+        (Scheduled(lambda optimizer: by_torch.StepLR), r"scheduler\(\) returned the class StepLR"),
+        (
+            Scheduled(lambda optimizer: lambda step: 1.0),
+            r"scheduler\(\) returned a function: it must return None or a learning-rate",
+        ),
+        (no_function, r"scheduler is None: it must be a function"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^TrainTask\.{words}"):
+            check(task)
+
+
+def test_a_schedule_that_begins_at_zero_does_not_change_how_the_update_is_undone() -> None:
+    warm_up = Scheduled(lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10))
+    for task in (Linear(), warm_up):
+        assert choose_update(task, ft.RecoveryConfig(update="wait_free"))[0] == "wait_free"
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer", "dataset"])
+def test_what_a_function_of_the_task_raises_says_which_it_was(name: str, tmp_path: Path) -> None:
+    def broken(*_: Any) -> Any:
+        raise KeyError("bert-base")
+
+    task = type("Own", (Linear,), {name: broken})()
+    run = ft.RunConfig(name="r", storage_path=str(tmp_path))
+    with pytest.raises(KeyError) as raised:
+        ft.Trainer(task, max_steps=1, global_batch_size=4, run_config=run).fit()
+    assert raised.value.__notes__ == [f"(raised by TrainTask.{name}() of Own)"]
+    assert not ray.is_initialized()
 
 
 class Dropping(Linear):
@@ -269,15 +336,6 @@ class Dropping(Linear):
         model = torch.nn.Sequential(inner, torch.nn.Linear(2, 2))
         self.prepare(model)
         return model
-
-
-def in_stages(cuts: tuple[int, ...] | None) -> Callable[[ft.TrainTask], object]:
-    pipeline = PipelineSettings(stages=2, micro_batches=2, schedule="1f1b", cuts=cuts, ties=())
-    return lambda task: check_stages(task, pipeline)
-
-
-def in_one_piece(task: ft.TrainTask) -> object:
-    return choose_update(task, ft.RecoveryConfig())
 
 
 @pytest.mark.parametrize("check", [in_one_piece, in_stages(None), in_stages((1,))], ids=["whole", "task", "cut"])
