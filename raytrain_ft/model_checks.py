@@ -64,7 +64,7 @@ def check_stages(task: TrainTask, pipeline: PipelineSettings) -> Any:
             task has returned.
     """
     key: list[Any] = [pipeline.stages, pipeline.micro_batches, pipeline.schedule, pipeline.chunks]
-    found, trains = [], False
+    found, trains, untrained = [], False, []
     for stage in range(pipeline.stages):
         model = build_stage(task, stage, pipeline)
         check_chunks(model, stage)
@@ -76,12 +76,14 @@ def check_stages(task: TrainTask, pipeline: PipelineSettings) -> Any:
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = call(task, "optimizer", trained)
         check_optimizer(optimizer, trained)
+        untrained += [f"{name} of stage {stage}" for name in left_out(model, optimizer)]
         key += [type(optimizer).__name__, *([name, str(p.dtype), list(p.shape)] for name, p in model.named_parameters())]
         found.append(ways(pipeline, stage, model, optimizer))
         check_schedule(task, optimizer)
     if pipeline.cuts is not None and not trains:
         raise ConfigError(ALL_ASLEEP)
     check_alike(pipeline, found)
+    warn_of_untrained(untrained)
     return key
 
 
@@ -173,6 +175,23 @@ def check_optimizer(optimizer: torch.optim.Optimizer, trained: Sequence[torch.nn
         )
 
 
+def left_out(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The parameters that require a gradient, and that the optimizer does not have."""
+    has = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in has]
+
+
+def warn_of_untrained(names: Sequence[str]) -> None:
+    """They would keep their first values, as where one optimizer takes the matrices, and none the rest."""
+    if names:
+        warnings.warn(
+            f"TrainTask.optimizer() leaves out {len(names)} parameters that require a gradient, the first is {names[0]}: they "
+            "are not trained. Give them to the optimizer, or freeze them in TrainTask.model(): requires_grad_(False). Of "
+            f"several optimizers: {SEVERAL}",
+            stacklevel=6,
+        )
+
+
 def _in_short(value: Any) -> str:
     """What a function returned in place of what it should, in a line: of an optimizer, or a list of some, Python's own words
     are many lines."""
@@ -226,6 +245,7 @@ def choose_update(task: TrainTask, recovery: RecoveryConfig) -> tuple[Update, An
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = call(task, "optimizer", trained)
     check_optimizer(optimizer, trained)
+    warn_of_untrained(left_out(model, optimizer))
     key = [type(optimizer).__name__, *([name, str(p.dtype), list(p.shape)] for name, p in model.named_parameters())]
     update = _choose(optimizer, recovery)
     check_schedule(task, optimizer)

@@ -262,6 +262,45 @@ def test_an_optimizer_of_a_stage_that_needs_a_closure_is_refused() -> None:
     check_stages(Linear(), pipeline)
 
 
+def in_stages(cuts: tuple[int, ...] | None) -> Callable[[ft.TrainTask], object]:
+    pipeline = PipelineSettings(stages=2, micro_batches=2, schedule="1f1b", cuts=cuts, ties=())
+    return lambda task: check_stages(task, pipeline)
+
+
+def in_one_piece(task: ft.TrainTask) -> object:
+    return choose_update(task, ft.RecoveryConfig())
+
+
+class Matrices(Linear):
+    """Its optimizer is for a part of the parameters."""
+
+    def __init__(self, trains: Callable[[Any], bool], freezes: bool = False) -> None:
+        super().__init__()
+        self.trains, self.freezes = trains, freezes
+
+    def model(self, stage: int) -> Any:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        model[0].bias.requires_grad_(not self.freezes)
+        return model
+
+    def optimizer(self, params: Any) -> Any:
+        return torch.optim.SGD([p for p in params if self.trains(p)], lr=0.1)
+
+
+def test_parameters_that_the_optimizer_leaves_out_are_warned_of() -> None:
+    for freezes, check, words in (
+        (False, in_one_piece, "leaves out 2 parameters that require a gradient, the first is 0.bias: they are not"),
+        (True, in_one_piece, "leaves out 1 parameters that require a gradient, the first is 1.bias: they are not"),
+        (False, in_stages((1,)), "leaves out 2 .*, the first is 0.bias of stage 0: they are not"),
+    ):
+        with pytest.warns(UserWarning, match=words) as found:
+            check(Matrices(lambda p: p.dim() == 2, freezes))
+        assert len(found) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            check(Matrices(lambda p: True, freezes))
+
+
 class Scheduled(Linear):
     """Has the schedule that somebody wants."""
 
@@ -271,15 +310,6 @@ class Scheduled(Linear):
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
         return self.schedule(optimizer)
-
-
-def in_stages(cuts: tuple[int, ...] | None) -> Callable[[ft.TrainTask], object]:
-    pipeline = PipelineSettings(stages=2, micro_batches=2, schedule="1f1b", cuts=cuts, ties=())
-    return lambda task: check_stages(task, pipeline)
-
-
-def in_one_piece(task: ft.TrainTask) -> object:
-    return choose_update(task, ft.RecoveryConfig())
 
 
 @pytest.mark.parametrize("check", [in_one_piece, in_stages(None)], ids=["whole", "stages"])
