@@ -49,6 +49,8 @@ PHASE_S = 60.0
 STOP_S = 30.0
 PARAMETERS_PER_S = 100e6 / 60
 """To move: with Adam's state they are 12 bytes each, and storage or a network may bring 20 MB/s."""
+RESOURCES = ("CPU", "GPU", "memory")
+"""As Ray calls what every node may have; all other names are the user's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,11 +361,17 @@ def _worker_options(scaling: ScalingConfig, run: RunConfig) -> dict[str, Any]:
     """Ray's options for each worker actor.
 
     Raises:
-        ConfigError: an amount is no number.
+        ConfigError: an amount is no number, or a name is one of Ray's own in other letters.
     """
     asked: Any = scaling.resources_per_worker
     resources: dict[str, float] = dict(asked or {"CPU": 1})
     for name, amount in resources.items():
+        meant = next((one for one in RESOURCES if one.lower() == str(name).lower() and one != name), "")
+        if meant:  # no node would have it, and no worker would ever be placed
+            raise ConfigError(
+                f"ScalingConfig(resources_per_worker={{{name!r}: {amount!r}}}): did you mean {meant!r}? Ray's own names are "
+                f"{', '.join(map(repr, RESOURCES))}"
+            )
         if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 <= amount < math.inf:
             raise ConfigError(
                 f"ScalingConfig(resources_per_worker={{{name!r}: {amount!r}}}): use a number, of memory the number of bytes"

@@ -22,6 +22,7 @@ from raytrain_ft.config import ParallelismConfig, RecoveryConfig, check_name
 from raytrain_ft.earlier import after_earlier_runs
 from raytrain_ft.errors import ConfigError, FTError, RunActiveError
 from raytrain_ft.follow import POLL_S, abort, clean_up, kept_going, result_of, watch
+from raytrain_ft.policy.arrivals import TOO_FEW
 from raytrain_ft.policy.states import ENDED
 from raytrain_ft.prepare import directory_of, prepare
 from raytrain_ft.progress import Display
@@ -175,9 +176,8 @@ class Trainer:
             right.hand_over()
         _check_directory(spec)
         display.show(account)
-        with suppress(RayError):  # a hint is not worth a run
-            if words := lacking(ray.nodes(), demand(spec.options)):
-                display.say(words)
+        if words := _lacking(spec):
+            display.say(f"waits for a node that can host a worker: {words}")
         # Not before: until now there may have been the records of an earlier run.
         callbacks = Callbacks(self._callbacks, spec.name, spec.directory, spec.rules)
         last.callback(callbacks.end)
@@ -185,7 +185,17 @@ class Trainer:
         for account in accounts:
             display.show(account)
             callbacks.poll()
+        kind, message = account.get("failure") or ("", "")
+        if TOO_FEW in message and (words := _lacking(spec)):
+            account = account | {"failure": (kind, f"{message} For {words}")}
         return account
+
+
+def _lacking(spec: RunSpec) -> str:
+    """See `lacking`; empty if Ray does not say: a hint is not worth a run."""
+    with suppress(RayError):
+        return lacking(ray.nodes(), demand(spec.options))
+    return ""
 
 
 def _config(name: str, given: Any, *kinds: type) -> Any:

@@ -13,6 +13,8 @@ from raytrain_ft.policy.units import counted
 PAUSES_APART = 4
 """Times what it took everybody to take newcomers in: so long they train before it is done again. Nodes that come back one by
 one would else hold all others up once for each of them."""
+TOO_FEW = "workers could be placed within"
+"""In the error that ends a run for which the cluster has no room."""
 
 
 def on_run_started(run: RunState, event: m.RunStarted) -> list[c.Command]:
@@ -72,8 +74,7 @@ def begin(run: RunState, *, waited: bool = False) -> list[c.Command]:
     )
     return run.fail(
         "ConfigError",
-        f"{len(spares)} workers could be placed within {rules.schedule_timeout:g} s, num_workers asks for at least "
-        f"{rules.min_workers}. {remedy}.",
+        f"{len(spares)} {TOO_FEW} {rules.schedule_timeout:g} s, num_workers asks for at least {rules.min_workers}. {remedy}.",
     )
 
 

@@ -51,7 +51,7 @@ def lacking(nodes: Iterable[dict[str, Any]], wanted: dict[str, float]) -> str:
         return ""
     most = ", ".join(f"{max((one.get(name, 0.0) for one in there), default=0.0):g} {name}" for name in wanted)
     asked = ", ".join(f"{amount:g} {name}" for name, amount in wanted.items())
-    return f"waits for a node that can host a worker: each takes {asked}, and no node has all of it (the most of each: {most})"
+    return f"each worker takes {asked}, and no node has all of it (the most of each: {most})"
 
 
 def capacity(

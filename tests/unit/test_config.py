@@ -188,6 +188,34 @@ def test_amounts_of_resources_are_numbers(amount: Any) -> None:
         _worker_options(scaling, ft.RunConfig())
 
 
+@pytest.mark.parametrize(("name", "meant"), [("cpu", "CPU"), ("Gpu", "GPU"), ("Memory", "memory")])
+def test_a_resource_of_rays_in_other_letters_is_refused(name: str, meant: str) -> None:
+    """Else everybody waits for a node that has it, which none does."""
+    scaling = ft.ScalingConfig(num_workers=1, resources_per_worker={name: 2, "cpus": 1})
+    with pytest.raises(ConfigError, match=rf"resources_per_worker=\{{'{name}': 2\}}\): did you mean '{meant}'\?"):
+        _worker_options(scaling, ft.RunConfig())
+
+
+@pytest.mark.parametrize("asked", [2, 4])
+def test_a_run_for_which_no_node_has_enough_ends_with_what_was_asked_for(asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = ("ConfigError", "0 workers could be placed within 120 s, num_workers asks for at least 1. Add nodes.")
+    start: dict[str, Any] = {"failure": None}
+    monkeypatch.setattr("raytrain_ft.trainer.watch", lambda *_, **__: iter([start, start | {"failure": failure}]))
+    monkeypatch.setattr("raytrain_ft.trainer._check_directory", lambda spec: None)
+    monkeypatch.setattr("raytrain_ft.trainer.Callbacks", lambda *_: SimpleNamespace(end=None, poll=lambda: None))
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 2.0}}])
+    rules = SimpleNamespace(schedule_timeout=120.0)
+    spec: Any = SimpleNamespace(rules=rules, options={"num_cpus": asked}, name="r", directory=Path())
+    said: list[str] = []
+    display: Any = SimpleNamespace(show=lambda account: None, say=said.append)
+    right: Any = SimpleNamespace(hand_over=lambda: None)
+    last: Any = SimpleNamespace(callback=lambda *_: None)
+    account = trainer()._follow(spec, None, display, last, right)
+    want = "each worker takes 4 CPU, and no node has all of it (the most of each: 2 CPU)"
+    assert said == [f"waits for a node that can host a worker: {want}"] * (asked == 4)
+    assert account["failure"] == (failure[0], failure[1] + f" For {want}" * (asked == 4))
+
+
 @pytest.mark.parametrize(
     ("task", "run", "words"),
     [

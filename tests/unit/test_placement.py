@@ -46,8 +46,7 @@ def test_what_no_node_has_is_told() -> None:
     nodes = [node("a", 2, 0), node("b", 1, 1), node("dead", 8, 8, alive=False)]
     assert lacking(nodes, {"CPU": 2.0}) == lacking(nodes, {}) == ""
     assert lacking(nodes, {"CPU": 4.0, "GPU": 1.0}) == (
-        "waits for a node that can host a worker: each takes 4 CPU, 1 GPU, and no node has all of it (the most of each: "
-        "2 CPU, 0 GPU)"
+        "each worker takes 4 CPU, 1 GPU, and no node has all of it (the most of each: 2 CPU, 0 GPU)"
     )
     assert "each: 0 CPU" in lacking([], ONE)
 
