@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Literal
 
 from raytrain_ft.errors import ConfigError
-from raytrain_ft.fields import check_types
+from raytrain_ft.fields import check_types, knows_its_names
 from raytrain_ft.places import Place
 from raytrain_ft.policy.schedule import MOST_MICRO_BATCHES, Schedule
 
@@ -21,6 +21,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 """Names of runs become names of files and actors, so they are checked against this allow-list."""
 
 
+@knows_its_names
 @dataclass(frozen=True, kw_only=True)
 class ParallelismConfig:
     """How the model is spread: over stages of a pipeline, and each stage over replicas.
@@ -66,6 +67,7 @@ class ParallelismConfig:
         return self.num_pp_microbatches or 2 * self.pipeline_parallel_degree
 
 
+@knows_its_names
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
     """How what crosses between the stages of a pipeline is logged, so that a lost stage can be replayed (SWIFT, section 5).
@@ -113,6 +115,7 @@ class LogConfig:
             raise ConfigError("LogConfig(enabled=False): there is no log for budget_bytes or recovery_target to choose")
 
 
+@knows_its_names
 @dataclass(frozen=True, kw_only=True)
 class RecoveryConfig:
     """How losses are met.

@@ -1,18 +1,21 @@
-"""Whether the fields of a dataclass hold what their annotations say, told in the words that users write."""
+"""Whether a dataclass has the fields that it is given, and these hold what their annotations say, told in users' words."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from datetime import timedelta
-from functools import cache
+from difflib import get_close_matches
+from functools import cache, wraps
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.places import Place
 
+C = TypeVar("C", bound=type)
 WORDS = {
     int: "a whole number",
     float: "a number",
@@ -68,3 +71,30 @@ def check_types(given: Any, cls: type, called: str = "") -> None:
         except ValidationError:
             found = Place(str(value)).told(repr(value))
             raise ConfigError(f"{called or cls.__name__}({name}={found}): use {wanted}") from None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The nearest of the known names, as a question for the end of a sentence; empty if none is near."""
+    near = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def knows_its_names(cls: C) -> C:
+    """For a dataclass: what it does not have is refused with the nearest name, where Python would only say that it is
+    unexpected. Its signature stays what it is, for editors and type checkers too.
+
+    The class then raises:
+        ConfigError: a keyword is none of its fields.
+    """
+    init: Any = cls.__init__
+    known = list(inspect.signature(init).parameters)[1:]
+
+    @wraps(init)
+    def checked(self: Any, *values: Any, **fields: Any) -> None:
+        for name in fields:
+            if name not in known:
+                raise ConfigError(f"{type(self).__name__} has no argument {name!r}{did_you_mean(name, known)}")
+        init(self, *values, **fields)
+
+    cls.__init__ = checked
+    return cls

@@ -10,7 +10,7 @@ from typing import Literal
 import ray.train
 
 from raytrain_ft.errors import ConfigError
-from raytrain_ft.fields import check_types
+from raytrain_ft.fields import check_types, knows_its_names
 from raytrain_ft.policy.frequency import check_budget
 
 WITHOUT_EFFECT = (
@@ -22,6 +22,7 @@ WITHOUT_EFFECT = (
 """Fields of Ray Train's `ScalingConfig`, `RunConfig`, `FailureConfig` and `CheckpointConfig`."""
 
 
+@knows_its_names
 class ScalingConfig(ray.train.ScalingConfig):
     """Ray Train's `ScalingConfig`; a `num_workers` that cannot be is told here as everything else is, with its value."""
 
@@ -30,6 +31,7 @@ class ScalingConfig(ray.train.ScalingConfig):
         super().__post_init__()
 
 
+@knows_its_names
 @dataclass
 class FailureConfig(ray.train.FailureConfig):
     """Ray Train's `FailureConfig` with retries on by default: lost nodes are this library's business.
@@ -41,6 +43,7 @@ class FailureConfig(ray.train.FailureConfig):
     max_failures: int = -1
 
 
+@knows_its_names
 @dataclass
 class CheckpointConfig(ray.train.CheckpointConfig):
     """Ray Train's `CheckpointConfig`, and how often: checkpoints are written by themselves, as often as their budget allows.
@@ -83,6 +86,7 @@ class CheckpointConfig(ray.train.CheckpointConfig):
         check_budget(self.overhead)
 
 
+@knows_its_names
 @dataclass
 class RunConfig(ray.train.RunConfig):
     """Ray Train's `RunConfig`; only the defaults of `failure_config` and `checkpoint_config` differ."""

@@ -8,7 +8,6 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -21,6 +20,7 @@ from raytrain_ft.callbacks import Callback, Callbacks
 from raytrain_ft.config import ParallelismConfig, RecoveryConfig, check_name
 from raytrain_ft.earlier import after_earlier_runs
 from raytrain_ft.errors import ConfigError, FTError, RunActiveError
+from raytrain_ft.fields import did_you_mean
 from raytrain_ft.follow import POLL_S, abort, clean_up, kept_going, result_of, watch
 from raytrain_ft.policy.arrivals import TOO_FEW
 from raytrain_ft.policy.states import ENDED
@@ -233,8 +233,7 @@ def _check_keywords(settings: Mapping[str, Any]) -> None:
     for name in settings:
         if name not in known:
             everything = [*known, *inspect.signature(Trainer.__init__).parameters]
-            near = get_close_matches(name, everything, n=1)
-            raise ConfigError(f"Trainer has no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            raise ConfigError(f"Trainer has no argument {name!r}{did_you_mean(name, everything)}")
     missing = [name for name in ("max_steps", "global_batch_size") if name not in settings]
     if missing:
         raise ConfigError(f"Trainer needs {' and '.join(missing)}")

@@ -17,7 +17,7 @@ from typing import Literal, get_args
 import psutil
 
 from raytrain_ft.errors import ConfigError
-from raytrain_ft.fields import check_types
+from raytrain_ft.fields import check_types, knows_its_names
 from raytrain_ft.policy.states import State
 
 Action = Literal["sigkill", "sigkill_node", "sigstop", "sigterm", "silence", "exception", "exit", "hang"]
@@ -54,6 +54,7 @@ class ChaosError(RuntimeError):
     """What a `FailAt` with action "exception" raises in place of the user's code."""
 
 
+@knows_its_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailAt:
     """One failure.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import functools
+import inspect
 import json
 import os
 import re
@@ -142,6 +144,28 @@ def trainer(**arguments: Any) -> ft.Trainer:
 def test_a_value_that_cannot_be_used(make: Callable[[], object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make()
+
+
+@pytest.mark.parametrize(
+    ("config", "wrong", "meant"),
+    [
+        (ft.RecoveryConfig, "num_spare", "num_spares"),
+        (ft.CheckpointConfig, "overhed", "overhead"),
+        (ft.RunConfig, "nmae", "name"),
+        (ft.ScalingConfig, "num_worker", "num_workers"),
+        (ft.FailureConfig, "max_failure", "max_failures"),
+        (ft.ParallelismConfig, "scheduler", "schedule"),
+        (ft.LogConfig, "memory", "memory_bytes"),
+        (ft.FailAt, "fase", "phase"),
+    ],
+)
+def test_a_name_that_a_config_does_not_have_is_refused_with_the_nearest(config: type, wrong: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{config.__name__} has no argument '{wrong}'; did you mean '{meant}'\\?$"):
+        config(**{wrong: 1})
+    with pytest.raises(ConfigError, match=f"^{config.__name__} has no argument 'zzzz'$"):
+        config(zzzz=1)
+    named = [field.name for field in dataclasses.fields(config) if field.init]
+    assert set(inspect.signature(config).parameters) == set(named), "which editors complete"
 
 
 @pytest.mark.parametrize(
