@@ -175,9 +175,16 @@ def differs(known: Introduction, others: Iterable[Introduction], *, other_data: 
                 "same code and the same versions on every node"
             )
         if not other_data and (found := unlike(other.samples, known.samples)):
+            # The global generators are no cause: they were seeded alike before.
+            seed = (
+                "TrainTask.dataset() makes it with randomness that has no fixed seed (np.random.default_rng(), the order of a "
+                "set), give it one"
+            )
+            if known.host == other.host:  # where all read the same files
+                return f"two workers on node {known.host} have different datasets: {found}. If {seed}"
             return (
-                f"on node {known.host} the dataset is another one than on node {other.host}: {found}. Put the same data on "
-                'every node, or on storage that all share; or allow it: CheckpointConfig(override=("dataset",))'
+                f"on node {known.host} the dataset is another one than on node {other.host}: {found}. If {seed}. Else put the "
+                'same data on every node, or on storage that all share; or allow it: CheckpointConfig(override=("dataset",))'
             )
     return ""
 

@@ -8,6 +8,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -32,7 +33,7 @@ from raytrain_ft.policy.leaving import REQUEST, SIGTERM
 from raytrain_ft.policy.reconcile import Marks, Plan
 from raytrain_ft.policy.sketch import Sketch
 from raytrain_ft.runtime import crew as crews
-from raytrain_ft.runtime.calls import cause_of
+from raytrain_ft.runtime.calls import cause_of, differs
 from raytrain_ft.runtime.contacts import Contacts
 from raytrain_ft.runtime.crew import Crew
 from raytrain_ft.runtime.nodes import FORGIVE_DEAD_S, FORGIVE_SILENT_S, Nodes
@@ -589,6 +590,14 @@ def test_a_lifeline_that_fails_leaves_it_to_ray(crew: Crew, told: list[m.Event],
     assert [(type(event), event.noticed_by) for event in told] == [(m.WorkerLost, "ray")]  # pyright: ignore
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
+def test_who_has_another_dataset_is_told_of_randomness_and_on_another_node_of_its_files(host: str) -> None:
+    one = Introduction("n1", 7, "127.0.0.1", 0, 10, 1, "torch 2.13", (Sketch("", 1, 0.5, 1.0),))
+    words = differs(replace(one, host=host, samples=(Sketch("", 1, 0.6, 1.0),)), [one])
+    assert "TrainTask.dataset() makes it with randomness that has no fixed seed" in words
+    assert ("put the same data on every node" in words) == (host != one.host)
+
+
 def test_who_has_another_model_never_becomes_a_spare(crew: Crew, told: list[m.Event]) -> None:
     """Else that would be seen in a recovery, when it is needed."""
 
@@ -617,7 +626,7 @@ def test_who_has_another_model_never_becomes_a_spare(crew: Crew, told: list[m.Ev
     failed, other, reads = [event for event in told if isinstance(event, m.TaskFailed)]
     assert (failed.member, failed.kind, other.member) == ("w1", "mismatch", "w3")
     assert (reads.member, reads.kind) == ("w4", "mismatch")
-    assert "the dataset is another one than on node 127.0.0.1: of the samples" in reads.message
+    assert "two workers on node 127.0.0.1 have different datasets: of the samples" in reads.message
     assert "11 parameters in 1 buckets, with torch 2.13; on node 127.0.0.1 it has 10 parameters" in failed.message
     assert "torch 2.12" in other.message
     assert set(crew._contacts.introductions) == {"w0", "w2", "w5"}
