@@ -113,7 +113,7 @@ def local_path(place: Place) -> Path | None:
     """The directory of this machine that a path or URI names, absolute; None if it is elsewhere.
 
     Raises:
-        ConfigError: it is meant to be a URI, and is none.
+        ConfigError: it is meant to be a URI, and is none; or it says what names no directory ("#", "~nobody").
     """
     path = place.with_credentials
     if HALF_A_URI.match(path):
@@ -122,8 +122,20 @@ def local_path(place: Place) -> Path | None:
             "before the path of a directory that is named so, write ./"
         )
     if path.startswith("file://"):
+        if "?" in path:  # else what is added to it would go before that, and be another directory's
+            raise ConfigError(f'storage {place!r} has a "?": of a file:// URI nothing may follow it; in a name, write %3F')
         return Path(unquote(path.removeprefix("file://")))
-    return None if "://" in path else Path(path).expanduser().absolute()
+    if "://" in path:
+        if "#" in path:  # what follows it is not sent to a server, so all that differ only in that would be one directory
+            raise ConfigError(f'storage {place!r} has a "#", and what follows it is no part of a URI\'s path: write %23')
+        return None
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"storage {place!r} begins with the home of a user, which cannot be told here ({error}): write the whole path, "
+            "or ./ before the path of a directory that is named so"
+        ) from None
 
 
 def within(place: Place, *names: str) -> Place:

@@ -917,6 +917,29 @@ def test_what_is_half_a_uri_names_no_directory(place: str) -> None:
         open_storage(place)
 
 
+@pytest.mark.parametrize(
+    ("place", "instead"),
+    [("s3://bucket/exp#1", "%23"), ("gs://bucket/exp#1/checkpoints", "%23"), ("file:///runs/exp?1", "%3F")],
+)
+def test_a_uri_with_a_part_that_names_no_directory_is_refused(place: str, instead: str) -> None:
+    """pyarrow leaves out what follows "#": all runs whose names differ only in that would share one directory."""
+    with pytest.raises(ConfigError, match=instead):
+        open_storage(place)
+
+
+def test_a_path_may_have_any_sign(tmp_path: Path) -> None:
+    for name in ("exp#1", "exp?1"):
+        open_storage(filesystem.within(Place(str(tmp_path)), name)).put("file", [memoryview(name.encode())])
+        assert (tmp_path / name / "file").read_text() == name
+    for uri in (f"file://{tmp_path}/exp#1", f"file://{tmp_path}/exp%231"):
+        assert open_storage(uri).names() == ["file"]
+
+
+def test_the_home_of_nobody_is_a_typed_error() -> None:
+    with pytest.raises(ConfigError, match="~nosuchuser"):
+        open_storage("~nosuchuser/runs")
+
+
 def test_a_uri_and_a_path_name_the_same_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     places = ["a b:/c", "./s3:/c", "s3:c"]
