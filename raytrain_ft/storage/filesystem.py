@@ -198,9 +198,11 @@ class LocalStorage:
         path = self._path(name)
         try:
             self._make(path.parent)
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
-        except FileExistsError:
-            return False
+            try:  # around nothing else: that something is in the way of the directory does not say that this is claimed
+                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            except FileExistsError:
+                return False
+            os.close(descriptor)
         except OSError as error:
             raise StorageError(f"{path} could not be written: {error.strerror or error}{advice(error)}") from error
         return True
@@ -217,11 +219,19 @@ class LocalStorage:
 
     def _make(self, directory: Path) -> None:
         """Makes a directory. Its name, and those of the ones made for it, are durable before anything is written into it:
-        also if whoever made it was killed before it could see to that."""
+        also if whoever made it was killed before it could see to that.
+
+        Raises:
+            StorageError: a link on the way leads to what is not there, such as a disk that is not mounted.
+        """
         if directory in self._made:
             return
         missing, path = [], directory
         while not path.exists():
+            if path.is_symlink():
+                raise StorageError(
+                    f"{path} is a link to {path.readlink()}, which is not there: mount or make it, or remove the link"
+                )
             missing.append(path)
             path = path.parent
         for path in reversed(missing):

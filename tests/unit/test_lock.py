@@ -99,6 +99,14 @@ def test_who_was_killed_when_it_had_claimed_an_epoch_keeps_nobody_out(tmp_path: 
     assert [name for name in storage.names() if name.endswith(".claim")] == ["writer-3.claim"]
 
 
+@pytest.mark.parametrize("there", ["checkpoints", "."])
+def test_a_directory_that_is_a_link_to_nothing_is_told_at_once(tmp_path: Path, there: str) -> None:
+    """Scratch is not mounted. That nothing can be made there looked like claims of others, one epoch after the other."""
+    (tmp_path / "run").symlink_to(tmp_path / "scratch" / "run")
+    with pytest.raises(StorageError, match=r"run is a link to .*scratch/run, which is not there"):
+        acquire(LocalStorage(tmp_path / "run" / there), "me")
+
+
 def test_what_only_looks_like_a_claim_is_not_touched(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     for name in ("writer-1.claim/notes.txt", "writer-2.claim"):
