@@ -137,6 +137,9 @@ class HolderPersister:
         if self._pending is not None and self._pending.name == name:
             self._pending.cancel()
 
+    def give_up(self, job: Job) -> None:
+        """Nobody is told: whoever waits gives up by its own time limit."""
+
     def await_tidy(self, timeout_s: float) -> bool:
         """There is nothing to tidy here: the holder forgets by itself what it does not need."""
         return True

@@ -66,11 +66,16 @@ def write_shard(storage: Storage, name: Name, number: int, count: int, parts: Se
         entry = ShardEntry(hashed.size, hashed.blocks())
         storage.put(_note(file), [memoryview(json.dumps(asdict(entry)).encode())])
     except StorageError:
-        if number != 0:
-            with suppress(StorageError):
-                storage.claim(_mark(file))
+        mark_failed(storage, name, number, count)
         raise
     return entry
+
+
+def mark_failed(storage: Storage, name: Name, number: int, count: int) -> None:
+    """Says to who waits for this shard that it will not come, where that can be said. Nobody waits for number 0."""
+    if number != 0:
+        with suppress(StorageError):
+            storage.claim(_mark(f"{name}/{shard_file(number, count)}"))
 
 
 def await_shards(

@@ -89,6 +89,10 @@ class AnyPersister(Protocol):
         """Others will not write their parts any more."""
         ...
 
+    def give_up(self, job: Job) -> None:
+        """This part of a checkpoint, of another number than 0, will not come: who waits for it is told so. Returns at once."""
+        ...
+
     def await_tidy(self, timeout_s: float) -> bool:
         """Waits until nothing is left to delete after the last job; returns whether that is so."""
         ...

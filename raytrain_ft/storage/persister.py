@@ -191,6 +191,7 @@ class Persister:
         self._process: subprocess.Popen[bytes] | None = None
         self._pending: Future[Outcome] | None = None
         self._untidied = 0  # jobs
+        self._marking: threading.Thread | None = None
         self._lock = threading.Lock()
         self._tidied = threading.Condition(self._lock)
 
@@ -252,6 +253,12 @@ class Persister:
             except OSError:
                 return  # it has ended, which settles the job; or it is frozen, and gives it up by its own time limit
 
+    def give_up(self, job: Job) -> None:
+        """Who waits for this shard is told that it will not come, also if it never came to the process, or that was killed. On
+        a thread, for storage may hang."""
+        self._marking = threading.Thread(target=_mark, args=(job,), name="mark", daemon=True)
+        self._marking.start()
+
     def await_tidy(self, timeout_s: float) -> bool:
         """Waits until what is not needed any more since the last commit is deleted; returns whether it is. Who ends a process
         before that leaves its half-written files."""
@@ -261,17 +268,21 @@ class Persister:
     def close(self, timeout_s: float) -> None:
         """Lets it finish its job and end; a process that does not end in time is killed."""
         self._described.close()
-        if self._process is None:
-            return
-        assert self._process.stdin is not None
+        if self._process is not None:
+            self._end(self._process, timeout_s)
+        if self._marking is not None:
+            self._marking.join(timeout_s)
+
+    def _end(self, process: subprocess.Popen[bytes], timeout_s: float) -> None:
+        assert process.stdin is not None
         try:
             self._send({"end": True})  # processes that were forked here may hold the pipe open
-            self._process.stdin.close()
-            self._process.wait(timeout_s)
+            process.stdin.close()
+            process.wait(timeout_s)
         except (subprocess.TimeoutExpired, OSError):
-            self._process.kill()
+            process.kill()
             with suppress(subprocess.TimeoutExpired):  # the kernel kills nobody whose storage does not answer
-                self._process.wait(KILL_S)
+                process.wait(KILL_S)
 
     def _send(self, message: dict[str, Any]) -> None:
         """A line is so short that the pipe takes all of it, or nothing.
@@ -311,6 +322,11 @@ class Persister:
             future, self._pending = self._pending, None
         if future is not None:
             future.set_result(outcome)
+
+
+def _mark(job: Job) -> None:
+    with suppress(StorageError):
+        checkpoint.mark_failed(open_storage(job.place), job.name, job.number, job.count)
 
 
 # ---------------------------------------------------------------- the process

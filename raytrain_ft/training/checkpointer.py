@@ -265,8 +265,11 @@ class Checkpointer:
             kept: retention leaves it alone.
         """
         patience = self._patience(max(PATIENCE_S, self._target.timeout_s))
+        # The persister waits for others' shards from when its own is written. Whoever gave up before it does, when that is
+        # about to be told, could not take the last one.
+        more = PATIENCE_S + self._tuning.longest_s
         try:
-            self.await_durable(check, self._began_at + patience - time.monotonic())
+            self.await_durable(check, max(0.0, self._began_at + patience - time.monotonic()) + more)
             job = self._job
             if job is None or (job.step, job.incarnation) != (step, self._incarnation):  # all ranks must answer this alike
                 self.take(step, check, kept=kept)
@@ -347,6 +350,8 @@ class Checkpointer:
         outcome.set_result(result)
 
     def _fail(self, job: Job, reason: str) -> None:
+        if job.number != 0:
+            self._persister.give_up(job)
         self._tell("CheckpointFailed", {"incarnation": job.incarnation, "step": job.step, "reason": reason})
 
 

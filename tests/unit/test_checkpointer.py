@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,10 +22,11 @@ from raytrain_ft.places import Place
 from raytrain_ft.policy.frequency import Interval
 from raytrain_ft.policy.messages import IntervalChosen
 from raytrain_ft.policy.tuner import Decision, Tuner
-from raytrain_ft.storage.filesystem import Storage
+from raytrain_ft.storage import checkpoint
+from raytrain_ft.storage.filesystem import LocalStorage, Storage
 from raytrain_ft.storage.job import AnyPersister, Job, Outcome
-from raytrain_ft.storage.manifest import Name
-from raytrain_ft.storage.persister import SharedMemory
+from raytrain_ft.storage.manifest import Name, ShardEntry
+from raytrain_ft.storage.persister import Persister, SharedMemory
 from raytrain_ft.storage.retention import KEEP_ALL
 from raytrain_ft.training import checkpointer, tuning
 from raytrain_ft.training.checkpointer import Checkpointer
@@ -48,6 +51,8 @@ class Slow:
         return future
 
     def cancel(self, name: Name) -> None: ...
+
+    def give_up(self, job: Job) -> None: ...
 
     def await_tidy(self, timeout_s: float) -> bool:
         return True
@@ -113,6 +118,13 @@ def make(told: list[tuple[str, int]]) -> Iterator[Make]:
 
 
 def go_on() -> None: ...
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = real_time() + 20
+    while not condition():
+        assert real_time() < deadline
+        time.sleep(0.01)
 
 
 real_time = time.monotonic
@@ -190,6 +202,58 @@ def test_a_storage_that_has_hung_for_long_is_not_waited_for_in_the_end(
     one.finish(12, go_on)
     assert real_time() - began < 10
     assert told == [("CheckpointFailed", 10), ("CheckpointFailed", 12)]
+
+
+@pytest.mark.parametrize("what", ["snapshot", "persister"])
+def test_nobody_waits_for_a_shard_that_never_came_to_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """There is no memory for the snapshot; or the persister is killed, which says nothing more itself."""
+
+    def no_memory(copy: Copy) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    one = Checkpointer(
+        Target(place=Place(str(tmp_path)), owner="run", epoch=1),
+        lambda: ([("w", torch.zeros(8))], {}),
+        lambda: Tuner(budget=0.035, window=4, fixed=5),
+        lambda event, fields: None,
+    )
+    one.begin(1, 2, 1, 0)
+    persister = one._persister
+    assert isinstance(persister, Persister)
+    assert persister.pid is not None
+    if what == "snapshot":
+        monkeypatch.setattr(Copy, "_copy", no_memory)
+    else:
+        os.kill(persister.pid, signal.SIGSTOP)
+    one.take(5, go_on)
+    if what == "persister":
+        until(lambda: persister._pending is not None)
+        os.kill(persister.pid, signal.SIGKILL)
+    one.await_durable(go_on, 5.0)
+    one.close(10.0)
+    (name,) = checkpoint.names(LocalStorage(tmp_path))
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="could not write shard 1 of 2"):
+        checkpoint.await_shards(LocalStorage(tmp_path), name, ShardEntry(1, []), 2, 60.0, go_on)
+    assert time.monotonic() - began < 30
+
+
+def test_the_last_checkpoint_is_taken_though_shards_of_the_one_before_did_not_come(
+    make: Make, told: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That ends a little after the time that is allowed, which its persister counts from when its own shard is written."""
+    monkeypatch.setattr(checkpointer, "PATIENCE_S", 3.0)
+    storage = Held()
+    one = make(storage, timeout_s=3.5)
+    one.take(5, go_on)
+    late = threading.Timer(4.5, lambda: storage.end(3.6, "shards [1] of 2 did not come within 3.5 s"))
+    late.start()
+    last = threading.Timer(5.0, lambda: storage.end(0.1))
+    last.start()
+    one.finish(9, go_on)
+    assert told == [("CheckpointFailed", 5), ("CheckpointCommitted", 9)]
 
 
 def test_training_does_not_stand_still_while_checkpoints_fail(
