@@ -146,9 +146,14 @@ class Checkpointer:
     # ---------------------------------------------------------------- step by step
 
     def wants(self, step: int) -> bool:
-        """Whether worker 0 wants a checkpoint once `step` steps are committed. Everybody must be told before the commit."""
+        """Whether worker 0 wants a checkpoint once `step` steps are committed. Everybody must be told before the commit. What
+        `take` would leave out at once is left out here: the others would write their shards of it for nothing."""
         busy = self.busy
-        return self._rank == 0 and ((self.asked and not busy) or self._tuning.is_due(step, busy=busy))
+        wanted = self._rank == 0 and ((self.asked and not busy) or self._tuning.is_due(step, busy=busy))
+        if wanted and busy and self._failing:
+            self._leave_out(step, str(self._hangs()), 0.0)
+            return False
+        return wanted
 
     def earliest(self, step: int) -> int:
         """The first step after this one at which worker 0 may want a checkpoint, by what it knows now; on worker 0 only."""
@@ -195,10 +200,10 @@ class Checkpointer:
         self._preparing = threading.Thread(target=self._memory.reserve, args=reserve, name="prepare", daemon=True)
         self._preparing.start()
 
-    def take(self, step: int, check: Callable[[], None], *, kept: bool = False) -> None:
+    def take(self, step: int, check: Callable[[], None], *, kept: bool = False) -> bool:
         """Begins a checkpoint of the state after `step` steps. Waits for the one before to be durable; where storage hangs,
         this one is left out after `PATIENCE_S` and those after it at once, until the one before is over. Nor is that which is
-        begun then waited for, until one is durable: training does not hang with storage.
+        begun then waited for, until one is durable: training does not hang with storage. Returns whether it began.
 
         Args:
             check: called while waiting; may raise to leave the wait.
@@ -209,9 +214,8 @@ class Checkpointer:
             self.await_durable(check, 0.0 if self._failing else min(self._patience(PATIENCE_S), self._target.most_patience_s))
         except StorageError as error:
             self._failing = True
-            self._tell("CheckpointFailed", {"incarnation": self._incarnation, "step": step, "reason": str(error)})
-            self._tuning.began(step, time.monotonic() - began)
-            return
+            self._leave_out(step, str(error), time.monotonic() - began)
+            return False
         self._failing = self._failed()
         waited = time.monotonic() - began
         self._tuning.began(step, waited)
@@ -219,6 +223,11 @@ class Checkpointer:
         own = self._own()
         with Stay() as stay:
             self._copy_state(step, waited, kept, (tensors, own, values), stay)
+        return True
+
+    def _leave_out(self, step: int, reason: str, waited: float) -> None:
+        self._tell("CheckpointFailed", {"incarnation": self._incarnation, "step": step, "reason": reason})
+        self._tuning.began(step, waited)
 
     def _copy_state(self, step: int, waited: float, kept: bool, state: tuple[Pairs, Pairs, dict[str, Any]], stay: Stay) -> None:
         """Begins to copy this worker's part. `waited`: seconds for the checkpoint before; `state`: tensors, what of them is
@@ -294,9 +303,12 @@ class Checkpointer:
         while self.busy:
             assert self._outcome is not None
             if time.monotonic() >= deadline:
-                raise StorageError(f"{self._target.place} is slow or hangs: the checkpoint before is still being written")
+                raise self._hangs()
             wait([self._outcome], POLL_S)
             check()
+
+    def _hangs(self) -> StorageError:
+        return StorageError(f"{self._target.place} is slow or hangs: the checkpoint before is still being written")
 
     def _failed(self) -> bool:
         """Whether the latest checkpoint, which is over, is not durable; but for one that was broken off with its world."""

@@ -284,8 +284,8 @@ class Session:
     def _decide(self, ended: bool) -> None:
         """The ranks meet: is a checkpoint due, and at which step will rank 0 speak again?"""
         due = ended or (self._ranks.rank == 0 and self._checkpointer.wants(self.step))
-        if due and self._ranks.rank == 0:
-            self._checkpointer.take(self.step, go_on, kept=ended)
+        if due and self._ranks.rank == 0:  # first: of one that it leaves out, the others would fill the storage with shards
+            due = self._checkpointer.take(self.step, go_on, kept=ended)
         due, self._next_decision = self._ranks.meet([due, self._earliest()])
         if due and self._ranks.rank != 0:
             self._checkpointer.take(self.step, go_on, kept=ended)

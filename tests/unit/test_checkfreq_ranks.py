@@ -180,3 +180,49 @@ def test_a_rank_that_evaluates_is_waited_for_between_steps(tmp_path: Path) -> No
     found = said(LATE, tmp_path)
     assert all(told.startswith("['due', 7]") for told in found), found
     assert "within rank 1 of 2: the others could not be reached within 0:00:02" in found[1]
+
+
+HUNG = """
+import os, signal, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+from torch import nn
+import raytrain_ft.checkfreq as checkfreq
+from raytrain_ft.storage.persister import Persister
+from raytrain_ft.training import checkpointer
+
+rank, directory = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=2)
+submit, stopped = Persister.submit, []
+
+def stopping(self, job):
+    if job.step == 4 and rank == 0:
+        checkpointer.PATIENCE_S = 0.1
+        stopped.append(self.pid)
+        os.kill(self.pid, signal.SIGSTOP)
+    return submit(self, job)
+
+Persister.submit = stopping
+torch.manual_seed(0)
+model = nn.Linear(4, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+with checkfreq.open(f"{directory}/run", every=2, timeout=timedelta(seconds=60), model=model, optimizer=optimizer) as run:
+    for _ in range(13):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.commit()
+        time.sleep(0.1)
+    dist.barrier()
+    time.sleep(1.0)
+    print(*sorted(name[:14] for name in os.listdir(f"{directory}/run/checkpoints") if name.startswith("step")))
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
+dist.destroy_process_group()
+"""
+
+
+def test_of_a_checkpoint_that_rank_0_leaves_out_nobody_writes_anything(tmp_path: Path) -> None:
+    """Its storage hangs, and that of others, which is the same one, would fill up meanwhile."""
+    first, _ = said(HUNG, tmp_path)
+    assert first == "step-000000002 step-000000004\n"

@@ -283,6 +283,25 @@ def test_training_does_not_stand_still_while_checkpoints_fail(
     assert [step for event, step in told if event == "CheckpointCommitted"] == [30, 35, 40]
 
 
+def test_nobody_else_is_asked_for_a_checkpoint_that_would_be_left_out(
+    make: Make, told: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their shards of it would fill the storage, for as long as that of worker 0 hangs."""
+    monkeypatch.setattr(checkpointer, "PATIENCE_S", 0.0)
+    storage = Held()
+    one = make(storage)
+    assert one.wants(5)
+    assert one.take(5, go_on)
+    assert one.wants(10), "it is waited for"
+    assert not one.take(10, go_on)
+    assert [one.wants(step) for step in (14, 15, 16, 20)] == [False] * 4
+    storage.end(0.1)
+    one.await_durable(go_on, 5.0)
+    assert one.wants(25)
+    left_out = [("CheckpointFailed", step) for step in (10, 15, 20)]
+    assert told == [*left_out, ("CheckpointCommitted", 5)], "it is told as before"
+
+
 def test_that_a_checkpoint_was_broken_off_with_its_world_says_nothing_of_storage(
     make: Make, told: list[tuple[str, int]]
 ) -> None:
