@@ -280,7 +280,9 @@ class Checkpointer:
         try:
             self.await_durable(check, max(0.0, self._began_at + patience - time.monotonic()) + more)
             job = self._job
-            if job is None or (job.step, job.incarnation) != (step, self._incarnation):  # all ranks must answer this alike
+            taken = job is not None and (job.step, job.incarnation) == (step, self._incarnation)
+            # All ranks must answer this alike: so one that has failed, as one rank may know alone, is tried again by who is one.
+            if not taken or (self._count == 1 and self._failed()):
                 self.take(step, check, kept=kept)
             self.await_durable(check, patience)
             deadline = time.monotonic() + patience

@@ -256,6 +256,21 @@ def test_the_last_checkpoint_is_taken_though_shards_of_the_one_before_did_not_co
     assert told == [("CheckpointFailed", 5), ("CheckpointCommitted", 9)]
 
 
+@pytest.mark.parametrize(("error", "attempts"), [(None, 1), ("SlowDown", 2)])
+def test_the_checkpoint_of_the_last_step_is_tried_again_if_it_failed(
+    make: Make, told: list[tuple[str, int]], error: str | None, attempts: int
+) -> None:
+    storage = Held()
+    one = make(storage)
+    one.take(8, go_on)
+    storage.end(0.1, error)
+    one.await_durable(go_on, 5.0)
+    last = threading.Thread(target=storage.end, args=(0.1,), daemon=True)
+    last.start()
+    one.finish(8, go_on)
+    assert told == [("CheckpointFailed", 8), ("CheckpointCommitted", 8)][-attempts:]
+
+
 def test_training_does_not_stand_still_while_checkpoints_fail(
     make: Make, told: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
