@@ -129,7 +129,7 @@ class Run:
             ConfigError: no update was seen in a whole epoch, which would go on for ever.
         """
         while self.step < until_step:
-            before, whole = self.step, loader.position.consumed == 0
+            before, whole = self.step, loader.position.consumed == 0  # which asks where it stands
             for batch in loader:
                 yield batch
                 if self.step >= until_step:

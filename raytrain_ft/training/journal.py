@@ -16,6 +16,7 @@ log = logging.getLogger("raytrain_ft.checkfreq")
 _LEVELS = {
     "CheckpointFailed": logging.ERROR,
     "CheckpointPassedOver": logging.WARNING,
+    "EpochsNotAsked": logging.WARNING,
     "NothingToStore": logging.WARNING,
     "WillNotFit": logging.WARNING,
     "CheckpointCommitted": logging.DEBUG,

@@ -38,7 +38,8 @@ class Loader:
 
     Attributes:
         dataset: as given.
-        position: where the loader stands: the batch that comes next begins here.
+        at: as `position`, for checkfreq itself.
+        asked: whether the loop has asked where the loader stands, so that it knows which epochs are left.
         share: this rank's samples in the batch that was handed out last, as a multiple of an equal share. It is 1 unless a
             batch cannot be shared out evenly; then DDP's mean over ranks is the mean over samples if the loss is multiplied
             by it.
@@ -69,7 +70,8 @@ class Loader:
         _check_options(dataset, options)
         self.dataset = dataset
         self.sampling = Sampling(dataset_size(dataset), global_batch_size, seed, shuffle, drop_last)
-        self.position = Position()
+        self.at = Position()
+        self.asked = False
         self.share = 1.0
         self._before: Callable[[], None]
         self._after: Callable[[bool], None]
@@ -105,26 +107,32 @@ class Loader:
         return steps_per_epoch(self.sampling)
 
     @property
+    def position(self) -> Position:
+        """Where the loader stands: the batch that comes next begins here."""
+        self.asked = True
+        return self.at
+
+    @property
     def done(self) -> int:
         """Batches of the present epoch that were handed out: `for i, batch in enumerate(loader, loader.done)` counts on after a
         resume in the midst of it."""
-        return -(-self.position.consumed // self.sampling.global_batch_size)
+        return -(-self.at.consumed // self.sampling.global_batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = self.position.epoch
+        epoch = self.at.epoch
         batches: Iterator[Any] | None = None
         ended = False
         try:
-            while self.position.epoch == epoch:
+            while self.at.epoch == epoch:
                 self._before()
-                batches = batches or self._batches(self.position)
+                batches = batches or self._batches(self.at)
                 data = next(batches)
-                batch, after = next_batch(self.sampling, self.position)
+                batch, after = next_batch(self.sampling, self.at)
                 rank, count = current()
                 self.share = len(share(batch, rank, count)) * count / len(batch)
-                self.position = after
+                self.at = after
                 yield data
-                if self.position != after:
+                if self.at != after:
                     raise self._read_by_others(after)
             ended = True
         finally:  # also when the loop is left with `break`
@@ -137,16 +145,17 @@ class Loader:
             ConfigError: an epoch was left without reading a batch of it, which would go on for ever; or more was read than the
                 epoch.
         """
-        while self.position.epoch < count:
-            before, end = self.position, Position(self.position.epoch + 1)
+        self.asked = True
+        while self.at.epoch < count:
+            before, end = self.at, Position(self.at.epoch + 1)
             yield before.epoch
-            if self.position == before:
+            if self.at == before:
                 raise ConfigError(f"epoch {before.epoch}: the loop over epochs read no batch from its loader")
-            if (self.position.epoch, self.position.consumed) > (end.epoch, end.consumed):
+            if (self.at.epoch, self.at.consumed) > (end.epoch, end.consumed):
                 raise self._read_by_others(end, "Run.batches goes on over epochs by itself: use it without epochs(). ")
 
     def _read_by_others(self, expected: Position, hint: str = "") -> ConfigError:
-        found = self.position
+        found = self.at
         return ConfigError(
             f"the loader was to stand at sample {expected.consumed} of epoch {expected.epoch}, and stands at {found.consumed} "
             f"of epoch {found.epoch}: something else has read from it meanwhile, and training would never see those samples. "
@@ -171,7 +180,7 @@ class Loader:
         """
         position = position_of(state)
         batch, _ = next_batch(self.sampling, position)
-        self.position = Position(batch.epoch, batch.start)
+        self.at = Position(batch.epoch, batch.start)
 
     def check_world(self, count: int) -> None:
         """Raises ConfigError if some batch has fewer samples than there are ranks: a rank would have nothing to do."""
@@ -272,7 +281,7 @@ class _Shares:
         self._loader, self._seeded = loader, seeded
 
     def __iter__(self) -> Iterator[list[Any]]:
-        sampling, position = self._loader.sampling, self._loader.position
+        sampling, position = self._loader.sampling, self._loader.at
         _check_shares(sampling, current()[1])
         epoch = position.epoch
         while position.epoch == epoch:

@@ -79,6 +79,7 @@ class Session:
         self._closing = ExitStack()
         self._resumed: resuming.Plan | None = None
         self._began_at = 0
+        self._stood: dict[str, int] = {}  # the epoch beyond 0 in which each was resumed, until one is trained on
         self._opened = threading.get_ident()
         self._updating: int | None = None  # the thread of the last update
         self._parts: states.Parts | None = None
@@ -111,6 +112,9 @@ class Session:
             self._resumed = begun.plan
             self.step = self._began_at = begun.plan.step
             self._last, self._goes_on_at = begun.plan.ended_by or set(), begun.plan.ended_by
+            self._stood = {name: position.epoch for name, position in self._positions().items() if position.epoch}
+            for loader in self._loaders.values():
+                loader.asked = False  # before, it stood elsewhere
         timeout_s = self._settings.timeout_s
         target = Target(
             place=self.storage.place,
@@ -186,6 +190,24 @@ class Session:
         if self._uncommitted is None:
             self.step += 1
         self._uncommitted = self._ending()
+        if self._stood:
+            self._look_for_range(self._uncommitted & self._stood.keys())
+
+    def _look_for_range(self, read: Collection[str]) -> None:
+        """At the first update from `read`: a loop over range(n) begins at 0 again after a resume, and nothing else would
+        tell. A validation is none of `read`. Where two are read together, the epochs of one are counted."""
+        name = min(read, default=None)
+        if name is None:
+            return
+        epoch, self._stood = self._stood[name], {}
+        if not any(loader.asked for loader in self._loaders.values()):
+            more = "1 epoch" if epoch == 1 else f"{epoch} epochs"
+            reason = (
+                f"{name} was resumed in epoch {epoch}, and the loop reads it without having asked which epochs are left: one "
+                f"over range(n) begins at 0 again, and trains {more} too many. Write `for epoch in {name}.epochs(n):` in its "
+                f"place. A loop that counts otherwise can read {name}.position.epoch before it trains: nothing is said then"
+            )
+            self._journal.tell("EpochsNotAsked", {"step": self.step, "reason": reason})
 
     def _ending(self) -> set[str]:
         """The loaders that the updates of the present step read from. A loop that was over by then was a validation, before
@@ -195,7 +217,7 @@ class Session:
         return (self._uncommitted or set()) | (read & self._reading) or read
 
     def _positions(self) -> dict[str, Position]:
-        return {name: loader.position for name, loader in self._loaders.items()}
+        return {name: loader.at for name, loader in self._loaders.items()}
 
     def _asked(self, name: str) -> None:
         """A batch of this loader is asked for. If the last step read from others only, it goes on: this is its validation.
@@ -340,12 +362,12 @@ class Session:
             self.pause()
             ended = self._commit_step()
         else:  # after batches without an update; what is stored is the state after them, so they are not to be read again
-            self._committed |= {name: self._loaders[name].position for name in self._ended}
-        if any(self._loaders[name].position.consumed == 0 for name in self._last):
+            self._committed |= {name: self._loaders[name].at for name in self._ended}
+        if any(self._loaders[name].at.consumed == 0 for name in self._last):
             self._goes_on_at = None  # their epoch is over, and what is done before the next one is still to be done
         if self.step > self._began_at:
             self._checkpointer.finish(self.step, go_on, kept=ended)
-        elif any(loader.position != Position() for loader in self._loaders.values()) and not self.step:
+        elif any(loader.at != Position() for loader in self._loaders.values()) and not self.step:
             self._forgotten.tell(NOT_GIVEN)
         self._journal.tell("Finished", {"step": self.step})
 

@@ -231,3 +231,76 @@ def test_parameters_of_several_dtypes_are_looked_at() -> None:
         parameters[1].data += 1
 
     assert len(looked(loop, parameters, 124)[1]) == 1
+
+
+# ---------------------------------------------------------------- a loop over range(n) after a resume
+
+
+def over_range(setup: Setup, run: checkfreq.Run, val: checkfreq.Loader) -> None:
+    for _ in range(3):
+        for inputs, labels in setup.loader:
+            setup.step(inputs, labels)
+
+
+def prints_the_step(setup: Setup, run: checkfreq.Run, val: checkfreq.Loader) -> None:
+    assert run.step >= 0
+    for _ in range(3):
+        for inputs, labels in setup.loader:
+            setup.step(inputs, labels)
+        assert run.step
+
+
+@pytest.mark.parametrize("loop", [over_range, prints_the_step])
+def test_a_loop_over_range_is_told_after_a_resume(tmp_path: Path, loop: Callable[..., None]) -> None:
+    for launch in range(2):
+        setup = Setup()
+        with checkfreq.open(tmp_path, every=5, **setup.objects) as run:
+            loop(setup, run, setup.loader)
+        assert len(journal(tmp_path, "EpochsNotAsked")) == launch, "once, and only after the resume"
+    (told,) = journal(tmp_path, "EpochsNotAsked")
+    assert "loader was resumed in epoch 3" in told["reason"]
+    assert "trains 3 epochs too many" in told["reason"]
+    assert "for epoch in loader.epochs(n):" in told["reason"]
+
+
+def asks_for_epochs(setup: Setup, run: checkfreq.Run, val: checkfreq.Loader, launch: int) -> None:
+    for _ in setup.loader.epochs(launch * 2):
+        for _ in val:
+            pass
+        for inputs, labels in setup.loader:
+            setup.step(inputs, labels)
+
+
+def reads_the_epoch(setup: Setup, run: checkfreq.Run, val: checkfreq.Loader, launch: int) -> None:
+    for _ in range(setup.loader.position.epoch, launch * 2):
+        for (inputs, labels), _ in zip(setup.loader, itertools.cycle(val), strict=False):
+            setup.step(inputs, labels)
+
+
+def counts_steps(setup: Setup, run: checkfreq.Run, val: checkfreq.Loader, launch: int) -> None:
+    assert setup.loader.position is not None
+    while run.step < launch * 12:
+        for inputs, labels in setup.loader:
+            setup.step(inputs, labels)
+
+
+def reads_batches(setup: Setup, run: checkfreq.Run, val: checkfreq.Loader, launch: int) -> None:
+    setup.train(run, launch * 12)
+
+
+def trains_on_two(setup: Setup, run: checkfreq.Run, val: checkfreq.Loader, launch: int) -> None:
+    for _ in val.epochs(launch * 2):
+        for _, batch in zip(val, setup.loader, strict=False):
+            setup.step(*batch)
+
+
+@pytest.mark.parametrize("loop", [asks_for_epochs, reads_the_epoch, counts_steps, reads_batches, trains_on_two])
+def test_a_loop_that_knows_which_epochs_are_left_is_told_nothing(tmp_path: Path, loop: Callable[..., None]) -> None:
+    for launch in (1, 2, 3):
+        setup = Setup()
+        val = checkfreq.Loader(TensorDataset(torch.ones(16, 8)), global_batch_size=4, shuffle=False)
+        with checkfreq.open(tmp_path, every=5, val=val, **setup.objects) as run:
+            before = run.step
+            loop(setup, run, val, launch)
+            assert run.step > before
+    assert journal(tmp_path, "EpochsNotAsked") == []
