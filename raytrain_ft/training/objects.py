@@ -23,6 +23,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.data import DataLoader, RandomSampler
 
 from raytrain_ft.errors import ConfigError, StorageError
 from raytrain_ft.storage.checkpoint import Content
@@ -69,7 +70,9 @@ def bare(value: Any) -> Any:
 def check_objects(objects: Mapping[str, Any]) -> None:
     """Raises ConfigError for an object without state_dict() and load_state_dict(), and for a module with FSDP in it."""
     for name, value in objects.items():
-        if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
+        if not has_state(value):
+            if isinstance(value, DataLoader):
+                raise ConfigError(_instead_of(name, value))
             raise ConfigError(
                 f"checkfreq.open({name}={type(value).__name__}): it needs state_dict() and load_state_dict(); "
                 "wrap it in an object that has them"
@@ -80,6 +83,21 @@ def check_objects(objects: Mapping[str, Any]) -> None:
                 "are sharded over processes cannot be stored here; use DistributedDataParallel instead, or "
                 "torch.distributed.checkpoint for the checkpoints"
             )
+
+
+def has_state(value: Any) -> bool:
+    """Whether it has state_dict() and load_state_dict()."""
+    return all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict"))
+
+
+def _instead_of(name: str, loader: DataLoader[Any]) -> str:
+    shuffle = isinstance(loader.sampler, RandomSampler)
+    return (
+        f"checkfreq.open({name}={type(loader).__name__}): a DataLoader does not know where it stands; use "
+        f"checkfreq.Loader(dataset, global_batch_size={loader.batch_size or '...'}, shuffle={shuffle}) in its place, with the "
+        "batch_size of all ranks together, without a sampler, and with its other options (num_workers, collate_fn, "
+        "drop_last...) as they are"
+    )
 
 
 def _is_fsdp(module: nn.Module) -> bool:

@@ -1200,6 +1200,10 @@ def test_groups_of_an_optimizer_are_compared(run_directory: Path) -> None:
         ({"resume": "always"}, "resume='always'"),
         ({"override": "model"}, "override='model'"),
         ({"extra": 3}, "state_dict"),
+        (
+            {"loader": DataLoader(TensorDataset(torch.arange(9)), batch_size=3, shuffle=True)},
+            r"loader=DataLoader.*checkfreq\.Loader\(dataset, global_batch_size=3, shuffle=True\) in its place",
+        ),
         ({"dataset": nn.Linear(1, 1)}, "dataset"),
     ],
 )
