@@ -20,12 +20,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from torch.utils.data import DataLoader
+
 from raytrain_ft.errors import ConfigError
-from raytrain_ft.places import Place
+from raytrain_ft.places import Place, told
 from raytrain_ft.policy.frequency import LONGEST_PROFILE, check_budget, profile_steps
 from raytrain_ft.storage.filesystem import LocalStorage, Storage, open_storage, within
 from raytrain_ft.storage.selection import counting
@@ -40,6 +44,8 @@ __all__ = ["Loader", "Run", "open"]
 
 CHECKPOINTS = "checkpoints"
 JOURNAL = "checkfreq.jsonl"
+SHOWN = 80
+"""So many characters of a value are shown in errors, where it may be anything."""
 
 
 def open(
@@ -83,6 +89,7 @@ def open(
     _check_failures(failure_interval)
     loaders = {name: value for name, value in objects.items() if isinstance(value, Loader)}
     others = {name: value for name, value in objects.items() if name not in loaders}
+    _check_names(others)
     states.check_objects(others)
     parts = states.take_apart(others)  # what cannot be stored is told now, not at the first checkpoint
     for name, tensor in (parts.shared | parts.own).items():
@@ -199,6 +206,18 @@ def _check(
         raise ConfigError(f'checkfreq.open: "dataset" and "{states.GENERATORS}" mean something else; choose another keyword')
     if isinstance(override, str):
         raise ConfigError(f'checkfreq.open(override={override!r}): use a set of names, such as {{"{override}"}}')
+
+
+def _check_names(objects: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a misspelt option: it would be taken for an object that is to be saved."""
+    options = [name for name, one in signature(open).parameters.items() if one.kind is one.KEYWORD_ONLY]
+    for name, value in objects.items():
+        meant = get_close_matches(name, options, n=1)
+        if meant and not states.has_state(value) and not isinstance(value, DataLoader):
+            raise ConfigError(
+                f"checkfreq.open({name}={told(repr(value))[:SHOWN]}): there is no option {name}; did you mean "
+                f"{meant[0]}? (An object that is to be saved needs state_dict() and load_state_dict())"
+            )
 
 
 def _check_failures(interval: Any) -> None:

@@ -281,7 +281,7 @@ class Checkpointer:
             self.await_durable(check, max(0.0, self._began_at + patience - time.monotonic()) + more)
             job = self._job
             taken = job is not None and (job.step, job.incarnation) == (step, self._incarnation)
-            # All ranks must answer this alike: so one that has failed, as one rank may know alone, is tried again by who is one.
+            # All ranks must answer this alike, and that it has failed one may know alone: so who is one tries it again.
             if not taken or (self._count == 1 and self._failed()):
                 self.take(step, check, kept=kept)
             self.await_durable(check, patience)

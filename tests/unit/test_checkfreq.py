@@ -1200,6 +1200,8 @@ def test_groups_of_an_optimizer_are_compared(run_directory: Path) -> None:
         ({"resume": "always"}, "resume='always'"),
         ({"override": "model"}, "override='model'"),
         ({"extra": 3}, "state_dict"),
+        ({"overhaed": 0.1}, r"overhaed=0\.1\): there is no option overhaed; did you mean overhead\?"),
+        ({"keep_epoch": True}, "there is no option keep_epoch; did you mean keep_epochs"),
         (
             {"loader": DataLoader(TensorDataset(torch.arange(9)), batch_size=3, shuffle=True)},
             r"loader=DataLoader.*checkfreq\.Loader\(dataset, global_batch_size=3, shuffle=True\) in its place",
@@ -1211,6 +1213,14 @@ def test_bad_values_are_refused(tmp_path: Path, options: dict[str, Any], message
     with pytest.raises(ConfigError, match=message):
         checkfreq.open(tmp_path, **(Setup().objects | options))
     assert not list(tmp_path.iterdir())
+
+
+def test_an_object_may_have_a_name_like_an_option(tmp_path: Path) -> None:
+    setup = Setup()
+    with checkfreq.open(tmp_path, **setup.objects, timer=nn.Linear(2, 2)):
+        pass
+    with pytest.raises(ConfigError, match=r"checkfreq\.Loader\(dataset"):
+        checkfreq.open(tmp_path, **setup.objects, keeper=DataLoader(TensorDataset(torch.arange(9))))
 
 
 def test_bad_places_are_refused(tmp_path: Path) -> None:
