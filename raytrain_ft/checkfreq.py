@@ -87,6 +87,8 @@ def open(
     """
     _check(overhead, every, keep, resume, override, objects)
     _check_failures(failure_interval)
+    if not _longer_than_zero(timeout):
+        raise ConfigError(f"checkfreq.open(timeout={timeout!r}): use a timedelta longer than zero, as timedelta(seconds=60)")
     loaders = {name: value for name, value in objects.items() if isinstance(value, Loader)}
     others = {name: value for name, value in objects.items() if name not in loaders}
     _check_names(others)
@@ -224,8 +226,12 @@ def _check_failures(interval: Any) -> None:
     said = f"checkfreq.open(failure_interval={interval!r})"
     if interval == "measured":
         raise ConfigError(f"{said}: they are measured by the Trainer's supervisor, and there is none here: use a timedelta")
-    if interval is not None and not (isinstance(interval, timedelta) and interval > timedelta()):
+    if interval is not None and not _longer_than_zero(interval):
         raise ConfigError(f"{said}: use a timedelta longer than zero")
+
+
+def _longer_than_zero(value: Any) -> bool:
+    return isinstance(value, timedelta) and value > timedelta()
 
 
 def _natural(value: Any) -> bool:
