@@ -35,7 +35,6 @@ from raytrain_ft.storage.filesystem import LocalStorage, Storage, open_storage, 
 from raytrain_ft.storage.selection import counting
 from raytrain_ft.training import objects as states
 from raytrain_ft.training.journal import Journal
-from raytrain_ft.training.layout import check_plain
 from raytrain_ft.training.ranks import Ranks, current
 from raytrain_ft.training.resumable import Loader
 from raytrain_ft.training.session import Session, Settings
@@ -93,9 +92,7 @@ def open(
     others = {name: value for name, value in objects.items() if name not in loaders}
     _check_names(others)
     states.check_objects(others)
-    parts = states.take_apart(others)  # what cannot be stored is told now, not at the first checkpoint
-    for name, tensor in (parts.shared | parts.own).items():
-        check_plain(name, tensor)
+    states.take_apart(others)  # what cannot be stored is told now, not at the first checkpoint
     storage = open_storage(within(Place(str(path)), CHECKPOINTS))
     for loader in loaders.values():
         loader.check_world(current()[1])

@@ -14,7 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.masked import MaskedTensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.storage.shard import Piece
@@ -194,7 +197,7 @@ def share(tensors: Pairs, number: int, count: int, own: Pairs = (), before: Layo
         before: the layout of the state that was shared last, which may be that of this one.
 
     Raises:
-        ConfigError: a tensor is of a kind that has no plain bytes (sparse, quantized, on "meta").
+        ConfigError: a tensor is of a kind that has no plain bytes (see `check_plain`).
     """
     pairs = [*tensors, *own]
     names, sources = [name for name, _ in pairs], [tensor for _, tensor in pairs]
@@ -214,6 +217,35 @@ def total_size(tensors: Pairs) -> int:
 
 
 def check_plain(name: str, tensor: Tensor) -> None:
-    """Raises ConfigError for a tensor that has no bytes in a row."""
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+    """Raises ConfigError for a tensor that has no bytes in a row, or is more than its bytes."""
+    if is_lazy(tensor):  # first: of one whose shape is not known yet little else can be asked
+        raise ConfigError(
+            f"{name} is a {type(tensor).__name__}, of a lazy module that has seen no input yet: call the model once before"
+        )
+    if not has_plain_layout(tensor):
         raise ConfigError(f"{name} is a {tensor.layout} tensor on {tensor.device}: only plain (strided) tensors can be stored")
+    if tensor.is_nested or is_wrapper(tensor):
+        kind = "nested tensor" if tensor.is_nested else f"{type(tensor).__module__}.{type(tensor).__name__}"
+        raise ConfigError(
+            f"{name} is a {kind}, which is made of other tensors: only plain ones can be stored. Keep plain tensors in the "
+            "model and its optimizer, and make it from them where it is used"
+        )
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether `check_plain` raises nothing."""
+    return not is_lazy(tensor) and has_plain_layout(tensor) and not tensor.is_nested and not is_wrapper(tensor)
+
+
+def has_plain_layout(tensor: Tensor) -> bool:
+    """Whether it says itself that its bytes are in a row."""
+    return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether what it holds is in other tensors (those of torchao, say). It has no bytes of its own, and tells of none of this:
+    it says that it is strided, and what is read at its address is anything."""
+    # most are of these kinds, and all are looked at for each checkpoint
+    return type(tensor) not in (Tensor, nn.Parameter) and (
+        is_traceable_wrapper_subclass(tensor) or isinstance(tensor, MaskedTensor)
+    )

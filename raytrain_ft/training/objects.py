@@ -30,7 +30,7 @@ from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.tensors import bytes_of
 from raytrain_ft.storage.tree import flatten, json_tensor, unflatten, versions_of, with_versions
 from raytrain_ft.training import restore
-from raytrain_ft.training.layout import check_plain
+from raytrain_ft.training.layout import check_plain, is_plain
 from raytrain_ft.training.placing import laid_out_like, on_devices_of
 
 GENERATORS = "generators"
@@ -128,7 +128,8 @@ def take_apart(objects: Mapping[str, Any]) -> Parts:
     """The state as it is now.
 
     Raises:
-        ConfigError: it holds something that cannot be stored without pickle, or a tensor that is one of many processes' parts.
+        ConfigError: it holds something that cannot be stored without pickle, a tensor that is one of many processes' parts, or
+            one that has no plain bytes.
     """
     skeletons: dict[str, Any] = {}
     shared: dict[str, Tensor] = {}
@@ -137,12 +138,14 @@ def take_apart(objects: Mapping[str, Any]) -> Parts:
     kinds: dict[str, dict[str, list[Any]]] = {}
     for name, value in objects.items():
         skeletons[name], tensors = flatten(_state(value), name)
+        for path, tensor in tensors.items():  # before it is asked for its shape, or copied, which not all of them can be
+            _check_whole(path, tensor)
+            check_plain(path, tensor)
         left_out[name] = _left_out(value, name, tensors)
         if isinstance(bare(value), nn.Module):
             kinds[name] = _kinds({path[len(name) + 1 :]: tensor for path, tensor in tensors.items()})
         is_shared = _shared(name, value)
         for path, tensor in tensors.items():
-            _check_whole(path, tensor)
             if is_shared(path, tensor):
                 shared[path] = tensor
             else:
@@ -170,7 +173,7 @@ def _left_out(value: Any, name: str, shown: Mapping[str, Tensor]) -> dict[str, T
 
 def _can_be_filled(buffer: Tensor) -> bool:
     """Others are not refused: that they are no part of the state is what the model says of them."""
-    if buffer.layout != torch.strided or buffer.is_quantized or buffer.is_meta or buffer.is_inference():
+    if not is_plain(buffer) or buffer.is_inference():
         return False
     is_whole = not hasattr(buffer, "to_local") and not hasattr(buffer, "local_shards")
     return is_whole and all(stride > 0 or size < 2 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
@@ -230,10 +233,17 @@ def describe(objects: Mapping[str, Any], parts: Parts | None = None) -> dict[str
     return {name: _describe(bare(value), parts.kinds.get(name) if parts else None) for name, value in objects.items()}
 
 
+def _described_tensors(value: nn.Module) -> dict[str, list[Any]]:
+    tensors = flatten(_state(value))[1]
+    for path, tensor in tensors.items():
+        check_plain(path, tensor)
+    return _kinds(tensors)
+
+
 def _describe(value: Any, kinds: dict[str, list[Any]] | None) -> dict[str, Any]:
     about: dict[str, Any] = {"class": f"{type(value).__module__}.{type(value).__qualname__}"}
     if isinstance(value, nn.Module):
-        about = {"class": "module", "tensors": _kinds(flatten(_state(value))[1]) if kinds is None else kinds}
+        about = {"class": "module", "tensors": _described_tensors(value) if kinds is None else kinds}
     elif isinstance(value, torch.optim.Optimizer):
         about["groups"] = [[[str(p.dtype), list(p.shape)] for p in group["params"]] for group in value.param_groups]
     return about

@@ -31,6 +31,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store import Versioned
 from torch import Tensor, nn
+from torch.masked import masked_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 import raytrain_ft.checkfreq as checkfreq
@@ -49,10 +51,11 @@ from raytrain_ft.result import load_model
 from raytrain_ft.storage import checkpoint, selection, tree
 from raytrain_ft.storage.filesystem import LocalStorage, open_storage
 from raytrain_ft.storage.tree import flatten
-from raytrain_ft.training import checkpointer, placing, resumable, resume, snapshot
+from raytrain_ft.training import checkpointer, layout, placing, resumable, resume, snapshot
 from raytrain_ft.training import journal as journals
 from raytrain_ft.training import objects as states
 from raytrain_ft.training.beginning import Beginning
+from raytrain_ft.training.build import check_model
 from raytrain_ft.training.checkpointer import Checkpointer
 from raytrain_ft.training.export import open_checkpoint, state_dicts
 from raytrain_ft.training.forgotten import FORGOTTEN
@@ -1287,6 +1290,49 @@ def test_what_cannot_be_stored_is_told_at_once(tmp_path: Path) -> None:
     sparse.register_buffer("edges", torch.eye(3).to_sparse())
     with pytest.raises(ConfigError, match=r"graph/edges is a torch\.sparse_coo tensor"):
         checkfreq.open(tmp_path, graph=sparse, **Setup().objects)
+
+
+def two() -> Tensor:
+    """What torchao's kinds are: it says that it is plain, and holds all that it is in other tensors."""
+    return TwoTensor(torch.full((3, 3), 3.0), torch.full((3, 3), 7.0))
+
+
+UNPLAIN: dict[str, tuple[Callable[[], Any], str]] = {
+    "wrapper": (two, "is a torch.testing._internal.two_tensor.TwoTensor, which is made of other tensors"),
+    "frozen": (lambda: nn.Parameter(two(), requires_grad=False), "TwoTensor, which is made of other tensors"),
+    "masked": (lambda: masked_tensor(torch.arange(4.0), torch.arange(4) % 2 == 0), "MaskedTensor, which is made of other"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "is a nested tensor, which is made of"),
+    "lazy": (lambda: nn.LazyLinear(3).weight, "is a UninitializedParameter, of a lazy module .* call the model once before"),
+    "lazy buffer": (lambda: nn.UninitializedBuffer(), "is a UninitializedBuffer, of a lazy module"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of")
+@pytest.mark.parametrize("kind", UNPLAIN)
+def test_a_tensor_that_is_more_than_its_bytes_is_refused(tmp_path: Path, kind: str) -> None:
+    """What was stored of a wrapper was whatever lay at its address, and nobody was told."""
+    make, words = UNPLAIN[kind]
+    module, value = nn.Linear(2, 2), make()
+    if isinstance(value, nn.Parameter):
+        module.register_parameter("odd", value)
+    else:
+        module.register_buffer("odd", value)
+    with pytest.raises(ConfigError, match=f"model/odd {words}" if words.startswith("is") else f"model/odd is a .*{words}"):
+        checkfreq.open(tmp_path, model=module)
+    with pytest.raises(ConfigError, match="odd"):
+        states.describe({"model": module})
+    with pytest.raises(ConfigError, match="odd"):
+        layout.share([("odd", value)], 0, 1)
+    with pytest.raises(ConfigError, match="odd"):
+        check_model(module)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of")
+@pytest.mark.parametrize("kind", ["wrapper", "masked", "nested", "lazy buffer"])
+def test_a_buffer_that_is_more_than_its_bytes_and_no_state_is_left_out(tmp_path: Path, kind: str) -> None:
+    module = nn.Linear(2, 2)
+    module.register_buffer("odd", UNPLAIN[kind][0](), persistent=False)
+    checkfreq.open(tmp_path, model=module).close()
 
 
 SCHEDULERS = {
