@@ -28,7 +28,7 @@ from raytrain_ft.storage.checkpoint import Content, Found
 from raytrain_ft.storage.filesystem import Storage, open_storage, within
 from raytrain_ft.storage.manifest import FILE as MANIFEST
 from raytrain_ft.storage.manifest import Manifest, Name
-from raytrain_ft.storage.tree import flatten
+from raytrain_ft.storage.tree import flatten, versions_of
 from raytrain_ft.training import objects
 from raytrain_ft.training.export import state_dicts, state_of
 
@@ -265,14 +265,10 @@ def _save_safetensors(state: dict[str, Any], manifest: Manifest, path: Path, opt
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    modules = [name for name, value in state.items() if _is_of_tensors(value) and not name.startswith("optimizer")]
-    if not modules or ("model" not in modules and len(modules) > 1):
-        held = f"several models ({', '.join(modules)}), and none of them is called model" if modules else "no model"
-        raise click.ClickException(f"{manifest.name} holds {held}; --format torch writes all that it holds")
-    chosen = "model" if "model" in modules else modules[0]
-    if others := [name for name in modules if name != chosen]:
-        _warn(f"{chosen} is written; left out: {', '.join(others)} (--format torch writes all)")
+    chosen = _model_of(state, manifest)
     tensors = {name: value for name, value in state[chosen].items() if isinstance(value, torch.Tensor)}
+    if others := [str(name) for name in state[chosen] if name not in tensors]:
+        _warn(f"left out of {chosen}, for they are no tensors: {', '.join(others)} (--format torch writes all)")
     for name in [name for name in state if optimizer and name.startswith("optimizer")]:
         inner = state[name]
         plain = _is_of_tensors(inner)
@@ -287,6 +283,34 @@ def _save_safetensors(state: dict[str, Any], manifest: Manifest, path: Path, opt
         if "I/O error" in str(error):  # it has no class of its own
             raise click.ClickException(f"{path.parent}: {error}") from error
         raise click.ClickException(f"safetensors cannot hold this state ({error}): use --format torch") from error
+
+
+def _model_of(state: dict[str, Any], manifest: Manifest) -> str:
+    """The name of the model whose tensors are written: "model", whatever else there is and whatever it holds, or the only one.
+    That several are there, or none, is no guess to make."""
+    modules = [name for name, value in state.items() if _is_module(value) and not name.startswith("optimizer")]
+    if "model" in state:
+        if not _holds_tensors(state["model"]):
+            raise click.ClickException(f"model in {manifest.name} has no tensors; --format torch writes all that it holds")
+        chosen = "model"
+    elif len(modules) == 1:
+        (chosen,) = modules
+    else:
+        held = f"several models ({', '.join(modules)}), and none of them is called model" if modules else "no model"
+        raise click.ClickException(f"{manifest.name} holds {held}; --format torch writes all that it holds")
+    if others := [name for name in modules if name != chosen]:
+        _warn(f"{chosen} is written; left out: {', '.join(others)} (--format torch writes all)")
+    return chosen
+
+
+def _is_module(value: Any) -> bool:
+    """Whether it is the state of a module. What get_extra_state() returns may be no tensor: such state has the versions of the
+    module's parts all the same."""
+    return _is_of_tensors(value) or (_holds_tensors(value) and versions_of(value) is not None)
+
+
+def _holds_tensors(value: Any) -> bool:
+    return isinstance(value, dict) and any(isinstance(one, torch.Tensor) for one in value.values())
 
 
 def _is_of_tensors(value: Any) -> bool:

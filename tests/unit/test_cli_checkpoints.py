@@ -233,6 +233,37 @@ def test_export_of_several_models_says_which_is_written(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "x.safetensors")["weight"], models["generator"].weight)
 
 
+class Counts(nn.Linear):
+    """Has state that is no tensor."""
+
+    def get_extra_state(self) -> Any:
+        return {"calls": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def test_export_writes_the_tensors_of_a_model_that_has_other_state_too_and_of_none_else(tmp_path: Path) -> None:
+    """Another module was written in its place, without a word."""
+    model, teacher = Counts(2, 1), nn.BatchNorm1d(2)
+    with checkfreq.open(tmp_path / "run", model=model, teacher=teacher) as run, run.update():
+        pass
+    written = call("export", tmp_path / "run", tmp_path / "x.safetensors")
+    assert written.exit_code == 0, written.output
+    assert "model is written; left out: teacher" in written.output
+    assert "left out of model, for they are no tensors: _extra_state" in written.output
+    found = load_file(tmp_path / "x.safetensors")
+    assert found.keys() == {"weight", "bias"}
+    assert torch.equal(found["weight"], model.weight)
+    with checkfreq.open(tmp_path / "other", net=model, teacher=teacher) as run, run.update():
+        pass
+    assert "several models (net, teacher)" in call("export", tmp_path / "other", tmp_path / "y.safetensors").output
+    assert not (tmp_path / "y.safetensors").exists()
+    with checkfreq.open(tmp_path / "third", model=nn.ReLU(), teacher=teacher) as run, run.update():
+        pass
+    assert "has no tensors" in call("export", tmp_path / "third", tmp_path / "y.safetensors").output
+
+
 def test_what_torch_cannot_read_back_safely_is_not_written(tmp_path: Path) -> None:
     """Values of numpy become torch's; a schedule has them as soon as it is computed by numpy."""
 
