@@ -388,7 +388,7 @@ def _undo_casts(optimizer: torch.optim.Optimizer, state: Any) -> None:
 
 def _not_cast(loaded: Any, stored: Any) -> Any:
     if isinstance(loaded, Tensor) and isinstance(stored, Tensor):
-        cast = loaded.dtype != stored.dtype and torch.equal(loaded, stored.to(loaded))
+        cast = loaded.dtype != stored.dtype and _equal(loaded, stored.to(loaded))
         return stored.to(loaded.device) if cast else loaded
     if isinstance(loaded, dict) and isinstance(stored, dict):
         for key, one in loaded.items():  # not by `update`, with which a Counter adds
@@ -396,6 +396,13 @@ def _not_cast(loaded: Any, stored: Any) -> Any:
     elif isinstance(loaded, list | tuple) and isinstance(stored, list | tuple) and len(loaded) == len(stored):
         return type(loaded)(map(_not_cast, loaded, stored))
     return loaded
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two of one dtype are, where each NaN equals any other."""
+    if torch.equal(one, other):  # mostly
+        return True
+    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 # ---------------------------------------------------------------- random generators

@@ -196,6 +196,18 @@ def test_what_an_optimizer_keeps_more_exactly_than_parameters_is_not_rounded(
     assert kinds[0] == kinds[1]
 
 
+def test_nor_is_what_holds_a_number_that_is_none() -> None:
+    """A NaN is not equal to itself, so the whole tensor was taken for one that the optimizer had changed as it loaded it."""
+    p = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    state = optimizer.state_dict()
+    state["state"] = {0: {"mean": torch.tensor([1 / 3, math.nan, math.inf])}}
+    states.put_back(optimizer, state)
+    found = optimizer.state[p]["mean"]
+    assert found.dtype == torch.float32
+    assert torch.equal(found.nan_to_num(7.0), state["state"][0]["mean"].nan_to_num(7.0))
+
+
 def test_all_that_a_loop_does_after_its_update_belongs_to_the_step(tmp_path: Path) -> None:
     """A scheduler that follows the validation after each epoch, whose loader draws from torch's generator."""
 
