@@ -21,7 +21,7 @@ from raytrain_ft.training.checkpointer import Checkpointer
 from raytrain_ft.training.data import Loader, augment_of, collate_of
 from raytrain_ft.training.determinism import check_deterministic
 from raytrain_ft.training.durable import capture
-from raytrain_ft.training.layout import check_plain
+from raytrain_ft.training.layout import check_own_memory, check_plain
 from raytrain_ft.training.pipeline import build_stage
 from raytrain_ft.training.random import seed_all, step_seed
 from raytrain_ft.training.settings import StepSettings, Target
@@ -174,8 +174,7 @@ def check_model(model: torch.nn.Module) -> None:
         by_memory.setdefault(p.untyped_storage().data_ptr(), []).append((name, p))
     for name, buffer in model.named_buffers():
         check_plain(name, buffer)  # one that is not persistent is in no state dict
-        if any(stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
-            raise ConfigError(f"buffer {name} is an expanded tensor, which cannot be written to: register {name}.contiguous()")
+        check_own_memory(f"buffer {name}", buffer)
         there = by_memory.get(buffer.untyped_storage().data_ptr(), [])
         if (owner := next((name for name, p in there if _overlap(buffer, p)), None)) is not None:
             raise ConfigError(

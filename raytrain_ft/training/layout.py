@@ -232,6 +232,12 @@ def check_plain(name: str, tensor: Tensor) -> None:
         )
 
 
+def check_own_memory(what: str, tensor: Tensor) -> None:
+    """Raises ConfigError for a plain tensor of which several elements are one place in memory: torch writes to none such."""
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ConfigError(f"{what} is an expanded tensor, which cannot be written to: register its .contiguous()")
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether `check_plain` raises nothing."""
     return not is_lazy(tensor) and has_plain_layout(tensor) and not tensor.is_nested and not is_wrapper(tensor)

@@ -30,7 +30,7 @@ from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.tensors import bytes_of
 from raytrain_ft.storage.tree import flatten, json_tensor, unflatten, versions_of, with_versions
 from raytrain_ft.training import restore
-from raytrain_ft.training.layout import check_plain, is_plain
+from raytrain_ft.training.layout import check_own_memory, check_plain, is_plain
 from raytrain_ft.training.placing import laid_out_like, on_devices_of
 
 GENERATORS = "generators"
@@ -68,7 +68,8 @@ def bare(value: Any) -> Any:
 
 
 def check_objects(objects: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an object without state_dict() and load_state_dict(), and for a module with FSDP in it."""
+    """Raises ConfigError for an object without state_dict() and load_state_dict(), for a module with FSDP in it, and for one
+    whose state could be stored, but not be put back."""
     for name, value in objects.items():
         if not has_state(value):
             if isinstance(value, DataLoader):
@@ -83,6 +84,16 @@ def check_objects(objects: Mapping[str, Any]) -> None:
                 "are sharded over processes cannot be stored here; use DistributedDataParallel instead, or "
                 "torch.distributed.checkpoint for the checkpoints"
             )
+        if isinstance(inner := bare(value), nn.Module):
+            _check_writable(name, inner)
+
+
+def _check_writable(name: str, module: nn.Module) -> None:
+    """Of its own tensors those that its state dict gives are written to on resume; what else it gives it takes as it likes."""
+    given = set(map(id, flatten(_state(module), name)[1].values()))
+    for key, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if id(tensor) in given and is_plain(tensor):  # others are told apart when it is taken apart
+            check_own_memory(f"{name}/{key}", tensor)
 
 
 def has_state(value: Any) -> bool:
@@ -357,7 +368,7 @@ def put_back(value: Any, state: Any) -> None:
     if isinstance(value, torch.optim.Optimizer):
         _undo_casts(value, state)
         for p, kept in value.state.items():
-            if isinstance(kept, dict):
+            if isinstance(kept, dict) and isinstance(p, Tensor):  # what is kept for all of them may have a name as its key
                 kept.update({key: laid_out_like(one, p) for key, one in kept.items() if isinstance(one, Tensor)})
 
 

@@ -208,6 +208,27 @@ def test_nor_is_what_holds_a_number_that_is_none() -> None:
     assert torch.equal(found.nan_to_num(7.0), state["state"][0]["mean"].nan_to_num(7.0))
 
 
+def test_what_an_optimizer_keeps_under_a_name_is_put_back() -> None:
+    """It was taken for a parameter, which has a shape, so no run with it could go on."""
+    p = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    state = optimizer.state_dict()
+    state["state"] = {"all": {"mean": torch.arange(3.0), "count": 2}, 0: {"momentum_buffer": torch.ones(3)}}
+    states.put_back(optimizer, state)
+    assert torch.equal(optimizer.state["all"]["mean"], torch.arange(3.0))  # pyright: ignore
+    assert optimizer.state["all"]["count"] == 2  # pyright: ignore
+    assert torch.equal(optimizer.state[p]["momentum_buffer"], torch.ones(3))
+
+
+def test_a_buffer_that_cannot_be_put_back_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("ones", torch.ones(1).expand(3))
+    with pytest.raises(ConfigError, match=r"^model/ones is an expanded tensor, which cannot be written to"):
+        checkfreq.open(tmp_path, model=model)
+    model.register_buffer("ones", torch.ones(1).expand(3), persistent=False)
+    checkfreq.open(tmp_path, model=model).close()
+
+
 def test_all_that_a_loop_does_after_its_update_belongs_to_the_step(tmp_path: Path) -> None:
     """A scheduler that follows the validation after each epoch, whose loader draws from torch's generator."""
 
