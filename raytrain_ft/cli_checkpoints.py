@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import click
 import numpy as np
@@ -19,7 +19,7 @@ import xxhash
 from rich.table import Table
 
 from raytrain_ft import output
-from raytrain_ft.errors import ConfigError, StorageError
+from raytrain_ft.errors import ConfigError, StorageError, UnreachableError
 from raytrain_ft.places import Place
 from raytrain_ft.policy.units import in_bytes
 from raytrain_ft.progress import printable
@@ -34,6 +34,8 @@ from raytrain_ft.training.export import state_dicts, state_of
 
 console = output.console()
 LONGEST_VALUE = 200
+DAMAGED, UNREAD = 1, 3
+"""Exit codes; 2 is click's, of arguments that cannot be used."""
 PLACE = click.argument("place", type=Place)
 WHICH = click.option("--name", "which", help="Name or step of the checkpoint; default: the newest valid one.")
 READ_BACK = {type(None), bool, int, float, complex, str, bytes, bytearray, set, dict, OrderedDict, Counter, list, tuple}
@@ -54,7 +56,10 @@ def _clearly(command: Command) -> Command:
         try:
             command(*args, **options)
         except (StorageError, ConfigError, OSError) as error:
-            raise click.ClickException(printable(str(error))) from error
+            failure = click.ClickException(printable(str(error)))
+            if isinstance(error, UnreachableError):
+                failure.exit_code = UNREAD
+            raise failure from error
 
     return wrapped  # pyright: ignore[reportReturnType]
 
@@ -64,7 +69,7 @@ def _clearly(command: Command) -> Command:
 
 @checkpoints.command("list")
 @PLACE
-@click.option("--verify", is_flag=True, help="Read them all, and say which are damaged.")
+@click.option("--verify", is_flag=True, help="Read them all, and say which are damaged or cannot be read.")
 @_clearly
 def list_(place: Place, verify: bool) -> None:
     """Lists checkpoints, newest first, with those that broke off or are under way. "abandoned": a later run began anew
@@ -73,9 +78,9 @@ def list_(place: Place, verify: bool) -> None:
     counting = selection.counting(storage)
     table = Table("name", "step", "size", "age", "shards", "kept", "state")
     for found in _found(storage):
-        manifest, error = _manifest(storage, found)
-        error = error or (_damage(storage, found) if verify and found.complete else None)
-        state = f"damaged: {error}" if error else "ok" if verify and found.complete else "" if found.complete else "incomplete"
+        manifest, looked = _looked_at(storage, found, whole=verify)
+        state = looked.verdict if looked.verdict in ("ok", "incomplete") else str(looked)
+        state = "" if state == "ok" and not verify else state
         if found.complete and found.name not in counting:
             state = ", ".join(filter(None, (state, "abandoned")))
         if manifest is None:
@@ -92,20 +97,15 @@ def list_(place: Place, verify: bool) -> None:
 @PLACE
 @_clearly
 def verify(place: Place) -> None:
-    """Reads every byte of every checkpoint. The exit code is 1 if one is damaged."""
+    """Reads every byte of every checkpoint. The exit code is 1 if one is damaged; else 3 if storage did not answer for one."""
     storage = _storage(place)
-    damaged = 0
+    verdicts: set[str] = set()
     for found in _found(storage):
-        if not found.complete:
-            console.print(f"{found.name}  incomplete: it broke off, or is under way", markup=False)
-            continue
-        error = _damage(storage, found)
-        if error is not None and storage.size(f"{found.name}/{MANIFEST}") is None:
-            console.print(f"{found.name}  gone: it was deleted meanwhile", markup=False)
-            continue
-        damaged += error is not None
-        console.print(f"{found.name}  {'ok' if error is None else f'DAMAGED: {printable(error)}'}", markup=False)
-    sys.exit(1 if damaged else 0)
+        looked = _looked_at(storage, found, whole=True)[1]
+        shown = looked._replace(verdict="DAMAGED") if looked.verdict == "damaged" else looked
+        console.print(f"{found.name}  {shown}", markup=False)
+        verdicts.add(looked.verdict)
+    sys.exit(DAMAGED if "damaged" in verdicts else UNREAD if "could not be read" in verdicts else 0)
 
 
 @checkpoints.command()
@@ -180,22 +180,38 @@ def _found(storage: Storage) -> list[Found]:
     return checkpoint.found(storage)
 
 
-def _manifest(storage: Storage, found: Found) -> tuple[Manifest | None, str | None]:
+class Looked(NamedTuple):
+    """What was seen of a checkpoint: in a word (damaged, say), and more about it."""
+
+    verdict: str
+    about: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.verdict}: {printable(self.about)}" if self.about else self.verdict
+
+
+def _looked_at(storage: Storage, found: Found, *, whole: bool) -> tuple[Manifest | None, Looked]:
+    """Its manifest, if there is one that can be read, and what is to be said of it.
+
+    Args:
+        whole: read all of it, not the manifest alone.
+    """
     if not found.complete:
-        return None, None
+        return None, Looked("incomplete", "it broke off, or is under way")
+    manifest = None
     try:
-        return checkpoint.read_manifest(storage, found.name), None
+        manifest = checkpoint.read_manifest(storage, found.name)
+        if whole:
+            checkpoint.read(storage, manifest)
+        return manifest, Looked("ok")
+    except UnreachableError as error:
+        return manifest, Looked("could not be read", str(error))
     except StorageError as error:
-        return None, str(error)
-
-
-def _damage(storage: Storage, found: Found) -> str | None:
-    """What is wrong with a checkpoint; None if nothing is."""
-    try:
-        checkpoint.read(storage, checkpoint.read_manifest(storage, found.name))
-    except StorageError as error:
-        return str(error)
-    return None
+        try:  # a run that goes on deletes its old ones, the manifest first
+            is_there = storage.size(f"{found.name}/{MANIFEST}") is not None
+        except StorageError:
+            is_there = True
+        return manifest, Looked("damaged", str(error)) if is_there else Looked("gone", "it was deleted meanwhile")
 
 
 def _content(storage: Storage, which: str | None) -> Content:

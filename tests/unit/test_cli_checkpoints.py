@@ -23,6 +23,7 @@ from torch.utils.data import TensorDataset
 
 import raytrain_ft.checkfreq as checkfreq
 from raytrain_ft.cli import main
+from raytrain_ft.errors import UnreachableError
 from raytrain_ft.result import load_model
 from raytrain_ft.storage import checkpoint, retention, selection
 from raytrain_ft.storage.filesystem import LocalStorage, open_storage
@@ -115,6 +116,49 @@ def test_what_retention_deletes_meanwhile_is_not_damaged(run_directory: Path, mo
     result = call("verify", run_directory)
     assert result.exit_code == 0
     assert "step-000000002-e1-i1  gone" in result.output
+
+
+@pytest.mark.parametrize("options", [(), ("--verify",)])
+def test_nor_is_it_in_a_list(run_directory: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]) -> None:
+    read = checkpoint.read_manifest
+
+    def late(storage: LocalStorage, name: Name) -> Manifest:
+        if name.step == 2:
+            storage.delete(str(name))
+        return read(storage, name)
+
+    monkeypatch.setattr(checkpoint, "read_manifest", late)
+    result = call("list", run_directory, *options)
+    assert result.exit_code == 0
+    assert "damaged" not in result.output
+    assert "gone: it was deleted meanwhile" in result.output
+
+
+@pytest.mark.parametrize("what", ["shard", "manifest"])
+def test_what_storage_does_not_answer_for_is_not_damaged(
+    run_directory: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Who is told that it is damaged deletes what may be whole."""
+    view = LocalStorage.view
+
+    def fails(self: LocalStorage, name: str) -> Any:
+        if name.startswith(f"step-000000002-e1-i1/{what}"):
+            raise UnreachableError(f"{name} cannot be read: 503 Slow Down")
+        return view(self, name)
+
+    monkeypatch.setattr(LocalStorage, "view", fails)
+    monkeypatch.setattr(checkpoint, "READ_S", 0.0)
+    result = call("verify", run_directory)
+    assert result.exit_code == 3
+    assert "DAMAGED" not in result.output
+    assert "step-000000002-e1-i1  could not be read: " in result.output
+    assert "step-000000003-e1-i1  ok" in result.output
+    listed = call("list", run_directory, "--verify").output
+    assert "damaged" not in listed
+    assert "could not be read" in listed
+    assert call("show", run_directory, "--name", "2").exit_code == 3
+    damage(run_directory, 3)
+    assert call("verify", run_directory).exit_code == 1
 
 
 class Tied(nn.Module):
