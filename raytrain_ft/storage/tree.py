@@ -78,7 +78,7 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> A
     match value:
         case float() if type(value) is float:
             return {"float": struct.pack(">d", value).hex()}  # every bit, also of NaN and infinity, which JSON lacks
-        case np.ndarray() if value.dtype.kind in "biufc" and value.dtype.isnative:
+        case np.ndarray() if type(value) in _ARRAYS and value.dtype.kind in "biufc" and value.dtype.isnative:
             return {"ndarray": [str(value.dtype), list(value.shape), base64.b64encode(value.tobytes()).decode()]}
         case np.generic() if value.dtype.kind in "biufc":
             return {"scalar": [str(value.dtype), base64.b64encode(value.tobytes()).decode()]}
@@ -109,6 +109,8 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor], depth: int) -> A
 _VERSIONS = "_metadata"
 """The attribute where torch keeps them."""
 _PLAIN = frozenset((type(None), bool, int, str))
+_ARRAYS = (np.ndarray, np.memmap)
+"""Others are more than their numbers (a mask, say), which would be lost."""
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter", defaultdict: "defaultdict"}
 _FACTORIES: dict[str, type] = {one.__name__: one for one in (int, float, str, list, dict, set)}
 """What a defaultdict may make: anything else would come back without it."""

@@ -287,6 +287,8 @@ def nested(depth: int) -> list[Any]:
         ({"a": np.array([object()])}, "a"),
         ({"a": np.array(["x"])}, "a"),
         ({"a": np.arange(3, dtype=">i4")}, "a"),
+        ({"a": np.ma.array([1.0, 2.0], mask=[False, True])}, r"a is a numpy\.ma\.\S*MaskedArray"),  # would lose its mask
+        ({"a": np.asmatrix([[1.0, 2.0]])}, r"a is a numpy\.\S*matrix"),
         ({"x": {object(): 1}}, r"x/\(key\)"),
         ({"a": [defaultdict(lambda: 0)]}, "a/0"),
         ({"scheduler": torch.optim.lr_scheduler.LambdaLR}, "scheduler"),
