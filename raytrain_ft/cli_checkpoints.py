@@ -48,6 +48,10 @@ def checkpoints() -> None:
     """Looks into checkpoints. PLACE is a run's directory, a directory of checkpoints, or a URI of either."""
 
 
+class _Unread(click.ClickException):
+    exit_code = UNREAD
+
+
 def _clearly(command: Command) -> Command:
     """Errors of the storage are told in a line, without a traceback."""
 
@@ -56,10 +60,8 @@ def _clearly(command: Command) -> Command:
         try:
             command(*args, **options)
         except (StorageError, ConfigError, OSError) as error:
-            failure = click.ClickException(printable(str(error)))
-            if isinstance(error, UnreachableError):
-                failure.exit_code = UNREAD
-            raise failure from error
+            kind = _Unread if isinstance(error, UnreachableError) else click.ClickException
+            raise kind(printable(str(error))) from error
 
     return wrapped  # pyright: ignore[reportReturnType]
 
