@@ -187,7 +187,7 @@ class Trainer:
             callbacks.poll()
         kind, message = account.get("failure") or ("", "")
         if TOO_FEW in message and (words := _lacking(spec)):
-            account = account | {"failure": (kind, f"{message} That is because {words}")}
+            account = account | {"failure": (kind, f"{message} {words[:1].upper()}{words[1:]}.")}
         return account
 
 

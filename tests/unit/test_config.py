@@ -237,7 +237,7 @@ def test_a_run_for_which_no_node_has_enough_ends_with_what_was_asked_for(asked: 
     account = trainer()._follow(spec, None, display, last, right)
     want = "each worker takes 4 CPU, and no node has all of it (the most of each: 2 CPU)"
     assert said == [f"waits for a node that can host a worker: {want}"] * (asked == 4)
-    assert account["failure"] == (failure[0], failure[1] + f" For {want}" * (asked == 4))
+    assert account["failure"] == (failure[0], failure[1] + f" E{want[1:]}." * (asked == 4))
 
 
 @pytest.mark.parametrize(
