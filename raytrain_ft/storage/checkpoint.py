@@ -29,7 +29,7 @@ import pyarrow as pa
 from raytrain_ft.errors import StorageError, UnreachableError
 from raytrain_ft.storage import manifest as manifests
 from raytrain_ft.storage import shard as shards
-from raytrain_ft.storage.filesystem import Storage
+from raytrain_ft.storage.filesystem import LocalStorage, Storage
 from raytrain_ft.storage.manifest import Manifest, Name, ShardEntry, shard_file
 from raytrain_ft.storage.pieces import Pieces
 from raytrain_ft.storage.shard import Part
@@ -37,7 +37,9 @@ from raytrain_ft.storage.small import read_small
 
 A = TypeVar("A")
 T = TypeVar("T")
-POLL_S = 0.01
+POLL_S, FAR_POLL_S = 0.01, 0.5
+"""How often it is looked whether the shards of others are there. Elsewhere than on this machine a look is a request, which is
+paid for, and of which an object store takes so many."""
 AT_ONCE = 16
 """Questions to storage at one time, where there are many: an object store takes a tenth of a second for each."""
 READ_S, AGAIN_S = 30.0, 1.0
@@ -88,23 +90,24 @@ def await_shards(
             checkpoint, whatever became of who wrote them.
 
     Raises:
-        StorageError: they are not all there in time, or will not come.
+        StorageError: they are not all there in time, or will not come; or storage did not answer for long.
     """
     entries = {0: own}
+    pause = POLL_S if isinstance(storage, LocalStorage) else FAR_POLL_S
     deadline = time.monotonic() + timeout_s
     while missing := [number for number in range(count) if number not in entries]:
-        there = storage.names(str(name))
+        there = patiently(partial(storage.names, str(name)), check)
         for number in missing:
             file = shard_file(number, count)
             if _note(file) in there:
-                entries[number] = _read_note(storage, f"{name}/{_note(file)}")
+                entries[number] = patiently(partial(_read_note, storage, f"{name}/{_note(file)}"), check)
             elif _mark(file) in there:
                 raise StorageError(f"{name}: its worker could not write shard {number} of {count}")
         if len(entries) < count:
             check()
             if time.monotonic() > deadline:
                 raise StorageError(f"{name}: shards {missing} of {count} did not come within {timeout_s:g} s")
-            time.sleep(POLL_S)
+            time.sleep(pause)
     return [entries[number] for number in range(count)]
 
 

@@ -16,6 +16,7 @@ import stat
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote
@@ -33,6 +34,7 @@ PARTIAL = re.compile(r"\.[A-Za-z0-9._-]+\.partial")
 HALF_A_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/(?!/)|file://(?!/)")
 """What is meant to be a URI and is none. Of "s3://bucket" pathlib makes "s3:/bucket", which would name a directory here."""
 S3_LIMITS = {"connect_timeout": 5.0, "request_timeout": 20.0, "retry_strategy": pafs.AwsStandardS3RetryStrategy(max_attempts=3)}
+GCS_LIMIT = timedelta(minutes=1)
 """An endpoint that does not answer is an error after about a minute at most, not after many."""
 NOT_THERE = (FileNotFoundError, NotADirectoryError)
 OBJECT_STORES = ("s3", "gcs", "abfs")
@@ -98,6 +100,9 @@ def open_storage(place: Place | str) -> Storage:
         if isinstance(filesystem, pafs.S3FileSystem):
             remake, (options,) = filesystem.__reduce__()  # a URI cannot say how long to wait
             filesystem = remake(options | S3_LIMITS)
+        elif filesystem.type_name == "gcs":
+            remake, (options,) = filesystem.__reduce__()
+            filesystem = remake(options | {"retry_time_limit": options["retry_time_limit"] or GCS_LIMIT})
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:  # which is not named as the cause: it may say the whole URI
         raise ConfigError(
             f"storage {place!r} is of no kind that pyarrow.fs knows (s3, gs, hdfs, file): {place.told(str(error))}"

@@ -580,6 +580,37 @@ def test_storage_that_fails_once_is_asked_again(tmp_path: Path, monkeypatch: pyt
         checkpoint.patiently(lambda: checkpoint.read_manifest(far, name), check)
 
 
+def test_a_look_that_fails_does_not_cost_a_checkpoint_of_which_all_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Listed(Far):
+        def names(self, directory: str = "") -> list[str]:
+            self._ask()
+            return super().names(directory)
+
+    monkeypatch.setattr(checkpoint, "AGAIN_S", 0.01)
+    far, name = Listed(tmp_path), Name(5, 1, 1)
+    entries = [checkpoint.write_shard(far, name, number, 2, [memoryview(bytes(8))]) for number in range(2)]
+    far.failures = 2
+    assert checkpoint.await_shards(far, name, entries[0], 2, 30.0, checkpoint.nothing) == entries
+    assert far.failures == 0
+
+
+def test_storage_elsewhere_is_not_asked_all_the_time_whether_shards_have_come(tmp_path: Path) -> None:
+    far, looks = RemoteStorage(Place("somewhere"), pafs.LocalFileSystem(), str(tmp_path)), []
+    own = checkpoint.write_shard(far, Name(5, 1, 1), 0, 2, [memoryview(bytes(8))])
+    with pytest.raises(StorageError, match=r"did not come within 1\.2 s"):
+        checkpoint.await_shards(far, Name(5, 1, 1), own, 2, 1.2, lambda: looks.append(1))
+    assert len(looks) <= 4
+
+
+@pytest.mark.parametrize(("options", "seconds"), [("", 60), ("?retry_limit_seconds=7", 7)])
+def test_google_storage_that_does_not_answer_is_given_up(options: str, seconds: int) -> None:
+    storage = open_storage(f"gs://anonymous@bucket/runs{options}")
+    assert isinstance(storage, RemoteStorage)
+    assert storage._filesystem.__reduce__()[1][0]["retry_time_limit"].total_seconds() == seconds
+
+
 def test_what_took_long_to_fail_is_read_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "READ_S", 0.1)
     monkeypatch.setattr(checkpoint, "AGAIN_S", 0.01)
