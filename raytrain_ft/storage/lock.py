@@ -20,8 +20,8 @@ from pathlib import Path
 
 import psutil
 
-from raytrain_ft.errors import LockedError, StorageError
-from raytrain_ft.storage import checkpoint
+from raytrain_ft.errors import LockedError, StorageError, UnreachableError
+from raytrain_ft.storage import checkpoint, selection
 from raytrain_ft.storage.filesystem import Storage
 from raytrain_ft.storage.small import LONGEST
 
@@ -177,14 +177,26 @@ def take_over(storage: Storage, owner: str) -> WriterLock:
 
 def _claim(storage: Storage, found: Owner | None) -> int:
     """An epoch after all that there were, which nobody else has or gets."""
-    latest = max([found.epoch if found else 0, *(name.epoch for name in checkpoint.names(storage))])
+    latest = max([found.epoch if found else 0, _begun(storage), *(name.epoch for name in checkpoint.names(storage))])
     epoch = latest + 1
     while epoch <= LATEST_EPOCH and not storage.claim(_claim_of(epoch)):
         _await_end(storage, found)  # another has claimed it and is about to say so, or was killed before it could
         epoch += 1
     if epoch > LATEST_EPOCH:
-        raise StorageError(f"{storage.uri}: a file or a checkpoint says that {latest} owners wrote here before; remove it")
+        raise StorageError(
+            f"{storage.uri}: writer.json, begun.json or a checkpoint says that {latest} owners wrote here before; remove it"
+        )
     return epoch
+
+
+def _begun(storage: Storage) -> int:
+    """The epoch from which on checkpoints count: those of an owner before it would not, and nobody would go on from them."""
+    try:
+        return selection.begun(storage)
+    except UnreachableError:
+        raise
+    except StorageError:
+        return 0  # damaged, which is told to who is about to go on from a checkpoint
 
 
 def _claims(storage: Storage) -> list[int]:

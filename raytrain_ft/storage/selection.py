@@ -30,7 +30,12 @@ def begin_anew(storage: Storage, epoch: int) -> None:
         storage.put(BEGUN_FILE, [memoryview(json.dumps({"epoch": epoch}).encode())])
 
 
-def _begun(storage: Storage) -> int:
+def begun(storage: Storage) -> int:
+    """From which writer's epoch on checkpoints count.
+
+    Raises:
+        StorageError: the note of a new beginning is damaged.
+    """
     note = read_small(storage, BEGUN_FILE)
     if note is None:
         return 0
@@ -47,8 +52,8 @@ def counting(storage: Storage) -> list[Name]:
     Raises:
         StorageError: the note of a new beginning is damaged.
     """
-    begun = _begun(storage)
-    return [found.name for found in checkpoint.found(storage) if found.complete and found.name.epoch >= begun]
+    first = begun(storage)
+    return [found.name for found in checkpoint.found(storage) if found.complete and found.name.epoch >= first]
 
 
 def _attempt(storage: Storage, name: Name) -> tuple[Name, Manifest | StorageError] | None:
@@ -77,9 +82,9 @@ def select(storage: Storage, warn: Callable[[str], None]) -> Iterator[Manifest]:
         StorageError: the note of a new beginning is damaged.
     """
     while True:
-        begun, readable = _begun(storage), False
+        first, readable = begun(storage), False
         passed: dict[Name, str] = {}
-        there = [name for name in checkpoint.names(storage) if name.epoch >= begun]
+        there = [name for name in checkpoint.names(storage) if name.epoch >= first]
         for name, found in filter(None, checkpoint.side_by_side(partial(_attempt, storage), there)):
             if isinstance(found, StorageError):
                 passed[name] = f"checkpoint {name} is passed over: {found}"

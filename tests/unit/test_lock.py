@@ -25,7 +25,7 @@ from store import OWNER, newest, own, save, state, step_of, two_checkpoints
 
 from raytrain_ft.errors import LockedError, StorageError
 from raytrain_ft.places import Place
-from raytrain_ft.storage import checkpoint, filesystem, lock
+from raytrain_ft.storage import checkpoint, filesystem, lock, selection
 from raytrain_ft.storage.filesystem import LocalStorage, RemoteStorage
 from raytrain_ft.storage.lock import Owner, WriterLock, acquire, holds, read_owner, take_over
 
@@ -97,6 +97,21 @@ def test_who_was_killed_when_it_had_claimed_an_epoch_keeps_nobody_out(tmp_path: 
     held.release()
     assert held.owner.epoch == 3
     assert [name for name in storage.names() if name.endswith(".claim")] == ["writer-3.claim"]
+
+
+def test_the_epoch_exceeds_that_from_which_on_checkpoints_count(tmp_path: Path) -> None:
+    """writer.json is lost: of an earlier epoch, what every launch writes would count for nothing, and the next begin anew."""
+    storage = two_checkpoints(tmp_path)
+    selection.begin_anew(storage, 7)
+    (tmp_path / lock.FILE).unlink()
+    taken = acquire(storage, "next")
+    assert taken.owner.epoch == 8
+    taken.release()
+    (tmp_path / lock.FILE).unlink()
+    (tmp_path / selection.BEGUN_FILE).write_text("{")
+    damaged = acquire(storage, "after")
+    assert damaged.owner.epoch > 1
+    damaged.release()
 
 
 @pytest.mark.parametrize("there", ["checkpoints", "."])
