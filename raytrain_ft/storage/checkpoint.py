@@ -29,7 +29,7 @@ import pyarrow as pa
 from raytrain_ft.errors import StorageError, UnreachableError
 from raytrain_ft.storage import manifest as manifests
 from raytrain_ft.storage import shard as shards
-from raytrain_ft.storage.filesystem import LocalStorage, Storage
+from raytrain_ft.storage.filesystem import LocalStorage, Storage, check_size
 from raytrain_ft.storage.manifest import Manifest, Name, ShardEntry, shard_file
 from raytrain_ft.storage.pieces import Pieces
 from raytrain_ft.storage.shard import Part
@@ -64,6 +64,7 @@ def write_shard(storage: Storage, name: Name, number: int, count: int, parts: Se
     file = f"{name}/{shard_file(number, count)}"
     hashed = shards.Hashed(parts)
     try:
+        check_size(storage, sum(part.nbytes for part in parts))
         storage.put(file, hashed)
         entry = ShardEntry(hashed.size, hashed.blocks())
         storage.put(_note(file), [memoryview(json.dumps(asdict(entry)).encode())])

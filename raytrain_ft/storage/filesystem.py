@@ -45,6 +45,9 @@ UNSENT_BYTES = 64 * 2**20
 """Parts of an upload are sent in the background, several at once, but no more than this: pyarrow itself has no bound, and would
 hold all of a shard in memory where the network is slower than the disk."""
 
+S3_LARGEST = 10_000 * 10 * 2**20
+"""Bytes. S3 takes an upload in 10,000 parts at most, and those of pyarrow have 10 MiB."""
+
 
 class Storage(Protocol):
     """One directory. Names are relative: "file" or "directory/file".
@@ -171,6 +174,19 @@ def checked(name: str) -> str:
     if not all(NAME.fullmatch(part) for part in name.split("/")):
         raise StorageError(f"{name!r} is no name of a file of ours: letters, digits, '.', '_' and '-' only")
     return name
+
+
+def check_size(storage: Storage, size: int) -> None:
+    """Looks whether a file of so many bytes can be written there, before most of it is.
+
+    Raises:
+        StorageError: it is too large.
+    """
+    if isinstance(storage, RemoteStorage) and storage.is_s3 and size > S3_LARGEST:
+        raise StorageError(
+            f"{storage.uri}: a file of {size} bytes cannot be written to S3, where pyarrow writes {S3_LARGEST} at most: "
+            "have more workers, each of which writes a part of the state, or store it elsewhere"
+        )
 
 
 class LocalStorage:
@@ -320,6 +336,7 @@ class RemoteStorage:
         self.uri = str(place)
         self._filesystem = filesystem
         self._path = path.rstrip("/")
+        self.is_s3: bool = filesystem.type_name == "s3"
 
     def put(self, name: str, parts: Iterable[memoryview]) -> None:
         path = f"{self._path}/{checked(name)}"

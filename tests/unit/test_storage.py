@@ -1031,3 +1031,10 @@ def test_no_more_of_an_upload_is_held_in_memory_than_its_bound(monkeypatch: pyte
     )
     RemoteStorage(Place("s3://bucket/run"), files, "bucket/run").put("a", [memoryview(bytes(300))] * 100)
     assert most <= 1300
+
+
+def test_what_s3_cannot_take_is_refused_before_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filesystem, "S3_LARGEST", 1000)
+    far = RemoteStorage(Place("s3://bucket/run"), SimpleNamespace(type_name="s3"), "bucket/run")
+    with pytest.raises(StorageError, match="1001 bytes cannot be written to S3, where pyarrow writes 1000 at most"):
+        checkpoint.write_shard(far, Name(5, 1, 1), 0, 1, [memoryview(bytes(500)), memoryview(bytes(501))])
