@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from raytrain_ft.errors import ConfigError, NoCheckpointError, StorageError, UnreachableError
 from raytrain_ft.storage import lock, retention, selection
 from raytrain_ft.storage.checkpoint import Content
@@ -98,11 +100,16 @@ class Beginning:
         content = self.newest(names)
         rank = self._ranks.rank
         plan = self._ranks.all_do(lambda: resuming.plan(content, self._objects, self._loaders, override, rank))
+        before = _rates(self._objects)
         self._ranks.all_do(lambda: resuming.load(plan))
+        replaced = _replaced(before, _rates(self._objects))
         resuming.set_generators(plan, rank)
         data = {name: loader.state_dict() for name, loader in self._loaders.items()}
-        about = {"world": self._ranks.count, "world_before": plan.world, "notes": plan.notes}
+        about = {"world": self._ranks.count, "world_before": plan.world, "notes": plan.notes + replaced}
         self._journal.tell("Resumed", {"checkpoint": str(content.manifest.name), "step": plan.step, "data": data, **about})
+        if rank == 0:
+            where = f"goes on from step {plan.step} ({self._storage.uri}/{content.manifest.name})"
+            self._journal.show("; ".join([where, *replaced]))
         return plan
 
     def newest(self, names: Sequence[str]) -> Content:
@@ -128,3 +135,30 @@ class Beginning:
         raise NoCheckpointError(
             f"{self._storage.uri}: no checkpoint can be read; " + "; ".join(passed) + '. resume="never" begins anew'
         )
+
+
+def _rates(objects: Mapping[str, Any]) -> dict[str, list[float | None]]:
+    """The learning rates of each optimizer's groups; None where a scheduler makes them, which leaves its mark in the group."""
+    return {
+        name: [None if "initial_lr" in one else _number(one.get("lr")) for one in getattr(value, "param_groups", [])]
+        for name, value in objects.items()
+        if isinstance(value, torch.optim.Optimizer)
+    }
+
+
+def _number(rate: Any) -> float | None:
+    known = isinstance(rate, int | float) or (isinstance(rate, torch.Tensor) and rate.numel() == 1)
+    return float(rate) if known else None
+
+
+def _replaced(before: Mapping[str, Sequence[float | None]], after: Mapping[str, Sequence[float | None]]) -> list[str]:
+    """In words: which learning rates are others now than the optimizers were made with."""
+    found: list[str] = []
+    for name, rates in before.items():
+        pairs = [(b, a) for b, a in zip(rates, after[name], strict=False) if b is not None and a is not None and b != a]
+        if pairs:
+            made, stored = pairs[0]
+            found.append(
+                f"the learning rate of {name} is the checkpoint's {stored}, not {made}: set another after checkfreq.open"
+            )
+    return found

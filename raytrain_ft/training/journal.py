@@ -7,6 +7,7 @@ import logging
 import os
 import queue
 import stat
+import sys
 import threading
 import time
 from pathlib import Path
@@ -45,6 +46,12 @@ class Journal:
         log.log(level, "%s %s", event, " ".join(f"{k}={_short(v)}" for k, v in fields.items()))
         if self._path is not None:
             self._lines.put(json.dumps({"time": round(time.time(), 3), "event": event, **fields}) + "\n")
+
+    def show(self, line: str) -> None:
+        """Prints what everybody should see once, where a program has not set up logging, which would then hold it back as
+        being no warning. Any handler, or a level of this logger, is a decision about what is shown."""
+        if not log.hasHandlers() and log.level == logging.NOTSET and not log.disabled:
+            print(f"{log.name}: {line}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Waits until all is written; not for ever."""

@@ -606,6 +606,41 @@ def test_nothing_is_told_of_a_layer_that_was_made_before_nor_of_the_state_of_an_
     assert journal(tmp_path, "Resumed")
 
 
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_resume_says_in_a_line_where_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], quiet: bool
+) -> None:
+    """In a program that has not set up logging, and what became of a learning rate that it has changed."""
+    logger = logging.Logger("raytrain_ft.checkfreq", logging.WARNING if quiet else logging.NOTSET)
+    monkeypatch.setattr(journals, "log", logger)
+    said = []
+    for rate in (5.0, 5.0, 0.001):
+        setup = Setup()
+        setup.optimizer = torch.optim.SGD(setup.model.parameters(), lr=rate)
+        objects = {"model": setup.model, "optimizer": setup.optimizer, "loader": setup.loader}
+        with checkfreq.open(tmp_path, every=5, **objects) as run:
+            for inputs, labels in run.batches(setup.loader, until_step=run.step + 2):
+                F.cross_entropy(setup.model(inputs), labels).backward()
+                setup.optimizer.step()
+        said.append(capsys.readouterr().err.splitlines())
+    assert [record["notes"] == [] for record in journal(tmp_path, "Resumed")] == [True, False]
+    if quiet:
+        assert said == [[], [], []]
+    else:
+        first, (second,), (third,) = said
+        assert first == []
+        assert re.fullmatch(rf"raytrain_ft.checkfreq: goes on from step 2 \({tmp_path}/checkpoints/step-000000002-.*\)", second)
+        assert "from step 4" in third
+        assert "the learning rate of optimizer is the checkpoint's 5.0, not 0.001: set another after checkfreq.open" in third
+
+
+def test_nothing_is_noted_of_a_learning_rate_that_a_scheduler_makes(tmp_path: Path) -> None:
+    for until in (9, 20):
+        trained(tmp_path, until)
+    (resumed,) = journal(tmp_path, "Resumed")
+    assert resumed["notes"] == []
+
+
 def test_average_is_restored_and_stored_once_over(tmp_path: Path) -> None:
     def train(until: int) -> tuple[str, int]:
         setup = Setup()
