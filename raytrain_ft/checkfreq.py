@@ -129,11 +129,13 @@ class Run:
         return self._session.step
 
     def batches(self, loader: Loader, *, until_step: int) -> Iterator[Any]:
-        """Batches of one epoch after the other, until `step` has come that far.
+        """Batches of one epoch after the other, until `step` has come that far. None, and a line in the log, if it has already.
 
         Raises:
             ConfigError: no update was seen in a whole epoch, which would go on for ever.
         """
+        if self.step >= until_step:
+            self._session.nothing_left(until_step)
         while self.step < until_step:
             before, whole = self.step, loader.position.consumed == 0  # which asks where it stands
             for batch in loader:

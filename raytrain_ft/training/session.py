@@ -79,6 +79,7 @@ class Session:
         self._closing = ExitStack()
         self._resumed: resuming.Plan | None = None
         self._began_at = 0
+        self._left_told = False
         self._stood: dict[str, int] = {}  # the epoch beyond 0 in which each was resumed, until one is trained on
         self._opened = threading.get_ident()
         self._updating: int | None = None  # the thread of the last update
@@ -373,6 +374,17 @@ class Session:
 
     def _nothing_to_store(self, reason: str) -> None:
         self._journal.tell("NothingToStore", {"reason": reason})
+
+    def nothing_left(self, until: int) -> None:
+        """`Run.batches` was asked to go on until a step that was made before this launch: nobody would see why nothing
+        is trained. Said once: a loop may go on in stretches, some of which are behind it."""
+        if self._left_told or self.step > self._began_at:
+            return
+        self._left_told = True
+        reason = f"Run.batches(until_step={until}) gives no batch: the run is at step {self.step}; name a later one"
+        self._journal.tell("NothingLeft", {"step": self.step, "reason": reason})
+        if self._ranks.rank == 0:
+            self._journal.show(reason)
 
     def close(self) -> None:
         """Brings a checkpoint that is under way to its end, and gives everything back."""

@@ -634,6 +634,20 @@ def test_a_resume_says_in_a_line_where_it_goes_on(
         assert "the learning rate of optimizer is the checkpoint's 5.0, not 0.001: set another after checkfreq.open" in third
 
 
+def test_until_a_step_that_has_been_made_says_why_nothing_is_trained(
+    run_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert journal(run_directory, "NothingLeft") == [], "it was trained until that step"
+    monkeypatch.setattr(journals, "log", logging.Logger("raytrain_ft.checkfreq"))
+    setup = Setup()
+    with checkfreq.open(run_directory, **setup.objects) as run:
+        for until in (9, 12, 14, 13):
+            setup.train(run, until)
+    (told,) = journal(run_directory, "NothingLeft")
+    assert told["reason"].startswith("Run.batches(until_step=9) gives no batch: the run is at step 12")
+    assert told["reason"] in capsys.readouterr().err
+
+
 def test_nothing_is_noted_of_a_learning_rate_that_a_scheduler_makes(tmp_path: Path) -> None:
     for until in (9, 20):
         trained(tmp_path, until)
