@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from uuid import uuid4
 
 import click
 import numpy as np
@@ -154,7 +155,7 @@ def export(place: Place, file: Path, which: str | None, kind: str, optimizer: bo
     if not file.parent.is_dir():
         raise click.ClickException(f"{file.parent} is no directory: make it first, or choose another file")
     content = _content(_storage(place), which)
-    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    partial = file.with_name(f".{uuid4().hex}.partial")  # no longer than most names may be: FILE's may be as long as any
     try:
         if kind == "torch":
             _save_torch(state_dicts(content), partial)
@@ -243,15 +244,20 @@ def _save_torch(state: dict[str, Any], path: Path) -> None:
     state = {name: _for_torch(value) for name, value in state.items() if name != objects.GENERATORS}
     for name, value in state.items():
         _check_read_back(value, name)
-    with path.open("wb") as file:  # so that an error of the disk is one
-        torch.save(state, file)
+    try:
+        with path.open("wb") as file:  # so that an error of the disk is one
+            torch.save(state, file)
+    except RuntimeError as error:  # torch ends the file all the same, which fails anew, and tells of that alone
+        said = error.__context__ if isinstance(error.__context__, OSError) else str(error).partition("\n")[0]
+        raise click.ClickException(f"{path.parent}: the state cannot be written: {said}") from error
 
 
 def _check_read_back(value: Any, path: str) -> None:
     """Raises ClickException for what `torch.load(weights_only=True)` refuses."""
-    if isinstance(value, dict | list | tuple) and type(value) in READ_BACK:
+    if isinstance(value, dict | list | tuple | set) and type(value) in READ_BACK:
         inner = value.items() if isinstance(value, dict) else enumerate(value)
         for key, one in inner:
+            _check_read_back(key, f"{path}/(key {key!r:.80})")
             _check_read_back(one, f"{path}/{key}")
     elif type(value) not in READ_BACK and not isinstance(value, torch.Tensor):
         raise click.ClickException(
@@ -260,22 +266,24 @@ def _check_read_back(value: Any, path: str) -> None:
 
 
 def _for_torch(value: Any) -> Any:
-    """What `torch.load(weights_only=True)` reads: numbers and arrays of numpy as those of Python and torch."""
+    """What `torch.load(weights_only=True)` reads: numbers and arrays of numpy as those of Python and torch. A float that is
+    longer than theirs stays as it is, and is refused afterwards."""
     match value:
         case np.generic():
             return value.item()
         case np.ndarray() if value.dtype.kind in "biufc":
-            return torch.from_numpy(value)
+            with suppress(TypeError):
+                return torch.from_numpy(value)
         case dict():
-            made = {key: _for_torch(one) for key, one in value.items()}
+            made = {_for_torch(key): _for_torch(one) for key, one in value.items()}
             found: Any = made if isinstance(value, defaultdict) else type(value)(made)  # a Counter would count pairs
             if (versions := getattr(value, "_metadata", None)) is not None:  # of a module's state
                 found._metadata = versions
             return found
         case deque() | list():
             return [_for_torch(one) for one in value]
-        case tuple() if type(value) is tuple:
-            return tuple(_for_torch(one) for one in value)
+        case tuple() | set() if type(value) in (tuple, set):
+            return type(value)(_for_torch(one) for one in value)
     return value
 
 
@@ -297,7 +305,7 @@ def _save_safetensors(state: dict[str, Any], manifest: Manifest, path: Path, opt
         seen.add(value.data_ptr())
     try:
         save_file(tensors, path, {"format": "pt", "step": str(manifest.step), "checkpoint": str(manifest.name)})
-    except (SafetensorError, ValueError, RuntimeError) as error:
+    except (SafetensorError, ValueError, RuntimeError, KeyError, TypeError) as error:  # KeyError: of a dtype
         if "I/O error" in str(error):  # it has no class of its own
             raise click.ClickException(f"{path.parent}: {error}") from error
         raise click.ClickException(f"safetensors cannot hold this state ({error}): use --format torch") from error

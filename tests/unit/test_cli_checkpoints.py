@@ -308,18 +308,83 @@ def test_export_writes_the_tensors_of_a_model_that_has_other_state_too_and_of_no
     assert "has no tensors" in call("export", tmp_path / "third", tmp_path / "y.safetensors").output
 
 
+class Holds:
+    """State of one's own."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def exported(directory: Path, file: Path, value: Any) -> Result:
+    """The export as torch state dicts of {"held": {"it": value}}."""
+    with checkfreq.open(directory, held=Holds({"it": value})) as run, run.update():
+        pass
+    return call("export", directory, file, "--format", "torch")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {np.int64(3): 1},
+        Counter({np.int64(3): 2}),
+        {(np.int64(1), "x"): 5},
+        {np.int64(1), 2},
+        {(np.int32(1), 2)},
+    ],
+    ids=repr,
+)
+def test_numbers_of_numpy_among_keys_and_in_sets_are_written_as_those_of_python(tmp_path: Path, value: Any) -> None:
+    """What torch then refused to read was written as if all was well."""
+    result = exported(tmp_path / "run", tmp_path / "x.pt", value)
+    assert result.exit_code == 0, result.output
+    found = torch.load(tmp_path / "x.pt", weights_only=True)["held"]["it"]
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "path", "kind"),
+    [
+        ({frozenset({1}): 2}, "held/it/(key frozenset({1}))", "frozenset"),
+        ({frozenset({1})}, "held/it/0", "frozenset"),
+        ({(1, np.longdouble(1)): 2}, "held/it/(key (1, np.longdouble('1.0')))/1", "longdouble"),
+        (np.zeros(2, np.longdouble), "held/it", "ndarray"),
+    ],
+)
+def test_what_no_key_and_no_array_of_torch_can_be_is_refused(tmp_path: Path, value: Any, path: str, kind: str) -> None:
+    result = exported(tmp_path / "run", tmp_path / "x.pt", value)
+    assert isinstance(result.exception, SystemExit), "an error that nobody caught would be a traceback"
+    assert f"{path} is a {kind}, which torch.load(weights_only=True)" in result.output.replace("\n", " ")
+    assert not (tmp_path / "x.pt").exists()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+def test_a_dtype_that_safetensors_does_not_know_is_told_in_a_line(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    model.register_buffer("turns", torch.ones(2, dtype=torch.complex32))
+    with checkfreq.open(tmp_path / "run", model=model) as run, run.update():
+        pass
+    result = call("export", tmp_path / "run", tmp_path / "x.safetensors")
+    assert isinstance(result.exception, SystemExit), "an error that nobody caught would be a traceback"
+    assert "complex32): use --format torch" in result.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+def test_the_name_of_an_export_may_be_as_long_as_any(run_directory: Path, tmp_path: Path, kind: str) -> None:
+    file = tmp_path / ("x" * 255)
+    result = call("export", run_directory, file, "--format", kind)
+    assert result.exit_code == 0, result.output
+    assert file.stat().st_size > 0
+    assert "too long" in call("export", run_directory, tmp_path / ("x" * 256), "--format", kind).output
+
+
 def test_what_torch_cannot_read_back_safely_is_not_written(tmp_path: Path) -> None:
     """Values of numpy become torch's; a schedule has them as soon as it is computed by numpy."""
-
-    class Holds:
-        def __init__(self, state: dict[str, Any]) -> None:
-            self.state = state
-
-        def state_dict(self) -> dict[str, Any]:
-            return self.state
-
-        def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
     of_numpy = {"lr": np.float64(0.5), "last": [np.float32(1.5)], "seen": np.arange(3), "queue": deque([1, 2], maxlen=3)}
     of_numpy |= {"milestones": Counter({4: 1, 9: 2})}  # as MultiStepLR's
     with checkfreq.open(tmp_path / "run", model=nn.Linear(1, 1), held=Holds(of_numpy)) as run, run.update():
@@ -378,6 +443,18 @@ def test_clear_errors(tmp_path: Path, run_directory: Path) -> None:
         result = call("export", run_directory, tmp_path / "missing" / "file", "--name", "2", "--format", kind)
         assert isinstance(result.exception, SystemExit), "an error that nobody caught would be a traceback"
         assert f"{tmp_path / 'missing'} is no directory: make it first" in result.output
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+def test_a_disk_that_becomes_full(tmp_path: Path, kind: str) -> None:
+    """torch tells of what fails as it ends the file, not of why."""
+    with checkfreq.open(tmp_path / "run", model=nn.Linear(200, 200)) as run, run.update():
+        pass
+    with small_file_system(tmp_path / "disk", "64K") as disk:
+        result = call("export", tmp_path / "run", disk / "file", "--format", kind)
+        assert isinstance(result.exception, SystemExit), "an error that nobody caught would be a traceback"
+        assert "No space left" in result.output
+        assert not list(disk.iterdir())
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
