@@ -35,7 +35,7 @@ HALF_A_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/(?!/)|file://(?!/)")
 """What is meant to be a URI and is none. Of "s3://bucket" pathlib makes "s3:/bucket", which would name a directory here."""
 S3_LIMITS = {"connect_timeout": 5.0, "request_timeout": 20.0, "retry_strategy": pafs.AwsStandardS3RetryStrategy(max_attempts=3)}
 GCS_LIMIT = timedelta(minutes=1)
-"""An endpoint that does not answer is an error after about a minute at most, not after many."""
+"""An endpoint that does not answer is an error after about a minute at most, not after many, or never."""
 NOT_THERE = (FileNotFoundError, NotADirectoryError)
 OBJECT_STORES = ("s3", "gcs", "abfs")
 """Of the kinds that pyarrow knows, those that show a file only when it is whole, or empty until then (abfs)."""
@@ -44,7 +44,6 @@ SETTLE_S = 1.0
 UNSENT_BYTES = 64 * 2**20
 """Parts of an upload are sent in the background, several at once, but no more than this: pyarrow itself has no bound, and would
 hold all of a shard in memory where the network is slower than the disk."""
-
 S3_LARGEST = 10_000 * 10 * 2**20
 """Bytes. S3 takes an upload in 10,000 parts at most, and those of pyarrow have 10 MiB."""
 
