@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import raytrain_ft.checkfreq as checkfreq
+from raytrain_ft import cli_checkpoints
 from raytrain_ft.cli import main
 from raytrain_ft.errors import UnreachableError
 from raytrain_ft.result import load_model
@@ -39,6 +40,12 @@ def call(*arguments: str | Path) -> Result:
 
 def build() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a narrow table words are on several lines."""
+    monkeypatch.setattr(cli_checkpoints.console, "width", 200)
 
 
 @pytest.fixture(scope="module")
