@@ -103,11 +103,11 @@ def test_a_slow_cable(net: Network) -> None:
 
     with b.submit(listen).result() as server:
         at_1_megabit = 0.9 * len(data) * 8 / 1e6 - 0.15  # 16 KB pass at once
-        assert seconds() < at_1_megabit
+        assert min(seconds() for _ in range(3)) < at_1_megabit, "on a busy machine one may take long all the same"
         net.slow(a, bits_per_second=1e6)
         assert seconds() > at_1_megabit
         net.full_speed(a)
-        assert seconds() < at_1_megabit
+        assert min(seconds() for _ in range(3)) < at_1_megabit
 
 
 def test_clocks_differ(net: Network) -> None:
