@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from difflib import get_close_matches
 from inspect import signature
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +28,7 @@ from typing import Any, Literal
 from torch.utils.data import DataLoader
 
 from raytrain_ft.errors import ConfigError
+from raytrain_ft.fields import did_you_mean
 from raytrain_ft.places import Place, told
 from raytrain_ft.policy.frequency import LONGEST_PROFILE, check_budget, profile_steps
 from raytrain_ft.storage.filesystem import LocalStorage, Storage, open_storage, within
@@ -213,11 +213,11 @@ def _check_names(objects: Mapping[str, Any]) -> None:
     """Raises ConfigError for a misspelt option: it would be taken for an object that is to be saved."""
     options = [name for name, one in signature(open).parameters.items() if one.kind is one.KEYWORD_ONLY]
     for name, value in objects.items():
-        meant = get_close_matches(name, options, n=1)
-        if meant and not states.has_state(value) and not isinstance(value, DataLoader):
+        hint = did_you_mean(name, options)
+        if hint and not states.has_state(value) and not isinstance(value, DataLoader):
             raise ConfigError(
-                f"checkfreq.open({name}={told(repr(value))[:SHOWN]}): there is no option {name}; did you mean "
-                f"{meant[0]}? (An object that is to be saved needs state_dict() and load_state_dict())"
+                f"checkfreq.open({name}={told(repr(value))[:SHOWN]}): there is no option {name}{hint} (An "
+                "object that is to be saved needs state_dict() and load_state_dict())"
             )
 
 

@@ -13,7 +13,6 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import yaml
 from rich.table import Table
 
 from raytrain_ft import output
+from raytrain_ft.fields import did_you_mean
 
 console = output.console()
 PLACEHOLDERS = {
@@ -122,15 +122,17 @@ def _unknown(config: dict[str, Any]) -> Iterator[str]:
 
     provider, kinds = config["provider"].get("type"), config["available_node_types"]
     if provider not in _NODE_PROVIDERS:
-        yield f"provider.type: Ray knows no {provider!r}{_near(provider, _NODE_PROVIDERS)}; it knows {_listed(_NODE_PROVIDERS)}"
+        hint = did_you_mean(provider, _NODE_PROVIDERS)
+        yield f"provider.type: Ray knows no {provider!r}{hint}; it knows {_listed(_NODE_PROVIDERS)}"
     head = config.get("head_node_type")
     if head not in kinds:
-        yield f"head_node_type: no type {head!r} in available_node_types{_near(head, kinds)}; there are {_listed(kinds)}"
+        yield f"head_node_type: no type {head!r} in available_node_types{did_you_mean(head, kinds)}; there are {_listed(kinds)}"
     known = _instance_types() if provider == "aws" else frozenset()
     for name, kind in kinds.items():
         instance = kind.get("node_config", {}).get("InstanceType")
         if known and instance not in known:
-            yield f"available_node_types.{name}.node_config.InstanceType: EC2 has no {instance!r}{_near(instance, known)}"
+            where = f"available_node_types.{name}.node_config.InstanceType"
+            yield f"{where}: EC2 has no {instance!r}{did_you_mean(instance, known)}"
 
 
 def _instance_types() -> frozenset[str]:
@@ -140,11 +142,6 @@ def _instance_types() -> frozenset[str]:
     except ImportError:
         return frozenset()
     return frozenset(botocore.session.get_session().get_service_model("ec2").shape_for("InstanceType").enum)
-
-
-def _near(name: Any, known: Any) -> str:
-    near = get_close_matches(str(name), list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _listed(known: Any) -> str:

@@ -73,9 +73,9 @@ def check_types(given: Any, cls: type, called: str = "") -> None:
             raise ConfigError(f"{called or cls.__name__}({name}={found}): use {wanted}") from None
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: object, known: Iterable[str]) -> str:
     """The nearest of the known names, as a question for the end of a sentence; empty if none is near."""
-    near = get_close_matches(name, list(known), n=1)
+    near = get_close_matches(str(name), list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from raytrain_ft.errors import ConfigError
+from raytrain_ft.fields import did_you_mean
 from raytrain_ft.scenario.file import FIELD, Place, Source
 from raytrain_ft.simulate import Costs, Exponential, Failure, Failures, Job, Listed, SpotTrace, Strategy, Uniform, Weibull
 from raytrain_ft.simulate.strategies import check_names
@@ -113,9 +113,8 @@ class _File:
             raise ConfigError(self._at(place, f"{fields!r}: use fields: {', '.join(allowed)}"))
         for name in fields:
             if name not in allowed:
-                near = get_close_matches(name, allowed, n=1)
-                hint = f"did you mean {near[0]}? " if near else ""
-                raise ConfigError(self._at((*place, name), f"there is no field {name}; {hint}Allowed: {', '.join(allowed)}"))
+                hint = did_you_mean(name, allowed) or "."
+                raise ConfigError(self._at((*place, name), f"there is no field {name}{hint} Allowed: {', '.join(allowed)}"))
         return dict(fields)
 
     def _checked(self, place: Place, make: Callable[[], Any]) -> Any:

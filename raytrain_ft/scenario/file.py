@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from raytrain_ft.errors import ScenarioError
+from raytrain_ft.fields import did_you_mean
 
 LARGEST = 2**20
 """Bytes of a scenario's file."""
@@ -191,8 +191,7 @@ def _words(fault: Any, place: Place, root: type[BaseModel]) -> str:
     """What is wrong, the value found, and what is allowed."""
     model = _model_at(root, place[:-1])
     if fault["type"] == "extra_forbidden" and model is not None:
-        near = get_close_matches(str(place[-1]), model.model_fields, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(place[-1], model.model_fields)
         return f"there is no such field{hint}. Allowed here: {', '.join(model.model_fields)}".replace("?.", "?")
     if fault["type"] == "missing":
         return "this field is required"

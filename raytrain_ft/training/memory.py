@@ -67,7 +67,7 @@ def move(target: int, source: int, size: int) -> None:
         _long(target + start, source + start, min(PART_BYTES, size - start))
 
 
-def is_plain(tensor: Tensor) -> bool:
+def is_in_a_row(tensor: Tensor) -> bool:
     """Whether the tensor's bytes lie one after the other from `data_ptr()` on, in this process."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
@@ -84,7 +84,7 @@ def pointers(tensors: Sequence[Tensor]) -> Numbers:
 
 
 def addresses(tensors: Sequence[Tensor]) -> Numbers:
-    """Where the bytes of each begin; 0 of one that is not plain (`is_plain`, for thousands)."""
+    """Where the bytes of each begin; 0 of one whose bytes are not (`is_in_a_row`, for thousands)."""
     return np.concatenate([np.zeros(0, np.int64), *(_addresses(tensors[some]) for some in at_a_time(len(tensors)))])
 
 
@@ -92,7 +92,7 @@ def _addresses(tensors: Sequence[Tensor]) -> Numbers:
     in_a_row = all(map(_is_cpu, tensors)) and all(map(Tensor.is_contiguous, tensors))
     if in_a_row and not any(map(Tensor.is_conj, tensors)) and not any(map(Tensor.is_neg, tensors)):
         return pointers(tensors)
-    return np.array([tensor.data_ptr() if is_plain(tensor) else 0 for tensor in tensors], np.int64)
+    return np.array([tensor.data_ptr() if is_in_a_row(tensor) else 0 for tensor in tensors], np.int64)
 
 
 def move_all(targets: Numbers, sources: Numbers, sizes: Numbers, check: Callable[[], None] = lambda: None) -> None:

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from raytrain_ft.errors import TaskError
 from raytrain_ft.storage.tensors import hash_of
+from raytrain_ft.training.layout import is_plain
 
 
 def inputs_of(task: Any, batch: Any) -> Any:
@@ -22,7 +22,7 @@ def inputs_of(task: Any, batch: Any) -> Any:
     """
     before = {place: hash_of(tensor) for place, tensor in _tensors(batch)}
     inputs = task.inputs(batch)
-    returned = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves(inputs) if is_plain(tensor)}
+    returned = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves(inputs) if _is_compared(tensor)}
     for place, tensor in _tensors(batch):
         there = tensor.untyped_storage().data_ptr() in returned
         if place in before and not there and hash_of(tensor) != before[place]:
@@ -35,9 +35,8 @@ def inputs_of(task: Any, batch: Any) -> Any:
 
 
 def _tensors(batch: Any) -> Iterable[tuple[str, Tensor]]:
-    return [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(batch)[0] if is_plain(leaf)]
+    return [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(batch)[0] if _is_compared(leaf)]
 
 
-def is_plain(leaf: Any) -> bool:
-    """Whether it is a tensor with bytes that can be compared."""
-    return isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_quantized and not leaf.is_meta
+def _is_compared(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and is_plain(leaf)

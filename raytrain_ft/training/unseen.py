@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from raytrain_ft.storage.tensors import hash_of
-from raytrain_ft.training.reads import is_plain
+from raytrain_ft.training.layout import is_plain
 
 STEPS = 2
 """So many are looked at."""

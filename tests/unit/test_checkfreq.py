@@ -1288,8 +1288,8 @@ def test_groups_of_an_optimizer_are_compared(run_directory: Path) -> None:
         ({"resume": "always"}, "resume='always'"),
         ({"override": "model"}, "override='model'"),
         ({"extra": 3}, "state_dict"),
-        ({"overhaed": 0.1}, r"overhaed=0\.1\): there is no option overhaed; did you mean overhead\?"),
-        ({"keep_epoch": True}, "there is no option keep_epoch; did you mean keep_epochs"),
+        ({"overhaed": 0.1}, r"overhaed=0\.1\): there is no option overhaed; did you mean 'overhead'\?"),
+        ({"keep_epoch": True}, "there is no option keep_epoch; did you mean 'keep_epochs'"),
         (
             {"loader": DataLoader(TensorDataset(torch.arange(9)), batch_size=3, shuffle=True)},
             r"loader=DataLoader.*checkfreq\.Loader\(dataset, global_batch_size=3, shuffle=True\) in its place",

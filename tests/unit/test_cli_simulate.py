@@ -191,10 +191,10 @@ def test_json_is_yaml_too(file: Path, tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ("step_s: 1.0", "step_s: .inf", "line 4: Job(step_s=inf): use a finite number greater than 0"),
-        ("step_s: 1.0", "steps_s: 1.0", "line 4: there is no field steps_s; did you mean step_s? Allowed: "),
+        ("step_s: 1.0", "steps_s: 1.0", "line 4: there is no field steps_s; did you mean 'step_s'? Allowed: "),
         ("  step_s: 1.0\n", "", "line 1: step_s is missing"),
         ("load_s: 20", "load_s: -1", "line 7: Costs(load_s=-1): use a finite number that is not negative"),
-        ("load_s: 20", "laod_s: 20", "line 7: there is no field laod_s; did you mean load_s?"),
+        ("load_s: 20", "laod_s: 20", "line 7: there is no field laod_s; did you mean 'load_s'?"),
         ("kind: replication", "kind: magic", "line 13: Strategy(kind='magic'): use one of"),
         ("kind: replication", "kind: logging", 'line 13: Strategy(kind="logging") does not go with Job(stages=1): use one of'),
         ("mtbf_s: 1e3", "mtbf_s: 0", "line 14: Weibull(mtbf_s=0): use a finite number greater than 0"),
