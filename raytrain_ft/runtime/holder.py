@@ -19,6 +19,7 @@ import ray
 from ray.exceptions import RayError
 
 from raytrain_ft.errors import StorageError
+from raytrain_ft.places import Place
 from raytrain_ft.runtime.spec import NAMESPACE, RunSpec
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.job import Job, Outcome
@@ -137,7 +138,7 @@ class HolderPersister:
         if self._pending is not None and self._pending.name == name:
             self._pending.cancel()
 
-    def give_up(self, job: Job) -> None:
+    def give_up(self, place: Place, name: Name, number: int, count: int) -> None:
         """Nobody is told: whoever waits gives up by its own time limit."""
 
     def await_tidy(self, timeout_s: float) -> bool:

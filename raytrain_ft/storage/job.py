@@ -89,7 +89,7 @@ class AnyPersister(Protocol):
         """Others will not write their parts any more."""
         ...
 
-    def give_up(self, job: Job) -> None:
+    def give_up(self, place: Place, name: Name, number: int, count: int) -> None:
         """This part of a checkpoint, of another number than 0, will not come: who waits for it is told so. Returns at once."""
         ...
 

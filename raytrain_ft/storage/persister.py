@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_ft.errors import LockedError, StorageError
+from raytrain_ft.places import Place
 from raytrain_ft.storage import checkpoint, lock, pages, retention
 from raytrain_ft.storage.filesystem import Storage, open_storage
 from raytrain_ft.storage.job import Hearer, Job, Outcome, Teller
@@ -253,11 +254,12 @@ class Persister:
             except OSError:
                 return  # it has ended, which settles the job; or it is frozen, and gives it up by its own time limit
 
-    def give_up(self, job: Job) -> None:
+    def give_up(self, place: Place, name: Name, number: int, count: int) -> None:
         """Who waits for this shard is told that it will not come, also if it never came to the process, or that was killed. On
-        a thread, for storage may hang."""
-        self._marking = threading.Thread(target=_mark, args=(job,), name="mark", daemon=True)
-        self._marking.start()
+        a thread, for storage may hang; while it does, no more are told."""
+        if self._marking is None or not self._marking.is_alive():
+            self._marking = threading.Thread(target=_mark, args=(place, name, number, count), name="mark", daemon=True)
+            self._marking.start()
 
     def await_tidy(self, timeout_s: float) -> bool:
         """Waits until what is not needed any more since the last commit is deleted; returns whether it is. Who ends a process
@@ -324,9 +326,9 @@ class Persister:
             future.set_result(outcome)
 
 
-def _mark(job: Job) -> None:
+def _mark(place: Place, name: Name, number: int, count: int) -> None:
     with suppress(StorageError):
-        checkpoint.mark_failed(open_storage(job.place), job.name, job.number, job.count)
+        checkpoint.mark_failed(open_storage(place), name, number, count)
 
 
 # ---------------------------------------------------------------- the process

@@ -23,6 +23,7 @@ from torch import Tensor
 from raytrain_ft.errors import StorageError
 from raytrain_ft.policy.tuner import Costs, Tuner
 from raytrain_ft.storage.job import AnyPersister, Job, Outcome
+from raytrain_ft.storage.manifest import Name
 from raytrain_ft.storage.persister import Persister, SharedMemory
 from raytrain_ft.storage.retention import KEEP_ALL
 from raytrain_ft.training.layout import ALIGNMENT, Layout, Pairs, share, total_size
@@ -226,7 +227,7 @@ class Checkpointer:
         return True
 
     def _leave_out(self, step: int, reason: str, waited: float) -> None:
-        self._tell("CheckpointFailed", {"incarnation": self._incarnation, "step": step, "reason": reason})
+        self._fail(Name(step, self._target.epoch, self._incarnation), self._rank, self._count, reason)
         self._tuning.began(step, waited)
 
     def _copy_state(self, step: int, waited: float, kept: bool, state: tuple[Pairs, Pairs, dict[str, Any]], stay: Stay) -> None:
@@ -329,7 +330,7 @@ class Checkpointer:
         assert job is not None
         assert outcome is not None
         if copy.error is not None:
-            self._fail(job, f"the snapshot failed: {copy.error}")
+            self._fail(job.name, job.number, job.count, f"the snapshot failed: {copy.error}")
             outcome.set_result(Outcome(str(copy.error), 0.0, 0))
             return
         began = time.monotonic()
@@ -341,7 +342,8 @@ class Checkpointer:
         # What training waits for, which on a busy machine is more than the persister's own time.
         seconds = time.monotonic() - began
         if result.error is not None:  # and how long that took says nothing of how long one takes
-            self._fail(job, result.error + (f". Of the one before, {result.untidy}" if result.untidy else ""))
+            reason = result.error + (f". Of the one before, {result.untidy}" if result.untidy else "")
+            self._fail(job.name, job.number, job.count, reason)
         else:
             times = {"copy": copy.seconds, "persist": seconds, "device_copy": copy.device_seconds}
             costs = Costs(stall=self._stall_s, size=copy.size, free=self._free, **times)  # pyright: ignore[reportArgumentType]
@@ -363,10 +365,11 @@ class Checkpointer:
             )
         outcome.set_result(result)
 
-    def _fail(self, job: Job, reason: str) -> None:
-        if job.number != 0:
-            self._persister.give_up(job)
-        self._tell("CheckpointFailed", {"incarnation": job.incarnation, "step": job.step, "reason": reason})
+    def _fail(self, name: Name, number: int, count: int, reason: str) -> None:
+        """There will be no such checkpoint, or not this worker's shard of it."""
+        if number != 0:
+            self._persister.give_up(self._target.place, name, number, count)
+        self._tell("CheckpointFailed", {"incarnation": name.incarnation, "step": name.step, "reason": reason})
 
 
 def go_on() -> None:

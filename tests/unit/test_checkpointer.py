@@ -52,7 +52,7 @@ class Slow:
 
     def cancel(self, name: Name) -> None: ...
 
-    def give_up(self, job: Job) -> None: ...
+    def give_up(self, place: Place, name: Name, number: int, count: int) -> None: ...
 
     def await_tidy(self, timeout_s: float) -> bool:
         return True
@@ -204,6 +204,17 @@ def test_a_storage_that_has_hung_for_long_is_not_waited_for_in_the_end(
     assert told == [("CheckpointFailed", 10), ("CheckpointFailed", 12)]
 
 
+def second_of_two(directory: Path) -> Checkpointer:
+    one = Checkpointer(
+        Target(place=Place(str(directory)), owner="run", epoch=1),
+        lambda: ([("w", torch.zeros(8))], {}),
+        lambda: Tuner(budget=0.035, window=4, fixed=5),
+        lambda event, fields: None,
+    )
+    one.begin(1, 2, 1, 0)
+    return one
+
+
 @pytest.mark.parametrize("what", ["snapshot", "persister"])
 def test_nobody_waits_for_a_shard_that_never_came_to_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
@@ -213,13 +224,7 @@ def test_nobody_waits_for_a_shard_that_never_came_to_be_written(
     def no_memory(copy: Copy) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    one = Checkpointer(
-        Target(place=Place(str(tmp_path)), owner="run", epoch=1),
-        lambda: ([("w", torch.zeros(8))], {}),
-        lambda: Tuner(budget=0.035, window=4, fixed=5),
-        lambda event, fields: None,
-    )
-    one.begin(1, 2, 1, 0)
+    one = second_of_two(tmp_path)
     persister = one._persister
     assert isinstance(persister, Persister)
     assert persister.pid is not None
@@ -238,6 +243,24 @@ def test_nobody_waits_for_a_shard_that_never_came_to_be_written(
     with pytest.raises(StorageError, match="could not write shard 1 of 2"):
         checkpoint.await_shards(LocalStorage(tmp_path), name, ShardEntry(1, []), 2, 60.0, go_on)
     assert time.monotonic() - began < 30
+
+
+def test_nobody_waits_for_a_shard_that_its_worker_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one before hangs on this worker alone: the others have begun theirs."""
+    monkeypatch.setattr(checkpointer, "PATIENCE_S", 0.0)
+    one = second_of_two(tmp_path)
+    persister = one._persister
+    assert isinstance(persister, Persister)
+    assert persister.pid is not None
+    os.kill(persister.pid, signal.SIGSTOP)
+    assert one.take(5, go_on)
+    assert not one.take(10, go_on)
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="could not write shard 1 of 2"):
+        checkpoint.await_shards(LocalStorage(tmp_path), Name(10, 1, 1), ShardEntry(1, []), 2, 60.0, go_on)
+    assert time.monotonic() - began < 30
+    os.kill(persister.pid, signal.SIGCONT)
+    one.close(10.0)
 
 
 def test_the_last_checkpoint_is_taken_though_shards_of_the_one_before_did_not_come(
