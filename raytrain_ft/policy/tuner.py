@@ -43,8 +43,9 @@ LIMIT = 30
 """Of doublings, wherever k ends."""
 JUDGED_STEPS = 30
 """Steps that a judgement needs at least: a few, of which some happen to be slow, say nothing."""
-TOLERANCE = 0.1
-"""A k that is off by less than this share is left alone while the overhead is within its budget."""
+TOLERANCE = 0.05
+"""A k that is off by less than this share is left alone while the overhead is within its budget. Of one below 20, where a step
+is much of the budget, every step counts."""
 MOST_RECALLED = 4
 """A k of an earlier launch counts for no more than so many times that of Algorithm 1. What is observed may ask for more, and is
 observed again; but who is stopped sooner than k steps would never get further, and a file may be damaged."""
