@@ -16,11 +16,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.pages import fill
+from raytrain_ft.cli.study_file import load_plan
+from raytrain_ft.cli.study_views import plot
 from raytrain_ft.study import Estimate, Outcome, estimate
 from raytrain_ft.study.protocol import Arm, Contrast, Curve, Results
 from raytrain_ft.study.summary import over_points
-from raytrain_ft.study_file import load_plan
-from raytrain_ft.study_views import plot
 
 ROOT = Path(__file__).parents[1]
 PAGE, KEPT, IMAGES = ROOT / "docs" / "study.md", ROOT / "docs" / "study.json", ROOT / "docs" / "images"

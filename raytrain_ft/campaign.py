@@ -19,7 +19,7 @@ from pathlib import Path
 
 import click
 
-from raytrain_ft import arguments
+from raytrain_ft.cli import arguments
 from raytrain_ft.drill.faults import task_of
 from raytrain_ft.drill.grounds import Laptop, laptop
 from raytrain_ft.drill.measure import measure

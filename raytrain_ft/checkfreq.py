@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 from torch.utils.data import DataLoader
 
+from raytrain_ft.checks import is_whole
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.fields import did_you_mean
 from raytrain_ft.places import Place, told
@@ -195,9 +196,9 @@ def _check(
     overhead: float, every: int | str, keep: int, resume: str, override: Collection[str], objects: Mapping[str, Any]
 ) -> None:
     check_budget(overhead)
-    if every != "auto" and not _natural(every):
+    if every != "auto" and not is_whole(every, 1):
         raise ConfigError(f'checkfreq.open(every={every!r}): use "auto", or a number of steps of at least 1')
-    if not _natural(keep):
+    if not is_whole(keep, 1):
         raise ConfigError(f"checkfreq.open(keep={keep!r}): at least 1 checkpoint must stay")
     if resume not in ("auto", "never", "require"):
         raise ConfigError(f"checkfreq.open(resume={resume!r}): use auto, never or require")
@@ -231,10 +232,6 @@ def _check_failures(interval: Any) -> None:
 
 def _longer_than_zero(value: Any) -> bool:
     return isinstance(value, timedelta) and value > timedelta()
-
-
-def _natural(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _journal(storage: Storage, rank: int) -> Journal:

@@ -1,9 +1,9 @@
-"""Checks of what a user gave: each error names the field, the value found and what is allowed."""
+"""Checks of numbers that a user gave: each error names the field, the value found and what is allowed."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 from raytrain_ft.errors import ConfigError
 
@@ -29,7 +29,7 @@ def whole(owner: object, *names: str, least: int = 1) -> None:
     """
     for name in names:
         value = getattr(owner, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if not is_whole(value, least):
             raise ConfigError(f"{type(owner).__name__}({name}={value!r}): use a whole number of at least {least}")
 
 
@@ -45,6 +45,11 @@ def text(owner: object, *names: str) -> None:
             raise ConfigError(f"{type(owner).__name__}({name}={value!r}): use text, in quotes if it looks like something else")
 
 
-def is_number(value: Any) -> bool:
-    """Whether it is a number, and not a truth value."""
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether it is a number, perhaps NaN or infinite, and not a truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_whole(value: Any, least: int) -> TypeGuard[int]:
+    """Whether it is a whole number of at least `least`, and not a truth value."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -6,6 +6,7 @@
     ├── ConfigError (ValueError)      a value that the user gave; raised before any worker starts wherever possible
     │   ├── UndoRefusedError          an optimizer whose update cannot be undone
     │   ├── RunActiveError            another run of this name is alive
+    │   ├── TooFewWorkersError        the cluster has no room for as many workers as were asked for
     │   ├── ScenarioError             a scenario that cannot be: every fault with its file and line
     │   └── MismatchError             a checkpoint of another model, optimizer, scheduler or dataset: every difference listed
     ├── TrainingFailedError           a run that has begun and could not be finished
@@ -47,6 +48,10 @@ class UndoRefusedError(ConfigError):
 
 class RunActiveError(ConfigError):
     """Another run with this name is alive on the cluster."""
+
+
+class TooFewWorkersError(ConfigError):
+    """Too few workers became ready in time for a run to begin."""
 
 
 class ScenarioError(ConfigError):
@@ -101,6 +106,10 @@ class UnreachableError(StorageError):
 
 class UnknownFormatError(StorageError):
     """A file is whole, but says what this version does not know: another one has written it, which can read it."""
+
+
+MAY_BE_WHOLE = (UnreachableError, UnknownFormatError)
+"""What is said of a checkpoint that cannot be read, and need not be damaged: it is not deleted for that."""
 
 
 class LockedError(StorageError):

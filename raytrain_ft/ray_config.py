@@ -9,6 +9,7 @@ from typing import Literal
 
 import ray.train
 
+from raytrain_ft.checks import is_whole
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.fields import check_types, knows_its_names
 from raytrain_ft.policy.frequency import check_budget
@@ -106,7 +107,7 @@ def workers(scaling: ray.train.ScalingConfig) -> tuple[int, int]:
         ConfigError: `num_workers` is no number and no range.
     """
     value = scaling.num_workers
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+    if is_whole(value, 1):
         return value, value
     if isinstance(value, tuple) and len(value) == 2 and all(type(n) is int for n in value) and 1 <= value[0] <= value[1]:
         return value

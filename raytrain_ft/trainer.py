@@ -19,10 +19,9 @@ from raytrain_ft import steer
 from raytrain_ft.callbacks import Callback, Callbacks
 from raytrain_ft.config import ParallelismConfig, RecoveryConfig, check_name
 from raytrain_ft.earlier import after_earlier_runs
-from raytrain_ft.errors import ConfigError, FTError, RunActiveError
+from raytrain_ft.errors import ConfigError, FTError, RunActiveError, TooFewWorkersError
 from raytrain_ft.fields import did_you_mean
 from raytrain_ft.follow import POLL_S, abort, clean_up, kept_going, result_of, watch
-from raytrain_ft.policy.arrivals import TOO_FEW
 from raytrain_ft.policy.states import ENDED
 from raytrain_ft.prepare import directory_of, prepare
 from raytrain_ft.progress import Display
@@ -186,7 +185,7 @@ class Trainer:
             display.show(account)
             callbacks.poll()
         kind, message = account.get("failure") or ("", "")
-        if TOO_FEW in message and (words := _lacking(spec)):
+        if kind == TooFewWorkersError.__name__ and (words := _lacking(spec)):
             account = account | {"failure": (kind, f"{message} {words[:1].upper()}{words[1:]}.")}
         return account
 

@@ -8,7 +8,8 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from raytrain_ft import attaching, output
+from raytrain_ft import attaching
+from raytrain_ft.cli import output
 from raytrain_ft.errors import AbortedError, ConfigError, FTError
 from raytrain_ft.follow import result_of
 from raytrain_ft.policy.units import counted

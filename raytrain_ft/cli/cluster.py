@@ -20,7 +20,7 @@ import click
 import yaml
 from rich.table import Table
 
-from raytrain_ft import output
+from raytrain_ft.cli import output
 from raytrain_ft.fields import did_you_mean
 
 console = output.console()

@@ -9,7 +9,7 @@ import click
 import ray
 from ray.exceptions import RayError
 
-from raytrain_ft import output
+from raytrain_ft.cli import output
 from raytrain_ft.drill import Report, drill
 from raytrain_ft.drill.grounds import Running
 from raytrain_ft.drill.predict import known_job, rehearse

@@ -30,6 +30,11 @@ def row(table: Table, *cells: str) -> None:
     table.add_row(*(Text(printable(cell)) for cell in cells))
 
 
+def warn(message: str) -> None:
+    """A line on the standard error."""
+    click.echo(printable(message), err=True)
+
+
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
     """A bar on a terminal, and nothing where there is none; what it gives is to be called after each part of the work."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 from rich.table import Table
 
-from raytrain_ft import arguments, output
+from raytrain_ft.cli import arguments, output
 from raytrain_ft.config import ParallelismConfig
 from raytrain_ft.errors import ConfigError, FTError
 from raytrain_ft.loading import load_task

@@ -12,8 +12,9 @@ import click
 import numpy as np
 from rich.table import Table
 
-from raytrain_ft import arguments, output
-from raytrain_ft import simulation_views as views
+from raytrain_ft.cli import arguments, output
+from raytrain_ft.cli import simulation_views as views
+from raytrain_ft.cli.simulation_file import Simulation, load
 from raytrain_ft.errors import FTError
 from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.simulate import (
@@ -33,7 +34,6 @@ from raytrain_ft.simulate.calibrate import calibrate
 from raytrain_ft.simulate.presets import jobs
 from raytrain_ft.simulate.strategies import ONLY_GIVEN, Kind
 from raytrain_ft.simulate.study import SEEDS, Sweep, sweep_intervals
-from raytrain_ft.simulation_file import Simulation, load
 
 console = output.console()
 PRESETS = jobs()

@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from raytrain_ft import arguments, steer
+from raytrain_ft import steer
+from raytrain_ft.cli import arguments
 from raytrain_ft.errors import FTError
 
 RUN = click.argument("run")

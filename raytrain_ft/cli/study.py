@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
-from raytrain_ft import output
-from raytrain_ft import study_views as views
+from raytrain_ft.cli import output
+from raytrain_ft.cli import study_views as views
+from raytrain_ft.cli.study_file import load_plan, quick
 from raytrain_ft.errors import FTError
 from raytrain_ft.study import ModelStudy, Plan, run
-from raytrain_ft.study_file import load_plan, quick
 
 console = output.console()
 TABLE_WIDTH = 200

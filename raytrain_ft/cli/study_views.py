@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from raytrain_ft.simulation_views import COLOURS, finite
+from raytrain_ft.cli.simulation_views import COLOURS, finite
 from raytrain_ft.study.protocol import Arm, ModelStudy, Results, epoch_of
 from raytrain_ft.study.summary import Estimate, Summary, estimate, over_points, summarize, trends
 

@@ -14,6 +14,7 @@ import ray.cloudpickle
 from torch import nn
 
 from raytrain_ft.chaos.faults import FailAt
+from raytrain_ft.checks import is_number
 from raytrain_ft.drill.tasks import STEP_S, Tiny
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.loading import load_task
@@ -60,7 +61,7 @@ def task_of(scenario: Scenario) -> TrainTask:
 def _tiny(scenario: Scenario, arguments: dict[str, Any]) -> TrainTask:
     unknown = set(arguments) - {"step_seconds"}
     seconds = arguments.get("step_seconds", STEP_S)
-    if unknown or isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < 3600:
+    if unknown or not is_number(seconds) or not 0 <= seconds < 3600:
         raise ConfigError(f"the arguments of tiny are step_seconds, from 0 to 3600; found {arguments}")
     return Tiny(seconds, scenario.count_micro_batches)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from raytrain_ft.errors import TooFewWorkersError
 from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import leaving, phases, replacing, stopping
 from raytrain_ft.policy import messages as m
@@ -13,8 +14,6 @@ from raytrain_ft.policy.units import counted
 PAUSES_APART = 4
 """Times what it took everybody to take newcomers in: so long they train before it is done again. Nodes that come back one by
 one would else hold all others up once for each of them."""
-TOO_FEW = "workers could be placed within"
-"""In the error that ends a run for which the cluster has no room."""
 
 
 def on_run_started(run: RunState, event: m.RunStarted) -> list[c.Command]:
@@ -73,8 +72,9 @@ def begin(run: RunState, *, waited: bool = False) -> list[c.Command]:
         else "Add nodes, lower num_workers or resources_per_worker"
     )
     return run.fail(
-        "ConfigError",
-        f"{len(spares)} {TOO_FEW} {rules.schedule_timeout:g} s, num_workers asks for at least {rules.min_workers}. {remedy}.",
+        TooFewWorkersError.__name__,
+        f"{len(spares)} workers could be placed within {rules.schedule_timeout:g} s, num_workers asks for at least "
+        f"{rules.min_workers}. {remedy}.",
     )
 
 

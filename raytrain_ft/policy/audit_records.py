@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from raytrain_ft.checks import is_whole
 from raytrain_ft.policy.forward import complement
 from raytrain_ft.policy.sampling import Position, Range, Sampling, joined
 
@@ -115,7 +116,7 @@ def read_story(records: Iterable[dict[str, Any]]) -> Story:
 
 def _number(record: dict[str, Any], key: str, below: int = 2**63) -> int:
     value = record[key]
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < below:
+    if not is_whole(value, 0) or value >= below:
         raise ValueError(f"{key}={value!r} is not a whole number from 0 to {below - 1}")
     return value
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from raytrain_ft.checks import is_number
 from raytrain_ft.errors import ConfigError
 
 LONGEST_PROFILE = 50
@@ -140,7 +141,7 @@ def check_budget(budget: float) -> float:
     Raises:
         ConfigError: it is not between 0 and 1.
     """
-    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget < 1:
+    if not is_number(budget) or not 0 < budget < 1:
         raise ConfigError(
             f"overhead={budget!r} is the share of the time that checkpoints may cost: use a number between 0 and 1"
         )

@@ -11,10 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
+from raytrain_ft.checks import is_number, whole
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.constrained_path import Floats, Search
 
@@ -57,14 +57,12 @@ class Profile:
             )
         for name, least in (("compute", "not negative"), ("crossing", "greater than 0")):
             for index, value in enumerate(getattr(self, name)):
-                if not (_is_number(value) and math.isfinite(value) and value >= 0 and (value > 0 or name == "compute")):
+                if not (is_number(value) and math.isfinite(value) and value >= 0 and (value > 0 or name == "compute")):
                     raise ConfigError(f"Profile: {name}[{index}]={value!r}: use a finite number that is {least}")
-        if not (_is_number(self.bandwidth) and self.bandwidth > 0):
+        if not (is_number(self.bandwidth) and self.bandwidth > 0):
             raise ConfigError(f"Profile: bandwidth={self.bandwidth!r}: use bytes per second, greater than 0")
-        for name, least in (("interval", 1), ("machines", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"Profile: {name}={value!r}: use a whole number of at least {least}")
+        whole(self, "interval")
+        whole(self, "machines", least=0)
         if self.teams and (len(self.teams) != self.size or min(self.teams) < 1):
             raise ConfigError(f"Profile: teams={self.teams!r} of {self.size} machines: give one number of at least 1 for each")
         if stages % self.size:
@@ -207,10 +205,6 @@ def _bounds(profile: Profile, groups: Groups) -> list[int]:
 
 
 def _check(name: str, value: float, unit: str) -> float:
-    if not (_is_number(value) and value >= 0):
+    if not (is_number(value) and value >= 0):
         raise ConfigError(f"{name}={value!r}: use {unit}, a number that is not negative (0 for none)")
     return float(value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from raytrain_ft.checks import is_number, is_whole
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.units import in_bytes, in_seconds
 
@@ -80,7 +81,7 @@ def fits_idle_time(*, log_bytes: float, bandwidth: float, step_seconds: float, s
         ConfigError: a value that cannot be used.
     """
     for name, value in {"log_bytes": log_bytes, "bandwidth": bandwidth, "step_seconds": step_seconds}.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        if not is_number(value) or not 0 <= value < math.inf:
             raise ConfigError(f"{name}={value!r}: use a finite number that is not negative")
     if not bandwidth:
         raise ConfigError(f"bandwidth={bandwidth!r}: use a number greater than 0")
@@ -94,5 +95,5 @@ def fits_idle_time(*, log_bytes: float, bandwidth: float, step_seconds: float, s
 
 
 def _whole(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if not is_whole(value, least):
         raise ConfigError(f"{name}={value!r}: use a whole number of at least {least}")

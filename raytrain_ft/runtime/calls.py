@@ -18,6 +18,7 @@ from ray.exceptions import (
 )
 
 from raytrain_ft.errors import (
+    MAY_BE_WHOLE,
     ConfigError,
     FencedError,
     LogGapError,
@@ -26,8 +27,6 @@ from raytrain_ft.errors import (
     ReplayDivergedError,
     StorageError,
     UndoRefusedError,
-    UnknownFormatError,
-    UnreachableError,
     last_words,
     plain,
     refusal,
@@ -53,8 +52,6 @@ _KINDS: dict[type[BaseException], m.FailureKind] = {
     StorageError: "storage",
 }
 """Of what a worker may raise, the first that fits; anything else is the task's."""
-MAY_BE_WHOLE = (UnreachableError, UnknownFormatError)
-"""What is said of a checkpoint that cannot be loaded, and need not be damaged: it is not deleted for that."""
 
 
 class Calls:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from raytrain_ft.checks import is_number
 from raytrain_ft.policy.strategy import spans
 
 Record = dict[str, Any]
@@ -115,7 +116,7 @@ class Facts:
 def number(record: Record, name: str) -> float | None:
     """A finite number, or None."""
     value = record.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
+    if not is_number(value) or not abs(value) < LARGEST:
         return None
     return float(value)
 

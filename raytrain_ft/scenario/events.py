@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
+from raytrain_ft.checks import is_number
 from raytrain_ft.scenario.made import Made, here
 
 UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -32,7 +33,7 @@ WHOLE_NODES = ("kill_node", "unplug", "drain", "bring_back")
 def _seconds(value: Any) -> Any:
     if isinstance(value, str) and (found := DURATION.fullmatch(value)):
         return float(found[1]) * UNITS[found[2].lower()]
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not is_number(value):
         raise PydanticCustomError("duration", "give seconds as a number, or a time such as 30s, 5min, 17h")
     return value
 
@@ -43,7 +44,7 @@ def _share(value: Any) -> Any:
             return float(value.strip()[:-1]) / 100
         except ValueError:
             pass  # it is no number: refused below
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not is_number(value):
         raise PydanticCustomError("share", "give a share such as 25% or 0.25")
     return value
 

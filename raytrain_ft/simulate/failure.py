@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from raytrain_ft import checks
 from raytrain_ft.errors import ConfigError
-from raytrain_ft.simulate import checks
 from raytrain_ft.simulate.model import Job
 
 
@@ -50,7 +50,7 @@ class Failure:
         checks.whole(self, "lost", "back", least=0)
         for name, ranks in (("workers", self.workers), ("of", self.of)):
             known = isinstance(ranks, tuple)
-            if not known or any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in ranks):
+            if not known or not all(checks.is_whole(rank, 0) for rank in ranks):
                 raise ConfigError(f"Failure({name}={ranks!r}): use a list of ranks, whole numbers from 0 on")
         if isinstance(self.event, bool) or not isinstance(self.event, int | None):
             raise ConfigError(f"Failure(event={self.event!r}): use the number of an event")

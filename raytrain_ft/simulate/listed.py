@@ -10,8 +10,8 @@ from pathlib import Path
 
 from numpy.random import Generator
 
+from raytrain_ft import checks
 from raytrain_ft.errors import ConfigError
-from raytrain_ft.simulate import checks
 from raytrain_ft.simulate.failure import Failure
 from raytrain_ft.simulate.model import Job
 

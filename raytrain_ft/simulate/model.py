@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from raytrain_ft import checks
 from raytrain_ft.errors import ConfigError
-from raytrain_ft.simulate import checks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

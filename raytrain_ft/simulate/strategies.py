@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from raytrain_ft import checks
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy import forward
 from raytrain_ft.policy.frequency import Profile, check_budget, choose
-from raytrain_ft.simulate import checks
 from raytrain_ft.simulate.model import Job
 from raytrain_ft.simulate.outcome import HOPELESS
 

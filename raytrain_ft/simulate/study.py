@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from raytrain_ft.checks import is_whole
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.simulate.engine import simulate
 from raytrain_ft.simulate.failures import Exponential, Failures, Uniform, Weibull
@@ -51,7 +52,7 @@ def run_seeds(
     Raises:
         ConfigError: fewer than one seed.
     """
-    if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
+    if not is_whole(seeds, 1):
         raise ConfigError(f"seeds={seeds!r}: use a whole number of at least 1")
     outcomes = []
     for seed in range(seeds):

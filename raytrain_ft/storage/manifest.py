@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import xxhash
 
-from raytrain_ft.errors import StorageError
+from raytrain_ft.errors import StorageError, UnknownFormatError
 
 FORMAT = "raytrain_ft-checkpoint-1"
 FILE = "manifest.json"
@@ -110,7 +110,7 @@ def decode(content: pa.Buffer, where: str) -> Manifest:
     """Reads and verifies a manifest.
 
     Raises:
-        StorageError: it is damaged, or none.
+        StorageError: it is damaged, or none; UnknownFormatError: it is whole, and another version wrote it.
     """
     data = content.to_pybytes()
     try:
@@ -118,10 +118,12 @@ def decode(content: pa.Buffer, where: str) -> Manifest:
         kind, _ = fields.pop("format"), fields.pop("hash")
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise StorageError(f"{where} is damaged: {type(error).__name__}: {error}") from error
-    if kind != FORMAT:
-        raise StorageError(f"{where} is of format {str(kind)[:80]!r}, not {FORMAT}: was it written by another version?")
-    if data[:HEAD_BYTES] != _head(data[HEAD_BYTES:]):
+    if not isinstance(kind, str) or not data.startswith(_head(data[len(_head(b"", kind)) :], kind)):
         raise StorageError(f"{where} is damaged: its hash differs")
+    if kind != FORMAT:
+        raise UnknownFormatError(
+            f"{where} is of format {kind[:80]!r}, not {FORMAT}: another version of raytrain_ft can read it"
+        )
     if fields.keys() != KINDS.keys() or not all(isinstance(fields[name], kind) for name, kind in KINDS.items()):
         raise StorageError(f"{where} does not have the fields of a {FORMAT}")
     if not 0 <= fields["created"] < MOST:
@@ -142,8 +144,5 @@ def decode_entry(fields: Any, where: str) -> ShardEntry:
     raise StorageError(f"{where} does not describe its shards")
 
 
-def _head(rest: bytes) -> bytes:
-    return f'{{"format":"{FORMAT}","hash":"{xxhash.xxh3_128_hexdigest(rest)}",'.encode()
-
-
-HEAD_BYTES = len(_head(b""))
+def _head(rest: bytes, kind: str = FORMAT) -> bytes:
+    return f'{{"format":{json.dumps(kind)},"hash":"{xxhash.xxh3_128_hexdigest(rest)}",'.encode()

@@ -45,7 +45,7 @@ LAST_LINE = {
 ATTACH = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background has it ignored
-from raytrain_ft.cli import main
+from raytrain_ft.cli.main import main
 main()
 """
 

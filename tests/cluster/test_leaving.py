@@ -13,7 +13,7 @@ from conftest import kill_the_sleeper, pipeline, promise_kept, train, trainer_of
 from toy import Toy
 
 import raytrain_ft as ft
-from raytrain_ft.cli_steer import leave_command
+from raytrain_ft.cli.steer import leave_command
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.audit import audit
 from raytrain_ft.policy.strategy import Guarantee

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from toy import Toy
 
 import raytrain_ft as ft
-from raytrain_ft.cli import main
+from raytrain_ft.cli.main import main
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.strategy import Guarantee, Strategy
 from raytrain_ft.runtime.event_log import read_records

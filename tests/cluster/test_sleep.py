@@ -16,7 +16,7 @@ from toy import Toy
 
 import raytrain_ft as ft
 from raytrain_ft import FailAt, attaching
-from raytrain_ft.cli import main
+from raytrain_ft.cli.main import main
 from raytrain_ft.errors import AbortedError, ConfigError
 from raytrain_ft.policy.audit import audit
 from raytrain_ft.policy.history import check

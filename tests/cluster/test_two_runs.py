@@ -17,7 +17,7 @@ from conftest import LEFT_S, left, promise_kept, train, until
 from toy import Leisurely, Toy
 
 from raytrain_ft.attaching import alive
-from raytrain_ft.cli import main
+from raytrain_ft.cli.main import main
 from raytrain_ft.errors import LockedError
 from raytrain_ft.policy.history import check
 from raytrain_ft.runtime.event_log import read_records

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from raytrain_ft.cli import main
+from raytrain_ft.cli.main import main
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.sampling import Sampling
 from raytrain_ft.runtime.event_log import read_records

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import raytrain_ft.checkfreq as checkfreq
-from raytrain_ft.cli import main
+from raytrain_ft.cli.main import main
 from raytrain_ft.errors import StorageError
 
 

@@ -22,8 +22,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import raytrain_ft.checkfreq as checkfreq
-from raytrain_ft import cli_checkpoints
-from raytrain_ft.cli import main
+from raytrain_ft.cli import checkpoints as cli_checkpoints
+from raytrain_ft.cli.main import main
 from raytrain_ft.errors import UnreachableError
 from raytrain_ft.result import load_model
 from raytrain_ft.storage import checkpoint, retention, selection
@@ -168,6 +168,21 @@ def test_what_storage_does_not_answer_for_is_not_damaged(
     assert call("verify", run_directory).exit_code == 1
 
 
+def test_what_another_version_wrote_is_not_damaged(run_directory: Path) -> None:
+    """It is whole, and that version can read it."""
+    file = run_directory / "checkpoints" / "step-000000002-e1-i1" / "manifest.json"
+    whole = file.read_bytes()
+    file.write_bytes(whole.replace(b"raytrain_ft-checkpoint-1", b"raytrain_ft-checkpoint-12"))
+    result = call("verify", run_directory)
+    assert result.exit_code == 3
+    assert "DAMAGED" not in result.output
+    assert "step-000000002-e1-i1  could not be read: " in result.output
+    assert "another version" in result.output
+    assert call("show", run_directory, "--name", "2").exit_code == 3
+    file.write_bytes(file.read_bytes().replace(b'"step":2', b'"step":3'))
+    assert call("verify", run_directory).exit_code == 1, "what says that it is of another version may be damaged, too"
+
+
 class Tied(nn.Module):
     """One matrix by two names, as in most language models."""
 
@@ -214,7 +229,7 @@ def test_verify_names_the_file(run_directory: Path) -> None:
 
 def test_list_says_how_old_they_are(run_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time()
-    monkeypatch.setattr("raytrain_ft.cli_checkpoints.time.time", lambda: now + 90 * 60)
+    monkeypatch.setattr("raytrain_ft.cli.checkpoints.time.time", lambda: now + 90 * 60)
     lines = [line for line in call("list", run_directory).output.splitlines() if "step-" in line]
     assert ["1.5 h" in line for line in lines] == [True, True]
 

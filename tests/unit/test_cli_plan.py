@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from raytrain_ft import cli_plan
-from raytrain_ft.cli import main
+from raytrain_ft.cli import plan
+from raytrain_ft.cli.main import main
 
 JOB = """
 import torch
@@ -73,7 +73,7 @@ def job(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """The console was made when the module was imported, with whatever COLUMNS said then."""
-    monkeypatch.setattr(cli_plan.console, "width", 200)
+    monkeypatch.setattr(plan.console, "width", 200)
 
 
 def call(*arguments: str | Path) -> Result:

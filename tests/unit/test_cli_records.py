@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from raytrain_ft.cli import main
+from raytrain_ft.cli.main import main
 from raytrain_ft.policy.sampling import Position, Sampling, digest_of_ids, next_batch, sample_ids, share
 from raytrain_ft.policy.strategy import Recovery
 from raytrain_ft.runtime.event_log import read_records

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from raytrain_ft.cli import main
+from raytrain_ft.cli.main import main
 
 FILE = """\
 job:

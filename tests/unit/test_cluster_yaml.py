@@ -16,8 +16,8 @@ from click.testing import CliRunner
 from packaging.requirements import Requirement
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from raytrain_ft.cli import main
-from raytrain_ft.cli_cluster import PLACEHOLDERS, examine
+from raytrain_ft.cli.cluster import PLACEHOLDERS, examine
+from raytrain_ft.cli.main import main
 
 pytest.importorskip("boto3")
 ROOT = Path(__file__).parents[2]

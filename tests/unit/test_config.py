@@ -222,7 +222,7 @@ def test_a_resource_of_rays_in_other_letters_is_refused(name: str, meant: str) -
 
 @pytest.mark.parametrize("asked", [2, 4])
 def test_a_run_for_which_no_node_has_enough_ends_with_what_was_asked_for(asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    failure = ("ConfigError", "0 workers could be placed within 120 s, num_workers asks for at least 1. Add nodes.")
+    failure = ("TooFewWorkersError", "0 workers could be placed within 120 s, num_workers asks for at least 1. Add nodes.")
     start: dict[str, Any] = {"failure": None}
     monkeypatch.setattr("raytrain_ft.trainer.watch", lambda *_, **__: iter([start, start | {"failure": failure}]))
     monkeypatch.setattr("raytrain_ft.trainer._check_directory", lambda spec: None)

@@ -16,7 +16,7 @@ from ray._private.ray_constants import SESSION_LATEST
 from ray.dashboard.modules.metrics import metrics_head
 from ray.dashboard.subprocesses.module import SubprocessModuleConfig
 
-from raytrain_ft.cli import main
+from raytrain_ft.cli.main import main
 from raytrain_ft.policy.measures import METRICS
 from raytrain_ft.runtime import dashboard
 

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from raytrain_ft.chaos.hand import Hand
-from raytrain_ft.cli_drill import drill_command
+from raytrain_ft.cli.drill import drill_command
 from raytrain_ft.drill import _predicted, drill
 from raytrain_ft.drill.faults import casualties, planted, task_of
 from raytrain_ft.drill.measure import Clock, guilty

@@ -17,8 +17,8 @@ from click.testing import CliRunner
 from ray.exceptions import GetTimeoutError
 
 import raytrain_ft.drill as drill_module
-from raytrain_ft import cli_drill
 from raytrain_ft.chaos.faults import FailAt
+from raytrain_ft.cli import drill as cli_drill
 from raytrain_ft.drill import engine, grounds
 from raytrain_ft.drill.faults import Planted
 from raytrain_ft.drill.grounds import Running

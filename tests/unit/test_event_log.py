@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from raytrain_ft.cli import main
+from raytrain_ft.cli.main import main
 from raytrain_ft.errors import StorageError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.runtime import event_log

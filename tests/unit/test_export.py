@@ -14,7 +14,7 @@ from store import own, same_bits, save
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
-from raytrain_ft.cli import main
+from raytrain_ft.cli.main import main
 from raytrain_ft.errors import StorageError
 from raytrain_ft.result import load_model
 from raytrain_ft.storage.filesystem import LocalStorage

@@ -16,7 +16,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 import raytrain_ft as ft
 from raytrain_ft import follow
 from raytrain_ft.attaching import find
-from raytrain_ft.cli import main
+from raytrain_ft.cli.main import main
 from raytrain_ft.errors import AbortedError, ConfigError, TrainingFailedError
 from raytrain_ft.follow import ANSWER_S, recorded, watch
 from raytrain_ft.policy import messages as m

@@ -139,7 +139,7 @@ def test_a_run_without_failures() -> None:
 def test_too_few_workers_at_the_start() -> None:
     story = Story(3, slots=1, min_workers=2).started("w0").fires("schedule")
     assert story.run.failure is not None
-    assert story.run.failure[0] == "ConfigError"
+    assert story.run.failure[0] == "TooFewWorkersError"
     assert "1 workers could be placed within 120 s" in story.run.failure[1]
     assert "Add nodes" in story.run.failure[1]
 

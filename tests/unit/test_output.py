@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from raytrain_ft import cli, cli_simulate, cli_study, output
-from raytrain_ft.cli import main
+from raytrain_ft.cli import output, records, simulate, study
+from raytrain_ft.cli.main import main
 
 RUN = Path(__file__).parent / "recorded" / "replication"
 JOB = {"job": {"steps": 10, "step_s": 1.0, "workers": 2}, "failures": {"kind": "list", "failures": [{"step": 5, "lost": 1}]}}
@@ -37,11 +37,11 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(*_: Any, **__: Any) -> Any:
         raise AssertionError("the work has begun")
 
-    monkeypatch.setattr(cli_simulate, "compare", work)
-    monkeypatch.setattr(cli_simulate, "calibrate", work)
-    monkeypatch.setattr(cli_study, "run", work)
-    monkeypatch.setattr(cli.reports, "write", work)
-    monkeypatch.setattr(cli.timelines, "write", work)
+    monkeypatch.setattr(simulate, "compare", work)
+    monkeypatch.setattr(simulate, "calibrate", work)
+    monkeypatch.setattr(study, "run", work)
+    monkeypatch.setattr(records.reports, "write", work)
+    monkeypatch.setattr(records.timelines, "write", work)
 
 
 @pytest.mark.usefixtures("no_work")

@@ -21,11 +21,11 @@ import pytest
 from click.testing import CliRunner
 from pages import FENCED, PAGES, ROOT, Fenced, fenced
 
-from raytrain_ft import simulation_file
-from raytrain_ft.cli import main
+from raytrain_ft.cli import simulation_file
+from raytrain_ft.cli.main import main
+from raytrain_ft.cli.study_file import load_plan
 from raytrain_ft.errors import ScenarioError
 from raytrain_ft.scenario import Scenario
-from raytrain_ft.study_file import load_plan
 
 OURS = "raytrain-ft"
 SHELL = ("sh", "shell", "bash", "console")

@@ -18,7 +18,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from raytrain_ft import follow
-from raytrain_ft.cli import main
+from raytrain_ft.cli.main import main
 from raytrain_ft.policy.states import State
 from raytrain_ft.runtime import report, report_data, timeline
 from raytrain_ft.runtime.event_log import EventLog, read_records

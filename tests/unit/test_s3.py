@@ -21,7 +21,7 @@ from s3_server import BUCKET, free_port, s3_server, uri
 from store import OWNER, newest, own, save, state, step_of
 
 import raytrain_ft as ft
-from raytrain_ft.cli import main
+from raytrain_ft.cli.main import main
 from raytrain_ft.errors import ConfigError, LockedError, StorageError
 from raytrain_ft.follow import recorded
 from raytrain_ft.places import Place

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from pydantic import ValidationError
 
-from raytrain_ft.cli import main
+from raytrain_ft.cli.main import main
 from raytrain_ft.drill import drill, faults
 from raytrain_ft.drill.measure import violations
 from raytrain_ft.drill.played import Played

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from raytrain_ft import simulation_file
-from raytrain_ft.cli import main
+from raytrain_ft.cli import simulation_file
+from raytrain_ft.cli.main import main
+from raytrain_ft.cli.study_file import load_plan, quick
 from raytrain_ft.drill.predict import known_job, rehearse
 from raytrain_ft.errors import ScenarioError
 from raytrain_ft.scenario import Scenario
-from raytrain_ft.study_file import load_plan, quick
 
 ROOT = Path(__file__).parents[2]
 SIMULATIONS, STUDIES, SCENARIOS = (

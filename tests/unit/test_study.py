@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 from torch import Tensor, nn
 
-from raytrain_ft.cli import main
+from raytrain_ft.cli.main import main
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.study import Cut, Group, ModelStudy, Outcome, Plan, Worker, estimate, lossy_mean, run, summarize
 from raytrain_ft.study.cuts import backward_order, layers_of

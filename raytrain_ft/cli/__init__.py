@@ -1,0 +1,1 @@
+"""The command line, `raytrain-ft`: a module for each command or family of commands, and what they print and read."""
