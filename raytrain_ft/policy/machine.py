@@ -148,9 +148,7 @@ def _on_supervisor_restarted(run: RunState, event: m.SupervisorRestarted) -> lis
             return [*again, c.StopAtBoundary(run.world)]
         case State.RUNNING:
             run.secured = None
-            if arrivals.may_grow(run):
-                again.append(c.SetTimer("grow", max(0.0, arrivals.grows_at(run) - event.at), run.incarnation))
-            return again + leaving.watch(run, event.at) + leaving.stay(run, event.at) + replaying.log_only_again(run)
+            return again + replaying.log_only_again(run) + _leave(run, event.at)  # its moment may have passed meanwhile
         case State.STOPPING:
             return again + stopping.ask_again(run)
         case State.RESUME:

@@ -110,6 +110,7 @@ TRANSITIONS: dict[type[m.Event], dict[State, set[State]]] = {
     | {S.STOPPING: {S.STOPPING}, S.SHUTTING_DOWN: {S.SHUTTING_DOWN}},
     m.RightLost: {state: {S.ERRORED} for state in LIVE},
     m.SupervisorRestarted: _stay(TRAINING | {S.SCHEDULING, S.SHUTTING_DOWN})
+    | {S.RUNNING: {S.RUNNING, S.RESIZING}}
     | {state: {S.FENCE, S.ERRORED} for state in (S.FENCE, S.REBUILD)}
     | {S.REPLACE: {S.REPLACE, S.FENCE, S.ERRORED}},
 }

@@ -21,6 +21,7 @@ class Contacts:
     Attributes:
         handles: Ray's, of the workers that were started or asked.
         placed: the node that each is on, or was chosen for; None while one is looked for.
+        somewhere: who was on its way when the supervisor was lost, and takes a place that is not known here yet.
         introductions: what each said of itself once it was set up.
         lines: what waits for the end of each one's process (see `lifeline`).
         held: places on each node that are kept from others for this run (see `Demand`).
@@ -30,6 +31,7 @@ class Contacts:
         self._spec = spec
         self.handles: dict[str, Any] = {}
         self.placed: dict[str, str | None] = {}
+        self.somewhere: set[str] = set()
         self.introductions: dict[str, Introduction] = {}
         self.lines: dict[str, asyncio.Task[None]] = {}
         self.held: Counter[str] = Counter()
@@ -41,6 +43,7 @@ class Contacts:
         if free and node != self.placed.get(member):
             self._vacated.remove(free[0])
         self.placed[member] = node
+        self.somewhere.discard(member)
 
     def hold(self, held: Counter[str]) -> None:
         """So many places on each node are kept from others for this run now."""
@@ -52,6 +55,7 @@ class Contacts:
 
     def vacate(self, member: str) -> None:
         """This worker is gone. Its place will be free when Ray has seen that."""
+        self.somewhere.discard(member)
         node = self.placed.pop(member, None)
         if node is not None:
             self._vacated.append((node, time.monotonic() + ROOM_SECONDS))

@@ -131,10 +131,9 @@ class Crew:
         task.add_done_callback(tasks.discard)
         return task
 
-    def sleep(self, members: tuple[str, ...], asleep: bool, at_once: bool = False) -> None:
-        """These replicas sleep from the next step on, or take part again."""
-        for member in members:
-            self._spawn(self._sleep(member, asleep, at_once))
+    def sleep(self, members: tuple[str, ...], asleep: bool, at_once: bool = False) -> list[asyncio.Task[None]]:
+        """These replicas sleep from the next step on, or take part again. Returns what tells each of them, and the others."""
+        return [self._spawn(self._sleep(member, asleep, at_once)) for member in members]
 
     async def settled(self) -> None:
         """Waits until every worker that had to go is gone."""
@@ -207,6 +206,8 @@ class Crew:
             return []
 
     async def _attach(self, member: str, node: str) -> None:
+        if not node:  # nobody has noted where it was sent; it has its place there, which is not to be asked for once more
+            self._contacts.somewhere.add(member)
         try:
             self._contacts.handle(member)
         except (ValueError, RayError):

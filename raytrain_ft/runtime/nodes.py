@@ -117,7 +117,7 @@ class Nodes:
         """Tells how many workers these nodes have room for, if that is news."""
         wanted, ours, unusable = placement.demand(self._spec.options), self._contacts, self.unusable
         about = (nodes, wanted, ours.taken(), ours.vacated(), ours.held)
-        free, most = (placement.capacity(*about, avoid) for avoid in (self.avoided, unusable))
+        free, most = (placement.capacity(*about, avoid) + len(ours.somewhere) for avoid in (self.avoided, unusable))
         stay = self._board.staying(ours.taken())
         slots = free + sum(stay[node] for node in stay.keys() - unusable)
         counted = m.CapacityChanged(slots=slots, last_resort=most - slots)

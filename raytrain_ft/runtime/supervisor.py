@@ -132,6 +132,7 @@ class Supervisor:
     async def abort(self, reason: str) -> None:
         """The run is to end before its time, with a last checkpoint."""
         self.tell(m.AbortRequested(reason=reason))
+        await self._recorded()
 
     async def notice(self, member: str, deadline_s: float, reason: str, replaced: bool = True) -> None:
         """Somebody asks that this worker leave within so many seconds; another takes its place, or there is one less.
@@ -146,6 +147,7 @@ class Supervisor:
         if not replaced and not self._machine.leaves_for_good(member) and (why := self._machine.why_not_fewer()):
             raise ConfigError(f"{member!r} cannot leave without a replacement: {why}")
         self._health.noticed(member, Notice(deadline_s, REQUEST, reason, replaced))
+        await self._recorded()
 
     async def sleep(self, rank: int, asleep: bool, at_once: bool) -> None:
         """Somebody asks that a replica contribute nothing for now, or take part again.
@@ -158,14 +160,23 @@ class Supervisor:
             raise ConfigError("a stage of a pipeline cannot sleep: the others need what it computes")
         if not 0 <= rank < len(world) or (asleep and len(world) < 2):
             raise ConfigError(f"rank {rank} of {len(world)} workers: give the rank of one that others can do without")
+        if world[rank] not in self._machine.members:
+            raise ConfigError(f"rank {rank} was lost, and another worker takes its place: ask again when that trains")
         if asleep and self._asleep.issuperset({*world} - {world[rank]}):
             raise ConfigError(f"rank {rank} of {len(world)} workers is the last that is awake: resume another one first")
-        self._crew.sleep((world[rank],), asleep, at_once)
         (self._asleep.add if asleep else self._asleep.discard)(world[rank])
+        await asyncio.wait(self._crew.sleep((world[rank],), asleep, at_once))  # told, whatever becomes of this process then
 
     def _note_sleep(self, event: m.Event) -> None:
         if isinstance(event, m.Dormant):
             (self._asleep.add if event.asleep else self._asleep.discard)(event.member)
+
+    async def _recorded(self) -> None:
+        """Until what was told by now is in the log, which a supervisor that comes back reads; or the run is over. Who is not
+        answered asks again."""
+        joined = asyncio.ensure_future(self._events.join())
+        await asyncio.wait([joined, self._life], return_when=asyncio.FIRST_COMPLETED)
+        joined.cancel()
 
     # ---------------------------------------------------------------- from the beginning to the end
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -361,19 +361,24 @@ class Stage:
         assert links.input_gradients is not None
         self._probe("send", number)
         there = number - self._settings.micro_batches if self._stage == 0 else number
-        links.input_gradients.give(there, [_gradient(tensor) for tensor in saved.inputs if has_gradient(tensor)])
+        params = self._params[self._chunk(number)]
+        links.input_gradients.give(there, [_gradient(tensor, params) for tensor in saved.inputs if has_gradient(tensor)])
 
     def _await(self, number: int) -> None:
         self._probe("receive", number)
         self._probe("wait", None)
 
 
-def _gradient(tensor: Tensor) -> Tensor:
-    """What the stage before gets. Of memory that it shares with a parameter's gradient, say, a copy: torch has one counter for
-    all changes there, and the log would take it for changed; nor is the rest to be kept as long as this is."""
+def _gradient(tensor: Tensor, params: Iterable[Tensor]) -> Tensor:
+    """What the stage before gets. A copy if it is also the gradient of one of these parameters, as of `w` in `x + w[None]`: the
+    next micro-batch adds to that, while this is on its way. Or if it is a part of other memory: torch has one counter for all
+    changes there, and the log would take it for changed; nor is the rest to be kept as long as this is."""
     if tensor.grad is None:
         return torch.zeros_like(tensor)
-    return tensor.grad.clone() if tensor.grad.untyped_storage().nbytes() > tensor.grad.nbytes else tensor.grad
+    memory = tensor.grad.untyped_storage()
+    alike = (param.grad for param in params if param.numel() == tensor.numel() and param.grad is not None)
+    shared = any(grad.untyped_storage().data_ptr() == memory.data_ptr() for grad in alike)
+    return tensor.grad.clone() if shared or memory.nbytes() > tensor.grad.nbytes else tensor.grad
 
 
 def passed_on(output: Any, stage: int) -> list[Tensor]:

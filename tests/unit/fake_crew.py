@@ -162,6 +162,7 @@ class Cluster:
         for worker in self.workers.values():
             worker.told = None
         if self.run.state not in ENDED:
+            self.now += (0.0, 1.0, 40.0)[len(self.log) % 3]  # it was away; not drawn, for all known lives would be others then
             self.tell(m.SupervisorRestarted())
             self.tell(self._room())
 

@@ -247,6 +247,32 @@ def test_a_node_that_is_said_to_go_is_the_last_resort(crew: Crew, told: list[m.E
     assert told[3:] == [m.CapacityChanged(slots=0, last_resort=0)], "nothing can be placed where Ray drains, or nobody answers"
 
 
+def test_who_was_on_its_way_when_the_supervisor_was_lost_has_a_place(
+    crew: Crew, told: list[m.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where that is, nobody has noted. It would be asked for once more, and a world formed without who is about to come."""
+    nodes, there = two_nodes(crew, told, at_once, monkeypatch)
+    there[0]["Available"] = {}
+    monkeypatch.setattr(crew, "_introduce", at_once)
+    monkeypatch.setattr(crew._contacts, "handle", lambda member: gone(member) if member == "w2" else None)
+
+    async def play() -> None:
+        for member in ("w1", "w2"):
+            crew.carry_out(c.Watch(member, ""))
+        await asyncio.gather(*crew._bringing.values())
+
+    asyncio.run(play())
+    nodes.count(there)
+    assert told[-1] == m.CapacityChanged(slots=3), "until it is known that w2 is lost"
+    crew._contacts.vacate("w2")
+    nodes.count(there)
+    assert told[-1] == m.CapacityChanged(slots=2)
+    crew._contacts.place("w1", "n1")
+    nodes.count(there)
+    assert told[-1] == m.CapacityChanged(slots=2)
+    assert not crew._contacts.somewhere
+
+
 def test_who_stays_on_a_node_that_others_are_to_leave_keeps_its_place(crew: Crew, told: list[m.Event]) -> None:
     """Of two nodes with room for three each, one is full, and one of its workers is asked to leave: one place is lacking."""
     board = NoticeBoard(lambda _: None, lambda: 0.0)

@@ -23,6 +23,7 @@ REASONS = {
     "ConfigError",
     "LockedError",
     "NoSurvivorError",
+    "TooFewWorkersError",
     "NoCheckpointError",
     "NonFiniteLossError",
     "RecoveryError",

@@ -1381,6 +1381,17 @@ def test_who_says_of_all_nodes_that_they_will_be_gone_stops_nothing() -> None:
     assert "max_failures allows 0" in story.run.failure[1]
 
 
+@pytest.mark.parametrize("source", ["request", "aws spot", "ray drain"])
+def test_whose_moment_to_leave_passed_while_the_supervisor_was_away_leaves_now(source: str) -> None:
+    """Nobody else would tell it before its node is gone."""
+    story = running(min_workers=2, slots=3)
+    assert of(story.tell(told("w1", source=source)), c.StopAtBoundary) == []
+    assert of(story.tell(m.SupervisorRestarted(at=100.0)), c.StopAtBoundary, c.SetTimer) == [c.SetTimer("leave", 18.0, 1)]
+    everybody = [c.StopAtBoundary(("w0", "w1", "w2"))]
+    assert of(story.tell(m.SupervisorRestarted(at=118.5)), c.StopAtBoundary) == everybody
+    assert story.run.state == State.RESIZING
+
+
 def test_where_nobody_could_stay_there_is_a_checkpoint_before_the_first_deadline() -> None:
     everybody = [c.Secure(("w0", "w1", "w2"))]
     story = running(min_workers=3, slots=3, checkpoints=True)

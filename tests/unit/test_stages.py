@@ -20,7 +20,7 @@ from raytrain_ft.task import TrainTask
 from raytrain_ft.training.build import build_replica
 from raytrain_ft.training.fence import Fence
 from raytrain_ft.training.links import Links
-from raytrain_ft.training.pipeline import Stage, _apart, _gradient, chunks_of, cut, sequential
+from raytrain_ft.training.pipeline import Stage, _apart, _gradient, chunks_of, cut, sequential, taken_in
 from raytrain_ft.training.settings import PipelineSettings, StepSettings
 from raytrain_ft.training.solo import Solo
 
@@ -79,11 +79,29 @@ def test_a_gradient_that_shares_memory_with_a_parameters_is_passed_on_by_itself(
     assert x.grad is not None
     assert prompt.grad is not None
     assert x.grad.untyped_storage().data_ptr() == prompt.grad.untyped_storage().data_ptr(), "else this shows nothing"
-    passed = _gradient(x)
+    passed = _gradient(x, [prompt])
     version = passed._version
     prompt.grad.add_(1)
     assert (passed._version, passed.untyped_storage().nbytes()) == (version, passed.nbytes)
     assert torch.equal(passed, x.grad)
+
+
+def test_a_gradient_that_is_a_parameters_too_is_passed_on_by_itself() -> None:
+    """The next micro-batch adds to the parameter's, and the stage before would train with the sum, if it is slow to take it."""
+    place, x = nn.Parameter(torch.ones(4, 8)), torch.ones(1, 4, 8)
+
+    def step(x: Tensor) -> None:
+        (taken_in([x])[0] + place[None]).square().sum().backward()
+
+    step(x)
+    assert x.grad is not None
+    assert place.grad is not None
+    assert x.grad.untyped_storage().data_ptr() == place.grad.untyped_storage().data_ptr(), "else this shows nothing"
+    passed = _gradient(x, [nn.Parameter(torch.ones(4, 8)), place])
+    right = x.grad.clone()
+    step(torch.ones(1, 4, 8))
+    assert torch.equal(passed, right)
+    assert not torch.equal(x.grad, right), "else this shows nothing"
 
 
 def gradients(model: nn.Sequential, batches: Sequence[Tensor], cuts: tuple[int, ...], **how: Any) -> list[Tensor | None]:

@@ -87,12 +87,42 @@ def test_a_recovery_that_is_over_is_made_plain_data_once(monkeypatch: Any) -> No
     assert one.recoveries()[-1]["cause"].endswith("; w100: killed, perhaps for memory"), "it is not over yet"
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_request_is_answered_once_it_is_in_the_log(ends: bool) -> None:
+    """A supervisor that is lost before that knows nothing of it, and nobody would ask again. Or the run is over first."""
+
+    async def play() -> None:
+        events: asyncio.Queue[m.Event] = asyncio.Queue()
+        life: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        one = bare(start=0.0, events=events, life=life)
+        asked = asyncio.ensure_future(one.abort("enough"))
+        while events.empty():
+            await asyncio.sleep(0)
+        assert not (await asyncio.wait([asked], timeout=0.05))[0]
+        if ends:
+            life.set_result(None)
+        else:
+            events.get_nowait()
+            events.task_done()
+        await asyncio.wait_for(asked, 5.0)
+
+    asyncio.run(play())
+
+
 def test_the_last_replica_that_is_awake_is_not_put_to_sleep() -> None:
     """Then all would take part again, which is not what was asked for. A request counts at once, before the worker tells."""
     asked: list[tuple[Any, ...]] = []
-    machine = SimpleNamespace(world=("w0", "w1", "w2"))
+    machine = SimpleNamespace(world=("w0", "w1", "w2"), members={"w0", "w1", "w2", "w3"})
     spec = SimpleNamespace(rules=SimpleNamespace(stages=1))
-    one = bare(machine=machine, spec=spec, crew=SimpleNamespace(sleep=lambda *told: asked.append(told)), asleep=set())
+
+    async def told_at_once() -> None:
+        """Nobody is slow to answer."""
+
+    def tell(*told: Any) -> list[asyncio.Task[None]]:
+        asked.append(told)
+        return [asyncio.get_running_loop().create_task(told_at_once())]
+
+    one = bare(machine=machine, spec=spec, crew=SimpleNamespace(sleep=tell), asleep=set())
 
     def sleep(rank: int, asleep: bool) -> None:
         asyncio.run(one.sleep(rank, asleep, False))
@@ -110,6 +140,9 @@ def test_the_last_replica_that_is_awake_is_not_put_to_sleep() -> None:
     sleep(0, True)
     with pytest.raises(ConfigError, match="rank 1 of 2 workers is the last"):
         sleep(1, True)
+    machine.members.remove("w2")  # it is lost, and a recovery is under way
+    with pytest.raises(ConfigError, match="rank 0 was lost, and another worker takes its place: ask again"):
+        sleep(0, False)
 
 
 def test_what_a_run_tells_of_its_checkpoints_has_no_credentials(
