@@ -6,7 +6,7 @@
     ├── ConfigError (ValueError)      a value that the user gave; raised before any worker starts wherever possible
     │   ├── UndoRefusedError          an optimizer whose update cannot be undone
     │   ├── RunActiveError            another run of this name is alive
-    │   ├── TooFewWorkersError        the cluster has no room for as many workers as were asked for
+    │   ├── TooFewWorkersError        too few workers became ready in time for the run to begin
     │   ├── ScenarioError             a scenario that cannot be: every fault with its file and line
     │   └── MismatchError             a checkpoint of another model, optimizer, scheduler or dataset: every difference listed
     ├── TrainingFailedError           a run that has begun and could not be finished

@@ -20,7 +20,8 @@ from raytrain_ft.runtime import report as reports
 from raytrain_ft.runtime import timeline as timelines
 from raytrain_ft.runtime.event_log import each_record, earlier_logs, read_records, read_run
 
-FAILURES = ("WorkerLost", "Suspected", "TaskFailed", "CheckpointFailed", "LogFailed", "SupervisorRestarted", "RunFailed")
+LOST = ("WorkerLost", "Suspected", "TaskFailed", "SupervisorRestarted", "AbortRequested", "RightLost", "RunFailed")
+FAILED = ("CheckpointFailed", "CheckpointRejected", "LogFailed", "LogMissing", "UndoRefused")
 
 console = output.console()
 RUN = click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
@@ -88,7 +89,7 @@ def events(run: Path) -> None:
         console.print(f"{count:8,}  {printable(name)}", markup=False)
     for record in records:
         late = record["event"] == "TimerFired" and record["timer"].startswith(("fence", "save"))  # who did not answer is lost
-        if late or record["event"] in FAILURES:
+        if late or record["event"] in LOST + FAILED:
             what = next((record[key] for key in ("cause", "reason", "message", "error", "timer") if record.get(key)), "")
             line = f"{record['at']:9.2f} s  {record['event']}  {record.get('member', '')}  {what}"
             console.print(printable(line), markup=False)
