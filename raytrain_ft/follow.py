@@ -29,6 +29,7 @@ from raytrain_ft import errors
 from raytrain_ft.errors import ConfigError, FTError, LockedError, TrainingFailedError, refusal
 from raytrain_ft.places import Place
 from raytrain_ft.policy.history import ENDS
+from raytrain_ft.policy.states import State
 from raytrain_ft.progress import Display
 from raytrain_ft.result import Result, first_of, recovery_of
 from raytrain_ft.runtime.event_log import each_record, has_end
@@ -234,7 +235,7 @@ def recorded(directory: Path) -> Account | None:
         "name": details["name"],
         "directory": str(directory),
         "max_steps": details["max_steps"],
-        "state": end.get("state", "FINISHED"),
+        "state": end.get("state", str(State.FINISHED)),
         "world_size": world_size,
         "step": step,
         "loss": committed["loss"] if committed else losses.get(step),  # a run that was at its end when it began did no step

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from raytrain_ft.errors import plain
-from raytrain_ft.policy.states import RECOVERING
+from raytrain_ft.policy.states import ENDED, RECOVERING, State
 from raytrain_ft.policy.strategy import PHASES, Recovery
 from raytrain_ft.policy.units import counted
 from raytrain_ft.result import recovery_of
@@ -59,7 +59,7 @@ class Display:
             return
         for fields in account["recoveries"][self._shown :]:
             recovery = recovery_of(fields)
-            if recovery.resumed is None and account["state"] not in ("FINISHED", "ERRORED", "ABORTED"):
+            if recovery.resumed is None and account["state"] not in ENDED:
                 break
             self._shown += 1
             self._print(describe(recovery))
@@ -94,7 +94,7 @@ class Display:
 
     def show_end(self, account: dict[str, Any]) -> None:
         """Of a run that was ended before its time: what to do with it."""
-        if account["state"] == "ABORTED":
+        if account["state"] == State.ABORTED:
             begin = f"goes on from {account['checkpoint']}" if account["checkpoint"] else "begins anew: it has no checkpoint"
             self.say(f"ended at step {account['step']}/{self._max_steps}; run again under the same name, it {begin}")
 

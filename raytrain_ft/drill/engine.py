@@ -17,6 +17,7 @@ from raytrain_ft.drill.played import Played, Struck
 from raytrain_ft.drill.schedule import Due, Schedule, View, spares_one
 from raytrain_ft.drill.watch import ABORT_S, Watch
 from raytrain_ft.errors import ConfigError, FTError
+from raytrain_ft.policy.states import State
 from raytrain_ft.result import Result
 from raytrain_ft.scenario import Event
 from raytrain_ft.signals import at_sigterm
@@ -107,7 +108,7 @@ class Rehearsal:
                 self._show(self._watch.account)
                 self._ground.prepare(self._view.hosts())
             now = time.monotonic()
-            if self._began is None and self._view.state == "RUNNING":
+            if self._began is None and self._view.state == State.RUNNING:
                 self._began = now
             self._find_markers()
             for entry in [entry for entry in self._later if entry[0] <= now]:

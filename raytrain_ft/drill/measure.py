@@ -10,6 +10,7 @@ from raytrain_ft.drill.numbers import Kind, Report, Spread, Strike
 from raytrain_ft.drill.played import Played, Struck
 from raytrain_ft.policy.audit import audit
 from raytrain_ft.policy.history import LONGEST_RECOVERY_S, check
+from raytrain_ft.policy.states import ENDED, State
 from raytrain_ft.policy.strategy import Guarantee, Recovery, weakest
 from raytrain_ft.result import recovery_of
 from raytrain_ft.runtime.event_log import read_records
@@ -59,10 +60,10 @@ class Clock:
 def training_seconds(records: Records, clock: Clock) -> float:
     """From the first step to the end, without the start of the workers."""
     states = [record for record in records if record["event"] == "State"]
-    began = next((record["at"] for record in states if record["state"] == "RUNNING"), None)
+    began = next((record["at"] for record in states if record["state"] == State.RUNNING), None)
     if began is None:
         return 0.0
-    over = ("SHUTTING_DOWN", "ERRORED", "ABORTED", "FINISHED")
+    over = ENDED | {State.SHUTTING_DOWN}
     ended = next((record["at"] for record in states if record["state"] in over), records[-1].get("at", began))
     return clock.real(ended) - clock.real(began)
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raytrain_ft.drill.faults import casualties, is_planted
+from raytrain_ft.policy.states import ENDED, State
 from raytrain_ft.scenario import Event, Scenario, Who
 from raytrain_ft.simulate.listed import SpotTrace
 
-UNREADY = ("INITIALIZING", "SCHEDULING", "SHUTTING_DOWN", "FINISHED", "ERRORED", "ABORTED")
+UNREADY = ENDED | {State.INITIALIZING, State.SCHEDULING, State.SHUTTING_DOWN}
 """States in which nothing is struck: there is no training yet, or no longer."""
 
 
