@@ -29,6 +29,7 @@ from raytrain_ft.ray_config import CheckpointConfig, RunConfig, ScalingConfig, c
 from raytrain_ft.result import Result
 from raytrain_ft.runtime import sealed
 from raytrain_ft.runtime.placement import ON_HEAD, demand, lacking
+from raytrain_ft.runtime.shared import sees_directory
 from raytrain_ft.runtime.software import CODE, pack
 from raytrain_ft.runtime.spec import NAMESPACE, RunSpec
 from raytrain_ft.runtime.supervisor_actor import SupervisorActor
@@ -296,8 +297,7 @@ def _exit(number: int, frame: object) -> None:
 
 def _check_directory(spec: RunSpec) -> None:
     """The supervisor writes the run's records where this process looks for them."""
-    path = spec.directory / "nonce"
-    if not path.exists() or path.read_text() != spec.nonce:
+    if not sees_directory(spec):
         raise ConfigError(
             f"RunConfig.storage_path: the node of the supervisor and this one do not see the same {spec.directory}. Use a path "
             "that is shared by all nodes."

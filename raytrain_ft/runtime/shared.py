@@ -22,11 +22,15 @@ again, and whoever starts a run looks for checkpoints before there is a place fo
 POLL_S = 0.5
 
 
+def sees_directory(spec: RunSpec) -> bool:
+    """Whether this node sees the directory to which the supervisor writes the run's records."""
+    path = spec.directory / "nonce"
+    return path.exists() and path.read_text() == spec.nonce
+
+
 def check_directory(spec: RunSpec, host: str) -> None:
     """Raises ConfigError if this node does not see the run's directory."""
-    path = spec.directory / "nonce"
-    found = path.read_text() if path.exists() else None
-    if found != spec.nonce:
+    if not sees_directory(spec):
         raise ConfigError(
             f"RunConfig.storage_path: node {host} does not see the run's directory {spec.directory}. "
             "Use a path that is shared by all nodes."
