@@ -25,6 +25,8 @@ LOSS, PAUSE = "train/loss", "recovery/pause_seconds"
 SUCCESS = "FINISHED"
 RECOVERY = "recovery "
 """Of MLflow's tags: the number of a recovery comes after it, those of earlier runs of the name included."""
+FINISH_S = 60.0
+"""How long the end of a run waits for W&B's server."""
 
 
 def _scalars(steps: Steps) -> dict[str, float]:
@@ -224,23 +226,33 @@ class WandB(Callback):
         if not told or not (run.resumed or same):
             told = {"run": run.run_id, "steps": 0}
         self._told = told | {"run_id": run.run_id, "recoveries": told["recoveries"] if same else 0}
+        self._untold: list[dict[str, float]] = []
         about = {"project": self._project, "name": run.name, "id": self._told["run"], "resume": "allow", "mode": self._mode}
-        self._run = self._wandb.init(**about, dir=str(run.directory), config=run.config)
+        settings = self._wandb.Settings()
+        if hasattr(settings, "finish_timeout"):  # without it, newer versions wait for a server that is away for ever
+            settings.finish_timeout = FINISH_S
+        self._run = self._wandb.init(**about, dir=str(run.directory), config=run.config, settings=settings)
         return Seen(self._told["steps"], self._told["recoveries"])
 
     def on_steps(self, steps: Steps) -> None:
-        self._log(_scalars(steps), {"steps": steps.stop})
+        self._log(_scalars(steps), steps.stop)
 
     def on_recovery(self, recovery: Recovery) -> None:
-        """At the newest step: W&B takes no value for an earlier one."""
-        self._log(_marks(recovery), {"recoveries": self._told["recoveries"] + 1})
+        """Told with the steps that come next: W&B takes one row for each step, and none for an earlier one."""
+        self._untold.append(_marks(recovery))
 
     def on_end(self, state: str) -> None:
+        if self._untold:
+            self._log({}, max(self._run.step, self._told["steps"] + 1))
         self._run.finish(exit_code=int(state != SUCCESS))
 
-    def _log(self, scalars: dict[str, float], told: dict[str, int]) -> None:
-        self._told |= told
-        self._run.log(scalars, step=self._told["steps"])
+    def _log(self, scalars: dict[str, float], step: int) -> None:
+        """A whole row, which W&B takes at once, and then the note of it."""
+        marks = {name: value for one in self._untold for name, value in one.items()}
+        self._run.log(marks | scalars, step=step, commit=True)
+        self._told |= {"steps": max(self._told["steps"], step) if scalars else self._told["steps"]}
+        self._told |= {"recoveries": self._told["recoveries"] + len(self._untold)}
+        self._untold = []
         _write_whole(self._note, self._told)
 
 

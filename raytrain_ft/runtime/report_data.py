@@ -152,7 +152,7 @@ def gather(records: Iterable[Any], name: str = "") -> Facts:
                 accounts[f"{record.get('detected')} {record.get('incarnation')}"] = record
             case "Resumed" if at is not None:
                 incarnation = max(incarnation, number(record, "incarnation") or 0.0)
-                _resumed(facts, record, at)
+                _resumed(facts, losses, record, at)
             case "StepsCommitted" if at is not None and (number(record, "incarnation") or 0.0) >= incarnation:
                 _committed(facts, losses, record, at)
             case _ if at is not None:
@@ -187,8 +187,10 @@ def _error(record: Record) -> str:
     return text(record, "error")
 
 
-def _resumed(facts: Facts, record: Record, at: float) -> None:
+def _resumed(facts: Facts, losses: dict[float, float], record: Record, at: float) -> None:
     if (step := number(record, "step")) is not None:
+        while losses and next(reversed(losses)) > step:  # of steps that all have gone back from; they are in order
+            losses.popitem()
         facts.progress.append((at, step))
         facts.begun = step if facts.begun is None else facts.begun
     if (replicas := number(record, "world_size")) is not None:

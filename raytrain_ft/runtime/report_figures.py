@@ -89,7 +89,7 @@ def _height(facts: Facts) -> Callable[[float], float]:
     """Where the curve of committed steps is at a time."""
     import numpy as np
 
-    times, steps = zip(*facts.progress, strict=True)
+    times, steps = np.array(facts.progress, dtype=float).T  # once: it is asked for every checkpoint
     return lambda at: float(np.interp(at, times, steps))
 
 

@@ -29,7 +29,7 @@ def build(records: Iterable[dict[str, Any]], merged: int = 1) -> Iterator[dict[s
     last = 0.0
     for record in records:
         member, last = record.get("member"), record.get("at", last)
-        if member is not None and member not in rows:
+        if member is not None and member not in rows and record["event"] != "StepsStored":  # there it is a checkpoint's name
             rows[member] = 10 + len(rows)
             yield _name(1, rows[member], f"worker {member}")
         if record["event"] == "State":
@@ -83,8 +83,8 @@ def _name(pid: int, row: int, name: str) -> dict[str, Any]:
 def write(directory: Path) -> Path:
     """Writes `timeline.json` beside the event log; a reader sees the old one or the new one, never half of it."""
     path, log = directory / "timeline.json", directory / "events.jsonl"
-    with log.open() as lines:
-        merged = max(1, -(-sum(line.startswith('{"event":"StepsCommitted"') for line in lines) // MOST_SPANS))
+    with log.open("rb") as lines:  # one may be damaged, and what comes before it is drawn
+        merged = max(1, -(-sum(line.startswith(b'{"event":"StepsCommitted"') for line in lines) // MOST_SPANS))
     with draft_of(path) as file:
         file.write('{"traceEvents": [')
         # one by one, for no other thread runs in the midst of `dumps`

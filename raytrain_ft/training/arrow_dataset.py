@@ -139,11 +139,11 @@ def _read(filesystem: pafs.FileSystem, path: str, columns: Sequence[str] | None)
         source.seek(0)
         if magic.startswith(b"PAR1"):
             file = pq.ParquetFile(source)
-            _refuse_missing(path, columns, file.schema_arrow.names)
+            _check_columns(path, columns, file.schema_arrow.names)
             table = file.read(columns)
         elif magic == b"ARROW1":
             table = pyarrow.ipc.open_file(source).read_all()
-            _refuse_missing(path, columns, table.schema.names)
+            _check_columns(path, columns, table.schema.names)
         else:
             raise ConfigError(
                 f"{path} is neither an Arrow IPC file nor Parquet: it begins with {magic!r}. "
@@ -156,10 +156,13 @@ def _read(filesystem: pafs.FileSystem, path: str, columns: Sequence[str] | None)
     return table if columns is None else table.select(list(columns))
 
 
-def _refuse_missing(path: str, columns: Sequence[str] | None, names: list[str]) -> None:
+def _check_columns(path: str, columns: Sequence[str] | None, names: list[str]) -> None:
     missing = sorted(set(columns or ()) - set(names))
     if missing:
         raise ConfigError(f"{path} has no column {missing}; it has {names}.")
+    wanted = names if columns is None else columns
+    if twice := sorted(name for name in set(wanted) if names.count(name) > 1):
+        raise ConfigError(f"{path} has several columns {twice}; it has {names}. Rename them, or give columns=... without them.")
 
 
 # ---------------------------------------------------------------- values

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,9 +19,9 @@ from test_wait_free import distance
 from torch import nn
 from toy import Leisurely, Toy
 
-from raytrain_ft import FailAt
+from raytrain_ft import FailAt, attaching
 from raytrain_ft.chaos.cluster import LocalCluster
-from raytrain_ft.errors import RecoveryError
+from raytrain_ft.errors import ConfigError, RecoveryError
 from raytrain_ft.policy.audit import audit
 from raytrain_ft.policy.strategy import Guarantee
 from raytrain_ft.runtime.event_log import read_records
@@ -77,6 +81,46 @@ def test_goes_on_smaller_without_room_and_grows_when_a_node_joins(
     assert distance(result.final_state, calm.final_state) < 1e-4, "and the same mathematics"
     # The survivors kept their processes: nobody but the lost one and the newcomers was ever started.
     assert sum(r["event"] == "WorkerStarted" for r in records) <= full + 2
+
+
+class Slow(Toy):
+    """Its workers are ready one after the other: who comes first has the dataset at once."""
+
+    def __init__(self, first: Path) -> None:
+        super().__init__()
+        self.first = first
+
+    def dataset(self) -> Any:
+        try:
+            self.first.mkdir()
+        except FileExistsError:
+            time.sleep(8.0)
+        return super().dataset()
+
+
+@pytest.mark.long
+def test_who_is_being_set_up_when_the_supervisor_is_lost_is_waited_for(cluster: LocalCluster, tmp_path: Path) -> None:
+    """There is room for all of them, where they are: nobody begins with fewer, and grows."""
+    full = len(cluster.node_ids())
+    arguments = {"task": Slow(tmp_path / "first"), "workers": (1, full), "num_spares": 0, "global_batch_size": 40}
+
+    seen: dict[str, Any] = {}
+
+    def are_on_their_way() -> bool:
+        with suppress(ConfigError):  # it is not there yet
+            seen.update(attaching.find("begun")[1])
+        return seen.get("state") == "SCHEDULING" and sum(map(bool, seen["nodes"].values())) == full
+
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(train, tmp_path, "begun", **arguments)
+        assert until(are_on_their_way, 30)
+        os.kill(seen["pid"], signal.SIGKILL)
+        result = training.result(timeout=120)
+    records = read_records(Path(result.path) / "events.jsonl")
+    assert any(record["event"] == "SupervisorRestarted" for record in records), "else this shows nothing"
+    assert resumed_sizes(Path(result.path)) == [full]
+    assert result.recoveries == []
+    assert promise_kept(result) == []
 
 
 @pytest.mark.long

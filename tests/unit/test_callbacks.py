@@ -312,8 +312,8 @@ def records_of(data: bytes) -> Iterator[bytes]:
             parts = b""
 
 
-def history(directory: Path) -> list[tuple[str, int]]:
-    """(run, step) of every row in the offline stores of W&B, oldest first."""
+def history(directory: Path, key: str = "train/loss") -> list[tuple[str, int]]:
+    """(run, step) of every row with this key in the offline stores of W&B, oldest first."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     found: list[tuple[str, int]] = []
@@ -323,7 +323,7 @@ def history(directory: Path) -> list[tuple[str, int]]:
             record: Any = Record.FromString(data)
             name = record.run.run_id or name
             items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            if "train/loss" in items:
+            if key in items:
                 found.append((name, record.history.step.num))
     return found
 
@@ -339,6 +339,8 @@ def test_wandb_continues_the_run_offline(tmp_path: Path, monkeypatch: pytest.Mon
     follow(run, RULES, [WandB(mode="offline")])  # nothing is left to tell
     steps = [*told_steps(first), *told_steps(second, after=told_steps(first)[-1])]
     assert history(run) == [("r0", step) for step in steps]
+    ((name, at),) = history(run, "recovery/workers_lost")
+    assert (name, at in steps, at > 9) == ("r0", True, True), "W&B takes no second row of a step that it has"
 
 
 def test_records_that_cannot_be_read_for_a_while_cost_no_callback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -620,6 +620,7 @@ def test_arrow_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         (write(tmp_path / "null.arrow", pa.table({"x": [1, None]})), ConfigError, "'x' holds 1 null"),
         (write(tmp_path / "when.arrow", pa.table({"t": pa.array([1], pa.timestamp("s"))})), ConfigError, "'t' of type"),
         (write(tmp_path / "deep.arrow", pa.table({"t": [{"a": 1}]})), ConfigError, "'t' of type"),
+        (write(tmp_path / "twice.arrow", pa.table([[1], [2]], ["a", "a"])), ConfigError, r"several columns \['a'\]"),
     ]
     (tmp_path / "text.arrow").write_text("hello, I am not Arrow")
     cases.append((tmp_path / "text.arrow", ConfigError, "neither an Arrow IPC file nor Parquet"))

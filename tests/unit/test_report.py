@@ -174,6 +174,14 @@ def test_a_return_to_an_earlier_step_is_seen_and_stale_lines_are_not() -> None:
     assert facts.recoveries[0].phases[0] == ("fence", 2.0, 2.1)
 
 
+def test_the_losses_of_steps_that_all_have_gone_back_from_are_not_shown() -> None:
+    """The records of the second time end at other steps."""
+    resumed = {"event": "Resumed", "at": 3.0, "incarnation": 2, "step": 8, "world_size": 3}
+    before, after = [step(1.0, 5, loss=5.0), step(2.0, 10, loss=1.0)], step(4.0, 9, incarnation=2, loss=7.0)
+    assert gather([*before, resumed]).losses == [(5.0, 5.0)]
+    assert gather([*before, resumed, after]).losses == [(5.0, 5.0), (9.0, 7.0)]
+
+
 @pytest.mark.parametrize("records", [[], [{}], [None, 5, "x", []], [{"event": "RunStarted"}], [{"event": "Recovery"}]])
 def test_hardly_any_records(records: list[Any]) -> None:
     page = checked(records)
@@ -299,6 +307,18 @@ def test_a_timeline_of_a_run_without_states(tmp_path: Path, records: list[Any]) 
     assert result.exit_code == 0, result.output
     names = [one["name"] for one in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]]
     assert names == ["thread_name", "thread_name"]
+
+
+def test_a_timeline_of_a_damaged_log_shows_what_comes_before(tmp_path: Path) -> None:
+    lost = {"event": "WorkerLost", "at": 1.0, "member": "w1"}
+    stored = {"event": "StepsStored", "at": 2.0, "member": "step-000000120-e1-i3"}  # the name of a checkpoint, and no worker
+    lines = b"".join(json.dumps(record).encode() + b"\n" for record in (lost, stored))
+    (tmp_path / "events.jsonl").write_bytes(lines + b'{"event":"Sta\xffte"}\n')
+    result = CliRunner().invoke(main, ["timeline", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    assert [one["args"]["name"] for one in found if one["ph"] == "M"] == ["supervisor", "recoveries", "worker w1"]
+    assert [one["name"] for one in found if one["ph"] == "i"] == ["WorkerLost"]
 
 
 def test_each_state_lasts_until_the_next_one_and_the_last_to_the_end() -> None:
