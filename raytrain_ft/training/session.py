@@ -234,6 +234,7 @@ class Session:
             )
         self._reading.add(name)
         self._ended.discard(name)
+        self._put_generators_back(name)
         if self._uncommitted is None or name in self._uncommitted:
             self.commit(name)
 
@@ -243,13 +244,21 @@ class Session:
         self._forgotten.asked(by_hand=name is None)
         if name is None or not self._last or name in self._last:
             self._open_updates = 0  # one that broke off, if the training goes on, is as much of its state as any other
-        if self._resumed is not None and self._resumed.goes_on_at(name):
-            resuming.set_generators(self._resumed, self._ranks.rank)  # something may have drawn since `begin`
-            self._resumed = None
+        if name is None:
+            self._put_generators_back(None)
         if self._uncommitted is not None:
             ended = self._commit_step()
             if ended or self.step >= self._next_decision:
                 self._decide(ended)
+
+    def _put_generators_back(self, name: str | None) -> None:
+        """The loop is where it was: something may have drawn since `begin`. Not where the training has gone on already, with a
+        batch that was read, or in a loop that commits after its update: what it has drawn would be drawn again."""
+        if self._resumed is None or not self._resumed.goes_on_at(name):
+            return
+        plan, self._resumed = self._resumed, None
+        if self._uncommitted is None or (name is not None and not self._uncommitted):
+            resuming.set_generators(plan, self._ranks.rank)
 
     def _left(self, name: str, ended: bool) -> None:
         """This loader's loop was left, perhaps because its epoch has ended."""

@@ -356,6 +356,57 @@ def test_generators_are_not_put_back_in_the_midst_of_a_training_on_other_data(tm
     assert len({*begun, *more}) == 6, "no number is drawn twice"
 
 
+@pytest.mark.parametrize("commits", ["before", "after"])
+def test_what_was_drawn_is_not_drawn_again_wherever_the_loop_commits(tmp_path: Path, commits: str) -> None:
+    def launch(directory: Path, until: int) -> list[float]:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        drawn = []
+        with checkfreq.open(directory, every=1, model=model, optimizer=optimizer) as run:
+            if commits == "before":
+                torch.rand(3)  # no part of a step
+            while run.step < until:
+                if commits == "before":
+                    run.commit()
+                drawn.append(float(torch.rand(())))
+                model(torch.ones(1, 1)).sum().backward()
+                optimizer.step()
+                if commits == "after":
+                    run.commit()
+        return drawn
+
+    torch.manual_seed(3)
+    whole = launch(tmp_path / "a", 6)
+    torch.manual_seed(3)
+    assert launch(tmp_path / "b", 3) == whole[:3]
+    torch.manual_seed(4)
+    assert launch(tmp_path / "b", 6) == whole[3:]
+
+
+def test_generators_are_put_back_at_the_first_batch_also_after_an_update_without_one(tmp_path: Path) -> None:
+    """As where a step without gradients has an optimizer make its state."""
+
+    def launch(directory: Path, until: int) -> list[float]:
+        setup = Setup()
+        drawn = []
+        with checkfreq.open(directory, every=1, **setup.objects) as run:
+            setup.optimizer.step()
+            torch.rand(3)
+            for inputs, labels in run.batches(setup.loader, until_step=until):
+                drawn.append(float(torch.rand(())))
+                setup.step(inputs, labels)
+        return drawn
+
+    torch.manual_seed(3)
+    whole = launch(tmp_path / "a", 6)
+    torch.manual_seed(3)
+    begun = launch(tmp_path / "b", 3)
+    torch.manual_seed(4)
+    resumed = launch(tmp_path / "b", 6)
+    assert not {*begun} & {*resumed}, "no number is drawn twice"
+    assert [*begun, *resumed][: len(whole)] == whole
+
+
 def test_a_loader_that_is_not_there_any_more_is_not_asked(tmp_path: Path) -> None:
     setup = Setup()
     others = {n: checkfreq.Loader(TensorDataset(torch.ones(8, 1)), global_batch_size=4) for n in ("first", "second")}
