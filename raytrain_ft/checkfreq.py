@@ -133,20 +133,28 @@ class Run:
         """Batches of one epoch after the other, until `step` has come that far. None, and a line in the log, if it has already.
 
         Raises:
-            ConfigError: no update was seen in a whole epoch, which would go on for ever.
+            ConfigError: no update was seen in a whole epoch, which would go on for ever. In several, where an optimizer is
+                followed or there was an update before: gradients may be accumulated for longer than an epoch.
         """
         if self.step >= until_step:
             self._session.nothing_left(until_step)
+        epochs = batches = 0  # since the last update
         while self.step < until_step:
             before, whole = self.step, loader.position.consumed == 0  # which asks where it stands
             for batch in loader:
                 yield batch
                 if self.step >= until_step:
                     return
-            if whole and self.step == before:
+                batches += 1
+            if self.step != before:
+                epochs = batches = 0
+                continue
+            epochs += whole
+            if self._session.stands_still(epochs, batches):
                 raise ConfigError(
-                    "Run.batches(until_step=...): a whole epoch went by and no update was seen: pass the optimizer to "
-                    "checkfreq.open, or put updates into `with run.update():`"
+                    f"Run.batches(until_step={until_step}): no update was seen in {epochs} whole "
+                    f"{'epoch' if epochs == 1 else 'epochs'} ({batches} batches), and the run is at step {self.step}: pass the "
+                    "optimizer that makes the updates to checkfreq.open, or put updates into `with run.update():`"
                 )
 
     @contextmanager

@@ -13,6 +13,8 @@ from torch import Tensor
 
 FORGOTTEN = 100
 """So many updates without a batch, or batches without an update: perhaps something was not given to `open`."""
+EPOCHS = 3
+"""And so many whole epochs, where an epoch without an update is no mistake yet: gradients are accumulated, or infinite."""
 LOOKS = 32
 """In so many batches after these, the weights are looked at; and again after as many more without an update."""
 EVERY = 8
@@ -89,6 +91,10 @@ class Forgotten:
         self._updates[optimizer] += 1
         if not reading and not self._by_hand and self._updates[optimizer] >= FORGOTTEN:
             self.tell(NO_BATCH)
+
+    def stands_still(self, epochs: int, batches: int) -> bool:
+        """Whether to give up after so many on end without an update. At once, if none could have been seen."""
+        return (epochs > 0 and not (self._follows or self._updated)) or (epochs >= EPOCHS and batches >= FORGOTTEN)
 
     def tell(self, reason: str) -> None:
         """Says it, if nothing was said yet."""

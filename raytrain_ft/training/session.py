@@ -395,6 +395,10 @@ class Session:
         if self._ranks.rank == 0:
             self._journal.show(reason)
 
+    def stands_still(self, epochs: int, batches: int) -> bool:
+        """Whether a loop until a step has gone on for too long without coming nearer to it."""
+        return self._forgotten.stands_still(epochs, batches)
+
     def close(self) -> None:
         """Brings a checkpoint that is under way to its end, and gives everything back."""
         self._closing.close()

@@ -1787,8 +1787,29 @@ def test_an_optimizer_that_was_not_given_is_missed_while_the_loop_goes_on(tmp_pa
 def test_an_epoch_without_an_update_is_an_error_where_updates_are_counted(tmp_path: Path) -> None:
     loader = checkfreq.Loader(TensorDataset(torch.arange(8)), global_batch_size=2)
     run = checkfreq.open(tmp_path, model=nn.Linear(2, 2), loader=loader)
-    with pytest.raises(ConfigError, match="no update was seen"):
+    with pytest.raises(ConfigError, match=r"no update was seen in 1 whole epoch \(4 batches\)"):
         list(itertools.islice(run.batches(loader, until_step=10), 20))
+    run.close()
+
+
+@pytest.mark.parametrize("batch", [BATCH, SAMPLES])
+def test_gradients_may_be_accumulated_for_longer_than_an_epoch_where_updates_are_counted(tmp_path: Path, batch: int) -> None:
+    setup = Setup(batch=batch)
+    with checkfreq.open(tmp_path, **setup.objects) as run:
+        for number, (inputs, labels) in enumerate(run.batches(setup.loader, until_step=3), 1):
+            F.cross_entropy(setup.model(inputs), labels).backward()
+            if number % 12 == 0:
+                setup.optimizer.step()
+        assert run.step == 3
+
+
+def test_many_epochs_without_an_update_are_an_error_where_updates_are_counted(tmp_path: Path) -> None:
+    setup = Setup()
+    run = checkfreq.open(tmp_path, **setup.objects)
+    batches = run.batches(setup.loader, until_step=10)
+    setup.step(*next(batches))
+    with pytest.raises(ConfigError, match=r"no update was seen in 20 whole epochs \(100 batches\), and the run is at step 1"):
+        list(itertools.islice(batches, 3 * FORGOTTEN))
     run.close()
 
 
