@@ -43,6 +43,7 @@ from raytrain_ft.errors import (
     MismatchError,
     NoCheckpointError,
     StorageError,
+    UnknownFormatError,
     UnreachableError,
 )
 from raytrain_ft.places import Place
@@ -1145,14 +1146,17 @@ def test_what_was_passed_over_is_not_kept_in_place_of_what_was_loaded(run_direct
     assert [step for step, _ in kept(run_directory)] == [10, 14]
 
 
-def test_what_is_out_of_reach_is_passed_over_but_stays(run_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Perhaps it is whole. Here the file system gives an error for as long as it is asked."""
+@pytest.mark.parametrize("error", [UnreachableError, UnknownFormatError])
+def test_what_may_be_whole_is_passed_over_but_stays(
+    run_directory: Path, monkeypatch: pytest.MonkeyPatch, error: type[StorageError]
+) -> None:
+    """The file system gives an error for as long as it is asked, or another version has written it."""
     monkeypatch.setattr(checkpoint, "READ_S", 0.0)
     view = LocalStorage.view
 
     def fails(self: LocalStorage, name: str) -> Any:
         if "000000012" in name and name.endswith(".arrow"):
-            raise UnreachableError("Input/output error")
+            raise error("Input/output error")
         return view(self, name)
 
     setup = Setup()
