@@ -138,11 +138,13 @@ class Beginning:
 
 
 def _rates(objects: Mapping[str, Any]) -> dict[str, list[float | None]]:
-    """The learning rates of each optimizer's groups; None where a scheduler makes them, which leaves its mark in the group."""
+    """The learning rates of each optimizer's groups; None where a scheduler makes them, which leaves its mark in the group, or
+    is passed itself."""
+    scheduled = [getattr(value, "optimizer", None) for value in objects.values()]
     return {
         name: [None if "initial_lr" in one else _number(one.get("lr")) for one in getattr(value, "param_groups", [])]
         for name, value in objects.items()
-        if isinstance(value, torch.optim.Optimizer)
+        if isinstance(value, torch.optim.Optimizer) and not any(value is one for one in scheduled)
     }
 
 
@@ -159,6 +161,6 @@ def _replaced(before: Mapping[str, Sequence[float | None]], after: Mapping[str, 
         if pairs:
             made, stored = pairs[0]
             found.append(
-                f"the learning rate of {name} is the checkpoint's {stored}, not {made}: set another after checkfreq.open"
+                f"the learning rate of {name} is the checkpoint's {stored:g}, not {made:g}: set another after checkfreq.open"
             )
     return found

@@ -666,7 +666,7 @@ def test_a_resume_says_in_a_line_where_it_goes_on(
     logger = logging.Logger("raytrain_ft.checkfreq", logging.WARNING if quiet else logging.NOTSET)
     monkeypatch.setattr(journals, "log", logger)
     said = []
-    for rate in (5.0, 5.0, 0.001):
+    for rate in (0.1 + 0.2, 0.1 + 0.2, 0.001):
         setup = Setup()
         setup.optimizer = torch.optim.SGD(setup.model.parameters(), lr=rate)
         objects = {"model": setup.model, "optimizer": setup.optimizer, "loader": setup.loader}
@@ -683,7 +683,7 @@ def test_a_resume_says_in_a_line_where_it_goes_on(
         assert first == []
         assert re.fullmatch(rf"raytrain_ft.checkfreq: goes on from step 2 \({tmp_path}/checkpoints/step-000000002-.*\)", second)
         assert "from step 4" in third
-        assert "the learning rate of optimizer is the checkpoint's 5.0, not 0.001: set another after checkfreq.open" in third
+        assert "the learning rate of optimizer is the checkpoint's 0.3, not 0.001: set another after checkfreq.open" in third
 
 
 def test_until_a_step_that_has_been_made_says_why_nothing_is_trained(
@@ -700,9 +700,22 @@ def test_until_a_step_that_has_been_made_says_why_nothing_is_trained(
     assert told["reason"] in capsys.readouterr().err
 
 
-def test_nothing_is_noted_of_a_learning_rate_that_a_scheduler_makes(tmp_path: Path) -> None:
+class Plateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
+    """Leaves no mark in the optimizer's groups."""
+
+    def step(self, metrics: Any = 1.0, epoch: Any = None) -> None:
+        super().step(metrics)
+
+
+@pytest.mark.parametrize("plateau", [False, True])
+def test_nothing_is_noted_of_a_learning_rate_that_a_scheduler_makes(tmp_path: Path, plateau: bool) -> None:
     for until in (9, 20):
-        trained(tmp_path, until)
+        setup = Setup()
+        if plateau:
+            setup.optimizer = torch.optim.SGD(setup.model.parameters(), lr=0.1)
+            setup.scheduler = cast(Any, Plateau(setup.optimizer, patience=0))
+        with checkfreq.open(tmp_path, every=5, **setup.objects) as run:
+            setup.train(run, until)
     (resumed,) = journal(tmp_path, "Resumed")
     assert resumed["notes"] == []
 
