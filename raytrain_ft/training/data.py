@@ -294,7 +294,7 @@ def fetch(dataset: Any, ids: list[int], between: Callable[[], None] = lambda: No
     """Samples `ids` of a map-style dataset, in that order. `between` is called before each load, and may raise."""
     between()
     if type(dataset) is TensorDataset:
-        index = torch.tensor(ids)  # copies: an augmentation in place cannot reach the dataset's own tensors
+        index = torch.tensor(ids, device="cpu")  # copies: an augmentation in place cannot reach the dataset's own tensors
         return list(zip(*(tensor[index].unbind(0) for tensor in dataset.tensors), strict=True))
     if getattr(dataset, "__getitems__", None):
         samples = list(dataset.__getitems__(ids))

@@ -53,11 +53,11 @@ class Ranks:
     def _broadcast(self, value: Any, group: Any, timeout: timedelta) -> Any:
         if group is None:
             return value
-        content = _bytes(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
-        size = torch.tensor([len(content)])
+        content = _bytes(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8, device="cpu")
+        size = torch.tensor([len(content)], device="cpu")
         self._carefully(lambda: dist.broadcast(size, 0, group=group), timeout)
         if self.rank != 0:
-            content = torch.empty(int(size), dtype=torch.uint8)
+            content = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         self._carefully(lambda: dist.broadcast(content, 0, group=group), timeout)
         return _value(content)
 
@@ -70,12 +70,14 @@ class Ranks:
         if self._group is None:
             return [value]
         content = _bytes(value)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
-        self._carefully(lambda: dist.all_gather(sizes, torch.tensor([len(content)]), group=self._group), self._timeout)
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.count)]
+        self._carefully(
+            lambda: dist.all_gather(sizes, torch.tensor([len(content)], device="cpu"), group=self._group), self._timeout
+        )
         longest = max(int(size) for size in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         padded[: len(content)] = content
-        found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.count)]
+        found = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in range(self.count)]
         self._carefully(lambda: dist.all_gather(found, padded, group=self._group), self._timeout)
         return [_value(one[: int(size)]) for one, size in zip(found, sizes, strict=True)]
 

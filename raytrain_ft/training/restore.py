@@ -111,7 +111,7 @@ def allocate(content: Content, name: str) -> Tensor:
     if dtype is None or min(first.shape, default=0) < 0 or math.prod(first.shape) * dtype.itemsize != size:
         raise _misfit(content, f"{name} says {first.dtype} {list(first.shape)} but has {size} bytes")
     try:
-        return torch.empty(first.shape, dtype=dtype)
+        return torch.empty(first.shape, dtype=dtype, device="cpu")
     except RuntimeError as error:
         raise _misfit(content, f"{name}, {first.dtype} {list(first.shape)}: {error}") from error
 

@@ -25,7 +25,7 @@ from raytrain_ft.training.data import BatchSource, alone_inside, dataset_size, l
 from raytrain_ft.training.data import Loader as CoreLoader
 from raytrain_ft.training.determinism import check_deterministic
 from raytrain_ft.training.ranks import current
-from raytrain_ft.training.seeded import Seeded, draws_nothing, in_workers, sketches
+from raytrain_ft.training.seeded import Seeded, begun, draws_nothing, in_workers, sketches
 
 _OURS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last", "generator")
 
@@ -100,7 +100,7 @@ class Loader:
         shares = _Shares(self, seeded)
         given = in_workers(options) if seeded else options
         loader: DataLoader[Any] = DataLoader(rows, batch_sampler=shares, generator=torch.Generator(), **given)
-        return lambda _: iter(loader)
+        return lambda _: begun(loader)
 
     def __len__(self) -> int:
         """Batches in an epoch."""

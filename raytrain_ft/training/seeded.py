@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -104,6 +104,13 @@ def _moved(before: _States, after: _States) -> bool:
     return not (same and numpys == other_numpys and np.array_equal(words, other_words))
 
 
+def begun(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Its batches. At the beginning it draws from its generator, which is the CPU's, whatever device is torch's default. So the
+    default of loader workers, which begin here, is the CPU, too."""
+    with torch.device("cpu"):
+        return iter(loader)
+
+
 def in_workers(options: Mapping[str, Any]) -> Mapping[str, Any]:
     """These options of DataLoader over a `Seeded`: in a loader worker, `get_worker_info().dataset` is the user's."""
     if not options.get("num_workers", 0):
@@ -131,7 +138,7 @@ def sketches(dataset: Any, sampling: Sampling, options: Mapping[str, Any]) -> tu
         generator=torch.Generator(),
         **in_workers({**options, **elsewhere, "collate_fn": _sketched}),
     )
-    return next(iter(loader))
+    return next(begun(loader))
 
 
 def _sketched(samples: Sequence[Any]) -> tuple[Sketch, ...]:

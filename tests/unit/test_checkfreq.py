@@ -26,6 +26,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,6 +64,7 @@ from raytrain_ft.training.forgotten import FORGOTTEN
 from raytrain_ft.training.journal import Journal
 from raytrain_ft.training.objects import generator_states
 from raytrain_ft.training.random import sample_seed
+from raytrain_ft.training.ranks import Ranks
 
 SAMPLES, BATCH = 40, 8
 
@@ -1570,6 +1572,46 @@ def test_draws_of_a_dataset_depend_on_the_sample_and_disturb_nobody(workers: int
     again = make()
     assert rows(again, 2) + rows(again) == whole, "it goes on after a break"
     assert [row[0] for row in rows(again)] != [row[0] for row in whole], "the next epoch has another order"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("plain", [True, False])
+def test_another_default_device_changes_nothing(tmp_path: Path, plain: bool, workers: int) -> None:
+    """What is stored, read and told to others is made on the CPU."""
+
+    def launch(until: int, device: str | None) -> str:
+        setup = Setup()
+        setup.optimizer = torch.optim.SGD(setup.model.parameters(), lr=0.01, momentum=0.9)
+        rows = setup.loader.dataset if plain else cast(Any, list(setup.loader.dataset))
+        setup.loader = checkfreq.Loader(rows, global_batch_size=BATCH, num_workers=workers)
+        setup.scheduler = torch.optim.lr_scheduler.StepLR(setup.optimizer, 7, 0.5)
+        torch.set_default_device(device)
+        try:
+            with checkfreq.open(tmp_path / str(device), every=2, **setup.objects) as run:
+                setup.train(run, until)
+        finally:
+            torch.set_default_device(None)
+        return setup.state() + repr(setup.loader.sketches)
+
+    found = []
+    for device in (None, "meta"):
+        torch.manual_seed(3)
+        launch(4, device)
+        found.append(launch(7, device))
+    assert found[0] == found[1]
+
+
+def test_what_ranks_tell_each_other_is_made_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a group of gloo's."""
+    ranks = Ranks(timedelta(seconds=10))
+    ranks._group = ranks._meeting = object()
+    sent: list[Tensor] = []
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, *_, **__: sent.append(tensor))
+    monkeypatch.setattr(dist, "all_gather", lambda found, tensor, **_: [one.copy_(tensor) for one in found])
+    with torch.device("meta"):
+        assert ranks.first_says([1, "two"]) == [1, "two"]
+        assert ranks.all_say([1, "two"]) == [[1, "two"]]
+    assert {one.device.type for one in sent} == {"cpu"}
 
 
 def mixed(samples: list[tuple[Any, ...]]) -> list[Tensor]:
