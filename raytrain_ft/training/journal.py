@@ -19,6 +19,7 @@ _LEVELS = {
     "CheckpointPassedOver": logging.WARNING,
     "EpochsNotAsked": logging.WARNING,
     "NothingToStore": logging.WARNING,
+    "SamplesVary": logging.WARNING,
     "WillNotFit": logging.WARNING,
     "CheckpointCommitted": logging.DEBUG,
 }

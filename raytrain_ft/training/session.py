@@ -131,6 +131,7 @@ class Session:
         self._closing.callback(self._checkpointer.close, timeout_s)
         self._committed = self._positions()
         self._given = states.describe(self._objects)
+        self._tell_of_samples()
         self._follow()
         self._checkpointer.begin(
             self._ranks.rank, self._ranks.count, 1, self.step, rejected=begun.rejected, unread=begun.unread
@@ -149,6 +150,16 @@ class Session:
         here = f"torch {torch.__version__}, {os.cpu_count()} CPUs, {torch.cuda.device_count()} devices, {self.storage.uri}"
         asked = f"overhead {self._settings.budget}, every {self._settings.every}, failures {self._settings.failure_s} s"
         return f"batches {batches}, {size} parameters of {kinds}, {here}, {asked}"
+
+    def _tell_of_samples(self) -> None:
+        """Nothing is known of those that look otherwise when they are loaded again."""
+        for name in (name for name, loader in self._loaders.items() if not loader.sketches):
+            reason = (
+                f"samples of {name}'s dataset look otherwise each time they are loaded, so a resumed run does not draw what it "
+                "would have drawn: if they are drawn from a generator of the dataset's own, use torch's, numpy's or Python's "
+                "global generator, which is seeded for each sample"
+            )
+            self._journal.tell("SamplesVary", {"reason": reason})
 
     def _follow(self) -> None:
         """Has the loaders and the optimizers tell of what happens."""

@@ -1574,6 +1574,23 @@ def test_draws_of_a_dataset_depend_on_the_sample_and_disturb_nobody(workers: int
     assert [row[0] for row in rows(again)] != [row[0] for row in whole], "the next epoch has another order"
 
 
+class OwnGenerator(Drawing):
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def __getitem__(self, index: int) -> tuple[int, float, float, float]:
+        return index, self.generator.normal(), 0.0, 0.0
+
+
+def test_a_dataset_with_a_generator_of_its_own_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own, drawing = (checkfreq.Loader(dataset, global_batch_size=BATCH) for dataset in (OwnGenerator(), Drawing()))
+    with caplog.at_level(logging.WARNING), checkfreq.open(tmp_path, model=nn.Linear(1, 1), own=own, drawing=drawing):
+        assert len(rows(own)) == SAMPLES
+    (told,) = journal(tmp_path, "SamplesVary")
+    assert "samples of own's dataset look otherwise" in told["reason"]
+    assert "SamplesVary" in caplog.text
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("plain", [True, False])
 def test_another_default_device_changes_nothing(tmp_path: Path, plain: bool, workers: int) -> None:
