@@ -75,9 +75,9 @@ class Forgotten:
             return
         chosen = [one for one in (of() for of in self._chosen) if one is not None]
         if not number or len(chosen) < len(self._chosen):  # an update may put others in their place, which is a change too
-            chosen = _choice(self._parameters())
+            chosen = choice(self._parameters())
             self._chosen = [ref(one) for one in chosen]
-        before, self._seen = self._seen, _sample(chosen)
+        before, self._seen = self._seen, sample(chosen)
         self._changes = self._changes + (self._seen != before) if number else 0
         if number == LOOKS:
             self._quiet = 0 if self._changes else self._quiet + 1
@@ -103,14 +103,14 @@ class Forgotten:
             self._tell(reason)
 
 
-def _choice(parameters: Iterable[Tensor]) -> list[Tensor]:
+def choice(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Those of the parameters that are looked at."""
     trained = [one for one in parameters if one.requires_grad and type(one.detach()) is Tensor and one.numel()]
     return [*trained[:: len(trained) // LOOKED_AT + 1], *trained[-1:]]
 
 
 @torch.no_grad()
-def _sample(chosen: Iterable[Tensor]) -> str:
+def sample(chosen: Iterable[Tensor]) -> str:
     """What is another text if (but for chance) the parameters are others, though little of them is read: one element of each,
     and those of one device together, for it is waited for at each reading."""
     found: defaultdict[tuple[Any, ...], list[Tensor]] = defaultdict(list)

@@ -18,6 +18,7 @@ _LEVELS = {
     "CheckpointFailed": logging.ERROR,
     "CheckpointPassedOver": logging.WARNING,
     "EpochsNotAsked": logging.WARNING,
+    "NotGiven": logging.WARNING,
     "NothingToStore": logging.WARNING,
     "SamplesVary": logging.WARNING,
     "WillNotFit": logging.WARNING,

@@ -33,6 +33,7 @@ from raytrain_ft.training.checkpointer import Checkpointer, go_on
 from raytrain_ft.training.followed import follow
 from raytrain_ft.training.forgotten import NOT_GIVEN, Forgotten
 from raytrain_ft.training.journal import Journal
+from raytrain_ft.training.missing import Missing
 from raytrain_ft.training.ranks import Ranks
 from raytrain_ft.training.resumable import Loader
 from raytrain_ft.training.settings import Target
@@ -93,6 +94,7 @@ class Session:
         self._goes_on_at: set[str] | None = None  # as is stored; None: whoever is asked first
         self._open_updates = 0  # begun and not ended, since a batch was asked for
         self._forgotten = Forgotten(self._nothing_to_store, self._parameters, follows=bool(self._optimizers()))
+        self._missing = Missing(lambda reason: self._journal.tell("NotGiven", {"reason": reason}), objects)
         self._next_decision = 0
         self._watch = Stopwatch()  # runs from the first batch on
         self._update_s = self._update_began = 0.0
@@ -132,6 +134,7 @@ class Session:
         self._committed = self._positions()
         self._given = states.describe(self._objects)
         self._tell_of_samples()
+        self._missing.begin()
         self._follow()
         self._checkpointer.begin(
             self._ranks.rank, self._ranks.count, 1, self.step, rejected=begun.rejected, unread=begun.unread
@@ -196,6 +199,8 @@ class Session:
         """
         self._open_updates = max(0, self._open_updates - 1)  # in its midst a batch may have been asked for
         self._forgotten.updated(optimizer, reading=bool(self._reading))
+        if optimizer is None:
+            self._missing.updated_by_hand()
         now = time.monotonic()
         self._update_s += now - self._update_began
         self._update_began = now  # an optimizer's step inside `update` is not counted twice
@@ -295,6 +300,7 @@ class Session:
         assert self._uncommitted is not None
         if self.step == self._began_at + 1:  # this launch's first: no checkpoint was taken yet
             self._compare_shared()
+        self._missing.stepped()
         before, self._committed = self._committed, self._positions()
         ended = any(self._committed[name].epoch != before[name].epoch for name in self._uncommitted)
         self._last, self._uncommitted, self._resumed = self._uncommitted, None, None
