@@ -286,9 +286,9 @@ class Crew:
         pace = Pace(self.step, step_seconds(self.job, self.strategy, len(world)), self.strategy.interval(self.job), stall)
         self.training = training = Training(self.at, now, pace, world, incarnation, self._factor(world))
         self._told = self.step
-        training.when_at(self.job.steps, lambda at: self._complete(training, at))
         if self.step < self.job.steps:
-            training.when_at(self.step + 1, lambda at: self._first_step(training, at))
+            training.when_at(self.step + 1, lambda at: self._first_step(training, at))  # which may be the last one too
+        training.when_at(self.job.steps, lambda at: self._complete(training, at))
 
     def _factor(self, world: tuple[str, ...]) -> float:
         """How many times longer everything takes: every step waits for the slowest."""

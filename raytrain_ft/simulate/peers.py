@@ -68,9 +68,9 @@ class _Torchft:
             struck = self._train(failure) if self.present >= (job.min_workers or 1) else self._gather(failure)
             if not struck or failure is None:
                 continue
-            if failure.factor > 1:  # together, as if training stood still for what it loses
+            if failure.factor > 1:
                 self.ledger.failures += 1
-                self._wait("slowed", failure.lasts_s * (1 - 1 / failure.factor))
+                self._wait("slowed", self._slowed_s(failure))
             elif _loses(failure):
                 recoveries += 1
                 self._recover(failure)
@@ -88,10 +88,20 @@ class _Torchft:
         """Workers that are there."""
         return self.job.workers - self.absent
 
+    @property
+    def _pace(self) -> Pace:
+        """Of training from here on."""
+        job, strategy = self.job, self.strategy
+        return Pace(self.step, strategy.step_s(job), strategy.interval(job), strategy.stall_s(job))
+
+    def _slowed_s(self, failure: Failure) -> float:
+        """What a slow worker costs: it is booked at once, as if training stood still, and no longer than until the run ends."""
+        left = self._pace.until(self.job.steps)
+        return min(failure.lasts_s * (1 - 1 / failure.factor), left * (failure.factor - 1))
+
     def _train(self, failure: Failure | None) -> bool:
         """Until the next failure, until somebody comes back, or to the end; and whether it was the failure."""
-        job = self.job
-        pace = Pace(self.step, self.strategy.step_s(job), self.strategy.interval(job), self.strategy.stall_s(job))
+        job, pace = self.job, self._pace
         end, strikes, comes = self.now + pace.until(job.steps), math.inf, math.inf
         if failure is not None:
             at = self.now + pace.until(failure.step) if failure.step is not None else failure.at

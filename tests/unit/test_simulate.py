@@ -129,6 +129,10 @@ def test_replication_costs_the_interrupted_step_and_the_pause() -> None:
     assert (outcome.guarantee, outcome.samples_lost) == ("exact", 0)
 
 
+def test_a_recovery_into_the_last_step_of_the_run_made_a_pause_too() -> None:
+    assert once("replication", at_step(98.5, 99.5)).pauses == pytest.approx([PAUSE + 1, PAUSE + 1])
+
+
 def test_a_step_whose_gradients_are_all_reduced_is_completed_and_not_redone() -> None:
     job = Job(steps=100, step_s=1.0, workers=4, costs=Costs(update_s=0.25))
     assert once("replication", at_step(20.5), job).seconds == pytest.approx(100.5)
@@ -401,6 +405,12 @@ def test_every_step_waits_for_who_is_slow(kind: str) -> None:
     assert outcome.seconds == pytest.approx(once(kind, Listed()).seconds + 10 * (1 - 1 / 3))
     assert outcome.lost_s["slowed"] == pytest.approx(10 * (1 - 1 / 3))
     assert (outcome.failures, outcome.recoveries, outcome.lost_work_s) == (1, 0, pytest.approx(0, abs=1e-6))
+
+
+@pytest.mark.parametrize("kind", ["replication", "torchft"])
+def test_who_is_slow_beyond_the_end_of_the_run_holds_up_what_is_left_of_it(kind: str) -> None:
+    left = JOB.useful_s - (53.0 - COSTS.begin_s)
+    assert once(kind, Listed((slow(53.0, 1, 3.0, 1e6),))).lost_s["slowed"] == pytest.approx(left * (3 - 1))
 
 
 def test_of_several_who_are_slow_the_slowest_counts() -> None:
