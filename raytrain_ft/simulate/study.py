@@ -11,7 +11,7 @@ from raytrain_ft.errors import ConfigError
 from raytrain_ft.simulate.engine import simulate
 from raytrain_ft.simulate.failures import Exponential, Failures, Uniform, Weibull
 from raytrain_ft.simulate.model import Job
-from raytrain_ft.simulate.outcome import Summary, summarize
+from raytrain_ft.simulate.outcome import Outcome, Summary, summarize
 from raytrain_ft.simulate.strategies import Strategy, check_names
 
 SEEDS = 10
@@ -45,17 +45,27 @@ def compare(
 
 
 def run_seeds(
-    job: Job, strategy: Strategy, failures: Failures, seeds: int = SEEDS, progress: Progress | None = None
+    job: Job,
+    strategy: Strategy,
+    failures: Failures,
+    seeds: int = SEEDS,
+    progress: Progress | None = None,
+    unfinished: float = math.inf,
 ) -> Summary:
     """One strategy over seeds 0, 1, ...
+
+    Args:
+        unfinished: once more runs than these did not finish, the rest is left out: such runs take the longest of all.
 
     Raises:
         ConfigError: fewer than one seed.
     """
     if not is_whole(seeds, 1):
         raise ConfigError(f"seeds={seeds!r}: use a whole number of at least 1")
-    outcomes = []
+    outcomes: list[Outcome] = []
     for seed in range(seeds):
+        if sum(not outcome.finished for outcome in outcomes) > unfinished:
+            break
         outcomes.append(simulate(job, strategy, failures, seed=seed))
         if progress is not None:
             progress()
@@ -111,24 +121,30 @@ def sweep_failures(
 def best_interval(
     job: Job, strategy: Strategy, failures: Failures, seeds: int = SEEDS, progress: Progress | None = None
 ) -> tuple[int, Summary]:
-    """The number of steps between two times that the state is saved that takes the least time, and what that comes to.
+    """The number of steps between two times that the state is saved that takes the least time, and what that comes to. One at
+    which more runs finish is better whatever its time, which is the mean of those.
 
     The time is a valley over the interval (saving costs more on its left, redoing on its right). It is searched on a
     logarithmic grid which narrows around the lowest point; all points see the same failures.
+
+    Raises:
+        ConfigError: no run finishes, whatever the interval.
     """
     known: dict[int, Summary] = {}
 
-    def seconds(k: int) -> float:
-        saving = replace(strategy, every=k)
+    def worth(k: int) -> tuple[int, float]:
         if k not in known:
-            hopeless = not simulate(job, saving, failures).finished
-            known[k] = run_seeds(job, saving, failures, 1 if hopeless else seeds)
-        return known[k].seconds if known[k].finished == known[k].runs else math.inf
+            fewest = min((summary.runs - summary.finished for summary in known.values()), default=seeds)
+            known[k] = run_seeds(job, replace(strategy, every=k), failures, seeds, unfinished=fewest)
+        return _worth(known[k])
 
     low, high = 0.0, math.log(job.steps)
     while True:
         grid = sorted({round(math.exp(low + (high - low) * part / 12)) for part in range(13)})
-        best = min(grid, key=seconds)
+        best = min(grid, key=worth)
+        if not known[best].finished:
+            why = known[best].reason
+            raise ConfigError(f"the best interval of {strategy.name}: no run finishes, whatever the interval: {why}")
         place = grid.index(best)
         left, right = grid[max(0, place - 1)], grid[min(len(grid) - 1, place + 1)]
         if right - left <= max(2, best // 50):
@@ -136,3 +152,8 @@ def best_interval(
                 progress()
             return best, known[best]
         low, high = math.log(left), math.log(right)
+
+
+def _worth(summary: Summary) -> tuple[int, float]:
+    """The less, the better: how many runs did not finish, then the mean time of those that did."""
+    return summary.runs - summary.finished, summary.seconds if summary.finished else math.inf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from numpy.random import default_rng
+from numpy.random import Generator, default_rng
 
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.states import State
@@ -460,6 +461,30 @@ def test_the_best_interval_is_about_young_and_dalys() -> None:
     assert young / 2 < k < young * 2
     swept = sweep_intervals(job, [Strategy(kind="global_checkpoint", every=1)], Exponential(mtbf_s=mtbf_s), [20, k, 3000], 4)
     assert swept.best("global_checkpoint") == (k, best)
+
+
+class Unlucky:
+    """Every failure takes both of two workers; in some runs the first takes their nodes, and there are no others."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def check(self, job: Job) -> None: ...
+
+    def draw(self, job: Job, chance: Generator) -> Iterator[Failure]:
+        if chance.random() < self.share:
+            yield Failure(at=0.5, lost=2)
+        yield from (Failure(at=one.at, workers=(0, 1)) for one in Exponential(mtbf_s=400.0).draw(job, chance))
+
+
+def test_the_best_interval_is_that_of_the_runs_that_can_finish() -> None:
+    job = Job(steps=2000, step_s=1.0, workers=2, spare_nodes=0, costs=Costs(copy_s=5.0, load_s=20.0))
+    saving = Strategy(kind="global_checkpoint", every=100)
+    k, best = best_interval(job, saving, Unlucky(0.5), seeds=6)
+    assert (best.runs, 0 < best.finished < 6) == (6, True)
+    assert 1 < k < 100
+    with pytest.raises(ConfigError, match=r"best interval of global_checkpoint: no run finishes, whatever the interval: "):
+        best_interval(job, saving, Unlucky(1.0), seeds=2)
 
 
 def test_more_failures_take_longer() -> None:
