@@ -99,6 +99,7 @@ class Predicted:
         """For the column beside the measured ones."""
         found = {"goodput": self.goodput, "training": self.training_s}
         found |= {name: self.mean(name) for name in ("recoveries", "samples_lost")}
+        found |= {"missed": float(len(self.missed))} if self.missed else {}
         return found | ({"pause": self.pauses.p50} if self.pauses.p50 is not None else {})
 
 
@@ -322,19 +323,17 @@ class Events:
         return Failure(at=at, lost=count, of=of, anyone=anyone, notice_s=notice_s, back=back, back_s=lasts_s, event=number)
 
     def missed(self, outcomes: Sequence[Outcome]) -> tuple[int, ...]:
-        """The events that did not come about as often as they should, in one run at least; but for those at random."""
-        return tuple(
-            number
-            for number, event in enumerate(self._scenario.events)
-            if any(outcome.struck.get(number, 0) < self._times(event) for outcome in outcomes)
-        )
+        """The events that did not come about as often as they should."""
+        return tuple(n for n, event in enumerate(self._scenario.events) if self._has_missed(n, event, outcomes))
 
-    def _times(self, event: Event) -> int:
-        """How often an event is to come about at least."""
-        when = event.when
-        if when is not None and when.trace is not None:
-            return len(SpotTrace.read(self._scenario.relative(when.trace)).failures)
-        return 0 if when is not None and when.mtbf is not None else 1
+    def _has_missed(self, number: int, event: Event, outcomes: Sequence[Outcome]) -> bool:
+        """In one run at least; an event at random that came, in all of them."""
+        when, times = event.when, [outcome.struck.get(number) for outcome in outcomes]
+        if when is not None and when.mtbf is not None:
+            return any(found is not None for found in times) and not any(times)
+        trace = when.trace if when is not None else None
+        least = 1 if trace is None else len(SpotTrace.read(self._scenario.relative(trace)).failures)
+        return any((found or 0) < least for found in times)
 
 
 def rehearse(scenario: Scenario, known: Job | None = None) -> Report:

@@ -95,6 +95,8 @@ def _numbers(report: Report) -> Rows:
         "guarantee": ("guarantee kept", report.guarantee),
         "bit_equal": ("bit-equal to the undisturbed run", equal),
     }
+    if report.missed or "missed" in report.predicted:
+        rows["missed"] = ("events that did not come about", str(len(report.missed)))
     if report.dropped:
         rows["dropped"] = ("came at random, and could not strike", str(report.dropped))
     if not report.predicted:

@@ -113,11 +113,12 @@ class Simulation:
         self.watch: Watch | None = None
         self._failures = failures
         self._next: Failure | None = None
+        self._waiting: list[Failure] = []  # for one of those whom they name, who is missing
         self._chance = np.random.default_rng([seed, 1])
         self._queue: list[tuple[float, int, Callable[[float], None]]] = []
         self._number = 0
         self._watched: object = None
-        self._events: Counter[int] = Counter()  # those of a scenario that came about
+        self._events: Counter[int] = Counter()  # those of a scenario that came, and how often they came about
 
     def run(self) -> Outcome:
         """To the run's end."""
@@ -129,6 +130,7 @@ class Simulation:
             at, _, what = heapq.heappop(self._queue)
             self._pass_time(at)
             what(at)
+            self._waiting = [failure for failure in self._waiting if not self._struck_now(failure, at)]
             if self.crew.training is not self._watched:
                 self._await_step()
         self.crew.interrupt(self.now)  # of a run that is given up, what was computed since the last failure counts
@@ -191,17 +193,29 @@ class Simulation:
     def _strike(self, failure: Failure, now: float) -> None:
         if failure is not self._next:
             return
-        workers, nodes = ([], self._struck(failure)) if failure.lost else (self._meant(failure), [])
-        if not failure.spares_one or self._spares_one(workers, nodes):
-            self._carry_out(failure, workers, nodes, now)
+        if failure.event is not None:
+            self._events[failure.event] += 0
+        if not self._struck_now(failure, now) and not failure.spares_one:
+            self._waiting.append(failure)
         self._next_failure()
+
+    def _struck_now(self, failure: Failure, now: float) -> bool:
+        """It strikes; or else, at a time, one of those whom it names is missing, or nobody would be left."""
+        if failure.at is not None and len(self._named(failure)) < len(failure.workers or failure.of):
+            return False
+        workers, nodes = ([], self._struck(failure)) if failure.lost else (self._meant(failure), [])
+        if failure.spares_one and not self._spares_one(workers, nodes):
+            return False
+        self._carry_out(failure, workers, nodes, now)
+        return True
 
     def _carry_out(self, failure: Failure, workers: list[str], nodes: list[int], now: float) -> None:
         """It strikes these workers, or these nodes."""
         slots = self.nodes.slots
         self.ledger.failures += failure.strikes
         back = min(failure.back, len(nodes)) if failure.lost else failure.back  # who was not there does not come back
-        if failure.event is not None and (workers or nodes or back):
+        meant = failure.lost or len(failure.workers) or int(failure.anyone)
+        if failure.event is not None and len(workers) + len(nodes) >= meant:  # or else it has not come about as it was written
             self._events[failure.event] += 1
         if failure.factor > 1:
             self.crew.slow(workers, failure.factor, failure.lasts_s, now)
@@ -250,9 +264,12 @@ class Simulation:
         if failure.anyone:
             living = sorted(member for member in self.nodes.node_of if member not in self.crew.dead)
             return [living[self._chance.integers(len(living))]] if living else []
+        return self._named(failure)
+
+    def _named(self, failure: Failure) -> list[str]:
         world = self.state.joining or self.state.world
         members = [world[rank] for rank in failure.workers or failure.of if rank < len(world)]
-        return [member for member in members if member in self.nodes.node_of]
+        return [member for member in members if member in self.nodes.node_of and member not in self.crew.dead]
 
     def _struck(self, failure: Failure) -> list[int]:
         """The nodes that are meant, or else nodes of the present world, drawn by chance, further ones only if these do not

@@ -38,7 +38,7 @@ class Outcome:
             afterwards.
         guarantee: the weakest that a recovery kept: "exact", "rounding" or "lossy".
         strategies: by how many recoveries each of the machine's strategies was carried out.
-        struck: how often each of a scenario's events came about, by its number.
+        struck: how often each of a scenario's events that came came about as it was written, by its number.
     """
 
     strategy: str

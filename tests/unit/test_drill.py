@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +23,13 @@ from raytrain_ft.drill.measure import Clock, guilty
 from raytrain_ft.drill.numbers import Spread
 from raytrain_ft.drill.played import Struck
 from raytrain_ft.drill.predict import Events, job_of, predict, rehearse, strategy_of
+from raytrain_ft.drill.report import markdown
 from raytrain_ft.errors import ScenarioError
+from raytrain_ft.policy.messages import WorkerLost
 from raytrain_ft.scenario import Scenario, Who, trainer_parts
 from raytrain_ft.scenario.points import STEP_PHASES
 from raytrain_ft.simulate import simulate
+from raytrain_ft.simulate.engine import Simulation
 
 SIMULATED = """
 name: simulated
@@ -455,6 +459,53 @@ def test_a_drill_whose_event_never_came_fails_in_the_simulator_too(tmp_path: Pat
     assert report.missed == (1,)
     assert not report.passed
     assert rehearse(scenario(tmp_path, f"{SIMULATED}  - {came}\n")).missed == ()
+
+
+def kills(*when: str) -> str:
+    return "".join(
+        f"  - {{action: kill, who: {{{who}}}, when: {{seconds: {at}}}}}\n" for who, at in (w.split("@") for w in when)
+    )
+
+
+@pytest.mark.parametrize(
+    ("workers", "more", "events"),
+    [
+        (2, "spares: 1", ("rank: 1@10s", "rank: 1@11s")),  # it is dead already, and nobody has noticed that
+        (3, "spares: 0", ("rank: 1@10s", "ranks: [1, 2]@15s")),  # rank 1 is missing
+        (2, "spares: 0", ("rank: 1@10s", "rank: 1@15s")),
+    ],
+)
+def test_who_is_named_in_the_simulator_is_struck_once_all_of_them_are_there(
+    workers: int, more: str, events: tuple[str, ...], tmp_path: Path
+) -> None:
+    head = SIMULATED.replace("workers: 4\nspares: 1", f"workers: {workers}\n{more}").replace("detect_s: 1.0", "detect_s: 2.0")
+    asked = scenario(tmp_path, head.replace("start_s: 3.0", "start_s: 30.0") + kills(*events))
+    job, lost = job_of(asked, None), set()
+    simulation = Simulation(job, strategy_of(asked, job), Events(asked).draw(job, np.random.default_rng(0)), 0)
+    simulation.watch = lambda run, event, before, then: lost.update([event.member] if isinstance(event, WorkerLost) else ())
+    outcome = simulation.run()
+    assert (outcome.finished, outcome.struck) == (True, {0: 1, 1: 1})
+    assert len(lost) == (3 if "ranks" in events[1] else 2)
+    assert rehearse(asked).missed == ()
+
+
+def test_who_is_named_and_never_there_again_is_told_as_missed_and_predicted_so(tmp_path: Path) -> None:
+    head = SIMULATED.replace("workers: 4\nspares: 1\nnodes: 8", "workers: [2, 3]\nspares: 0\nnodes: 3\nreplacement: shrink")
+    lost = "  - {action: kill_node, who: {rank: 2}, when: {seconds: 10s}}\n"
+    asked = scenario(tmp_path, head + lost + kills("ranks: [1, 2]@20s"))
+    report = rehearse(asked)
+    assert (report.missed, report.passed) == ((1,), False)
+    numbers, _ = _predicted(asked, tmp_path, job_of(asked, None))
+    assert numbers["missed"] == 1
+    shown = markdown(replace(report, missed=(), predicted=numbers))
+    assert "| events that did not come about | 0 | 1 |" in shown
+
+
+def test_what_came_at_random_and_never_struck_is_missed_in_the_simulator_too(tmp_path: Path) -> None:
+    head = SIMULATED.replace("workers: 4", "workers: 2").replace("checkpoint_every: 50", "checkpoint_every: null")
+    both = "  - {action: kill, who: {count: 2}, when: {mtbf: 60s}}\n"
+    assert rehearse(scenario(tmp_path, head + both)).missed == (0,)
+    assert rehearse(scenario(tmp_path, head + both.replace("60s", "1000d"))).missed == ()
 
 
 def test_a_spares_node_is_nobodys_in_the_simulator(tmp_path: Path) -> None:
