@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import Any, TypeGuard
 
 from raytrain_ft.errors import ConfigError
@@ -16,7 +16,7 @@ def seconds(owner: object, *names: str, positive: bool = False, least: float = 0
     """
     for name in names:
         value = getattr(owner, name)
-        if not is_number(value) or not math.isfinite(value) or value < least or (positive and value == 0):
+        if not is_finite(value) or value < least or (positive and value == 0):
             allowed = f"of at least {least:g}" if least else "greater than 0" if positive else "that is not negative"
             raise ConfigError(f"{type(owner).__name__}({name}={value!r}): use a finite number {allowed}")
 
@@ -29,8 +29,14 @@ def whole(owner: object, *names: str, least: int = 1) -> None:
     """
     for name in names:
         value = getattr(owner, name)
-        if not is_whole(value, least):
-            raise ConfigError(f"{type(owner).__name__}({name}={value!r}): use a whole number of at least {least}")
+        if not is_whole(value, least) or not is_finite(value):
+            raise ConfigError(
+                f"{type(owner).__name__}({name}={value!r}): use a whole number of at least {least}{_at_most(value)}"
+            )
+
+
+def _at_most(value: Any) -> str:
+    return f", at most {sys.float_info.max:.2g}" if is_whole(value, 0) and not is_finite(value) else ""
 
 
 def text(owner: object, *names: str) -> None:
@@ -48,6 +54,11 @@ def text(owner: object, *names: str) -> None:
 def is_number(value: Any) -> TypeGuard[int | float]:
     """Whether it is a number, perhaps NaN or infinite, and not a truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_finite(value: Any) -> TypeGuard[int | float]:
+    """Whether it is a finite number, and not a whole one that no float can hold: nothing could be computed with it."""
+    return is_number(value) and abs(value) <= sys.float_info.max
 
 
 def is_whole(value: Any, least: int) -> TypeGuard[int]:

@@ -83,8 +83,7 @@ class SpotTrace:
             lines.append(f"{path}, line {number}")
             failures.append(_of_row(row, lines[-1]))
         _check_order(failures, lines)
-        is_number = checks.is_number(cycle) and math.isfinite(cycle)
-        if not is_number or (cycle and not (failures and cycle > (failures[-1].at or 0.0))):
+        if not checks.is_finite(cycle) or (cycle and not (failures and cycle > (failures[-1].at or 0.0))):
             raise ConfigError(f"SpotTrace(cycle={cycle!r}): use seconds beyond the last line of {path}")
         return cls(tuple(failures), tuple(lines), cycle)
 

@@ -29,6 +29,10 @@ failures: {kind: weibull, mtbf_s: 1e3, shape: 0.8}
 """
 
 
+HUGE = 10**309
+"""More than any float."""
+
+
 def invoke(*arguments: object):
     return CliRunner().invoke(main, ["simulate", *map(str, arguments)], env={"COLUMNS": "120"})
 
@@ -197,6 +201,8 @@ def test_json_is_yaml_too(file: Path, tmp_path: Path) -> None:
         ("load_s: 20", "laod_s: 20", "line 7: there is no field laod_s; did you mean 'load_s'?"),
         ("kind: replication", "kind: magic", "line 13: Strategy(kind='magic'): use one of"),
         ("kind: replication", "kind: logging", 'line 13: Strategy(kind="logging") does not go with Job(stages=1): use one of'),
+        ("load_s: 20", f"load_s: {HUGE}", f"line 7: Costs(load_s={HUGE}): use a finite number that is not negative"),
+        ("5_000", f"{HUGE}", f"line 3: Job(steps={HUGE}): use a whole number of at least 1, at most 1.8e+308"),
         ("mtbf_s: 1e3", "mtbf_s: 0", "line 14: Weibull(mtbf_s=0): use a finite number greater than 0"),
         ("mtbf_s: 1e3", "mtbf_s: .nan", "line 14: Weibull(mtbf_s=nan)"),
         ("shape: 0.8", "shape: 0.005", "line 14: Weibull(shape=0.005): use a finite number of at least 0.01"),
