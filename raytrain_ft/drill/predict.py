@@ -36,7 +36,6 @@ PHASE_AT = {
     "forward": 0.2,
     "backward_pass": 0.5,
     "send": 0.6,
-    "weight_pass": 0.6,
     "backward": 0.63,
     "reduce": 0.63,
     "reduced": 0.92,

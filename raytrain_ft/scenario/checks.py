@@ -12,7 +12,15 @@ from raytrain_ft.errors import ConfigError
 from raytrain_ft.ray_config import CheckpointConfig, ScalingConfig
 from raytrain_ft.scenario.events import AT_A_POINT, IN_A_STEP, TAKES_TIME, Event, Who
 from raytrain_ft.scenario.file import FIELD, Place
-from raytrain_ft.scenario.points import BUCKET_PHASES, MICRO_BATCH_PHASES, STATES, STEP_PHASES, WORKER_PHASES
+from raytrain_ft.scenario.points import (
+    BUCKET_PHASES,
+    MICRO_BATCH_PHASES,
+    NEVER,
+    OF_A_PIPELINE,
+    STATES,
+    STEP_PHASES,
+    WORKER_PHASES,
+)
 from raytrain_ft.settings import TrainSettings
 from raytrain_ft.simulate import Costs
 
@@ -185,6 +193,12 @@ def _of_when(scenario: Scenario, event: Event) -> Iterator[Problem]:
         yield ("when", "mtbf"), when.mtbf, "bring_back happens at a step or a time; after a loss, use lasts"
 
 
+def _worker_phases(scenario: Scenario) -> tuple[str, ...]:
+    """Those that a worker of this run can come to."""
+    never = NEVER if scenario.stages > 1 else (*NEVER, *OF_A_PIPELINE)
+    return tuple(phase for phase in WORKER_PHASES if phase not in never)
+
+
 def _of_point(scenario: Scenario, event: Event) -> Iterator[Problem]:
     at = event.at
     if at is None:
@@ -196,10 +210,11 @@ def _of_point(scenario: Scenario, event: Event) -> Iterator[Problem]:
     if event.who is not None and event.who.role == "spare":
         yield ("at",), None, "a spare is in no step"
     of_supervisor = event.who is not None and event.who.role == "supervisor"
-    known = STATES if of_supervisor else WORKER_PHASES
+    known = STATES if of_supervisor else _worker_phases(scenario)
     if at.strikes_in not in known:
         whose = "supervisor has the states" if of_supervisor else "worker has the phases"
-        yield ("at", "phase"), at.strikes_in, f"a {whose} {', '.join(known)}"
+        without = ", in a run without stages" if at.strikes_in in OF_A_PIPELINE and not of_supervisor else ""
+        yield ("at", "phase"), at.strikes_in, f"a {whose} {', '.join(known)}{without}"
         return
     places = at.places
     if len(places) > 1:

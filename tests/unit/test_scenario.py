@@ -55,7 +55,12 @@ BAD = {
     "no duration": (event(when="{mtbf: often}"), 10, "'often'", "30s, 5min, 17h"),
     "no time": (event(when=""), 8, "kill", "say when"),
     "two times": (event(when="{step: 3, mtbf: 5}"), 10, "step and mtbf", "exclude each other"),
-    "an unknown phase": (event(at="{phase: backwards}"), 11, "'backwards'", "receive, forward"),
+    "an unknown phase": (event(at="{phase: backwards}"), 11, "'backwards'", "data, forward"),
+    "a phase of a pipeline": (event(at="{phase: send}"), 11, "'send'", "first_step, in a run without stages"),
+    "a phase of a schedule that cannot be chosen": (
+        event(at="{phase: weight_pass}").replace("events", "stages: 2\nevents"),
+        *(12, "'weight_pass'", "backward_pass, send, backward"),
+    ),
     "a phase of the supervisor": (event(at="{phase: FENCE}"), 11, "'FENCE'", "a worker has the phases"),
     "a bucket where there are none": (event(at="{phase: commit, bucket: 1}"), 11, "1", "commit has no buckets"),
     "a bucket under barrier": (event(at="{phase: update, bucket: 1}"), 11, "1", "updated at once"),
