@@ -71,6 +71,7 @@ class Rehearsal:
         self._later: list[Later] = []
         self._known: dict[int, str] = {}  # all members that there ever were, by their process
         self._gone: set[str] = set()  # members that were struck, whether or not that has been noticed
+        self._dropped: set[int] = set()  # events at random that came when they could not strike
         self._seen = 0.0
         self.played = Played(path=path)
 
@@ -118,12 +119,15 @@ class Rehearsal:
                 self._waiting += self._schedule.due(now - self._began, self._view.step)
                 impossible = [due for due in self._waiting if not self._strike(due)]
                 self._waiting = [due for due in impossible if due.persistent]
-                self.played.dropped += len(impossible) - len(self._waiting)
+                dropped = [due.event for due in impossible if not due.persistent]
+                self.played.dropped += len(dropped)
+                self._dropped.update(dropped)
 
     def _finish(self) -> None:
         """Nothing stays frozen or slow; nodes need no longer come or go."""
         self.played.offsets = [offset - self._watch.zero for offset in self._watch.offsets.values()]
         left = [due.event for due in (*self._waiting, *(self._schedule.left if self._schedule is not None else ()))]
+        left += self._dropped.difference(struck.event for struck in self.played.struck)  # came, and never struck
         self.played.missed = sorted({*self.played.missed, *left, *(planted.event for planted in self._planted)})
         self._end_all()
 
