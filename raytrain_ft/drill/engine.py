@@ -31,6 +31,9 @@ HANDS = {"kill": "kill", "freeze": "freeze", "slow_down": "slow"}
 AFTERWARDS = {"freeze": "thaw", "slow_down": "quicken"}
 """And what it does when that is over."""
 
+TRAINS_ON = ("slow_down", "silence")
+"""Actions after which who was struck still has the training state."""
+
 Show = Callable[[dict[str, Any]], None]
 Say = Callable[[str], None]
 Later = tuple[float, Callable[[], object], bool]
@@ -70,7 +73,7 @@ class Rehearsal:
         self._waiting: list[Due] = []
         self._later: list[Later] = []
         self._known: dict[int, str] = {}  # all members that there ever were, by their process
-        self._gone: set[str] = set()  # members that were struck, whether or not that has been noticed
+        self._gone: set[str] = set()  # members that were struck and are not back, whether or not it is noticed
         self._dropped: set[int] = set()  # events at random that came when they could not strike
         self._seen = 0.0
         self.played = Played(path=path)
@@ -211,7 +214,7 @@ class Rehearsal:
         """Begins a node's absence, and sees to its end; False if the node is gone already."""
         ground, event, lasts = self._ground, due.what, due.what.lasts
         if event.action == "unplug":
-            return self._strike_for(lasts, lambda: self._unplug(node), lambda: ground.plug(node))
+            return self._strike_for(lasts, lambda: self._unplug(node), lambda: self._plug(node))
         if event.action == "drain":
             assert event.notice is not None
             ground.drain(node, event.notice)
@@ -225,6 +228,10 @@ class Rehearsal:
     def _unplug(self, node: str) -> bool:
         self._ground.unplug(node)
         return True
+
+    def _plug(self, node: str) -> None:
+        self._ground.plug(node)
+        self._gone.difference_update(member for member, at in self._view.nodes.items() if at == node)
 
     def _kill_drained(self, node: str, due: Due) -> None:
         try:
@@ -240,7 +247,12 @@ class Rehearsal:
     def _end_of(self, event: Event, node: str, pid: int) -> tuple[float | None, Callable[[], object]]:
         """After how long what is done to a process is over, if ever, and what ends it."""
         lasts = event.lasts if event.action in AFTERWARDS else None
-        return lasts, lambda: self._ground.hand(node, AFTERWARDS[event.action], pid)
+        return lasts, lambda: self._release(node, AFTERWARDS[event.action], pid)
+
+    def _release(self, node: str, how: str, pid: int) -> None:
+        view = self._view
+        if self._ground.hand(node, how, pid):
+            self._gone -= {one for one, known in view.pids.items() if (view.nodes.get(one), known) == (node, pid)}
 
     def _strike_for(self, lasts: float | None, strike: Callable[[], bool], end: Callable[[], object]) -> bool:
         """Strikes, and sees to the end of it, also if Ctrl-C comes before the strike has returned. False if there was none."""
@@ -265,7 +277,7 @@ class Rehearsal:
         at = clock - self._watch.zero
         struck = Struck(event=event, action=action, at=at, step=self._view.step, members=tuple(members), node=node, note=note)
         self.played.struck.append(struck)
-        self._gone |= set(members) if action != "slow_down" else set()
+        self._gone |= set(members) if action not in TRAINS_ON else set()
         who = ", ".join(members) or (f"node {node[:8]}" if node else "")
         self._say(f"  {at:8.2f} s  step {struck.step}  {action} {who} {note}".rstrip())
 

@@ -452,3 +452,27 @@ def test_nobody_is_thawed_who_could_not_be_frozen(tmp_path: Path, monkeypatch: p
     ground = Gone()
     play(tmp_path, asked, until=lambda _: len(ground.done) > 2, monkeypatch=monkeypatch, ground=ground)
     assert {what for what, *_ in ground.done} == {"freeze"}
+
+
+@pytest.mark.parametrize("action", ["freeze", "unplug"])
+def test_who_is_back_counts_again_as_one_who_is_left(action: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anybody has noticed: else whoever else is struck at random would be taken for the last one, and be spared."""
+    asked = scenario(
+        Event(action=action, who=Who(node=0), when=When(seconds=0.01), lasts=0.05),
+        Event(action="kill", who=Who(rank=1), when=When(mtbf=0.02)),
+    )
+    struck = lambda played: any(strike.action == "kill" for strike in played.struck)  # noqa: E731
+    began = time.monotonic()
+    played, _ = play(tmp_path, asked, until=lambda it: struck(it) or time.monotonic() > began + 3, monkeypatch=monkeypatch)
+    assert struck(played)
+
+
+def test_who_fell_silent_still_has_the_training_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = FailAt(rank=0, step=1, phase="backward", action="silence")
+    planted = Planted(0, Event(action="silence", who=Who(rank=0), when=When(step=1)), fault)
+    (tmp_path / "faults").mkdir()
+    (tmp_path / "faults" / fault.name).write_text("1.0 10 1.0")
+    began, asked = time.monotonic(), scenario(Event(action="kill", who=Who(rank=1), when=When(mtbf=0.05)))
+    over = lambda played: len(played.struck) > 1 or time.monotonic() > began + 3  # noqa: E731
+    played, _ = play(tmp_path, asked, planted, until=over, monkeypatch=monkeypatch)
+    assert [strike.action for strike in played.struck][:2] == ["silence", "kill"]
