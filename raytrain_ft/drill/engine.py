@@ -235,8 +235,9 @@ class Rehearsal:
 
     def _kill_drained(self, node: str, due: Due) -> None:
         try:
-            self._ground.kill_node(node)
-        except (ConfigError, ChaosError) as error:  # somebody came while it had notice
+            if not self._ground.kill_node(node) and self._ground.lives(node):  # else it has ended by itself: nobody was left
+                raise ChaosError(f"node {node} is still there")
+        except (ConfigError, ChaosError) as error:  # somebody came while it had notice, or its hand did nothing
             self._struck_at = self._ground.clock()
             self._note_spared(due, node, error)
 

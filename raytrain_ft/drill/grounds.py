@@ -46,7 +46,11 @@ class Ground(Protocol):
         ...
 
     def kill_node(self, node: str) -> bool:
-        """Kills a whole node of the run; False if it is gone."""
+        """Kills a whole node of the run; False if it is gone, or could not be killed."""
+        ...
+
+    def lives(self, node: str) -> bool:
+        """Whether a node is there."""
         ...
 
     def unplug(self, node: str) -> None:
@@ -102,13 +106,17 @@ class Laptop:
 
     def kill_node(self, node: str) -> bool:
         """See `Ground`."""
-        if node not in self._cluster.node_ids():
+        if not self.lives(node):
             return False
         try:
             self._cluster.kill_node(node)
         except psutil.NoSuchProcess:
             return False
         return True
+
+    def lives(self, node: str) -> bool:
+        """See `Ground`."""
+        return node in self._cluster.node_ids()
 
     def unplug(self, node: str) -> None:
         """See `Ground`."""
@@ -229,16 +237,20 @@ class Running:
     def kill_node(self, node: str) -> bool:
         """See `Ground`. Ray itself says only later whether it is gone; what its raylet's port says counts."""
         self._spare(node)
-        known = next((one for one in placement.nodes() if one["NodeID"] == node and one["Alive"]), None)
-        if known is None or not _answers(known):
+        if not self.lives(node):
             return False  # a hand that is started there now would wait for it for ever
         self.prepare([node])
         hand = self._hands.pop(node)
         ray.wait([hand.kill_node.remote()], timeout=ANSWER_S)
-        if not _answers(known):
+        if not self.lives(node):
             return True
         ray.kill(hand)
         return False
+
+    def lives(self, node: str) -> bool:
+        """See `Ground`."""
+        known = next((one for one in placement.nodes() if one["NodeID"] == node and one["Alive"]), None)
+        return known is not None and _answers(known)
 
     def _spare(self, node: str) -> None:
         """Once more it is made sure that nobody else is hit: jobs come and go."""

@@ -165,6 +165,9 @@ class Ground:
     def kill_node(self, node: str) -> bool:
         raise ConfigError(f"node {node} was spared: somebody came")
 
+    def lives(self, node: str) -> bool:
+        return True
+
     def unplug(self, node: str) -> None: ...
 
     def plug(self, node: str) -> None: ...
@@ -243,6 +246,21 @@ def test_a_drained_node_that_must_be_spared_is_noted_and_the_drill_goes_on(
         "drain was not carried out: node n1 was spared: somebody came",
     ]
     assert ground.done == [("freeze", "n0", 10), ("drain", "n1"), ("thaw", "n0", 10)]
+
+
+@pytest.mark.parametrize("lives", [False, True])
+def test_a_drained_node_that_outlives_its_end_was_not_lost(
+    lives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is gone already is as it should be: its raylet ends when nobody is left on it."""
+    ground, ended = Ground(), []
+    monkeypatch.setattr(ground, "kill_node", lambda node: ended.append(node))
+    monkeypatch.setattr(ground, "lives", lambda node: lives)
+    asked = scenario(Event(action="drain", who=Who(node=1), when=When(seconds=0.01), notice=0.05))
+    played, _ = play(tmp_path, asked, until=lambda played: ended, monkeypatch=monkeypatch, ground=ground)
+    assert played.missed == ([0] if lives else [])
+    notes = [strike.note for strike in played.struck]
+    assert notes == ["", *(["drain was not carried out: node n1 is still there"] if lives else [])]
 
 
 def test_fewer_nodes_than_a_recorded_market_takes_are_struck_and_that_is_said(
