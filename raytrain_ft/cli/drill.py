@@ -53,7 +53,7 @@ def drill_command(
 
     SCENARIO is a YAML file, or a Python file that says scenario = Scenario(...) and is executed like any job (docs/drills.md).
     The job is trained twice, undisturbed and struck. Exit code 0: all thresholds kept; 1: not, or the drill broke off;
-    2: refused, or the undisturbed run failed: nothing was struck.
+    2: refused, or the undisturbed run failed or was disturbed: nothing was struck.
     """
     try:
         if place != "cluster" and (address or confirmed):

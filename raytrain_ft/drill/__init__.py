@@ -13,13 +13,14 @@ from pathlib import Path
 
 from raytrain_ft.drill import faults, report
 from raytrain_ft.drill.grounds import Ground, Laptop, default_storage, laptop
-from raytrain_ft.drill.measure import measure
+from raytrain_ft.drill.measure import disturbance, measure
 from raytrain_ft.drill.numbers import Report
 from raytrain_ft.drill.predict import job_of, known_job, predict
 from raytrain_ft.drill.runs import Runs
 from raytrain_ft.drill.schedule import Schedule
 from raytrain_ft.drill.verdict import verdict
-from raytrain_ft.errors import ConfigError
+from raytrain_ft.errors import ConfigError, TrainingFailedError
+from raytrain_ft.runtime.event_log import read_records
 from raytrain_ft.scenario import Scenario
 from raytrain_ft.simulate import Job, SpotTrace
 
@@ -43,7 +44,7 @@ def drill(
 
     Raises:
         ScenarioError: the scenario cannot be, or cannot be carried out there. Nothing was struck.
-        TrainingFailedError: the undisturbed run failed already.
+        TrainingFailedError: the undisturbed run failed already, or was disturbed: it is the measure of nothing.
     """
     task = faults.task_of(scenario)
     planted = faults.planted(scenario, task)
@@ -58,6 +59,11 @@ def drill(
     reference = runs.play(f"{name}-undisturbed")
     if reference.error is not None:
         raise reference.error
+    if found := disturbance(read_records(reference.path / "events.jsonl")):
+        raise TrainingFailedError(
+            f"the undisturbed run was disturbed ({found}), so it is no measure of the one that was to be struck: run the drill "
+            f"again. Its records are in {reference.path}"
+        )
     ground.refuse(scenario)  # again: the undisturbed run took its time, and others may have come
     played = runs.play(name, schedule, planted)
     if isinstance(played.error, ConfigError) and not played.struck:

@@ -92,6 +92,14 @@ def _lost_samples(records: Records) -> bool:
     return any(record["event"] == "SamplesLost" for record in records)
 
 
+def disturbance(records: Records) -> str:
+    """What happened to a run to which nothing was done; "" if nothing did."""
+    for recovery in recoveries_of(records):
+        if gone := [*recovery.lost, *recovery.left]:
+            return f"{', '.join(gone)}: {recovery.cause}"
+    return "samples were lost" if _lost_samples(records) else ""
+
+
 def bit_equal(played: Played, reference: Played) -> bool | None:
     """Whether both runs ended in the same state, to the bit."""
     if played.result is None or reference.result is None:

@@ -99,6 +99,7 @@ def test_it_is_asked_again_who_is_there_before_the_run_that_is_struck(
     others: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     played: list[str] = []
+    (tmp_path / "events.jsonl").write_text("")
 
     class Runs:
         def __init__(self, *about: object, **more: object) -> None: ...
@@ -333,6 +334,28 @@ def test_only_where_nothing_was_struck_an_error_is_a_refusal(
     assert found.exit_code == (cli_drill.FAILED if struck else cli_drill.REFUSED), found.output
     said = (tmp_path / "drill.json").read_text() if struck else found.output  # a narrow table breaks its lines
     assert "no such node" in said
+
+
+@pytest.mark.parametrize(
+    ("happened", "words"),
+    [
+        ({"event": "Recovery", **asdict(Recovery("its process is gone", "Ray", lost=["w1"]))}, "w1: its process is gone"),
+        ({"event": "SamplesLost"}, "samples were lost"),
+        ({"event": "Recovery", **asdict(Recovery("another node came", "Ray"))}, ""),
+    ],
+)
+def test_a_run_that_was_disturbed_by_itself_is_the_measure_of_nothing(
+    happened: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "events.jsonl").write_text(json.dumps(happened) + "\n")
+    runs = [Played(path=tmp_path, result=RESULT), Played(path=tmp_path, error=ConfigError("it was played"))]
+    monkeypatch.setattr(drill_module, "Runs", lambda *about, **more: SimpleNamespace(play=lambda *how: runs.pop(0)))
+    (tmp_path / "asked.yaml").write_text("name: strikes\nworkers: 2\nsteps: 100\nbatch: 8\n")
+    monkeypatch.setattr(cli_drill, "_drill", lambda asked, *how: drill_module.drill(asked, Ground(), storage_path=tmp_path))
+    found = CliRunner().invoke(cli_drill.drill_command, [str(tmp_path / "asked.yaml")])
+    assert found.exit_code == cli_drill.REFUSED, found.output
+    assert (f"the undisturbed run was disturbed ({words})" if words else "it was played") in found.output
+    assert len(runs) == (1 if words else 0), "else the second run is not worth its time"
 
 
 def test_a_supervisor_that_froze_at_a_point_is_thawed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
