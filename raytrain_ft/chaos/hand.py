@@ -35,18 +35,25 @@ class Hand:
     def __init__(self, job: str = "") -> None:
         self._job = job
         self._slowed: dict[int, tuple[threading.Event, threading.Thread]] = {}
+        self._frozen: set[psutil.Process | None] = set()  # whom nothing but `thaw` wakes
+        self._lock = threading.Lock()  # of freezing and thawing: none of the turns of who is slow comes in between
 
     def kill(self, pid: int) -> bool:
         """SIGKILLs a process of a run; False if it is gone."""
         return self._signal(pid, signal.SIGKILL)
 
     def freeze(self, pid: int) -> bool:
-        """SIGSTOPs a process of a run; False if it is gone."""
-        return self._signal(pid, signal.SIGSTOP)
+        """SIGSTOPs a process of a run, also one that is slow; False if it is gone."""
+        with self._lock:
+            frozen = self._signal(pid, signal.SIGSTOP)
+            self._frozen |= {self._ours(pid)} if frozen else set()
+        return frozen
 
     def thaw(self, pid: int) -> bool:
         """SIGCONTs a process of a run; False if it is gone."""
-        return self._signal(pid, signal.SIGCONT)
+        with self._lock:
+            self._frozen.discard(self._ours(pid))
+            return self._signal(pid, signal.SIGCONT)
 
     def kill_node(self) -> None:
         """SIGKILLs the raylet that started this process, and every process that it started."""
@@ -95,9 +102,15 @@ class Hand:
         """Lets a process run a 1/factor of the time, in short turns; at the end it runs, whatever happens."""
         run, stand = SLICE_S / factor, SLICE_S * (1 - 1 / factor)
         try:
-            while not wait(run) and self.freeze(pid):
+            while not wait(run) and self._signal(pid, signal.SIGSTOP):
                 wait(stand)
-                if not self.thaw(pid):
+                if not self._let_run(pid):
                     return
         finally:
-            self.thaw(pid)
+            self._let_run(pid)
+
+    def _let_run(self, pid: int) -> bool:
+        """The turn in which it stands still is over, unless it was frozen meanwhile; False if it is gone."""
+        with self._lock:
+            process = self._ours(pid)
+            return process is not None and (process in self._frozen or self._signal(pid, signal.SIGCONT))

@@ -141,6 +141,19 @@ def test_a_slow_process_stands_still_most_of_the_time_and_no_longer_when_it_is_o
         assert not hand.quicken(worker.pid)
 
 
+def test_who_is_slow_and_frozen_stands_still_until_it_is_thawed() -> None:
+    hand = Hand()
+    with process("ray::Worker") as worker:
+        assert hand.slow(worker.pid, 4.0)
+        assert hand.freeze(worker.pid)
+        assert becomes(worker, psutil.STATUS_STOPPED)
+        assert all(worker.status() == psutil.STATUS_STOPPED for _ in range(50) if not time.sleep(0.0031))
+        assert hand.quicken(worker.pid)
+        assert worker.status() == psutil.STATUS_STOPPED
+        assert hand.thaw(worker.pid)
+        assert becomes(worker, *GOES_ON)
+
+
 # ---------------------------------------------------------------- numbers
 
 
