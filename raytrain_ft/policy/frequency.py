@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from raytrain_ft.checks import is_number
@@ -24,6 +25,9 @@ LONGEST_PROFILE = 50
 """Steps (section 4.4: 1 % of an epoch, but no more than this)."""
 SHORTEST_PROFILE = 4
 """Steps: the first one is warm-up, and one alone is no measurement."""
+CAUTION = 0.5
+"""Of the standard error of what is known of waits: so much of the budget stays unused. One slow checkpoint of many may be to
+come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +63,8 @@ class Interval:
         k_persist, k_overhead, k_failures: the least k for which persisting is done in time, as a rule; for which the overhead,
             and waiting for the checkpoints that take longer, stay within the budget; beyond which more frequent checkpoints
             would cost more than the work that they save.
+        shorter: share of the intervals that may be one step shorter, so that the budget is used up on average. k is a whole
+            number of steps, and of a small one a part of a step is much of the budget.
     """
 
     k: int
@@ -67,6 +73,7 @@ class Interval:
     k_persist: int
     k_overhead: int
     k_failures: int = 0
+    shorter: float = 0.0
 
     @property
     def reason(self) -> str:
@@ -113,26 +120,49 @@ def choose(
     seen = (profile.device_copy if fits else on_host) if overhead is None else overhead
     k_persist = _whole((profile.copy + profile.persist - seen) / profile.iteration)
     k_overhead = _whole(seen / (budget * profile.iteration))
+    beyond = partial(_beyond, overhead=seen, latest=latest, budget=budget, iteration=profile.iteration)
     if latest:
-        k_overhead = _least_waiting(max(1, k_persist, k_overhead), seen, latest, budget, profile.iteration) or k_overhead
+        longest = _whole(max(one.seconds for one in latest) / profile.iteration)  # with which nobody waits
+        k_overhead = _least_waiting(max(1, k_persist, k_overhead), longest, beyond) or k_overhead
     k_failures = 0 if failure_s is None else _whole(math.sqrt(2 * seen * failure_s) / profile.iteration)
     k = max(1, k_persist, k_overhead, k_failures)
     mode = "gpu" if fits else "cpu"
-    return Interval(k=k, mode=mode, overhead=seen, k_persist=k_persist, k_overhead=k_overhead, k_failures=k_failures)
+    binds = k == k_overhead > max(1, k_persist, k_failures)
+    shorter = _shorter(k, beyond, _doubt(k, latest, profile.iteration)) if binds else 0.0
+    bounds = {"k_persist": k_persist, "k_overhead": k_overhead, "k_failures": k_failures}
+    return Interval(k=k, mode=mode, overhead=seen, **bounds, shorter=shorter)
 
 
-def _least_waiting(least: int, overhead: float, latest: Sequence[Seen], budget: float, iteration: float) -> int:
-    """The least k, greater than `least`, with which the overhead and the waits together stay within the budget; 0 if `least`
-    does. A checkpoint of s seconds has training wait for ``s - k * iteration``."""
+def _beyond(k: int, *, overhead: float, latest: Sequence[Seen], budget: float, iteration: float) -> float:
+    """By how many seconds the overhead of a checkpoint and the wait for it exceed the budget of k steps; negative: of that, so
+    much is left. A checkpoint of s seconds has training wait for ``s - k * iteration``."""
+    waits = sum(seen.weight * max(0.0, seen.seconds - k * iteration) for seen in latest)
+    weights = sum(seen.weight for seen in latest) or 1.0
+    return overhead + waits / weights - budget * k * iteration * (1 + 1e-6)
 
-    def affords(k: int) -> bool:
-        waits = sum(seen.weight * max(0.0, seen.seconds - k * iteration) for seen in latest)
-        return overhead + waits / sum(seen.weight for seen in latest) <= budget * k * iteration * (1 + 1e-6)
 
-    if affords(least):
+def _least_waiting(least: int, longest: int, beyond: Callable[[int], float]) -> int:
+    """The least k, greater than `least`, with which the budget is not exceeded; 0 if it is not with `least`. It is not with
+    `longest`."""
+    if beyond(least) <= 0:
         return 0
-    most = max(least, _whole(max(seen.seconds for seen in latest) / iteration))  # nobody waits
-    return least + bisect_left(range(least, most), True, key=affords)
+    return least + bisect_left(range(least, max(least, longest)), True, key=lambda k: beyond(k) <= 0)
+
+
+def _shorter(k: int, beyond: Callable[[int], float], doubt: float) -> float:
+    """See `Interval`: what k leaves of the budget for certain, by what one step less costs more."""
+    left, missing = -beyond(k), beyond(k - 1)
+    return max(0.0, (left - CAUTION * doubt) / (left + missing)) if missing > 0 else 0.0
+
+
+def _doubt(k: int, latest: Sequence[Seen], iteration: float) -> float:
+    """Standard error of the mean wait with k steps, seconds: large where one checkpoint of many takes much longer."""
+    if not latest:
+        return 0.0
+    waits = [max(0.0, seen.seconds - k * iteration) for seen in latest]
+    total = sum(seen.weight for seen in latest)
+    mean = sum(seen.weight * wait for seen, wait in zip(latest, waits, strict=True)) / total
+    return math.sqrt(sum((seen.weight * (wait - mean)) ** 2 for seen, wait in zip(latest, waits, strict=True))) / total
 
 
 def check_budget(budget: float) -> float:

@@ -158,6 +158,8 @@ class Tuner:
     _tried: int = 0
     _under_way: bool = False
     _raised: bool = False
+    _shorter: float = 0.0  # share of intervals that may be a step shorter than k, by what was observed
+    _saved: float = 0.0  # of a step: what intervals of k left of the budget since one was shorter
 
     def stepped(self, seconds: float, update_s: float, *, busy: bool) -> None:
         """Takes in a step, but for the first one of a world. `busy`: a checkpoint is under way at its end."""
@@ -170,7 +172,7 @@ class Tuner:
 
     def due(self, step: int, *, busy: bool) -> bool:
         """Whether to checkpoint after this step (`step`: steps committed by then). `busy`: the one before is under way."""
-        k = self.fixed or self.k
+        k = self._next
         if k and step - self.last >= k:
             return True
         if self._stands or busy:
@@ -181,7 +183,7 @@ class Tuner:
         """The first step after this one at which a checkpoint may be due, by what is known now. While the first one is on its
         way nothing is known: the answer then is near, and farther the longer it takes. `warm_up`: steps that will not be
         measured."""
-        k = self.fixed or self.k
+        k = self._next
         then = max(step + 1, self.last + k)
         if self._stands:
             return then
@@ -190,6 +192,11 @@ class Tuner:
         else:
             first = min(step + max(1, self._missing) + warm_up, max(step + 1, self._latest_first))
         return min(first, then) if k else first
+
+    @property
+    def _next(self) -> int:
+        """Steps from the latest checkpoint to the next; 0 while that is not known."""
+        return self.fixed or (max(1, self.k - 1) if self._saved >= 1 else self.k)
 
     @property
     def _stands(self) -> bool:
@@ -238,6 +245,7 @@ class Tuner:
             decision = self._judge(step) if self._stretch.costs else None
             self._stretch = Stretch()
         self.last, self._under_way, self._tried = step, True, self._tried + 1
+        self._saved += self._shorter - (self._saved >= 1)
         return decision
 
     def known(self, step: int) -> Decision | None:
@@ -302,6 +310,7 @@ class Tuner:
         interval = choose(self.profile, self.budget, overhead=seen, failure_s=self.failure_s, latest=latest)
         observed = extra / base
         k, moved = self._moved(interval, over=observed - doubt / base > self.budget)
+        self._shorter = interval.shorter if k == interval.k else 0.0
         if k == self.k:
             return None
         self.k, self.mode = k, interval.mode

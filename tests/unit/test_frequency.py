@@ -369,6 +369,10 @@ def test_waits_count_and_k_is_no_larger_than_they_ask_for(
     assert cost(interval.k) <= budget * (1 + 1e-5)
     if interval.k > 1:
         assert cost(interval.k - 1) > budget * (1 - 1e-5)
+        each = [(interval.k - 1, interval.shorter), (interval.k, 1 - interval.shorter)]
+        spent, steps = (sum(share * f(k) for k, share in each) for f in (lambda k: cost(k) * k, lambda k: k))
+        assert 0 <= interval.shorter < 1
+        assert spent <= budget * steps * (1 + 1e-5), "nor do some intervals that are a step shorter"
     assert interval.k >= choose(measured, budget, overhead=overhead).k
 
 
@@ -395,6 +399,17 @@ def play(seed: int, slow: float, tail: float, **times: float) -> float:
 @pytest.mark.parametrize(("slow", "times"), [(1, {"copy": 2.0}), (8, {"copy": 2.0}), (1, {"slowed": 0.2})])
 def test_overhead_comes_to_its_budget_on_a_machine_that_varies(slow: float, times: dict[str, float], seed: int) -> None:
     assert play(seed, slow, 1, **times) == pytest.approx(3.5, abs=0.5)
+
+
+@pytest.mark.parametrize(("overhead_s", "k"), [(0.101, 3), (0.15, 5), (0.34, 10)])
+def test_a_part_of_a_step_is_not_left_of_the_budget(overhead_s: float, k: int) -> None:
+    """Of a k of three, one step is a third of it: on average, intervals are as long as the budget asks for."""
+    simulated = machine(0.035, iteration=1.0, copy=0.0, persist=0.1, slowed=overhead_s / 0.9)
+    simulated.run(5_000)
+    before = len(simulated.taken)
+    assert overhead(simulated, 20_000) == pytest.approx(0.035, abs=0.0005)
+    gaps = [b - a for a, b in pairwise(simulated.taken[before:])]
+    assert set(gaps) == {k - 1, k}
 
 
 @pytest.mark.parametrize("seed", range(3))
