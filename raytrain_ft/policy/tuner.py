@@ -270,7 +270,7 @@ class Tuner:
         if k == self.k:
             return None
         what = "lowered: far more than was measured anew" if self.k else "profiled"
-        self.k, self.mode = k, interval.mode
+        self.k, self.mode, self._shorter = k, interval.mode, 0.0
         return Decision(
             step=step,
             interval=replace(interval, k=k),
@@ -284,7 +284,7 @@ class Tuner:
         In a world of another size steps and checkpoints take another time, too, which is measured before the next decision."""
         self.last, self._tried = min(self.last, step), 0
         if resized:
-            self._overhead = None
+            self._overhead, self._shorter = None, 0.0
             self._latest.clear()
         self._stretch = Stretch()
 
