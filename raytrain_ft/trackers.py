@@ -243,15 +243,15 @@ class WandB(Callback):
 
     def on_end(self, state: str) -> None:
         if self._untold:
-            self._log({}, max(self._run.step, self._told["steps"] + 1))
+            self._log({}, self._told["steps"] + 1)
         self._run.finish(exit_code=int(state != SUCCESS))
 
     def _log(self, scalars: dict[str, float], step: int) -> None:
-        """A whole row, which W&B takes at once, and then the note of it."""
+        """A whole row, which W&B takes at once, and then the note of it. Of a step that it has, at the next: a run that goes on
+        may begin with the one at which the last recovery was told."""
         marks = {name: value for one in self._untold for name, value in one.items()}
-        self._run.log(marks | scalars, step=step, commit=True)
-        self._told |= {"steps": max(self._told["steps"], step) if scalars else self._told["steps"]}
-        self._told |= {"recoveries": self._told["recoveries"] + len(self._untold)}
+        self._run.log(marks | scalars, step=max(step, self._run.step), commit=True)
+        self._told |= {"recoveries": self._told["recoveries"] + len(self._untold)} | ({"steps": step} if scalars else {})
         self._untold = []
         _write_whole(self._note, self._told)
 
