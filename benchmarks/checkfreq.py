@@ -115,7 +115,7 @@ def measure_quiet(report: Report, options: Options) -> None:
 def measure_contended(report: Report, options: Options) -> None:
     """Table 5: a second job begins to write midway. A fixed k, and one that adapts. Nearly all of the spread comes of the steps
     with checkpoints, of which one may have to wait for a second: of them there are three times as many."""
-    preset, stretches = FREE, 3 if options.quick else 80
+    preset, stretches = FREE, 3 if options.quick else 100
     with loop(preset, budget=BUDGET) as run:
         before = learn(run)
         base = statistics.mean(run.run(60, "none"))

@@ -190,7 +190,8 @@ class Checkpointer:
         """A step was committed (`step`: how many by now)."""
         if self._tuning.in_first_step:
             self._prepare()
-        self._tuning.stepped(step, seconds, busy=self.busy)
+        # To delete what a checkpoint replaces is part of what it costs, though nobody waits for that.
+        self._tuning.stepped(step, seconds, busy=self.busy or not self._persister.await_tidy(0.0))
 
     def _prepare(self) -> None:
         """Touches the memory for snapshots, in the background: the first one is then as fast as those after it. After the first
