@@ -55,12 +55,14 @@ def overhead(
 ) -> list[float]:
     """Share of the time that checkpoints cost, stretch by stretch of whole intervals and at least so many steps, each between
     two of so many steps `without` checkpoints. Every minute or so a machine like this one halts for a tenth of a second: who is
-    looked at for a shorter time suffers less often from that, and then much more."""
+    looked at for a shorter time suffers less often from that, and then much more. Before each stretch an interval is not timed:
+    so what is left of the checkpoint before is in its time, as what is left of its own last one is not."""
     shares = []
     before = run.run(without, "none")
     for _ in range(stretches):
         run.settle()
         k = max(1, run.tuner.fixed or run.tuner.k)
+        run.run(k, how)
         with_them = run.run(k * max(intervals, -(-least // k)), how)
         run.settle()
         after = run.run(without, "none")
