@@ -235,7 +235,7 @@ def report_replays(report: Report, shape: Shape, steps: int, repeats: int) -> No
         f"({statistics.median(alone) / bound:.3f} of the bound); efficiency of {words}"
     )
     if not all(lost["equal"]):
-        report.note(f"{kind}, m = {m}: NOT bit-equal: {lost['equal']}")
+        raise RuntimeError(f"{kind}, m = {m}: a replay was NOT bit-equal: {lost['equal']}")
 
 
 # ---------------------------------------------------------------- recoveries of whole runs

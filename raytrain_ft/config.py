@@ -214,10 +214,10 @@ class RecoveryConfig:
                 f'RecoveryConfig(strategy="{self.strategy}") keeps no log: leave out budget_bytes and recovery_target of its '
                 "LogConfig"
             )
-        if self.strategy == "skip" and self.undo == "replay":
+        if self.strategy in ("skip", "lossy") and self.undo == "replay":
             raise ConfigError(
-                'RecoveryConfig(strategy="skip", undo="replay"): what is undone in that mode is right only once the step is '
-                'done again, and "skip" leaves it out. Use another one of either'
+                f'RecoveryConfig(strategy="{self.strategy}", undo="replay"): what is undone in that mode is right only once '
+                "the step is done again with the same gradients, which this strategy may not do. Use another one of either"
             )
         if self.strategy == "logging" and not self.log.enabled:
             raise ConfigError('RecoveryConfig(strategy="logging", log=LogConfig(enabled=False)): one of them is to be left out')

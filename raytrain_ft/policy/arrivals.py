@@ -6,7 +6,6 @@ from raytrain_ft.errors import TooFewWorkersError
 from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import leaving, phases, replacing, stopping
 from raytrain_ft.policy import messages as m
-from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import State
 from raytrain_ft.policy.units import counted
@@ -64,17 +63,11 @@ def begin(run: RunState, *, waited: bool = False) -> list[c.Command]:
         return replacing.join(run, world)
     if not waited:
         return []
-    under_way = len(run.roster.of(MemberState.STARTING))
-    remedy = (
-        f"{under_way} more were still being set up: raise RecoveryConfig(schedule_timeout=...), or have TrainTask.model() and "
-        "dataset() take less time"
-        if under_way
-        else "Add nodes, lower num_workers or resources_per_worker"
-    )
+    remedy = replacing.too_slow(run, "schedule_timeout") or "Add nodes, lower num_workers or resources_per_worker."
     return run.fail(
         TooFewWorkersError.__name__,
         f"{len(spares)} workers could be placed within {rules.schedule_timeout:g} s, num_workers asks for at least "
-        f"{rules.min_workers}. {remedy}.",
+        f"{rules.min_workers}. {remedy}",
     )
 
 

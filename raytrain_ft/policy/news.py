@@ -5,6 +5,7 @@ from __future__ import annotations
 from raytrain_ft.policy import arrivals, leaving, stopping
 from raytrain_ft.policy import commands as c
 from raytrain_ft.policy import messages as m
+from raytrain_ft.policy.roster import MemberState
 from raytrain_ft.policy.run_state import MOST_HELPED, RunState
 from raytrain_ft.policy.states import TRAINING, State
 
@@ -61,7 +62,8 @@ def on_checkpoint_committed(run: RunState, event: m.CheckpointCommitted) -> list
     if not run.rules.logging or run.state not in TRAINING:
         return []  # in a recovery, the log may be being replayed from an older checkpoint: the next one trims it
     run.log.trimmed(event.step, run.step)
-    return [c.Trim(tuple(member for member in run.world if member in run.members), event.step)]
+    # spares too: some have logged what they sent while they had a seat
+    return [c.Trim(tuple(one for one, state in run.members.items() if state != MemberState.STARTING), event.step)]
 
 
 def on_checkpoint_failed(run: RunState, event: m.CheckpointFailed) -> list[c.Command]:
@@ -74,8 +76,7 @@ def on_checkpoint_failed(run: RunState, event: m.CheckpointFailed) -> list[c.Com
     if run.unstored == 1:
         run.warn(f"the checkpoint of step {event.step} could not be written: {event.reason}")
     elif run.unstored == 10 ** (len(str(run.unstored)) - 1):
-        newest = next((one for one in run.stored if one.name not in run.rejected), None)
-        durable = "there is no durable one" if newest is None else f"the newest durable one is of step {newest.step}"
+        durable = "there is no durable one" if run.newest is None else f"the newest durable one is of step {run.newest.step}"
         words = f"the last {run.unstored} checkpoints could not be written, up to that of step {event.step}"
         run.warn(f"{words}: {event.reason}; {durable}")
     return []

@@ -203,7 +203,8 @@ def on_rejected(run: RunState, event: m.CheckpointRejected) -> list[c.Command]:
 def on_undo_refused(run: RunState, event: m.UndoRefused) -> list[c.Command]:
     """Survivors cannot return to where the step began: everybody goes back to the checkpoint instead."""
     if not run.may_go_back():
-        return run.fail("UndoRefusedError", f"{event.reason}. There is no checkpoint to go back to instead (CheckpointConfig)")
+        why = 'strategy="replication" forbids that' if run.rules.checkpoints else "there is none (CheckpointConfig)"
+        return run.fail("UndoRefusedError", f"{event.reason}. Nobody can go back to a checkpoint instead: {why}")
     run.going_back = event.reason
     return suspect(run, event.at, "an update cannot be undone", event.member)
 

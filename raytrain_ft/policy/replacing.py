@@ -31,7 +31,7 @@ def replace(run: RunState, *, waited: bool = False) -> list[c.Command]:
         return join(run, tuple(member for member in run.world if member in run.survivors) or tuple(run.survivors))
     spares = to_seat(run)
     ready = len(run.survivors) + len(spares)
-    more_may_come = run.roster.any_starting() and not waited
+    more_may_come = run.roster.any_starting() and not waited and not _in_danger(run)
     if not shall_wait(run.rules, len(run.world), ready, more_may_come=more_may_come):
         world = _seated(run, spares)
         if run.replaying and len(world) != len(run.world):
@@ -44,8 +44,28 @@ def replace(run: RunState, *, waited: bool = False) -> list[c.Command]:
     return run.fail(
         "RecoveryError",
         f"{ready} workers are left and none came within {run.rules.replacement_timeout:g} s, but num_workers asks "
-        f"for at least {run.rules.min_workers}. {remedy}",
+        f"for at least {run.rules.min_workers}. {too_slow(run, 'replacement_timeout') or remedy}",
     )
+
+
+def too_slow(run: RunState, timeout: str) -> str:
+    """What to do about workers that were still being set up as this timeout ended; empty if none were."""
+    under_way = len(run.roster.of(MemberState.STARTING))
+    if not under_way:
+        return ""
+    return (
+        f"{under_way} more {'was' if under_way == 1 else 'were'} still being set up: raise RecoveryConfig({timeout}=...), or "
+        "have TrainTask.model() and dataset() take less time."
+    )
+
+
+def _in_danger(run: RunState) -> bool:
+    """Whether all who hold some stage are to leave: others take over at once, for there is a time when it is gone."""
+    if run.replaying:  # of as many as wrote the log, or the state is lost in any case
+        return False
+    held = {marks.stage for marks in run.survivors.values()}
+    stays = {marks.stage for member, marks in run.survivors.items() if member not in run.leaving}
+    return bool(run.givers) or held != stays
 
 
 def to_seat(run: RunState) -> list[str]:
@@ -84,11 +104,14 @@ def go_back(run: RunState, why: str) -> list[c.Command]:
     """Workers are gathered while it is being looked what there is to load."""
     recovery = run.recoveries[-1]
     if not run.may_go_back():
-        return run.fail(
-            "NoSurvivorError",
-            f"{why} ({recovery.cause}) and there is no checkpoint to go back to. Spread the workers over more nodes, or allow "
-            "checkpoints (CheckpointConfig).",
+        way = (
+            'with strategy="replication" nobody goes back to a checkpoint. Run it again under the same name, which resumes '
+            'from the newest, or use strategy="auto"'
+            if run.rules.checkpoints
+            else "there is no checkpoint to go back to. Spread the workers over more nodes, or allow checkpoints "
+            "(CheckpointConfig)"
         )
+        return run.fail("NoSurvivorError", f"{why} ({recovery.cause}) and {way}.")
     recovery.reason = why
     run.state, run.seeking = State.REPLACE, True
     return [c.FindCheckpoints(run.incarnation), *run.provision()]

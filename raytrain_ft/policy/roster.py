@@ -199,9 +199,9 @@ class Roster:
         self.gone[member] = how
         if was == MemberState.STARTING and how is not None:
             self.in_vain = how.cause
-        if was == MemberState.STARTING and int(member[1:]) >= self._round_began:
-            self.start_failures += 1
-            self._round_began = self._started
+            if int(member[1:]) >= self._round_began:
+                self.start_failures += 1
+                self._round_began = self._started
         elif was in (MemberState.ACTIVE, MemberState.LEAVING):
             self.start_failures = 0  # a place is free that was not when those starts failed
         return was

@@ -177,11 +177,16 @@ class RunState:
                 self.rejected[one.name] = BELATED
         return standing
 
+    @property
+    def newest(self) -> m.Stored | None:
+        """The newest checkpoint that nobody has rejected."""
+        return next((stored for stored in self.stored if stored.name not in self.rejected), None)
+
     def begin_from_stored(self) -> list[c.Command]:
         """The next world begins from the newest checkpoint that nobody has rejected; if none was ever stored, from the
         beginning. If some are and all were rejected, the run ends: perhaps it is the storage that fails, and what a new
         beginning stores would in time take the place of checkpoints that are whole."""
-        self.load = next((stored for stored in self.stored if stored.name not in self.rejected), None)
+        self.load = self.newest
         if self.stored and self.load is None:
             reasons = "; ".join(f"{one.name}: {self.rejected[one.name]}" for one in self.stored[:MOST_REASONS])
             return self.fail(
@@ -264,9 +269,9 @@ class RunState:
 
     def abort(self) -> list[c.Command]:
         """The run ends because somebody asked for it."""
-        stays = self.stored and self.rules.leaves_checkpoint  # snapshots in memory go with the run
-        newest = f"; its newest checkpoint is {self.stored[0].name}" if stays else ""
-        self.failure = ("AbortedError", f"{self.abort_reason}{newest}")
+        stays = self.newest if self.rules.leaves_checkpoint else None  # snapshots in memory go with the run
+        words = "" if stays is None else f"; its newest checkpoint is {stays.name}"
+        self.failure = ("AbortedError", f"{self.abort_reason}{words}")
         return self.end(State.ABORTED)
 
     def end(self, state: State) -> list[c.Command]:

@@ -69,7 +69,7 @@ class Health:
         self._heard: dict[str, float] = {}
         self._beats: dict[str, Beat] = {}
         self.tidings = Tidings(spec, tell)
-        self._board = NoticeBoard(tell, now)
+        self._board = NoticeBoard(self._tell_notice, now)
         self._probing: set[str] = set()
         self._members: dict[str, MemberState] = {}
         self.pace = spec.heartbeat_interval
@@ -168,6 +168,10 @@ class Health:
         """This worker will be taken away."""
         self._board.noticed(member, self._contacts.node_of(member), notice)
 
+    def _tell_notice(self, event: m.Event) -> None:
+        self.nodes.recount()  # nothing is placed where it goes
+        self._tell(event)
+
     # ---------------------------------------------------------------- silence
 
     async def watch_cluster(self) -> None:
@@ -242,6 +246,7 @@ class Health:
                 if node is not None and not self._others_heard_on(node, member):
                     # perhaps all of it is frozen or unplugged, which Ray learns after a minute
                     self.nodes.avoid(node, FORGIVE_SILENT_S)
+                    self.nodes.recount()
                 cause = f"silent for {silent + patience:.1f} s (frozen, or cut off)"
                 silent_s = self.silence(member)
                 self._heard.pop(member, None)
@@ -335,6 +340,7 @@ class Health:
         for member, cause in found.items():
             if member in self._heard and (node := self._contacts.node_of(member)) is not None:
                 self.nodes.avoid(node, FORGIVE_DEAD_S)
+                self.nodes.recount()
                 self._tell(m.WorkerLost(member=member, cause=cause, noticed_by="peers"))
         return bool(found)
 
@@ -343,10 +349,10 @@ class Health:
     def _died(self, node: str) -> None:
         """A node's raylet is gone, and its workers with it or in a moment."""
         self.nodes.avoid(node, FORGIVE_DEAD_S)
+        self.nodes.recount()
         for member in [member for member in self._members if self._contacts.node_of(member) == node]:
             silent_s = self.silence(member)
             self.forget(member)
             self._tell(m.WorkerLost(member=member, cause=NODE_DIED, noticed_by="raylet", silent_s=silent_s))
         for member in self._contacts.ended_on(node):
             self._tell(m.CauseFound(lost=member, cause=NODE_DIED))
-        self.nodes.count(self.nodes.links.nodes)

@@ -29,6 +29,8 @@ from raytrain_ft.storage.pieces import Pieces
 from raytrain_ft.storage.shard import Piece, Rows, rows_of
 
 ANSWER_SECONDS = 30.0
+KEPT = 2
+"""Complete snapshots. While everybody goes back to one, the last parts of another may arrive, of a world that is over."""
 
 
 @dataclass
@@ -50,8 +52,7 @@ class Snapshot:
 class Holder:
     """The actor. Keeps the newest complete snapshots, and those that are on their way."""
 
-    def __init__(self, keep: int) -> None:
-        self._keep = keep
+    def __init__(self) -> None:
         self._snapshots: dict[Name, Snapshot] = {}
 
     async def put(self, job: Job, data: np.ndarray) -> int:
@@ -74,9 +75,13 @@ class Holder:
     def _forget(self) -> None:
         """The newest complete ones stay; what is incomplete and older broke off."""
         complete = sorted((name for name, s in self._snapshots.items() if s.complete.is_set()), reverse=True)
-        newest, oldest = complete[0], complete[: self._keep][-1]
+        newest, oldest = complete[0], complete[:KEPT][-1]
         for name in [n for n, s in self._snapshots.items() if n < (oldest if s.complete.is_set() else newest)]:
             del self._snapshots[name]
+
+    async def watch(self, seconds: float) -> None:
+        """Answers after so long: before that, only the end of this process ends the call."""
+        await asyncio.sleep(seconds)
 
     async def found(self) -> list[tuple[str, int, int, list[dict[str, Any]]]]:
         """Complete snapshots, newest first: name, step, incarnation, and the records of steps that they hold."""

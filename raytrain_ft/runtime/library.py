@@ -27,6 +27,8 @@ FIND_SECONDS = 60.0
 AGAIN_SECONDS = 2.0
 """Storage that could not be listed is asked again after so long."""
 CLOSE_SECONDS = 60.0
+WATCH_SECONDS = 600.0
+"""A call that waits for the end of the holder of snapshots is made anew after so long."""
 
 
 class Library:
@@ -85,9 +87,18 @@ class Library:
         assert self._spec.checkpoints is not None
         node = placement.apart(placement.nodes(), placement.demand(self._spec.options))
         options = {"name": self._spec.member_name("holder"), "namespace": NAMESPACE, "num_cpus": 0, "max_concurrency": 64}
-        keep = min(self._spec.checkpoints.keep, 2)
         strategy = placement.pinned_to(node) if node is not None else "DEFAULT"
-        self._holder = ray.remote(Holder).options(**options, scheduling_strategy=strategy).remote(keep)
+        self._holder = ray.remote(Holder).options(**options, scheduling_strategy=strategy).remote()
+
+    async def keep_holder(self) -> None:
+        """If the holder of snapshots is lost, another one is started. What it held is lost with it; what comes after is not."""
+        while self._holder is not None:
+            with suppress(RayError):
+                await self._holder.watch.remote(WATCH_SECONDS)
+                continue
+            await asyncio.sleep(AGAIN_SECONDS)
+            with suppress(ValueError):  # its name is taken, as long as it is out of reach only
+                await asyncio.to_thread(self._start_holder)
 
     def find(self, incarnation: int, reached: int, tell: Callable[[m.Event], None]) -> None:
         """Begins to look what there is now; the answer is an event."""

@@ -113,6 +113,11 @@ class Nodes:
         now = time.monotonic()
         return {node for node, until in self._avoid.items() if now < until}
 
+    def recount(self) -> None:
+        """Other nodes are avoided than a moment ago: whoever acts upon why is to know first what room there is."""
+        if self._counted is not None:
+            self.count(self.links.nodes)
+
     def count(self, nodes: list[dict[str, Any]]) -> None:
         """Tells how many workers these nodes have room for, if that is news."""
         wanted, ours, unusable = placement.demand(self._spec.options), self._contacts, self.unusable

@@ -46,8 +46,8 @@ class NoticeBoard:
         if self._is_refuted(node, notice.source):
             return
         self._shun(member, node, notice.source, until)
-        for source in [source for source in known if known[source] + lapses_after(source) <= now]:
-            del known[source]
+        for source in [source for source in known if source != DRAIN and known[source] + lapses_after(source) <= now]:
+            del known[source]  # what Ray says of a drain is said for as long as that lasts
         earlier = [at for source, at in known.items() if source == REQUEST or not asked]
         if until >= min(earlier, default=math.inf) - (0.0 if asked else SOONER_S) and notice.replaced:
             return

@@ -202,7 +202,7 @@ class Supervisor:
         demand = Demand(f"demand:{self._spec.run_id}:", placement.demand(self._spec.options))
         asking = demand.keep(self._missing, self._health.nodes.going, self._contacts.hold)
         work = (self._health.watch_cluster(), self._watch_driver(), self._watch_right(), self._publish(), asking)
-        watchers = [asyncio.create_task(one) for one in work]
+        watchers = [asyncio.create_task(one) for one in (*work, self._library.keep_holder())]
         for watcher in watchers:
             watcher.add_done_callback(self._mind)
         try:
@@ -312,7 +312,7 @@ class Supervisor:
         """State, progress and recoveries as plain data; the first recoveries that are over may be known."""
         machine, spec = self._machine, self._spec
         recoveries = self._notes.recoveries(known)
-        newest = within(spec.stored_in, machine.stored[0].name) if spec.stored_in is not None and machine.stored else None
+        newest = machine.newest
         loss = self._health.tidings.loss
         if loss is None and machine.load is not None:
             loss = machine.load.loss  # no step was done since
@@ -324,7 +324,7 @@ class Supervisor:
             "stop_timeout": spec.rules.stop_timeout,
             "lease": spec.lease,
             "unfollowed_s": time.monotonic() - self._followed_at,
-            "checkpoint": str(newest) if newest is not None else None,
+            "checkpoint": str(within(spec.stored_in, newest.name)) if spec.stored_in is not None and newest else None,
             "state": str(machine.state),
             "step": machine.step,
             "loss": loss,

@@ -74,7 +74,6 @@ class Trainee:
         """Builds the model."""
         threads = int(self._spec.options.get("num_cpus") or 1)
         torch.set_num_threads(max(1, threads))
-        self._task = sealed.load(self._spec)
         self._now_hosts(self._build_replica())
 
     def _now_hosts(self, replica: Replica) -> None:
@@ -103,7 +102,7 @@ class Trainee:
     def _build_replica(self, stage: int = 0, *, writes: bool = True) -> Replica:
         spec = self._spec
         built = build_replica(
-            self._task,
+            sealed.load(spec),  # each time: a task may keep the model that it gives, whose weights are no first ones any more
             spec.sampling,
             spec.step,
             use_gpu=spec.use_gpu,

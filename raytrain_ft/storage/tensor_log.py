@@ -174,7 +174,8 @@ class TensorLog:
         checksum: Checksum | None = None,
     ) -> None:
         """Hands a record over; never raises because of the disk. If that has to be waited for, here or in an `idle`, `check` is
-        called meanwhile, and may raise to leave the wait: then there is no such record.
+        called meanwhile, and may raise to leave the wait. The record goes in all the same, though there is no room: it may be
+        of a step that is committed, and the only one of its kind.
 
         The tensors must not be changed until a `flush`: they are not copied. Where PyTorch notices that one was, the log fails
         rather than hold something false. Tensors of a device are copied to the CPU here, which waits for the device.
@@ -292,17 +293,23 @@ class TensorLog:
                 self._incoming_bytes = max(0, self._incoming_bytes - record.size)
                 if self._closed or (self._failed and not self._trims):
                     continue
-                if waits:
-                    reason = self._wait_for_room(record.size, check)
-                if not self._closed and (not self._failed or self._trims):  # else that happened while this waited
-                    self._latest = (record.incarnation, record.key.step)
-                    self._counted.payload_bytes += record.size
-                    self._sums.forget_known()
-                    if record.checksum is not None and self._thread is not None:
-                        self._sums.put(record.checksum, record.size)
-                    self._put(record)
+                try:
+                    if waits:
+                        reason = self._wait_for_room(record.size, check)
+                finally:
+                    self._accept(record)
             if reason:
                 self._say(reason, record.incarnation, record.key.step)
+
+    def _accept(self, record: Record) -> None:
+        if self._closed or (self._failed and not self._trims):  # that happened while this waited
+            return
+        self._latest = (record.incarnation, record.key.step)
+        self._counted.payload_bytes += record.size
+        self._sums.forget_known()
+        if record.checksum is not None and self._thread is not None:
+            self._sums.put(record.checksum, record.size)
+        self._put(record)
 
     def _put(self, item: Record | _Trim | _Close, *, first: bool = False) -> None:
         (self._queue.appendleft if first else self._queue.append)(item)
@@ -344,8 +351,10 @@ class TensorLog:
                     if done != self._done:
                         done, moved = self._done, time.monotonic()
                     elif not is_room() and time.monotonic() - moved >= STALL_LIMIT_S:
+                        # where it was to begin anew, others take it to be whole again
+                        is_known = bool(self._failed) and not self._trims
                         self._trims = 0  # nothing that waits will be carried out in time: the record at hand must not go in
-                        reason = "" if self._failed else f"nothing could be written for {STALL_LIMIT_S:.0f} s"
+                        reason = "" if is_known else f"nothing could be written for {STALL_LIMIT_S:.0f} s"
                         self._failed = self._failed or reason
                         self._discard(lambda one: not isinstance(one, _Close))
                         return reason
@@ -462,7 +471,7 @@ class TensorLog:
                 self._failed = "" if revived else self._failed
             reason = "" if self._failed else reason
             self._failed = self._failed or reason
-            if self._failed:
+            if self._failed and not self._trims:  # else what waits behind the trim is of the log that begins anew
                 self._discard(lambda one: isinstance(one, Record))
             self._room.notify_all()
         if reason:

@@ -213,7 +213,7 @@ class Switchboard:
     def _outbound(self, neighbour: int, kind: Any, together: frozenset[int] | None, past: Past | None) -> Outbound:
         is_live = together is None or neighbour in together
         live = LiveOutbound(self._world, self._rank(neighbour), kind) if is_live else None
-        if live is not None and self._log is None:
+        if live is not None and past is None and not self._logs:
             return live
         crossed = frozenset(range(min(self._stage, neighbour), max(self._stage, neighbour)))
         log = self._log if not self._logged.isdisjoint(crossed) else None  # else both are lost together
@@ -223,6 +223,11 @@ class Switchboard:
         return tap
 
     @property
+    def _logs(self) -> bool:
+        """Whether anything may be replayed: without a boundary that is logged, all stages are lost together."""
+        return self._log is not None and bool(self._logged)
+
+    @property
     def _own(self) -> slice:
         """Where, behind the numbers that all agree upon, the one is that stands for what this stage sent and computed."""
         rank = self._rank(self._stage)
@@ -230,12 +235,13 @@ class Switchboard:
 
     def _agree(self, edges: Sequence[Outbound], step: int, numbers: Tensor, sample: Sample) -> Tensor:
         of_all = numbers.new_zeros(self._world.size())
-        if self._log is not None:
+        logs = self._logs
+        if logs:
             of_all[self._own] = of_step(edges, sample())
         agreed = torch.cat([numbers, of_all])
         with self._idle():
             self._world.all_reduce(agreed).wait()
-        if self._log is not None:
+        if logs and self._log is not None:
             fence = self._world.fence
             self._log.append(agreed_key(step), fence.incarnation, [agreed], fence.check)
         return agreed

@@ -358,7 +358,8 @@ class Replica:
                     self.state.tail.restore()  # a step that is left out leaves nothing behind in the buffers either
                 else:
                     self.state.tail.apply(bucket.tail, bucket.more)
-                self.state.loss = self.heard.loss
+                if self._skip != NOTHING_LEFT:  # else nobody has seen one
+                    self.state.loss = self.heard.loss
             bucket.version += 1
             bucket.dirty = False
             if not self._gradients_survive:

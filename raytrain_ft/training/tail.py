@@ -187,7 +187,7 @@ class Tail:
     def changed(self) -> bool:
         """Whether this attempt has changed a buffer."""
         before = zip(self._now, self._before or [], strict=False)
-        return any(not torch.equal(buffer, old) for buffer, old in before)
+        return any(not same_bits(buffer, old) for buffer, old in before)
 
     def settled(self) -> None:
         """The attempt was committed: there is nothing to put back."""

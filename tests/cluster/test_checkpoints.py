@@ -212,20 +212,28 @@ class NotesNodes(Toy):
 
 
 def test_without_their_holder_the_survivors_go_on_from_what_they_have(undisturbed, tmp_path: Path) -> None:
-    task = KillsTheHolder(0.02)
-    result = train(tmp_path, "run", faults=[ft.FailAt(rank=1, step=23, phase="forward")], strategy="snapshot", task=task)
-    assert result.digest == undisturbed(task=Toy(0.02)).digest
-    assert result.recoveries[0].step == 23
+    """And later snapshots are held by another one."""
+    task, steps = KillsTheHolder(tmp_path / "killed"), 90
+    faults = [ft.FailAt(rank=1, step=23, phase="forward"), ft.FailAt(rank=1, step=88, phase="forward")]
+    result = train(tmp_path, "run", steps=steps, faults=faults, strategy="snapshot", task=task, checkpoints=OFTEN)
+    assert task.killed.exists()
+    assert result.digest == undisturbed(steps=steps).digest
+    assert [r.step for r in result.recoveries] == [23, 85]
 
 
 class KillsTheHolder(Toy):
-    """Before step 22, its first worker kills the holder of snapshots."""
+    """Before step 22, a worker kills the holder of snapshots."""
 
     calls = 0
 
+    def __init__(self, killed: Path) -> None:
+        super().__init__(0.1)
+        self.killed = killed
+
     def loss(self, output: torch.Tensor, batch: list[torch.Tensor]) -> torch.Tensor:
         self.calls += 1
-        if self.calls == 22:
+        if self.calls == 22 and not self.killed.exists():
+            self.killed.touch()
             for actor in list_named_actors(all_namespaces=True):
                 if actor["name"].endswith(":holder"):
                     with suppress(ValueError):
@@ -254,17 +262,21 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(undisturbed, tmp
 
 @pytest.mark.long
 def test_the_persister_is_killed(undisturbed, tmp_path: Path) -> None:
-    """Training goes on, says so, and writes the next checkpoint with another one."""
+    """In the midst of a checkpoint: training goes on, says so, and writes the next one with another persister."""
     slow, killed = Toy(0.05), threading.Event()
+    stored = tmp_path / "run" / "checkpoints"
+
+    def is_under_way() -> bool:
+        return any(not (path / "manifest.json").exists() for path in stored.glob("step-*"))
 
     def kill_one() -> None:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and not killed.is_set():
-            for process in persisters():
-                process.kill()
-                killed.set()
-                return
-            time.sleep(0.01)
+            if is_under_way():
+                for process in persisters()[:1]:
+                    process.kill()
+                    killed.set()
+            time.sleep(0.001)
 
     killer = threading.Thread(target=kill_one)
     killer.start()
@@ -376,6 +388,27 @@ def test_a_loss_that_is_not_finite_once_is_rolled_back(undisturbed, tmp_path: Pa
     result = train(tmp_path, "run", task=task, on_non_finite="roll_back", checkpoints=OFTEN)
     assert result.digest == undisturbed().digest
     assert result.recoveries[0].strategy == Strategy.CHECKPOINT
+
+
+class KeepsItsModel(Sometimes):
+    """Asked for its model a second time, it gives the one that was trained meanwhile."""
+
+    kept: torch.nn.Module | None = None
+
+    def model(self, stage: int) -> torch.nn.Module:
+        if self.kept is None:
+            self.kept = super().model(stage)
+        return self.kept
+
+
+def test_the_beginning_is_one_with_first_weights_whatever_the_task_keeps(undisturbed, tmp_path: Path) -> None:
+    """There is no checkpoint yet, so the processes that are there begin anew."""
+    (tmp_path / "there").touch()
+    calm, once = (KeepsItsModel(tmp_path / name, always=False) for name in ("there", "marker"))
+    how = {"on_non_finite": "roll_back", "checkpoints": ft.CheckpointConfig(every=100)}
+    result = train(tmp_path, "run", task=once, **how)
+    assert result.digest == train(tmp_path, "calm", task=calm, **how).digest
+    assert [r.step for r in result.recoveries] == [0]
 
 
 class Spoilt(Toy):

@@ -80,7 +80,11 @@ def test_goes_on_smaller_without_room_and_grows_when_a_node_joins(
     assert result.digest != calm.digest, "sums in another order"
     assert distance(result.final_state, calm.final_state) < 1e-4, "and the same mathematics"
     # The survivors kept their processes: nobody but the lost one and the newcomers was ever started.
-    assert sum(r["event"] == "WorkerStarted" for r in records) <= full + 2
+    reconciled = [(r["incarnation"], r["member"]) for r in records if r["event"] == "Reconciled"]
+    first, last = (
+        {one for incarnation, one in reconciled if incarnation == at} for at in (min(reconciled)[0], max(reconciled)[0])
+    )
+    assert len(first & last) == full - 1
 
 
 class Slow(Toy):

@@ -204,9 +204,10 @@ def test_first_and_last_of_several_chunks_die_together(cluster: Any, tmp_path: P
     """They are no neighbours, but the last feeds the first."""
     how = {"task": Deep(hidden=4), "split": (1, 2, 3, 4, 5), "num_pp_chunks": 2, "num_spares": 2, "schedule": "gpipe"}
     calm = pipeline(tmp_path, "calm", **how)
-    result = pipeline(tmp_path, "run", **how, faults=[fault(0, 9, "data"), fault(2, 9, "data")])
+    result = pipeline(tmp_path, "run", **how, faults=[fault(rank, 9, "data", together=2) for rank in (0, 2)])
     assert result.digest == calm.digest
     assert promise_kept(result) == []
+    assert [len(r.lost) for r in result.recoveries] == [2]
     assert {(r.strategy, r.guarantee) for r in result.recoveries} == {(Strategy.LOGGING, Guarantee.EXACT)}
 
 
@@ -237,7 +238,7 @@ def copies(result: ft.Result, names: dict[int, str]) -> list[torch.Tensor]:
 
 SHARING = [
     *(fault(0, 3, "tied"), fault(2, 6, "tied"), fault(1, 8, "forward", 1)),
-    *(fault(0, 11, "data"), fault(2, 11, "data")),  # who share something replay it together
+    *(fault(rank, 11, "data", together=2) for rank in (0, 2)),  # who share something replay it together
     *(fault(2, 15, "update"), fault(2, 14, "replay")),
 ]
 
@@ -264,18 +265,19 @@ def test_neighbours_that_share_weights(cluster: Any, tmp_path: Path, workers: in
     """By themselves with a helper, and with replicas all of which are lost."""
     how = {"task": TiedStages(), "split": "task", "stages": 2, "workers": workers, "micro_batches": 2, "num_spares": 2}
     helped = {"replay_workers": 2, "task": TiedStages(UNHURRIED), "checkpoints": NONE_YET}
-    how |= helped if workers == 2 else {"strategy": "logging"}
     calm = pipeline(tmp_path, "calm", **how)
+    how |= helped if workers == 2 else {"strategy": "logging"}
     assert torch.equal(*copies(calm, {0: "0.weight", 1: "1.weight"}))
     result = pipeline(tmp_path, "run", **how, faults=[fault(rank, 9, "data") for rank in range(1, workers, 2)])
     assert result.digest == calm.digest
     assert promise_kept(result) == []
+    assert workers == 4 or "by 2 workers" in result.recoveries[0].reason
     assert {(r.strategy, r.guarantee) for r in result.recoveries} == {(Strategy.LOGGING, Guarantee.EXACT)}
 
 
 TOGETHER = {
-    "neighbours": (fault(0, 3, "data"), fault(1, 3, "data")),
-    "two apart": (fault(0, 8, "data"), fault(2, 8, "data")),
+    "neighbours": (fault(0, 3, "data", together=2), fault(1, 3, "data", together=2)),
+    "two apart": (fault(0, 8, "data", together=2), fault(2, 8, "data", together=2)),
     # with its second micro-batch the neighbour has begun the step for certain, so its fault is due
     "a neighbour during the recovery": (fault(1, 12, "forward", 2), fault(2, 12, "reconcile")),
     "the replacement in its replay": (fault(1, 17, "forward", 1), fault(1, 14, "replay")),
@@ -289,6 +291,7 @@ def test_several_losses_at_once(undisturbed_pipeline: ft.Result, tmp_path: Path)
     assert promise_kept(result) == []
     assert {r.strategy for r in result.recoveries} == {Strategy.LOGGING}
     assert len(list((Path(result.path) / "faults").iterdir())) == len(faults), "every fault has struck"
+    assert [len(r.lost) for r in result.recoveries[:2]] == [2, 2], "together"
 
 
 class Dawdling(Toy):

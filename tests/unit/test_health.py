@@ -18,6 +18,8 @@ from raytrain_ft.policy.states import State
 from raytrain_ft.runtime import health as health_module
 from raytrain_ft.runtime.contacts import Contacts
 from raytrain_ft.runtime.health import NODE_DIED, Health
+from raytrain_ft.runtime.nodes import Nodes
+from raytrain_ft.runtime.notices.notice import Notice
 from raytrain_ft.runtime.spec import Beat
 
 TIMES = {"heartbeat_interval": 0.05, "heartbeat_timeout": 0.2, "probe_timeout": 0.1, "lease": 5.0}
@@ -97,6 +99,39 @@ def test_the_only_one_gets_the_patience_with_all(monkeypatch: pytest.MonkeyPatch
 
     one_of_two, the_only_one = asyncio.run(lost_after(("w0", "w1"))), asyncio.run(lost_after(("w0",)))
     assert the_only_one > 6 * PATIENT.probe_timeout > one_of_two
+
+
+@pytest.mark.parametrize("why", ["notice", "silence", "cut"])
+def test_what_room_there_is_without_a_node_is_told_before_why_it_is_avoided(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a replacement is started for which there is no place, and looks for one in vain for ten seconds."""
+    events: list[m.Event] = []
+
+    async def cut(*_: object) -> dict[str, str]:
+        return {"w0": "w1 cannot reach it"}
+
+    def room(self: Nodes, nodes: list[dict[str, Any]]) -> None:
+        events.append(m.CapacityChanged(slots=len(nodes) - len(self.avoided)))
+
+    async def run() -> None:
+        health = Health(PATIENT, events.append, time.monotonic, Mute())
+        health.nodes.links.nodes = [{"NodeID": f"node-of-{member}"} for member in ("w0", "w1")]
+        health.nodes._counted = m.CapacityChanged(slots=2)
+        for member in ("w0", "w1"):
+            health.expect(member)
+        if why == "notice":
+            health.noticed("w0", Notice(30.0, "aws spot", "terminate"))
+        elif why == "silence":
+            health.alert(["w0"])
+        else:
+            await health._leave_out_cut(["w0", "w1"])
+        await until(lambda: len(events) >= 2)
+
+    monkeypatch.setattr(Nodes, "count", room)
+    monkeypatch.setattr(health_module.standstill, "find_cut", cut)
+    asyncio.run(run())
+    first, second = events
+    assert first == m.CapacityChanged(slots=1)
+    assert isinstance(second, m.Noticed if why == "notice" else m.WorkerLost)
 
 
 def test_who_finds_out_in_its_first_step_that_it_replayed_something_else_says_so_once() -> None:

@@ -94,7 +94,7 @@ def test_a_cancelled_snapshot_is_not_over_before_its_bytes_were_taken(monkeypatc
 def test_snapshots_that_broke_off_go_with_the_next_that_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one before that stays, as it is asked for; of one that is newer, the parts are still to come."""
     monkeypatch.setattr(holder, "ray", SimpleNamespace(put=lambda data: data))
-    kept = holder.Holder(keep=2)
+    kept = holder.Holder()
     about = {"place": Place("here"), "owner": "run", "epoch": 0, "incarnation": 1, "pieces": PIECES}
 
     async def put(step: int, *numbers: int) -> None:
@@ -109,3 +109,19 @@ def test_snapshots_that_broke_off_go_with_the_next_that_is_whole(monkeypatch: py
 
     asyncio.run(live())
     assert sorted(name.step for name in kept._snapshots) == [5, 15, 20]
+
+
+def test_one_that_becomes_whole_late_leaves_the_one_that_everybody_goes_back_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its world is over, so nobody may go back to it; without the other the run would begin anew."""
+    monkeypatch.setattr(holder, "ray", SimpleNamespace(put=lambda data: data))
+    kept = holder.Holder()
+    about = {"place": Place("here"), "owner": "run", "epoch": 0, "incarnation": 1, "pieces": PIECES}
+
+    async def live() -> None:
+        for step in (5, 10):
+            for number in (1, 0):
+                await kept.put(Job(step=step, number=number, count=2, size=4, timeout_s=5.0, **about), np.zeros(4, np.uint8))
+            assert (await kept.found())[0][1] == step
+        assert await kept.get(str(Name(5, 0, 1))) is not None
+
+    asyncio.run(live())

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raytrain_ft.policy import messages as m
+from raytrain_ft.policy import run_state
 from raytrain_ft.policy.forward import STRATEGIES
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.states import ENDED, TRANSITIONS, State
@@ -183,6 +184,9 @@ def test_every_edge_of_the_table_is_taken_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("seed", [10876, 13086, 20384, 21958, 29718, 29839])
-def test_a_checkpoint_that_came_too_late_is_never_loaded(seed: int) -> None:
+def test_a_checkpoint_that_came_too_late_is_never_loaded(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In these lives everybody is lost once more after one was committed that they had gone back from: `Promises` looks."""
     assert live_through(rules_of(seed), seed).run.state in ENDED
+    monkeypatch.setattr(run_state, "stands", lambda *_: True)
+    with pytest.raises(AssertionError):  # else these are lives like any other
+        live_through(rules_of(seed), seed)

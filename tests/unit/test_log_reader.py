@@ -508,6 +508,7 @@ def test_files_that_are_not_ours(tmp_path: Path) -> None:
     assert reader.read(key(1))[0].tolist() == [1] * 10
     with pytest.raises(LogGapError) as error:
         reader.read(key(5))
-    for name in ("schema", "pickle", "zeros", "incarnation", "step", "length", "sparse", "after", "old"):
-        assert f"{name}-1-0" in str(error.value) or f"{name}-7-0" in str(error.value) or "more" in str(error.value)
+    assert ", and " in str(error.value)
+    named = {what.split("-")[0] for file in reader._files.values() for what in file.trouble()}
+    assert named >= {"schema", "pickle", "zeros", "incarnation", "step", "length", "sparse", "after", "old"}
     assert not Path("exploded").exists()

@@ -147,7 +147,7 @@ def test_too_few_workers_at_the_start() -> None:
 def test_workers_that_are_still_being_set_up_at_the_deadline_are_no_want_of_nodes() -> None:
     story = Story(2, min_workers=2).started("w0").fires("schedule")
     assert story.run.failure is not None
-    assert "1 more were still being set up: raise RecoveryConfig(schedule_timeout=...)" in story.run.failure[1]
+    assert "1 more was still being set up: raise RecoveryConfig(schedule_timeout=...)" in story.run.failure[1]
     assert "Add nodes" not in story.run.failure[1]
 
 
@@ -1012,6 +1012,15 @@ def test_fewer_than_the_minimum() -> None:
     assert story.run.failure[1].endswith("Add nodes, or lower the minimum.")
 
 
+def test_a_replacement_that_is_still_being_set_up_at_the_deadline_is_no_want_of_nodes() -> None:
+    story = running(min_workers=3, slots=3).lost("w1").fenced("w0", "w2")
+    assert of(story.said, c.StartWorker) == [c.StartWorker("w3")]
+    story.fires("replacement")
+    assert story.run.failure is not None
+    assert "1 more was still being set up: raise RecoveryConfig(replacement_timeout=...)" in story.run.failure[1]
+    assert "Add nodes" not in story.run.failure[1]
+
+
 def test_why_none_came_is_told_if_some_were_started() -> None:
     """Nodes that have something else installed, say: more of them would not help."""
     story = running(min_workers=3, slots=3).lost("w1").fenced("w0", "w2")
@@ -1452,6 +1461,32 @@ def test_all_replicas_of_one_stage_are_enough_for_a_checkpoint_before_they_leave
     short = {member: replace(told(member), deadline_s=3.0) for member in ("w1", "w2", "w3")}
     assert of(story.tell(short["w1"], short["w2"]), c.Secure) == [], "w0 hosts stage 0, and w3 stage 1"
     assert of(story.tell(short["w3"]), c.Secure) == [c.Secure(("w0", "w1", "w2", "w3"))]
+
+
+@pytest.mark.parametrize("ready", [1, 2])
+def test_who_alone_holds_the_state_and_leaves_waits_for_nobody_who_is_still_starting(ready: int) -> None:
+    """Its node is taken away in seconds, and with it the state, while some are there who could take it."""
+    story = running(2, min_workers=1)
+    story.tell(told("w0"), told("w1"))
+    story.started(*["w2", "w3"][:ready])
+    if ready == 1:
+        assert story.run.state == State.RUNNING, "until it must be, both wait for the other one"
+        story.tell(m.TimerFired(at=118.0, timer="leave", incarnation=1))
+    story.tell(*(m.Stopped(member=member, incarnation=1, step=5) for member in ("w0", "w1")))
+    story.fenced("w0", "w1")
+    assert len(story.run.givers) == 1
+    assert [command.world for command in of(story.said, c.Reconcile)] == [("w2", "w3")[:ready]]  # pyright: ignore
+
+
+def test_the_last_holder_that_has_notice_does_not_wait_for_who_replaces_another() -> None:
+    story = running(2, min_workers=1)
+    story.tell(told("w0"))
+    story.lost("w1").fenced("w0")
+    assert story.run.roster.any_starting()
+    assert [command.world for command in of(story.said, c.Reconcile)] == [("w0",)]  # pyright: ignore
+    story = running(2, min_workers=1).lost("w1").fenced("w0")
+    assert story.run.roster.any_starting()
+    assert of(story.said, c.Reconcile) == [], "without notice it waits"
 
 
 def leaving_two(**about: Any) -> Story:

@@ -639,6 +639,18 @@ def test_nobody_is_asked_unless_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
         assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_drain_that_lasts_is_told_once() -> None:
+    """Nothing happens at its deadline where the number of workers is fixed, and Ray says it for as long as it lasts."""
+    told: list[m.Event] = []
+    now, contacts = [0.0], Contacts(SimpleNamespace())  # pyright: ignore[reportArgumentType]
+    contacts.placed["w0"] = "n0"
+    board = NoticeBoard(told.append, lambda: now[0])
+    for at in (0.0, 30.0, 95.0, 5000.0):
+        now[0] = at
+        board.drained({"n0": max(0.0, 30.0 - at)}, ["w0"], contacts)
+    assert [event.deadline_s for event in told if isinstance(event, m.Noticed)] == [30.0]
+
+
 def test_a_question_for_drains_that_fails_once_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's own state may not answer the first one, after a restart of the supervisor; and nodes are looked at meanwhile."""
     answers: list[Any] = [RaySystemError("failed to connect to GCS"), RaySystemError("again"), {"n0": time.time() + 30}]

@@ -333,7 +333,9 @@ def test_nobody_is_left(pair: Pair, first: str) -> None:
         for rank in range(2):
             pair.ask(rank, True, at_once=True)
     before = [p.detach().clone() for p in pair.replicas[0].state.model.parameters()]
+    loss = pair.replicas[0].state.loss
     (commit,) = pair.train(1)
+    assert commit.loss == loss != 0, "nobody has seen another one, and a schedule may go by it"
     assert commit.lost == ((commit.attempt.batch.start, commit.attempt.batch.stop),)
     assert commit.why == steps.NOTHING_LEFT
     assert [replica.lost for replica in pair.replicas] == [(commit.attempt.step, commit.lost)] * 2, "for survivors to hear of"

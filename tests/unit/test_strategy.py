@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.commands import StartWorker
 from raytrain_ft.policy.reconcile import Copy, Plan
 from raytrain_ft.policy.roster import MemberState, Roster, Rules
@@ -338,19 +339,27 @@ def test_room_on_nodes_that_go_is_for_those_who_are_needed_only() -> None:
     assert roster.provision() == []
 
 
+def vain(member: str) -> m.WorkerLost:
+    return m.WorkerLost(member=member, cause="no node has room for it", noticed_by="supervisor")
+
+
 def test_starting_is_given_up_after_some_rounds_until_the_cluster_grows() -> None:
     roster = Roster(Rules(min_workers=1, max_workers=2, max_steps=1, spares=0, max_start_failures=2))
     roster.resized(2)
     for _ in range(2):
         assert len(roster.provision()) == 2
         for member in list(roster.members):
-            roster.lose(member, None)
+            roster.lose(member, vain(member))
     assert roster.cannot_start()
     assert roster.provision() == []
     roster.resized(3)
     assert roster.provision() == [StartWorker("w4"), StartWorker("w5")]
-    roster.lose("w4", None)
+    roster.lose("w4", vain("w4"))
     roster.provision()
     roster.ready("w5")
-    roster.lose("w6", None)
+    roster.lose("w6", vain("w6"))
     assert not roster.cannot_start(), "one came, so starting is possible"
+    roster.provision()
+    for member in list(roster.members):
+        roster.lose(member, None)
+    assert roster.start_failures == 1, "those were called off"
