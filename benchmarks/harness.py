@@ -187,6 +187,16 @@ def paired_ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[floa
     return estimate([float(np.median(a) / np.median(b)) for a, b in zip(ours, theirs, strict=True)], seed=seed)
 
 
+def median_ratio(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> Estimate:
+    """Median of ours over that of theirs, of what was not measured in pairs; for the interval both are drawn anew."""
+    if not ours or not theirs:
+        raise ValueError(f"a ratio needs both sides, got {len(ours)} and {len(theirs)} values")
+    chance = np.random.default_rng(seed)
+    drawn = [np.median(chance.choice(np.asarray(one), size=(4000, len(one))), axis=1) for one in (ours, theirs)]
+    low, high = np.percentile(drawn[0] / drawn[1], [2.5, 97.5])
+    return Estimate(float(np.median(ours) / np.median(theirs)), float(low), float(high), min(len(ours), len(theirs)))
+
+
 def total_ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], seed: int = 0) -> Estimate:
     """All of our time over all of theirs, by which throughputs compare: every step counts, a slow one too. Blocks as in
     `paired_ratio`, each as long as its mean step; the interval is of blocks drawn anew, in pairs."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import raytrain_ft as ft
 from benchmarks import exactness
-from benchmarks.harness import REPORT_ONLY, Goal, Options, Report, loopback_bandwidth, main, p95_of, p99_of
+from benchmarks.harness import REPORT_ONLY, Goal, Options, Report, loopback_bandwidth, main, median_ratio, p95_of, p99_of
 from benchmarks.models import RECOVERY
 from benchmarks.ours import Run, Task, training
 from benchmarks.peers.kills import Journal, Kill, Killer, summary
@@ -192,17 +192,16 @@ def measure_ours(report: Report, options: Options) -> list[Kill]:
 
 def measure_peers(report: Report, ours: list[Kill], options: Options) -> None:
     """The same kills for the peers, and the ratios of the medians."""
-    mine = statistics.median(k.full_strength_s for k in ours)
+    mine = [k.full_strength_s for k in ours]
     restarts = measure_restart(1 if options.quick else 5, WORKERS, seed=options.seed)
-    theirs = restarts.full_strength_s
-    report.add("full_strength_ratio_vs_ray_train_restart", [mine / t for t in theirs])
+    report.add("full_strength_ratio_vs_ray_train_restart", median_ratio(mine, restarts.full_strength_s))
     report.note(summary("Ray Train restart", restarts.kills))
     if options.quick:  # four minutes in all
         report.absent("full_strength_ratio_vs_torchft", why="--quick leaves this out")
         return
     replacements = measure_replacement(5, WORKERS, seed=options.seed)
     if replacements.kills:
-        report.add("full_strength_ratio_vs_torchft", [mine / t for t in replacements.full_strength_s])
+        report.add("full_strength_ratio_vs_torchft", median_ratio(mine, replacements.full_strength_s))
         report.note(summary("Ray Train + torchft (its DDP hook mended, in its favour)", replacements.kills))
     else:
         report.absent("full_strength_ratio_vs_torchft", replacements.why or "it could not be run")

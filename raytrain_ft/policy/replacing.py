@@ -39,12 +39,12 @@ def replace(run: RunState, *, waited: bool = False) -> list[c.Command]:
         return join(run, world)
     if not waited:
         return []
-    in_vain = run.roster.in_vain
-    remedy = f"The last one that was started was lost: {in_vain}" if in_vain else "Add nodes, or lower the minimum."
+    in_vain, slow = run.roster.in_vain, too_slow(run, "replacement_timeout")
+    remedy = f"The last one that was started was lost: {in_vain}" if in_vain else slow or "Add nodes, or lower the minimum."
     return run.fail(
         "RecoveryError",
         f"{ready} workers are left and none came within {run.rules.replacement_timeout:g} s, but num_workers asks "
-        f"for at least {run.rules.min_workers}. {too_slow(run, 'replacement_timeout') or remedy}",
+        f"for at least {run.rules.min_workers}. {remedy}",
     )
 
 

@@ -146,6 +146,11 @@ class HolderPersister:
     def give_up(self, place: Place, name: Name, number: int, count: int) -> None:
         """Nobody is told: whoever waits gives up by its own time limit."""
 
+    @property
+    def is_tidy(self) -> bool:
+        """See `await_tidy`."""
+        return True
+
     def await_tidy(self, timeout_s: float) -> bool:
         """There is nothing to tidy here: the holder forgets by itself what it does not need."""
         return True

@@ -93,6 +93,11 @@ class AnyPersister(Protocol):
         """This part of a checkpoint, of another number than 0, will not come: who waits for it is told so. Returns at once."""
         ...
 
+    @property
+    def is_tidy(self) -> bool:
+        """Whether no job is under way, and nothing is left to delete after the last one. Asked after every step."""
+        ...
+
     def await_tidy(self, timeout_s: float) -> bool:
         """Waits until nothing is left to delete after the last job; returns whether that is so."""
         ...

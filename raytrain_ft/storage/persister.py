@@ -261,6 +261,11 @@ class Persister:
             self._marking = threading.Thread(target=_mark, args=(place, name, number, count), name="mark", daemon=True)
             self._marking.start()
 
+    @property
+    def is_tidy(self) -> bool:
+        """Whether no job is under way, and nothing is left to delete after the last one."""
+        return self._untidied == 0
+
     def await_tidy(self, timeout_s: float) -> bool:
         """Waits until what is not needed any more since the last commit is deleted; returns whether it is. Who ends a process
         before that leaves its half-written files."""

@@ -149,8 +149,10 @@ class Checkpointer:
     def wants(self, step: int) -> bool:
         """Whether worker 0 wants a checkpoint once `step` steps are committed. Everybody must be told before the commit. What
         `take` would leave out at once is left out here: the others would write their shards of it for nothing."""
+        if self._rank != 0:
+            return False
         busy = self.busy
-        wanted = self._rank == 0 and ((self.asked and not busy) or self._tuning.is_due(step, busy=busy))
+        wanted = (self.asked and not busy) or self._tuning.is_due(step, busy=busy)
         if wanted and busy and self._failing:
             self._leave_out(step, str(self._hangs()), 0.0)
             return False
@@ -191,7 +193,7 @@ class Checkpointer:
         if self._tuning.in_first_step:
             self._prepare()
         # To delete what a checkpoint replaces is part of what it costs, though nobody waits for that.
-        self._tuning.stepped(step, seconds, busy=self.busy or not self._persister.await_tidy(0.0))
+        self._tuning.stepped(step, seconds, busy=not self._persister.is_tidy or self.busy)
 
     def _prepare(self) -> None:
         """Touches the memory for snapshots, in the background: the first one is then as fast as those after it. After the first

@@ -5,9 +5,9 @@ step is the same on either, which is what makes a replay the same to the bit. Wh
 the log, by reference: nobody changes an activation or a gradient once it was sent.
 
 A live edge describes its tensors once per incarnation, in plain integers, and then sends nothing but their bytes. A send is
-never waited for, but what is sent is kept until it has arrived. An activation has when its gradient comes back; a gradient has
-when the neighbour sends something of the next step, which it begins only with all gradients of the one before. So what was sent
-in one step is safe to forget when the next one is over.
+never waited for, but what is sent is kept until it has arrived. An activation has when its gradient comes back; all that is
+sent in a step of training has when the stages have agreed at its end. In a replay, where nobody agrees, a gradient has when
+the neighbour sends something of the next step: so what was sent in one step is safe to forget when the next one is over.
 """
 
 from __future__ import annotations
@@ -68,6 +68,10 @@ class Outbound(Protocol):
 
     def begin(self, step: int) -> None:
         """A step begins; everything of the last but one has arrived."""
+        ...
+
+    def arrived(self, micro_batch: int) -> None:
+        """In training, what was given of this micro-batch has come back as its gradient."""
         ...
 
     def give(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
@@ -194,26 +198,35 @@ class LiveInbound:
 
 
 class LiveOutbound:
-    """Sends to a neighbour."""
+    """Sends to a neighbour.
 
-    def __init__(self, group: FencedGroup, peer: int, kind: str) -> None:
+    Args:
+        replays: this is a replay, in which nothing says as soon as in training what has arrived.
+    """
+
+    def __init__(self, group: FencedGroup, peer: int, kind: str, *, replays: bool) -> None:
         self._group = group
         self._peer = peer
         self._channel = CHANNELS.index(kind)
         self._layout: list[int] | None = None
         self._step = 0
-        self._under_way: list[tuple[Tensor, Any]] = []
-        self._of_the_step_before: list[tuple[Tensor, Any]] = []
+        self._replays = replays
+        self._under_way: dict[int, list[tuple[Tensor, Any]]] = {}  # by micro-batch
+        self._of_the_step_before: dict[int, list[tuple[Tensor, Any]]] = {}
 
     def begin(self, step: int) -> None:
         self._step = step
-        self._of_the_step_before, self._under_way = self._under_way, []
+        self._of_the_step_before, self._under_way = self._under_way if self._replays else {}, {}
+
+    def arrived(self, micro_batch: int) -> None:
+        if not self._replays:  # a team's member may have it from the log
+            self._under_way.pop(micro_batch, None)
 
     def give(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
         layout = describe(tensors)
         if self._layout is None:
             self._layout = layout
-            self._send(torch.tensor(layout, dtype=torch.int64), HEADER_TAG + self._channel)
+            self._send(micro_batch, torch.tensor(layout, dtype=torch.int64), HEADER_TAG + self._channel)
         elif layout != self._layout:
             raise TaskError(
                 f"micro-batch {micro_batch}: the tensors between two stages changed their shapes or dtypes within a run "
@@ -222,10 +235,11 @@ class LiveOutbound:
         for tensor in tensors:
             # else what is sent are the bytes of another tensor, which it stands for
             plain = tensor.resolve_conj().resolve_neg()
-            self._send(plain.contiguous(), tag(self._step, micro_batch, self._channel))
+            self._send(micro_batch, plain.contiguous(), tag(self._step, micro_batch, self._channel))
 
-    def _send(self, tensor: Tensor, number: int) -> None:
-        self._under_way.append((tensor, self._group.post_send(tensor, self._peer, number)))
+    def _send(self, micro_batch: int, tensor: Tensor, number: int) -> None:
+        work = self._group.post_send(tensor, self._peer, number)
+        self._under_way.setdefault(micro_batch, []).append((tensor, work))
 
 
 # ---------------------------------------------------------------- logged
@@ -346,6 +360,10 @@ class Tap:
             self._past = None
         if self._live is not None:
             self._live.begin(step)
+
+    def arrived(self, micro_batch: int) -> None:
+        if self._live is not None:
+            self._live.arrived(micro_batch)
 
     def give(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
         """Raises ReplayDivergedError: what is sent is something else than before, so a replay has computed something else."""

@@ -212,7 +212,8 @@ class Switchboard:
 
     def _outbound(self, neighbour: int, kind: Any, together: frozenset[int] | None, past: Past | None) -> Outbound:
         is_live = together is None or neighbour in together
-        live = LiveOutbound(self._world, self._rank(neighbour), kind) if is_live else None
+        replays = together is not None
+        live = LiveOutbound(self._world, self._rank(neighbour), kind, replays=replays) if is_live else None
         if live is not None and past is None and not self._logs:
             return live
         crossed = frozenset(range(min(self._stage, neighbour), max(self._stage, neighbour)))

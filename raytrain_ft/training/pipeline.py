@@ -322,9 +322,11 @@ class Stage:
             saved.outputs = split_backward.separable(saved.outputs)
         assert links.outputs is not None
         self._probe("send", number)
-        is_end = self._stage == self._settings.stages - 1  # what goes from here to the first stage is for its next chunk
-        there = number + self._settings.micro_batches if is_end else number
-        links.outputs.give(there, [_apart(tensor) for tensor in saved.outputs])
+        links.outputs.give(self._after(number), [_apart(tensor) for tensor in saved.outputs])
+
+    def _after(self, number: int) -> int:
+        """What the next stage calls this micro-batch: what goes from the last one to the first is for its next chunk."""
+        return number + self._settings.micro_batches if self._stage == self._settings.stages - 1 else number
 
     def _backward(self, number: int, links: Links) -> None:
         saved = self._saved.pop(number)
@@ -350,6 +352,8 @@ class Stage:
         assert links.gradients is not None
         self._await(number)
         gradients = links.gradients.take(number)
+        if links.outputs is not None:
+            links.outputs.arrived(self._after(number))
         learned = [tensor for tensor in saved.outputs if has_gradient(tensor)]
         pairs = [(out, grad) for out, grad in zip(learned, gradients, strict=True) if out.requires_grad]
         self._probe("backward_pass", number)

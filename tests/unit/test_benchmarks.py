@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import checkfreq, exactness, forward, goodput, recovery, undo
-from benchmarks.harness import FEWEST, Report, p95_of, percentile, total_ratio
+from benchmarks.harness import FEWEST, Report, median_ratio, p95_of, percentile, total_ratio
 from benchmarks.peers.kills import Kill
 from raytrain_ft.drill.played import Played
 from raytrain_ft.result import Result
@@ -96,6 +96,16 @@ def test_throughputs_compare_by_all_of_the_time() -> None:
     assert halts.value < halts.high <= 1.3
     with pytest.raises(ValueError, match="same number of blocks"):
         total_ratio([[1.0]], [])
+
+
+def test_what_varies_on_either_side_is_in_the_interval_of_a_ratio() -> None:
+    ours, theirs = [1.0, 1.0, 1.0, 3.0, 3.0], [10.0] * 5
+    one = median_ratio(ours, theirs)
+    assert (one.value, one.low, one.high) == (0.1, 0.1, 0.3)
+    other = median_ratio(theirs, ours)
+    assert (other.value, round(other.low, 2), other.high) == (10.0, 3.33, 10.0)
+    with pytest.raises(ValueError, match="both sides"):
+        median_ratio([1.0], [])
 
 
 def test_the_undo_is_compared_with_its_step_at_each_size() -> None:

@@ -54,6 +54,10 @@ class Slow:
 
     def give_up(self, place: Place, name: Name, number: int, count: int) -> None: ...
 
+    @property
+    def is_tidy(self) -> bool:
+        return self.await_tidy(0.0)
+
     def await_tidy(self, timeout_s: float) -> bool:
         return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -181,6 +182,8 @@ class Sent(list[int]):
 
     def begin(self, step: int) -> None: ...
 
+    def arrived(self, micro_batch: int) -> None: ...
+
     def give(self, micro_batch: int, tensors: Any) -> None:
         self.append(micro_batch)
 
@@ -294,6 +297,8 @@ class Written:
     def begin(self, step: int) -> None:
         del step
 
+    def arrived(self, micro_batch: int) -> None: ...
+
     def give(self, micro_batch: int, tensors: Any) -> None:
         del micro_batch, tensors
         self.seen.append(self._log.stats.records)
@@ -345,10 +350,35 @@ def test_what_is_sent_are_the_bytes_of_the_tensor_itself() -> None:
     group: Any = Mailbox()
     waves = torch.tensor([1 + 2j, 3 - 4j])
     for tensor in (waves.conj(), waves.conj().imag):
-        LiveOutbound(group, 1, "activation").give(0, [tensor])
+        LiveOutbound(group, 1, "activation", replays=False).give(0, [tensor])
         assert torch.equal(group.sent, tensor)
         assert not group.sent.is_conj()
         assert not group.sent.is_neg()
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_what_has_arrived_is_let_go_of(replays: bool) -> None:
+    """In a replay that is known a step later only."""
+    group: Any = Mailbox()
+    edge = LiveOutbound(group, 1, "activation", replays=replays)
+    tensors = [torch.zeros(3) for _ in range(4)]
+    left = [weakref.ref(tensor) for tensor in tensors]
+
+    def there() -> list[int]:
+        group.sent = None
+        return [number for number, one in enumerate(left) if one() is not None]
+
+    edge.begin(7)
+    for number in range(3):
+        edge.give(number, [tensors.pop(0)])
+    assert there() == [0, 1, 2, 3]
+    edge.arrived(1)
+    assert there() == ([0, 1, 2, 3] if replays else [0, 2, 3])
+    edge.begin(8)
+    assert there() == ([0, 1, 2, 3] if replays else [3])
+    edge.give(0, [tensors.pop(0)])
+    edge.begin(9)
+    assert there() == ([3] if replays else [])
 
 
 def test_a_complex_tensor_is_logged(tmp_path: Path) -> None:

@@ -1004,7 +1004,9 @@ def test_shrinks_at_once_if_told_so_and_grows_at_a_step_boundary() -> None:
 
 
 def test_fewer_than_the_minimum() -> None:
-    story = running(min_workers=3, wait_for_replacement=False).lost("w1").fenced("w0", "w2")
+    story = running(min_workers=3, wait_for_replacement=False)
+    story.tell(m.CapacityChanged(slots=2))
+    story.lost("w1").fenced("w0", "w2")
     assert story.run.state == State.REPLACE, "it cannot go on without one more"
     story.fires("replacement")
     assert story.run.failure is not None

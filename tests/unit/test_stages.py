@@ -60,6 +60,8 @@ class Wire:
 
     def begin(self, *about: Any) -> None: ...
 
+    def arrived(self, number: int) -> None: ...
+
     def give(self, number: int, tensors: Sequence[Tensor]) -> None:
         self.logged += [(tensor, tensor.clone()) for tensor in tensors]
         self._box(number).put([tensor.clone() for tensor in tensors])

@@ -120,6 +120,8 @@ class Wire:
 
     def begin(self, *about: Any) -> None: ...
 
+    def arrived(self, number: int) -> None: ...
+
     def give(self, number: int, tensors: Any) -> None:
         self.sent[number] = list(tensors)
 
