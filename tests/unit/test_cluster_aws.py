@@ -30,6 +30,10 @@ from ray.autoscaler._private.providers import _get_node_provider  # noqa: E402
 from ray.autoscaler._private.util import prepare_config  # noqa: E402
 from ray.autoscaler.v2.instance_manager.config import FileConfigReader  # noqa: E402
 from ray.autoscaler.v2.instance_manager.node_provider import NodeProviderAdapter  # noqa: E402
+from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest  # noqa: E402
+from ray.autoscaler.v2.schema import AutoscalerInstance  # noqa: E402
+from ray.core.generated.autoscaler_pb2 import GangResourceRequest, NodeState, ResourceRequest  # noqa: E402
+from ray.core.generated.instance_manager_pb2 import Instance, NodeKind  # noqa: E402
 
 TEXT = (Path(__file__).parents[2] / "cluster.yaml").read_text()
 REGION = "us-west-2"
@@ -114,14 +118,19 @@ def provider(aws: Any, config: dict[str, Any]) -> Iterator[AWSNodeProvider]:
     assert provider.non_terminated_nodes({}) == []
 
 
+def on_the_head(config: dict[str, Any], provider: AWSNodeProvider) -> FileConfigReader:
+    """What the autoscaler reads there: the file that `ray up` puts on the head."""
+    shutil.copy(config["auth"]["ssh_private_key"], Path.home() / "ray_bootstrap_key.pem")
+    with commands._set_up_config_for_head_node(config, provider, False)[1] as file:
+        return FileConfigReader(file.name)
+
+
 @pytest.fixture
 def launch(provider: AWSNodeProvider) -> Callable[..., NodeProviderAdapter]:
     """Starts nodes as the autoscaler does on the head: from the file that `ray up` puts there."""
 
     def start(config: dict[str, Any], shape: dict[str, int], request: str = "request") -> NodeProviderAdapter:
-        shutil.copy(config["auth"]["ssh_private_key"], Path.home() / "ray_bootstrap_key.pem")
-        with commands._set_up_config_for_head_node(config, provider, False)[1] as file:
-            autoscaler = NodeProviderAdapter(provider, FileConfigReader(file.name))
+        autoscaler = NodeProviderAdapter(provider, on_the_head(config, provider))
         before = len(autoscaler.get_non_terminated())
         autoscaler.launch(shape, request)
         wanted = before + sum(shape.values())
@@ -257,3 +266,43 @@ def test_types_with_subnets_of_their_own_are_spread_over_zones(aws, config, laun
     launch(spread, dict.fromkeys(SPOT, 1))
     zones = {i["Placement"]["AvailabilityZone"] for i in instances(aws, "running", "pending")}
     assert zones == {"us-west-2a", "us-west-2b", "us-west-2c"}
+
+
+# ---------------------------------------------------------------- which type
+
+
+def asked_for(
+    config: dict[str, Any], provider: AWSNodeProvider, worker: dict[str, float], running: str | None = None
+) -> tuple[dict[str, int], list[str]]:
+    """The nodes that the autoscaler on the head starts, by type, and those that it ends, when a run lacks room for three
+    workers, each a placement group. One node, with a worker on it, may be there."""
+    read = on_the_head(config, provider).get_cached_autoscaling_config()
+    there = []
+    if running:
+        node = Instance(instance_id="1", cloud_instance_id="i-1", instance_type=running, node_kind=NodeKind.WORKER)
+        node.status = Instance.RAY_RUNNING
+        busy = NodeState(ray_node_type_name=running, total_resources={"CPU": 4}, available_resources={"CPU": 0})
+        there = [AutoscalerInstance(cloud_instance_id="i-1", im_instance=node, ray_node=busy)]
+    reply = ResourceDemandScheduler(None).schedule(
+        SchedulingRequest(
+            disable_launch_config_check=read.disable_launch_config_check(),
+            node_type_configs=read.get_node_type_configs(),
+            max_num_nodes=read.get_max_num_nodes(),
+            gang_resource_requests=[GangResourceRequest(requests=[ResourceRequest(resources_bundle=worker)]) for _ in range(3)],
+            current_instances=there,
+        )
+    )
+    return {one.instance_type: one.count for one in reply.to_launch}, [one.instance_type for one in reply.to_terminate]
+
+
+def test_ray_asks_for_the_first_type_of_the_file_and_turns_to_another_when_told(config, provider) -> None:
+    """What docs/cluster.md says to do when AWS has none of it. Nodes that are there stay, which `max_workers` would end."""
+    assert asked_for(config, provider, {"CPU": 4}) == ({"spot-c6i": 3}, [])
+    lower, none = copy.deepcopy(config), copy.deepcopy(config)
+    lower["available_node_types"]["spot-c6i"]["priority"] = -1
+    none["available_node_types"]["spot-c6i"]["max_workers"] = 0
+    assert asked_for(lower, provider, {"CPU": 4}, running="spot-c6i") == ({"spot-m6i": 3}, [])
+    assert asked_for(none, provider, {"CPU": 4}, running="spot-c6i") == ({"spot-m6i": 3}, ["spot-c6i"])
+    with_memory = {"CPU": 4, "memory": 4 * 2**30}
+    assert asked_for(lower, provider, with_memory) == ({"spot-c6i": 3}, []), "the one that it fills best"
+    assert asked_for(none, provider, with_memory) == ({"spot-m6i": 3}, [])

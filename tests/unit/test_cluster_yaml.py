@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import yaml
 from click.testing import CliRunner
 from packaging.requirements import Requirement
 from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.autoscaler.v2.instance_manager.subscribers.cloud_resource_monitor import CloudResourceMonitor
+from ray.core.generated.instance_manager_pb2 import Instance, InstanceUpdateEvent
 
 from raytrain_ft.cli.cluster import PLACEHOLDERS, examine
 from raytrain_ft.cli.main import main
@@ -56,6 +59,19 @@ def test_rays_schema_and_rules_accept_the_file() -> None:
 def test_nothing_is_wrong_once_the_placeholders_are_filled(place: Path) -> None:
     assert problems(place, FILLED) == []
     assert problems(place, TEXT) == [f"{word!r} is a placeholder: put in {what}" for word, what in PLACEHOLDERS.items()]
+
+
+@pytest.mark.skipif(ray.__version__ != "2.60.0", reason="docs/cluster.md says what Ray 2.60.0 does: read this one's source")
+def test_ray_learns_nothing_from_a_type_that_is_refused() -> None:
+    """It knows of types without room, and what it knows is not told of a refusal."""
+    monitor = CloudResourceMonitor()
+    refused = InstanceUpdateEvent(instance_id="1", instance_type="spot-c6i", new_instance_status=Instance.ALLOCATION_FAILED)
+    monitor.notify([refused])
+    known = (monitor.get_resource_availabilities(), monitor.get_recoverable_resource_availabilities())
+    assert known == ({}, {}), "Ray turns to another type by itself now: say so in cluster.yaml and in docs/cluster.md"
+    refused.new_instance_status = Instance.ALLOCATION_TIMEOUT
+    monitor.notify([refused])
+    assert monitor.get_resource_availabilities() == {"spot-c6i": 0.0}, "the same event, with the status that it listens for"
 
 
 def test_what_is_installed_has_the_exact_versions_of_all_that_the_project_names() -> None:
