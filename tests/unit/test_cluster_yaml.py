@@ -299,6 +299,7 @@ def test_the_pair_for_kubernetes_fits_together() -> None:
     cluster, job = objects["RayCluster"], objects["RayJob"]
     assert {cluster["apiVersion"], job["apiVersion"]} == {"ray.io/v1"}
     assert job["spec"]["clusterSelector"] == {"ray.io/cluster": cluster["metadata"]["name"]}
+    assert "backoffLimit" not in job["spec"], "with a clusterSelector, KubeRay refuses it, or deletes the cluster at a retry"
     spec = cluster["spec"]
     assert spec["authOptions"] == {"mode": "token"}
     assert spec["enableInTreeAutoscaling"] is True
