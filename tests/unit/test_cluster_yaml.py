@@ -311,6 +311,13 @@ def test_the_pair_for_kubernetes_fits_together() -> None:
         assert group["template"]["spec"]["nodeSelector"]["karpenter.sh/capacity-type"] == "spot"
 
 
+def test_the_head_on_kubernetes_is_not_moved_to_save_a_node() -> None:
+    """The run ends with it. Workers may be moved: that is a loss like any other."""
+    asked = kubernetes()["RayCluster"]["spec"]["headGroupSpec"]["template"]["metadata"]["annotations"]
+    # Texts: Kubernetes takes nothing else as an annotation.
+    assert asked == {"karpenter.sh/do-not-disrupt": "true", "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+
+
 def test_no_node_on_kubernetes_gets_two_worker_pods() -> None:
     cluster = kubernetes()["RayCluster"]
     for group in cluster["spec"]["workerGroupSpecs"]:
