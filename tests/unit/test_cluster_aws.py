@@ -4,11 +4,13 @@ the APIs of EC2 and IAM. Nothing leaves the machine."""
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ import yaml
 pytest.importorskip("moto.server")
 boto3 = pytest.importorskip("boto3")
 
+from botocore.exceptions import ClientError  # noqa: E402
 from ray.autoscaler._private import commands  # noqa: E402
 from ray.autoscaler._private.aws import config as aws_config  # noqa: E402
 from ray.autoscaler._private.aws import utils as aws_utils  # noqa: E402
@@ -39,6 +42,8 @@ TEXT = (Path(__file__).parents[2] / "cluster.yaml").read_text()
 REGION = "us-west-2"
 SPOT = ("spot-c6i", "spot-m6i", "spot-r6i")
 YOU = "203.0.113.7/32"
+BATCH = int(re.findall(r"\bAUTOSCALER_MAX_LAUNCH_BATCH=([0-9]+) .*ray start --head", TEXT)[0])
+"""For how many nodes the autoscaler asks in one call."""
 DEADLINE_S = 20.0
 
 
@@ -130,7 +135,7 @@ def launch(provider: AWSNodeProvider) -> Callable[..., NodeProviderAdapter]:
     """Starts nodes as the autoscaler does on the head: from the file that `ray up` puts there."""
 
     def start(config: dict[str, Any], shape: dict[str, int], request: str = "request") -> NodeProviderAdapter:
-        autoscaler = NodeProviderAdapter(provider, on_the_head(config, provider))
+        autoscaler = NodeProviderAdapter(provider, on_the_head(config, provider), max_launch_batch_per_type=BATCH)
         before = len(autoscaler.get_non_terminated())
         autoscaler.launch(shape, request)
         wanted = before + sum(shape.values())
@@ -255,6 +260,25 @@ def test_zones_are_tried_in_order_until_one_has_room(aws, config, launch) -> Non
     launch(full, {"spot-c6i": 1}, "again")
     zones = [i["Placement"]["AvailabilityZone"] for i in instances(aws, "running", "pending")]
     assert sorted(zones) == ["us-west-2a", "us-west-2b"]
+
+
+def test_a_zone_with_room_for_one_gives_one_and_the_next_zone_the_others(aws, config, provider, launch, monkeypatch) -> None:
+    """EC2 grants a call for several in part, and Ray waits ten minutes for the rest: so it is to ask for each on its own."""
+    room = {config["available_node_types"]["spot-c6i"]["node_config"]["SubnetIds"][0]: 1}
+    create, lock = provider.ec2_fail_fast.create_instances, threading.Lock()
+
+    def granted(**asked: Any) -> list[Any]:
+        with lock:
+            count = min(asked["MaxCount"], room.get(asked["SubnetId"], 8))
+            if count < asked["MinCount"]:
+                raise ClientError({"Error": {"Code": "InsufficientInstanceCapacity", "Message": "none"}}, "RunInstances")
+            room[asked["SubnetId"]] = room.get(asked["SubnetId"], 8) - count
+            return create(**asked | {"MaxCount": count})
+
+    monkeypatch.setattr(provider.ec2_fail_fast, "create_instances", granted)
+    launch(config, {"spot-c6i": 3})
+    zones = [i["Placement"]["AvailabilityZone"] for i in instances(aws, "running", "pending")]
+    assert sorted(zones) == ["us-west-2a", "us-west-2b", "us-west-2b"]
 
 
 def test_types_with_subnets_of_their_own_are_spread_over_zones(aws, config, launch) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,25 @@ def test_every_command_is_one_that_bash_can_read() -> None:
     assert len(commands) >= 10
     for command in commands:
         subprocess.run(["bash", "-n", "-c", command], check=True, timeout=10)
+
+
+TELLS = """
+from inspect import signature
+from ray.autoscaler.v2.instance_manager.node_provider import NodeProviderAdapter
+print(signature(NodeProviderAdapter).parameters["max_launch_batch_per_type"].default)
+"""
+
+
+def test_the_autoscaler_on_the_head_asks_aws_for_one_node_at_a_time(tmp_path: Path) -> None:
+    """Ray's name for it, and set where it counts: `ray start` hands its environment to the autoscaler."""
+    (command,) = (line for line in yaml.safe_load(TEXT)["head_start_ray_commands"] if "ray start" in line)
+    starts = tmp_path / "venv" / "bin" / "ray"
+    starts.parent.mkdir(parents=True)
+    starts.write_text(f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(TELLS)}\n")
+    starts.chmod(0o700)
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    told = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert told.stdout.split() == ["1"]
 
 
 APT = """#!/bin/sh
