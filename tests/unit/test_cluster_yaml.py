@@ -358,3 +358,12 @@ def test_every_pod_on_kubernetes_has_the_same_image_and_the_shared_directory() -
         (volume,) = (v for v in pod["volumes"] if v.get("persistentVolumeClaim"))
         assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
         assert {"name": volume["name"], "mountPath": "/mnt/shared"} in pod["containers"][0]["volumeMounts"]
+
+
+def test_nfs_is_to_have_the_same_options_on_kubernetes_as_on_aws() -> None:
+    """There they belong to the storage class, which is the reader's: so they are asked for where it is named."""
+    options = re.findall(r"\bacdir\w+=[0-9]+", "".join(yaml.safe_load(TEXT)["initialization_commands"]))
+    assert len(options) == 2
+    section = (ROOT / "docs" / "cluster.md").read_text().split("\n## Kubernetes\n")[1].split("\n## ")[0]
+    for text in ((ROOT / "docs" / "kuberay" / "cluster.yaml").read_text(), section):
+        assert [option for option in options if option not in text] == []
