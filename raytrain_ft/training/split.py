@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from raytrain_ft.errors import ConfigError, FTError, TaskError
 from raytrain_ft.training.calls import call
@@ -126,10 +126,19 @@ def _sample(task: Any, count: int) -> Any:
     return collate_of(task)(samples)
 
 
+def _attention(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+    """Operations of an attention, by the shapes of what it is given."""
+    return sdpa_flop_count(query, key, value)
+
+
+FORMULAS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}
+"""Of what torch counts as nothing: it knows how to count the attention of GPUs only, and cuts are measured on a CPU."""
+
+
 @torch.no_grad()
 def _cost(layer: nn.Module, value: Any) -> tuple[float, Any]:
     """Operations of a forward pass, the bytes that it moves included, and what comes out."""
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         output = layer(value)
     tensors = [*layer.parameters(), *(output if isinstance(output, tuple) else (output,))]
     moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))

@@ -17,7 +17,7 @@ from raytrain_ft.training.build import build_replica
 from raytrain_ft.training.pipeline import build_stage, passed_on
 from raytrain_ft.training.profile import measure_parts
 from raytrain_ft.training.settings import PipelineSettings, StepSettings
-from raytrain_ft.training.split import cut_evenly, measure_cuts
+from raytrain_ft.training.split import _cost, cut_evenly, measure_cuts
 from raytrain_ft.training.split_check import check_split
 
 
@@ -115,6 +115,26 @@ def test_the_dearest_stage_is_as_cheap_as_can_be() -> None:
     assert cut_evenly([1, 1, 1, 9, 1, 1], [True] * 6, 3) == (3, 4)
     assert cut_evenly([5, 1, 1, 1, 1, 1], [True] * 6, 2) == (1,)
     assert cut_evenly([1, 1, 8, 1], [False, False, True, True], 2) == (3,), "each has something to train"
+
+
+class Attention(nn.Module):
+    """Nothing but attention: what it is given is query, key and value side by side."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = x.chunk(3, dim=-1)
+        return nn.functional.scaled_dot_product_attention(query, key, value)
+
+
+def test_attention_costs_as_much_as_the_square_of_its_length() -> None:
+    """On a CPU torch has a kernel for it that its counter does not know, unless the heads are not apart: two products then."""
+
+    def cost(length: int, *heads: int) -> float:
+        return _cost(Attention(), torch.randn(2, *heads, length, 3 * 16))[0]
+
+    products = 2 * (2 * (2 * 4) * 64 * 64 * 16)  # two, of 2 samples x 4 heads; to multiply, and to add
+    assert cost(128, 4) - 2 * cost(64, 4) == 2 * products, "what is moved grows with the length only"
+    assert cost(64, 4) == 4 * cost(64, 1)
+    assert cost(64, 1) == pytest.approx(cost(64), rel=0.01)
 
 
 class NoLength(Dataset[Any]):
