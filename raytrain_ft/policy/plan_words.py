@@ -37,10 +37,6 @@ def _why_strategies(plan: Plan) -> list[str]:
             "Nothing is logged: that would only matter if all replicas of a stage were lost at once, and then everybody goes "
             'back to the checkpoint. strategy="logging" logs all the same.'
         )
-    if len(plan.every) > 1 and 0 < plan.wish.nodes < measured.stages:
-        lines.append(
-            "A node hosts several stages that are no neighbours: its loss loses all of them, and each replays by itself."
-        )
     return lines
 
 

@@ -3,7 +3,8 @@
 Replication where a stage has a replica on another node, else logging, else checkpoints (SWIFT, section 3). A run asks
 `choose_groups` and `in_proportion`; `raytrain-ft plan` shows all of it with the times that go with it.
 
-Worker number r is taken to be on node r modulo their number: workers are started one by one, each on the emptiest node.
+Workers are taken to be started one by one, each on the emptiest node, and to be seated as a run seats them: those of one node
+in a row (`world.by_node`), so that neighbouring stages share a node where they can.
 """
 
 from __future__ import annotations
@@ -266,10 +267,11 @@ def _check(measured: Measured, wish: Wish) -> None:
 
 
 def _nodes(measured: Measured, wish: Wish) -> tuple[tuple[str, ...], dict[str, str]]:
-    """A world, and the node of each of its members."""
+    """A world as a run seats it at first, and the node of each of its members: number r is on node r modulo their number."""
     count = measured.stages * measured.replicas
-    world = tuple(f"w{rank}" for rank in range(count))
-    return world, {member: f"n{rank % (wish.nodes or count)}" for rank, member in enumerate(world)}
+    nodes = wish.nodes or count
+    members = sorted(range(count), key=lambda number: number % nodes)  # as `world.by_node` does, which imports this module
+    return tuple(f"w{number}" for number in members), {f"w{number}": f"n{number % nodes}" for number in members}
 
 
 def _domains(measured: Measured, wish: Wish) -> Groups:

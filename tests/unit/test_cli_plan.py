@@ -104,7 +104,9 @@ def test_replicas_and_nodes(job: Path) -> None:
     assert "Replication for stages 0, 1, 2" in apart.output
     assert "Nothing is logged" in apart.output
     assert "every boundary" not in apart.output
-    together = call(f"{job}:Sized(3, depth=2)", "--stages", 3, "--replicas", 2, "--nodes", 3)
+    half = call(f"{job}:task", "--stages", 3, "--replicas", 2, "--nodes", 3)
+    assert "Replication for stages 0, 1, 2" in half.output
+    together = call(f"{job}:Sized(3, depth=2)", "--stages", 3, "--replicas", 2, "--nodes", 1)
     assert "The replicas of stages 0, 1, 2 share a node" in together.output
     alone = call(f"{job}:task", "--stages", 2, "--nodes", 1)
     assert "All stages are on one node" in alone.output
