@@ -176,7 +176,8 @@ def restore(
         pipeline: of which `state` is a stage.
 
     Raises:
-        MismatchError: it is of another model, optimizer, schedule or dataset; every difference is listed, nothing was changed.
+        MismatchError: it is of another model, optimizer, schedule or dataset, every difference is listed; or a pipeline would
+            get a smaller batch at the end of its epoch. Nothing was changed.
         StorageError: it is damaged, or lacks something. Unless the state is still `filled`, its tensors may hold anything by
             now: it is to be restored from another checkpoint, filled by another worker, or built anew.
     """
@@ -190,6 +191,10 @@ def restore(
     if lines:
         content.verify()  # damage is no difference
         raise _mismatch(content.manifest, lines)
+    position = _position(stored.position, data)
+    if pipeline is not None and (smaller := _smaller_batch(position, stored, data)):
+        content.verify()
+        raise MismatchError(f"checkpoint {content.manifest.name} does not go with this run; nothing was loaded: {smaller}")
     if not other_optimizer:
         check_optimizer(stored, content)
     more = {} if other_optimizer else {name: allocate(content, name) for name in content.pieces if name not in own}
@@ -197,7 +202,7 @@ def restore(
     fill(own | more, content)
     if not other_optimizer:
         _restore_optimizer(state, stored, more)
-    state.step, state.position, state.loss = stored.step, _position(stored.position, data), stored.loss
+    state.step, state.position, state.loss = stored.step, position, stored.loss
     state.agreed = None
     for bucket in state.buckets:
         bucket.version, bucket.gradient, bucket.dirty = state.step, None, False
@@ -208,6 +213,21 @@ def _position(stored: Position, data: dict[str, Any]) -> Position:
     exists = all(stop <= data["dataset_size"] for _, stop in stored.owed)
     exists &= stored.consumed <= data["dataset_size"] + samples_in(stored.owed)
     return stored if exists else Position(stored.epoch)
+
+
+def _smaller_batch(position: Position, stored: Stored, data: dict[str, Any]) -> str:
+    """Why the epoch of this position ends with a batch that a pipeline cannot take; empty if it does not. `prepare` has looked
+    at whole epochs: that is not enough where the batches before the position had another size."""
+    size, batch = data["dataset_size"], data["global_batch_size"]
+    left = size + samples_in(position.owed) - position.consumed
+    if data["drop_last"] or left % batch == 0:
+        return ""
+    return (
+        f"it is of the midst of an epoch, of which {left} samples are left. global_batch_size={batch} does not divide them, "
+        "and a pipeline needs micro-batches of one size, also in the last batch of an epoch. Set drop_last=True, choose a "
+        f"batch that divides both {left} and the {size} samples of a whole epoch, or go on as the checkpoint was made "
+        f"(global_batch_size={stored.data.get('global_batch_size')}) until the epoch ends, and change it there"
+    )
 
 
 def _mismatch(manifest: Manifest, lines: list[str]) -> MismatchError:

@@ -38,7 +38,7 @@ from raytrain_ft.training.sleep import Sleep
 from raytrain_ft.training.state import TrainingState, at_home
 
 SIZES = (70_000, 0, 1, 12_000, 3, 8192, 33_333, 5)
-DATA = {"dataset_size": 100}
+DATA = {"dataset_size": 100, "global_batch_size": 1, "drop_last": False}
 
 
 @pytest.fixture(autouse=True)
@@ -465,6 +465,43 @@ def test_stages_that_are_cut_otherwise_are_told_apart(storage: LocalStorage, cha
     before = all_of(here)
     with pytest.raises(MismatchError, match=message):
         durable.restore(here, mapped(storage), DATA, pipeline=replace(HERE, **changed))
+    assert all_of(here) == before
+
+
+@pytest.mark.parametrize(
+    ("consumed", "changed", "left"),
+    [
+        (60, {}, 0),
+        (60, {"global_batch_size": 25}, 40),
+        (60, {"global_batch_size": 25, "drop_last": True}, 0),
+        (50, {"global_batch_size": 25}, 0),
+        (0, {"global_batch_size": 25}, 0),
+        (60, {"dataset_size": 110}, 50),
+        (60, {"dataset_size": 40}, 0),  # so short that the epoch begins anew
+    ],
+)
+def test_a_pipeline_does_not_go_on_towards_a_smaller_batch(
+    storage: LocalStorage, consumed: int, changed: dict[str, Any], left: int
+) -> None:
+    """All stages would fail on it, in every launch, at the end of the epoch that was begun with other batches."""
+    old, here = trained(3), trained(1)
+    old.stage = here.stage = 0
+    old.position = Position(1, consumed)
+    data = DATA | {"global_batch_size": 20}
+    tensors, values = durable.capture(old, data, [], HERE)
+    save(storage.uri, old.step, dict(tensors), 2, values=values)
+    how: Any = {"override": ("dataset",), "pipeline": HERE}
+    if not left:
+        durable.restore(here, mapped(storage), data | changed, **how)
+        assert here.digests() == old.digests()
+        return
+    before, now = all_of(here), data | changed
+    words = (
+        rf"{left} samples are left\. global_batch_size={now['global_batch_size']} does not divide them.*Set drop_last=True, "
+        rf"choose a batch that divides both {left} and the {now['dataset_size']} samples.*\(global_batch_size=20\) until"
+    )
+    with pytest.raises(MismatchError, match=words):
+        durable.restore(here, mapped(storage), now, **how)
     assert all_of(here) == before
 
 
