@@ -37,19 +37,20 @@ def pipeline_of(task: TrainTask, parallelism: ParallelismConfig, settings: Train
     stages, chunks, split = parallelism.pipeline_parallel_degree, parallelism.num_pp_chunks, parallelism.split
     if stages == 1:
         return None
-    cuts = None
+    cuts = layers = None
     if split != "task":
         cuts = (
             split
             if isinstance(split, tuple)
             else measure_cuts(task, stages * chunks, settings.global_batch_size // parallelism.micro_batches)
         )
-        check_cuts(task, cuts)
+        layers = check_cuts(task, cuts)
     return PipelineSettings(
         stages=stages,
         micro_batches=parallelism.micro_batches,
         schedule=parallelism.schedule,
         cuts=cuts,
+        layers=layers,
         ties=find_ties(task, stages, cuts, chunks),
         chunks=chunks,
     )

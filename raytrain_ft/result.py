@@ -127,5 +127,7 @@ def _whole(task: Any, spread: dict[str, Any] | None) -> torch.nn.Module:
     """The task's model in one piece."""
     if spread is None:
         return task.model(0)
-    parts = range(spread["stages"] * spread["chunks"])
-    return torch.nn.Sequential(*(map(task.model, parts) if spread["cuts"] is None else sequential(task.model(0))))
+    if spread["cuts"] is None:
+        return torch.nn.Sequential(*map(task.model, range(spread["stages"] * spread["chunks"])))
+    model = sequential(task.model(0))
+    return model if "layers" in spread else torch.nn.Sequential(*model)  # an earlier version knew layers by their numbers only

@@ -265,10 +265,12 @@ def _otherwise_spread(stored: Stored, pipeline: PipelineSettings | None) -> list
     """Stages that are cut otherwise, or share something else, may have the same names."""
     if pipeline is None:
         return []
+    here = pipeline.spread
+    there = {"layers": here["layers"]} | stored.spread  # an earlier version did not store what they are called
     return [
-        f"{name} of the pipeline: {stored.spread.get(name)} in the checkpoint, {here} here"
-        for name, here in pipeline.spread.items()
-        if stored.spread.get(name) != here
+        f"{name} of the pipeline: {there.get(name)} in the checkpoint, {value} here"
+        for name, value in here.items()
+        if there.get(name) != value
     ]
 
 

@@ -125,9 +125,16 @@ def name_in_one_piece(name: str, stage: int, spread: Mapping[str, Any] | None, w
         if spread["cuts"] is None:
             return f"{part}.{rest}"
         layer, _, rest = rest.partition(".")
-        return f"{int(layer) + [0, *spread['cuts']][part]}.{rest}"
+        number, layers = int(layer) + [0, *spread["cuts"]][part], spread.get("layers")
+        return f"{number if layers is None else layers[number]}.{rest}"
     except (ValueError, IndexError) as error:
         raise StorageError(f"{where}: with {dict(spread)}, stage {stage} has no tensor {name!r}") from error
+
+
+def layers_of(model: nn.Sequential) -> tuple[str, ...] | None:
+    """What its layers are called; None if by their numbers. Where it is cut, each part counts its own from 0."""
+    names = tuple(model._modules)  # a layer may be there twice, of which `named_children` has one
+    return None if names == tuple(map(str, range(len(names)))) else names
 
 
 def sequential(model: nn.Module) -> nn.Sequential:

@@ -31,6 +31,7 @@ class PipelineSettings:
         stages: how many.
         micro_batches: of a step and replica.
         cuts: where a sequential model is cut: the first layer of every part but the first; None if the task gives the parts.
+        layers: what the layers of such a model are called in it; None if by their numbers.
         ties: what stages share.
         chunks: how many parts of the model a stage has: number s, s + stages, ...
     """
@@ -39,6 +40,7 @@ class PipelineSettings:
     micro_batches: int
     schedule: Schedule = "1f1b"
     cuts: tuple[int, ...] | None = None
+    layers: tuple[str, ...] | None = None
     ties: tuple[Tie, ...] = ()
     chunks: int = 1
 
@@ -46,8 +48,8 @@ class PipelineSettings:
     def spread(self) -> dict[str, Any]:
         """What the names of the whole model depend on, and which of them are one: for files."""
         ties = [sorted([stage, name] for stage, name in tie.names.items()) for tie in self.ties]
-        cuts = None if self.cuts is None else list(self.cuts)
-        return {"stages": self.stages, "chunks": self.chunks, "cuts": cuts, "ties": sorted(ties)}
+        cuts, layers = (None if one is None else list(one) for one in (self.cuts, self.layers))
+        return {"stages": self.stages, "chunks": self.chunks, "cuts": cuts, "layers": layers, "ties": sorted(ties)}
 
     @property
     def sharing(self) -> tuple[tuple[int, ...], ...]:

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from raytrain_ft.errors import ConfigError, FTError, TaskError
 from raytrain_ft.training.calls import call
 from raytrain_ft.training.data import augment_of, collate_of, fetch, loads_batches, task_size
-from raytrain_ft.training.pipeline import sequential
+from raytrain_ft.training.pipeline import layers_of, sequential
 from raytrain_ft.training.reads import inputs_of
 
 OPERATIONS_PER_BYTE = 4
@@ -80,11 +80,17 @@ def measure_cuts(task: Any, stages: int, micro_batch_size: int) -> tuple[int, ..
     return cut_evenly(costs, trained, stages)
 
 
-def check_cuts(task: Any, cuts: Sequence[int]) -> None:
-    """Raises `ConfigError` if a stage would have no layer, `TaskError` if the model is not sequential."""
-    layers = len(sequential(task.model(0)))
-    if cuts and cuts[-1] >= layers:
-        raise ConfigError(f"ParallelismConfig(split={tuple(cuts)!r}): the model has {layers} layers only, numbered from 0")
+def check_cuts(task: Any, cuts: Sequence[int]) -> tuple[str, ...] | None:
+    """What the layers of the model are called; see `layers_of`.
+
+    Raises:
+        ConfigError: a stage would have no layer. TaskError: the model is not sequential.
+    """
+    model = sequential(task.model(0))
+    count = len(model)
+    if cuts and cuts[-1] >= count:
+        raise ConfigError(f"ParallelismConfig(split={tuple(cuts)!r}): the model has {count} layers only, numbered from 0")
+    return layers_of(model)
 
 
 def first_inputs(task: Any, count: int) -> tuple[Any, Any]:

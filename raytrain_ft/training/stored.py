@@ -96,7 +96,7 @@ def _unknown(manifest: Manifest, why: str) -> UnknownFormatError:
     )
 
 
-_SPREAD = ("stages", "chunks", "cuts", "ties")
+_SPREAD = ("stages", "chunks", "cuts", "layers", "ties")
 
 
 def _ranges(owed: Any) -> tuple[tuple[int, int], ...]:
@@ -168,9 +168,15 @@ def spread_of(values: Mapping[str, Any], where: str) -> dict[str, Any] | None:
         case {"stages": int(stages), "chunks": int(chunks), "cuts": None} if min(stages, chunks) > 0:
             return found
         case {"stages": int(stages), "chunks": int(chunks), "cuts": list(cuts)} if min(stages, chunks) > 0:
-            if len(cuts) == stages * chunks - 1 and all(isinstance(cut, int) for cut in cuts):
+            numbers = len(cuts) == stages * chunks - 1 and all(isinstance(cut, int) for cut in cuts)
+            if numbers and _are_names(found.get("layers")):
                 return found
     raise StorageError(f"{where} does not say how the model is spread over stages: {found!r:.200}")
+
+
+def _are_names(layers: Any) -> bool:
+    """Of the layers of a model that was cut; also none, where they have numbers."""
+    return layers is None or (isinstance(layers, list) and all(isinstance(name, str) for name in layers))
 
 
 def aliases_of(values: Mapping[str, Any], where: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,16 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from raytrain_ft.cli.main import main
+from raytrain_ft.config import ParallelismConfig
 from raytrain_ft.errors import StorageError
+from raytrain_ft.model_checks import pipeline_of
 from raytrain_ft.result import load_model
+from raytrain_ft.settings import TrainSettings
+from raytrain_ft.storage.arrow import write_tensors
 from raytrain_ft.storage.filesystem import LocalStorage
+from raytrain_ft.task import TrainTask
 from raytrain_ft.training import durable
+from raytrain_ft.training.pipeline import cut, sequential
 from raytrain_ft.training.settings import PipelineSettings
 from raytrain_ft.training.state import TrainingState
 
@@ -129,6 +136,47 @@ def test_each_stage_of_a_pipeline_has_an_optimizer_of_its_own(storage: LocalStor
         assert alike(state[f"stage-{stage}"], {"optimizer": optimizer.state_dict()})
 
 
+class Named(nn.Sequential):
+    """Of a class of its own, which does no more than its layers do."""
+
+
+class Naming(TrainTask):
+    def model(self, stage: int) -> nn.Module:
+        return Named(OrderedDict((name, nn.Linear(4, 4)) for name in ("embed", "first", "second", "head")))
+
+
+@pytest.mark.parametrize(("chunks", "cuts"), [(1, (3,)), (2, (1, 2, 3))])
+def test_a_model_that_is_cut_keeps_the_names_of_its_layers(storage: LocalStorage, chunks: int, cuts: tuple[int, ...]) -> None:
+    task, numbers = Naming(), TrainSettings(max_steps=3, global_batch_size=8)
+    pipeline = pipeline_of(task, ParallelismConfig(pipeline_parallel_degree=2, num_pp_chunks=chunks, split=cuts), numbers)
+    assert pipeline is not None
+    whole, finals = sequential(task.model(0)), storage.root.parent
+    tensors, values = {}, {}
+    for stage, model in enumerate(cut(whole, cuts, 2)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found, values = captured(model, optimizer, None, stage, pipeline)
+        tensors |= found
+        write_tensors(finals / f"final-stage-{stage}.arrow", model.state_dict(), {"step": 3, "stage": stage, **pipeline.spread})
+    save(storage.uri, 3, tensors, 2, values=values)
+    result, file = export(storage)
+    assert result.exit_code == 0, result.output
+    exported = task.model(0)
+    exported.load_state_dict(torch.load(file, weights_only=True)["model"])
+    loaded = [load_model(task, place) for place in (f"{storage.uri}/{NAME}", str(finals / "final-stage-0.arrow"))]
+    for one in (exported, *loaded):
+        assert type(one) is Named
+        assert alike(one.state_dict(), whole.state_dict())
+
+
+def test_a_file_that_does_not_tell_names_has_those_of_a_plain_sequential(tmp_path: Path) -> None:
+    """As an earlier version wrote it."""
+    whole = sequential(Naming().model(0))
+    for stage, model in enumerate(cut(whole, (3,), 2)):
+        write_tensors(tmp_path / f"final-stage-{stage}.arrow", model.state_dict(), {"step": 3, "stages": 2, "cuts": [3]})
+    found = load_model(Naming(), str(tmp_path / "final-stage-0.arrow"))
+    assert alike(dict(found.state_dict()), dict(nn.Sequential(*whole).state_dict()))
+
+
 class Rotary(nn.Module):
     """Keeps something that its state dict does not have."""
 
@@ -194,6 +242,9 @@ def check_refused(storage: LocalStorage, where: str) -> None:
         {"stages": 2, "cuts": []},
         {"stages": 2, "cuts": ["1"]},
         {"stages": 2, "cuts": [1], "chunks": 0},
+        {"stages": 2, "cuts": [1], "layers": [1, 2, 3]},
+        {"stages": 2, "cuts": [1], "layers": "abc"},
+        {"stages": 2, "cuts": [1], "layers": []},
         {"stages": 2, "cuts": None, "chunks": "1"},
     ],
     ids=str,

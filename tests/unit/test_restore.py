@@ -448,6 +448,7 @@ HERE = PipelineSettings(stages=2, micro_batches=2, cuts=(1, 2, 3), chunks=2, tie
     [
         ({"chunks": 1}, r"chunks of the pipeline: 2 in the checkpoint, 1 here"),
         ({"cuts": None}, r"cuts of the pipeline: \[1, 2, 3\] in the checkpoint, None here"),
+        ({"layers": ("a", "b")}, r"layers of the pipeline: None in the checkpoint, \['a', 'b'\] here"),
         ({"ties": ()}, r"ties of the pipeline: \[\[\[0, 'a'\], \[1, 'b'\]\]\] in the checkpoint, \[\] here"),
         ({}, ""),
     ],
@@ -466,6 +467,16 @@ def test_stages_that_are_cut_otherwise_are_told_apart(storage: LocalStorage, cha
     with pytest.raises(MismatchError, match=message):
         durable.restore(here, mapped(storage), DATA, pipeline=replace(HERE, **changed))
     assert all_of(here) == before
+
+
+def test_a_checkpoint_that_does_not_tell_what_layers_are_called_is_taken_to_be_of_the_same(storage: LocalStorage) -> None:
+    old, here = trained(3), trained(1)
+    old.stage = here.stage = 0
+    tensors, values = durable.capture(old, DATA, [], HERE)
+    del values["layers"]  # as an earlier version wrote it
+    save(storage.uri, old.step, dict(tensors), 2, values=values)
+    durable.restore(here, mapped(storage), DATA, pipeline=replace(HERE, layers=("a", "b")))
+    assert all_of(here) == all_of(old)
 
 
 @pytest.mark.parametrize(
