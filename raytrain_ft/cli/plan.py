@@ -90,7 +90,7 @@ def _measure(task: TrainTask, stages: int, replicas: int, micro_batches: int, ba
             f"--batch-size {batch_size}: {replicas} replicas of {micro_batches} micro-batches need a multiple of {per_step}"
         )
     samples = batch_size // per_step
-    cuts = measure_cuts(task, stages, samples) if split == "auto" else None
+    cuts = measure_cuts(task, stages, batch_size // micro_batches) if split == "auto" else None  # `pipeline_of` does so too
     ties = find_ties(task, stages, cuts)
     step = StepSettings(pipeline=PipelineSettings(stages=stages, micro_batches=micro_batches, cuts=cuts, ties=ties))
     return measure_pipeline(task, step, samples, replicas, threads=1)

@@ -1,7 +1,7 @@
 """Where to cut a sequential model into pipeline stages of about equal cost.
 
-The cost of a layer is counted while one micro-batch runs through it, not timed: two runs of one job must be cut alike, or they
-could not be equal to the bit, and one could not resume from a checkpoint of the other.
+The cost of a layer is counted while samples run through it, not timed: two runs of one job must be cut alike, or they could not
+be equal to the bit, and one could not resume from a checkpoint of the other.
 """
 
 from __future__ import annotations
@@ -55,8 +55,11 @@ def cut_evenly(costs: Sequence[float], trained: Sequence[bool], stages: int) -> 
     return tuple(reversed(cuts))
 
 
-def measure_cuts(task: Any, stages: int, micro_batch_size: int) -> tuple[int, ...]:
-    """Runs one micro-batch through each layer, counts what that costs, and cuts evenly.
+def measure_cuts(task: Any, stages: int, samples: int) -> tuple[int, ...]:
+    """Runs some samples through each layer, counts what that costs, and cuts evenly.
+
+    Args:
+        samples: of a micro-batch of all replicas together: how many these are must not count, for that may change.
 
     Raises:
         TaskError: the model is not sequential, or a layer fails; see also `first_inputs`. ConfigError: it has fewer layers to
@@ -68,7 +71,7 @@ def measure_cuts(task: Any, stages: int, micro_batch_size: int) -> tuple[int, ..
         raise ConfigError(
             f"ParallelismConfig: {stages} parts of a model were asked for that has {sum(trained)} layers to train"
         )
-    samples = max(1, micro_batch_size)
+    samples = max(1, samples)
     _, value = first_inputs(task, samples)
     costs: list[float] = []
     for number, layer in enumerate(layers):

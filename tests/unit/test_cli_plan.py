@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from raytrain_ft import model_checks
 from raytrain_ft.cli import plan
 from raytrain_ft.cli.main import main
+from raytrain_ft.config import ParallelismConfig
+from raytrain_ft.loading import load_task
+from raytrain_ft.settings import TrainSettings
+from raytrain_ft.training.split import measure_cuts
 
 JOB = """
 import torch
@@ -110,6 +116,23 @@ def test_replicas_and_nodes(job: Path) -> None:
     assert "The replicas of stages 0, 1, 2 share a node" in together.output
     alone = call(f"{job}:task", "--stages", 2, "--nodes", 1)
     assert "All stages are on one node" in alone.output
+
+
+def test_the_stages_are_those_that_a_run_has(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run cuts by the samples of all replicas together."""
+    found: list[int] = []
+
+    def measured(task: Any, stages: int, samples: int) -> tuple[int, ...]:
+        found.append(samples)
+        return measure_cuts(task, stages, samples)
+
+    for module in (plan, model_checks):
+        monkeypatch.setattr(module, "measure_cuts", measured)
+    result = call(f"{job}:task", "--stages", 2, "--replicas", 4, "--micro-batches", 2, "--batch-size", 32)
+    assert result.exit_code == 0, result.output
+    how = ParallelismConfig(pipeline_parallel_degree=2, num_pp_microbatches=2, split="auto")
+    model_checks.pipeline_of(load_task(f"{job}:task"), how, TrainSettings(max_steps=1, global_batch_size=32))
+    assert found == [16, 16]
 
 
 def test_a_module_and_a_target(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
