@@ -209,7 +209,7 @@ def _standing_losses(story: Story) -> dict[int, list[Loss]]:
         incarnation = min(story.begins) if loss.incarnation is None else loss.incarnation
         if incarnation not in story.begins:
             story.violations.append(f"{loss}: no record says where incarnation {incarnation} was resumed")
-        elif not story.begins[incarnation] <= loss.step < story.max_steps:
+        elif not story.begins[incarnation] <= loss.step < story.limit(incarnation):
             story.violations.append(f"{loss}: incarnation {incarnation} has no such step")
         elif loss.step in story.owned(incarnation):
             standing.setdefault(loss.step, []).append(loss)

@@ -505,8 +505,10 @@ def test_a_run_that_began_anew_is_not_its_predecessor() -> None:
 
 
 def test_a_run_that_goes_on_may_have_fewer_steps() -> None:
-    """Its predecessor had come further when it was lost; its last checkpoint was of step 6."""
+    """Its predecessor had come further when it was lost; its last checkpoint was of step 6. What it says of steps beyond the
+    new end, such as samples that were lost there, is void and no fault."""
     run = honest()
+    run.lose(9, 2, 6, 7, incarnation=2)
     run.records = [record for record in run.records if record["event"] != "RunFinished"]
     run.records.append({**run.records[0], "max_steps": 8, "stored": [{"name": "step-6", "step": 6}]})
     run.resume(6, 2)
