@@ -16,7 +16,9 @@ one would else hold all others up once for each of them."""
 
 
 def on_run_started(run: RunState, event: m.RunStarted) -> list[c.Command]:
-    run.incarnation, run.returns = event.incarnation, list(event.returns)
+    # a log may have lost its last lines with the machine of the head, and a number is never used again
+    run.incarnation = max([event.incarnation, *(one.incarnation for one in event.stored)])
+    run.returns = list(event.returns)
     run.stored = run.standing(event.stored)
     if event.stored and not run.stored and run.returns[-1].step:
         run.rejected.clear()

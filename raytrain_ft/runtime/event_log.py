@@ -65,14 +65,19 @@ def _named(line: str) -> tuple[str, Event | None]:
 
 class EventLog:
     """Appends to one file. Each line reaches the kernel before `append` returns, so it survives this process; if that fails,
-    it waits for the next `append`, `note` or `flush`.
+    it waits for the next `append`, `note` or `flush`. What is to survive this machine waits for the next `sync`: on NFS, the
+    client keeps what was written until then, or until the file is closed.
 
     Args:
         now: the clock of the log's times.
+
+    Attributes:
+        unsynced: whether anything was written since the last `sync`.
     """
 
     def __init__(self, path: Path, now: Callable[[], float] = time.monotonic) -> None:
         self.path = path
+        self.unsynced = False
         self._now = now
         self._waiting: deque[bytes] = deque()  # of the first, what is not written yet
         self._late_since: float | None = None
@@ -117,6 +122,7 @@ class EventLog:
         try:
             while self._waiting:
                 written = os.write(self._file, self._waiting[0])
+                self.unsynced = True
                 self._waiting[0] = self._waiting[0][written:]
                 if not self._waiting[0]:
                     self._waiting.popleft()
@@ -127,6 +133,15 @@ class EventLog:
             self._late_since = self._now() if self._late_since is None else self._late_since
             return error
         return None
+
+    def sync(self) -> None:
+        """Brings what is written to where it survives the loss of this machine. It may take as long as the storage likes: to be
+        called by a thread that has the time, and by one at once. If it fails, the next one tries again."""
+        self.unsynced = False  # before: what is written meanwhile may come too late for this one
+        try:
+            os.fdatasync(self._file)
+        except OSError:
+            self.unsynced = True
 
     def close(self) -> None:
         """Ends the log."""

@@ -26,6 +26,8 @@ RECORD_INTERVAL_S = 1.0
 RECORDS_PER_S = 8
 """No more than so many reach the supervisor from all workers together: of many, each merges more steps into a record."""
 LONGEST_INTERVAL_S = 10.0
+KEPT_S = 5.0
+"""How long records are kept that the supervisor has acknowledged: by then its log has surely been synced."""
 SHARE_OF_AGE = 1 / 3600
 """Of the run's age, up to `LONGEST_INTERVAL_S`: a supervisor that was lost reads all records to come back, and a run of weeks
 must not be too long to be read, however often its workers are lost."""
@@ -47,6 +49,7 @@ class Heartbeat:
         self._where, self._step, self._since = "setup", 0, time.monotonic()
         self._open: list[Commit] = []
         self._closed: list[dict[str, Any]] = []
+        self._told: list[tuple[float, dict[str, Any]]] = []  # records that were acknowledged of late, and when
         self._notes: list[tuple[str, dict[str, Any]]] = []
         self._last_record = 0.0
         self._run_began = time.monotonic()
@@ -114,10 +117,12 @@ class Heartbeat:
         self._wake.set()
 
     def untold(self) -> list[dict[str, Any]]:
-        """Records of the steps of which the supervisor may not know yet. A checkpoint holds them, so that they are not lost if
-        this worker dies before it can tell."""
+        """Records of the steps of which the supervisor may not know yet, or its log on the disk. A checkpoint holds them: then
+        they are not lost with this worker, or with the supervisor's machine."""
         with self._lock:
-            return [*self._closed, *([_record(self._open)] if self._open else [])]
+            now = time.monotonic()
+            told = [record for at, record in self._told if now - at < KEPT_S]
+            return [*told, *self._closed, *([_record(self._open)] if self._open else [])]
 
     def await_told(self, seconds: float) -> None:
         """Waits until the supervisor has acknowledged everything that there was to tell, but no longer than this."""
@@ -161,6 +166,8 @@ class Heartbeat:
             reached, self._pause = time.monotonic(), pace.pause
             self._run_began = reached - pace.age
             with self._lock:
+                self._told = [(at, record) for at, record in self._told if reached - at < KEPT_S]
+                self._told += [(reached, record) for record in beat.commits]
                 self._closed = self._closed[len(beat.commits) :]
                 self._notes = self._notes[len(beat.notes) :]
 

@@ -49,6 +49,8 @@ from raytrain_ft.storage.filesystem import within
 
 FOLLOWED_CHECK_S = 0.5
 LOG_RETRY_S = 1.0
+LOG_SYNC_S = 1.0
+"""How often the log is synced while there is news: about so much of it is lost with the machine."""
 LINGER_S = 5.0
 """How long this process stays to tell the outcome to who follows the run; after that the records tell it."""
 
@@ -202,7 +204,8 @@ class Supervisor:
         demand = Demand(f"demand:{self._spec.run_id}:", placement.demand(self._spec.options))
         asking = demand.keep(self._missing, self._health.nodes.going, self._contacts.hold)
         work = (self._health.watch_cluster(), self._watch_driver(), self._watch_right(), self._publish(), asking)
-        watchers = [asyncio.create_task(one) for one in (*work, self._library.keep_holder())]
+        more = (self._sync_log(), self._library.keep_holder())
+        watchers = [asyncio.create_task(one) for one in (*work, *more)]
         for watcher in watchers:
             watcher.add_done_callback(self._mind)
         try:
@@ -275,6 +278,13 @@ class Supervisor:
             self._metrics.publish(self.now(), self._machine)
             self._log.flush()  # what could not be written need not wait for another event
             await asyncio.sleep(metrics.PUBLISH_INTERVAL_S)
+
+    async def _sync_log(self) -> None:
+        """On another thread, for which nobody waits: storage that hangs hangs there. As long as it does, no other is begun."""
+        while True:
+            await asyncio.sleep(LOG_SYNC_S)
+            if self._log.unsynced:
+                await asyncio.to_thread(self._log.sync)
 
     async def _watch_right(self) -> None:
         """Another run writes to the same files now, or to where checkpoints are: this one ends, and leaves them alone."""

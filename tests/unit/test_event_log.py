@@ -185,6 +185,29 @@ def test_not_everything_waits_in_memory(tmp_path: Path, monkeypatch: pytest.Monk
     log.close()
 
 
+def test_a_log_has_news_to_sync_until_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what is written meanwhile, which may come too late for that, and what a sync that failed has not brought there."""
+    log = EventLog(tmp_path / "events.jsonl")
+    files: list[int] = []
+
+    def late(file: int) -> None:
+        files.append(file)
+        if len(files) == 1:
+            log.append(EVENT)
+        elif len(files) == 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fdatasync", late)
+    assert not log.unsynced
+    log.append(EVENT)
+    assert log.unsynced
+    for left in (True, True, False):
+        log.sync()
+        assert log.unsynced is left
+    assert {Path(f"/proc/self/fd/{file}").readlink() for file in files} == {log.path}
+    log.close()
+
+
 @pytest.mark.parametrize("damage", [b'{"event":"Sta\xf8te","at":1}\n', b"5\n", b'{"x":1}\n', b"[1]\n"])
 def test_a_line_that_is_no_record_is_damage_and_no_crash(tmp_path: Path, damage: bytes) -> None:
     path = tmp_path / "events.jsonl"

@@ -183,3 +183,30 @@ def test_a_step_is_told_of_although_the_next_one_hangs(monkeypatch: pytest.Monke
     while sum(map(len, heard)) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert [step for steps in heard for step in steps] == [10, 11, 12]
+
+
+def test_a_checkpoint_holds_what_was_told_a_moment_ago_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor's log may not have been synced since, and be lost with its machine."""
+    heard: list[Any] = []
+
+    def hear(beat: Beat) -> Pace:
+        heard.extend(beat.commits)
+        return Pace(1e6, 0.0)
+
+    monkeypatch.setattr(heartbeat, "_record", lambda commits: [commit.step for commit in commits])
+    monkeypatch.setattr(heartbeat, "_shared_out", lambda commit: commit.attempt.replicas)
+    monkeypatch.setattr(heartbeat.ray, "get", lambda beat, timeout: hear(beat))
+    supervisor: Any = SimpleNamespace(beat=SimpleNamespace(remote=lambda beat: beat))
+    spec: Any = SimpleNamespace(heartbeat_interval=1e6, lease=5.0)
+    beating = Heartbeat("w0", spec, supervisor, tuple)
+    beating.start()
+    beating.running(1, 0)
+    steps: list[Any] = [SimpleNamespace(step=step, attempt=SimpleNamespace(replicas=2)) for step in (10, 11)]
+    beating.committed(steps[0])  # the first of an incarnation goes out at once
+    deadline = time.monotonic() + 10.0
+    while not beating._told and time.monotonic() < deadline:
+        time.sleep(0.001)  # and no further beat is asked for: nobody would answer it when the test is over
+    beating.committed(steps[1])
+    assert (heard, beating.untold()) == ([[10]], [[10], [11]])
+    monkeypatch.setattr(heartbeat, "KEPT_S", 0.0)
+    assert beating.untold() == [[11]]

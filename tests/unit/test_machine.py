@@ -683,6 +683,13 @@ def test_where_a_later_run_goes_on_from_is_told(step: int, workers: int, more: s
     assert run.warnings == [words + more]
 
 
+def test_an_incarnation_that_only_a_checkpoint_tells_of_is_not_used_again() -> None:
+    """The last lines of the log may have been lost with the machine that wrote it."""
+    run = RunState(Rules(min_workers=1, max_workers=1, max_steps=100, checkpoints=True))
+    handle(run, m.RunStarted(run_id="r2", incarnation=4, stored=(m.Stored("b", 40, 6), m.Stored("a", 20, 3))))
+    assert run.incarnation == 6
+
+
 def test_a_later_run_begins_from_such_a_one_rather_than_anew_and_says_so() -> None:
     """What everybody had gone back to may have been deleted for it."""
     run = RunState(Rules(min_workers=1, max_workers=1, max_steps=100, checkpoints=True))

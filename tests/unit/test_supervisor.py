@@ -471,6 +471,45 @@ def test_a_supervisor_that_comes_back_waits_for_a_storage_that_is_away(
         lock.acquire(LocalStorage(tmp_path), "the next").release()  # without waiting
 
 
+def test_a_log_that_is_slow_to_sync_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file server that hangs. A second sync is begun after the first one only."""
+    hangs, begun = threading.Event(), list[int]()
+
+    def sync(file: int) -> None:
+        begun.append(file)
+        hangs.wait(10)
+
+    monkeypatch.setattr(event_log.os, "fdatasync", sync)
+    monkeypatch.setattr(supervisor, "LOG_SYNC_S", 0.01)
+    log = EventLog(tmp_path / "events.jsonl")
+
+    async def until_begun(times: int) -> None:
+        while len(begun) < times:
+            await asyncio.sleep(0.01)
+
+    async def live() -> None:
+        syncing = asyncio.create_task(bare(log=log)._sync_log())
+        try:
+            await asyncio.sleep(0.1)
+            assert begun == [], "there is no news"
+            log.append(m.CapacityChanged(slots=1))
+            await asyncio.wait_for(until_begun(1), 10)
+            for slots in range(10):
+                log.append(m.CapacityChanged(slots=slots))
+                await asyncio.sleep(0.01)
+                assert len(begun) == 1
+            hangs.set()
+            await asyncio.wait_for(until_begun(2), 10)
+            await asyncio.sleep(0.1)
+            assert len(begun) == 2, "there is no more news"
+        finally:
+            hangs.set()
+            syncing.cancel()
+
+    asyncio.run(live())
+    log.close()
+
+
 def test_a_supervisor_that_comes_back_does_not_hold_the_whole_log_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
