@@ -28,6 +28,7 @@ from ray.exceptions import (
 from raytrain_ft import errors
 from raytrain_ft.errors import ConfigError, FTError, LockedError, TrainingFailedError, refusal
 from raytrain_ft.places import Place
+from raytrain_ft.policy.accounts import Accounts
 from raytrain_ft.policy.history import ENDS
 from raytrain_ft.policy.states import State
 from raytrain_ft.progress import Display
@@ -212,15 +213,14 @@ def recorded(directory: Path) -> Account | None:
         return None
     stored = started.get("stored", ())
     names, losses = [one["name"] for one in reversed(stored)], {one["step"]: one.get("loss") for one in reversed(stored)}
-    recoveries, step, world_size = [], 0, 0
+    recoveries, step, world_size = Accounts(), 0, 0
     for record in records:
+        recoveries.take(record)
         match record["event"]:
             case "StepsCommitted":
                 committed, step = record, max(step, record["stop_step"])
             case "CheckpointCommitted":
                 names.append(record["name"])
-            case "Recovery":
-                recoveries.append(record)
             case "Resumed":
                 world_size = max(world_size, record["world_size"] * started["details"].get("stages", 1))
             case name if name in ENDS:
@@ -239,7 +239,7 @@ def recorded(directory: Path) -> Account | None:
         "world_size": world_size,
         "step": step,
         "loss": committed["loss"] if committed else losses.get(step),  # a run that was at its end when it began did no step
-        "recoveries": recoveries,
+        "recoveries": recoveries.all,
         "warnings": [],  # they were of use while it ran
         "failure": end.get("error"),
         "result": {name: end.get(name, "") for name in ("digest", "path")},

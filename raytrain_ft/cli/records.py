@@ -12,6 +12,7 @@ from rich.table import Table
 
 from raytrain_ft.cli import output
 from raytrain_ft.errors import StorageError
+from raytrain_ft.policy.accounts import accounts
 from raytrain_ft.policy.audit import audit as audit_records
 from raytrain_ft.policy.units import counted
 from raytrain_ft.progress import describe, printable
@@ -20,7 +21,8 @@ from raytrain_ft.runtime import report as reports
 from raytrain_ft.runtime import timeline as timelines
 from raytrain_ft.runtime.event_log import each_record, earlier_logs, read_records, read_run
 
-LOST = ("WorkerLost", "Suspected", "TaskFailed", "SupervisorRestarted", "AbortRequested", "RightLost", "RunFailed")
+LOST = ("WorkerLost", "CauseFound", "Suspected", "TaskFailed")
+ENDED = ("SupervisorRestarted", "AbortRequested", "RightLost", "RunFailed")
 FAILED = ("CheckpointFailed", "CheckpointRejected", "LogFailed", "LogMissing", "UndoRefused")
 
 console = output.console()
@@ -73,10 +75,10 @@ def recoveries(run: Path) -> None:
     for number, log in enumerate(logs, 1):
         if several:
             console.print(f"launch {number} of {len(logs)} ({log.name})", markup=False)
-        for record in each_record(log):
-            if record["event"] == "Recovery":
-                console.print(printable(describe(recovery_of(record))), markup=False)
-                count += 1
+        found = accounts(each_record(log))
+        for record in found:
+            console.print(printable(describe(recovery_of(record))), markup=False)
+        count += len(found)
     console.print(counted(count, "recovery", "recoveries") + (f" in {len(logs)} launches" if several else ""))
 
 
@@ -89,9 +91,10 @@ def events(run: Path) -> None:
         console.print(f"{count:8,}  {printable(name)}", markup=False)
     for record in records:
         late = record["event"] == "TimerFired" and record["timer"].startswith(("fence", "save"))  # who did not answer is lost
-        if late or record["event"] in LOST + FAILED:
+        if late or record["event"] in LOST + ENDED + FAILED:
             what = next((record[key] for key in ("cause", "reason", "message", "error", "timer") if record.get(key)), "")
-            line = f"{record['at']:9.2f} s  {record['event']}  {record.get('member', '')}  {what}"
+            who = record.get("lost" if record["event"] == "CauseFound" else "member", "")
+            line = f"{record['at']:9.2f} s  {record['event']}  {who}  {what}"
             console.print(printable(line), markup=False)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from raytrain_ft.drill.numbers import Kind, Report, Spread, Strike
 from raytrain_ft.drill.played import Played, Struck
+from raytrain_ft.policy.accounts import accounts
 from raytrain_ft.policy.audit import audit
 from raytrain_ft.policy.history import LONGEST_RECOVERY_S, check
 from raytrain_ft.policy.states import ENDED, State
@@ -70,7 +71,7 @@ def training_seconds(records: Records, clock: Clock) -> float:
 
 def recoveries_of(records: Records, clock: Clock | None = None) -> list[Recovery]:
     """The accounts at the end of the records, their times by this clock."""
-    found = [recovery_of(record) for record in records if record["event"] == "Recovery"]
+    found = [recovery_of(record) for record in accounts(records)]
     if clock is not None:
         for recovery in found:
             recovery.detected = clock.real(recovery.detected)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal
 
@@ -132,13 +132,14 @@ class Measures:
     _given: dict[Key, float] = field(default_factory=dict)
     _chronicle: Chronicle = field(default_factory=Chronicle)
     _gone: int = 0
+    _lost: dict[str, m.WorkerLost] = field(default_factory=dict)  # those that are not counted yet
     _checkpoint_at: float | None = None
     _unstored: set[tuple[int, int]] = field(default_factory=set)
     _logs: dict[str, m.LogWritten] = field(default_factory=dict)
 
     def take(self, event: m.Event, run: RunState) -> None:
         """Takes in an event, after the machine has."""
-        self._count_losses(run)
+        self._find_losses(run)
         for news in self._chronicle.take(event, run):
             if isinstance(news, Steps):
                 self._committed(news)
@@ -161,11 +162,14 @@ class Measures:
                 self._logged(event, run)
             case m.Noticed():
                 self._add("train_ft_notices", event.source)
+            case m.CauseFound() if event.lost in self._lost:
+                self._lost[event.lost] = replace(self._lost[event.lost], cause=event.cause)
             case m.SupervisorRestarted():
                 self._add("train_ft_supervisor_restarts")
 
     def look(self, now: float, run: RunState) -> None:
-        """Brings the levels up to date that the run's state alone says, and those that time changes."""
+        """Counts the losses, and brings the levels up to date that the run's state alone says, or that time changes."""
+        self.count_losses()
         for state in State:
             self.levels["train_ft_run_state", state.lower()] = float(state == run.state)
         self.levels["train_ft_incarnation",] = run.incarnation
@@ -180,6 +184,13 @@ class Measures:
         if self._logs:
             on_disk = [log.file_bytes for member, log in self._logs.items() if member in run.members]
             self.levels["train_ft_log_disk_bytes",] = sum(on_disk)
+
+    def count_losses(self) -> None:
+        """Those since the last call, each with the cause that is known by now: why a process has ended is known a moment after
+        it is missed."""
+        for loss in self._lost.values():
+            self._add("train_ft_failures", cause_of(loss), watcher_of(loss))
+        self._lost = {}
 
     def increments(self) -> dict[Key, float]:
         """What the totals grew by since the last call."""
@@ -201,16 +212,16 @@ class Measures:
             self._unstored.add((event.incarnation, event.step))
             self._add("train_ft_checkpoints", "failed")
 
-    def _count_losses(self, run: RunState) -> None:
+    def _find_losses(self, run: RunState) -> None:
         """Each worker once, however many noticed its loss, and also those that the machine itself gave up. Who left after a
         notice is no loss."""
         new = len(run.roster.gone) - self._gone
         self._gone += new
-        for loss in islice(reversed(run.roster.gone.values()), new):
+        for member, loss in islice(reversed(run.roster.gone.items()), new):
             if loss is None:
                 self._add("train_ft_departures")
                 continue
-            self._add("train_ft_failures", cause_of(loss), watcher_of(loss))
+            self._lost[member] = loss
             if loss.silent_s is not None:
                 self.observed.append((("train_ft_detection_seconds", watcher_of(loss)), loss.silent_s))
 

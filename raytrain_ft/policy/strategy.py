@@ -50,6 +50,11 @@ def weakest(*guarantees: str) -> Guarantee:
     return max(map(Guarantee, guarantees), key=list(Guarantee).index, default=Guarantee.EXACT)
 
 
+def with_reason(cause: str, lost: str, why: str) -> str:
+    """The cause of a recovery, with why this member died, if it does not say that."""
+    return cause if why in cause else f"{cause}; {lost}: {why}"
+
+
 GOING_ON = (Strategy.LOSSY, Strategy.ROLLBACK, Strategy.SKIP)
 """Those that go on without redoing the interrupted step."""
 GOING_BACK = (Strategy.CHECKPOINT, Strategy.SNAPSHOT)
@@ -302,8 +307,8 @@ class Recoveries:
     def explain(self, lost: str, cause: str) -> None:
         """Why this member died has become known."""
         recovery = next((one for one in reversed(self.all) if lost in one.lost), None)
-        if recovery is not None and cause not in recovery.cause:
-            recovery.cause += f"; {lost}: {cause}"
+        if recovery is not None:
+            recovery.cause = with_reason(recovery.cause, lost, cause)
 
     def close(self, at: float, max_steps: float = math.inf) -> None:
         """A step was committed, or the run completed. After the last of `max_steps` nothing is added in another order."""

@@ -28,6 +28,7 @@ class Publisher:
     def __init__(self, run: str, past: Measures) -> None:
         self._measures = past
         self._instruments = {name: _instrument(metric, run) for name, metric in METRICS.items()}
+        past.count_losses()
         past.increments()
         past.observations()
 

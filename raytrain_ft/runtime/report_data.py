@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from raytrain_ft.checks import is_number
+from raytrain_ft.policy.accounts import Accounts
 from raytrain_ft.policy.strategy import spans
 
 Record = dict[str, Any]
@@ -135,8 +136,9 @@ def gather(records: Iterable[Any], name: str = "") -> Facts:
     facts = Facts(name=name)
     incarnation = -1.0
     losses: dict[float, float] = {}
-    accounts: dict[str, Record] = {}
+    accounts = Accounts()
     for record in (one for one in records if isinstance(one, dict)):
+        accounts.take(record)
         at = number(record, "at")
         facts.seconds = max(facts.seconds, at or 0.0)
         if len(losses) > MOST_POINTS:
@@ -148,8 +150,6 @@ def gather(records: Iterable[Any], name: str = "") -> Facts:
                 _identify(facts, record)
             case "RunFinished" | "RunFailed" as end:
                 facts.outcome, facts.error = ("finished", "") if end == "RunFinished" else ("failed", _error(record))
-            case "Recovery":
-                accounts[f"{record.get('detected')} {record.get('incarnation')}"] = record
             case "Resumed" if at is not None:
                 incarnation = max(incarnation, number(record, "incarnation") or 0.0)
                 _resumed(facts, losses, record, at)
@@ -159,7 +159,8 @@ def gather(records: Iterable[Any], name: str = "") -> Facts:
                 _happened(facts, record, at)
             case _:
                 pass
-    facts.recoveries = [_account(index, record) for index, record in enumerate(accounts.values(), 1)]
+    recoveries = {f"{one.get('detected')} {one.get('incarnation')}": one for one in accounts.all}
+    facts.recoveries = [_account(index, record) for index, record in enumerate(recoveries.values(), 1)]
     known = {loss.member for loss in facts.gone}
     facts.gone += [  # those of whom no event but their recovery says that they were lost
         Loss(account.at, member, account.cause)

@@ -13,9 +13,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from raytrain_ft.cli.main import main
+from raytrain_ft.drill.measure import recoveries_of
+from raytrain_ft.follow import recorded
+from raytrain_ft.policy.accounts import accounts
 from raytrain_ft.policy.sampling import Position, Sampling, digest_of_ids, next_batch, sample_ids, share
 from raytrain_ft.policy.strategy import Recovery
 from raytrain_ft.runtime.event_log import read_records
+from raytrain_ft.runtime.report_data import gather
 
 RUNS = Path(__file__).parent / "recorded"
 Record = dict[str, Any]
@@ -35,7 +39,8 @@ def table(printed: str) -> dict[str, str]:
 
 
 def write(run: Path, records: list[Record]) -> None:
-    (run / "events.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    lines = [json.dumps(record, separators=(",", ":")) + "\n" for record in records]  # as the event log does
+    (run / "events.jsonl").write_text("".join(lines))
 
 
 @pytest.fixture
@@ -66,20 +71,23 @@ def test_every_loss_is_printed_with_its_cause(tmp_path: Path) -> None:
     records = [
         {"at": 1.0, "event": "WorkerStarted", "member": "w0"},
         {"at": 2.0, "event": "WorkerLost", "member": "w1", "cause": "the process died"},
+        {"at": 2.1, "event": "CauseFound", "lost": "w1", "cause": "killed for memory"},
         {"at": 3.0, "event": "TimerFired", "timer": "fence", "incarnation": 2},
         {"at": 4.0, "event": "TimerFired", "timer": "replacement", "incarnation": 2},
         {"at": 5.0, "event": "TaskFailed", "member": "w2", "cause": None, "message": "ZeroDivisionError"},
     ]
     write(tmp_path, records)
     printed = CliRunner().invoke(main, ["events", str(tmp_path)]).output.splitlines()
-    assert [line.split() for line in printed[:4]] == [
+    assert [line.split() for line in printed[:5]] == [
+        ["1", "CauseFound"],
         ["1", "TaskFailed"],
         ["2", "TimerFired"],
         ["1", "WorkerLost"],
         ["1", "WorkerStarted"],
     ]
-    assert [" ".join(line.split()) for line in printed[4:]] == [
+    assert [" ".join(line.split()) for line in printed[5:]] == [
         "2.00 s WorkerLost w1 the process died",
+        "2.10 s CauseFound w1 killed for memory",
         "3.00 s TimerFired fence",
         "5.00 s TaskFailed w2 ZeroDivisionError",
     ]
@@ -235,6 +243,36 @@ def test_recoveries_of_earlier_launches_are_told_too(run: Path) -> None:
         "launch 2 of 2 (events.jsonl)",
         "8 recoveries in 2 launches",
     )
+
+
+def test_why_a_worker_died_is_told_though_it_became_known_after_the_recovery(run: Path) -> None:
+    """By all who read the records, as in the account that the supervisor gives."""
+    records = read_records(run / "events.jsonl")
+    number = next(index for index, record in enumerate(records) if record["event"] == "Recovery")
+    recovery, why = records[number], "the process was killed, perhaps for memory"
+    (lost,) = recovery["lost"]
+    records.insert(number + 1, {"event": "CauseFound", "at": recovery["resumed"] + 0.1, "lost": lost, "cause": why})
+    write(run, records)
+    words = f"{recovery['cause']}; {lost}: {why}"
+    assert words in " ".join(told("recoveries", run).output.split())
+    assert f"CauseFound {lost} {why}" in " ".join(told("events", run).output.split())
+    assert gather(records).recoveries[0].cause == words
+    assert recoveries_of(records)[0].cause == words
+    account = recorded(run)
+    assert account is not None
+    assert account["recoveries"][0]["cause"] == words
+    assert [one["cause"] for one in account["recoveries"][1:]] == [
+        record["cause"] for record in records if record["event"] == "Recovery"
+    ][1:]
+
+
+def test_a_cause_is_added_once_and_to_a_recovery_of_its_own_launch() -> None:
+    recovery: Record = {"event": "Recovery", "lost": ["w1"], "cause": "it died"}
+    why: Record = {"event": "CauseFound", "lost": "w1"}
+    told = [recovery, {"event": "RunStarted"}, why | {"cause": "x"}, recovery, why | {"cause": "y"}, why | {"cause": "y"}]
+    assert [one["cause"] for one in accounts(told)] == ["it died", "it died; w1: y"]
+    for odd in (recovery | {"lost": 5}, recovery | {"cause": None}, {"event": "Recovery"}):
+        assert accounts([odd, why | {"cause": "y"}, why]) == [odd]
 
 
 @pytest.mark.parametrize(("number", "words"), [(0, "0 recoveries"), (1, "1 recovery"), (2, "2 recoveries")])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,10 +15,11 @@ from test_interleavings import all_rules, live_through
 
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.machine import handle
-from raytrain_ft.policy.measures import METRICS, Measures, cause_of, watcher_of
+from raytrain_ft.policy.measures import METRICS, Measures, Metric, cause_of, watcher_of
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.run_state import RunState
 from raytrain_ft.policy.states import State
+from raytrain_ft.runtime import metrics
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -26,7 +29,13 @@ def fold(rules: Rules, events: Iterable[m.Event]) -> tuple[Measures, RunState]:
     for event in events:
         handle(run, event)
         measures.take(event, run)
+    measures.count_losses()
     return measures, run
+
+
+def failures(measures: Measures) -> dict[tuple[str, ...], float]:
+    """By cause and by who noticed it."""
+    return {key[1:]: value for key, value in measures.totals.items() if key[0] == "train_ft_failures"}
 
 
 def steps(
@@ -141,8 +150,38 @@ def test_a_worker_that_could_not_be_set_up_is_a_failure_of_the_task_and_one_whos
     failed = m.TaskFailed(at=2.6, member="w2", rank=None, step=1, kind="config", message="no such process or memory")
     told = m.Noticed(at=3.0, member="w1", deadline_s=1.0, source="gcp", reason="preempted")
     measures, _ = fold(rules, [*started(), steps(2.5, 0, 1), room, failed, told, lost(4.0, "w1")])
-    failures = {key[1:]: value for key, value in measures.totals.items() if key[0] == "train_ft_failures"}
-    assert failures == {("task", "supervisor"): 1, ("preemption", "ray"): 1}
+    assert failures(measures) == {("task", "supervisor"): 1, ("preemption", "ray"): 1}
+
+
+def test_a_loss_is_counted_with_the_cause_that_is_known_when_it_is_counted() -> None:
+    """A process is missed at once; that it was killed for memory is known a tenth of a second later."""
+    killed = m.WorkerLost(at=4.0, member="w1", cause="the process died", noticed_by="lifeline")
+    why = m.CauseFound(at=4.1, lost="w1", cause="the process was killed, perhaps for memory")
+    measures, _ = fold(RULES, [*started(), steps(3.0, 0, 5), killed, why])
+    assert failures(measures) == {("memory", "lifeline"): 1}
+    measures, run = fold(RULES, [*started(), steps(3.0, 0, 5), killed])
+    handle(run, why)
+    measures.take(why, run)
+    measures.look(8.0, run)
+    assert failures(measures) == {("process", "lifeline"): 1}, "no counter goes back"
+
+
+def test_a_loss_of_an_earlier_life_of_the_supervisor_is_not_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[tuple[float, dict[str, str]]] = []
+
+    def instrument(metric: Metric, run: str) -> Any:
+        def give(value: float, tags: dict[str, str]) -> None:
+            counted.append((value, {"name": metric.name, **tags}))
+
+        return SimpleNamespace(set=lambda value, tags: None, inc=give, observe=give)
+
+    monkeypatch.setattr(metrics, "_instrument", instrument)
+    run, past = RunState(RULES), Measures()
+    for event in (*started(), steps(3.0, 0, 5), lost(4.0, "w1")):
+        handle(run, event)
+        past.take(event, run)
+    metrics.Publisher("digits", past).publish(5.0, run)
+    assert counted == []
 
 
 def test_a_checkpoint_that_failed_counts_once_whoever_tells_of_it_and_samples_that_are_read_again_are_not_lost() -> None:
