@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayError
 
 from raytrain_ft.config import check_name
-from raytrain_ft.errors import ConfigError, TrainingFailedError
+from raytrain_ft.errors import ConfigError, RunActiveError, StorageError, TrainingFailedError
 from raytrain_ft.follow import ANSWER_S, UNAVAILABLE_S, Account, abort, clean_up, recorded, result_of, watch
 from raytrain_ft.places import Place
 from raytrain_ft.policy.states import ENDED
@@ -20,6 +20,8 @@ from raytrain_ft.result import Result
 from raytrain_ft.runtime.leftovers import named
 from raytrain_ft.runtime.placement import connect
 from raytrain_ft.runtime.spec import NAMESPACE, supervisor_name
+from raytrain_ft.storage import lock
+from raytrain_ft.storage.filesystem import LocalStorage
 
 
 def attach(run: str | Path, *, quiet: bool = False) -> Result:
@@ -31,8 +33,8 @@ def attach(run: str | Path, *, quiet: bool = False) -> Result:
         quiet: show nothing.
 
     Raises:
-        ConfigError: there is no such run; TrainingFailedError: its supervisor does not answer; the errors of `Trainer.fit`:
-            how the run ended.
+        ConfigError: there is no such run, or it is about to begin once more; TrainingFailedError: its supervisor does not
+            answer; the errors of `Trainer.fit`: how the run ended.
     """
     supervisor, account = find(run)
     if supervisor is None:
@@ -50,8 +52,8 @@ def stop(run: str | Path, reason: str, *, quiet: bool = False) -> Account:
     """Ends a run that is alive on the cluster, with a checkpoint of what it has come to; returns the account of its end.
 
     Raises:
-        ConfigError: there is no such run; TrainingFailedError: its supervisor does not answer, or it was killed, and has left
-            no word of its end.
+        ConfigError: there is no such run, or it is about to begin once more; TrainingFailedError: its supervisor does not
+            answer, or it was killed, and has left no word of its end.
     """
     supervisor, account = find(run)
     if supervisor is None:
@@ -96,11 +98,13 @@ def find(run: str | Path) -> tuple[Any, Account]:
     """The supervisor of a run and how the run stands; without a supervisor, how it ended.
 
     Raises:
-        ConfigError: there is no such run; TrainingFailedError: its supervisor does not answer.
+        ConfigError: there is no such run; RunActiveError: it is about to begin once more; TrainingFailedError: its supervisor
+            does not answer.
     """
     directory = Path(run).resolve() if _has_records(Path(run)) else None
     ended = recorded(directory) if directory is not None else None
-    if ended is not None and not _is_elsewhere(run, ended):
+    if directory is not None and ended is not None and not _is_elsewhere(run, ended):
+        _check_whether_over(directory, ended)
         return None, ended
     name = Path(run).name if directory is not None or Path(run).is_absolute() else str(run)
     if name != Path(name).name:
@@ -130,6 +134,24 @@ def find(run: str | Path) -> tuple[Any, Account]:
             f"the run named {name!r} that is alive on this cluster is in {account['directory']}, not in {directory}"
         )
     return supervisor, account
+
+
+def _check_whether_over(directory: Path, ended: Account) -> None:
+    """Whether these records are of the last launch. The next one has the right to write them from its driver's start on, and
+    its supervisor, which has yet to come up, puts them aside.
+
+    Raises:
+        RunActiveError: the next launch is about to begin.
+    """
+    try:
+        other = lock.successor(LocalStorage(directory), ended["run_id"])
+    except StorageError:
+        return  # who cannot read that is told what there is
+    if other is not None:
+        raise RunActiveError(
+            f"a new launch of the run {ended['name']!r} is about to begin (process {other.pid} on {other.host}): ask again in "
+            f"a moment. The records in {directory} are still those of the launch before"
+        )
 
 
 def _is_elsewhere(run: str | Path, ended: Account) -> bool:

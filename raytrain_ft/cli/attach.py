@@ -45,7 +45,7 @@ def attach_command(run: str) -> None:
 
     RUN is the run's directory, or the name of one that is alive on the cluster. Shows what the job that started it would show;
     leaving (Ctrl-C) does not end the run. The exit code is 0 if it finished, 1 if it failed, was ended or does not answer, 2 if
-    there is no such run or it ended with a ConfigError, 130 if you left.
+    there is no such run, it is about to begin once more or it ended with a ConfigError, 130 if you left.
     """
     try:
         result = attaching.attach(run)

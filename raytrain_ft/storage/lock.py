@@ -175,6 +175,23 @@ def take_over(storage: Storage, owner: str) -> WriterLock:
     return acquire(storage, owner)
 
 
+def successor(storage: Storage, owner: str) -> Owner | None:
+    """Who has the right to write now, if it is another than this owner. Of one elsewhere that has left without a word it takes
+    up to `LEASE_S` to find that out.
+
+    Raises:
+        StorageError: that cannot be told now.
+    """
+    found = read_owner(storage)
+    if found is None or found.owner == owner or _has_left(found):
+        return None
+    try:
+        _await_end(storage, found)
+    except LockedError:
+        return found
+    return None
+
+
 def _claim(storage: Storage, found: Owner | None) -> int:
     """An epoch after all that there were, which nobody else has or gets."""
     latest = max([found.epoch if found else 0, _begun(storage), *(name.epoch for name in checkpoint.names(storage))])

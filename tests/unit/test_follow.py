@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 from pages import ROOT
 from ray._private.utils import check_version_info
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError, RaySystemError
+from store import OWNER, own
 
 import raytrain_ft as ft
 from raytrain_ft import follow
@@ -23,6 +25,8 @@ from raytrain_ft.policy import messages as m
 from raytrain_ft.progress import Display
 from raytrain_ft.runtime.event_log import EventLog
 from raytrain_ft.runtime.placement import knock
+from raytrain_ft.storage import lock
+from raytrain_ft.storage.filesystem import LocalStorage
 
 
 def records(directory: Path, **end: object) -> Path:
@@ -148,6 +152,34 @@ def test_a_cluster_of_other_versions_is_said_to_be_one(command: str, monkeypatch
     assert "Ray: 2.58.0 Python: 3.10.4" in said.output
     assert "no Ray cluster" not in said.output
     assert "token" not in said.output
+
+
+@pytest.mark.parametrize("command", ["stop", "attach"])
+def test_a_run_that_is_about_to_begin_once_more_has_not_ended(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its driver has the right to write by then. Its supervisor has not put the records of the launch before aside yet."""
+    monkeypatch.setattr(lock, "RENEW_S", 0.1)
+    run = records(tmp_path, event="RunFinished", steps=30, digest="abc", path="final.arrow")
+    right = lock.acquire(LocalStorage(run), "r2")
+    try:
+        said = CliRunner().invoke(main, [command, str(run)])
+    finally:
+        right.release()
+    assert said.exit_code == 2, said.output
+    assert "RunActiveError: a new launch of the run 'digits' is about to begin (process" in said.output
+    assert CliRunner().invoke(main, [command, str(run)]).exit_code == 0, "it came to nothing"
+
+
+def test_who_was_about_to_begin_and_is_gone_does_not_hide_how_the_run_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = records(tmp_path, event="RunFinished", steps=30, digest="abc", path="final.arrow")
+    own(LocalStorage(run), replace(OWNER, owner="r"))
+    assert ft.attach(run).digest == "abc", "its own supervisor is still there"
+    monkeypatch.setattr(lock, "LEASE_S", 0.3)
+    own(LocalStorage(run), replace(OWNER, owner="r2"))
+    assert ft.attach(run).digest == "abc", "elsewhere, and it renews nothing"
 
 
 def test_how_a_run_was_ended_is_shown_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
