@@ -6,8 +6,9 @@ everybody go back, and when a run of the same name goes on from a checkpoint: it
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ from raytrain_ft.policy.messages import RunStarted
 from raytrain_ft.policy.roster import Rules
 from raytrain_ft.policy.strategy import Recovery
 from raytrain_ft.runtime.follow import Follower, committed_before
+
+SPAN_S = 0.9
+"""Steps are joined until they took about so long: of several workers each tells once a second. As long as that, and no longer,
+they wait for those that may follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,8 @@ class Callback:
         """The run has begun. Return what you know of it already; None: what earlier runs committed is left out."""
 
     def on_steps(self, steps: Steps) -> None:
-        """These steps were committed: about one second of training, or fewer at the ends of an incarnation."""
+        """These steps were committed: about one second of training; fewer at the ends of an incarnation, and up to ten seconds
+        in a run of many workers or of many hours."""
 
     def on_recovery(self, recovery: Recovery) -> None:
         """A recovery or planned resize has ended; the step that ended it comes next."""
@@ -78,26 +84,55 @@ class Callbacks:
         self._seen: dict[int, Seen] = {}  # by the callback's id
         self._recoveries = 0
         self._news: list[Steps | Recovery] = []  # that nobody was told of yet
+        self._came = 0.0  # when the last of them did
         self._unreadable = False
 
     def poll(self) -> None:
-        """Tells what is new."""
+        """Tells what is new, but for the last steps, as long as others may be joined to them."""
+        self._read()
+        self._tell_news(self._news[-1:] if self._may_grow() else [])
+
+    def _read(self) -> None:
+        """Takes in what is new."""
         if not self._callbacks:
             return
         try:
-            self._news += self._follower.news()
+            for one in self._follower.news():
+                self._add(one)
             if not self._seen and self._follower.started is not None:
                 self._begin(self._follower.started)
             self._unreadable = False
         except OSError as error:  # the storage may come back
             if not self._unreadable:
-                warnings.warn(f"the run's events cannot be read now, so callbacks wait for news: {error}", stacklevel=2)
+                warnings.warn(f"the run's events cannot be read now, so callbacks wait for news: {error}", stacklevel=3)
             self._unreadable = True
-            return
         except Exception as error:  # whatever is wrong with a log, training does not end for it
+            self._tell_news()
             self._leave(self._callbacks, f"the run's events cannot be followed: {error}")
-            return
-        news, self._news = self._news, []
+
+    def _add(self, news: Steps | Recovery) -> None:
+        """To what nobody was told of yet. Steps are joined to those before them, until these are about a second's."""
+        last = self._news[-1] if self._news else None
+        joined = None
+        if isinstance(last, Steps) and isinstance(news, Steps) and (last.seconds or 0.0) < SPAN_S:
+            joined = last.with_next(news)
+        if joined is not None:
+            self._news[-1] = joined
+        else:
+            self._news.append(news)
+            self._came = time.monotonic()
+
+    def _may_grow(self) -> bool:
+        """Whether others may be joined to the last steps, and were not waited for too long: a run may stand still."""
+        last = self._news[-1] if self._news else None
+        short = isinstance(last, Steps) and last.seconds is not None and last.seconds < SPAN_S
+        return short and time.monotonic() - self._came < SPAN_S
+
+    def _tell_news(self, later: Sequence[Steps | Recovery] = ()) -> None:
+        """Tells in order what was read, but for the last of it that is to be told `later`."""
+        if not self._seen:
+            return  # nobody was told that the run has begun
+        news, self._news = self._news[: len(self._news) - len(later)], list(later)
         for one in news:
             if isinstance(one, Recovery):
                 self._recoveries += 1
@@ -106,7 +141,8 @@ class Callbacks:
 
     def end(self) -> None:
         """Tells the rest, and that the run has ended."""
-        self.poll()
+        self._read()
+        self._tell_news()
         for callback in [one for one in self._callbacks if id(one) in self._seen]:
             self._call(callback, "on_end", str(self._follower.state))
         self._callbacks = []

@@ -6,7 +6,7 @@ through that, for whoever follows a run: its metrics (`measures`) and the callba
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.run_state import RunState
@@ -16,7 +16,8 @@ from raytrain_ft.policy.strategy import Recovery
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """Steps [first, stop) were committed for the first time; about one second of training.
+    """Steps [first, stop) were committed for the first time: those that a worker told of and no other had told of before. Each
+    tells once a second or less often, so several of them tell of a second in as many parts.
 
     Attributes:
         redone: steps before these that were committed again, after going back to a checkpoint.
@@ -41,6 +42,20 @@ class Steps:
         """Mean time of a step."""
         steps = self.stop - self.first + self.redone
         return None if self.seconds is None or not steps else self.seconds / steps
+
+    def with_next(self, following: Steps) -> Steps | None:
+        """These steps and the following ones as one; None if that would blur what is known of them."""
+        if self.seconds is None or following.seconds is None:
+            return None
+        if (self.stop, self.world_size) != (following.first, following.world_size):
+            return None
+        return replace(
+            following,
+            first=self.first,
+            redone=self.redone + following.redone,
+            seconds=self.seconds + following.seconds,
+            longest_s=max(self.longest_s, following.longest_s),
+        )
 
 
 @dataclass(slots=True)

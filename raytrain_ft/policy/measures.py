@@ -48,7 +48,12 @@ _ALL = (
     Metric("train_ft_step", "gauge", "steps", "steps committed; goes back when everybody goes back to a checkpoint"),
     Metric("train_ft_max_steps", "gauge", "steps", "steps of the whole run"),
     Metric("train_ft_loss", "gauge", "", "mean loss over the last global batch that was told of"),
-    Metric("train_ft_step_seconds", "gauge", "s", "mean time of the steps told of last (about one second of training)"),
+    Metric(
+        "train_ft_step_seconds",
+        "gauge",
+        "s",
+        "mean time of the steps told of last (about one second of training, or a part of it)",
+    ),
     Metric("train_ft_longest_step_seconds", "gauge", "s", "the longest of these steps on the worker that told of them"),
     Metric(
         "train_ft_goodput_ratio",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import struct
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 from test_interleavings import all_rules, live_through
 
 import raytrain_ft as ft
+from raytrain_ft import callbacks
 from raytrain_ft.callbacks import Callback, Callbacks, RunInfo, Seen
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy import messages as m
@@ -27,6 +30,12 @@ from raytrain_ft.policy.strategy import Recovery
 from raytrain_ft.runtime.event_log import EventLog, encode
 from raytrain_ft.runtime.follow import committed_before
 from raytrain_ft.trackers import MLflow, TensorBoard, WandB
+
+
+@pytest.fixture(autouse=True)
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callbacks are told of steps in the pieces in which workers tell of them, where it is not about how these are joined."""
+    monkeypatch.setattr(callbacks, "SPAN_S", 0.0)
 
 
 class Recorder(Callback):
@@ -76,19 +85,11 @@ def contiguous(spans: list[tuple[int, int]]) -> bool:
     return all(first < stop for first, stop in spans) and all(a[1] == b[0] for a, b in itertools.pairwise(spans))
 
 
-@settings(max_examples=150, derandomize=True)
-@given(rules=all_rules(), seed=st.integers(0, 2**32))
-def test_whatever_happens_every_step_and_recovery_comes_once_and_in_order(
-    rules: Rules, seed: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """The log grows by pieces that end anywhere, also in the middle of a line."""
-    cluster = live_through(rules, seed)
-    if not any(isinstance(event, m.RunStarted) for event in cluster.log[:1]):
-        return
-    directory, chance, recorder = tmp_path_factory.mktemp("run"), Random(seed), Recorder()
+def grow(directory: Path, rules: Rules, events: Iterable[m.Event], chance: Random, recorder: Recorder) -> None:
+    """Writes the log of a run piece by piece, and follows it meanwhile."""
     following = Callbacks([recorder], "digits", directory, rules)
     following.poll()  # there is no log yet
-    text = "".join(encode(event) + "\n" for event in cluster.log).encode()
+    text = "".join(encode(event) + "\n" for event in events).encode()
     with (directory / "events.jsonl").open("wb", buffering=0) as log:
         while text:
             size = chance.randrange(1, 2000)
@@ -96,6 +97,29 @@ def test_whatever_happens_every_step_and_recovery_comes_once_and_in_order(
             text = text[size:]
             following.poll()
     following.end()
+
+
+def places(recorder: Recorder) -> list[tuple[Recovery, int]]:
+    """Each recovery that was told of, and up to which step the run had been told of before it."""
+    stops = itertools.accumulate((one.stop if isinstance(one, Steps) else 0 for one in recorder.told), max, initial=0)
+    return [(one, stop) for one, stop in zip(recorder.told, stops, strict=False) if isinstance(one, Recovery)]
+
+
+@settings(max_examples=150, derandomize=True)
+@given(rules=all_rules(), seed=st.integers(0, 2**32))
+def test_whatever_happens_every_step_and_recovery_comes_once_and_in_order(
+    rules: Rules, seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The log grows by pieces that end anywhere, also in the middle of a line. Steps are joined, but not over a recovery."""
+    cluster = live_through(rules, seed)
+    if not any(isinstance(event, m.RunStarted) for event in cluster.log[:1]):
+        return
+    directory, chance, recorder, pieces = tmp_path_factory.mktemp("run"), Random(seed), Recorder(), Recorder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(callbacks, "SPAN_S", chance.choice([0.0, 0.05, 1.0, math.inf]))
+        grow(directory, rules, cluster.log, chance, recorder)
+    follow(directory, rules, [pieces])
+    assert places(recorder) == places(pieces)
     assert recorder.ended == [str(cluster.run.state)]
     assert [one for one in recorder.told if isinstance(one, Recovery)] == [
         recovery for recovery in cluster.run.recoveries if recovery.resumed is not None
@@ -182,6 +206,63 @@ def test_part_of_a_record_was_told_before(tmp_path: Path) -> None:
     assert (knows.spans, new.spans) == ([(3, 8)], [(0, 8)])
     times = [one.step_seconds for recorder in (knows, new) for one in recorder.told if isinstance(one, Steps)]
     assert times[0] == times[1]
+
+
+def half_seconds(log: EventLog) -> Iterator[None]:
+    """Two workers tell once a second, half a second apart; a step takes a quarter of one."""
+    joined = [event for event in story(1) if not isinstance(event, m.StepsCommitted)]
+    for event in joined:
+        log.append(event)
+    about = {"world_size": 2, "incarnation": 1, "epoch": 0, "start": 0, "ids_digest": ""}
+    for number in range(1, 100):
+        where = {"member": f"w{number % 2}", "rank": number % 2, "first_step": max(0, 2 * number - 4), "stop_step": 2 * number}
+        log.append(m.StepsCommitted(at=joined[-1].at + 0.5 * number, **where, **about, loss=1.0 / number, longest_s=0.3))
+        yield
+
+
+def test_steps_of_several_workers_are_told_of_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callbacks, "SPAN_S", 0.9)
+    now = [0.0]
+    monkeypatch.setattr(callbacks, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    log, recorder = EventLog(tmp_path / "events.jsonl"), Recorder()
+    following, told = Callbacks([recorder], "digits", tmp_path, RULES), half_seconds(log)
+    for spans in ([], [(0, 4)], [(0, 4)], [(0, 4), (4, 8)]):
+        next(told)
+        following.poll()
+        assert recorder.spans == spans
+    for one in recorder.told:
+        assert isinstance(one, Steps)
+        assert (one.seconds, one.step_seconds, one.longest_s) == (pytest.approx(1.0), pytest.approx(0.25), 0.3)
+    assert [one.loss for one in recorder.told if isinstance(one, Steps)] == [1 / 2, 1 / 4]
+    next(told)
+    following.poll()
+    now[0] += 0.8
+    following.poll()
+    assert recorder.spans[-1] == (4, 8)
+    now[0] += 0.2  # nothing follows: the run stands still
+    following.poll()
+    assert recorder.spans[-1] == (8, 10)
+    next(told)
+    following.poll()
+    assert recorder.spans[-1] == (8, 10)
+    following.end()
+    assert (recorder.spans[-1], len(recorder.ended)) == ((10, 12), 1), "at once, and before the end"
+    log.close()
+
+
+def test_what_waits_for_more_is_told_before_a_damaged_log_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callbacks, "SPAN_S", 0.9)
+    log, recorder = EventLog(tmp_path / "events.jsonl"), Recorder()
+    following = Callbacks([recorder], "digits", tmp_path, RULES)
+    next(half_seconds(log))
+    following.poll()
+    assert recorder.spans == []
+    with log.path.open("a") as file:
+        file.write("damaged\n")
+    with pytest.warns(UserWarning, match="events cannot be followed"):
+        following.poll()
+    assert recorder.spans == [(0, 2)]
+    log.close()
 
 
 def test_one_that_raises_is_left_and_the_others_go_on(tmp_path: Path) -> None:
