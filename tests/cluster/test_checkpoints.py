@@ -396,7 +396,8 @@ class KeepsItsModel(Sometimes):
     kept: torch.nn.Module | None = None
 
     def model(self, stage: int) -> torch.nn.Module:
-        if self.kept is None:
+        if self.kept is None:  # in the driver already, whose generator may be anywhere
+            torch.manual_seed(5)
             self.kept = super().model(stage)
         return self.kept
 
