@@ -77,12 +77,11 @@ def test_the_result_is_that_of_the_model_in_one_piece(in_one_piece: ft.Result, c
 
 @pytest.mark.long
 def test_a_stage_with_a_replica_is_filled_from_it(in_one_piece: ft.Result, tmp_path: Path) -> None:
-    """It is on another node, so what is sent to it is not logged either."""
+    """It is on another node, so nothing is logged: neither what is sent to it, nor what all agree upon."""
     how = {"task": Alike(), "stages": 2, "workers": 4, "schedule": "gpipe", "max_grad_norm": 0.5}
     calm = pipeline(tmp_path, "calm", **how)
     assert is_that_of(in_one_piece, calm)
-    agreed = STEPS * (4 + 4) * 8  # four numbers, and one of each worker
-    assert [e["payload_bytes"] for e in events(calm, "LogWritten")] == [agreed] * 4, "nothing that crosses between them is"
+    assert events(calm, "LogWritten") == []
     result = pipeline(tmp_path, "run", **how, faults=[fault(1, 9, "forward", 1)])
     assert result.digest == calm.digest
     assert [(r.strategy, r.guarantee) for r in result.recoveries] == [(Strategy.REPLICATION, Guarantee.EXACT)]
