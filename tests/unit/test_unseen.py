@@ -155,8 +155,9 @@ def test_a_worker_looks_in_the_first_incarnation_of_its_launch_and_tells(monkeyp
     worker: Any = object.__new__(trainee.Trainee)
     about = ("sampling", "step", "use_gpu", "undo")
     worker._spec = SimpleNamespace(incarnation=4, **dict.fromkeys(about))
-    worker._task, worker._heartbeat = None, SimpleNamespace(note=lambda event, fields: notes.append((event, fields)))
+    worker._heartbeat = SimpleNamespace(note=lambda event, fields: notes.append((event, fields)))
     replica = SimpleNamespace(passes=SimpleNamespace(), state=SimpleNamespace(step=8))
+    monkeypatch.setattr(trainee.sealed, "load", lambda spec: None)
     monkeypatch.setattr(trainee, "build_replica", lambda *_, **__: replica)
     worker.replica = worker._build_replica(writes=False)
     assert replica.passes.first_incarnation == 5
