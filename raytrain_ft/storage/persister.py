@@ -270,7 +270,7 @@ class Persister:
         """Waits until what is not needed any more since the last commit is deleted; returns whether it is. Who ends a process
         before that leaves its half-written files."""
         with self._tidied:
-            return self._tidied.wait_for(lambda: self._untidied == 0, timeout_s)
+            return self._tidied.wait_for(lambda: self.is_tidy, timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """Lets it finish its job and end; a process that does not end in time is killed."""
