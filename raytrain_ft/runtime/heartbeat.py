@@ -27,7 +27,7 @@ RECORDS_PER_S = 8
 """No more than so many reach the supervisor from all workers together: of many, each merges more steps into a record."""
 LONGEST_INTERVAL_S = 10.0
 KEPT_S = 5.0
-"""How long records are kept that the supervisor has acknowledged: by then its log has surely been synced."""
+"""How long records are kept that the supervisor has acknowledged: by then its log has been synced, unless storage hangs."""
 SHARE_OF_AGE = 1 / 3600
 """Of the run's age, up to `LONGEST_INTERVAL_S`: a supervisor that was lost reads all records to come back, and a run of weeks
 must not be too long to be read, however often its workers are lost."""
