@@ -36,6 +36,8 @@ before it would never get further."""
 MOST_WINDOWS = 2
 """After so many windows without a checkpoint one is due, whatever was measured: where losses come more often than every window,
 it is never full."""
+MOST_LOOKS = 0.5
+"""Of the budget: of steps of a tenth of a millisecond, to look takes all of it, and a k without end would not change that."""
 DOUBLINGS = 4
 """Until a checkpoint is durable, each that fails doubles the steps before the next: no more often than this, or up to the k of
 an earlier launch."""
@@ -101,13 +103,15 @@ class Stretch:
 
     Attributes:
         steps: how many; busy: of them, those that had a checkpoint under way.
-        busy_s: what these took together; least: the shortest of them.
+        looked_s: what it took to see whether a checkpoint is due; it is in none of the following.
+        busy_s: what the busy ones took together; least: the shortest of them.
         free: what each of the others took; updates: of it, its weight update.
         costs: of the checkpoints that became durable; waited: for those that were not yet when the next one was due.
     """
 
     steps: int = 0
     busy: int = 0
+    looked_s: float = 0.0
     busy_s: float = 0.0
     least: float = math.inf
     free: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_FREE))
@@ -120,9 +124,10 @@ class Stretch:
         """How long training waited: for copies, and for checkpoints that were not durable yet."""
         return self.waited + sum(costs.stall for costs in self.costs)
 
-    def take(self, seconds: float, update_s: float, *, free: bool) -> None:
+    def take(self, seconds: float, update_s: float, looked_s: float, *, free: bool) -> None:
         """One more step."""
-        self.steps += 1
+        self.steps, self.looked_s = self.steps + 1, self.looked_s + looked_s
+        seconds -= looked_s
         if free:
             self.free.append(seconds)
             self.updates.append(update_s)
@@ -154,6 +159,7 @@ class Tuner:
     _latest: deque[Costs] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _stretch: Stretch = field(default_factory=Stretch)
     _overhead: float | None = None
+    _looks: float = 0.0  # share of the time that goes to seeing whether a checkpoint is due
     _deviation: float = 0.0
     _tried: int = 0
     _under_way: bool = False
@@ -161,9 +167,10 @@ class Tuner:
     _shorter: float = 0.0  # share of intervals that may be a step shorter than k, by what was observed
     _saved: float = 0.0  # of a step: what intervals of k left of the budget since one was shorter
 
-    def stepped(self, seconds: float, update_s: float, *, busy: bool) -> None:
-        """Takes in a step, but for the first one of a world. `busy`: a checkpoint is under way at its end."""
-        self._stretch.take(seconds, update_s, free=not busy and not self._under_way)
+    def stepped(self, seconds: float, update_s: float, looked_s: float = 0.0, *, busy: bool) -> None:
+        """Takes in a step, but for the first one of a world. `looked_s`: of its seconds, what it took to see whether a
+        checkpoint is due, which checkpoints cost as well. `busy`: one is under way at its end."""
+        self._stretch.take(seconds, update_s, looked_s, free=not busy and not self._under_way)
         self._under_way = busy
 
     def waited(self, seconds: float) -> None:
@@ -298,17 +305,18 @@ class Tuner:
         count, base = len(stretch.costs), self.profile.iteration * stretch.steps
         extra = stretch.busy_s - self.profile.iteration * stretch.busy
         overhead = (extra - stretch.waited) / count  # may be negative: steps vary, and only the mean of many tells
-        if self._overhead is None:
-            self._overhead = overhead
-        self._overhead += (1 - (1 - SMOOTHING) ** count) * (overhead - self._overhead)
+        weight = 1.0 if self._overhead is None else 1 - (1 - SMOOTHING) ** count
+        self._overhead = (1 - weight) * (self._overhead or 0.0) + weight * overhead
+        self._looks = (1 - weight) * self._looks + weight * min(stretch.looked_s / base, MOST_LOOKS * self.budget)
         if self.fixed is not None or not self.k:
             return None
         costs_of = list(self._latest)  # at once: another thread may add to it
         seen = max(0.0, self._overhead, _mean([costs.stall for costs in costs_of]))
         weights = _weights(len(costs_of), RARE)
         latest = [Seen(costs.copy + costs.persist, weight) for costs, weight in zip(costs_of, weights, strict=True)]
-        interval = choose(self.profile, self.budget, overhead=seen, failure_s=self.failure_s, latest=latest)
-        observed = extra / base
+        # what k cannot change is taken off the budget
+        interval = choose(self.profile, self.budget - self._looks, overhead=seen, failure_s=self.failure_s, latest=latest)
+        observed = extra / base + self._looks
         k, moved = self._moved(interval, over=observed - doubt / base > self.budget)
         self._shorter = interval.shorter if k == interval.k else 0.0
         if k == self.k:

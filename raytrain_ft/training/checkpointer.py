@@ -80,6 +80,7 @@ class Checkpointer:
         self.asked = False
         self._failing = False
         self._began_at = -math.inf
+        self._looked_s = 0.0  # since the latest step: whether a checkpoint is due, and what the step took
         self._free = 0
         self._part = 0  # bytes of this worker's part of a checkpoint, once it is known
         self._waited_s = 0.0
@@ -151,8 +152,9 @@ class Checkpointer:
         `take` would leave out at once is left out here: the others would write their shards of it for nothing."""
         if self._rank != 0:
             return False
-        busy = self.busy
+        began, busy = time.monotonic(), self.busy
         wanted = (self.asked and not busy) or self._tuning.is_due(step, busy=busy)
+        self._looked_s += time.monotonic() - began
         if wanted and busy and self._failing:
             self._leave_out(step, str(self._hangs()), 0.0)
             return False
@@ -192,8 +194,10 @@ class Checkpointer:
         """A step was committed (`step`: how many by now)."""
         if self._tuning.in_first_step:
             self._prepare()
+        began = time.monotonic()
         # To delete what a checkpoint replaces is part of what it costs, though nobody waits for that.
-        self._tuning.stepped(step, seconds, busy=not self._persister.is_tidy or self.busy)
+        self._tuning.stepped(step, seconds, self._looked_s, busy=not self._persister.is_tidy or self.busy)
+        self._looked_s = time.monotonic() - began
 
     def _prepare(self) -> None:
         """Touches the memory for snapshots, in the background: the first one is then as fast as those after it. After the first

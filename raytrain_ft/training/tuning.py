@@ -92,11 +92,11 @@ class Tuning:
         """The weight update of the present step took so long."""
         self._update_s = seconds
 
-    def stepped(self, step: int, seconds: float, *, busy: bool) -> None:
-        """A step was committed (`step`: how many by now)."""
+    def stepped(self, step: int, seconds: float, looked_s: float, *, busy: bool) -> None:
+        """A step was committed (`step`: how many by now). looked_s: of its seconds, what went to looks like this one."""
         if self._tuner is not None:
             if not self.in_first_step:  # it warms up, or comes after a recovery
-                self._tuner.stepped(seconds, self._update_s, busy=busy)
+                self._tuner.stepped(seconds, self._update_s, looked_s, busy=busy)
             self._note(self._tuner.settle(step))
         self.in_first_step = False
 

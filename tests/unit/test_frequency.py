@@ -97,6 +97,7 @@ class Machine:
 
     Attributes:
         iteration, update, copy, persist: seconds, as in `Profile`; slowed: how much slower a step is while a persister works.
+        look: seconds that it takes in every step to see whether a checkpoint is due.
         broken: no checkpoint becomes durable.
     """
 
@@ -106,6 +107,7 @@ class Machine:
     copy: float = 0.5
     persist: float = 3.0
     slowed: float = 0.0
+    look: float = 0.0
     broken: bool = False
     now: float = 0.0
     step: int = 0
@@ -128,12 +130,12 @@ class Machine:
         busy = self.now < self._durable
         until = self.now + (self.iteration - self.update) * (1 + (self.slowed if busy else 0.0))
         self._stall += max(0.0, self._copied - until)
-        self.now = max(until, self._copied) + self.update
+        self.now = max(until, self._copied) + self.update + self.look
         self.step += 1
         self._settle()
         seconds, self._began = self.now - self._began, self.now
         if self.step > 1:
-            self.tuner.stepped(seconds, self.update, busy=self.now < self._durable)
+            self.tuner.stepped(seconds, self.update, self.look, busy=self.now < self._durable)
         self._note(self.tuner.settle(self.step))
         if self.tuner.due(self.step, busy=self.now < self._durable):
             self._take()
@@ -166,6 +168,19 @@ def machine(budget: float = 0.05, **times: float) -> Machine:
 
 def overhead(simulated: Machine, steps: int, iteration: float = 1.0) -> float:
     return simulated.run(steps) / (steps * iteration) - 1
+
+
+@pytest.mark.parametrize("look", [0.0, 0.005, 0.02])
+def test_to_see_whether_a_checkpoint_is_due_is_part_of_what_they_cost(look: float) -> None:
+    simulated = machine(copy=3.0, look=look)
+    simulated.run(3000)
+    assert overhead(simulated, 3000) == pytest.approx(0.05, abs=0.002)
+
+
+def test_where_a_look_takes_more_than_the_budget_half_of_that_is_left_to_checkpoints() -> None:
+    simulated = machine(copy=3.0, look=0.2)
+    simulated.run(3000)
+    assert overhead(simulated, 3000) == pytest.approx(0.2 + 0.05 / 2, abs=0.002)
 
 
 def test_nothing_is_written_while_measuring_and_then_the_interval_is_algorithm_1s() -> None:
