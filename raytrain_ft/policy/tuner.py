@@ -27,9 +27,13 @@ FEWEST_FREE = 4
 MOST_FREE = 1000
 """The latest of them, where there are more."""
 HICCUP = 10
-"""Of these, one counts for no more than so many median ones. The budget is about the mean, and a median would charge steps that
-regularly take a few times as long to the checkpoints beside which they happen to be. But a pause of a minute says nothing of
-steps of a tenth of a second."""
+"""Of these, one counts for no more than so many median ones; of those with a checkpoint under way, for no more than so many of
+what a step takes by itself, and what training has waited for checkpoints. The budget is about the mean, and a median would charge
+steps that regularly take a few times as long to the checkpoints beside which they happen to be. But a pause of a minute says
+nothing of steps of a tenth of a second."""
+UNSEEN = 10
+"""Judgements in a row without steps that say what one takes by itself, as where a checkpoint is under way in each: then one is
+put off until there are some."""
 WINDOW_S = 60.0
 """Once a few steps are measured, a first checkpoint is put off no longer than this to measure more: who is always stopped
 before it would never get further."""
@@ -104,7 +108,7 @@ class Stretch:
     Attributes:
         steps: how many; busy: of them, those that had a checkpoint under way.
         looked_s: what it took to see whether a checkpoint is due; it is in none of the following.
-        busy_s: what the busy ones took together; least: the shortest of them.
+        busy_s: what the busy ones took together; least: the shortest of them; beyond_s: what hiccups took of it.
         free: what each of the others took; updates: of it, its weight update.
         costs: of the checkpoints that became durable; waited: for those that were not yet when the next one was due.
     """
@@ -114,6 +118,7 @@ class Stretch:
     looked_s: float = 0.0
     busy_s: float = 0.0
     least: float = math.inf
+    beyond_s: float = 0.0
     free: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_FREE))
     updates: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_FREE))
     costs: list[Costs] = field(default_factory=list)
@@ -124,8 +129,13 @@ class Stretch:
         """How long training waited: for copies, and for checkpoints that were not durable yet."""
         return self.waited + sum(costs.stall for costs in self.costs)
 
-    def take(self, seconds: float, update_s: float, looked_s: float, *, free: bool) -> None:
-        """One more step."""
+    @property
+    def charged_s(self) -> float:
+        """What the busy ones took, but for hiccups that no wait for a checkpoint explains."""
+        return self.busy_s - max(0.0, self.beyond_s - self.stood)
+
+    def take(self, seconds: float, update_s: float, looked_s: float, *, most: float, free: bool) -> None:
+        """One more step. most: what is longer is a hiccup, if a checkpoint is under way."""
         self.steps, self.looked_s = self.steps + 1, self.looked_s + looked_s
         seconds -= looked_s
         if free:
@@ -133,6 +143,7 @@ class Stretch:
             self.updates.append(update_s)
         else:
             self.busy, self.busy_s, self.least = self.busy + 1, self.busy_s + seconds, min(self.least, seconds)
+            self.beyond_s += max(0.0, seconds - most)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -162,6 +173,7 @@ class Tuner:
     _looks: float = 0.0  # share of the time that goes to seeing whether a checkpoint is due
     _deviation: float = 0.0
     _tried: int = 0
+    _unseen: int = 0  # judgements in a row that had too few free steps
     _under_way: bool = False
     _raised: bool = False
     _shorter: float = 0.0  # share of intervals that may be a step shorter than k, by what was observed
@@ -170,7 +182,9 @@ class Tuner:
     def stepped(self, seconds: float, update_s: float, looked_s: float = 0.0, *, busy: bool) -> None:
         """Takes in a step, but for the first one of a world. `looked_s`: of its seconds, what it took to see whether a
         checkpoint is due, which checkpoints cost as well. `busy`: one is under way at its end."""
-        self._stretch.take(seconds, update_s, looked_s, free=not busy and not self._under_way)
+        if seconds > looked_s:  # in a loop that is timed nowhere, steps say nothing
+            most = math.inf if self.profile is None else HICCUP * self.profile.iteration
+            self._stretch.take(seconds, update_s, looked_s, most=most, free=not busy and not self._under_way)
         self._under_way = busy
 
     def waited(self, seconds: float) -> None:
@@ -181,7 +195,7 @@ class Tuner:
         """Whether to checkpoint after this step (`step`: steps committed by then). `busy`: the one before is under way."""
         k = self._next
         if k and step - self.last >= k:
-            return True
+            return not self._looks_first(step, k)
         if self._stands or busy:
             return False
         return self._missing <= 0 or (not self._tried and step >= self._latest_first)
@@ -199,6 +213,12 @@ class Tuner:
         else:
             first = min(step + max(1, self._missing) + warm_up, max(step + 1, self._latest_first))
         return min(first, then) if k else first
+
+    def _looks_first(self, step: int, k: int) -> bool:
+        """Whether a checkpoint that is due is put off: for long, no step has said what one takes by itself."""
+        if self.fixed is not None or self._unseen < UNSEEN or len(self._stretch.free) >= FEWEST_FREE:
+            return False
+        return step < self.last + k + MOST_WINDOWS * self.window  # where something is under way all the time, none will
 
     @property
     def _next(self) -> int:
@@ -303,7 +323,7 @@ class Tuner:
         self._take()
         assert self.profile is not None
         count, base = len(stretch.costs), self.profile.iteration * stretch.steps
-        extra = stretch.busy_s - self.profile.iteration * stretch.busy
+        extra = stretch.charged_s - self.profile.iteration * stretch.busy
         overhead = (extra - stretch.waited) / count  # may be negative: steps vary, and only the mean of many tells
         weight = 1.0 if self._overhead is None else 1 - (1 - SMOOTHING) ** count
         self._overhead = (1 - weight) * (self._overhead or 0.0) + weight * overhead
@@ -331,8 +351,10 @@ class Tuner:
         that the others would have taken without, seconds."""
         free, n = _without_hiccups(self._stretch.free), self._stretch.busy
         if len(free) < FEWEST_FREE:
+            self._unseen += 1
             self._bound()
             return self._deviation * math.sqrt(n)
+        self._unseen = 0
         profile = self.profile or Profile(iteration=0.0, update=0.0, copy=0.0, persist=0.0)
         self.profile = replace(profile, iteration=mean(free), update=mean(_without_hiccups(self._stretch.updates)))
         self._deviation = stdev(free)
@@ -392,6 +414,7 @@ class Tuner:
         if k < 1 or mode not in ("cpu", "gpu") or not all(0 <= seconds < math.inf for seconds in needed):
             return False
         self.k, self.mode, self.profile = k, mode, profile
+        self._unseen = UNSEEN  # what a step took then, it need not take now
         return True
 
 

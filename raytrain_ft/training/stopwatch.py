@@ -30,36 +30,41 @@ class Stopwatch:
         self._before = 0.0
         self._since: float | None = None
         self._held = 0  # by how many at once
+        self._started = False  # while it was held
 
     def start(self) -> None:
-        """From now on it runs, unless it is held."""
-        if self._since is None and not self._held:
+        """From now on it runs, unless it is held: then it does after that."""
+        if self._held:
+            self._started = True
+        elif self._since is None:
             self._since = time.monotonic()
 
     def stop(self) -> None:
         """From now on it stands still."""
+        self._started = False
         if self._since is not None:
             self._before += time.monotonic() - self._since
             self._since = None
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Stands still inside, whoever starts and stops it there; then it goes on if it ran before."""
+        """Stands still inside; then it goes on if it ran before, whoever stops it there (an evaluation's loader, at its end), or
+        if it was started there (by the first batch, if to wait for that is no training)."""
         ran = self._since is not None
-        self.stop()
+        if ran:
+            self.stop()
         self._held += 1
         try:
             yield
         finally:
             self._held -= 1
-            if ran:
+            if ran or (self._started and not self._held):
                 self.start()
 
     def take(self) -> float:
         """The seconds since they were last taken. It begins anew from zero, and runs if it ran."""
-        ran = self._since is not None
-        self.stop()
+        now = time.monotonic()
         seconds, self._before = self._before, 0.0
-        if ran:
-            self.start()
+        if self._since is not None:
+            seconds, self._since = seconds + now - self._since, now
         return seconds

@@ -97,7 +97,7 @@ class Machine:
 
     Attributes:
         iteration, update, copy, persist: seconds, as in `Profile`; slowed: how much slower a step is while a persister works.
-        look: seconds that it takes in every step to see whether a checkpoint is due.
+        look: seconds that it takes in every step to see whether a checkpoint is due; pause: what every 500th step takes longer.
         broken: no checkpoint becomes durable.
     """
 
@@ -108,6 +108,7 @@ class Machine:
     persist: float = 3.0
     slowed: float = 0.0
     look: float = 0.0
+    pause: float = 0.0
     broken: bool = False
     now: float = 0.0
     step: int = 0
@@ -132,6 +133,7 @@ class Machine:
         self._stall += max(0.0, self._copied - until)
         self.now = max(until, self._copied) + self.update + self.look
         self.step += 1
+        self.now += self.pause if self.step % 500 == 0 else 0.0
         self._settle()
         seconds, self._began = self.now - self._began, self.now
         if self.step > 1:
@@ -181,6 +183,52 @@ def test_where_a_look_takes_more_than_the_budget_half_of_that_is_left_to_checkpo
     simulated = machine(copy=3.0, look=0.2)
     simulated.run(3000)
     assert overhead(simulated, 3000) == pytest.approx(0.2 + 0.05 / 2, abs=0.002)
+
+
+def test_an_evaluation_in_the_midst_of_training_is_not_charged_to_the_checkpoint_beside_it() -> None:
+    """Most steps have a checkpoint under way, and an evaluation that takes as long as training is nothing that it costs."""
+    simulated = machine(copy=1.9, persist=15.0, pause=500.0)
+    simulated.run(20_000)
+    undisturbed = machine(copy=1.9, persist=15.0)
+    undisturbed.run(20_000)
+    assert simulated.tuner.k <= 1.5 * undisturbed.tuner.k
+
+
+def test_a_wait_for_a_checkpoint_is_charged_however_long_it_is() -> None:
+    tuner = Tuner(budget=0.05, window=5, k=20, profile=Profile(iteration=1.0, update=0.1, copy=0.5, persist=3.0))
+    tuner.persisted(Costs(copy=0.5, persist=3.0, stall=0.0))
+    tuner.began(0)
+    for number in range(40):
+        tuner.stepped(101.0 if number == 5 else 1.0, 0.1, busy=number < 10)
+    tuner.persisted(Costs(copy=0.5, persist=103.0, stall=100.0))
+    decision = tuner.began(40)
+    assert decision is not None
+    assert decision.observed == pytest.approx(100.0 / 40)
+
+
+def test_where_every_step_has_a_checkpoint_under_way_one_is_put_off_now_and_then_to_see_what_a_step_takes() -> None:
+    """Steps were slow while they were measured: what checkpoints cost would never be seen, for nobody waits for them."""
+    simulated = machine(copy=0.1, persist=0.3, iteration=1.5)
+    simulated.run(20)
+    assert simulated.tuner.k == 1
+    simulated.iteration, simulated.slowed = 1.0, 0.2
+    simulated.run(1000)
+    assert overhead(simulated, 1000) <= 0.06
+    gaps = [b - a for a, b in pairwise(simulated.taken)]
+    assert max(gaps[3:]) <= 2 * 5 + 20
+
+
+def test_steps_that_take_no_time_say_nothing_and_are_checkpointed() -> None:
+    """All of them is in what a loop says is no training."""
+    tuner, taken = Tuner(budget=0.05, window=5), []
+    for step in range(1, 101):
+        tuner.stepped(0.0, 0.0, 1e-6, busy=False)
+        assert tuner.settle(step) is None
+        if tuner.due(step, busy=False):
+            taken.append(step)
+            tuner.began(step)
+            tuner.persisted(Costs(copy=0.1, persist=0.1, stall=0.0))
+    assert taken == list(range(10, 101, 10))
 
 
 def test_nothing_is_written_while_measuring_and_then_the_interval_is_algorithm_1s() -> None:
