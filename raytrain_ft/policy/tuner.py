@@ -28,9 +28,9 @@ MOST_FREE = 1000
 """The latest of them, where there are more."""
 HICCUP = 10
 """Of these, one counts for no more than so many median ones; of those with a checkpoint under way, for no more than so many of
-what a step takes by itself, and what training has waited for checkpoints. The budget is about the mean, and a median would charge
-steps that regularly take a few times as long to the checkpoints beside which they happen to be. But a pause of a minute says
-nothing of steps of a tenth of a second."""
+what a step takes by itself, and what training has waited for checkpoints. The budget is about the mean, and a median would
+charge steps that regularly take a few times as long to the checkpoints beside which they happen to be. But a pause of a minute
+says nothing of steps of a tenth of a second."""
 UNSEEN = 10
 """Judgements in a row without steps that say what one takes by itself, as where a checkpoint is under way in each: then one is
 put off until there are some."""

@@ -48,8 +48,8 @@ class Stopwatch:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Stands still inside; then it goes on if it ran before, whoever stops it there (an evaluation's loader, at its end), or
-        if it was started there (by the first batch, if to wait for that is no training)."""
+        """Stands still inside; then it goes on if it ran before, whoever stops it there (an evaluation's loader, at its end),
+        or if it was started there (by the first batch, if to wait for that is no training)."""
         ran = self._since is not None
         if ran:
             self.stop()
