@@ -113,10 +113,11 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Trim:
-    """A checkpoint of this step is durable: what was logged before it is not needed any more."""
+    """A checkpoint of this step is durable: what was logged before it, since this incarnation, is not needed any more."""
 
     members: tuple[str, ...]
     step: int
+    since: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,7 @@ def _on_timer_fired(run: RunState, event: m.TimerFired) -> list[c.Command]:
             return _leave(run, event.at)
         case "grow", State.RUNNING:
             return arrivals.resize(run, event.at)
-        case "replacement", State.REPLACE if not run.joining:
+        case timer, State.REPLACE if timer == replacing.timer_of(run) and not run.joining:
             return replacing.replace(run, waited=True)
         case ("reconcile", State.REPLACE) | ("fill", State.REBUILD):
             if event.timer == "fill":

@@ -63,7 +63,8 @@ def on_checkpoint_committed(run: RunState, event: m.CheckpointCommitted) -> list
         return []  # in a recovery, the log may be being replayed from an older checkpoint: the next one trims it
     run.log.trimmed(event.step, run.step)
     # spares too: some have logged what they sent while they had a seat
-    return [c.Trim(tuple(one for one, state in run.members.items() if state != MemberState.STARTING), event.step)]
+    members = tuple(one for one, state in run.members.items() if state != MemberState.STARTING)
+    return [c.Trim(members, event.step, run.log.incarnation)]
 
 
 def on_checkpoint_failed(run: RunState, event: m.CheckpointFailed) -> list[c.Command]:

@@ -18,8 +18,14 @@ def gather(run: RunState) -> list[c.Command]:
     """Forms the next world, or waits for workers, but not for ever. New ones are started now only if there are too few."""
     ready, rules = len(run.survivors) + len(run.roster.spares()), run.rules
     needed = run.wanted if rules.wait_for_replacement else rules.min_workers
-    timer = c.SetTimer("replacement", rules.replacement_timeout, run.incarnation)
+    timer = c.SetTimer(timer_of(run), rules.replacement_timeout, run.incarnation)
     return [timer, *(run.provision() if ready < needed else []), *replace(run)]
+
+
+def timer_of(run: RunState) -> str:
+    """The timer for how long workers are waited for. If there are too few for the plan, and everybody goes back instead, they
+    are waited for anew, in the same incarnation: what was set before is not to cut that short."""
+    return "replacement" if run.plan is not None else "return"
 
 
 def replace(run: RunState, *, waited: bool = False) -> list[c.Command]:

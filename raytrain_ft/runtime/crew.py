@@ -86,9 +86,9 @@ class Crew:
             case c.Replay():
                 for member in chain.from_iterable(command.teams):
                     self._spawn(self._await_filled(member, command, "replay", command, load=command.load))
-            case c.Trim(members, step):
+            case c.Trim(members, step, since):
                 for member in members:
-                    self._spawn(self._ask(member, "trim", step))
+                    self._spawn(self._ask(member, "trim", step, since))
             case c.LogOnly(members, incarnation, boundaries, groups, seconds, reason):
                 for member in members:
                     self._spawn(self._ask(member, "log_only", incarnation, boundaries))

@@ -63,7 +63,7 @@ class Demand:
         """
         earlier = True
         while True:
-            with contextlib.suppress(RayError):  # asked again in a moment
+            with contextlib.suppress(RayError, RuntimeError):  # its own state may not answer: asked again in a moment
                 if earlier:
                     await self._in_thread(self.forget_earlier)
                 earlier = False

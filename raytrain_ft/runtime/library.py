@@ -97,7 +97,8 @@ class Library:
                 await self._holder.watch.remote(WATCH_SECONDS)
                 continue
             await asyncio.sleep(AGAIN_SECONDS)
-            with suppress(ValueError):  # its name is taken, as long as it is out of reach only
+            # its name is taken, as long as it is out of reach only; or Ray's state does not answer, which may pass
+            with suppress(ValueError, RayError, RuntimeError):
                 await asyncio.to_thread(self._start_holder)
 
     def find(self, incarnation: int, reached: int, tell: Callable[[m.Event], None]) -> None:

@@ -10,6 +10,7 @@ starts it again (its workers live on, they are not its children), it reads the l
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import os
 import shutil
@@ -43,6 +44,7 @@ from raytrain_ft.runtime.library import Library
 from raytrain_ft.runtime.notes import Notes, details_of, draw, past_of
 from raytrain_ft.runtime.notices.notice import Notice
 from raytrain_ft.runtime.right import Right
+from raytrain_ft.runtime.shared import sees_directory
 from raytrain_ft.runtime.spec import Beat, Pace, RunSpec
 from raytrain_ft.runtime.store_server import StoreServer
 from raytrain_ft.storage.filesystem import within
@@ -88,6 +90,9 @@ class Supervisor:
         """To where the run's log ends: each event is taken in and let go of, for there may be more than fit into memory. Where
         there is none, the run begins. Returns how many notes of each name there are."""
         spec = self._spec
+        if not (spec.directory / "events.jsonl").exists() and not sees_directory(spec) and _has_come_back():
+            # the empty directory of a mount that is away, and workers train
+            raise FileNotFoundError(errno.ENOENT, f"nothing of run {spec.run_id} is here: is it mounted?", str(spec.directory))
         self._machine, self._measures = RunState(spec.rules), Measures()
         self._health = health.Health(spec, self.tell, self.now, self._contacts)
         self._asleep: set[str] = set()  # who was asked to sleep, or said that it does
@@ -437,6 +442,11 @@ def _patiently(work: Callable[[], T]) -> T:
         try:
             return work()
         except OSError:
-            if time.monotonic() > deadline or not ray.get_runtime_context().was_current_actor_reconstructed:
+            if time.monotonic() > deadline or not _has_come_back():
                 raise
         time.sleep(LOG_RETRY_S)
+
+
+def _has_come_back() -> bool:
+    """Whether this process takes the place of one that was lost."""
+    return ray.get_runtime_context().was_current_actor_reconstructed

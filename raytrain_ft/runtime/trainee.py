@@ -6,6 +6,8 @@ thing that comes from outside: it wakes whatever this thread waits for, and the 
 
 from __future__ import annotations
 
+import threading
+import time
 import traceback
 from dataclasses import asdict
 from datetime import timedelta
@@ -15,7 +17,14 @@ from typing import Any
 import torch
 
 from raytrain_ft.chaos.faults import Injector
-from raytrain_ft.errors import ConfigError, FencedError, LogGapError, NonFiniteLossError, ReplayDivergedError
+from raytrain_ft.errors import (
+    ConfigError,
+    FencedError,
+    LogGapError,
+    NonFiniteLossError,
+    ReplayDivergedError,
+    StorageError,
+)
 from raytrain_ft.places import told
 from raytrain_ft.policy.commands import Fill, Reconcile, Replay, Run
 from raytrain_ft.policy.reconcile import Marks
@@ -40,6 +49,7 @@ from raytrain_ft.training.step import Replica
 GROUP_TIMEOUT = timedelta(seconds=30)
 FLUSH_S = 5.0
 """How long a fence waits for what was logged to be readable by others."""
+POLL_S = 0.2
 
 
 class Trainee:
@@ -98,6 +108,15 @@ class Trainee:
         if self.log.stats.payload_bytes:
             stats = {name: value for name, value in asdict(self.log.stats).items() if name != "failed"}
             self._note("LogWritten", {"incarnation": incarnation, "step": self.replica.state.step, **stats})
+
+    def _await_flushed(self, fence: Fence) -> None:
+        """The same in the midst of a recovery. Who is fenced meanwhile leaves at once, and waits for the rest there: there is
+        no time for both."""
+        deadline = time.monotonic() + FLUSH_S
+        while self.log is not None and not self.log.flush(POLL_S) and not self.log.stats.failed:
+            fence.check()
+            if time.monotonic() > deadline:
+                return
 
     def _build_replica(self, stage: int = 0, *, writes: bool = True) -> Replica:
         spec = self._spec
@@ -229,8 +248,7 @@ class Trainee:
         outcome = recovery.reconcile(self.replica, plan, transfer, self._spec.sampling, command.incarnation)
         if outcome.commit is not None:
             self._connections.note_agreed(outcome.commit.attempt.step, plan.agreed)
-            if self.log is not None:
-                self.log.flush(FLUSH_S)  # who replays may need it
+            self._await_flushed(fence)  # who replays may need it
             self._heartbeat.committed(outcome.commit)
         if outcome.lost is not None:
             self._heartbeat.note("SamplesLost", outcome.lost)
@@ -244,12 +262,16 @@ class Trainee:
             self._rebuild(stage)
 
     def _rebuild(self, stage: int) -> None:
-        if self.replica.checkpointer is not None:
-            self.replica.checkpointer.close()
-        built, before = self._build_replica(stage), self.replica.state.tail.sleep
+        try:
+            built = self._build_replica(stage)
+        except StorageError as error:  # of the task's file, or its data set: no checkpoint is damaged by that
+            raise PeerLostError(f"{self._member} cannot build stage {stage} now: {error}") from error
+        before, checkpointer = self.replica.state.tail.sleep, self.replica.checkpointer
         built.state.tail.sleep.ask(before.wanted, before.at_once)
         self._now_hosts(built)
         self._used, self._replayed = False, ""
+        if checkpointer is not None:  # it has a memory and a process of its own, and may wait for storage that hangs
+            threading.Thread(target=checkpointer.close, name="close", daemon=True).start()
 
     def _begin_from(self, load: str, fence: Fence) -> None:
         """From a checkpoint, or from the beginning: there everybody has built the same model from the same seed."""
@@ -368,8 +390,7 @@ class Trainee:
         try:
             with self._connections.replay(command, stage, len(team), team.index(self._member)) as links:
                 replay.replay(helper, links, command.until, self._spec.step.micro_batches)
-                if self.log is not None:
-                    self.log.flush(FLUSH_S)  # some of what it sent for the lost stage went to its own, and must outlive it
+                self._await_flushed(fence)  # some of what it sent for the lost stage went to its own, and must outlive it
                 if links.team is not None:
                     links.team.total(0)
         finally:

@@ -210,10 +210,10 @@ class Worker:
         job = self._trainee.replay if command.team_of(self._member)[0] == self._member else self._trainee.help
         return self._training.submit(job, fence, command).result(timeout=JOB_DEADLINE_S)
 
-    def trim(self, step: int) -> None:
-        """A checkpoint of this step is durable: what was logged before it is not needed any more."""
+    def trim(self, step: int, since: int) -> None:
+        """A checkpoint of this step is durable: what was logged before it, since this incarnation, is not needed any more."""
         if self._trainee.log is not None:
-            self._trainee.log.trim(step)
+            self._trainee.log.trim(step, since)
 
     def log_only(self, incarnation: int, boundaries: tuple[int, ...]) -> None:
         """Of the boundaries that are logged in this incarnation, these are enough from now on."""

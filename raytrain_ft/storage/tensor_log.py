@@ -225,13 +225,18 @@ class TensorLog:
         with self._room:
             return self._room.wait_for(lambda: last is None or last.done, seconds) and not self._failed
 
-    def trim(self, step: int) -> None:
+    def trim(self, step: int, since: int | None = None) -> None:
         """Says that records of earlier steps than `step` are not needed any more. Returns at once.
 
         Files that hold nothing else are deleted, and what is not written yet never is. A log that had failed begins anew: it is
         seen from the keys which records are missing.
+
+        Args:
+            since: with which incarnation the log began, by whoever says so. If it has begun with a later one, everybody has
+                gone back meanwhile, and these steps are done again.
         """
-        self._trim(_Trim(step, 0))
+        if since is None or since >= self._began:
+            self._trim(_Trim(step, 0))
 
     def begin(self, incarnation: int) -> None:
         """Says that records of earlier incarnations than this one count no more: like `trim`, once for each incarnation."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +56,7 @@ def helper(monkeypatch: pytest.MonkeyPatch, **fails: Exception) -> Trainee:
     found._spec = SimpleNamespace(rules=SimpleNamespace(stages=2, exact_sums=True), step=SimpleNamespace(micro_batches=2))
     found._heartbeat = SimpleNamespace(at=lambda *_: None)
     found._connections = SimpleNamespace(replay=links)
-    found.log = SimpleNamespace(flush=method("flush"))
+    found.log = SimpleNamespace(flush=method("flush", result=True), stats=SimpleNamespace(failed=""))
     found.done = done
     found.replica = SimpleNamespace(state=SimpleNamespace(digests=lambda: ("its own",), buckets=[], filled=True), stage=0)
     beside = SimpleNamespace(loader=SimpleNamespace(stop=lambda _: None))
@@ -254,3 +255,43 @@ def test_who_computes_something_else_in_its_first_step_has_not_failed(monkeypatc
     found.run(Fence(3), c.Run(("w0", "w3"), 3))
     assert ended == [("diverged", "another than before")]
     assert not state.filled, "nobody goes on from what it has"
+
+
+def builder(built: Any) -> Trainee:
+    """Hosts stage 0, and builds what this gives."""
+    found: Any = object.__new__(Trainee)
+    found._member, found._used, found._replayed = "w0", True, ""
+    sleep = SimpleNamespace(wanted=False, at_once=False)
+    found.closing, found.may_close = threading.Event(), threading.Event()
+    checkpointer = SimpleNamespace(close=lambda: (found.closing.set(), found.may_close.wait(60.0)))
+    found.replica = SimpleNamespace(
+        stage=0, checkpointer=checkpointer, state=SimpleNamespace(tail=SimpleNamespace(sleep=sleep))
+    )
+    found._build_replica = built
+    return found
+
+
+def test_a_data_set_that_cannot_be_read_while_another_stage_is_built_is_no_damaged_checkpoint() -> None:
+    """It is tried again, by the budget for recoveries; the checkpoint that would have been loaded then was never looked at."""
+
+    def fail(stage: int) -> Any:
+        raise StorageError("/data/train.arrow is damaged or cannot be read")
+
+    one = builder(fail)
+    before = one.replica
+    with pytest.raises(PeerLostError, match=r"w0 cannot build stage 1 now: /data/train.arrow"):
+        one._take_stage(1)
+    assert one.replica is before
+    assert not one.closing.is_set(), "it still writes the checkpoints of the replica that stays"
+
+
+def test_who_builds_another_stage_does_not_wait_for_the_checkpoint_of_the_one_before() -> None:
+    """Storage may hang, for a minute and more, and a fence would not end that wait."""
+    asked = SimpleNamespace(ask=lambda *about: None)
+    one = builder(
+        lambda stage: SimpleNamespace(stage=stage, checkpointer=None, state=SimpleNamespace(tail=SimpleNamespace(sleep=asked)))
+    )
+    one._take_stage(1)
+    assert one.replica.stage == 1
+    assert one.closing.wait(60.0)
+    one.may_close.set()

@@ -107,6 +107,22 @@ def test_after_going_back_only_what_is_logged_from_then_on_counts(lost: Told) ->
     assert lost.run.log.incarnation == lost.run.incarnation > 1
 
 
+def test_who_goes_back_after_all_waits_for_workers_anew() -> None:
+    """What was set when a replay was waited for does not cut that short: it may have had seconds left."""
+    told = Told()
+    for member in ("w3", "w4", "w1"):
+        told.tell(m.WorkerLost, member=member, cause="killed")
+    told.fence()
+    assert (told.run.state, told.run.joining) == (State.REPLACE, ()), "a worker is missing"
+    replacing.go_back(told.run, "the log is of more ranks")
+    told.tell(m.CheckpointsFound, incarnation=told.run.incarnation, stored=(m.Stored("c6", 6),))
+    told.tell(m.TimerFired, timer="replacement", incarnation=told.run.incarnation)
+    assert told.run.state == State.REPLACE
+    told.tell(m.TimerFired, timer="return", incarnation=told.run.incarnation)
+    assert told.run.failure is not None
+    assert "none came within 60 s" in told.run.failure[1]
+
+
 @pytest.mark.parametrize(("checkpoint", "kept"), [(6, Guarantee.EXACT), (13, Guarantee.ROUNDING)])
 def test_a_replay_that_was_not_exact_is_undone_by_going_back_to_before_it(checkpoint: int, kept: Guarantee) -> None:
     told = Told(replay_workers=2, exact_sums=False)

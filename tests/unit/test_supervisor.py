@@ -554,6 +554,30 @@ def away_for(times: int, work: Any, after: int = 0) -> Any:
     return fail
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_supervisor_that_comes_back_to_an_empty_directory_does_not_begin_anew_there(
+    is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its mount is away, and the workers train. One that was lost before it had logged anything has left its mark."""
+    context = SimpleNamespace(was_current_actor_reconstructed=True)
+    monkeypatch.setattr(supervisor.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(supervisor, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(supervisor, "LOG_RETRY_S", 0.01)
+    if is_there:
+        (tmp_path / "nonce").write_text(spec_of(tmp_path).nonce)
+
+    async def live() -> State:
+        one = WithoutRay(spec_of(tmp_path))
+        await one.close()
+        return one.machine.state
+
+    if is_there:
+        assert asyncio.run(live()) == State.INITIALIZING
+    else:
+        with pytest.raises(FileNotFoundError, match="is it mounted"):
+            asyncio.run(live())
+
+
 def test_a_supervisor_that_comes_back_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     context = SimpleNamespace(was_current_actor_reconstructed=True)
     monkeypatch.setattr(supervisor.ray, "get_runtime_context", lambda: context)

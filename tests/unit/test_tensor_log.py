@@ -132,6 +132,16 @@ def test_trim_deletes_exactly(tmp_path: Path) -> None:
     assert complete_steps(seen(tmp_path), 0, 1, "activation", 2) == {10, 11}
 
 
+def test_a_trim_of_before_everybody_went_back_deletes_nothing_of_what_is_logged_since(tmp_path: Path) -> None:
+    """It was held up on its way, and the checkpoint that it tells of is none that they went back to."""
+    log = TensorLog(tmp_path, "w0")
+    log.begin(3)
+    fill(log, range(5, 9), incarnation=3)
+    log.trim(9, since=1)
+    log.close()
+    assert complete_steps(seen(tmp_path), 0, 1, "activation", 2) == set(range(5, 9))
+
+
 def test_quota_leaves_a_gap_and_trim_revives(tmp_path: Path) -> None:
     told = Told()
     log = TensorLog(tmp_path, "w0", quota_bytes=10_000, tell=told)
