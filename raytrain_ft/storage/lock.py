@@ -252,8 +252,18 @@ def _succeeded(storage: Storage, found: Owner | None) -> str:
 
 
 def holds(storage: Storage, owner: str, epoch: int) -> bool:
-    """Whether this owner still has the right to write. A file that is not there is looked for again for a while: where a file
-    is replaced in two steps (hdfs, abfs), that is how it looks while it is renewed."""
+    """Whether this owner still has the right to write.
+
+    Raises:
+        StorageError: that cannot be told now.
+    """
+    found = standing(storage)
+    return found is not None and (found.owner, found.epoch) == (owner, epoch)
+
+
+def standing(storage: Storage) -> Owner | None:
+    """As `read_owner`, but a file that is not there is looked for again for a while: where a file is replaced in two steps
+    (hdfs, abfs), that is how it looks while it is renewed."""
     deadline = time.monotonic() + RENEW_S
     while True:
         late = time.monotonic() > deadline
@@ -264,7 +274,7 @@ def holds(storage: Storage, owner: str, epoch: int) -> bool:
                 raise
             found = None
         if found is not None or late:
-            return found is not None and (found.owner, found.epoch) == (owner, epoch)
+            return found
         time.sleep(POLL_S)
 
 

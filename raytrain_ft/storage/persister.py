@@ -26,10 +26,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raytrain_ft.errors import LockedError, StorageError
+from raytrain_ft.errors import LockedError, StorageError, UnreachableError
 from raytrain_ft.places import Place
 from raytrain_ft.storage import checkpoint, lock, pages, retention
 from raytrain_ft.storage.filesystem import Storage, open_storage
@@ -78,10 +79,6 @@ def carry_out(
         done(own.size)
         return ""
 
-    def check_right() -> None:
-        if not lock.holds(storage, job.owner, job.epoch):
-            raise LockedError(f"{storage.uri}: another run has taken the right to write; {job.name} is not committed")
-
     written = looked = time.monotonic()
     orphaned: float | None = None
 
@@ -95,11 +92,12 @@ def carry_out(
         if orphaned is not None and now - orphaned > max(ORPHAN_S, written - began):
             raise StorageError(f"{job.name}: its worker is gone, and the shards of others did not come")
         if now - looked > RIGHT_S:
-            check_right()  # the next launch is at work: who is missing will not come, and the memory is needed
+            with suppress(UnreachableError):  # that it cannot be told now does not say that it is lost
+                _check_right(storage, job)  # the next launch is at work: who is missing will not come, the memory is needed
             looked = now
 
     entries = checkpoint.await_shards(storage, job.name, own, job.count, job.timeout_s, check)
-    check_right()
+    checkpoint.patiently(partial(_check_right, storage, job))
     manifest = Manifest(
         step=job.step,
         epoch=job.epoch,
@@ -114,6 +112,16 @@ def carry_out(
     is_over = not lives() or str(job.name) in cancelled  # before the worker is told, which may be what it ends upon
     done(sum(entry.size for entry in entries))
     return "" if is_over else _tidy(storage, job)  # others may be going back to what it would delete
+
+
+def _check_right(storage: Storage, job: Job) -> None:
+    """Raises LockedError: it has passed to another. StorageError: nobody knows whose it is; UnreachableError: not now."""
+    found = lock.standing(storage)
+    if found is None:
+        what = f"{lock.FILE} is gone or damaged, so nobody can tell who may write"
+        raise StorageError(f"{storage.uri}/{what}; {job.name} is not committed")
+    if (found.owner, found.epoch) != (job.owner, job.epoch):
+        raise LockedError(f"{storage.uri}: another run has taken the right to write; {job.name} is not committed")
 
 
 def _tidy(storage: Storage, job: Job) -> str:

@@ -20,7 +20,7 @@ from commits import OWNER, SIZE, carry_out, commit, job, newest, prepare
 from disks import small_file_system
 from store import save, state, two_checkpoints
 
-from raytrain_ft.errors import LockedError, StorageError
+from raytrain_ft.errors import LockedError, StorageError, UnreachableError
 from raytrain_ft.places import Place
 from raytrain_ft.storage import checkpoint, lock, selection
 from raytrain_ft.storage import persister as persisters
@@ -76,6 +76,56 @@ def test_a_loss_does_not_cost_a_checkpoint_of_which_all_is_there(tmp_path: Path)
     carry_out(job(root, 40, 1), data, set())
     with pytest.raises(LockedError, match="not committed"):
         carry_out(job(root, 40, 0), data, set())
+
+
+class Absent(LocalStorage):
+    """Storage that answers nothing for a moment: from when it is first asked for this on."""
+
+    def __init__(self, root: Path, trigger: str) -> None:
+        super().__init__(root)
+        self.trigger, self.until = trigger, 0.0
+
+    def _ask(self, name: str) -> None:
+        if name == self.trigger and not self.until:
+            self.until = time.monotonic() + 0.5
+        if time.monotonic() < self.until:
+            raise UnreachableError(f"{name}: 503 Slow Down")
+
+    def names(self, directory: str = "") -> list[str]:
+        self._ask(directory)
+        return super().names(directory)
+
+    def size(self, name: str) -> int | None:
+        self._ask(name)
+        return super().size(name)
+
+
+@pytest.mark.parametrize("when", ["while shards are waited for", "before the commit"])
+def test_that_it_cannot_be_told_who_may_write_does_not_say_that_another_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Storage that is away for a moment answers no question: not the one for shards, and not this one."""
+    root = tmp_path / "checkpoints"
+    prepare(root)
+    last, data = job(root, 30, 0), memoryview(bytes([30]) * 3 * SIZE)
+    away = Absent(root, str(last.name) if when == "while shards are waited for" else lock.FILE)
+    monkeypatch.setattr(persisters, "open_storage", lambda place: away)
+    for module, name, seconds in ((persisters, "RIGHT_S", 0.0), (lock, "RENEW_S", 0.05), (checkpoint, "AGAIN_S", 0.05)):
+        monkeypatch.setattr(module, name, seconds)
+    carry_out(job(root, 30, 1), data, set())
+    carry_out(last, data, set())
+    assert (newest(LocalStorage(root)), away.until > 0) == (30, True)
+
+
+def test_without_a_word_of_who_may_write_no_other_run_is_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "checkpoints"
+    prepare(root)
+    monkeypatch.setattr(lock, "RENEW_S", 0.05)
+    data = memoryview(bytes([30]) * 3 * SIZE)
+    carry_out(job(root, 30, 1), data, set())
+    (root / lock.FILE).unlink()
+    with pytest.raises(StorageError, match=r"checkpoints/writer\.json is gone or damaged.*-i1 is not committed"):
+        carry_out(job(root, 30, 0), data, set())
 
 
 def test_a_disk_on_which_nothing_can_be_written_beside_a_checkpoint_is_made_room_on(
