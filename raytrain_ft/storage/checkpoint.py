@@ -45,6 +45,8 @@ AT_ONCE = 16
 READ_S, AGAIN_S = 30.0, 1.0
 """How long storage that does not answer is asked again, and how often; less than any phase of a recovery may take. It counts
 from the first failure: what takes long to read takes long to fail, and is read once more all the same."""
+MARK_S = 5.0
+"""For so long a mark may be of an attempt that was left out before, by who is about to try again."""
 NOTE = re.compile(r"shard-[0-9]+-of-[0-9]+\.json")
 
 
@@ -63,6 +65,9 @@ def write_shard(storage: Storage, name: Name, number: int, count: int, parts: Se
     """
     file = f"{name}/{shard_file(number, count)}"
     hashed = shards.Hashed(parts)
+    if number != 0:
+        with suppress(StorageError):  # of an attempt that was left out, as it may be at the end of a run, which tries again
+            storage.delete(_mark(file))
     try:
         check_size(storage, sum(part.nbytes for part in parts))
         storage.put(file, hashed)
@@ -95,14 +100,15 @@ def await_shards(
     """
     entries = {0: own}
     pause = POLL_S if isinstance(storage, LocalStorage) else FAR_POLL_S
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
+    deadline = began + timeout_s
     while missing := [number for number in range(count) if number not in entries]:
         there = patiently(partial(storage.names, str(name)), check)
         for number in missing:
             file = shard_file(number, count)
             if _note(file) in there:
                 entries[number] = patiently(partial(_read_note, storage, f"{name}/{_note(file)}"), check)
-            elif _mark(file) in there:
+            elif _mark(file) in there and time.monotonic() > began + MARK_S:  # which has not been taken back
                 raise StorageError(f"{name}: its worker could not write shard {number} of {count}")
         if len(entries) < count:
             check()

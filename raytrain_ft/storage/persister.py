@@ -46,6 +46,8 @@ POLL_S = 1.0
 """How often it is looked whether the worker still lives."""
 RIGHT_S = 5.0
 """How often it is looked, while others are waited for, whether a later launch has the right to write."""
+MARKING_S = 5.0
+"""How long a mark that is being made is waited for before the shard that it is of is tried again: storage may hang."""
 ORPHAN_S = 5.0
 """Without its worker it waits for others' shards as long as its own took to write, but at least this long."""
 LINES_BYTES = 2**16
@@ -237,6 +239,8 @@ class Persister:
     def submit(self, job: Job) -> Future[Outcome]:
         """Begins a job. The future never fails: an outcome with an error says what went wrong."""
         future: Future[Outcome] = Future()
+        if self._marking is not None:  # it may be of this very shard, which removes it before it is written, and not after
+            self._marking.join(MARKING_S)
         try:
             message = self._told.tell(job, self._described.fileno())
             self.start()

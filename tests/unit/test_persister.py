@@ -347,6 +347,29 @@ def test_pieces_that_were_told_before_need_not_be_told_again(tmp_path: Path) -> 
         right.release()
 
 
+def test_a_mark_that_comes_late_is_not_left_beside_the_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shard was left out, and is tried again while storage still takes its time for saying so."""
+    mark, memory = persisters._mark, SharedMemory()
+
+    def late(*arguments: Any) -> None:
+        time.sleep(2.0)
+        mark(*arguments)
+
+    monkeypatch.setattr(persisters, "_mark", late)
+    memory.reserve(8)
+    persister = Persister(memory)
+    persister.start()
+    about = {"place": Place(str(tmp_path)), "owner": "test", "epoch": 1, "incarnation": 1}
+    again = Job(step=1, number=1, count=2, pieces=[Piece("t", "torch.uint8", (8,), 0, 8)], **about)
+    try:
+        persister.give_up(again.place, again.name, 1, 2)
+        assert persister.submit(again).result(timeout=30).error is None
+    finally:
+        persister.close(10)
+        memory.close()
+    assert open_storage(str(tmp_path)).names(str(again.name)) == ["shard-00001-of-00002.arrow", "shard-00001-of-00002.json"]
+
+
 def test_one_that_is_frozen_holds_nobody_up(tmp_path: Path) -> None:
     """Also with the job of a large model, of which a pipe takes only the beginning."""
     right = lock.acquire(open_storage(str(tmp_path)), "test")

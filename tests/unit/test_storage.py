@@ -8,6 +8,7 @@ import json
 import math
 import os
 import struct
+import threading
 import time
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -594,6 +595,28 @@ def test_a_look_that_fails_does_not_cost_a_checkpoint_of_which_all_came(
     far.failures = 2
     assert checkpoint.await_shards(far, name, entries[0], 2, 30.0, checkpoint.nothing) == entries
     assert far.failures == 0
+
+
+def test_a_shard_that_was_left_out_and_is_tried_again_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of a run all try again what they left out, and each begins when it can: the mark of one may still be there
+    when another looks for its shard."""
+
+    class Slow(LocalStorage):
+        def put(self, name: str, parts: Any) -> None:
+            time.sleep(0.5)
+            super().put(name, parts)
+
+    monkeypatch.setattr(checkpoint, "MARK_S", 0.5)
+    storage, name = LocalStorage(tmp_path), Name(5, 1, 1)
+    own = checkpoint.write_shard(storage, name, 0, 2, [memoryview(bytes(8))])
+    checkpoint.mark_failed(storage, name, 1, 2)
+    late = threading.Timer(0.2, checkpoint.write_shard, (Slow(tmp_path), name, 1, 2, [memoryview(bytes(8))]))
+    late.start()
+    assert len(checkpoint.await_shards(storage, name, own, 2, 30.0, checkpoint.nothing)) == 2
+    checkpoint.mark_failed(storage, name, 1, 3)
+    with pytest.raises(StorageError, match="could not write shard 1 of 3"):
+        checkpoint.await_shards(storage, name, own, 3, 30.0, checkpoint.nothing)
+    late.join()
 
 
 def test_storage_elsewhere_is_not_asked_all_the_time_whether_shards_have_come(tmp_path: Path) -> None:
