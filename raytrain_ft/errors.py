@@ -19,6 +19,7 @@
     │       └── RetryBudgetError      the budget for failures is used up, or recoveries make no progress
     ├── StorageError                  a file that is damaged, missing or of another format
     │   ├── UnreachableError          storage did not answer as it should; what is there may be whole
+    │   ├── AbsentError               a file that is not there, where this process looks
     │   ├── UnknownFormatError        a whole file of another version of raytrain_ft
     │   ├── LockedError               another run writes to the same place
     │   ├── LogGapError               a tensor log lacks a record, or holds it damaged
@@ -104,12 +105,18 @@ class UnreachableError(StorageError):
     """Storage did not answer as it should. What is there may be whole, and another attempt may succeed."""
 
 
+class AbsentError(StorageError):
+    """A file is not there, where this process looks: perhaps its node alone lacks the mount of what others see."""
+
+
 class UnknownFormatError(StorageError):
     """A file is whole, but says what this version does not know: another one has written it, which can read it."""
 
 
 MAY_BE_WHOLE = (UnreachableError, UnknownFormatError)
 """What is said of a checkpoint that cannot be read, and need not be damaged: it is not deleted for that."""
+MAY_BE_WHOLE_ELSEWHERE = (*MAY_BE_WHOLE, AbsentError)
+"""The same, where it is one worker of several that says so."""
 
 
 class LockedError(StorageError):

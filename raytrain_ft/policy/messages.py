@@ -274,7 +274,7 @@ class CheckpointsFound(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRejected(Event):
-    """A worker could not load the checkpoint that it was told to load. damaged: it is; else it was only out of reach."""
+    """A worker could not load the checkpoint that it was told to load. damaged: it is; else it may be whole."""
 
     member: str
     incarnation: int

@@ -18,7 +18,7 @@ from ray.exceptions import (
 )
 
 from raytrain_ft.errors import (
-    MAY_BE_WHOLE,
+    MAY_BE_WHOLE_ELSEWHERE,
     ConfigError,
     FencedError,
     LogGapError,
@@ -130,7 +130,7 @@ class Calls:
             self._tell(m.UndoRefused(member=member, incarnation=incarnation, reason=reason))
             return
         if load and isinstance(cause, StorageError):
-            about = {"name": load, "reason": str(cause)[:1000], "damaged": not isinstance(cause, MAY_BE_WHOLE)}
+            about = {"name": load, "reason": str(cause)[:1000], "damaged": not isinstance(cause, MAY_BE_WHOLE_ELSEWHERE)}
             self._tell(m.CheckpointRejected(member=member, incarnation=incarnation, **about))
             return
         kinds: list[m.FailureKind] = [kind for known, kind in _KINDS.items() if isinstance(cause, known)]

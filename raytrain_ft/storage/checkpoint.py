@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 
-from raytrain_ft.errors import StorageError, UnreachableError
+from raytrain_ft.errors import AbsentError, StorageError, UnreachableError
 from raytrain_ft.storage import manifest as manifests
 from raytrain_ft.storage import shard as shards
 from raytrain_ft.storage.filesystem import LocalStorage, Storage, check_size
@@ -204,12 +204,14 @@ def read_manifest(storage: Storage, name: Name) -> Manifest:
     """The manifest of a checkpoint.
 
     Raises:
-        StorageError: it is missing, damaged, or of another checkpoint.
+        AbsentError: it is not there. StorageError: it is damaged, or of another checkpoint.
     """
     where = f"{name}/{manifests.FILE}"
     size = storage.size(where)
-    if size is None or size > manifests.LARGEST:
-        raise StorageError(f"{where} has {size} bytes" if size else f"{where} is not there, or no file")
+    if size is None:
+        raise AbsentError(f"{where} is not there, or no file")
+    if size > manifests.LARGEST:
+        raise StorageError(f"{where} has {size} bytes, and {manifests.LARGEST} at most if raytrain_ft wrote it")
     manifest = manifests.decode(storage.view(where), where)
     if manifest.name != name:
         raise StorageError(f"{where} is of {manifest.name}: files were moved")
@@ -323,7 +325,8 @@ def map_shards(
         check: see `Content`.
 
     Raises:
-        StorageError: naming the file, if it was cut short or what it says of its tensors cannot be read.
+        AbsentError: a file is not there. StorageError: naming the file, if it was cut short or what it says of its tensors
+            cannot be read.
     """
     count = len(manifest.shards)
     files: list[Mapped] = []
@@ -342,6 +345,8 @@ def map_shards(
 
 def _mapped(storage: Storage, file: str, entry: ShardEntry) -> Mapped:
     size = storage.size(file)
+    if size is None:
+        raise AbsentError(f"{file} is not there, or no file")
     if size != entry.size:
         raise StorageError(f"{file} has {size} bytes, its manifest says {entry.size}: it was cut short or replaced")
     if shards.count_blocks(entry.size) != len(entry.blocks):

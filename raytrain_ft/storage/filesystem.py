@@ -24,7 +24,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from raytrain_ft.errors import ConfigError, StorageError, UnreachableError
+from raytrain_ft.errors import AbsentError, ConfigError, StorageError, UnreachableError
 from raytrain_ft.places import Place
 from raytrain_ft.storage import pages
 from raytrain_ft.storage.durable import advice, sync_directory, write_durably
@@ -313,9 +313,11 @@ class LocalStorage:
 
 
 def _kind(error: Exception) -> type[StorageError]:
-    """Of what failed: whether the storage did, or what lies there is not as it should be."""
+    """Of what failed: whether the storage did, nothing lies there, or what does is not as it should be."""
+    if isinstance(error, NOT_THERE):
+        return AbsentError
     is_link = isinstance(error, OSError) and error.errno == errno.ELOOP
-    return UnreachableError if isinstance(error, OSError) and not is_link and not isinstance(error, NOT_THERE) else StorageError
+    return UnreachableError if isinstance(error, OSError) and not is_link else StorageError
 
 
 def _unlink(path: Path) -> OSError | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from raytrain_ft.errors import MAY_BE_WHOLE, ConfigError, NoCheckpointError, StorageError
+from raytrain_ft.errors import MAY_BE_WHOLE_ELSEWHERE, ConfigError, NoCheckpointError, StorageError
 from raytrain_ft.storage import lock, retention, selection
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.filesystem import Storage
@@ -129,7 +129,7 @@ class Beginning:
             if content is not None and not failures:
                 return content
             passed.append(f"checkpoint {name} is passed over: {failures[0]}")
-            damaged = any(not isinstance(failure, MAY_BE_WHOLE) for failure in failures)
+            damaged = any(not isinstance(failure, MAY_BE_WHOLE_ELSEWHERE) for failure in failures)
             (self._rejected if damaged else self._unread).append(name)
             self._journal.tell("CheckpointPassedOver", {"reason": passed[-1]})
         raise NoCheckpointError(

@@ -1184,6 +1184,26 @@ def test_what_may_be_whole_is_passed_over_but_stays(
     assert [step for step, _ in kept(run_directory)] == [10, 12, 14], "and 10 is there, if 14 should be damaged"
 
 
+def test_what_is_not_there_on_this_worker_is_passed_over_but_stays(
+    run_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount of this node alone is away for a moment: what others see whole is not deleted for it."""
+    size, setup = LocalStorage.size, Setup()
+
+    def away(self: LocalStorage, name: str) -> int | None:
+        return None if "000000012" in name and name.endswith(".arrow") else size(self, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "size", away)
+        run = checkfreq.open(run_directory, every=5, **setup.objects)
+    with run:
+        assert run.step == 10
+        setup.train(run, 14)
+    assert [step for step, _ in kept(run_directory)] == [10, 12, 14]
+    (passed,) = journal(run_directory, "CheckpointPassedOver")
+    assert "is not there" in passed["reason"]
+
+
 def test_all_damaged_is_an_error_and_never_begins_anew(run_directory: Path) -> None:
     damage(shard(run_directory, 12))
     damage(shard(run_directory, 10))

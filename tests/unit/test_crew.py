@@ -19,6 +19,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostError, OutOfMemoryError, RayTaskError
 
 from raytrain_ft.errors import (
+    AbsentError,
     ConfigError,
     FencedError,
     NonFiniteLossError,
@@ -547,7 +548,12 @@ def test_a_file_that_cannot_be_written_is_no_error_of_the_task(crew: Crew, told:
 
 @pytest.mark.parametrize(
     ("error", "damaged"),
-    [(StorageError("its hash differs"), True), (UnreachableError("503"), False), (UnknownFormatError("a version"), False)],
+    [
+        (StorageError("its hash differs"), True),
+        (UnreachableError("503"), False),
+        (AbsentError("not there"), False),
+        (UnknownFormatError("a version"), False),
+    ],
 )
 def test_what_is_out_of_reach_is_no_damaged_checkpoint(
     crew: Crew, told: list[m.Event], error: Exception, damaged: bool

@@ -32,7 +32,7 @@ from store import newest as newest_of
 from torch import Tensor, nn
 
 import raytrain_ft
-from raytrain_ft.errors import ConfigError, FencedError, NoCheckpointError, StorageError, UnreachableError
+from raytrain_ft.errors import AbsentError, ConfigError, FencedError, NoCheckpointError, StorageError, UnreachableError
 from raytrain_ft.places import Place
 from raytrain_ft.storage import checkpoint, filesystem, lock, manifest, retention, selection, shard
 from raytrain_ft.storage.durable import sync_directory
@@ -689,6 +689,17 @@ def test_what_does_not_answer_is_told_from_what_is_not_as_it_should_be(
         monkeypatch.setattr(Path, "is_symlink", fails)
         with pytest.raises(UnreachableError, match="cannot be reached"):
             storage.size("directory/file")
+
+
+@pytest.mark.parametrize("what", ["manifest.json", "shard-00000-of-00001.arrow"])
+def test_what_is_not_there_is_told_from_what_is_damaged(tmp_path: Path, what: str) -> None:
+    storage, name = two_checkpoints(tmp_path), Name(20, 1, 1)
+    manifest = checkpoint.read_manifest(storage, name)
+    (tmp_path / str(name) / what).unlink()
+    with pytest.raises(AbsentError, match=f"step-000000020-e1-i1/{what} is not there"):
+        checkpoint.read(storage, manifest if what.startswith("shard") else checkpoint.read_manifest(storage, name))
+    with pytest.raises(AbsentError):
+        storage.view(f"{name}/{what}")
 
 
 def test_retention_counts_what_was_written_last(tmp_path: Path) -> None:
