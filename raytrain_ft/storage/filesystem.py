@@ -91,7 +91,7 @@ def open_storage(place: Place | str) -> Storage:
     """The storage at a path, or at any URI that `pyarrow.fs` knows ("s3://bucket/runs", "gs://...", "hdfs://...").
 
     Raises:
-        ConfigError: the URI is none, or of no known kind. StorageError: its server cannot be reached.
+        ConfigError: the URI is none, or of no known kind. UnreachableError: its server cannot be reached.
     """
     place = place if isinstance(place, Place) else Place(place)
     local = local_path(place)
@@ -110,7 +110,7 @@ def open_storage(place: Place | str) -> Storage:
             f"storage {place!r} is of no kind that pyarrow.fs knows (s3, gs, hdfs, file): {place.told(str(error))}"
         ) from None
     except OSError as error:  # it asks the server where the bucket is
-        raise StorageError(f"storage {place!r} cannot be reached: {place.told(str(error))}") from None
+        raise UnreachableError(f"storage {place!r} cannot be reached: {place.told(str(error))}") from None
     if not path.strip("/"):
         raise ConfigError(f"storage {place!r} names no directory")
     return RemoteStorage(place, filesystem, path)

@@ -26,7 +26,7 @@ from raytrain_ft.cli import checkpoints as cli_checkpoints
 from raytrain_ft.cli.main import main
 from raytrain_ft.errors import UnreachableError
 from raytrain_ft.result import load_model
-from raytrain_ft.storage import checkpoint, retention, selection
+from raytrain_ft.storage import checkpoint, filesystem, retention, selection
 from raytrain_ft.storage.filesystem import LocalStorage, open_storage
 from raytrain_ft.storage.manifest import Manifest, Name
 from raytrain_ft.storage.shard import Piece, encode
@@ -139,6 +139,19 @@ def test_nor_is_it_in_a_list(run_directory: Path, monkeypatch: pytest.MonkeyPatc
     assert result.exit_code == 0
     assert "damaged" not in result.output
     assert "gone: it was deleted meanwhile" in result.output
+
+
+def test_that_a_server_cannot_be_reached_says_nothing_of_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked where the bucket is before anything else."""
+
+    def away(uri: str) -> Any:
+        raise OSError("When resolving region for bucket 'bucket': AWS Error NETWORK_CONNECTION")
+
+    monkeypatch.setattr(filesystem.pafs, "FileSystem", SimpleNamespace(from_uri=away))
+    for command in ("verify", "list", "show"):
+        result = call(command, "s3://bucket/runs")
+        assert result.exit_code == 3
+        assert "cannot be reached" in result.output
 
 
 @pytest.mark.parametrize("what", ["shard", "manifest"])
