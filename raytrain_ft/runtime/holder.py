@@ -54,13 +54,19 @@ class Holder:
 
     def __init__(self) -> None:
         self._snapshots: dict[Name, Snapshot] = {}
+        self._since = 0
 
     async def put(self, job: Job, data: np.ndarray) -> int:
         """Takes one worker's part: bytes, as a uint8 array. Worker 0 is answered when all parts are there.
 
         Returns:
             Bytes of the snapshot, as far as it is there.
+
+        Raises:
+            StorageError: it is of a world that is over.
         """
+        if job.incarnation < self._since:
+            raise StorageError(f"{job.name}: the world that was writing it is over")
         snapshot = self._snapshots.setdefault(job.name, Snapshot(job.name, job.count))
         snapshot.parts[job.number] = (job.pieces, ray.put(np.array(data)))
         if job.number == 0:
@@ -83,8 +89,10 @@ class Holder:
         """Answers after so long: before that, only the end of this process ends the call."""
         await asyncio.sleep(seconds)
 
-    async def found(self) -> list[tuple[str, int, int, list[dict[str, Any]]]]:
-        """Complete snapshots, newest first: name, step, incarnation, and the records of steps that they hold."""
+    async def found(self, incarnation: int) -> list[tuple[str, int, int, list[dict[str, Any]]]]:
+        """Complete snapshots, newest first: name, step, incarnation, and the records of steps that they hold. Of worlds before
+        this incarnation none comes any more: one may be cut off, and not know that it is over."""
+        self._since = max(self._since, incarnation)
         complete = sorted((name for name, s in self._snapshots.items() if s.complete.is_set()), reverse=True)
         records = [self._snapshots[name].head["values"].get("records", []) for name in complete]
         return [(str(name), name.step, name.incarnation, told) for name, told in zip(complete, records, strict=True)]

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
-from raytrain_ft.errors import NoCheckpointError, StorageError
+from raytrain_ft.errors import LockedError, NoCheckpointError, StorageError
 from raytrain_ft.policy import messages as m
 from raytrain_ft.policy.news import MOST_STORED
 from raytrain_ft.runtime import placement
@@ -110,30 +110,36 @@ class Library:
     async def _find(self, incarnation: int, reached: int, tell: Callable[[m.Event], None]) -> None:
         error, stored, deadline = "", (), time.monotonic() + FIND_SECONDS
         try:
-            stored = await asyncio.wait_for(self._list(deadline), FIND_SECONDS)
+            stored = await asyncio.wait_for(self._list(incarnation, deadline), FIND_SECONDS)
         except TimeoutError:
             error = f"the storage did not answer within {FIND_SECONDS:g} s"
         except Exception as failure:  # whatever it is: the run waits for this answer
             error = str(failure) if isinstance(failure, StorageError) else repr(failure)
         tell(m.CheckpointsFound(incarnation=incarnation, stored=stored, reached=reached, error=error))
 
-    async def _list(self, deadline: float) -> tuple[m.Stored, ...]:
+    async def _list(self, incarnation: int, deadline: float) -> tuple[m.Stored, ...]:
         """Storage that fails once may answer when it is asked again; what is damaged stays so."""
         while True:
             try:
-                return await asyncio.to_thread(self._stored)
-            except NoCheckpointError:
+                return await asyncio.to_thread(self._look, incarnation)
+            except (NoCheckpointError, LockedError):
                 raise
             except StorageError:
                 if time.monotonic() + AGAIN_SECONDS > deadline:
                     raise
             await asyncio.sleep(AGAIN_SECONDS)
 
+    def _look(self, incarnation: int) -> tuple[m.Stored, ...]:
+        """What there is now and stays: worlds before this one add nothing to it any more, and take nothing away."""
+        if self._in_memory:
+            return self._held(incarnation)
+        if self._lock is not None:
+            self._lock.fence(incarnation)
+        return self._stored()
+
     def _stored(self) -> tuple[m.Stored, ...]:
         """The newest: there may be thousands, each of which takes storage some tenths of a second."""
         assert self._spec.checkpoints is not None
-        if self._in_memory:
-            return self._held()
         storage = open_storage(self._spec.checkpoints.place)
         found: dict[m.Stored, list[dict[str, Any]]] = {}
         counting = 0
@@ -148,9 +154,9 @@ class Library:
         self.records = {stored.name: records for stored, records in found.items()}
         return tuple(found)
 
-    def _held(self) -> tuple[m.Stored, ...]:
+    def _held(self, incarnation: int) -> tuple[m.Stored, ...]:
         try:
-            found = ray.get(holder_of(self._spec).found.remote(), timeout=ANSWER_SECONDS)
+            found = ray.get(holder_of(self._spec).found.remote(incarnation), timeout=ANSWER_SECONDS)
         except (ActorDiedError, StorageError):
             return ()  # it is gone, and with it the snapshots
         except RayError as error:

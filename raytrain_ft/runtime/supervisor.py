@@ -449,4 +449,4 @@ def _patiently(work: Callable[[], T]) -> T:
 
 def _has_come_back() -> bool:
     """Whether this process takes the place of one that was lost."""
-    return ray.get_runtime_context().was_current_actor_reconstructed
+    return bool(ray.get_runtime_context().was_current_actor_reconstructed)

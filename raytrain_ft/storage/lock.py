@@ -34,15 +34,24 @@ LEASE_S = 10.0
 RENEW_S = 2.5
 POLL_S = 0.2
 LATEST_EPOCH = 10**9 - 1
-KINDS = {"owner": str, "epoch": int, "host": str, "pid": int, "started": (int, float), "renewed": int, "machine": str}
-OPTIONAL = {"machine"}
+KINDS = {
+    "owner": str,
+    "epoch": int,
+    "host": str,
+    "pid": int,
+    "started": (int, float),
+    "renewed": int,
+    "machine": str,
+    "since": int,
+}
+OPTIONAL = {"machine", "since"}
 """Absent from files of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
     """The content of the file. `renewed` grows with every renewal; -1: the owner has left. `machine` says which processes
-    `pid` is one of: see `_machine`; empty if that is not known."""
+    `pid` is one of: see `_machine`; empty if that is not known. `since`: worlds of an earlier incarnation write no more."""
 
     owner: str
     epoch: int
@@ -51,6 +60,7 @@ class Owner:
     started: float
     renewed: int = 0
     machine: str = ""
+    since: int = 0
 
 
 def read_owner(storage: Storage) -> Owner | None:
@@ -86,31 +96,47 @@ class WriterLock:
         self.owner = owner
         self.new = new
         self.lost = ""
+        self._seen, self._doubtful = _passed(), False
+        self._writing = threading.Lock()
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="writer-lock", daemon=True)
         self._thread.start()
 
     def _renew(self) -> None:
-        seen, doubtful = _passed(), False
-        while not self._released.wait(RENEW_S):
-            try:
-                found = read_owner(self._storage)
-                mine = found is not None and (found.owner, found.epoch) == (self.owner.owner, self.owner.epoch)
-                gone = found is None and _passed() - seen < LEASE_S  # so nobody can have succeeded this owner
-                late = found is not None and found.epoch < self.owner.epoch  # the one before was held up in the middle of this
-                if not (mine or gone or late):
-                    self.lost = _succeeded(self._storage, found)
-                    return
-                seen = _passed()
-                self.owner = replace(self.owner, renewed=self.owner.renewed + 1)
-                _write(self._storage, self.owner)
-                doubtful |= _passed() - seen > LEASE_S
-                if doubtful and _was_succeeded(self._storage, self.owner.epoch):
-                    self.lost = _succeeded(self._storage, None)
-                    return
-                doubtful = False
-            except StorageError:
-                continue  # the storage may come back; if it does not, others take over after the lease
+        while not self._released.wait(RENEW_S) and not self.lost:
+            with suppress(StorageError):  # the storage may come back; if it does not, others take over after the lease
+                self._say(self.owner.since)
+
+    def _say(self, since: int) -> None:
+        """Once more whose the right is, unless it is another's by now."""
+        with self._writing:
+            found = read_owner(self._storage)
+            mine = found is not None and (found.owner, found.epoch) == (self.owner.owner, self.owner.epoch)
+            gone = found is None and _passed() - self._seen < LEASE_S  # so nobody can have succeeded this owner
+            late = found is not None and found.epoch < self.owner.epoch  # the one before was held up in the middle of this
+            if not (mine or gone or late):
+                self.lost = _succeeded(self._storage, found)
+                return
+            self._seen = _passed()
+            said = found.since if found is not None and mine else 0  # perhaps by another process of this owner
+            self.owner = replace(self.owner, renewed=self.owner.renewed + 1, since=max(since, self.owner.since, said))
+            _write(self._storage, self.owner)
+            self._doubtful |= _passed() - self._seen > LEASE_S
+            if self._doubtful and _was_succeeded(self._storage, self.owner.epoch):
+                self.lost = _succeeded(self._storage, None)
+            self._doubtful = False
+
+    def fence(self, since: int) -> None:
+        """Worlds of an earlier incarnation commit nothing from now on, and delete nothing: some may be cut off from all who
+        could tell them that they are over, but not from this storage.
+
+        Raises:
+            LockedError: another has the right. StorageError: it cannot be said now.
+        """
+        if not self.lost:
+            self._say(since)
+        if self.lost:
+            raise LockedError(self.lost)
 
     def hand_over(self) -> None:
         """Leaves it to another process of the same owner, which has taken it over."""
@@ -142,7 +168,8 @@ def acquire(storage: Storage, owner: str) -> WriterLock:
         found = _await_end(storage, found)
     known = found.epoch if found is not None and found.owner == owner else None
     epoch = _claim(storage, found) if known is None else known
-    mine = Owner(owner, epoch, socket.gethostname(), os.getpid(), began(os.getpid()), machine=_machine())
+    since = found.since if found is not None and known is not None else 0
+    mine = Owner(owner, epoch, socket.gethostname(), os.getpid(), began(os.getpid()), machine=_machine(), since=since)
     try:
         began_at = _passed()
         if known is None and read_owner(storage) != found:  # while this process was held up

@@ -74,6 +74,7 @@ def carry_out(
     storage = open_storage(job.place)
     if job.number == 0:  # one of them is enough
         with suppress(StorageError):  # perhaps there is room without
+            _check_right(storage, job)
             retention.make_room(storage, job.name)
     began = time.monotonic()
     own = checkpoint.write_shard(storage, job.name, job.number, job.count, parts)
@@ -124,6 +125,8 @@ def _check_right(storage: Storage, job: Job) -> None:
         raise StorageError(f"{storage.uri}/{what}; {job.name} is not committed")
     if (found.owner, found.epoch) != (job.owner, job.epoch):
         raise LockedError(f"{storage.uri}: another run has taken the right to write; {job.name} is not committed")
+    if found.since > job.incarnation:
+        raise StorageError(f"{job.name}: the world that was writing it is over")
 
 
 def _tidy(storage: Storage, job: Job) -> str:
@@ -135,6 +138,7 @@ def _tidy(storage: Storage, job: Job) -> str:
             storage.put(name, [memoryview(content.encode())])
 
     def delete() -> None:
+        _check_right(storage, job)  # in a world that is cut off, and over since the commit, what others go back to would go
         retention.retain(storage, job.name, job.keep, job.rejected, job.begun, job.unread)
 
     failed: list[str] = []

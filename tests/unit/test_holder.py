@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from raytrain_ft.errors import StorageError
 from raytrain_ft.places import Place
 from raytrain_ft.runtime import holder
 from raytrain_ft.storage.job import Job
@@ -111,6 +112,24 @@ def test_snapshots_that_broke_off_go_with_the_next_that_is_whole(monkeypatch: py
     assert sorted(name.step for name in kept._snapshots) == [5, 15, 20]
 
 
+def test_a_world_that_is_over_brings_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be cut off from its supervisor, and not from here: a few more, and what the others go back to is forgotten."""
+    monkeypatch.setattr(holder, "ray", SimpleNamespace(put=lambda data: data))
+    kept = holder.Holder()
+    about = {"place": Place("here"), "owner": "run", "epoch": 0, "pieces": PIECES, "number": 0, "count": 1, "size": 4}
+
+    async def live() -> None:
+        await kept.put(Job(step=5, incarnation=1, **about), np.zeros(4, np.uint8))
+        assert [step for _, step, _, _ in await kept.found(2)] == [5]
+        for step in (10, 15, 20):
+            with pytest.raises(StorageError, match="the world that was writing it is over"):
+                await kept.put(Job(step=step, incarnation=1, **about), np.zeros(4, np.uint8))
+        await kept.put(Job(step=6, incarnation=2, **about), np.zeros(4, np.uint8))
+        assert [step for _, step, _, _ in await kept.found(3)] == [6, 5]
+
+    asyncio.run(live())
+
+
 def test_one_that_becomes_whole_late_leaves_the_one_that_everybody_goes_back_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its world is over, so nobody may go back to it; without the other the run would begin anew."""
     monkeypatch.setattr(holder, "ray", SimpleNamespace(put=lambda data: data))
@@ -121,7 +140,7 @@ def test_one_that_becomes_whole_late_leaves_the_one_that_everybody_goes_back_to(
         for step in (5, 10):
             for number in (1, 0):
                 await kept.put(Job(step=step, number=number, count=2, size=4, timeout_s=5.0, **about), np.zeros(4, np.uint8))
-            assert (await kept.found())[0][1] == step
+            assert (await kept.found(1))[0][1] == step
         assert await kept.get(str(Name(5, 0, 1))) is not None
 
     asyncio.run(live())

@@ -13,9 +13,11 @@ import torch
 from store import save
 
 from raytrain_ft.places import Place
+from raytrain_ft.policy import messages as m
 from raytrain_ft.runtime import library as libraries
 from raytrain_ft.runtime.library import Library
 from raytrain_ft.storage import lock
+from raytrain_ft.storage.filesystem import LocalStorage
 from raytrain_ft.storage.manifest import Manifest
 from raytrain_ft.storage.retention import KEEP_ALL
 
@@ -63,6 +65,22 @@ def test_who_has_lost_the_right_to_write_hears_of_it_and_loads_nothing_of_its_su
         successor.cancel()
         await asyncio.to_thread(save, Place(str(tmp_path)), 1000, {"w": torch.zeros(3)}, **about)
         assert [one.step for one in library._stored()] == [5]
+
+    asyncio.run(live())
+
+
+def test_who_looks_what_there_is_to_go_back_to_ends_what_earlier_worlds_write(tmp_path: Path) -> None:
+    library, told = library_of(tmp_path, "auto", "a"), asyncio.Queue[m.Event]()
+
+    async def live() -> None:
+        await library.open()
+        library.find(4, 0, told.put_nowait)
+        found = await asyncio.wait_for(told.get(), 30)
+        assert (found.incarnation, found.error) == (4, "")
+        owner = await asyncio.to_thread(lock.read_owner, LocalStorage(tmp_path))
+        assert owner is not None
+        assert owner.since == 4
+        await library.close()
 
     asyncio.run(live())
 

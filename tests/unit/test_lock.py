@@ -386,6 +386,29 @@ def test_an_owner_elsewhere_that_renews_is_not_succeeded(tmp_path: Path, monkeyp
         renewing.result(20)
 
 
+def test_worlds_that_are_over_stay_so_when_it_is_renewed_and_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "RENEW_S", 0.05)
+    storage = LocalStorage(tmp_path)
+    first = acquire(storage, "a")
+    first.fence(3)
+    until_renewed(tmp_path)
+    first.hand_over()
+    second = acquire(storage, "a")
+    until_renewed(tmp_path)
+    second.fence(2)
+    found = read_owner(storage)
+    assert found is not None
+    assert found.since == 3
+    second.release()
+    other = acquire(storage, "b")
+    assert other.owner.since == 0, "its own worlds"
+    with pytest.raises(LockedError, match="run b"):
+        first.fence(4)
+    other.release()
+
+
 def test_whoever_lost_the_right_to_write_cannot_commit(tmp_path: Path) -> None:
     storage = two_checkpoints(tmp_path)
     own(storage, replace(OWNER, owner="another", epoch=2))

@@ -128,6 +128,50 @@ def test_without_a_word_of_who_may_write_no_other_run_is_blamed(tmp_path: Path, 
         carry_out(job(root, 30, 0), data, set())
 
 
+def test_a_world_that_is_over_commits_nothing_and_deletes_nothing(tmp_path: Path) -> None:
+    """Its nodes may be cut off from all others, but not from this storage: it trains on, and what the others have gone back to
+    would be the oldest of its checkpoints soon."""
+    storage = two_checkpoints(tmp_path)
+    right = lock.acquire(storage, "test")
+    data = memoryview(bytes(SIZE))
+    one = Job(
+        place=Place(str(tmp_path)),
+        owner="test",
+        epoch=right.owner.epoch,
+        step=30,
+        incarnation=1,
+        number=0,
+        count=1,
+        pieces=[Piece("t", "torch.uint8", (SIZE,), 0, SIZE)],
+        keep=1,
+    )
+    partial = tmp_path / str(Name(25, right.owner.epoch, 2))
+    partial.mkdir()
+    right.fence(2)
+    with pytest.raises(StorageError, match="the world that was writing it is over"):
+        carry_out(one, data, set())
+    assert [found.name.step for found in checkpoint.found(storage) if found.complete] == [20, 10]
+    assert partial.exists(), "the new world is about to write it"
+    carry_out(replace(one, incarnation=2), data, set())
+    assert [found.name.step for found in checkpoint.found(storage) if found.complete] == [30]
+    right.release()
+
+
+def test_a_world_that_is_over_as_it_commits_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others may be about to load what it would replace."""
+    storage = two_checkpoints(tmp_path)
+    right = lock.acquire(storage, "test")
+    commit = checkpoint.commit
+    monkeypatch.setattr(checkpoint, "commit", lambda *about: (commit(*about), right.fence(2)))
+    about = {"place": Place(str(tmp_path)), "owner": "test", "epoch": right.owner.epoch, "incarnation": 1, "keep": 1}
+    pieces = [Piece("t", "torch.uint8", (SIZE,), 0, SIZE)]
+    one = Job(step=30, number=0, count=1, pieces=pieces, **about)
+    untidy = persisters.carry_out(one, encode(pieces, memoryview(bytes(SIZE))), set())
+    assert untidy.startswith("what it replaces could not be deleted: ")
+    assert [found.name.step for found in checkpoint.found(storage) if found.complete] == [30, 20, 10]
+    right.release()
+
+
 def test_a_disk_on_which_nothing_can_be_written_beside_a_checkpoint_is_made_room_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
