@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import nn
 from train_digits import Digits, accuracy
 
@@ -86,7 +86,8 @@ def main() -> int:
 
     task = Digits(STEPS)
     verdicts = []
-    table = Table("run", "test accuracy", "recoveries", "parameters undone", "against the undisturbed run", "records")
+    head = ("run", "test accuracy", "recoveries", "parameters undone", "against the undisturbed run", "records")
+    table = Table(*(Column(name, overflow="fold") for name in head))  # else a narrow terminal shows no whole name
     for result, bound in ((first, 0.0), (second, 0.0), (third, BOUND)):
         violations = check(read_records(Path(result.path) / "events.jsonl"))
         away = distance(result, first)

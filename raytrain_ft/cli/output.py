@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 import click
 from rich.console import Console
@@ -18,11 +19,27 @@ from raytrain_ft.progress import printable
 FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 DIRECTORY = click.Path(file_okay=False, writable=True, path_type=Path)
 """Types of options: what is there already must be writable."""
+WIDE = 10_000
+"""Characters that a table may take, and none does: it takes as many as its longest row needs."""
+
+
+class _Console(Console):
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As by rich, which would cut what does not fit into a column: such words are folded."""
+        for table in objects:
+            if isinstance(table, Table):
+                for column in table.columns:
+                    column.overflow = "fold"
+        super().print(*objects, **options)
 
 
 def console() -> Console:
-    """As all commands print: a terminal wraps long lines, and numbers have no colours."""
-    return Console(highlight=False, soft_wrap=True)
+    """As all commands print: a terminal wraps long lines, numbers have no colours, and nothing that is in a table is cut.
+    Without a terminal, as in a pipe or a job's log, each row is one line."""
+    made = _Console(highlight=False, soft_wrap=True)
+    if not made.is_terminal:
+        made.width = WIDE
+    return made
 
 
 def row(table: Table, *cells: str) -> None:

@@ -13,8 +13,6 @@ from raytrain_ft.errors import FTError
 from raytrain_ft.study import ModelStudy, Plan, run
 
 console = output.console()
-TABLE_WIDTH = 200
-"""Characters that a table may take, and none does: a narrow terminal wraps lines, which is better than numbers cut off."""
 DEFAULT = Plan(
     name="digits",
     models=(
@@ -43,7 +41,7 @@ def study_command(scenario: Path | None, is_quick: bool, plots: Path | None, jso
             results = run(plan, done)
     except FTError as error:
         raise click.ClickException(str(error)) from error
-    console.width = max(console.width, TABLE_WIDTH)
+    console.width = output.WIDE  # a narrow terminal wraps lines, which is better than numbers on two of them
     for table in views.tables(results):
         console.print(table)
     if plots is not None:

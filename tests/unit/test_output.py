@@ -87,3 +87,39 @@ def test_trying_makes_nothing_and_touches_nothing(tmp_path: Path) -> None:
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("there.json", "as it was")]
     output.write(tmp_path / "new" / "out.json", "{}")
     assert (tmp_path / "new" / "out.json").read_text() == "{}\n"
+
+
+DIRECTORY = f"/mnt/shared/{'runs-of-a-team/' * 8}digits"
+RUN_ALIVE = {
+    "name": "a-name-of-a-run-that-is-long",
+    "state": "RUNNING",
+    "step": 1234,
+    "max_steps": 10_000,
+    "unfollowed_s": 3.0,
+    "world_size": 16,
+    "directory": DIRECTORY,
+}
+
+
+def listed(monkeypatch: pytest.MonkeyPatch, **terminal: str) -> list[str]:
+    """The lines of `raytrain-ft list` with 80 columns."""
+    monkeypatch.setattr("raytrain_ft.attaching.alive", lambda: [RUN_ALIVE])
+    found = CliRunner().invoke(main, ["list"], env={"COLUMNS": "80", **terminal})
+    assert found.exit_code == 0, found.output
+    assert "…" not in found.output
+    return found.output.splitlines()
+
+
+def test_without_a_terminal_each_row_is_a_line_and_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever copies a path from a job's log needs all of it, and `grep` finds a line."""
+    (row,) = [line for line in listed(monkeypatch) if line.startswith("│")]
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells == [RUN_ALIVE["name"], "running", "1,234 of 10,000", "16", "3 s ago", DIRECTORY]
+
+
+def test_on_a_terminal_a_table_is_folded_and_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = listed(monkeypatch, FORCE_COLOR="1", TERM="dumb")
+    assert max(map(len, lines)) <= 80
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+    folded = ["".join(cells).replace(" ", "") for cells in zip(*rows, strict=True)]
+    assert folded == [RUN_ALIVE["name"], "running", "1,234of10,000", "16", "3sago", DIRECTORY]
