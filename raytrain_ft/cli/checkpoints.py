@@ -30,8 +30,8 @@ from raytrain_ft.training.export import state_dicts, state_of
 
 console = output.console()
 LONGEST_VALUE = 200
-DAMAGED, UNREAD = 1, 3
-"""Exit codes; 2 is click's, of arguments that cannot be used."""
+DAMAGED, UNUSABLE, UNREAD = 1, 2, 3
+"""Exit codes; the second is click's, of arguments that cannot be used."""
 PLACE = click.argument("place", type=Place)
 WHICH = click.option("--name", "which", help="Name or step of the checkpoint; default: the newest valid one.")
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -46,6 +46,10 @@ class _Unread(click.ClickException):
     exit_code = UNREAD
 
 
+class _Unusable(click.ClickException):
+    exit_code = UNUSABLE
+
+
 def _clearly(command: Command) -> Command:
     """Errors of the storage are told in a line, without a traceback."""
 
@@ -54,7 +58,8 @@ def _clearly(command: Command) -> Command:
         try:
             command(*args, **options)
         except (StorageError, ConfigError, OSError) as error:
-            kind = _Unread if isinstance(error, MAY_BE_WHOLE) else click.ClickException
+            others = _Unusable if isinstance(error, ConfigError) else click.ClickException
+            kind = _Unread if isinstance(error, MAY_BE_WHOLE) else others
             raise kind(printable(str(error))) from error
 
     return wrapped  # pyright: ignore[reportReturnType]
@@ -94,7 +99,7 @@ def list_(place: Place, verify: bool) -> None:
 @_clearly
 def verify(place: Place) -> None:
     """Reads every byte of every checkpoint. The exit code is 1 if one is damaged; else 3 if one could not be read: storage
-    did not answer, or another version of raytrain_ft wrote it."""
+    did not answer, or another version of raytrain_ft wrote it. It is 2 if PLACE holds none."""
     storage = _storage(place)
     verdicts: set[str] = set()
     for found in _found(storage):
@@ -170,7 +175,7 @@ def _storage(place: Place) -> Storage:
         storage = open_storage(one)
         if checkpoint.found(storage):
             return storage
-    raise click.ClickException(f"{place} holds no checkpoints: give a run's directory, or the directory of its checkpoints")
+    raise _Unusable(f"{place} holds no checkpoints: give a run's directory, or the directory of its checkpoints")
 
 
 def _found(storage: Storage) -> list[Found]:

@@ -466,6 +466,8 @@ def test_trainers_checkpoints(tmp_path: Path) -> None:
 
 def test_clear_errors(tmp_path: Path, run_directory: Path) -> None:
     assert "holds no checkpoints" in call("list", tmp_path / "nothing").output
+    for mistyped in (tmp_path / "nothing", "s4://bucket/runs"):
+        assert call("verify", mistyped).exit_code == 2, "1 is for what is damaged"
     assert "no kind that pyarrow.fs knows" in call("list", "nosuch://x").output
     assert "not there" in call("show", run_directory, "--name", "77").output
     assert "no step or name" in call("show", run_directory, "--name", "../../etc").output
