@@ -70,10 +70,10 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory(prefix="checkfreq-") as directory:
         path = str(Path(args.path or f"{directory}/digits").absolute())
-        here = (
-            {} if "RAY_ADDRESS" in os.environ else {"num_cpus": 3, "include_dashboard": False}
-        )  # a cluster, or one of its own
-        ray.init(**here)
+        try:
+            ray.init(num_cpus=3, include_dashboard=False)  # a cluster of its own
+        except ValueError:  # there is one here, which has as many CPUs as it has
+            ray.init()
         result = TorchTrainer(
             train_loop,
             train_loop_config={"path": path, "epochs": args.epochs, "jobs": JOBS},

@@ -188,7 +188,9 @@ def main() -> None:
     patience = timedelta(minutes=args.node_minutes)
     kind = "masked-lm" if args.masked else "tied-lm" if args.tied else "lm"
     name = args.name or (kind if args.stages == 1 else f"{kind}-{args.stages}-stages")
-    workers = args.num_workers or (2 if args.stages == 1 else args.stages)
+    workers = args.num_workers if args.num_workers is not None else 2 if args.stages == 1 else args.stages
+    if workers < 1 or args.stages < 1 or workers % args.stages:
+        parser.error(f"--num-workers {workers}: {args.stages} stages need a multiple of {args.stages}")
     cluster, faults, resume = nullcontext(), [], "auto"
     if args.lose_stage is not None:
         cluster = LocalCluster(workers + 1, cpus_per_node=args.cpus_per_worker)  # a node for each worker, and one for a spare

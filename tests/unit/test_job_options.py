@@ -56,12 +56,15 @@ def test_the_batch_of_a_pipeline_is_of_whole_micro_batches(monkeypatch: pytest.M
     assert run(module, "--stages 2 --num-workers 8 --micro-batches 100", monkeypatch)["global_batch_size"] == 400
 
 
-@pytest.mark.parametrize("command", ["--stages 3 --num-workers 2", "--stages 3 --num-workers 4", "--stages 0"])
+@pytest.mark.parametrize("name", ["train_lm", "train_vit"])
+@pytest.mark.parametrize(
+    "command", ["--stages 3 --num-workers 2", "--stages 3 --num-workers 4", "--stages 0", "--num-workers 0"]
+)
 def test_workers_that_are_no_whole_replicas_are_refused(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = load("train_vit", monkeypatch)
-    monkeypatch.setattr(sys, "argv", ["train_vit", *command.split()])
+    module = load(name, monkeypatch)
+    monkeypatch.setattr(sys, "argv", [name, *command.split()])
     with pytest.raises(SystemExit) as ended:
         module.main()
     assert ended.value.code == 2
@@ -82,6 +85,30 @@ def test_ray_train_keeps_its_own_files_where_every_node_sees_them(tmp_path: Path
         module.main()
     assert given["train_loop_config"]["path"] == str(tmp_path / "run")
     assert Path(given["run_config"].storage_path).parent == tmp_path
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_job_with_ray_train_uses_the_cluster_that_is_there_or_starts_its_own(
+    is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node of a cluster need not say so in RAY_ADDRESS."""
+    module, calls = load("checkfreq_ray_train", monkeypatch), []
+
+    def init(**options: Any) -> None:
+        calls.append(options)
+        if is_there and "num_cpus" in options:
+            raise ValueError("When connecting to an existing cluster, num_cpus and num_gpus must not be provided.")
+
+    def trainer(*loop: object, **options: Any) -> None:
+        raise Asked
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.train.torch.TorchTrainer", trainer)
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setattr(sys, "argv", ["checkfreq_ray_train", "--path", str(tmp_path / "run")])
+    with pytest.raises(Asked):
+        module.main()
+    assert calls == [{"num_cpus": 3, "include_dashboard": False}, *[{}] * is_there]
 
 
 def texts() -> list[str]:
