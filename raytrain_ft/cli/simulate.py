@@ -58,7 +58,7 @@ RUN = click.Path(exists=True, file_okay=False, path_type=Path)
 )
 @click.option("--seeds", type=click.IntRange(min=1), show_default=str(SEEDS), help="Runs of each strategy.")
 @click.option("--sweep", "sweeps", multiple=True, type=click.Choice(["interval", "mtbf"]), help="Vary this; repeatable.")
-@click.option("--best-interval", "best", is_flag=True, help="Save as often as takes the least time.")
+@click.option("--best-interval", "best", is_flag=True, help="Save as often as takes the least time, whatever --every says.")
 @click.option("--plots", type=output.DIRECTORY, help="A directory: writes plots there.")
 @click.option("--json", "json_path", type=output.FILE, help="A file: writes everything there.")
 def simulate_command(
@@ -161,6 +161,8 @@ def _study(
     job, strategies, failures = what.job, what.strategies, what.failures
     times = _times_between(job, failures) if "mtbf" in sweeps else []
     saving = [strategy for strategy in strategies if strategy.interval(job) is not None]
+    if best or "interval" in sweeps:
+        _tell_left_out([strategy.name for strategy in strategies if strategy not in saving], not saving)
     if best:
         with output.progress("best interval", len(saving)) as done:
             found = {strategy: best_interval(job, strategy, failures, seeds, done)[0] for strategy in saving}
@@ -189,6 +191,19 @@ def _study(
             for sweep in swept:
                 views.plot_sweep(job, sweep, plots / f"{sweep.variable.removesuffix('_s')}.png")
         console.print(f"plots are in {plots}", markup=False)
+
+
+def _tell_left_out(names: Sequence[str], all_are: bool) -> None:
+    """That the interval of these strategies cannot be varied.
+
+    Raises:
+        click.ClickException: they are all that there are.
+    """
+    lines = [f"{name} saves nothing: give it `every`, or --every" for name in names]
+    if all_are:
+        raise click.ClickException("\n".join(lines))
+    for line in lines:
+        output.warn(line)
 
 
 def _times_between(job: Job, failures: Failures) -> list[float]:

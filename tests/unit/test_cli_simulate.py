@@ -152,6 +152,21 @@ def test_strategies_intervals_and_failures_can_be_given_instead(file: Path, tmp_
     assert horovod["interval"] != 50
 
 
+@pytest.mark.parametrize("option", ["--best-interval", "--sweep=interval"])
+def test_who_has_no_interval_that_could_be_varied_is_named(option: str, file: Path) -> None:
+    said = "replication saves nothing: give it `every`, or --every"
+    result = invoke(file, "--seeds", 1, option)
+    assert result.exit_code == 0, result.output
+    assert said in result.stderr
+    assert "global_checkpoint saves" not in result.stderr
+    assert "saves nothing" not in invoke(file, "--seeds", 1, option, "--every", 50).output
+    result = invoke(file, "--seeds", 1, option, "--strategy", "replication", "--strategy", "lossy")
+    assert result.exit_code == 1
+    assert said in result.stderr
+    assert "lossy saves nothing" in result.stderr
+    assert result.stdout == ""
+
+
 def test_a_kind_is_simulated_as_the_file_has_it_and_lent_an_interval_only_if_it_needs_one(file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     file.write_text(FILE.replace("kind: replication", "kind: replication, every: 40"))
