@@ -93,6 +93,8 @@ def events(run: Path) -> None:
         late = record["event"] == "TimerFired" and record["timer"].startswith(("fence", "save"))  # who did not answer is lost
         if late or record["event"] in LOST + ENDED + FAILED:
             what = next((record[key] for key in ("cause", "reason", "message", "error", "timer") if record.get(key)), "")
+            if isinstance(what, list):  # an error: its class, and what it says
+                what = ": ".join(map(str, what))
             who = record.get("lost" if record["event"] == "CauseFound" else "member", "")
             line = f"{record['at']:9.2f} s  {record['event']}  {who}  {what}"
             console.print(printable(line), markup=False)

@@ -75,21 +75,24 @@ def test_every_loss_is_printed_with_its_cause(tmp_path: Path) -> None:
         {"at": 3.0, "event": "TimerFired", "timer": "fence", "incarnation": 2},
         {"at": 4.0, "event": "TimerFired", "timer": "replacement", "incarnation": 2},
         {"at": 5.0, "event": "TaskFailed", "member": "w2", "cause": None, "message": "ZeroDivisionError"},
+        {"at": 6.0, "event": "RunFailed", "state": "ERRORED", "error": ["TaskError", "rank 1: it isn't there"]},
     ]
     write(tmp_path, records)
     printed = CliRunner().invoke(main, ["events", str(tmp_path)]).output.splitlines()
-    assert [line.split() for line in printed[:5]] == [
+    assert [line.split() for line in printed[:6]] == [
         ["1", "CauseFound"],
+        ["1", "RunFailed"],
         ["1", "TaskFailed"],
         ["2", "TimerFired"],
         ["1", "WorkerLost"],
         ["1", "WorkerStarted"],
     ]
-    assert [" ".join(line.split()) for line in printed[5:]] == [
+    assert [" ".join(line.split()) for line in printed[6:]] == [
         "2.00 s WorkerLost w1 the process died",
         "2.10 s CauseFound w1 killed for memory",
         "3.00 s TimerFired fence",
         "5.00 s TaskFailed w2 ZeroDivisionError",
+        "6.00 s RunFailed TaskError: rank 1: it isn't there",
     ]
 
 
