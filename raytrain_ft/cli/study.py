@@ -44,8 +44,8 @@ def study_command(scenario: Path | None, is_quick: bool, plots: Path | None, jso
     console.width = output.WIDE  # a narrow terminal wraps lines, which is better than numbers on two of them
     for table in views.tables(results):
         console.print(table)
+    output.write(json_path, views.as_json(results))  # first, for it is all that was found, and a plot may fail
     if plots is not None:
         with output.told(plots):
             views.plot(results, plots)
         console.print(f"plots are in {plots}", markup=False)
-    output.write(json_path, views.as_json(results))

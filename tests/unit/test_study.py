@@ -347,6 +347,18 @@ def test_the_command_writes_tables_plots_and_json(tmp_path: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in plots.iterdir())
 
 
+def test_what_was_measured_is_not_lost_with_a_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("raytrain_ft.cli.study_views.plot", fails)
+    out = tmp_path / "out.json"
+    result = invoke(tmp_path / "small.yaml", FILE, "--json", out, "--plots", tmp_path / "plots")
+    assert result.exit_code == 1
+    assert "No space left on device" in result.output
+    assert json.loads(out.read_text())["outcomes"]
+
+
 def test_what_was_measured_of_a_training_that_diverges_is_not_lost(tmp_path: Path) -> None:
     out, plots = tmp_path / "out.json", tmp_path / "plots"
     result = invoke(tmp_path / "wild.yaml", FILE.replace("    lr: 0.1", "    lr: 100000"), "--json", out, "--plots", plots)
