@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from raytrain_ft import __version__
 from raytrain_ft.cli.attach import attach_command, list_command, stop_command
 from raytrain_ft.cli.checkpoints import checkpoints
 from raytrain_ft.cli.cluster import check_cluster
@@ -32,7 +33,7 @@ class _Main(click.Group):
 
 
 @click.group(cls=_Main)
-@click.version_option(package_name="raytrain_ft")
+@click.version_option(__version__)  # which there is where the package is not installed, too
 def main() -> None:
     """Looks into the runs of raytrain_ft, rehearses failures, and steers runs that are under way.
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+import raytrain_ft
 from raytrain_ft.cli import output, records, simulate, study
 from raytrain_ft.cli.main import main
 
@@ -87,6 +90,19 @@ def test_trying_makes_nothing_and_touches_nothing(tmp_path: Path) -> None:
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("there.json", "as it was")]
     output.write(tmp_path / "new" / "out.json", "{}")
     assert (tmp_path / "new" / "out.json").read_text() == "{}\n"
+
+
+def test_the_version_is_told_where_the_package_is_not_installed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the nodes of a cluster, to which a job's directory is uploaded."""
+
+    def unknown(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", unknown)
+    result = CliRunner().invoke(main, ["--version"], prog_name="raytrain-ft")
+    assert (result.exit_code, result.output) == (0, f"raytrain-ft, version {raytrain_ft.__version__}\n")
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["version"] == raytrain_ft.__version__
 
 
 DIRECTORY = f"/mnt/shared/{'runs-of-a-team/' * 8}digits"
