@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from raytrain_ft.attaching import find
-from raytrain_ft.errors import ConfigError
+from raytrain_ft.errors import ConfigError, last_words
 from raytrain_ft.follow import ANSWER_S, Account
 
 
@@ -75,7 +75,9 @@ def _get(answer: Any) -> None:
     try:
         ray.get(answer, timeout=ANSWER_S)
     except RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, ConfigError) else error) from None
+        if isinstance(error.cause, ConfigError):
+            raise error.cause from None
+        raise ConfigError(f"the supervisor failed at this request: {last_words(str(error))}") from error
     except RayError as error:
         raise ConfigError(f"the supervisor did not answer, so the request may not have come: ask again ({error})") from error
 

@@ -11,6 +11,7 @@ import click
 from raytrain_ft import steer
 from raytrain_ft.cli import arguments
 from raytrain_ft.errors import FTError
+from raytrain_ft.progress import printable
 
 RUN = click.argument("run")
 RANK = click.argument("rank", type=int)
@@ -64,5 +65,5 @@ def _carry_out(request: Callable[..., None], *args: Any, **options: Any) -> None
     try:
         request(*args, **options)
     except FTError as error:
-        click.echo(f"{type(error).__name__}: {error}", err=True)
+        click.echo(f"{type(error).__name__}: {printable(str(error))}", err=True)
         sys.exit(2)

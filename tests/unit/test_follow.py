@@ -7,12 +7,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from click.testing import CliRunner
 from pages import ROOT
 from ray._private.utils import check_version_info
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError, RaySystemError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayError, RaySystemError, RayTaskError
 from store import OWNER, own
 
 import raytrain_ft as ft
@@ -394,3 +395,18 @@ def test_a_name_is_that_of_the_run_that_is_alive_though_one_here_has_ended(
     assert find("digits")[1]["state"] == "FINISHED"
     monkeypatch.setattr("raytrain_ft.attaching.alive", lambda: (_ for _ in ()).throw(ConfigError("no cluster")))
     assert find("digits")[1]["state"] == "FINISHED"
+
+
+@pytest.mark.parametrize("command", ["suspend digits 0", "resume digits 0", "leave digits 0"])
+def test_a_supervisor_that_fails_at_a_request_is_told_in_a_line(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the exit code of what could not be done, and nothing that steers the terminal."""
+
+    def get(*_: object, **__: object) -> None:
+        where = 'ray::Supervisor.sleep()\n  File "supervisor.py", line 7, in sleep\n    x\n'
+        raise RayTaskError("sleep", f"{where}KeyError: '\x1b]0;w0'", KeyError("w0"))
+
+    alive = (MagicMock(), {"world": ["w0"]})
+    monkeypatch.setattr("raytrain_ft.steer.find", lambda run: alive)
+    monkeypatch.setattr("raytrain_ft.steer.ray.get", get)
+    said = CliRunner().invoke(main, command.split())
+    assert (said.exit_code, said.stderr) == (2, "ConfigError: the supervisor failed at this request: KeyError: '?]0;w0'\n")
