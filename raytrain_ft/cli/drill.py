@@ -58,6 +58,8 @@ def drill_command(
     try:
         if place != "cluster" and (address or confirmed):
             raise click.UsageError(f"--address and --yes-break-this-cluster go with --on cluster, not with --on {place}")
+        if place == "simulator" and storage_path is not None:
+            raise click.UsageError("--storage-path does not go with --on simulator, which keeps no records")
         found = _drill(Scenario.load(scenario), place, address, confirmed, storage_path, run, quiet)
     except FTError as error:
         click.echo(f"Error: {error}", err=True)

@@ -563,3 +563,8 @@ def test_the_command_refuses_what_cannot_be_with_a_code_of_its_own(tmp_path: Pat
     confirmed = CliRunner().invoke(drill_command, [str(tmp_path / "scenario.yaml"), "--yes-break-this-cluster", "10.0.0.1:1"])
     assert confirmed.exit_code == 2
     assert "go with --on cluster" in confirmed.output
+    stored = CliRunner().invoke(
+        drill_command, [str(tmp_path / "scenario.yaml"), "--on", "simulator", "--storage-path", str(tmp_path)]
+    )
+    assert stored.exit_code == 2
+    assert "--storage-path does not go with --on simulator" in stored.output
