@@ -241,5 +241,5 @@ def _table(config: dict[str, Any]) -> Table:
         market = _market(config, node)
         most = kind.get("max_workers", config.get("max_workers"))
         count = "1, the head" if name == config["head_node_type"] else f"{kind.get('min_workers', 0)} to {most}"
-        table.add_row(name, str(node.get("InstanceType", "")), market, count, str(kind.get("resources", "")))
+        output.row(table, str(name), str(node.get("InstanceType", "")), market, count, str(kind.get("resources", "")))
     return table

@@ -298,6 +298,13 @@ def test_a_head_that_may_be_taken_back_is_seen_elsewhere_too(
     assert ELSEWHERE[provider][1] in good.output
 
 
+def test_the_name_of_a_type_is_printed_as_it_is(place: Path) -> None:
+    (place / "cluster.yaml").write_text(FILLED.replace("spot-c6i", "'c6i [/spot]'"))
+    result = CliRunner().invoke(main, ["check-cluster", str(place / "cluster.yaml")])
+    assert (result.exit_code, result.exception) == (0, None), result.output
+    assert "│ c6i [/spot] " in result.output
+
+
 def test_what_is_not_known_of_a_provider_is_told(place: Path) -> None:
     (place / "cluster.yaml").write_text(elsewhere("vsphere", {}, {}))
     output = CliRunner().invoke(main, ["check-cluster", str(place / "cluster.yaml")]).output
