@@ -11,6 +11,7 @@ from typing import Any, get_args
 import click
 import numpy as np
 from rich.table import Table
+from rich.text import Text
 
 from raytrain_ft.cli import arguments, output
 from raytrain_ft.cli import simulation_views as views
@@ -130,7 +131,7 @@ def _predict(run: Path) -> tuple[Simulation, dict[str, Any]]:
     known = calibrate(read_records(path))
     outcome = simulate(known.job, known.strategy, known.failures)
     deviation = outcome.seconds / known.measured_s - 1
-    shown = Table(title=f"{known.job.name}: predicted from its own costs", show_header=False)
+    shown = Table(title=Text(f"{known.job.name}: predicted from its own costs"), show_header=False)
     rows = {
         "strategy": known.strategy.name,
         "failures": f"{len(known.failures.failures)}",
@@ -141,7 +142,7 @@ def _predict(run: Path) -> tuple[Simulation, dict[str, Any]]:
         **{f"  {kind}": views.in_time(seconds) for kind, seconds in outcome.lost_s.items() if seconds > 0.005},
     }
     for name, value in rows.items():
-        shown.add_row(name, value)
+        output.row(shown, name, value)
     console.print(shown)
     if outcome.reason:
         console.print(f"the simulated run did not finish: {outcome.reason}", markup=False)
