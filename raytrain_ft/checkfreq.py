@@ -166,8 +166,8 @@ class Run:
         self._session.update_ends()
 
     def commit(self) -> None:
-        """In a loop without a `Loader`: the place where a resumed one begins, right before each batch. Loaders call it by
-        themselves. A checkpoint begins here when it is due."""
+        """In a loop without a `Loader`, or that draws at random before it asks one for a batch: the place where a resumed one
+        begins, right before that. Loaders call it by themselves. A checkpoint begins here when it is due."""
         self._session.commit()
 
     def untimed(self) -> AbstractContextManager[None]:

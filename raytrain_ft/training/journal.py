@@ -17,6 +17,7 @@ log = logging.getLogger("raytrain_ft.checkfreq")
 _LEVELS = {
     "CheckpointFailed": logging.ERROR,
     "CheckpointPassedOver": logging.WARNING,
+    "EpochNotOver": logging.WARNING,
     "EpochsNotAsked": logging.WARNING,
     "NotGiven": logging.WARNING,
     "NothingToStore": logging.WARNING,

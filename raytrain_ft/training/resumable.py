@@ -75,6 +75,7 @@ class Loader:
         self.share = 1.0
         self._before: Callable[[], None]
         self._after: Callable[[bool], None]
+        self._again: Callable[[int], None]
         self.observe()
         if loads_batches(dataset):
             ahead = _Ahead(dataset, self.sampling)
@@ -141,6 +142,9 @@ class Loader:
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs that are left of `count`: `for epoch in loader.epochs(90): for batch in loader: ...`
 
+        One that is left in its midst is given again, and goes on there. What is done once in each epoch would be done twice:
+        leave both loops instead, `if loader.done: break` after the inner one.
+
         Raises:
             ConfigError: an epoch was left without reading a batch of it, which would go on for ever; or more was read than the
                 epoch.
@@ -153,6 +157,8 @@ class Loader:
                 raise ConfigError(f"epoch {before.epoch}: the loop over epochs read no batch from its loader")
             if (self.at.epoch, self.at.consumed) > (end.epoch, end.consumed):
                 raise self._read_by_others(end, "Run.batches goes on over epochs by itself: use it without epochs(). ")
+            if self.at.epoch == before.epoch:
+                self._again(before.epoch)
 
     def _read_by_others(self, expected: Position, hint: str = "") -> ConfigError:
         found = self.at
@@ -162,9 +168,15 @@ class Loader:
             f"{hint}Give a validation, or a look at a batch, a checkfreq.Loader of its own"
         )
 
-    def observe(self, before: Callable[[], None] | None = None, after: Callable[[bool], None] | None = None) -> None:
-        """Has `before` called when a batch is asked for, and `after` when the loop is left: whether at the epoch's end."""
-        self._before, self._after = before or (lambda: None), after or (lambda _: None)
+    def observe(
+        self,
+        before: Callable[[], None] = lambda: None,
+        after: Callable[[bool], None] = lambda _: None,
+        again: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Has `before` called when a batch is asked for, `after` when the loop is left: whether at the epoch's end, and `again`
+        when `epochs` is about to give an epoch again, which was left in its midst."""
+        self._before, self._after, self._again = before, after, again
 
     # ------------------------------------------------------------ what is saved
 

@@ -80,7 +80,7 @@ class Session:
         self._closing = ExitStack()
         self._resumed: resuming.Plan | None = None
         self._began_at = 0
-        self._left_told = False
+        self._left_told = self._again_told = False
         self._stood: dict[str, int] = {}  # the epoch beyond 0 in which each was resumed, until one is trained on
         self._opened = threading.get_ident()
         self._updating: int | None = None  # the thread of the last update
@@ -167,7 +167,7 @@ class Session:
     def _follow(self) -> None:
         """Has the loaders and the optimizers tell of what happens."""
         for name, loader in self._loaders.items():
-            loader.observe(partial(self._asked, name), partial(self._left, name))
+            loader.observe(partial(self._asked, name), partial(self._left, name), partial(self._tell_of_again, name))
             self._closing.callback(loader.observe)
         for optimizer in self._optimizers():
             self._closing.callback(follow(optimizer, self.update_begins, partial(self.update_ends, id(optimizer))))
@@ -282,6 +282,19 @@ class Session:
         if ended:
             self._ended.add(name)
         self.pause()
+
+    def _tell_of_again(self, name: str, epoch: int) -> None:
+        """Said once. A loop that was left with `break`, as at a signal, has gone on to what ends an epoch."""
+        if self._again_told:
+            return
+        self._again_told = True
+        loader = self._loaders[name]
+        reason = (
+            f"{name}.epochs gives epoch {epoch} again, for the loop over {name} was left after {loader.done} of its {len(loader)} "
+            f"batches: what was done after that loop (scheduler.step(), say) is done again when the epoch is over. To stop, "
+            f"leave both loops: `if {name}.done: break` right after the inner one"
+        )
+        self._journal.tell("EpochNotOver", {"step": self.step, "reason": reason})
 
     def pause(self) -> None:
         """The epoch is over: until the next batch is asked for, time is not counted."""
