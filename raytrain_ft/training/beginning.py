@@ -85,16 +85,16 @@ class Beginning:
         """Every rank reads the same checkpoint, and none changes anything unless it fits on all."""
 
         def choose() -> list[str]:
-            if resume == "never":
-                selection.begin_anew(self._storage, epoch)
-                return []
-            names = [str(name) for name in selection.counting(self._storage)]
+            names = [] if resume == "never" else [str(name) for name in selection.counting(self._storage)]
             if not names and resume == "require":
                 raise NoCheckpointError(f'{self._storage.uri} holds no checkpoint, and resume="require"')
             return names
 
         names = self._ranks.first_does(choose)
         if not names:
+            self._ranks.agree(self._read_before())
+            if resume == "never":
+                self._ranks.first_does(lambda: selection.begin_anew(self._storage, epoch))
             self._journal.tell("Started", {"world": self._ranks.count})
             return None
         content = self.newest(names)
@@ -111,6 +111,18 @@ class Beginning:
             where = f"goes on from step {plan.step} ({self._storage.uri}/{content.manifest.name})"
             self._journal.show("; ".join([where, *replaced]))
         return plan
+
+    def _read_before(self) -> ConfigError | None:
+        """A run that begins would never see what was read of a loader before, perhaps in the run before it. One that was put
+        elsewhere on purpose is left there."""
+        for name, loader in self._loaders.items():
+            if loader.was_read:
+                return ConfigError(
+                    f"checkfreq.open({name}=Loader): batches were read from it before, so it stands at sample "
+                    f"{loader.at.consumed} of epoch {loader.at.epoch}, and there is no checkpoint to go on from: make a new "
+                    f'Loader for each run, or put it back first: {name}.load_state_dict({{"epoch": 0, "consumed": 0}})'
+                )
+        return None
 
     def newest(self, names: Sequence[str]) -> Content:
         """The first of these checkpoints that is whole, as every rank sees it. All read it at the same time: a large one takes

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from functools import cached_property, partial
 from typing import Any
 
@@ -39,6 +40,7 @@ class Loader:
     Attributes:
         dataset: as given.
         at: as `position`, for checkfreq itself.
+        was_read: whether batches were read from where it was set to begin.
         asked: whether the loop has asked where the loader stands, so that it knows which epochs are left.
         share: this rank's samples in the batch that was handed out last, as a multiple of an equal share. It is 1 unless a
             batch cannot be shared out evenly; then DDP's mean over ranks is the mean over samples if the loss is multiplied
@@ -68,10 +70,10 @@ class Loader:
             ConfigError: the dataset cannot be read by index, or an option cannot be used.
         """
         _check_options(dataset, options)
-        self.dataset = dataset
+        self.dataset, self._options = dataset, options
         self.sampling = Sampling(dataset_size(dataset), global_batch_size, seed, shuffle, drop_last)
         self.at = Position()
-        self.asked = False
+        self.was_read = self.asked = False
         self.share = 1.0
         self._before: Callable[[], None]
         self._after: Callable[[bool], None]
@@ -82,6 +84,13 @@ class Loader:
             self._batches, self._look = ahead.batches, ahead.look
         else:
             self._batches, self._look = self._by_torch(options), partial(sketches, dataset, self.sampling, options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, or one in another process, is made anew, and stands where this one does: by itself, unlike what this one has
+        told its DataLoader to read."""
+        order = asdict(self.sampling)
+        del order["dataset_size"]
+        return _made_anew, (type(self), self.dataset, order | self._options), {"at": self.at, "was_read": self.was_read}
 
     @cached_property
     def sketches(self) -> tuple[Sketch, ...]:
@@ -131,7 +140,7 @@ class Loader:
                 batch, after = next_batch(self.sampling, self.at)
                 rank, count = current()
                 self.share = len(share(batch, rank, count)) * count / len(batch)
-                self.at = after
+                self.at, self.was_read = after, True
                 yield data
                 if self.at != after:
                     raise self._read_by_others(after)
@@ -192,11 +201,15 @@ class Loader:
         """
         position = position_of(state)
         batch, _ = next_batch(self.sampling, position)
-        self.at = Position(batch.epoch, batch.start)
+        self.at, self.was_read = Position(batch.epoch, batch.start), False
 
     def check_world(self, count: int) -> None:
         """Raises ConfigError if some batch has fewer samples than there are ranks: a rank would have nothing to do."""
         _check_shares(self.sampling, count)
+
+
+def _made_anew(kind: type[Loader], dataset: Any, options: dict[str, Any]) -> Loader:
+    return kind(dataset, **options)
 
 
 def _check_options(dataset: Any, options: Mapping[str, Any]) -> None:

@@ -290,9 +290,9 @@ class Session:
         self._again_told = True
         loader = self._loaders[name]
         reason = (
-            f"{name}.epochs gives epoch {epoch} again, for the loop over {name} was left after {loader.done} of its {len(loader)} "
-            f"batches: what was done after that loop (scheduler.step(), say) is done again when the epoch is over. To stop, "
-            f"leave both loops: `if {name}.done: break` right after the inner one"
+            f"{name}.epochs gives epoch {epoch} again, for the loop over {name} was left after {loader.done} of its "
+            f"{len(loader)} batches: what was done after that loop (scheduler.step(), say) is done again when the epoch is over. "
+            f"To stop, leave both loops: `if {name}.done: break` right after the inner one"
         )
         self._journal.tell("EpochNotOver", {"step": self.step, "reason": reason})
 
@@ -407,7 +407,7 @@ class Session:
             self._goes_on_at = None  # their epoch is over, and what is done before the next one is still to be done
         if self.step > self._began_at:
             self._checkpointer.finish(self.step, go_on, kept=ended)
-        elif any(loader.at != Position() for loader in self._loaders.values()) and not self.step:
+        elif any(loader.was_read for loader in self._loaders.values()) and not self.step:
             self._forgotten.tell(NOT_GIVEN)
         self._journal.tell("Finished", {"step": self.step})
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import json
 import logging
 import math
 import os
+import pickle
 import random
 import re
 import statistics
@@ -1980,6 +1982,71 @@ def test_batches_of_many_epochs_in_a_loop_over_epochs_are_told_apart(tmp_path: P
 
     with pytest.raises(ConfigError, match=r"Run\.batches goes on over epochs by itself: use it without epochs\(\)"):
         train()
+
+
+def through_pickle(loader: checkfreq.Loader) -> checkfreq.Loader:
+    return pickle.loads(pickle.dumps(loader))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, through_pickle])
+def test_a_copy_of_a_loader_stands_by_itself(copied: Callable[[checkfreq.Loader], checkfreq.Loader]) -> None:
+    """It read from where the other one stood."""
+
+    def begun() -> checkfreq.Loader:
+        loader = checkfreq.Loader(Drawing(), global_batch_size=BATCH, seed=4, drop_last=True)
+        next(iter(loader))
+        return loader
+
+    loader = begun()
+    other = copied(loader)
+    assert other.dataset is loader.dataset or copied is not copy.copy
+    assert rows(loader) == rows(begun())
+    assert (other.at, other.was_read) == (Position(0, BATCH), True)
+    assert rows(other) == rows(begun())
+    assert (other.at, loader.at) == (Position(1), Position(1))
+
+
+def put_back(loader: checkfreq.Loader) -> None:
+    next(iter(loader))
+    loader.load_state_dict({"epoch": 0, "consumed": 0})
+
+
+def put_elsewhere(loader: checkfreq.Loader) -> None:
+    loader.load_state_dict({"epoch": 2, "consumed": 16})
+
+
+def reads_a_batch(loader: checkfreq.Loader) -> None:
+    next(iter(loader))
+
+
+def reads_an_epoch(loader: checkfreq.Loader) -> None:
+    for _ in loader:
+        pass
+
+
+@pytest.mark.parametrize("read", [reads_a_batch, reads_an_epoch])
+def test_a_run_does_not_begin_with_a_loader_that_was_read_before(
+    run_directory: Path, tmp_path: Path, read: Callable[[checkfreq.Loader], None]
+) -> None:
+    """As that of the run before, in a sweep or a notebook. The second one trained nothing, or without some of the data."""
+    setup = Setup()
+    read(setup.loader)
+    with pytest.raises(ConfigError, match=r"^checkfreq.open\(loader=Loader\): batches were read from it .* make a new Loader"):
+        checkfreq.open(tmp_path / "new", **setup.objects)
+    with pytest.raises(ConfigError, match="batches were read from it"):
+        checkfreq.open(run_directory, resume="never", **setup.objects)
+    with checkfreq.open(run_directory, **setup.objects) as run:
+        assert (run.step, setup.loader.at) == (12, Position(2, 16)), "what is there counts, and says where to go on"
+
+
+@pytest.mark.parametrize("put", [put_back, put_elsewhere])
+def test_a_run_begins_where_its_loader_was_put_on_purpose(tmp_path: Path, put: Callable[[checkfreq.Loader], None]) -> None:
+    setup = Setup()
+    put(setup.loader)
+    before = setup.loader.at
+    with checkfreq.open(tmp_path, **setup.objects):
+        assert setup.loader.at == before
+    assert journal(tmp_path, "NothingToStore") == [], "no batch was read"
 
 
 def test_a_loop_that_is_left_and_entered_again_counts_on() -> None:

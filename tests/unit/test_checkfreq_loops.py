@@ -1,4 +1,4 @@
-"""The loops that docs/checkfreq.md recommends with `raytrain_ft.checkfreq`: however they are left, a resume has the same bits."""
+"""The loops that docs/checkfreq.md recommends: however they are left, a resume has the same bits."""
 
 from __future__ import annotations
 
