@@ -31,7 +31,7 @@ def check_stored(optimizer: Optimizer, model: nn.Module) -> None:
                 "be stored nor sent to a replacement, which would go on with another one. Keep it for each parameter, "
                 "self.state[p][...], or, if it is a number, in the parameter groups, self.param_groups[0][...]"
             )
-    for where, inner in _wrapped(optimizer, type(optimizer).__name__, {id(optimizer)}):
+    for where, inner in wrapped(optimizer):
         if inner.state is not optimizer.state and any(map(_is_something, inner.state.values())):
             raise TaskError(f"the {where}, of class {type(inner).__name__}, has a state of its own. {ONE_STATE}")
 
@@ -40,8 +40,12 @@ def _is_something(kept: Any) -> bool:
     return not isinstance(kept, dict) or bool(kept)
 
 
+def wrapped(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
+    """The optimizers that one of them has in its attributes, and that those have, and where."""
+    yield from _wrapped(optimizer, type(optimizer).__name__, {id(optimizer)})
+
+
 def _wrapped(optimizer: Optimizer, name: str, seen: set[int]) -> Iterator[tuple[str, Optimizer]]:
-    """The optimizers that one of them has in its attributes, and where."""
     for attribute, value in vars(optimizer).items():
         parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
         for part in parts:

@@ -71,3 +71,62 @@ def test_updates_of_a_wrapper_whose_hooks_torch_never_calls_are_seen(tmp_path: P
     assert looking_ahead(tmp_path / "b", 6, early=early)[0] == 6
     assert 4 in {record["step"] for record in journal(tmp_path / "b", "CheckpointCommitted")}
     assert looking_ahead(tmp_path / "b", 11, early=early) == reference
+
+
+class Accelerated(torch.optim.Optimizer):
+    """As Accelerate's, which is called for every batch, and passes on only those calls that follow the last gradients."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.passes_on = optimizer, False
+
+    @property
+    def param_groups(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.optimizer.state
+
+    def step(self, closure: Any = None) -> None:
+        if self.passes_on:
+            self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.passes_on:
+            self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+
+def accelerated(directory: Path, until: int) -> tuple[int, str]:
+    """Three batches are accumulated for each update."""
+    setup = Setup()
+    optimizer = Accelerated(setup.optimizer)
+    objects = {"model": setup.model, "optimizer": optimizer, "loader": setup.loader}
+    with checkfreq.open(directory, every=1, **objects) as run:
+        number = 3 * run.step
+        for inputs, labels in run.batches(setup.loader, until_step=until):
+            number += 1
+            optimizer.passes_on = number % 3 == 0
+            torch.nn.functional.cross_entropy(setup.model(inputs), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert run.step == number // 3, "a call that changes nothing is no update"
+    assert "step" not in vars(optimizer)
+    assert setup.optimizer._optimizer_step_pre_hooks == {}, "it is left as it was"
+    return run.step, repr([tensor.tolist() for tensor in setup.model.state_dict().values()])
+
+
+def test_only_those_steps_of_a_wrapper_count_that_it_passes_on(tmp_path: Path) -> None:
+    """A checkpoint between accumulated gradients would lose some of them."""
+    assert not getattr(Accelerated.step, "hooked", False)
+    torch.manual_seed(1)
+    reference = accelerated(tmp_path / "a", 7)
+    torch.manual_seed(1)
+    accelerated(tmp_path / "b", 3)
+    assert journal(tmp_path / "b", "CheckpointFailed") == []
+    assert accelerated(tmp_path / "b", 7) == reference
