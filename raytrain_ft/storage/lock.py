@@ -355,9 +355,11 @@ def _await_end(storage: Storage, found: Owner | None) -> Owner | None:
                 return now
             owner = now or found
             assert owner is not None
+            itself = (owner.pid, owner.host, owner.machine) == (os.getpid(), socket.gethostname(), _machine())
+            what = "this process has it open: call close() on that run," if itself else "wait for its end,"
             raise LockedError(
-                f"{storage.uri} is being written by run {owner.owner} (process {owner.pid} on {owner.host}): wait for its end, "
-                "or choose another name or storage_path"
+                f"{storage.uri} is being written by run {owner.owner} (process {owner.pid} on {owner.host}): {what} or choose "
+                "another name or storage_path"
             )
         time.sleep(POLL_S)
     return found
