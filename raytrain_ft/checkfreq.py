@@ -73,7 +73,8 @@ def open(
         keep_epochs: also write one at the end of every epoch, and keep these.
         resume: "auto" goes on from the newest valid checkpoint, if there is one; "require" fails without one; "never" begins
             anew and leaves earlier ones out of account.
-        override: names of `objects` that may differ from the checkpoint, and then stay as they are; "dataset" for loaders.
+        override: names of `objects` that may differ from the checkpoint, and stay as they are, whether they do or not;
+            "dataset" for loaders, which then may.
         timeout: how long to wait for other ranks, and for storage.
         failure_interval: mean time between failures, if known: with it, checkpoints are no more frequent than Young and Daly's
             interval.

@@ -29,7 +29,7 @@ from raytrain_ft.errors import ConfigError, StorageError
 from raytrain_ft.storage.checkpoint import Content
 from raytrain_ft.storage.tensors import bytes_of
 from raytrain_ft.storage.tree import flatten, json_tensor, unflatten, versions_of, with_versions
-from raytrain_ft.training import restore
+from raytrain_ft.training import naming, restore
 from raytrain_ft.training.layout import check_own_memory, check_plain, is_plain
 from raytrain_ft.training.placing import laid_out_like, on_devices_of
 
@@ -241,7 +241,9 @@ def describe(objects: Mapping[str, Any], parts: Parts | None = None) -> dict[str
     Args:
         parts: the state as it is now, if it has been taken apart already.
     """
-    return {name: _describe(bare(value), parts.kinds.get(name) if parts else None) for name, value in objects.items()}
+    inner = {name: bare(value) for name, value in objects.items()}
+    names = naming.known(inner)
+    return {name: _describe(value, parts.kinds.get(name) if parts else None, names) for name, value in inner.items()}
 
 
 def _described_tensors(value: nn.Module) -> dict[str, list[Any]]:
@@ -251,12 +253,13 @@ def _described_tensors(value: nn.Module) -> dict[str, list[Any]]:
     return _kinds(tensors)
 
 
-def _describe(value: Any, kinds: dict[str, list[Any]] | None) -> dict[str, Any]:
+def _describe(value: Any, kinds: dict[str, list[Any]] | None, names: Mapping[int, str]) -> dict[str, Any]:
     about: dict[str, Any] = {"class": f"{type(value).__module__}.{type(value).__qualname__}"}
     if isinstance(value, nn.Module):
         about = {"class": "module", "tensors": _described_tensors(value) if kinds is None else kinds}
     elif isinstance(value, torch.optim.Optimizer):
         about["groups"] = [[[str(p.dtype), list(p.shape)] for p in group["params"]] for group in value.param_groups]
+        about["names"] = naming.of_groups(value, names)
     return about
 
 
@@ -272,6 +275,9 @@ def described(stored: Mapping[str, Any]) -> dict[str, Any]:
     """
     found = dict(stored)
     tensors, groups = dict(found.get("tensors", {})), list(found.get("groups", []))
+    for called in (one for group in found.get("names", []) for one in group):
+        if not isinstance(called, str | None):
+            raise TypeError(f"a parameter called {called!r:.80}")
     for dtype, shape in (*tensors.values(), *(one for group in groups for one in group)):
         if not isinstance(dtype, str) or not isinstance(shape, list):
             raise TypeError(f"a tensor of {dtype!r:.80} and {shape!r:.80}")
@@ -299,7 +305,7 @@ def differences(name: str, stored: Mapping[str, Any], here: Mapping[str, Any]) -
             found.append(f"{name}: group {number} has {len(old)} parameters in the checkpoint, {len(new)} here")
         pairs = enumerate(zip(old, new, strict=False))
         found += [f"{name}: group {number}, parameter {i} {_versus(a, b)}" for i, (a, b) in pairs if a != b]
-    return found
+    return found or naming.reordered(name, stored.get("names", []), here.get("names", []))
 
 
 def _keyed(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

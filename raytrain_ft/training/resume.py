@@ -31,14 +31,16 @@ def values(
     world: int,
     ended_by: Collection[str] | None,
     parts: states.Parts | None = None,
+    overridden: Collection[str] = (),
 ) -> dict[str, Any]:
     """For the manifest; JSON. `data`: where each loader stands; `ended_by`: the loaders that ended the last step, none if the
     loop said itself that it was over, None if whatever is asked for next comes next; `parts`: the objects' state, if it has
-    been taken apart."""
+    been taken apart; `overridden`: what this launch was told to leave as it is."""
     return {
         "kind": KIND,
         "world": world,
         **({} if ended_by is None else {"ended_by": sorted(ended_by)}),
+        **({"overridden": sorted(overridden)} if overridden else {}),
         "data": {name: two_integers(one) for name, one in data.items()},
         "datasets": {name: asdict(one.sampling) | {"samples": as_records(one.sketches)} for name, one in loaders.items()},
         "objects": states.describe(objects, parts),
@@ -51,6 +53,7 @@ class _Stored:
 
     world: int
     ended_by: set[str] | None
+    overridden: set[str]
     data: dict[str, Position]
     datasets: dict[str, dict[str, Any]]
     objects: dict[str, dict[str, Any]]
@@ -67,7 +70,8 @@ def _stored(manifest: Manifest) -> _Stored:
             of_records(one.get("samples", []))
         objects = {name: states.described(one) for name, one in found["objects"].items()}
         ended_by = {str(name) for name in found["ended_by"]} if "ended_by" in found else None
-        return _Stored(int(found["world"]), ended_by, data, datasets, objects)
+        overridden = {str(name) for name in found.get("overridden", [])}
+        return _Stored(int(found["world"]), ended_by, overridden, data, datasets, objects)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise StorageError(f"{manifest.name} does not have the values of a {KIND}: {error!r}") from error
 
@@ -157,7 +161,10 @@ def plan(
         )
     source = rank if rank < stored.world else 0
     skeletons = states.stored_skeletons(content, source)
-    chosen = [name for name in here if not apart[name]]
+    # a launch with the same options as the one that stored this goes on with what was left as it is then
+    alike = {name for name in here if name in override and not apart[name]}
+    left = alike - stored.overridden
+    chosen = [name for name in here if not apart[name] and name not in left]
     try:
         found = [(objects[name], states.put_together(content, skeletons[name], source)) for name in chosen]
         generators = states.put_together(content, skeletons[states.GENERATORS], source)
@@ -165,6 +172,11 @@ def plan(
     except KeyError as error:
         raise StorageError(f"{content.manifest.name} lacks the state of {error}") from error
     notes = [f"overridden: {line}" for lines in (*apart.values(), *data.values()) for line in lines]
+    notes += [f"overridden: {name} is left as it is" for name in sorted(left)]
+    notes += [
+        f"{name} was overridden by the launch that stored this already, and is loaded; to override it anew, launch once without"
+        for name in sorted(alike - left)
+    ]
     positions = [(loaders[name], _position(stored, loaders[name], name)) for name in loaders if name in stored.data]
     if rank >= stored.world:
         generators = {}
@@ -210,7 +222,10 @@ def load(plan: Plan) -> None:
         try:
             states.put_back(value, state)
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{type(value).__name__}.load_state_dict failed: {type(error).__name__}: {error}") from error
+            raise ConfigError(
+                f"{type(value).__name__}.load_state_dict failed: {type(error).__name__}: {error}. To leave it as it is, pass "
+                "its name in override={...}"
+            ) from error
     for value, buffers in plan.left_out:
         states.put_back_left_out(value, buffers)
     for loader, position in plan.positions:

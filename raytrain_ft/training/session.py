@@ -80,6 +80,7 @@ class Session:
         self._closing = ExitStack()
         self._resumed: resuming.Plan | None = None
         self._began_at = 0
+        self._overridden: set[str] = set()  # what this launch was told to leave as it is
         self._left_told = self._again_told = False
         self._stood: dict[str, int] = {}  # the epoch beyond 0 in which each was resumed, until one is trained on
         self._opened = threading.get_ident()
@@ -111,6 +112,7 @@ class Session:
         self._closing.callback(self._journal.close)
         beginning = Beginning(self._ranks, self.storage, self._journal, self._objects, self._loaders)
         begun = beginning.begin(resume, override, self._closing)
+        self._overridden = set(override) & self._objects.keys()
         if begun.plan is not None:
             self._resumed = begun.plan
             self.step = self._began_at = begun.plan.step
@@ -159,8 +161,8 @@ class Session:
         for name in (name for name, loader in self._loaders.items() if not loader.sketches):
             reason = (
                 f"samples of {name}'s dataset look otherwise each time they are loaded, so a resumed run does not draw what it "
-                "would have drawn: if they are drawn from a generator of the dataset's own, use torch's, numpy's or Python's "
-                "global generator, which is seeded for each sample"
+                "would have drawn: if they are drawn from a generator of the dataset's own, or from a GPU's, use one of the "
+                "CPU's global generators (torch's, numpy's, Python's), which are seeded for each sample"
             )
             self._journal.tell("SamplesVary", {"reason": reason})
 
@@ -291,8 +293,8 @@ class Session:
         loader = self._loaders[name]
         reason = (
             f"{name}.epochs gives epoch {epoch} again, for the loop over {name} was left after {loader.done} of its "
-            f"{len(loader)} batches: what was done after that loop (scheduler.step(), say) is done again when the epoch is over. "
-            f"To stop, leave both loops: `if {name}.done: break` right after the inner one"
+            f"{len(loader)} batches: what was done after that loop (scheduler.step(), say) is done again when the epoch is "
+            f"over. To stop, leave both loops: `if {name}.done: break` right after the inner one"
         )
         self._journal.tell("EpochNotOver", {"step": self.step, "reason": reason})
 
@@ -360,7 +362,7 @@ class Session:
     def _capture(self) -> tuple[list[tuple[str, torch.Tensor]], dict[str, Any]]:
         self._parts = states.take_apart(self._objects)
         world, ended_by = self._ranks.count, self._goes_on_at
-        about = resuming.values(self._objects, self._loaders, self._committed, world, ended_by, self._parts)
+        about = resuming.values(self._objects, self._loaders, self._committed, world, ended_by, self._parts, self._overridden)
         self._compare_given(about["objects"])
         return list(self._parts.shared.items()), about
 
@@ -370,6 +372,8 @@ class Session:
         if self._given is None or now == self._given:
             return
         found = [line for name, before in self._given.items() for line in states.differences(name, now[name], before)]
+        if not found:  # a parameter has another name, say, with nothing in its place
+            return
         self._given = None
         more = f"; and {len(found) - MOST_TOLD} more" if len(found) > MOST_TOLD else ""
         reason = (

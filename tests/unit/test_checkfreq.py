@@ -16,7 +16,7 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -67,6 +67,7 @@ from raytrain_ft.training.journal import Journal
 from raytrain_ft.training.objects import generator_states
 from raytrain_ft.training.random import sample_seed
 from raytrain_ft.training.ranks import Ranks
+from raytrain_ft.training.session import Session
 
 SAMPLES, BATCH = 40, 8
 
@@ -1303,6 +1304,44 @@ def test_override_leaves_what_differs_as_it_is(run_directory: Path) -> None:
         checkfreq.open(run_directory, override={"modle"}, **objects)
 
 
+def test_override_leaves_what_does_not_differ_as_it_is_once(run_directory: Path) -> None:
+    """It was loaded all the same. A launch with the same options goes on with what was overridden: it may have been killed."""
+
+    def launch(override: Collection[str], until: int = 14) -> tuple[int, list[str]]:
+        setup = Setup()
+        setup.scheduler = torch.optim.lr_scheduler.StepLR(setup.optimizer, 9, 0.5)
+        with checkfreq.open(run_directory, override=override, every=100, **setup.objects) as run:
+            size = setup.scheduler.step_size
+            setup.train(run, until)
+        return size, journal(run_directory, "Resumed")[-1]["notes"]
+
+    assert launch({"scheduler"}) == (9, ["overridden: scheduler is left as it is"])
+    size, (note,) = launch({"scheduler"}, 16)
+    assert size == 9
+    assert note.startswith("scheduler was overridden by the launch that stored this already, and is loaded")
+    resumed = Setup()
+    with checkfreq.open(run_directory, override={"scheduler"}, **resumed.objects):
+        assert (resumed.scheduler.step_size, resumed.scheduler.last_epoch) == (9, 4)
+    assert launch((), 18) == (9, [])
+    with checkfreq.open(run_directory, override={"scheduler"}, **resumed.objects):
+        assert journal(run_directory, "Resumed")[-1]["notes"] == ["overridden: scheduler is left as it is"]
+
+
+def test_a_scaler_that_was_not_in_use_can_be_overridden(tmp_path: Path) -> None:
+    def launch(until: int, *, enabled: bool, override: Collection[str] = ()) -> int:
+        setup = Setup()
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        with checkfreq.open(tmp_path, override=override, scaler=scaler, **setup.objects) as run:
+            setup.train(run, until)
+        return run.step
+
+    launch(2, enabled=False)
+    with pytest.raises(ConfigError, match=r"GradScaler.load_state_dict failed: .* pass its name in override="):
+        launch(4, enabled=True)
+    assert launch(4, enabled=True, override={"scaler"}) == 4
+    assert launch(5, enabled=True) == 5
+
+
 def test_another_dataset_of_the_same_length_is_refused(run_directory: Path) -> None:
     other = Setup()
     inputs, labels = other.loader.dataset.tensors
@@ -1353,6 +1392,53 @@ def test_what_a_dataset_looks_like_is_seen_where_it_is_read_and_disturbs_no_gene
     assert elsewhere.sketches == here.sketches
     assert (elsewhere.dataset.opened, here.dataset.opened) == (False, True)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Attention(nn.Module):
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(4, 4, bias=False))
+
+
+def test_parameters_of_an_optimizer_that_have_changed_places_are_told_apart(tmp_path: Path) -> None:
+    """They have one shape, so what the optimizer kept for one of them was loaded for the other."""
+
+    def launch(*names: str, apart: bool = False, override: Collection[str] = ()) -> None:
+        model = Attention(*names)
+        optimizer = torch.optim.Adam(model.parameters())
+        parts = {"a_part": model.get_submodule(names[0])} if apart else {}
+        with checkfreq.open(tmp_path, override=override, **parts, model=model, optimizer=optimizer) as run:
+            run.commit()
+            torch.stack([one.sum() for one in model.parameters()]).sum().backward()
+            optimizer.step()
+
+    launch("q", "k")
+    with pytest.raises(MismatchError) as caught:
+        launch("k", "q")
+    assert "optimizer: group 0, parameter 0 is model/q.weight in the checkpoint, model/k.weight here" in str(caught.value)
+    assert "optimizer: group 0, parameter 1 is model/k.weight in the checkpoint, model/q.weight here" in str(caught.value)
+    launch("q", "k", apart=True, override={"a_part"})
+    launch("q", "k", override={"a_part"})
+
+
+def test_a_checkpoint_without_the_names_of_an_optimizers_parameters_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier versions wrote such ones."""
+    values = resume.values
+
+    def without_names(*given: Any) -> dict[str, Any]:
+        found = values(*given)
+        del found["objects"]["optimizer"]["names"]
+        return found
+
+    with monkeypatch.context() as earlier:
+        earlier.setattr(resume, "values", without_names)
+        earlier.setattr(Session, "_compare_given", lambda *_: None)
+        trained(tmp_path, 3)
+    with checkfreq.open(tmp_path, resume="require", **Setup().objects) as run:
+        assert run.step == 3
 
 
 def test_groups_of_an_optimizer_are_compared(run_directory: Path) -> None:
@@ -1610,6 +1696,7 @@ def test_a_dataset_with_a_generator_of_its_own_is_told_of(tmp_path: Path, caplog
         assert len(rows(own)) == SAMPLES
     (told,) = journal(tmp_path, "SamplesVary")
     assert "samples of own's dataset look otherwise" in told["reason"]
+    assert "one of the CPU's global generators" in told["reason"]
     assert "SamplesVary" in caplog.text
 
 
