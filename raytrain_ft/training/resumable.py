@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import cached_property, partial
 from typing import Any
@@ -78,6 +79,7 @@ class Loader:
         self._before: Callable[[], None]
         self._after: Callable[[bool], None]
         self._again: Callable[[int], None]
+        self._begins: Callable[[], AbstractContextManager[None]]
         self.observe()
         if loads_batches(dataset):
             ahead = _Ahead(dataset, self.sampling)
@@ -135,8 +137,9 @@ class Loader:
         try:
             while self.at.epoch == epoch:
                 self._before()
-                batches = batches or self._batches(self.at)
-                data = next(batches)
+                with self._begins() if self.at.consumed == 0 else nullcontext():
+                    batches = batches or self._batches(self.at)
+                    data = next(batches)
                 batch, after = next_batch(self.sampling, self.at)
                 rank, count = current()
                 self.share = len(share(batch, rank, count)) * count / len(batch)
@@ -182,10 +185,12 @@ class Loader:
         before: Callable[[], None] = lambda: None,
         after: Callable[[bool], None] = lambda _: None,
         again: Callable[[int], None] = lambda _: None,
+        begins: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Has `before` called when a batch is asked for, `after` when the loop is left: whether at the epoch's end, and `again`
-        when `epochs` is about to give an epoch again, which was left in its midst."""
-        self._before, self._after, self._again = before, after, again
+        when `epochs` is about to give an epoch again, which was left in its midst. An epoch's first batch is waited for within
+        what `begins` gives, for loader workers may have to start."""
+        self._before, self._after, self._again, self._begins = before, after, again, begins
 
     # ------------------------------------------------------------ what is saved
 

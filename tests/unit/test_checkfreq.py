@@ -937,8 +937,8 @@ def test_a_job_that_is_killed_in_its_validation_steps_its_scheduler_all_the_same
     assert resumed.state() == undisturbed.state()
 
 
-def test_a_validation_in_the_midst_of_an_epoch_is_no_slow_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the step before it has ended or not, and though it has a loader that is followed too."""
+def timed(monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], list[float]]:
+    """How much later it is than it seems, to be changed, and how long steps have taken."""
     clock, later = time.monotonic, [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock() + later[0])
     told: list[float] = []
@@ -949,6 +949,29 @@ def test_a_validation_in_the_midst_of_an_epoch_is_no_slow_step(tmp_path: Path, m
         stepped(self, step, seconds)
 
     monkeypatch.setattr(Checkpointer, "stepped", listen)
+    return later, told
+
+
+def test_the_start_of_loader_workers_is_no_slow_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    later, told = timed(monkeypatch)
+    setup = Setup()
+    batches = setup.loader._batches
+
+    def slowly(position: Position) -> Iterator[Any]:
+        later[0] += 1e6
+        for number, batch in enumerate(batches(position)):
+            later[0] += 1e6 if number == 0 else 1000.0
+            yield batch
+
+    monkeypatch.setattr(setup.loader, "_batches", slowly)
+    with checkfreq.open(tmp_path, every=1000, **setup.objects) as run:
+        setup.train(run, 8)
+    assert [round(seconds / 1000) for seconds in told] == [0, 1, 1, 1, 1, 0, 1, 1]
+
+
+def test_a_validation_in_the_midst_of_an_epoch_is_no_slow_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the step before it has ended or not, and though it has a loader that is followed too."""
+    later, told = timed(monkeypatch)
     setup = Validated()
 
     def validate(seconds: float) -> None:
