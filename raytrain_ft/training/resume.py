@@ -223,8 +223,8 @@ def load(plan: Plan) -> None:
             states.put_back(value, state)
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"{type(value).__name__}.load_state_dict failed: {type(error).__name__}: {error}. To leave it as it is, pass "
-                "its name in override={...}"
+                f"{type(value).__name__}.load_state_dict failed (to leave it as it is, pass its name in override={{...}}): "
+                f"{type(error).__name__}: {error}"
             ) from error
     for value, buffers in plan.left_out:
         states.put_back_left_out(value, buffers)

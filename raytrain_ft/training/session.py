@@ -169,8 +169,8 @@ class Session:
     def _follow(self) -> None:
         """Has the loaders and the optimizers tell of what happens."""
         for name, loader in self._loaders.items():
-            told = (partial(call, name) for call in (self._asked, self._left, self._tell_of_again))
-            loader.observe(*told, self.untimed)
+            asked, left, again = (partial(call, name) for call in (self._asked, self._left, self._tell_of_again))
+            loader.observe(asked, left, again, self.untimed)
             self._closing.callback(loader.observe)
         for optimizer in self._optimizers():
             self._closing.callback(follow(optimizer, self.update_begins, partial(self.update_ends, id(optimizer))))

@@ -86,7 +86,7 @@ def forever(loader: checkfreq.Loader) -> Iterator[Any]:
 def mixed(directory: Path, until: int, *, commits: bool) -> str:
     """The state after a loop that draws from which of two loaders the next batch is."""
     setup = Setup()
-    loaders = {"loader": setup.loader, "other": Setup(seed=5).loader}
+    loaders: dict[str, Any] = {"loader": setup.loader, "other": Setup(seed=5).loader}
     with checkfreq.open(directory, every=2, **(setup.objects | loaders)) as run:
         under_way = {name: forever(loader) for name, loader in loaders.items()}
         while run.step < until:
