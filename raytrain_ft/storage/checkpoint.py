@@ -72,7 +72,8 @@ def write_shard(storage: Storage, name: Name, number: int, count: int, parts: Se
         check_size(storage, sum(part.nbytes for part in parts))
         storage.put(file, hashed)
         entry = ShardEntry(hashed.size, hashed.blocks())
-        storage.put(_note(file), [memoryview(json.dumps(asdict(entry)).encode())])
+        note = asdict(entry) | {"hash": manifests.hash_of(entry)}
+        storage.put(_note(file), [memoryview(json.dumps(note).encode())])
     except StorageError:
         mark_failed(storage, name, number, count)
         raise
@@ -122,21 +123,28 @@ def commit(storage: Storage, manifest: Manifest) -> None:
     """Makes it a checkpoint.
 
     Raises:
-        StorageError: it could not be written; or it was given up meanwhile (see `give_up`), and is none.
+        StorageError: it could not be written; or it was given up meanwhile (see `give_up`) or is not as it was written, and is
+            none.
     """
     file = f"{manifest.name}/{manifests.FILE}"
     storage.put(file, [memoryview(manifests.encode(manifest))])
-    if not _is_whole(storage, manifest):
+    lacking = _lacking(storage, manifest)
+    if lacking:
         storage.delete(file)
-        raise StorageError(f"{manifest.name}: it was given up for a later one")
+        raise StorageError(f"{manifest.name} is not committed: {lacking}")
 
 
-def _is_whole(storage: Storage, manifest: Manifest) -> bool:
-    """Whether all that it consists of is there, and nobody has begun to delete it."""
+def _lacking(storage: Storage, manifest: Manifest) -> str:
+    """What it consists of and is not there as it was written, perhaps because somebody has begun to delete it, in words."""
     count = len(manifest.shards)
     files = [f"{manifest.name}/{shard_file(number, count)}" for number in range(count)]
-    there = all(storage.size(file) == entry.size for file, entry in zip(files, manifest.shards, strict=True))
-    return there and storage.size(_note(files[0])) is not None
+    for file, entry in zip(files, manifest.shards, strict=True):
+        size = storage.size(file)
+        if size is not None and size != entry.size:
+            return f"{file} has {size} bytes, and {entry.size} were written: it was cut short or replaced"
+        if size is None:
+            return f"{file} is gone: it was given up for a later one"
+    return "" if storage.size(_note(files[0])) is not None else "it was given up for a later one"
 
 
 def _note(file: str) -> str:
@@ -150,9 +158,16 @@ def _mark(file: str) -> str:
 
 def _read_note(storage: Storage, note: str) -> ShardEntry:
     try:
-        return manifests.decode_entry(json.loads(read_small(storage, note, manifests.LARGEST) or b""), note)
+        fields = json.loads(read_small(storage, note, manifests.LARGEST) or b"")
     except (ValueError, RecursionError) as error:
         raise StorageError(f"{note} is damaged: {error}") from error
+    said = fields.pop("hash", None) if isinstance(fields, dict) else None  # earlier versions wrote none
+    entry = manifests.decode_entry(fields, note)
+    if said not in (None, manifests.hash_of(entry)):  # or the manifest would say it, and nobody could read the checkpoint
+        raise StorageError(f"{note} is damaged: its hash differs")
+    if shards.count_blocks(entry.size) != len(entry.blocks):
+        raise StorageError(f"{note} is damaged: it has {len(entry.blocks)} hashes for {entry.size} bytes")
+    return entry
 
 
 # ---------------------------------------------------------------- finding

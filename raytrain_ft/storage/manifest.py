@@ -144,5 +144,10 @@ def decode_entry(fields: Any, where: str) -> ShardEntry:
     raise StorageError(f"{where} does not describe its shards")
 
 
+def hash_of(entry: ShardEntry) -> str:
+    """XXH3, 64 bits, of what is said of a shard."""
+    return xxhash.xxh3_64_hexdigest(json.dumps(asdict(entry)).encode())
+
+
 def _head(rest: bytes, kind: str = FORMAT) -> bytes:
     return f'{{"format":{json.dumps(kind)},"hash":"{xxhash.xxh3_128_hexdigest(rest)}",'.encode()

@@ -691,6 +691,43 @@ def test_what_does_not_answer_is_told_from_what_is_not_as_it_should_be(
             storage.size("directory/file")
 
 
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"size": 9}, "its hash differs"),
+        ({"blocks": ["0" * 16]}, "its hash differs"),
+        ({"hash": 7}, "its hash differs"),
+        ({"blocks": [], "hash": None}, "it has 0 hashes for 8 bytes"),
+        ({"hash": None}, ""),
+    ],
+)
+def test_what_another_worker_noted_of_its_shard_is_not_believed_if_it_is_damaged(
+    tmp_path: Path, change: dict[str, Any], error: str
+) -> None:
+    """It goes into the manifest: the checkpoint would be committed, and no reader would take it. An earlier version wrote no
+    hash."""
+    storage, name = LocalStorage(tmp_path), Name(5, 1, 1)
+    own, other = (checkpoint.write_shard(storage, name, number, 2, [memoryview(bytes(8))]) for number in range(2))
+    path = tmp_path / str(name) / "shard-00001-of-00002.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    if error:
+        with pytest.raises(StorageError, match=rf"shard-00001-of-00002\.json is damaged: {error}"):
+            checkpoint.await_shards(storage, name, own, 2, 5.0, checkpoint.nothing)
+    else:
+        assert checkpoint.await_shards(storage, name, own, 2, 5.0, checkpoint.nothing) == [own, other]
+
+
+def test_a_shard_that_was_cut_short_is_named_and_not_committed(tmp_path: Path) -> None:
+    storage, name = LocalStorage(tmp_path), Name(30, 1, 1)
+    whole = Manifest(step=30, epoch=1, incarnation=1, shards=parts(storage, name, 0, 1))
+    path = tmp_path / str(name) / "shard-00001-of-00002.arrow"
+    os.truncate(path, 100)
+    size = whole.shards[1].size
+    with pytest.raises(StorageError, match=rf"shard-00001-of-00002\.arrow has 100 bytes, and {size} were written"):
+        checkpoint.commit(storage, whole)
+    assert [found.complete for found in checkpoint.found(storage)] == [False]
+
+
 @pytest.mark.parametrize("what", ["manifest.json", "shard-00000-of-00001.arrow"])
 def test_what_is_not_there_is_told_from_what_is_damaged(tmp_path: Path, what: str) -> None:
     storage, name = two_checkpoints(tmp_path), Name(20, 1, 1)
