@@ -24,11 +24,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from raytrain_ft.errors import LockedError, StorageError, UnreachableError
 from raytrain_ft.places import Place
@@ -217,7 +217,11 @@ class Persister:
         return process.pid if process is not None and process.poll() is None else None
 
     def start(self) -> None:
-        """Starts the process unless it runs."""
+        """Starts the process unless it runs.
+
+        Raises:
+            OSError, RuntimeError: there is no room for it, or for a thread that listens to it.
+        """
         if self.pid is not None:
             return
         # One that has just died may not have been heard of yet; what it had to do is over with it.
@@ -225,20 +229,24 @@ class Persister:
         with self._lock:
             self._process = None  # what it still says is of no matter
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-        answers, answering = os.pipe()  # its standard output is not for answers: a library may print to it
-        descriptors = [self._memory.descriptor, self._described.fileno(), answering]
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "raytrain_ft.storage.persister", *map(str, [*descriptors, os.getpid()])],
-            stdin=subprocess.PIPE,
-            stdout=2,
-            pass_fds=descriptors,
-            start_new_session=True,
-            env=os.environ | {"PYTHONPATH": path},
-        )
-        os.close(answering)
-        assert self._process.stdin is not None
-        os.set_blocking(self._process.stdin.fileno(), False)
-        threading.Thread(target=self._listen, args=(self._process, answers), name="persister", daemon=True).start()
+        reading, writing = os.pipe()  # its standard output is not for answers: a library may print to it
+        with ExitStack() as on_error, os.fdopen(writing, "w") as answering:
+            answers = on_error.enter_context(os.fdopen(reading))
+            descriptors = [self._memory.descriptor, self._described.fileno(), answering.fileno()]
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "raytrain_ft.storage.persister", *map(str, [*descriptors, os.getpid()])],
+                stdin=subprocess.PIPE,
+                stdout=2,
+                pass_fds=descriptors,
+                start_new_session=True,
+                env=os.environ | {"PYTHONPATH": path},
+            )
+            on_error.callback(setattr, self, "_process", None)
+            on_error.callback(self._end, self._process, 0.0)
+            assert self._process.stdin is not None
+            os.set_blocking(self._process.stdin.fileno(), False)
+            threading.Thread(target=self._listen, args=(self._process, answers), name="persister", daemon=True).start()
+            on_error.pop_all()
 
     def submit(self, job: Job) -> Future[Outcome]:
         """Begins a job. The future never fails: an outcome with an error says what went wrong."""
@@ -248,7 +256,7 @@ class Persister:
         try:
             message = self._told.tell(job, self._described.fileno())
             self.start()
-        except (OSError, ValueError, TypeError) as error:  # the latter two: the values are no JSON
+        except (OSError, RuntimeError, ValueError, TypeError) as error:  # the latter two: the values are no JSON
             future.set_result(Outcome(f"the persister could not be given its job: {error}", 0.0, 0))
             return future
         with self._lock:
@@ -274,8 +282,10 @@ class Persister:
         """Who waits for this shard is told that it will not come, also if it never came to the process, or that was killed. On
         a thread, for storage may hang; while it does, no more are told."""
         if self._marking is None or not self._marking.is_alive():
-            self._marking = threading.Thread(target=_mark, args=(place, name, number, count), name="mark", daemon=True)
-            self._marking.start()
+            marking = threading.Thread(target=_mark, args=(place, name, number, count), name="mark", daemon=True)
+            with suppress(RuntimeError):  # there is no thread for it: who waits gives up by its own time limit
+                marking.start()
+                self._marking = marking
 
     @property
     def is_tidy(self) -> bool:
@@ -317,14 +327,19 @@ class Persister:
         assert self._process.stdin is not None
         os.write(self._process.stdin.fileno(), json.dumps(message).encode() + b"\n")
 
-    def _listen(self, process: subprocess.Popen[bytes], answers: int) -> None:
-        with os.fdopen(answers) as lines:
-            for answer in map(json.loads, lines):
-                if answer:
-                    self._settle(process, Outcome(**answer))
-                else:
-                    self._tidy(process, jobs=1)
-        self._ended(process, f"the persister process ended (exit code {process.wait()})")
+    def _listen(self, process: subprocess.Popen[bytes], answers: TextIO) -> None:
+        last = ""
+        try:
+            with answers as lines:
+                for answer in map(json.loads, lines):
+                    if answer:
+                        self._settle(process, Outcome(**answer))
+                    else:
+                        self._tidy(process, jobs=1)
+        except (ValueError, TypeError) as error:  # it was killed in the midst of a line
+            last = f", and what it said last makes no sense: {error}"
+            process.kill()  # else nobody would hear any more of it
+        self._ended(process, f"the persister process ended (exit code {process.wait()}){last}")
 
     def _ended(self, process: subprocess.Popen[bytes] | None, error: str) -> None:
         self._settle(process, Outcome(error, 0.0, 0))

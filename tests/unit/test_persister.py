@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -322,6 +323,70 @@ def test_a_process_that_dies_settles_its_job_also_if_another_is_started_at_once(
         persister.close(10)
         memory.close()
         right.release()
+
+
+@pytest.mark.parametrize("what", ["process", "thread"])
+def test_where_it_cannot_be_started_nothing_is_left_and_the_next_job_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Watched(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            if what == "process":
+                raise OSError(11, "Resource temporarily unavailable")
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    right, memory = lock.acquire(open_storage(str(tmp_path)), "test"), SharedMemory()
+    memory.reserve(8)
+    persister = Persister(memory)
+    about = {"place": Place(str(tmp_path)), "owner": "test", "epoch": right.owner.epoch, "incarnation": 1, "count": 1}
+    one = Job(step=1, number=0, pieces=[Piece("t", "torch.uint8", (8,), 0, 8)], **about)
+    pipes = len(open_pipes())
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", Watched)
+        if what == "thread":
+            patch.setattr(threading.Thread, "start", refuse)
+        error = persister.submit(one).result(timeout=10).error
+        persister.give_up(one.place, one.name, 1, 2)
+    assert error is not None
+    assert error.startswith("the persister could not be given its job: ")
+    assert (len(open_pipes()), [process.poll() is not None for process in started]) == (pipes, [True] * (what == "thread"))
+    try:
+        assert persister.submit(one).result(timeout=30).error is None
+    finally:
+        persister.close(10)
+        memory.close()
+        right.release()
+
+
+def open_pipes() -> list[str]:
+    """Descriptors of pipes."""
+    found: list[str] = []
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            found += [path.name] if str(path.readlink()).startswith("pipe:") else []
+    return found
+
+
+def test_a_process_that_is_killed_in_the_midst_of_a_word_settles_its_job() -> None:
+    memory = SharedMemory()
+    persister = Persister(memory)
+    persister._process = process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    persister._pending = waiting = Future[Outcome]()
+    reading, writing = os.pipe()
+    os.write(writing, b'{"error": "Traceba')
+    os.close(writing)
+    persister._listen(process, os.fdopen(reading))
+    assert "what it said last makes no sense" in (waiting.result(timeout=0).error or "")
+    persister.close(10)
+    memory.close()
+    assert process.stdin is not None
+    process.stdin.close()
 
 
 def test_it_ends_though_a_process_that_was_forked_here_lives_on() -> None:
