@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -75,6 +76,7 @@ class Checkpointer:
         self._layout: Layout | None = None
         self._copy: Copy | None = None
         self._job: Job | None = None
+        self._void: Job | None = None  # whose world was over before it was handed on, if it was not by then
         self._outcome: Future[Outcome] | None = None
         self._preparing: threading.Thread | None = None
         self.asked = False
@@ -108,7 +110,8 @@ class Checkpointer:
         """
         self._stages, self._begun = stages, step
         self._rejected, self._unread = sorted(rejected), sorted(unread)
-        self._persister.start()  # now, so that its start is not in the first checkpoint's time
+        with suppress(OSError, RuntimeError):  # each checkpoint tries it again, and tells why there is none
+            self._persister.start()  # now, so that its start is not in the first checkpoint's time
         self._rank, self._count, self._incarnation = rank, count, incarnation
         self._tuning.begin(rank, count, incarnation, step, failure_s)
 
@@ -128,11 +131,13 @@ class Checkpointer:
         self._tuning.catch_up(latest)
 
     def fenced(self) -> None:
-        """The world is over. A copy that is under way comes to its end before anything else touches the state."""
+        """The world is over. A copy that is under way comes to its end before anything else touches the state. One that is
+        then still on its way to the host is not handed on."""
         if self._copy is not None:
             self._copy.wait(go_on)
             self._copy.join()
         if self._job is not None:
+            self._void = self._job
             self._persister.cancel(self._job.name)
 
     def close(self, timeout_s: float = 60.0) -> None:
@@ -205,8 +210,10 @@ class Checkpointer:
         tensors, _ = self._capture()
         self._part = -(-total_size(tensors) // (self._count // self._stages))
         reserve = (self._part + ALIGNMENT,)
-        self._preparing = threading.Thread(target=self._memory.reserve, args=reserve, name="prepare", daemon=True)
-        self._preparing.start()
+        preparing = threading.Thread(target=self._memory.reserve, args=reserve, name="prepare", daemon=True)
+        with suppress(RuntimeError):  # there is no thread for it: the first snapshot takes longer
+            preparing.start()
+            self._preparing = preparing
 
     def take(self, step: int, check: Callable[[], None], *, kept: bool = False) -> bool:
         """Begins a checkpoint of the state after `step` steps. Waits for the one before to be durable; where storage hangs,
@@ -229,12 +236,19 @@ class Checkpointer:
         self._tuning.began(step, waited)
         tensors, values = self._capture()
         own = self._own()
-        with Stay() as stay:
-            self._copy_state(step, waited, kept, (tensors, own, values), stay)
+        try:
+            with Stay() as stay:
+                self._copy_state(step, waited, kept, (tensors, own, values), stay)
+        except OSError as error:  # a lack of threads, which is no error of what is trained
+            self._fail(self._name(step), self._rank, self._count, f"the snapshot could not begin: {error}")
+            return False
         return True
 
+    def _name(self, step: int) -> Name:
+        return Name(step, self._target.epoch, self._incarnation)
+
     def _leave_out(self, step: int, reason: str, waited: float) -> None:
-        self._fail(Name(step, self._target.epoch, self._incarnation), self._rank, self._count, reason)
+        self._fail(self._name(step), self._rank, self._count, reason)
         self._tuning.began(step, waited)
 
     def _copy_state(self, step: int, waited: float, kept: bool, state: tuple[Pairs, Pairs, dict[str, Any]], stay: Stay) -> None:
@@ -336,14 +350,29 @@ class Checkpointer:
         job, outcome = self._job, self._outcome
         assert job is not None
         assert outcome is not None
-        if copy.error is not None:
-            self._fail(job.name, job.number, job.count, f"the snapshot failed: {copy.error}")
-            outcome.set_result(Outcome(str(copy.error), 0.0, 0))
-            return
         began = time.monotonic()
-        self._persister.submit(job).add_done_callback(lambda done: self._persisted(job, copy, done.result(), outcome, began))
+        if copy.error is not None:
+            reason = f"the snapshot failed: {str(copy.error) or repr(copy.error)}"
+        elif job is self._void:
+            reason = f"{job.name}: the world that was writing it is over"
+        else:
+            try:
+                done = self._persister.submit(job)
+            except Exception as error:
+                reason = f"the persister could not be given its job: {error!r}"
+            else:
+                # Each is called whatever became of the one before: without an outcome, all checkpoints after it are left out.
+                done.add_done_callback(lambda done: self._persisted(job, copy, done.result(), began))
+                done.add_done_callback(lambda done: outcome.set_result(done.result()))
+                if job is self._void:  # since that was looked at
+                    self._persister.cancel(job.name)
+                return
+        try:
+            self._fail(job.name, job.number, job.count, reason)
+        finally:
+            outcome.set_result(Outcome(reason, 0.0, 0))
 
-    def _persisted(self, job: Job, copy: Copy, result: Outcome, outcome: Future[Outcome], began: float) -> None:
+    def _persisted(self, job: Job, copy: Copy, result: Outcome, began: float) -> None:
         """The persister is done. Runs on its listening thread."""
         assert copy.seconds is not None
         # What training waits for, which on a busy machine is more than the persister's own time.
@@ -370,7 +399,6 @@ class Checkpointer:
                     "untidy": result.untidy,
                 },
             )
-        outcome.set_result(result)
 
     def _fail(self, name: Name, number: int, count: int, reason: str) -> None:
         """There will be no such checkpoint, or not this worker's shard of it."""

@@ -8,6 +8,7 @@ at once, for that takes no longer than to see to it that it can be copied later.
 from __future__ import annotations
 
 import _thread
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -79,7 +80,11 @@ class Copy:
         self._began = 0.0
 
     def start(self) -> None:
-        """Begins. From now on nobody may change the tensors until `wait` returns."""
+        """Begins. From now on nobody may change the tensors until `wait` returns.
+
+        Raises:
+            OSError: there is no thread for it.
+        """
         self._began = time.monotonic()
         share, self._share = self._share, None
         assert share is not None, "it is begun once"
@@ -88,7 +93,10 @@ class Copy:
         self._versions = versions_of(_sources(self.pending))
         self._places = _places_of(self.pending.plain)
         self._ready = _now_on_device(self.pending.slices)
-        _thread.start_new_thread(self._run, ())  # `Thread.start` waits until it runs, which training has no need of
+        try:
+            _thread.start_new_thread(self._run, ())  # `Thread.start` waits until it runs, which training has no need of
+        except RuntimeError as error:
+            raise OSError(errno.EAGAIN, f"no thread can be started: {error}") from error
 
     def _copy_small(self, share: Share) -> Numbers | None:
         """Copies what takes no longer than to arrange for later; returns the numbers of the others (None: all)."""

@@ -28,7 +28,7 @@ from raytrain_ft.storage.job import AnyPersister, Job, Outcome
 from raytrain_ft.storage.manifest import Name, ShardEntry
 from raytrain_ft.storage.persister import Persister, SharedMemory
 from raytrain_ft.storage.retention import KEEP_ALL
-from raytrain_ft.training import checkpointer, tuning
+from raytrain_ft.training import checkpointer, snapshot, tuning
 from raytrain_ft.training.checkpointer import Checkpointer
 from raytrain_ft.training.layout import share
 from raytrain_ft.training.settings import Target
@@ -432,7 +432,91 @@ def test_steps_beside_a_deletion_do_not_say_what_one_takes_by_itself() -> None:
     assert stretch.busy_s == pytest.approx(3.0, abs=0.05)
     assert stretch.looked_s > 0
     assert stretch.looked_s + stretch.busy_s + sum(stretch.free) == pytest.approx(3.3)
-    one.close(0.0)
+    one.close()
+
+
+class Broken(Slow):
+    """A persister for which there is no process at first, and then no thread."""
+
+    refused = 0
+
+    def start(self) -> None:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    def submit(self, job: Job) -> Future[Outcome]:
+        self.refused += 1
+        if self.refused == 1:
+            raise RuntimeError("can't start new thread")
+        return super().submit(job)
+
+
+@pytest.mark.parametrize("what", ["persister", "snapshot", "memory", "telling", "measuring"])
+def test_what_a_checkpoint_lacks_costs_that_one_and_neither_training_nor_those_after_it(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Processes and threads of a node are limited; and whatever else goes wrong, there is an end to it."""
+    told: list[tuple[str, int, str]] = []
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise MemoryError if what == "memory" else RuntimeError("can't start new thread")
+
+    def tell(event: str, fields: dict[str, Any]) -> None:
+        if event == "CheckpointCommitted" and fields["step"] == 5:
+            raise RuntimeError("the journal's thread is gone")
+        if event != "IntervalChosen":
+            told.append((event, fields["step"], fields.get("reason", "")))
+
+    one = Checkpointer(
+        Target(place=Place("/nowhere"), owner="run", epoch=1),
+        lambda: ([("w", torch.zeros(8))], {}),
+        lambda: Tuner(budget=0.035, window=4, fixed=5),
+        tell,
+        persister=lambda memory: Broken(0.1) if what == "persister" else Slow(0.1),
+    )
+    with monkeypatch.context() as patch:
+        if what in ("snapshot", "memory"):
+            where, name = (snapshot._thread, "start_new_thread") if what == "snapshot" else (Copy, "_copy")
+            patch.setattr(where, name, fails)
+        elif what == "measuring":
+            patch.setattr(one._tuning, "persisted", fails)
+        one.begin(0, 1, 1, 0)
+        assert one.take(5, go_on) is (what != "snapshot")
+        one.await_durable(go_on, 10.0)
+    assert one.take(10, go_on)
+    one.await_durable(go_on, 10.0)
+    one.close()
+    assert told[-1] == ("CheckpointCommitted", 10, "")
+    reasons = {
+        "persister": 'the persister could not be given its job: RuntimeError("can\'t start new thread")',
+        "snapshot": "the snapshot could not begin: [Errno 11] no thread can be started: can't start new thread",
+        "memory": "the snapshot failed: MemoryError()",
+    }
+    assert told[:-1] == ([("CheckpointFailed", 5, reasons[what])] if what in reasons else [])
+
+
+def test_a_snapshot_that_left_the_device_only_is_not_handed_on_when_its_world_is_over(
+    make: Make, told: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights may change as soon as it has, and so may the world, long before it is in the memory of the host."""
+    held, arrives, real = Held(), threading.Event(), Copy.join
+
+    def slow(copy: Copy) -> None:
+        copy._done.set()
+        arrives.wait(20)
+
+    monkeypatch.setattr(Copy, "_copy", slow)
+    monkeypatch.setattr(Copy, "join", lambda copy, timeout_s=0.1: real(copy, timeout_s))
+    one = make(held)
+    one.take(5, go_on)
+    one.fenced()
+    arrives.set()
+    until(lambda: not one.busy)
+    assert (held.jobs.empty(), told) == (True, [("CheckpointFailed", 5)])
+    one.begin(0, 1, 2, 5)
+    assert one.take(10, go_on)
+    held.end(0.1)
+    one.await_durable(go_on, 10.0)
+    assert told[1:] == [("CheckpointCommitted", 10)]
 
 
 def test_a_snapshot_that_is_interrupted_as_it_begins_holds_nobody_up(
@@ -556,7 +640,7 @@ def test_every_worker_measures_and_the_first_alone_says_when(tmp_path: Path) -> 
     one.begin(0, 2, 2, 6)
     assert one.wants(1000), "it does not measure everything anew"
     assert told == ["IntervalChosen"]
-    one.close(0.0)
+    one.close()
 
 
 def test_training_does_not_begin_late_for_a_storage_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
