@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,9 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], values: Mappi
         StorageError: it could not be written; nothing is left of it.
     """
     path = Path(path)
-    for left in path.parent.glob(f".{path.name}.*.partial"):  # of a saver that died, or will find that it comes too late
-        left.unlink(missing_ok=True)
+    with suppress(OSError):  # if nothing can be written there either, that is told below
+        for left in path.parent.glob(f".{path.name}.*.partial"):  # of a saver that died, or will find that it comes too late
+            left.unlink(missing_ok=True)
     LocalStorage(path.parent).put(path.name, _encoded(tensors, values))
 
 

@@ -28,6 +28,12 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
+def test_what_an_earlier_saver_left_and_cannot_be_removed_does_not_keep_the_state_from_being_written(tmp_path: Path) -> None:
+    (tmp_path / ".final.arrow.0.partial" / "directory").mkdir(parents=True)
+    write_tensors(tmp_path / "final.arrow", {"a": torch.ones(3)}, {"step": 3})
+    assert read_tensors(tmp_path / "final.arrow")[1] == {"step": 3}
+
+
 def test_a_small_file_does_not_unpack_to_all_of_the_memory(tmp_path: Path) -> None:
     """What compresses well: a hundred batches of 16 MB each, of zeros."""
     write_tensors(path := tmp_path / "final.arrow", {"zeros": torch.zeros(4_000_000)}, {"step": 3})
