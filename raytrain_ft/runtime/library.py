@@ -71,6 +71,8 @@ class Library:
             self._start_holder()
             return ()
         storage = open_storage(self._spec.checkpoints.place)
+        if self._lock is not None:  # of an attempt before, which has failed since: one of them renews it
+            self._lock.hand_over()
         self._lock = lock.acquire(storage, self._spec.run_id)
         self.epoch = self._lock.owner.epoch
         retention.sweep(storage, self.epoch, new=self._lock.new)

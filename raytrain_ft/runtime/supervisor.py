@@ -197,6 +197,7 @@ class Supervisor:
             failure = type(error).__name__, str(error)
             if self._restarted and not self._notes.was_over:  # else there is no run to tell of, or its end was told
                 self._notes.failed(failure)
+            await self._library.close()  # it may have the right to write, which whoever repairs the rest need not wait for
             await self._release()
             return self.account() | {"failure": failure}
         self._crew.epoch = self._library.epoch

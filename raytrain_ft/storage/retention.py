@@ -149,4 +149,5 @@ def sweep(storage: Storage, epoch: int, *, new: bool) -> None:
                 give_up(storage, one.name)
     for name in storage.names() if new else ():
         if PARTIAL.fullmatch(name):
-            storage.delete(name)
+            with suppress(StorageError):
+                storage.delete(name)

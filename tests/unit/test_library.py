@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 import torch
 from store import save
 
+from raytrain_ft.errors import StorageError
 from raytrain_ft.places import Place
 from raytrain_ft.policy import messages as m
 from raytrain_ft.runtime import library as libraries
@@ -112,6 +114,27 @@ def test_what_a_manifest_tells_of_the_loss(values: dict[str, Any], loss: float |
     """It comes from storage, so it may be anything; and another writer, such as checkfreq, tells of none."""
     manifest = Manifest(step=5, epoch=1, incarnation=1, shards=[], values=values)
     assert libraries._loss(manifest) == loss
+
+
+def test_an_attempt_that_failed_leaves_no_second_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The storage fails between the right to write and the list of checkpoints, and all is tried again."""
+    library = library_of(tmp_path, "auto", "a")
+    stored, failures = library._stored, [StorageError("503")]
+
+    def fails_at_first() -> Any:
+        if failures:
+            raise failures.pop()
+        return stored()
+
+    async def live() -> None:
+        monkeypatch.setattr(library, "_stored", fails_at_first)
+        with pytest.raises(StorageError, match="503"):
+            await library.open()
+        assert await library.open() == ()
+        assert [thread.name for thread in threading.enumerate()].count("writer-lock") == 1
+        await library.close()
+
+    asyncio.run(live())
 
 
 def test_what_was_abandoned_does_not_come_back(tmp_path: Path) -> None:

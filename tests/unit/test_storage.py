@@ -931,6 +931,14 @@ def test_what_was_given_up_cannot_be_committed(tmp_path: Path, count: int, again
     assert not any(found.complete for found in checkpoint.found(storage))
 
 
+def test_a_leftover_that_cannot_be_removed_keeps_no_run_from_beginning(tmp_path: Path) -> None:
+    stays = tmp_path / ".profile.json.0.partial" / "directory"
+    stays.mkdir(parents=True)
+    (tmp_path / ".profile.json.1.partial").touch()
+    retention.sweep(LocalStorage(tmp_path), 2, new=True)
+    assert [path.name for path in tmp_path.iterdir()] == [stays.parent.name]
+
+
 def test_what_is_being_written_outlives_a_supervisors_restart(tmp_path: Path) -> None:
     held = lock.acquire(LocalStorage(tmp_path), "run")
     storage = LocalStorage(tmp_path)

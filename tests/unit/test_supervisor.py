@@ -198,9 +198,13 @@ class Away:
     """A library whose storage is away."""
 
     epoch = 0
+    closed = False
 
     async def open(self) -> None:
         raise StorageError("it is away")
+
+    async def close(self) -> None:
+        self.closed = True
 
 
 @pytest.mark.parametrize("state", sorted(ENDED))
@@ -217,9 +221,11 @@ def test_a_run_fails_once(was_over: bool) -> None:
     spec: Any = SimpleNamespace(lease=0.0)
     written = Counter({"RunFinished": 1} if was_over else {})
     about = {"machine": machine, "spec": spec, "notes": notes.Notes(spec, log, machine, lambda: 0.0, written), "start": 0.0}
-    one = bare(**about, library=Away(), restarted=True, right=SimpleNamespace(release=lambda: None), events=asyncio.Queue())
+    away, right = Away(), SimpleNamespace(release=lambda: None)
+    one = bare(**about, library=away, restarted=True, right=right, events=asyncio.Queue())
     one.account = dict
     assert asyncio.run(one._live()) == {"failure": ("StorageError", "it is away")}
+    assert away.closed, "the next one would wait for the right to write"
     assert noted == ([] if was_over else ["RunFailed"])
 
 
