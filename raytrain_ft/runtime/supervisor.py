@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
+from ray.exceptions import RayError
 
 from raytrain_ft.chaos.faults import Injector
 from raytrain_ft.errors import ConfigError, FTError, IllegalEventError, LockedError, StorageError
@@ -198,6 +199,8 @@ class Supervisor:
             if self._restarted and not self._notes.was_over:  # else there is no run to tell of, or its end was told
                 self._notes.failed(failure)
             await self._library.close()  # it may have the right to write, which whoever repairs the rest need not wait for
+            if self._restarted:
+                await self._remove_what_recovers()
             await self._release()
             return self.account() | {"failure": failure}
         self._crew.epoch = self._library.epoch
@@ -231,13 +234,23 @@ class Supervisor:
             self._metrics.publish(self._ended_at, self._machine)
             await demand.close()
             await self._library.close()
-            if await self._right.is_kept():
-                shutil.rmtree(self._spec.logs, ignore_errors=True)  # nobody is left to recover
-                sealed.remove(self._spec)
-        while self._log.flush() is not None and self.now() < self._ended_at + PATIENCE_S:
-            await asyncio.sleep(LOG_RETRY_S)
-        await self._release()
+            await self._remove_what_recovers()
+            while self._machine.state in ENDED and self._log.flush() is not None and self.now() < self._ended_at + PATIENCE_S:
+                await asyncio.sleep(LOG_RETRY_S)
+            await self._release()
         return self.account()
+
+    async def _remove_what_recovers(self) -> None:
+        """Nobody is left to recover. Where the run ends by an error of this process, its workers still write."""
+        if self._machine.state not in ENDED:
+            with suppress(TimeoutError, RayError, RuntimeError):
+                await self._end_workers()
+        if await self._right.is_kept():
+            shutil.rmtree(self._spec.logs, ignore_errors=True)
+            sealed.remove(self._spec)
+
+    async def _end_workers(self) -> None:
+        await asyncio.wait_for(asyncio.to_thread(kill_named, self._spec.member_name("")), LINGER_S)
 
     def _missing(self) -> int:
         """How many workers to ask the cluster for. Not while a place is looked for: what is asked for would take it first."""
@@ -320,7 +333,7 @@ class Supervisor:
         if time.monotonic() - self._followed_at < self._spec.driver_timeout:
             await asyncio.sleep(LINGER_S)
         try:
-            await asyncio.wait_for(asyncio.to_thread(kill_named, self._spec.member_name("")), LINGER_S)
+            await self._end_workers()
         finally:  # workers end by themselves without it; one that stayed would keep the run's name taken
             ray.kill(ray.get_runtime_context().current_actor)
 

@@ -213,20 +213,53 @@ def test_a_run_that_has_ended_needs_no_storage(state: State) -> None:
     assert asyncio.run(one._open_library()) == ()
 
 
+async def is_kept() -> bool:
+    return True
+
+
+def without_workers(one: Any, ended: list[str]) -> None:
+    """Has it end those whom it would find, and nobody else."""
+
+    async def end() -> None:
+        ended.append("all")
+
+    one._end_workers = end
+
+
 @pytest.mark.parametrize("was_over", [True, False])
-def test_a_run_fails_once(was_over: bool) -> None:
+def test_a_run_fails_once(was_over: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[str] = []
     log: Any = SimpleNamespace(note=lambda name, **fields: noted.append(name))
     machine: Any = SimpleNamespace(state=State.RUNNING)
-    spec: Any = SimpleNamespace(lease=0.0)
+    spec: Any = SimpleNamespace(lease=0.0, logs=tmp_path / "logs")
+    spec.logs.mkdir()
+    monkeypatch.setattr(supervisor.sealed, "remove", lambda of: noted.append("task"))
     written = Counter({"RunFinished": 1} if was_over else {})
     about = {"machine": machine, "spec": spec, "notes": notes.Notes(spec, log, machine, lambda: 0.0, written), "start": 0.0}
-    away, right = Away(), SimpleNamespace(release=lambda: None)
+    away, right = Away(), SimpleNamespace(release=lambda: noted.append("right"), is_kept=is_kept)
     one = bare(**about, library=away, restarted=True, right=right, events=asyncio.Queue())
     one.account = dict
+    without_workers(one, noted)
     assert asyncio.run(one._live()) == {"failure": ("StorageError", "it is away")}
     assert away.closed, "the next one would wait for the right to write"
-    assert noted == ([] if was_over else ["RunFailed"])
+    assert noted == [*([] if was_over else ["RunFailed"]), "all", "task", "right"], "workers first: they would log on"
+    assert not spec.logs.exists()
+
+
+@pytest.mark.parametrize(("state", "first"), [(State.RUNNING, ["all"]), (State.FINISHED, [])])
+def test_who_could_still_log_is_ended_before_the_logs_are_removed(
+    state: State, first: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an error of the supervisor's own, such as a disk that stays full. Workers of a run that came to its end have ended."""
+    ended: list[str] = []
+    spec: Any = SimpleNamespace(logs=tmp_path / "logs")
+    spec.logs.mkdir()
+    monkeypatch.setattr(supervisor.sealed, "remove", lambda of: ended.append("task"))
+    one = bare(machine=SimpleNamespace(state=state), spec=spec, right=SimpleNamespace(is_kept=is_kept))
+    without_workers(one, ended)
+    asyncio.run(one._remove_what_recovers())
+    assert ended == [*first, "task"]
+    assert not spec.logs.exists()
 
 
 def test_a_place_where_no_checkpoint_can_be_written_ends_a_run_before_any_worker_starts() -> None:
@@ -296,7 +329,7 @@ def test_storage_that_fails_once_is_asked_again_before_a_run_ends(monkeypatch: A
 
     async def look() -> None:
         shelf = Library(SimpleNamespace())  # pyright: ignore
-        monkeypatch.setattr(shelf, "_stored", listed)
+        monkeypatch.setattr(shelf, "_look", lambda incarnation: listed())
         shelf.find(3, 12, told.append)
         await asyncio.wait_for(asyncio.gather(*shelf._tasks), 5)
 
