@@ -103,7 +103,7 @@ class WriterLock:
         self._thread.start()
 
     def _renew(self) -> None:
-        while not self._released.wait(RENEW_S) and not self.lost:
+        while not self.lost and not self._released.wait(RENEW_S):
             with suppress(StorageError):  # the storage may come back; if it does not, others take over after the lease
                 self._say(self.owner.since)
 
