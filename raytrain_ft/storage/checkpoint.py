@@ -46,7 +46,8 @@ READ_S, AGAIN_S = 30.0, 1.0
 """How long storage that does not answer is asked again, and how often; less than any phase of a recovery may take. It counts
 from the first failure: what takes long to read takes long to fail, and is read once more all the same."""
 MARK_S = 5.0
-"""For so long a mark may be of an attempt that was left out before, by who is about to try again."""
+"""A mark may be of an attempt that was left out, and its worker about to try again: from when its shard is waited for, it has
+so long to take the mark back."""
 NOTE = re.compile(r"shard-[0-9]+-of-[0-9]+\.json")
 
 
