@@ -223,9 +223,12 @@ def on_reconciled(run: RunState, event: m.Reconciled) -> list[c.Command]:
     if recovery is not None:
         recovery.reconciled, recovery.incarnation, recovery.world_after = event.at, run.incarnation, len(world)
         recovery.repaired += differing_in_stages(world, held, run.rules.stages)
-    copies, whole = rebuild_stages(world, held, run.rules.stages)
+    states = run.plan.states if run.plan is not None else ()
+    restated = {member for copy in states for member in copy.targets}
+    restated |= {member for member, marks in run.survivors.items() if marks.restated}
+    copies, whole = rebuild_stages(world, held, run.rules.stages, restated)
     handed = leaving.hand_over(run)
-    if not copies and not run.replaying and not handed:
+    if not copies and not whole and not run.replaying and not handed:
         return resume(run, event.at)
     run.state = State.REBUILD
     run.answers = {}

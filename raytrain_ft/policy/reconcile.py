@@ -70,6 +70,7 @@ class Marks:
         trained: the incarnation in which it trained last.
         not_finite: the latest step whose update it left out, because the loss or a gradient was not finite.
         changed: what it has undone or kept last; nobody may have heard its answer.
+        restated: whether it has taken a bucket's state from another, and not yet what belongs to no bucket.
     """
 
     member: str
@@ -84,6 +85,7 @@ class Marks:
     trained: int = 0
     not_finite: int | None = None
     changed: Changed | None = None
+    restated: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,16 +81,26 @@ def by_node(members: Sequence[str], nodes: Mapping[str, str]) -> list[str]:
     return sorted(members, key=lambda member: first[nodes.get(member, member)])
 
 
-def rebuild_stages(world: Sequence[str], digests: Digests, stages: int) -> tuple[tuple[Copy, ...], tuple[tuple[str, str], ...]]:
-    """What must be copied within each stage that somebody holds, and who receives all of it from whom."""
+def rebuild_stages(
+    world: Sequence[str], digests: Digests, stages: int, restated: Container[str] = ()
+) -> tuple[tuple[Copy, ...], tuple[tuple[str, str], ...]]:
+    """What must be copied within each stage that somebody holds, and who receives from whom what belongs to no bucket, too.
+
+    Args:
+        restated: who has taken another's state bucket by bucket, instead of making an update: a number that an optimizer counts
+            in its parameter groups is of no bucket.
+    """
     copies: list[Copy] = []
     whole: list[tuple[str, str]] = []
     for stage in range(stages):
         members = members_of(world, stage, stages)
         held = {member: digests[member] for member in members if member in digests}
         if held:
-            copies += rebuild(members, held)
-            whole += [(member, next(iter(held))) for member in members if member not in held]
+            copied = rebuild(members, held)
+            copies += copied
+            behind = {member for copy in copied for member in copy.targets} | {one for one in held if one in restated}
+            source = next((member for member in held if member not in behind), next(iter(held)))
+            whole += [(member, source) for member in members if member in behind and member != source]
     return tuple(copies), tuple(whole)
 
 

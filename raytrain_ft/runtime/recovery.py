@@ -48,7 +48,7 @@ def marks(member: str, replica: Replica) -> Marks | None:
     versions = tuple(bucket.version for bucket in state.buckets)
     gradients = tuple(bucket.gradient for bucket in state.buckets)
     latest = (mending.share(replica), replica.lost, replica.left_out, replica.trained, replica.not_finite, replica.changed)
-    return Marks(member, state.step, versions, gradients, replica.stage, state.agreed, *latest)
+    return Marks(member, state.step, versions, gradients, replica.stage, state.agreed, *latest, restated=state.restated)
 
 
 def _may_be_left_behind(replica: Replica) -> bool:
@@ -152,6 +152,7 @@ def take_states(replica: Replica, copies: Sequence[Copy], transfer: Transfer, ve
     """Sends and receives bucket states; what came is taken over only when all of it is here."""
     buckets = replica.state.buckets
     for index, payload in transfer.copy(copies, lambda copy: replica.state.pack(buckets[copy.bucket])):
+        replica.state.restated = True
         replica.state.unpack(buckets[index], payload)
         buckets[index].version = version
         buckets[index].dirty = False

@@ -92,7 +92,7 @@ class Crew:
             case c.Reconcile():
                 self.at(now + self._joining_s(command), lambda at: self._reconciled(command, at))
             case c.Fill():
-                seconds = costs.filling_s if command.whole or command.handed else 0.0
+                seconds = costs.filling_s if command.copies or command.handed else 0.0
                 self.at(now + seconds, lambda at: self._filled(command, command.members, at))
             case c.Replay():
                 self.at(now + self._replay_s(command), lambda at: self._replayed(command, at))

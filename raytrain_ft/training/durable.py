@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raytrain_ft.errors import ConfigError, MismatchError
+from raytrain_ft.errors import MismatchError
 from raytrain_ft.policy.sampling import Position, samples_in
 from raytrain_ft.policy.sketch import of_records, unlike
 from raytrain_ft.storage.checkpoint import Content, differences
@@ -17,7 +17,7 @@ from raytrain_ft.storage.tree import flatten, json_tensor, unflatten
 from raytrain_ft.training.placing import on_devices_of
 from raytrain_ft.training.restore import allocate, described, fill
 from raytrain_ft.training.settings import PipelineSettings
-from raytrain_ft.training.state import TrainingState, at_home, plain
+from raytrain_ft.training.state import TrainingState, at_home, kept, plain
 from raytrain_ft.training.stored import UNKNOWN, Stored, check_optimizer, decode, own_values, stages_of
 
 
@@ -41,13 +41,7 @@ def capture(
     tensors += [(f"buffer/{name}", buffer.detach().clone()) for name, buffer in buffers]
     numbers: dict[str, Any] = {}
     for name, p in params:
-        kept = state.optimizer.state.get(p, {})
-        for key in kept:
-            if not isinstance(key, str) or "/" in key:
-                raise ConfigError(
-                    f"{type(state.optimizer).__name__} keeps {key!r} for {name}: what it keeps is stored by name, without '/'"
-                )
-        for key, value in sorted(kept.items()):
+        for key, value in kept(state.optimizer, name, p):
             path = f"optimizer/{name}/{key}"
             if isinstance(value, Tensor):
                 tensors.append((path, value))
@@ -206,7 +200,7 @@ def restore(
     state.agreed = None
     for bucket in state.buckets:
         bucket.version, bucket.gradient, bucket.dirty = state.step, None, False
-    state.filled = True
+    state.filled, state.restated = True, False
 
 
 def _position(stored: Position, data: dict[str, Any]) -> Position:

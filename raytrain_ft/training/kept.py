@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from raytrain_ft.errors import TaskError
+from raytrain_ft.errors import ConfigError, TaskError
+from raytrain_ft.training.state import kept
 
 ONE_STATE = (
     "It would neither be stored nor sent to a replacement, which would go on with another one. A wrapper and what it wraps can "
@@ -17,14 +18,19 @@ ONE_STATE = (
 
 
 def check_stored(optimizer: Optimizer, model: nn.Module) -> None:
-    """Refuses an optimizer that keeps something which is not the state of one of the model's parameters.
+    """Refuses an optimizer that keeps something which is not the state of one of the model's parameters, or cannot be sent.
 
     Raises:
         TaskError: naming where it is.
     """
+    for name, p in model.named_parameters():
+        try:
+            kept(optimizer, name, p)
+        except ConfigError as error:
+            raise TaskError(str(error)) from error
     known = {id(p) for p in model.parameters()}
-    for key, kept in optimizer.state.items():
-        if id(key) not in known and _is_something(kept):
+    for key, value in optimizer.state.items():
+        if id(key) not in known and _is_something(value):
             what = f"a tensor of shape {list(key.shape)}" if isinstance(key, Tensor) else f"{key!r:.80}"
             raise TaskError(
                 f"the {type(optimizer).__name__} keeps a state of {what}, which is no parameter of the model. It would neither "
@@ -36,8 +42,8 @@ def check_stored(optimizer: Optimizer, model: nn.Module) -> None:
             raise TaskError(f"the {where}, of class {type(inner).__name__}, has a state of its own. {ONE_STATE}")
 
 
-def _is_something(kept: Any) -> bool:
-    return not isinstance(kept, dict) or bool(kept)
+def _is_something(value: Any) -> bool:
+    return not isinstance(value, dict) or bool(value)
 
 
 def wrapped(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:

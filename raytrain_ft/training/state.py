@@ -56,6 +56,7 @@ class TrainingState:
         position: of the data, after `step` steps.
         agreed: in a pipeline, what all stages agreed upon at the end of a step: (step, numbers).
         filled: whether it holds the run's state; a replacement does not until it was filled.
+        restated: whether the state of some bucket is another replica's, and what belongs to none is not yet.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class TrainingState:
         self.loss = float("nan")
         self.position = Position()
         self.agreed: tuple[int, tuple[float, ...]] | None = None
-        self.filled = False
+        self.filled = self.restated = False
         trained = [p for p in model.parameters() if p.requires_grad]
         groups = partition(trained, bucket_bytes, first_bucket_bytes)
         last = len(groups) - 1
@@ -100,6 +101,9 @@ class TrainingState:
                 yield f"state.{i}.{key}", state[key]
         if bucket is self.buckets[-1]:
             yield from ((name, tensor.data) for name, tensor in self._frozen)
+            for i, (_, p) in enumerate(self._frozen):  # which an optimizer may move all the same, as that of a teacher
+                state = self.optimizer.state.get(p, {})
+                yield from ((f"of_frozen.{i}.{key}", state[key]) for key in sorted(state))
             yield from ((name, here(place)) for name, place in self._buffers)
             yield "loss", self.loss
 
@@ -141,16 +145,19 @@ class TrainingState:
         """
         own = {name: value for name, value in self.slots(bucket) if name.startswith(_EXISTING)}
         self._check(bucket, _head(content)[0], own)
-        states: list[dict[str, Any]] = [{} for _ in bucket.params]
+        frozen = [p for _, p in self._frozen] if bucket is self.buckets[-1] else []
+        params = {"state": bucket.params, "of_frozen": frozen}
+        states: dict[Tensor, dict[str, Any]] = {p: {} for p in (*bucket.params, *frozen)}
         for name, value in unpacked(content):
             if name == "loss":
                 self.loss = value
             elif name in own:
                 own[name].copy_(value)
             else:
-                _, index, key = name.split(".", 2)
-                states[int(index)][key] = at_home(self.optimizer, bucket.params[int(index)], key, value)
-        for p, state in zip(bucket.params, states, strict=True):
+                kind, index, key = name.split(".", 2)
+                p = params[kind][int(index)]
+                states[p][key] = at_home(self.optimizer, p, key, value)
+        for p, state in states.items():
             self.optimizer.state.pop(p, None)
             if state:
                 self.optimizer.state[p] = state
@@ -179,7 +186,7 @@ class TrainingState:
             self.scheduler.load_state_dict(extras.scheduler)
         for bucket in self.buckets:
             bucket.version, bucket.gradient, bucket.dirty = extras.step, None, False
-        self.filled = True
+        self.filled, self.restated = True, False
 
 
 _EXISTING = ("param.", "frozen.", "buffer.")
@@ -241,6 +248,23 @@ def plain(value: Any, path: str) -> Any:
             'sent to a replacement. Let it keep each tensor under a key of its own: state[p]["GG_0"], state[p]["GG_1"]'
         )
     return skeleton
+
+
+def kept(optimizer: torch.optim.Optimizer, name: str, p: Tensor) -> list[tuple[str, Any]]:
+    """What an optimizer keeps for the parameter of this name, by its keys in order: tensors, and what has a skeleton.
+
+    Raises:
+        ConfigError: it can neither be stored nor sent.
+    """
+    state = optimizer.state.get(p, {})
+    for key, value in state.items():
+        if not isinstance(key, str) or "/" in key:
+            raise ConfigError(
+                f"{type(optimizer).__name__} keeps {key!r} for {name}: what it keeps is stored by name, without '/'"
+            )
+        if not isinstance(value, Tensor):
+            plain(value, f"optimizer/{name}/{key}")
+    return sorted(state.items())
 
 
 def _describe(name: str, value: Any) -> list[Any]:

@@ -20,6 +20,7 @@ from raytrain_ft.errors import FencedError, NonFiniteLossError
 from raytrain_ft.policy.forward import instead
 from raytrain_ft.policy.reconcile import Changed, Copy, Plan, reconcile
 from raytrain_ft.policy.sampling import Position, Sampling
+from raytrain_ft.policy.world import rebuild_stages
 from raytrain_ft.runtime import recovery
 from raytrain_ft.training import mending, tail
 from raytrain_ft.training.build import build_replica
@@ -70,6 +71,23 @@ class Plateau(Task):
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+
+
+class Counting(torch.optim.SGD):
+    """Its updates depend on how many there were, which is in no tensor and of no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        (group,) = self.param_groups
+        group["count"] = group.get("count", 0) + 1
+        with torch.no_grad():
+            for p in group["params"]:
+                p.sub_(0.001 * group["count"])
+        return super().step(closure)
+
+
+class Counted(Plateau):
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        return Counting(params, lr=0.1, momentum=0.9)
 
 
 class Survivor:
@@ -365,6 +383,30 @@ def test_a_schedule_is_given_the_loss_of_a_step_that_a_recovery_completes(one: A
             survivor.train(STEP + 3)
         assert schedules()[0] == schedules()[1] == schedules()[2]
         assert first.replica.state.digests() == second.replica.state.digests() == calm.replica.state.digests()
+
+
+@pytest.mark.parametrize(("one", "other"), ENDS, ids=lambda place: f"{place[0]}-{place[1]}")
+def test_who_takes_the_state_of_an_update_takes_what_it_counted_too(one: Any, other: Any) -> None:
+    """It has not made that update. What belongs to no bucket comes when replacements are filled, and until then it says so."""
+    with survivors("barrier", Counted()) as (first, second, calm):
+        for survivor, (phase, bucket, heard) in ((first, one), (second, other)):
+            survivor.train(STEP)
+            survivor.interrupt((phase, STEP, bucket), set(heard))
+        takes = [copy.targets for copy in mend(first, second, whole_update=True).states]
+        found = [recovery.marks(survivor.name, survivor.replica) for survivor in (first, second)]
+        restated = [marks.restated for marks in found if marks is not None]
+        assert restated == [False, bool(takes)]
+        (_, whole) = rebuild_stages(("one", "two"), dict.fromkeys(("one", "two"), ("d",)), 1, {"two"} if takes else set())
+        for _ in whole:
+            second.replica.state.take(first.replica.state.extras())
+        calm.train(STEP + 1)
+        for survivor in (first, second):
+            survivor.resume()
+        for survivor in (first, second, calm):
+            survivor.train(STEP + 3)
+        digests = [survivor.replica.state.final_digest() for survivor in (first, second, calm)]
+        assert digests[0] == digests[1] == digests[2]
+        assert not second.replica.state.restated
 
 
 @pytest.mark.parametrize(("update", "bucket"), [("barrier", None), ("wait_free", 0), ("wait_free", LAST)])

@@ -481,6 +481,28 @@ def test_who_held_nothing_when_fenced_is_filled_whatever_it_answers_later() -> N
     assert fill.whole == (("w3", "w0"),)
 
 
+def test_who_took_the_state_of_a_completed_step_takes_what_belongs_to_no_bucket_before_it_trains() -> None:
+    """Also in a later incarnation, if the recovery was interrupted between the two."""
+    story = running()
+    story.tell(m.Suspected(incarnation=1, reason="a collective failed", noticed_by="w0"))
+    for name, versions in (("w0", (6, 6)), ("w1", (5, 5)), ("w2", (5, 5))):
+        marks = Marks(name, 5, versions, (None, None))
+        story.tell(m.Fenced(member=name, incarnation=2, marks=marks))
+    story.reconciled("w0", "w1", "w2")
+    (fill,) = [command for command in story.said if isinstance(command, c.Fill)]
+    assert (fill.copies, fill.whole) == ((), (("w1", "w0"), ("w2", "w0")))
+    assert story.run.state == State.REBUILD
+    story.tell(m.Suspected(incarnation=2, reason="a collective failed", noticed_by="w0"))
+    for name in ("w0", "w1", "w2"):
+        marks = Marks(name, 6, (6, 6), (None, None), restated=name == "w1")
+        story.tell(m.Fenced(member=name, incarnation=3, marks=marks))
+    story.reconciled("w0", "w1", "w2")
+    fill = [command for command in story.said if isinstance(command, c.Fill)][-1]
+    assert fill.whole == (("w1", "w0"),)
+    story.filled("w0", "w1", "w2")
+    assert story.run.state == State.RESUME
+
+
 @pytest.mark.parametrize("workers", [2, 3])
 def test_who_holds_something_else_than_it_was_sent_is_filled_anew(workers: int) -> None:
     """It is rank 0, and there may be one survivor: neither ranks nor majorities say who is right."""

@@ -93,8 +93,19 @@ def test_whoever_is_left_stays_at_its_stage(data: st.DataObject) -> None:
 def test_state_is_copied_within_a_stage_only() -> None:
     digests = {"a0": ("x",), "b0": ("x",), "a1": ("y",), "a2": ("z",), "b2": ("other",)}
     copies, whole = rebuild_stages(WORLD, digests, 3)
-    assert whole == (("b1", "a1"),)
+    assert whole == (("b1", "a1"), ("b2", "a2")), "what belongs to no bucket, too"
     assert [(copy.source, copy.targets) for copy in copies] == [("a1", ("b1",)), ("a2", ("b2",))]
+
+
+def test_who_took_anothers_state_takes_what_belongs_to_no_bucket_too_and_gives_that_to_nobody() -> None:
+    """A number that an optimizer counts in its parameter groups, say: it has not made the update."""
+    digests = {"a": ("x",), "b": ("x",), "c": ("x",)}
+    assert rebuild_stages(("a", "b", "c"), digests, 1) == ((), ())
+    assert rebuild_stages(("a", "b", "c"), digests, 1, {"a"}) == ((), (("a", "b"),))
+    copies, whole = rebuild_stages(("a", "d", "b"), digests, 1, {"a"})
+    assert [copy.targets for copy in copies] == [("d",)]
+    assert whole == (("a", "b"), ("d", "b"))
+    assert rebuild_stages(("a", "b"), digests, 1, {"a", "b"})[1] == (("b", "a"),), "nobody is left who made it"
 
 
 def test_survivors_help_whoever_replays_unless_neighbours_replay_together() -> None:
