@@ -18,7 +18,7 @@ from raytrain_ft.storage.job import AnyPersister
 from raytrain_ft.storage.persister import Persister, SharedMemory
 from raytrain_ft.training.calls import call
 from raytrain_ft.training.checkpointer import Checkpointer
-from raytrain_ft.training.data import Loader, augment_of, collate_of
+from raytrain_ft.training.data import Loader, alone_inside, augment_of, collate_of
 from raytrain_ft.training.determinism import check_deterministic
 from raytrain_ft.training.durable import capture
 from raytrain_ft.training.layout import check_own_memory, check_plain
@@ -126,7 +126,8 @@ def build_loader(task: Any, sampling: Sampling, *, reads: bool) -> Loader:
         return Loader(_Unread(sampling.dataset_size), sampling)
     dataset = call(task, "dataset")
     augment, collate = augment_of(task), collate_of(task)
-    sketches = check_deterministic(dataset, sampling, augment, collate)
+    with alone_inside(dataset):  # a task may give the same one again, which the loader before has not left yet
+        sketches = check_deterministic(dataset, sampling, augment, collate)
     return Loader(dataset, sampling, augment, collate, sketches=sketches)
 
 

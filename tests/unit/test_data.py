@@ -187,6 +187,29 @@ def test_two_threads_are_never_inside_the_dataset() -> None:
     assert worst == [1]
 
 
+def test_a_rebuild_waits_until_the_loader_before_has_left_the_dataset() -> None:
+    inside, worst = [0], [0]
+
+    def visit(i: int) -> None:
+        inside[0] += 1
+        worst[0] = max(worst[0], inside[0])
+        time.sleep(0.01)
+        inside[0] -= 1
+
+    dataset = Squares(64, visit)
+
+    class Same(TrainTask):
+        def dataset(self) -> Any:
+            return dataset
+
+    before = Loader(dataset, Sampling(64, 16, 0), prefetch=4)
+    before.start(Position(), 0, 1)
+    until(lambda: inside[0] == 1)
+    build_loader(Same(), Sampling(64, 16, 0), reads=True)
+    before.stop()
+    assert worst == [1]
+
+
 def test_the_thread_reads_ahead_as_far_as_it_was_told_and_ends_when_stopped() -> None:
     seen: list[int] = []
     loader = Loader(Squares(100, seen.append), Sampling(100, 4, 0), prefetch=3)
