@@ -7,7 +7,8 @@ uncompressed IPC. Knows nothing of order or of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,26 +19,28 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 import torch
 
-from raytrain_ft.errors import ConfigError, StorageError
+from raytrain_ft.errors import ConfigError, StorageError, UnreachableError
 from raytrain_ft.places import Place, told
 from raytrain_ft.storage.columns import numpy_of
-from raytrain_ft.storage.filesystem import local_path
+from raytrain_ft.storage.filesystem import NOT_THERE, local_path
 
 _SUFFIXES = (".arrow", ".feather", ".ipc", ".parquet")
+_HIDDEN = (".", "_")
 Row = dict[str, Any]
 
 
 class ArrowDataset:
     """Rows of one or several Arrow IPC or Parquet files, by number, as dicts of column name -> value.
 
-    `path_or_paths`: files or directories (searched for .arrow, .feather, .ipc and .parquet), local or any URI of
-    `pyarrow.fs`; the rows come file after file, the files in sorted order, so that every worker numbers them alike.
-    `columns`: those to read; default all. `transform(row)`: a function of the row alone; what is random belongs in
-    the task's `augment`.
+    `path_or_paths`: files or directories (searched for .arrow, .feather, .ipc and .parquet, upper case too; what begins
+    with "." or "_" is passed over), local or any URI of `pyarrow.fs`; the rows come file after file, the files in sorted
+    order, so that every worker numbers them alike. `columns`: those to read; default all. `transform(row)`: a function of
+    the row alone; what is random belongs in the task's `augment`.
 
     Numbers and booleans become tensors of shape [] and of the column's own dtype, lists of numbers 1-D tensors, fixed
     size lists and fixed shape tensors tensors of that shape; strings stay `str`, binary `bytes`. Raises ConfigError
-    for what cannot be read this way (no file, no row, a null, another type), StorageError for a damaged file.
+    for what cannot be read this way (no file, no row, a null, another type), StorageError for a damaged file, and
+    UnreachableError where storage does not answer.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class ArrowDataset:
         schema: pa.Schema | None = None
         rows = []
         self._readers: list[dict[str, Reader]] = []  # per record batch: column name -> how to read it
+        self._files: list[tuple[str, int]] = []  # per record batch: its file, and the number of the file's first row
         for filesystem, path in files:
             table = _read(filesystem, path, columns)
             schema = schema or table.schema
@@ -64,9 +68,11 @@ class ArrowDataset:
                     f"{path} has the schema\n{table.schema}\nbut {names[0]} has\n{schema}\n"
                     "Give files of one schema, or the `columns` they have in common."
                 )
+            first = sum(rows)
             for batch in table.to_batches():
                 rows.append(batch.num_rows)
                 self._readers.append(_readers(path, batch))
+                self._files.append((path, first))
         self._starts = np.cumsum([0, *rows])  # of each record batch; last, the number of rows
         if len(self) == 0 or not self._readers[0]:
             raise ConfigError(f"{names} hold no row, or no column.")
@@ -88,10 +94,32 @@ class ArrowDataset:
         for home in np.unique(homes).tolist():
             slots = np.flatnonzero(homes == home)
             readers = self._readers[home]
-            values = [read(rows[slots] - self._starts[home]) for read in readers.values()]
+            try:
+                values = [read(rows[slots] - self._starts[home]) for read in readers.values()]
+            except UnicodeDecodeError:
+                raise self._not_text(home, rows[slots]) from None
             for slot, *row in zip(slots.tolist(), *values, strict=True):
                 samples[slot] = dict(zip(readers, row, strict=True))
-        return samples if self.transform is None else [self.transform(row) for row in samples]
+        if self.transform is not None:
+            for slot, index in enumerate(rows.tolist()):
+                try:
+                    samples[slot] = self.transform(samples[slot])
+                except BaseException as error:
+                    error.add_note(f"(raised by sample {index})")
+                    raise
+        return samples
+
+    def _not_text(self, home: int, rows: np.ndarray) -> StorageError:
+        """Which of these rows of a record batch holds text that is none."""
+        path, first = self._files[home]
+        for row in rows.tolist():
+            for name, read in self._readers[home].items():
+                try:
+                    read(np.array([row - self._starts[home]]))
+                except UnicodeDecodeError as error:
+                    where = f"{path} is damaged: column {name!r} of row {row - first} (sample {row})"
+                    return StorageError(f"{where} is no text: {error}. Write or copy the file again.")
+        raise AssertionError("every row is text when it is read alone")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), self._arguments)  # a worker opens the files itself instead of being sent their content
@@ -101,7 +129,10 @@ class ArrowDataset:
 
 
 def _resolve(path: str) -> list[tuple[pafs.FileSystem, str]]:
-    """The files that `path` (a local path or a URI) stands for. Raises ConfigError when there is none."""
+    """The files that `path` (a local path or a URI) stands for.
+
+    Raises ConfigError when there is none, UnreachableError when storage does not answer.
+    """
     place = Place(path)
     local = local_path(place)
     try:
@@ -113,21 +144,47 @@ def _resolve(path: str) -> list[tuple[pafs.FileSystem, str]]:
         if info.type == pafs.FileType.File:
             return [(filesystem, path)]
         if info.type == pafs.FileType.Directory:
+            if local is not None:
+                return [(filesystem, file) for file in _files_below(path, (os.path.realpath(path),))]
             inside = filesystem.get_file_info(pafs.FileSelector(path, recursive=True))
-            files = [i.path for i in inside if i.type == pafs.FileType.File and i.base_name.endswith(_SUFFIXES)]
-            links = [str(one) for one in local.rglob("*") if one.is_symlink() and not one.exists()] if local else []
-            lost = [link for link in links if link.endswith(_SUFFIXES) and not _is_hidden(link, info.path)]
-            if lost:  # which pyarrow passes over
-                raise ConfigError(f"{lost[0]} is a link to what is not there: mount it, or remove the link")
+            files = [i.path for i in inside if i.type == pafs.FileType.File and i.path.lower().endswith(_SUFFIXES)]
             return [(filesystem, file) for file in files if not _is_hidden(file, info.path)]
-    except (OSError, pa.ArrowException) as error:
+    except (*NOT_THERE, PermissionError, pa.ArrowException) as error:
         raise ConfigError(f"{place} cannot be opened: {place.told(str(error))}") from None
+    except OSError as error:  # another attempt may succeed
+        reason = place.told(str(error))
+        raise UnreachableError(
+            f"{place} cannot be opened now: {reason}. Look at the storage, and at what may read it."
+        ) from None
     raise ConfigError(f"{path} does not exist on {filesystem.type_name}. Every node must be able to read it.")
+
+
+def _files_below(directory: str, above: tuple[str, ...]) -> Iterator[str]:
+    """What pyarrow would find in a directory of this machine. It passes over links that lead nowhere, so part of the data would
+    be missing, and follows a link to a directory that the link lies in, so rows would be there many times.
+
+    `above`: where the directory really is, and those that it was found in. Raises ConfigError for such links.
+    """
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.name.startswith(_HIDDEN):
+                continue
+            if entry.is_symlink() and not Path(entry.path).exists():
+                raise ConfigError(
+                    f"{entry.path} is a link to {os.readlink(entry.path)}, which is not there: mount it, or remove the link"
+                )
+            if entry.is_dir():
+                real = os.path.realpath(entry.path)
+                if real in above:
+                    raise ConfigError(f"{entry.path} is a link to {real}, which it lies in itself: remove the link")
+                yield from _files_below(entry.path, (*above, real))
+            elif entry.is_file() and entry.name.lower().endswith(_SUFFIXES):
+                yield entry.path
 
 
 def _is_hidden(file: str, directory: str) -> bool:
     """Whether the file, or a directory on the way to it, is meant for others: logs of tables, trash, unfinished files."""
-    return any(part.startswith((".", "_")) for part in PurePosixPath(file).relative_to(directory).parts)
+    return any(part.startswith(_HIDDEN) for part in PurePosixPath(file).relative_to(directory).parts)
 
 
 def _read(filesystem: pafs.FileSystem, path: str, columns: Sequence[str] | None) -> pa.Table:
@@ -175,8 +232,8 @@ def _readers(path: str, batch: pa.RecordBatch) -> dict[str, Reader]:
     try:
         batch.validate()
         return {name: _reader(name, batch.column(name)) for name in batch.schema.names}
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     except (pa.ArrowException, ValueError) as error:
         raise StorageError(f"{path} is damaged: {error}. Write or copy it again.") from None
 
@@ -231,10 +288,7 @@ def _text(name: str, column: pa.Array) -> Reader:
 
     def read(rows: np.ndarray) -> list[Any]:
         pieces = [memory[begin:end] for begin, end in zip(offsets[rows].tolist(), offsets[rows + 1].tolist(), strict=True)]
-        try:
-            return [str(piece, "utf-8") for piece in pieces] if is_string else list(map(bytes, pieces))
-        except UnicodeDecodeError as error:
-            raise StorageError(f"Column {name!r} is damaged: {error}. Write or copy its file again.") from None
+        return [str(piece, "utf-8") for piece in pieces] if is_string else list(map(bytes, pieces))
 
     return read
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from raytrain_ft.errors import ConfigError, StorageError
+from raytrain_ft.errors import ConfigError, StorageError, UnreachableError
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
+_PAUSE_S = 1.0  # before a file that could not be read is read again
+_ABSENT = (FileNotFoundError, NotADirectoryError, PermissionError)  # which another attempt does not change
 _TRIES = 10  # boxes drawn before the fallback, as torchvision's RandomResizedCrop has it
 
 
@@ -30,7 +33,7 @@ class ImageFolder:
     Classes are the directories in `root`, in the order of their names, and labels number them; samples come class
     after class, by name within each. Everything else is passed over, as is what begins with a dot. Attributes:
     `classes`, their names. Raises ConfigError for a folder without classes or a class without images, StorageError for
-    a file that cannot be read.
+    a file that cannot be read, UnreachableError where storage does not answer: for a file, not at a second attempt either.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -42,8 +45,10 @@ class ImageFolder:
                 for label, name in enumerate(self.classes)
                 for file in sorted(_images(self.root / name))
             ]
-        except OSError as error:
+        except _ABSENT as error:
             raise ConfigError(f"The image folder {self.root} cannot be read: {error}. Every node must see it.") from error
+        except OSError as error:  # a mount that does not answer now
+            raise UnreachableError(f"The image folder {self.root} cannot be read now: {error}. Look at its storage.") from error
         if not self.classes:
             raise ConfigError(f"{self.root} has no class: images are expected in {self.root}/<class>/<name>.jpg.")
 
@@ -51,12 +56,21 @@ class ImageFolder:
         return len(self._files)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"image": self._content(self.path(index)), "label": self._files[index][1]}
+
+    def _content(self, path: Path) -> bytes:
         try:
-            return {"image": self.path(index).read_bytes(), "label": self._files[index][1]}
-        except OSError as error:
+            return path.read_bytes()
+        except _ABSENT as error:
             raise StorageError(
-                f"{self.path(index)} cannot be read: {error}. It was there when the folder was listed: put it back."
+                f"{path} cannot be read: {error}. It was there when the folder was listed: put it back."
             ) from error
+        except OSError:
+            time.sleep(_PAUSE_S)  # one failure of a node's mount need not end the run
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise UnreachableError(f"{path} could not be read at two attempts: {error}. Look at its storage.") from error
 
     def path(self, index: int) -> Path:
         return self.root / self._files[index][0]

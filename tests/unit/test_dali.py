@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import os
@@ -25,9 +26,9 @@ from torch import Tensor
 
 import raytrain_ft as ft
 from raytrain_ft import checkfreq
-from raytrain_ft.errors import ConfigError, StorageError, TaskError
+from raytrain_ft.errors import ConfigError, StorageError, TaskError, UnreachableError
 from raytrain_ft.policy.sampling import Position, Sampling, next_batch, order
-from raytrain_ft.training import dali
+from raytrain_ft.training import dali, images
 from raytrain_ft.training.arrow_dataset import ArrowDataset
 from raytrain_ft.training.dali import DaliImages
 from raytrain_ft.training.data import Loader
@@ -359,7 +360,7 @@ def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
     assert ImageFolder(tmp_path).classes == ["a", "c"]
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "1.parquet").symlink_to(tmp_path / "away.parquet")
-    with pytest.raises(ConfigError, match=r"1\.parquet is a link to what is not there"):
+    with pytest.raises(ConfigError, match=r"1\.parquet is a link to .*away\.parquet, which is not there"):
         ArrowDataset(tmp_path / "rows")
 
 
@@ -380,6 +381,35 @@ def test_folders_that_cannot_be_used_are_refused(folder: Path, tmp_path: Path) -
         dataset.load_batch(np.arange(1), 0, 0)
     with pytest.raises(ConfigError, match="has 20 samples, but the run was planned for 19"):
         Loader(DaliImages(folder, SIZE), sampling(19))
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_storage_that_fails_once_does_not_end_a_run(
+    number: int, folder: Path, dataset: DaliImages, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = 1
+
+    def failing(real: Any) -> Any:
+        def call(path: Any) -> Any:
+            nonlocal failures
+            failures -= 1
+            if failures >= 0:
+                raise OSError(number, os.strerror(number), str(path))
+            return real(path)
+
+        return call
+
+    monkeypatch.setattr(images, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(Path, "read_bytes", failing(Path.read_bytes))
+    assert torch.equal(dataset.load_batch(np.array([3]), 0, SEED)[0][0], expected[0][3])
+    failures = 2
+    with pytest.raises(UnreachableError, match=r"12\.jpeg could not be read at two attempts: .*Look at its storage"):
+        dataset.load_batch(np.array([6]), 0, SEED)
+    failures = 1
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", failing(os.scandir))
+        with pytest.raises(UnreachableError, match="cannot be read now"):
+            ImageFolder(folder)
 
 
 @pytest.mark.parametrize(

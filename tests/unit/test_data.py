@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 import random
 import subprocess
@@ -26,7 +28,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from raytrain_ft import TrainTask, prepare
-from raytrain_ft.errors import ConfigError, FencedError, StorageError, TaskError
+from raytrain_ft.errors import ConfigError, FencedError, StorageError, TaskError, UnreachableError
 from raytrain_ft.policy.sampling import Position, Sampling, next_batch, sample_ids, share
 from raytrain_ft.settings import TrainSettings
 from raytrain_ft.training.arrow_dataset import ArrowDataset
@@ -640,8 +642,12 @@ def test_arrow_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         ([good, str(good)], ConfigError, "the same one twice"),
         (write(tmp_path / "empty.arrow", table(0, 8).slice(0, 0)), ConfigError, "no row"),
         ([good, write(tmp_path / "other.arrow", pa.table({"id": [1]}))], ConfigError, "schema"),
-        (write(tmp_path / "null.arrow", pa.table({"x": [1, None]})), ConfigError, "'x' holds 1 null"),
-        (write(tmp_path / "when.arrow", pa.table({"t": pa.array([1], pa.timestamp("s"))})), ConfigError, "'t' of type"),
+        (write(tmp_path / "null.arrow", pa.table({"x": [1, None]})), ConfigError, r"null\.arrow: Column 'x' holds 1 null"),
+        (
+            write(tmp_path / "when.arrow", pa.table({"t": pa.array([1], pa.timestamp("s"))})),
+            ConfigError,
+            r"when\.arrow: Column 't' of type",
+        ),
         (write(tmp_path / "deep.arrow", pa.table({"t": [{"a": 1}]})), ConfigError, "'t' of type"),
         (write(tmp_path / "twice.arrow", pa.table([[1], [2]], ["a", "a"])), ConfigError, r"several columns \['a'\]"),
     ]
@@ -664,6 +670,44 @@ def test_arrow_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     holes = write(tmp_path / "holes.arrow", pa.table({"x": pa.array([[1, None]], pa.list_(pa.int64(), 2))}))
     with pytest.raises(ConfigError, match="'x' holds 1 null"):
         ArrowDataset(holes)
+
+
+def test_all_files_of_a_directory_are_found_whatever_links_it_has(tmp_path: Path) -> None:
+    """Part of the data, or some of it many times, would be trained on without a word."""
+    home = tmp_path / "rows"
+    write(home / "a.arrow", table(0, 8))
+    write(tmp_path / "elsewhere" / "deep" / "b.arrow", table(8, 8)).rename(tmp_path / "elsewhere" / "deep" / "B.ARROW")
+    (home / "linked").symlink_to(tmp_path / "elsewhere")
+    (home / "_gone").symlink_to(tmp_path / "away")  # passed over, as all that begins so
+    rows = ArrowDataset(home)
+    assert [rows[i]["id"].item() for i in range(len(rows))] == list(range(16))
+    for link in (home / "part", home / "1.parquet", tmp_path / "elsewhere" / "deep" / "part"):
+        link.symlink_to(tmp_path / "away")
+        with pytest.raises(ConfigError, match=f"{link.name} is a link to .*away, which is not there: mount it"):
+            ArrowDataset(home)
+        link.unlink()
+    (tmp_path / "elsewhere" / "deep" / "up").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"linked/deep/up is a link to .*elsewhere, which it lies in itself"):
+        ArrowDataset(home)
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(errno.EIO, UnreachableError), (errno.ESTALE, UnreachableError), (errno.ENOENT, ConfigError), (errno.EACCES, ConfigError)],
+)
+def test_a_directory_that_cannot_be_listed_now_may_be_tried_again(
+    number: int, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: str) -> Any:
+        raise OSError(number, os.strerror(number), str(path))
+
+    write(tmp_path / "a.arrow", table(0, 8))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", fail)
+        with pytest.raises((ConfigError, StorageError), match=f"{tmp_path}.*{os.strerror(number)}") as caught:
+            ArrowDataset(tmp_path)
+    assert type(caught.value) is error
+    assert len(ArrowDataset(tmp_path)) == 8
 
 
 def damaged(path: Path, kind: str) -> Path:
@@ -695,8 +739,22 @@ def test_text_that_is_none_is_told_when_it_is_read(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"long", b"l\xffng"))
     rows = ArrowDataset(path)
     assert rows[1]["name"] == "another"
-    with pytest.raises(StorageError, match="'name' is damaged"):
-        rows[0]
+    other = write(tmp_path / "before.arrow", pa.table({"name": ["a first", "a second", "a third"]}))
+    for number, files in ((0, [path]), (3, [path, other])):
+        with pytest.raises(
+            StorageError, match=rf"rows.arrow is damaged: column 'name' of row 0 \(sample {number}\) is no text"
+        ):
+            ArrowDataset(files).__getitems__([number + 1, number])
+
+
+def test_what_a_transform_raises_says_of_which_sample(tmp_path: Path) -> None:
+    write(tmp_path / "a.arrow", pa.table({"x": [3, 2, 1, 0]}))
+    rows = ArrowDataset(tmp_path, transform=lambda row: 6 // row["x"].item())
+    assert rows.__getitems__([2, 0]) == [6, 2]
+    for ids in ([3], [0, -1]):
+        with pytest.raises(ZeroDivisionError) as caught:
+            rows.__getitems__(ids)
+        assert caught.value.__notes__ == ["(raised by sample 3)"]
 
 
 FLIPS = """
