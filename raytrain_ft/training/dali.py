@@ -31,6 +31,7 @@ Device = Literal["cpu", "gpu"]
 
 _AT_ONCE = 64  # images that a pipeline holds at a time; larger batches are done in pieces, to the same bits
 _PATIENCE_S = 60.0  # for another thread's piece, which takes milliseconds
+_NO_DAMAGE = ("alloc", "out of memory", "cuda")  # in what DALI says, in small letters
 _inside_dali = threading.RLock()
 
 
@@ -121,16 +122,29 @@ class DaliImages:
         try:
             sizes = self._pipelines.sizes(encoded)
             return self._pipelines.pixels(encoded, [view(*args) for args in zip(seeds, sizes, strict=True)])
-        except RuntimeError as error:
-            self._pipelines = None  # DALI does not use a pipeline again once it has failed
-            if len(ids) == 1:
-                raise StorageError(
-                    f"{self._name(ids[0])} ({encoded[0].size} bytes) cannot be decoded as an image: {_reason(error)}. "
-                    "Replace it, or remove it and begin a run of another name."
-                ) from error
-            for one in range(len(ids)):
-                self._decode([ids[one]], [encoded[one]], [seeds[one]], view)
-            raise TaskError(f"DALI failed on a batch, but not on any of its images alone: {_reason(error)}") from error
+        except BaseException as error:
+            # DALI does not use a pipeline again once it has failed, and what an interrupted one was fed would come out next.
+            self._pipelines = None
+            if not isinstance(error, RuntimeError):
+                raise
+            reason = _reason(error)
+        # Out here nothing refers to the failed pipelines: their memory is free for others.
+        if len(ids) == 1:
+            raise self._failed(f"{self._name(ids[0])} ({encoded[0].size} bytes)", reason)
+        for one in range(len(ids)):
+            self._decode([ids[one]], [encoded[one]], [seeds[one]], view)
+        raise TaskError(f"DALI failed on a batch, but not on any of its images alone: {reason}")
+
+    def _failed(self, what: str, reason: str) -> StorageError | TaskError:
+        """Of an image alone: it is damaged, unless DALI says that it lacks memory or a device."""
+        if any(sign in reason.lower() for sign in _NO_DAMAGE):
+            return TaskError(
+                f"DALI cannot work on {what}, and need not be wrong with it: {reason}. Look at this machine's memory and GPU; "
+                "a smaller size= or num_threads=, or device='cpu', takes less of them."
+            )
+        return StorageError(
+            f"{what} cannot be decoded as an image: {reason}. Replace it, or remove it and begin a run of another name."
+        )
 
     def _view(self, seed: int, size: tuple[int, int]) -> View:
         return central_view(*size) if self.augment is None else random_view(self.augment, seed, *size)

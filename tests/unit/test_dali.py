@@ -8,6 +8,7 @@ import io
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -461,6 +462,47 @@ def test_a_failure_that_is_no_images_fault(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(dali._Pipelines, "pixels", fail_on_batches)
     with pytest.raises(TaskError, match=r"not on any of its images alone: out of memory$"):
         DaliImages(folder, SIZE).load_batch(np.arange(3), 0, 0)
+
+
+@pytest.mark.parametrize("interrupted", ["peek", "decode"])
+@pytest.mark.parametrize("method", ["schedule_run", "outputs"])
+def test_what_an_interrupted_call_was_fed_does_not_come_out_of_the_next(
+    interrupted: str, method: str, folder: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between what DALI is fed and what it gives back, as Ctrl-C may come."""
+    dataset = DaliImages(folder, SIZE, EVERYTHING)
+    dataset.load_batch(np.array([0]), 0, SEED)
+    pipeline = getattr(dataset._pipelines, interrupted)
+
+    def interrupt(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, method, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            dataset.load_batch(np.array([1]), 0, SEED)
+    for i in (2, 3, 4):
+        assert torch.equal(dataset.load_batch(np.array([i]), 0, SEED)[0][0], expected[0][i])
+
+
+def test_lack_of_memory_is_not_told_as_a_damaged_image(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, most = weakref.WeakSet[Any](), [0]
+    build = dali._build
+
+    def counted(*args: Any) -> Any:
+        built = build(*args)
+        held.add(built.decode)
+        most[0] = max(most[0], len(held))
+        return built
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("Error in operator, encountered:\n\nCUDA runtime API error cudaErrorMemoryAllocation (2):\nmore")
+
+    monkeypatch.setattr(dali, "_build", counted)
+    monkeypatch.setattr(dali._Pipelines, "pixels", fail)
+    with pytest.raises(TaskError, match=r"cannot work on .*00\.jpg \(\d+ bytes\).*cudaErrorMemoryAllocation.*device='cpu'"):
+        DaliImages(folder, SIZE).load_batch(np.arange(3), 0, 0)
+    assert most == [1], "what has failed holds no memory while it is tried again"
 
 
 # ---------------------------------------------------------------- in a task
