@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raytrain_ft.errors import ConfigError, StorageError, TaskError
+from raytrain_ft.errors import ConfigError, FTError, StorageError, TaskError
 from raytrain_ft.training.data import alone_inside, dataset_size, fetch
 from raytrain_ft.training.images import ImageAugmentation, ImageFolder, View, central_view, random_view
 from raytrain_ft.training.random import sample_seed
@@ -76,24 +76,29 @@ class DaliImages:
         self.image, self.label = image, label
         self._pipelines: _Pipelines | None = None
         if dataset_size(self.rows) > 0 and not isinstance(self.rows, ImageFolder):
-            _check_row(fetch(self.rows, [0])[0], image, label)
+            self._check(0, fetch(self.rows, [0])[0], ConfigError)
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def load_batch(self, ids: np.ndarray, epoch: int, seed: int) -> list[Tensor]:
-        """Images and labels of samples `ids` as of `epoch`, in that order."""
-        images = torch.empty(len(ids), 3, self.size, self.size)
-        labels = torch.empty(len(ids), dtype=torch.int64)
+    def load_batch(self, ids: np.ndarray, epoch: int, seed: int, between: Callable[[], None] = lambda: None) -> list[Tensor]:
+        """Images and labels of samples `ids` as of `epoch`, in that order. `between` is called before each piece, and may raise
+        to leave the rest."""
+        # On the host, whatever torch's default device is: that is one of the thread.
+        images = torch.empty(len(ids), 3, self.size, self.size, device="cpu")
+        labels = torch.empty(len(ids), dtype=torch.int64, device="cpu")
         for start in range(0, len(ids), _AT_ONCE):
             piece = ids[start : start + _AT_ONCE].tolist()
             with alone_inside(self.rows):
-                rows = fetch(self.rows, piece)
+                rows = fetch(self.rows, piece, between)
+            for index, row in zip(piece, rows, strict=True):
+                self._check(index, row, StorageError)
             seeds = [sample_seed(seed, epoch, index) for index in piece]
             encoded = [np.frombuffer(row[self.image], dtype=np.uint8) for row in rows]
+            between()
             with _alone_in_dali():
                 images[start : start + len(piece)] = torch.from_numpy(self._decode(piece, encoded, seeds, self._view))
-            labels[start : start + len(piece)] = torch.tensor([int(row[self.label]) for row in rows])
+            labels[start : start + len(piece)] = torch.tensor([int(row[self.label]) for row in rows], device="cpu")
         return [images, labels]
 
     def damaged(self) -> list[str]:
@@ -103,7 +108,9 @@ class DaliImages:
         for index in range(len(self)):
             try:
                 with alone_inside(self.rows):
-                    encoded = np.frombuffer(fetch(self.rows, [index])[0][self.image], dtype=np.uint8)
+                    (row,) = fetch(self.rows, [index])
+                self._check(index, row, StorageError)
+                encoded = np.frombuffer(row[self.image], dtype=np.uint8)
                 with _alone_in_dali():
                     self._decode([index], [encoded], [0], lambda _, size: View(0, 0, *size))
             except StorageError as error:
@@ -150,8 +157,23 @@ class DaliImages:
         return central_view(*size) if self.augment is None else random_view(self.augment, seed, *size)
 
     def _name(self, index: int) -> str:
-        path = getattr(self.rows, "path", None)
-        return str(path(index)) if path else f"sample {index} of the {type(self.rows).__name__}"
+        return str(self.rows.path(index)) if isinstance(self.rows, ImageFolder) else f"sample {index} of the {_kind(self.rows)}"
+
+    def _check(self, index: int, row: Any, error: type[FTError]) -> None:
+        """Raises `error` unless a sample has what `load_batch` reads."""
+        image, label, name = self.image, self.label, self._name(index)
+        if not isinstance(row, dict) or not {image, label} <= row.keys():
+            found = sorted(map(str, row)) if isinstance(row, dict) else _kind(row)
+            raise error(f"{name} has {found}, but a dict with {image!r} and {label!r} is needed: name them, or mend it.")
+        if not isinstance(row[image], bytes):
+            raise error(f"{image!r} of {name} is a {_kind(row[image])}; it must be the bytes of an image file.")
+        whole = np.asarray(row[label])
+        if whole.shape != () or whole.dtype.kind not in "iu":
+            raise error(f"{label!r} of {name} is {row[label]!r}; it must be one integer.")
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
 
 
 @contextmanager
@@ -165,18 +187,6 @@ def _alone_in_dali() -> Iterator[None]:
         yield
     finally:
         _inside_dali.release()
-
-
-def _check_row(row: Any, image: str, label: str) -> None:
-    """Raises ConfigError unless the first sample has what `load_batch` reads."""
-    found = sorted(row) if isinstance(row, dict) else type(row).__name__
-    if not isinstance(row, dict) or not {image, label} <= row.keys():
-        raise ConfigError(f"The samples have {found}, but a dict with {image!r} and {label!r} is needed: name them.")
-    if not isinstance(row[image], bytes):
-        raise ConfigError(f"{image!r} of sample 0 is a {type(row[image]).__name__}; it must be the bytes of an image file.")
-    whole = np.asarray(row[label])
-    if whole.shape != () or whole.dtype.kind not in "iu":
-        raise ConfigError(f"{label!r} of sample 0 is {row[label]!r}; it must be one integer.")
 
 
 def _reason(error: RuntimeError) -> str:

@@ -9,6 +9,7 @@ iterator is two integers, never prefetched data). Must not know of Ray, nor of t
 from __future__ import annotations
 
 import atexit
+import inspect
 import threading
 import time
 from collections import deque
@@ -53,7 +54,10 @@ class BatchSource(Protocol):
     def __len__(self) -> int: ...
 
     def load_batch(self, ids: np.ndarray, epoch: int, seed: int) -> Any:
-        """The collated samples `ids` (int64 [n], n > 0). Each is a function of (seed, epoch, id), whatever `ids` are."""
+        """The collated samples `ids` (int64 [n], n > 0). Each is a function of (seed, epoch, id), whatever `ids` are.
+
+        It may have another argument, `between`: a function to call now and then, which raises when nobody needs the batch.
+        """
         ...
 
 
@@ -71,6 +75,13 @@ def loads_batches(dataset: Any) -> TypeGuard[BatchSource]:
     """Whether it is a `BatchSource`. What can be read by index is not, whatever other methods it has."""
     by_index = getattr(type(dataset), "__getitem__", None) not in (None, Dataset.__getitem__)  # torch's raises
     return isinstance(dataset, BatchSource) and not by_index and not hasattr(dataset, "__getitems__")
+
+
+def _takes_between(load_batch: Callable[..., Any]) -> bool:
+    try:
+        return "between" in inspect.signature(load_batch).parameters
+    except ValueError:  # some functions of C do not say
+        return False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,6 +128,7 @@ class Loader:
         self._dataset, self._sampling, self._augment, self._collate = dataset, sampling, augment, collate
         self._prefetch, self._timeout_s = prefetch, timeout.total_seconds()
         self.sketches = tuple(sketches)
+        self._asks = loads_batches(dataset) and _takes_between(dataset.load_batch)
         self._feed: _Feed | None = None
 
     @property
@@ -210,17 +222,14 @@ class Loader:
         """The collated samples `ids`, augmented as of `epoch`."""
         if loads_batches(self._dataset):
             feed.raise_if_stopped()
-            return self._dataset.load_batch(ids, epoch, self._sampling.seed)
+            asks = {"between": feed.raise_if_stopped} if self._asks else {}
+            return self._dataset.load_batch(ids, epoch, self._sampling.seed, **asks)
         if type(self._dataset) is TensorDataset and self._augment is None and self._collate is default_collate:
             index = torch.from_numpy(ids)
             return [tensor[index] for tensor in self._dataset.tensors]  # the same bits and type as collated rows
         samples = fetch(self._dataset, ids.tolist(), feed.raise_if_stopped)
         if self._augment is not None:
-            generator = torch.Generator()
-            for i, sample_id in enumerate(ids.tolist()):
-                feed.raise_if_stopped()
-                generator.manual_seed(sample_seed(self._sampling.seed, epoch, sample_id))
-                samples[i] = self._augment(samples[i], generator)
+            augment_all(self._augment, samples, ids.tolist(), epoch, self._sampling.seed, feed.raise_if_stopped)
         return self._collate(samples)
 
 
@@ -311,6 +320,21 @@ def fetch(dataset: Any, ids: list[int], between: Callable[[], None] = lambda: No
             error.add_note(f"(raised by sample {index})")
             raise
     return samples
+
+
+def augment_all(
+    augment: Augment, samples: list[Any], ids: list[int], epoch: int, seed: int, between: Callable[[], None] = lambda: None
+) -> None:
+    """Puts each of the samples `ids` as of `epoch` in the place of what was loaded. `between` as for `fetch`."""
+    generator = torch.Generator()
+    for i, sample_id in enumerate(ids):
+        between()
+        generator.manual_seed(sample_seed(seed, epoch, sample_id))
+        try:
+            samples[i] = augment(samples[i], generator)
+        except BaseException as error:
+            error.add_note(f"(raised by sample {sample_id})")
+            raise
 
 
 # ---------------------------------------------------------------- between the two threads

@@ -21,8 +21,8 @@ from raytrain_ft.errors import ConfigError
 from raytrain_ft.policy.sampling import Sampling, sample_ids
 from raytrain_ft.policy.sketch import Sketch
 from raytrain_ft.storage.tensors import bytes_of
-from raytrain_ft.training.data import Augment, Collate, fetch, loads_batches
-from raytrain_ft.training.random import sample_seed, seed_all
+from raytrain_ft.training.data import Augment, Collate, augment_all, fetch, loads_batches
+from raytrain_ft.training.random import seed_all
 from raytrain_ft.training.sketching import sketch_of
 
 _SAMPLES = 8
@@ -53,12 +53,9 @@ def check_deterministic(
 
     def augmented() -> list[Any]:
         assert augment is not None
-        generator = torch.Generator()
         samples = fetch(dataset, ids)
-        return [
-            augment(sample, generator.manual_seed(sample_seed(sampling.seed, 0, sample_id)))
-            for sample_id, sample in zip(ids, samples, strict=True)
-        ]
+        augment_all(augment, samples, ids, 0, sampling.seed)
+        return samples
 
     seen: list[Any] = []
 

@@ -6,8 +6,10 @@ import errno
 import importlib
 import io
 import os
+import re
 import subprocess
 import sys
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ import raytrain_ft as ft
 from raytrain_ft import checkfreq
 from raytrain_ft.errors import ConfigError, StorageError, TaskError, UnreachableError
 from raytrain_ft.policy.sampling import Position, Sampling, next_batch, order
-from raytrain_ft.training import dali, images
+from raytrain_ft.training import dali
 from raytrain_ft.training.arrow_dataset import ArrowDataset
 from raytrain_ft.training.dali import DaliImages
 from raytrain_ft.training.data import Loader
@@ -120,6 +122,41 @@ def test_steps_that_are_abandoned_leave_no_trace(dataset: Any, expected: Any, st
             for i, image in zip(piece.ids.tolist(), piece.data[0] if piece.data else [], strict=True):
                 assert torch.equal(image, expected[piece.batch.epoch][i])
     loader.stop()
+
+
+def test_a_fence_does_not_wait_for_a_whole_micro_batch(dataset: DaliImages, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader, pieces = Loader(dataset, Sampling(20, 20, 0)), []
+    real = dali._Pipelines.pixels
+
+    def pixels(self: Any, encoded: Any, views: Any) -> Any:
+        pieces.append(len(encoded))
+        loader.start(Position(), 0, 1)  # as after a fence
+        monkeypatch.setattr(dali._Pipelines, "pixels", real)
+        return real(self, encoded, views)
+
+    monkeypatch.setattr(dali, "_AT_ONCE", 4)
+    monkeypatch.setattr(dali._Pipelines, "pixels", pixels)
+    abandoned = []
+    decode = dataset._decode
+
+    def counted(ids: list[int], *rest: Any) -> Any:
+        abandoned.append(threading.current_thread())
+        return decode(ids, *rest)
+
+    monkeypatch.setattr(dataset, "_decode", counted)
+    loader.start(Position(), 0, 1)
+    (piece,) = loader.next()
+    loader.stop()
+    assert len(piece.ids) == 20
+    assert pieces == [4]
+    assert abandoned.count(abandoned[0]) == 1
+
+
+def test_what_is_loaded_is_on_the_host_whatever_the_default_device(dataset: DaliImages, folder: Path, expected: Any) -> None:
+    with torch.device("meta"):
+        images, labels = dataset.load_batch(np.array([3]), 0, SEED)
+    assert torch.equal(images[0], expected[0][3])
+    assert labels.tolist() == [ImageFolder(folder)[3]["label"]]
 
 
 def test_every_sample_once_per_epoch_though_the_world_changes(dataset: DaliImages) -> None:
@@ -299,14 +336,52 @@ def test_arrow_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     rows = ft.ArrowDataset(write(tmp_path / "images.arrow", columns))
     cases: list[tuple[dict[str, Any], str]] = [
         ({"label": "class"}, r"\['image', 'label', 'path', 'weight'\], but a dict with 'image' and 'class'"),
-        ({"image": "path"}, "'path' of sample 0 is a str"),
-        ({"label": "weight"}, "'weight' of sample 0 is tensor"),
+        ({"image": "path"}, "'path' of sample 0 of the ArrowDataset is a str"),
+        ({"label": "weight"}, "'weight' of sample 0 of the ArrowDataset is tensor"),
     ]
     for names, words in cases:
         with pytest.raises(ConfigError, match=words):
             DaliImages(rows, SIZE, **names)
     with pytest.raises(StorageError, match="sample 0 of the ArrowDataset"):
         DaliImages(rows, SIZE).load_batch(np.arange(1), 0, 0)
+
+
+class Rows:
+    """Samples of one's own, of which some are not what they should be."""
+
+    path = "where they come from"
+
+    def __init__(self, good: dict[str, Any], bad: Any, at: int = 2) -> None:
+        self.rows = [bad if i == at else good for i in range(4)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"image": None}, "'image' of sample 2 of the Rows is a NoneType"),
+        ({"image": "x.jpg"}, "'image' of sample 2 of the Rows is a str"),
+        ({"label": 1.7}, r"'label' of sample 2 of the Rows is 1\.7"),
+        ({"image": ...}, r"sample 2 of the Rows has \['label'\], but a dict with 'image'"),
+        (None, "sample 2 of the Rows has NoneType"),
+        ({"image": b"hello"}, r"sample 2 of the Rows \(5 bytes\) cannot be decoded"),
+    ],
+)
+def test_a_sample_that_cannot_be_used_is_named(bad: Any, words: str, folder: Path) -> None:
+    good = ImageFolder(folder)[0]
+    row = bad and {name: value for name, value in (good | bad).items() if value is not ...}
+    dataset = DaliImages(Rows(good, row), SIZE)
+    with pytest.raises(StorageError, match=words):
+        dataset.load_batch(np.arange(4), 0, 0)
+    if "label" not in (bad or ()):
+        (found,) = dataset.damaged()
+        assert re.search(words, found)
+    assert dataset.load_batch(np.array([0, 3]), 0, 0)[1].tolist() == [0, 0]
 
 
 # ---------------------------------------------------------------- what cannot be used
@@ -400,7 +475,7 @@ def test_storage_that_fails_once_does_not_end_a_run(
 
         return call
 
-    monkeypatch.setattr(images, "_PAUSE_S", 0.01)
+    monkeypatch.setattr("raytrain_ft.training.images._PAUSE_S", 0.01)
     monkeypatch.setattr(Path, "read_bytes", failing(Path.read_bytes))
     assert torch.equal(dataset.load_batch(np.array([3]), 0, SEED)[0][0], expected[0][3])
     failures = 2

@@ -341,10 +341,11 @@ def test_exceptions_of_augment_and_collate_surface_too() -> None:
         raise ZeroDivisionError
 
     for arguments in ({"augment": broken}, {"collate": broken}):
-        loader = Loader(Squares(12), Sampling(12, 4, 0), **arguments)
-        loader.start(Position(), 0, 1)
-        with pytest.raises(ZeroDivisionError):
+        loader = Loader(Squares(12), Sampling(12, 4, 0, shuffle=False), **arguments)
+        loader.start(Position(0, 4), 0, 1)
+        with pytest.raises(ZeroDivisionError) as caught:
             loader.next()
+        assert ("(raised by sample 4)" in caught.value.__notes__) == ("augment" in arguments)
         loader.stop()
 
 
