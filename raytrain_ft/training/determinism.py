@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
 from raytrain_ft.errors import ConfigError
@@ -22,6 +24,7 @@ from raytrain_ft.policy.sampling import Sampling, sample_ids
 from raytrain_ft.policy.sketch import Sketch
 from raytrain_ft.storage.tensors import bytes_of
 from raytrain_ft.training.data import Augment, Collate, augment_all, fetch, loads_batches
+from raytrain_ft.training.layout import is_plain
 from raytrain_ft.training.random import seed_all
 from raytrain_ft.training.sketching import sketch_of
 
@@ -41,7 +44,8 @@ def check_deterministic(
 
     Found are: samples whose bits differ between two loads; a dataset, an augmentation or a collation that draws from a
     global generator, or seeds it; an augmentation with other randomness than its generator's, a collation with any; one that
-    writes into the dataset. The global generators are put back as they were.
+    writes into the dataset; a `BatchSource` that loads a sample otherwise beside others. The global generators are put back as
+    they were.
     """
     ids = sample_ids(sampling, 0, range(min(_SAMPLES, sampling.dataset_size))).tolist()
     batches = loads_batches(dataset)
@@ -70,6 +74,9 @@ def check_deterministic(
         sketches = tuple(sketch_of(sample, batch=batches) for sample in seen)  # before `augment` can write into them
         if batches:
             _refuse_random("dataset.load_batch", *raw, ids, _USE_SEED)
+            for together in (ids, ids[::-1]):
+                batch = dataset.load_batch(np.array(together, dtype=np.int64), 0, sampling.seed)
+                _refuse_company(batch, together, dict(zip(ids, seen, strict=True)))
         else:
             _refuse_random("dataset.__getitem__", *raw, ids, _USE_AUGMENT)
         if augment is not None and not batches:
@@ -124,6 +131,27 @@ def _refuse_random(what: str, rounds: list[list[bytes]], moved: set[str], ids: l
             f"{what} returned other bits when sample {differing[0]} was loaded again ({len(differing)} of {len(ids)} "
             f"samples tried differ): it draws from a global generator or from one of its own. {advice}"
         )
+
+
+def _refuse_company(batch: Any, ids: list[int], alone: dict[int, Any]) -> None:
+    """Raises ConfigError when a sample of `batch` has other bits than `alone`, as a batch of its own.
+
+    Compared are tensors with a row per sample, if a row has the same shape: beside others, a text may be padded.
+    """
+    columns = tree_leaves(batch)
+    for row, index in enumerate(ids):
+        own = tree_leaves(alone[index])
+        for column, value in zip(columns, own, strict=True) if len(own) == len(columns) else ():
+            if not all(isinstance(one, Tensor) and is_plain(one) for one in (column, value)):
+                continue
+            if column.shape != (len(ids), *value.shape[1:]) or value.shape[:1] != (1,):
+                continue
+            if fingerprint(column[row]) != fingerprint(value[0]):
+                raise ConfigError(
+                    f"dataset.load_batch gave other bits for sample {index} beside {len(ids) - 1} others than for it alone; "
+                    "after a change of the number of workers it would be another sample. Compute each from its own id. "
+                    + _USE_SEED
+                )
 
 
 def _global_generators() -> dict[str, Any]:

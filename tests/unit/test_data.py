@@ -500,6 +500,49 @@ def test_a_collation_that_draws_or_writes_is_refused() -> None:
         check_deterministic(Rows(lambda i: kept[i]), Sampling(20, 4, 0), None, lambda samples: [s.fill_(1) for s in samples])
 
 
+class Batches:
+    """A `BatchSource` by a function of the ids."""
+
+    def __init__(self, load: Callable[[list[int]], Any]) -> None:
+        self.load = load
+
+    def __len__(self) -> int:
+        return 20
+
+    def load_batch(self, ids: np.ndarray, epoch: int, seed: int) -> Any:
+        return self.load(ids.tolist())
+
+
+def drawn(seed: int, count: int) -> torch.Tensor:
+    return torch.rand(count, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda ids: [drawn(ids[0], len(ids)), torch.tensor(ids)],
+        lambda ids: {"x": torch.tensor(ids), "y": (drawn(min(ids), len(ids)),)},
+        lambda ids: drawn(max(ids), len(ids)),
+        lambda ids: torch.tensor(sorted(ids)),
+    ],
+)
+def test_a_source_whose_samples_depend_on_their_company_is_refused(load: Callable[[list[int]], Any]) -> None:
+    with pytest.raises(ConfigError, match=r"gave other bits for sample \d+ beside 7 others than for it alone.*sample_seed"):
+        check_deterministic(Batches(load), Sampling(20, 4, 0))
+
+
+def test_a_source_that_is_a_function_of_each_id_is_accepted() -> None:
+    for load in (
+        lambda ids: [torch.stack([drawn(i, 3) for i in ids]), torch.tensor(ids)],
+        lambda ids: torch.nn.utils.rnn.pad_sequence([torch.arange(i) for i in ids], batch_first=True),
+        lambda ids: {"x": torch.tensor(ids) * float("nan"), "names": [str(i) for i in ids], "count": torch.tensor(len(ids))},
+        lambda ids: (torch.cat([torch.arange(i) for i in ids]), torch.tensor([0, *ids]).cumsum(0)),
+        lambda ids: [torch.tensor([i]) for i in ids],
+    ):
+        check_deterministic(Batches(load), Sampling(20, 4, 0))
+    check_deterministic(Batches(lambda ids: torch.tensor(ids)), Sampling(1, 1, 0))
+
+
 def test_a_collation_may_use_its_samples_up() -> None:
     def collate(samples: list[dict[str, Any]]) -> Any:
         return torch.tensor([sample.pop("label") for sample in samples])
