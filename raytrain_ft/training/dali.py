@@ -46,7 +46,8 @@ class DaliImages:
     `device`: which of DALI's decoders; by default "gpu" where torch has one. Their pixels differ in the last bits, so
     name it if some workers of a run have a GPU and some do not. `num_threads`: DALI's, per worker.
 
-    Raises ConfigError for what cannot be read this way or where DALI is missing, StorageError for a damaged image.
+    Raises ConfigError for what cannot be read this way or where DALI is missing, StorageError for a damaged image, TaskError
+    where DALI fails for another reason, such as a lack of memory.
     """
 
     def __init__(
@@ -112,7 +113,10 @@ class DaliImages:
                 self._check(index, row, StorageError)
                 encoded = np.frombuffer(row[self.image], dtype=np.uint8)
                 with _alone_in_dali():
-                    self._decode([index], [encoded], [0], lambda _, size: View(0, 0, *size))
+                    try:
+                        self._decode([index], [encoded], [0], lambda _, size: View(0, 0, *size))
+                    except TaskError as error:  # one that says that it is huge
+                        found.append(str(error))
             except StorageError as error:
                 found.append(str(error))
         return found
@@ -146,8 +150,8 @@ class DaliImages:
         """Of an image alone: it is damaged, unless DALI says that it lacks memory or a device."""
         if any(sign in reason.lower() for sign in _NO_DAMAGE):
             return TaskError(
-                f"DALI cannot work on {what}, and need not be wrong with it: {reason}. Look at this machine's memory and GPU; "
-                "a smaller size= or num_threads=, or device='cpu', takes less of them."
+                f"DALI cannot work on {what}, which need not be damaged: {reason}. Look at this machine's memory and GPU, and at "
+                "how large the image says that it is; a smaller num_threads=, or device='cpu', takes less of them."
             )
         return StorageError(
             f"{what} cannot be decoded as an image: {reason}. Replace it, or remove it and begin a run of another name."

@@ -578,6 +578,7 @@ def test_lack_of_memory_is_not_told_as_a_damaged_image(folder: Path, monkeypatch
     with pytest.raises(TaskError, match=r"cannot work on .*00\.jpg \(\d+ bytes\).*cudaErrorMemoryAllocation.*device='cpu'"):
         DaliImages(folder, SIZE).load_batch(np.arange(3), 0, 0)
     assert most == [1], "what has failed holds no memory while it is tried again"
+    assert ["cannot work on" in words for words in DaliImages(folder, SIZE).damaged()] == [True] * 20, "and all are looked at"
 
 
 # ---------------------------------------------------------------- in a task
