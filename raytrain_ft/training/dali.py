@@ -150,8 +150,8 @@ class DaliImages:
         """Of an image alone: it is damaged, unless DALI says that it lacks memory or a device."""
         if any(sign in reason.lower() for sign in _NO_DAMAGE):
             return TaskError(
-                f"DALI cannot work on {what}, which need not be damaged: {reason}. Look at this machine's memory and GPU, and at "
-                "how large the image says that it is; a smaller num_threads=, or device='cpu', takes less of them."
+                f"DALI cannot work on {what}, which need not be damaged: {reason}. Look at this machine's memory and GPU, and "
+                "at how large the image says that it is; a smaller num_threads=, or device='cpu', takes less of them."
             )
         return StorageError(
             f"{what} cannot be decoded as an image: {reason}. Replace it, or remove it and begin a run of another name."
