@@ -171,7 +171,7 @@ def _files_below(directory: str, above: tuple[str, ...]) -> Iterator[str]:
                 continue
             if entry.is_symlink() and not Path(entry.path).exists():
                 raise ConfigError(
-                    f"{entry.path} is a link to {os.readlink(entry.path)}, which is not there: mount it, or remove the link"
+                    f"{entry.path} is a link to {Path(entry.path).readlink()}, which is not there: mount it, or remove the link"
                 )
             if entry.is_dir():
                 real = os.path.realpath(entry.path)
