@@ -47,7 +47,7 @@ def audit(run: Path) -> None:
 
     Of a run that went on from a checkpoint, the records of the runs before are part of the proof.
     """
-    _records(run)
+    _log_of(run)
     try:
         result = audit_records(read_run(run))
     except StorageError as error:

@@ -72,12 +72,15 @@ def audit(records: Iterable[dict[str, Any]]) -> Audit:
 # ---------------------------------------------------------------- what the ranks say of each step
 
 
-def _claims(story: Story, sampling: Sampling) -> dict[int, dict[GlobalBatch, str]]:
-    """Per step that stands, the global batches that were drawn for it (there ought to be one), each with a witness."""
-    claims: dict[int, dict[GlobalBatch, str]] = {}
+Claims = dict[int, dict[GlobalBatch, Commit]]
+"""Per step that stands, the global batches that were drawn for it (there ought to be one), each with a witness."""
+
+
+def _claims(story: Story, sampling: Sampling) -> Claims:
+    claims: Claims = {}
     ranks: dict[tuple[int, str], int] = {}
     members: dict[tuple[int, int], set[str]] = {}
-    seen: set[tuple[int, str, int]] = set()
+    done: dict[tuple[int, str], int] = {}  # where the last of their steps ends; commits come by their first step
     for commit in sorted(story.commits, key=lambda commit: commit.first_step):  # `order` keeps two epochs
         incarnation, rank = commit.incarnation, commit.rank
         problem = _out_of_place(commit, story)
@@ -94,21 +97,22 @@ def _claims(story: Story, sampling: Sampling) -> dict[int, dict[GlobalBatch, str
         if problem is not None:
             story.violations.append(f"{commit}: {problem}")
             continue
-        owned = story.owned(incarnation)
+        owned, who_did = story.owned(incarnation), (incarnation, commit.member)
+        before = done.get(who_did, 0)
+        done[who_did] = max(before, commit.stop_step)
         for step, batch in enumerate(batches, commit.first_step):
             if step in owned:
-                if (incarnation, commit.member, step) in seen:
+                if step < before:
                     story.violations.append(f"{commit}: step {step} was committed before by the same rank")
-                seen.add((incarnation, commit.member, step))
                 if story.weights.setdefault((incarnation, step), commit.weights) != commit.weights:
                     story.violations.append(f"{commit}: weights {commit.weights} in step {step}; others say otherwise")
-                claims.setdefault(step, {}).setdefault(batch, str(commit))
+                claims.setdefault(step, {}).setdefault(batch, commit)
     for commit in story.stored:
         _fill_in(claims, commit, story, sampling)
     return claims
 
 
-def _fill_in(claims: dict[int, dict[GlobalBatch, str]], commit: Commit, story: Story, sampling: Sampling) -> None:
+def _fill_in(claims: Claims, commit: Commit, story: Story, sampling: Sampling) -> None:
     """The steps that only a checkpoint tells of."""
     if commit.incarnation not in story.begins:
         return  # of a run whose records are not here
@@ -122,7 +126,7 @@ def _fill_in(claims: dict[int, dict[GlobalBatch, str]], commit: Commit, story: S
     owned = story.owned(commit.incarnation)
     for step, batch in enumerate(batches, commit.first_step):
         if step in owned:
-            claims.setdefault(step, {}).setdefault(batch, str(commit))
+            claims.setdefault(step, {}).setdefault(batch, commit)
 
 
 def _out_of_place(commit: Commit, story: Story) -> str | None:
@@ -159,7 +163,7 @@ def _drawn(commit: Commit, sampling: Sampling) -> tuple[list[GlobalBatch], str |
 # ---------------------------------------------------------------- every sample of every epoch, counted
 
 
-def _walk(story: Story, sampling: Sampling, claims: dict[int, dict[GlobalBatch, str]]) -> Audit:
+def _walk(story: Story, sampling: Sampling, claims: Claims) -> Audit:
     """Follows the steps that stand, in order, and counts what they drew and lost."""
     violations, tally = story.violations, _Tally(sampling, story.violations)
     losses = _standing_losses(story)
@@ -178,7 +182,8 @@ def _walk(story: Story, sampling: Sampling, claims: dict[int, dict[GlobalBatch, 
             tally.lose(loss, expected)
         batches = claims.get(step, {})
         if len(batches) > 1:
-            violations.append(f"step {step}: the ranks drew different batches: {batches}")
+            drawn = {drawn: str(witness) for drawn, witness in batches.items()}
+            violations.append(f"step {step}: the ranks drew different batches: {drawn}")
         batch = next(iter(batches), expected)
         skipped = _between(sampling, expected, batch)
         if skipped is None or not all(_is_lost(piece, lost) for piece in skipped):

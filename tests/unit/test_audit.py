@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import random
+import tracemalloc
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytrain_ft.policy.audit import Audit, audit
+from raytrain_ft.policy.audit import Audit, _claims, audit
+from raytrain_ft.policy.audit_records import read_story
 from raytrain_ft.policy.sampling import Position, Sampling, after_loss, digest_of_ids, next_batch, sample_ids, share
 
 quick = settings(max_examples=60)
@@ -398,6 +400,40 @@ def test_commits_that_only_a_void_record_backs_are_missing() -> None:
 def test_a_doubled_step_is_found() -> None:
     run = honest()
     refused([*run.records, commits(run)[0]], "step 0 was committed before by the same rank")
+
+
+def test_a_step_that_was_done_again_within_a_longer_stretch_is_found() -> None:
+    """Also if a shorter one came in between: what counts is the latest end of all."""
+    run = Run(Sampling(100, 5, 0), 12)
+    run.resume(0, 1)
+    run.live(8)
+    positions = list(run.positions)
+    for first, steps in ((2, 2), (6, 6)):
+        run.step, run.positions = first, positions[: first + 1]
+        run.live(steps)
+    found = [one for one in audit(run.finish()).violations if "was committed before" in one]
+    assert [one.split(": ")[1] for one in found] == [
+        f"step {step} was committed before by the same rank" for step in (2, 3, 6, 7)
+    ]
+
+
+def test_the_memory_of_a_proof_does_not_grow_with_the_ranks_of_each_step() -> None:
+    def most(world_size: int) -> int:
+        run = Run(Sampling(3200, 16, 0), 2000)
+        run.resume(0, world_size)
+        for _ in range(20):
+            run.live(100)
+        story = read_story(run.finish())
+        story.begin_lineage()
+        assert story.sampling is not None
+        tracemalloc.start()
+        try:
+            _claims(story, story.sampling)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert most(16) < 1.5 * most(1)
 
 
 def test_a_batch_drawn_twice_is_found() -> None:
