@@ -10,11 +10,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 import psutil
+import ray
 
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.fields import check_types, knows_its_names
@@ -47,6 +49,8 @@ Phase = Literal[
 
 TOGETHER_S = 20.0
 """How long one that is to fail together with others waits for them."""
+NOWHERE = "-"
+"""The node of a process that is not Ray's."""
 SUPERVISOR_PHASES = tuple(str(state) for state in State)
 
 
@@ -142,6 +146,7 @@ class Injector:
             self._counts[fault.name] = self._counts.get(fault.name, 0) + 1
             if self._counts[fault.name] == fault.nth and self._claim(fault):
                 self._await_others(fault)
+                self._tell(fault)
                 if fault.action == "silence" and self._silence is not None and part is not None:
                     self._silence(part)
                 else:
@@ -153,14 +158,21 @@ class Injector:
             time.sleep(0.001)
 
     def _claim(self, fault: FailAt) -> bool:
+        """Nobody else carries it out. The marker is empty until it strikes, for others may have to come first."""
         self._directory.mkdir(parents=True, exist_ok=True)
         try:
-            marker = os.open(self._directory / fault.name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            os.close(os.open(self._directory / fault.name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except FileExistsError:
             return False
-        os.write(marker, f"{time.monotonic():.6f} {os.getpid()} {time.time():.6f}".encode())
-        os.close(marker)
         return True
+
+    def _tell(self, fault: FailAt) -> None:
+        """It strikes now: the marker says when, and whom; at once, so that nobody reads half of it."""
+        draft = self._directory / f".{fault.name}"  # no marker to whoever counts them
+        node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else NOWHERE
+        draft.touch(0o600)
+        draft.write_text(f"{time.monotonic():.6f} {os.getpid()} {time.time():.6f} {node}")
+        draft.replace(self._directory / fault.name)
 
 
 def strike(action: Action, why: str) -> None:
@@ -189,14 +201,15 @@ def kill_node(raylet_pid: int) -> None:
     if "raylet" not in raylet.name():
         raise ChaosError(f"process {raylet_pid} is {raylet.name()}, not a raylet: is this a Ray worker?")
     children = raylet.children(recursive=True)
-    raylet.kill()
-    for child in sorted(children, key=lambda process: process.pid == os.getpid()):  # this one last, if it is among them
-        child.kill()
+    last = sorted(children, key=lambda process: process.pid == os.getpid())  # this one last, if it is among them
+    for process in (raylet, *last):
+        with suppress(psutil.NoSuchProcess):  # it has just ended by itself
+            process.kill()
 
 
 def when(directory: Path, fault: FailAt) -> float | None:
     """The time (CLOCK_MONOTONIC, seconds) at which a failure struck, or None."""
     try:
         return float((directory / fault.name).read_text().split()[0])
-    except FileNotFoundError:
+    except (FileNotFoundError, IndexError):  # not reached, or not all have come who are to fail together
         return None

@@ -72,7 +72,7 @@ class Rehearsal:
         self._struck_at = 0.0
         self._waiting: list[Due] = []
         self._later: list[Later] = []
-        self._known: dict[int, str] = {}  # all members that there ever were, by their process
+        self._known: dict[tuple[str, int], str] = {}  # all members that there ever were, by their node and process
         self._gone: set[str] = set()  # members that were struck and are not back, whether or not it is noticed
         self._dropped: set[int] = set()  # events at random that came when they could not strike
         self._seen = 0.0
@@ -107,7 +107,7 @@ class Rehearsal:
             if self._watch.look(POLL_S):
                 assert self._watch.account is not None
                 self._view = View.of(self._watch.account)
-                self._known |= {pid: member for member, pid in self._view.pids.items()}
+                self._known |= {(self._view.nodes.get(one, ""), pid): one for one, pid in self._view.pids.items()}
                 self._seen = time.monotonic()
                 self._show(self._watch.account)
                 self._ground.prepare(self._view.hosts())
@@ -292,13 +292,13 @@ class Rehearsal:
             if marker is None:
                 continue
             self._planted.remove(planted)
-            pid = int(marker[1])
-            member = self._who(planted.fault, pid)
+            pid, node = int(marker[1]), marker[3]
+            member = "supervisor" if planted.fault.role == "supervisor" else self._known.get((node, pid))
             action, lasts = planted.what.action, planted.what.lasts
             self._add(planted.event, action, self._ground.struck_at(marker), [member] if member else ())
             if action == "kill_node" and lasts is not None:
                 self._after(lasts, self._ground.add_node)
-            elif node := self._node_of(member):
+            else:
                 lasts, end = self._end_of(planted.what, node, pid)
                 if lasts is not None:
                     self._after(lasts, end, always=True)
@@ -307,18 +307,10 @@ class Rehearsal:
         account = self._watch.account or {}
         return account.get("node") if member == "supervisor" else self._view.nodes.get(member or "")
 
-    def _who(self, fault: FailAt, pid: int) -> str | None:
-        if fault.role == "supervisor":
-            return "supervisor"
-        ranked = self._view.world[fault.rank] if fault.rank is not None and fault.rank < len(self._view.world) else None
-        if ranked is not None and self._view.pids.get(ranked) == pid:
-            return ranked
-        return self._known.get(pid)  # the ranks are others' already
-
 
 def _read_marker(directory: Path, fault: FailAt) -> list[str] | None:
     try:
         found = (directory / fault.name).read_text().split()
     except FileNotFoundError:
         return None
-    return found if len(found) == 3 else None  # it is being written
+    return found if len(found) == 4 else None  # empty: it waits for others who are to fail with it

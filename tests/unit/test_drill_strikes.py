@@ -362,7 +362,7 @@ def test_a_supervisor_that_froze_at_a_point_is_thawed(tmp_path: Path, monkeypatc
     fault = FailAt(role="supervisor", phase="RUNNING", action="sigstop")
     planted = Planted(0, Event(action="freeze", who=Who(role="supervisor"), lasts=0.05), fault)
     (tmp_path / "faults").mkdir()
-    (tmp_path / "faults" / fault.name).write_text("1.0 5 1.0")
+    (tmp_path / "faults" / fault.name).write_text("1.0 5 1.0 head")
     played, ground = play(tmp_path, scenario(), planted, until=lambda played: played.struck, monkeypatch=monkeypatch)
     assert played.struck[0].members == ("supervisor",)
     assert ground.done == [("thaw", "head", 5)]
@@ -512,8 +512,33 @@ def test_who_fell_silent_still_has_the_training_state(tmp_path: Path, monkeypatc
     fault = FailAt(rank=0, step=1, phase="backward", action="silence")
     planted = Planted(0, Event(action="silence", who=Who(rank=0), when=When(step=1)), fault)
     (tmp_path / "faults").mkdir()
-    (tmp_path / "faults" / fault.name).write_text("1.0 10 1.0")
+    (tmp_path / "faults" / fault.name).write_text("1.0 10 1.0 n0")
     began, asked = time.monotonic(), scenario(Event(action="kill", who=Who(rank=1), when=When(mtbf=0.05)))
     over = lambda played: len(played.struck) > 1 or time.monotonic() > began + 3  # noqa: E731
     played, _ = play(tmp_path, asked, planted, until=over, monkeypatch=monkeypatch)
     assert [strike.action for strike in played.struck][:2] == ["silence", "kill"]
+
+
+def test_who_was_struck_is_known_by_its_node_where_processes_of_several_have_the_same_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in pods, each of which counts from 1 on; and the ranks are others' by now."""
+    monkeypatch.setitem(ACCOUNT, "pids", {"w0": 10, "w1": 10})
+    fault = FailAt(rank=1, step=1, phase="forward", action="sigstop")
+    planted = Planted(0, Event(action="freeze", who=Who(rank=1), when=When(step=1), lasts=0.05), fault)
+    (tmp_path / "faults").mkdir()
+    (tmp_path / "faults" / fault.name).write_text("1.0 10 1.0 n0")
+    played, ground = play(tmp_path, scenario(), planted, until=lambda played: played.struck, monkeypatch=monkeypatch)
+    assert [strike.members for strike in played.struck] == [("w0",)]
+    assert ground.done[-1] == ("thaw", "n0", 10)
+
+
+def test_a_failure_that_waits_for_others_has_not_struck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = FailAt(rank=0, step=1, phase="forward", together=2)
+    planted = Planted(0, Event(action="kill", who=Who(ranks=(0, 1)), when=When(step=1)), fault)
+    (tmp_path / "faults").mkdir()
+    (tmp_path / "faults" / fault.name).write_text("")
+    began = time.monotonic()
+    over = lambda _: time.monotonic() > began + 0.2  # noqa: E731
+    played, _ = play(tmp_path, scenario(), planted, until=over, monkeypatch=monkeypatch)
+    assert (played.struck, played.missed) == ([], [0])
