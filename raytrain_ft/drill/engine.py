@@ -75,6 +75,7 @@ class Rehearsal:
         self._known: dict[tuple[str, int], str] = {}  # all members that there ever were, by their node and process
         self._gone: set[str] = set()  # members that were struck and are not back, whether or not it is noticed
         self._dropped: set[int] = set()  # events at random that came when they could not strike
+        self._drained: list[tuple[Due, str]] = []  # nodes that have notice, and are still to be taken
         self._seen = 0.0
         self.played = Played(path=path)
 
@@ -130,8 +131,14 @@ class Rehearsal:
         """Nothing stays frozen or slow; nodes need no longer come or go."""
         self.played.offsets = [offset - self._watch.zero for offset in self._watch.offsets.values()]
         left = [due.event for due in (*self._waiting, *(self._schedule.left if self._schedule is not None else ()))]
-        left += self._dropped.difference(struck.event for struck in self.played.struck)  # came, and never struck
+        struck = {struck.event for struck in self.played.struck}
+        left += self._dropped - struck  # came, and never struck
+        if self._schedule is not None:
+            self.played.absent = sorted(self._schedule.at_random - struck - self._dropped)
         self.played.missed = sorted({*self.played.missed, *left, *(planted.event for planted in self._planted)})
+        self._struck_at = self._ground.clock()
+        for due, node in self._drained:  # the notice was given, and whoever it was for may have left in time
+            self._note(due, (), node, "the run ended before this node was to be taken")
         self._end_all()
 
     def _end_all(self) -> None:
@@ -218,6 +225,7 @@ class Rehearsal:
         if event.action == "drain":
             assert event.notice is not None
             ground.drain(node, event.notice)
+            self._drained.append((due, node))
             self._after(event.notice, lambda: self._kill_drained(node, due))
         elif not ground.kill_node(node):
             return False
@@ -234,6 +242,7 @@ class Rehearsal:
         self._gone.difference_update(member for member, at in self._view.nodes.items() if at == node)
 
     def _kill_drained(self, node: str, due: Due) -> None:
+        self._drained.remove((due, node))
         try:
             if not self._ground.kill_node(node) and self._ground.lives(node):  # else it has ended by itself: nobody was left
                 raise ChaosError(f"node {node} is still there")

@@ -19,6 +19,8 @@ from raytrain_ft.scenario import Scenario
 
 EARLY_S = 0.05
 """By how much a sign may seem to come before its strike: clocks are compared by messages."""
+LETHAL = ("kill", "kill_node", "exit")
+"""Actions after which who was struck is gone, whatever comes then."""
 SIGNS = ("WorkerLost", "Noticed")
 """Events that say that a member was struck."""
 Records = list[dict[str, Any]]
@@ -38,7 +40,8 @@ def committed(records: Records) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """The time in a run's records, turned into one that goes on while the supervisor is away.
+    """The time in a run's records, turned into the driver's: where the supervisor came back on another machine, the records
+    have how long it was away by the time of day, which machines do not quite agree upon.
 
     Attributes:
         offsets: see `Played`. restarts: of the supervisor, as the records say.
@@ -79,11 +82,18 @@ def recoveries_of(records: Records, clock: Clock | None = None) -> list[Recovery
     return found
 
 
-def violations(records: Records, played: Played, reference: Played, longest_recovery: float = LONGEST_RECOVERY_S) -> list[str]:
-    """What the run promised and did not keep."""
+def violations(
+    records: Records,
+    played: Played,
+    reference: Played,
+    longest_recovery: float = LONGEST_RECOVERY_S,
+    *,
+    comparable: bool = True,
+) -> list[str]:
+    """What the run promised and did not keep. `comparable`: see `incomparable`."""
     found = check(records, longest_recovery=longest_recovery) if played.error is None else []
     excused = any(recovery.guarantee != Guarantee.EXACT for recovery in recoveries_of(records)) or _lost_samples(records)
-    if bit_equal(played, reference) is False and not excused:
+    if bit_equal(played, reference) is False and comparable and not excused:
         found.append("I3 the final state differs from the undisturbed run's, and no recovery says why")
     return found
 
@@ -99,6 +109,18 @@ def disturbance(records: Records) -> str:
         if gone := [*recovery.lost, *recovery.left]:
             return f"{', '.join(gone)}: {recovery.cause}"
     return "samples were lost" if _lost_samples(records) else ""
+
+
+def incomparable(records: Records, calm: Records) -> str:
+    """Why an undisturbed run, with the second of these records, cannot say how fast this one should have been, or in which
+    state it should have ended; "" if it can. It trained with other numbers of workers, or not exactly itself."""
+    own, others = ([record["world_size"] for record in some if record["event"] == "Resumed"] for some in (records, calm))
+    if own and others and own[0] != others[0]:
+        return f"the undisturbed run began with a world of {others[0]}, this one with {own[0]}"
+    if len(set(others)) > 1:
+        return f"the undisturbed run had worlds of {', '.join(map(str, dict.fromkeys(others)))}"
+    kept = weakest(*(recovery.guarantee for recovery in recoveries_of(calm)))
+    return "" if kept == Guarantee.EXACT else f"the undisturbed run kept no more than {kept}"
 
 
 def bit_equal(played: Played, reference: Played) -> bool | None:
@@ -124,6 +146,7 @@ def measure(scenario: Scenario, ground: str, played: Played, reference: Played) 
     steps, seconds = committed(records), training_seconds(records, clock)
     calm_steps, calm_seconds = committed(calm), training_seconds(calm, calm_clock)
     expected = calm_steps / calm_seconds * seconds if calm_seconds else 0.0
+    no_measure = incomparable(records, calm)
     longest_s = max(LONGEST_RECOVERY_S, scenario.replacement_timeout + scenario.hang_timeout)
     return Report(
         scenario=scenario.name,
@@ -134,7 +157,9 @@ def measure(scenario: Scenario, ground: str, played: Played, reference: Played) 
         undisturbed_s=calm_seconds,
         goodput=steps / expected if expected else 0.0,
         strikes=strikes,
+        unnoticed=_unnoticed(played.struck, noticed, recoveries),
         missed=tuple(played.missed),
+        absent=tuple(played.absent),
         dropped=played.dropped,
         recoveries=_kinds(recoveries, causes, pauses),
         detection=Spread.of([strike.detected_s for strike in strikes if strike.detected_s is not None]),
@@ -142,7 +167,8 @@ def measure(scenario: Scenario, ground: str, played: Played, reference: Played) 
         samples_lost=audit(records).samples_lost,
         guarantee=str(weakest("lossy" if _lost_samples(records) else "exact", *kept)),
         bit_equal=bit_equal(played, reference),
-        violations=tuple(violations(records, played, reference, longest_s)),
+        violations=tuple(violations(records, played, reference, longest_s, comparable=not no_measure)),
+        incomparable=no_measure,
         failure=f"{type(played.error).__name__}: {played.error}" if played.error is not None else "",
         paths=(str(played.path), str(reference.path)),
     )
@@ -158,13 +184,21 @@ def _noticed(records: Records, clock: Clock) -> dict[str, float]:
 
 
 def guilty(struck: Sequence[Struck], noticed: dict[str, float]) -> list[set[str]]:
-    """Of each strike, the members that are gone because of it: it is the last that hit them before that was noticed."""
+    """Of each strike, the members that are gone because of it: it is the last that hit them before that was noticed; or the
+    only one at all, though it seems to come after that, where the clocks of two machines differ."""
     found: list[set[str]] = [set() for _ in struck]
     for member, at in noticed.items():
-        before = [n for n, strike in enumerate(struck) if member in strike.members and strike.at <= at + EARLY_S]
+        hits = [n for n, strike in enumerate(struck) if member in strike.members]
+        before = hits if len(hits) == 1 else [n for n in hits if struck[n].at <= at + EARLY_S]
         if before:
             found[max(before, key=lambda n: struck[n].at)].add(member)
     return found
+
+
+def _unnoticed(struck: Sequence[Struck], noticed: dict[str, float], recoveries: Sequence[Recovery]) -> tuple[int, ...]:
+    """The events that took somebody of whose end the records say nothing. Nobody keeps account of supervisors there."""
+    known = {"supervisor", *noticed, *(member for recovery in recoveries for member in (*recovery.lost, *recovery.left))}
+    return tuple(sorted({one.event for one in struck if one.action in LETHAL and not known.issuperset(one.members)}))
 
 
 def _followed(struck: Struck, members: set[str], noticed: dict[str, float], recoveries: list[Recovery]) -> Strike:
@@ -202,10 +236,12 @@ def _pause(recovery: Recovery, strikes: Sequence[Strike], blame: Sequence[set[st
 
 
 def _cause(recovery: Recovery, strikes: Sequence[Strike], blame: Sequence[set[str]]) -> str:
-    """The actions that it is due to; "resize" if nobody was lost, "other" for a loss that nobody asked for."""
+    """The actions that it is due to; "other" for a loss that nobody asked for; if nobody was lost, "resize" or, where the
+    workers are as many as before, "false alarm"."""
     gone = {*recovery.lost, *recovery.left}
     actions = {strike.action for strike, members in zip(strikes, blame, strict=True) if members & gone}
-    return " + ".join(sorted(actions)) or ("other" if gone else "resize")
+    resized = recovery.world_before != recovery.world_after
+    return " + ".join(sorted(actions)) or ("other" if gone else "resize" if resized else "false alarm")
 
 
 def _kinds(recoveries: list[Recovery], causes: list[str], pauses: list[float | None]) -> tuple[Kind, ...]:

@@ -48,7 +48,7 @@ class Strike:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """Recoveries of one kind. cause: the actions that caused them, or "resize"."""
+    """Recoveries of one kind. cause: the actions that caused them, or "other", "resize", "false alarm"."""
 
     cause: str
     strategy: str
@@ -74,8 +74,10 @@ class Report:
     Attributes:
         steps: committed. training_s: from the first step to the end; undisturbed_s: of the run without failures.
         goodput: steps committed, as a share of what the undisturbed run would have made in the same time.
-        strikes: all that was done. missed: numbers of the events that did not come about. dropped: how often an event at random
-            came when it could not strike.
+        incomparable: why the undisturbed run is no measure of goodput and of the final state; "" if it is.
+        strikes: all that was done. missed: numbers of the events that did not come about. absent: of those at random that never
+            came. dropped: how often an event at random came when it could not strike. unnoticed: events that took somebody of
+            whose end the records say nothing.
         recoveries: by cause, strategy and guarantee. detection, pauses: see `Strike`; pauses are of all recoveries, those
             without a strike included.
         guarantee: the weakest that a recovery kept. bit_equal: whether the final state is the undisturbed run's; None if one
@@ -101,6 +103,9 @@ class Report:
     bit_equal: bool | None
     violations: tuple[str, ...]
     dropped: int = 0
+    absent: tuple[int, ...] = ()
+    unnoticed: tuple[int, ...] = ()
+    incomparable: str = ""
     checks: tuple[Check, ...] = ()
     predicted: dict[str, float] = field(default_factory=dict)
     unpredicted: str = ""

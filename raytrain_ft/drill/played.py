@@ -34,9 +34,9 @@ class Played:
 
     Attributes:
         path: its records. result: None if it failed. error: why.
-        offsets: of each life of the supervisor, what to add to the times in its records for a clock that never stands still:
-            the records' own stands still while the supervisor is away. Seconds; the first is 0.
-        missed: the numbers of events that did not come about.
+        offsets: of each life of the supervisor, what to add to the times in its records for the driver's clock. Seconds; the
+            first is 0, and so are the others, nearly, as long as the supervisor comes back on the same machine.
+        missed: the numbers of events that did not come about. absent: those of events at random that never came.
         dropped: how often an event at random came when it could not strike; it is not tried again.
     """
 
@@ -46,4 +46,5 @@ class Played:
     struck: list[Struck] = field(default_factory=list)
     offsets: list[float] = field(default_factory=list)
     missed: list[int] = field(default_factory=list)
+    absent: list[int] = field(default_factory=list)
     dropped: int = 0

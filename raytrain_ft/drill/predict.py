@@ -55,12 +55,14 @@ KINDS = {"auto": "replication", "replication": "replication", "logging": "loggin
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What the simulator says of a scenario: an outcome for each seed, and which events did not come about in one of them."""
+    """What the simulator says of a scenario: an outcome for each seed, which events did not come about in one of them, and
+    which of those at random came in none."""
 
     job: Job
     strategy: Strategy
     outcomes: tuple[Outcome, ...]
     missed: tuple[int, ...] = ()
+    absent: tuple[int, ...] = ()
 
     def mean(self, name: str) -> float:
         """Of a number that outcomes have."""
@@ -112,7 +114,7 @@ def predict(scenario: Scenario, job: Job, seeds: int = SEEDS) -> Predicted:
     strategy = strategy_of(scenario, job)
     chance = any(event.when is not None and event.when.mtbf is not None for event in scenario.events)
     outcomes = tuple(simulate(job, strategy, events, seed=seed) for seed in range(seeds if chance else 1))
-    return Predicted(job, strategy, outcomes, events.missed(outcomes))
+    return Predicted(job, strategy, outcomes, events.missed(outcomes), events.absent(outcomes))
 
 
 def job_of(scenario: Scenario, known: Job | None) -> Job:
@@ -321,6 +323,12 @@ class Events:
         lasts_s = notice_s + (event.lasts or 0.0)
         return Failure(at=at, lost=count, of=of, anyone=anyone, notice_s=notice_s, back=back, back_s=lasts_s, event=number)
 
+    def absent(self, outcomes: Sequence[Outcome]) -> tuple[int, ...]:
+        """The events at random that never came, in no run."""
+        events = enumerate(self._scenario.events)
+        at_random = [n for n, event in events if event.when is not None and event.when.mtbf is not None]
+        return tuple(n for n in at_random if all(n not in outcome.struck for outcome in outcomes))
+
     def missed(self, outcomes: Sequence[Outcome]) -> tuple[int, ...]:
         """The events that did not come about as often as they should."""
         return tuple(n for n, event in enumerate(self._scenario.events) if self._has_missed(n, event, outcomes))
@@ -361,6 +369,7 @@ def rehearse(scenario: Scenario, known: Job | None = None) -> Report:
         goodput=found.goodput,
         strikes=(),
         missed=found.missed,
+        absent=found.absent,
         recoveries=tuple(
             Kind(cause="all", strategy=name, guarantee=kept, count=round(count / runs), pause=found.pauses)
             for name, count in counts.items()
@@ -373,7 +382,8 @@ def rehearse(scenario: Scenario, known: Job | None = None) -> Report:
         violations=(),
         failure=found.failure,
     )
-    return replace(report, checks=verdict(report, scenario))
+    worst = max(outcome.samples_lost for outcome in found.outcomes)  # a mean would round a rare loss away
+    return replace(report, checks=verdict(replace(report, samples_lost=worst), scenario))
 
 
 def known_job(run: Path) -> Job:

@@ -52,7 +52,8 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def _last_line(report: Report) -> str:
-    reason = f"no prediction: {report.unpredicted}\n" if report.unpredicted else ""
+    reason = f"not comparable: {report.incomparable}\n" if report.incomparable else ""
+    reason += f"no prediction: {report.unpredicted}\n" if report.unpredicted else ""
     return f"{reason}drill {report.scenario} on {report.ground}: {'passed' if report.passed else 'FAILED'}"
 
 
@@ -86,7 +87,7 @@ def _tables(report: Report) -> list[tuple[str, Sequence[str], Rows]]:
 def _numbers(report: Report) -> Rows:
     equal = {True: "yes", False: "no", None: "unknown" if report.strikes else "not simulated"}[report.bit_equal]
     rows = {
-        "goodput": ("goodput", f"{report.goodput:.1%}"),
+        "goodput": ("goodput", f"{report.goodput:.1%}" + (" (not comparable)" if report.incomparable else "")),
         "training": ("training", f"{report.training_s:.2f} s (undisturbed {report.undisturbed_s:.2f} s)"),
         "recoveries": ("recoveries", str(sum(kind.count for kind in report.recoveries))),
         "detection": ("detection p50, p95, longest", _spread(report.detection)),

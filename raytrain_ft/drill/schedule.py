@@ -125,6 +125,11 @@ class Schedule:
         """What has not come yet, but for what comes at random."""
         return [what for _, _, what in self._once]
 
+    @property
+    def at_random(self) -> set[int]:
+        """The events that come at random, whether or not they did."""
+        return set(self._random)
+
     def members(self, who: Who, view: View) -> list[str]:
         """Who is meant of those who live; empty if not all of them are there."""
         alive = [member for member in view.world if member in view.pids]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from raytrain_ft.drill.numbers import Check, Report
 from raytrain_ft.policy.strategy import weakest
 from raytrain_ft.scenario import Scenario
@@ -20,15 +23,10 @@ def verdict(report: Report, scenario: Scenario) -> tuple[Check, ...]:
         Check(
             name="promises kept",
             wanted="no violation",
-            found=report.violations[0] if report.violations else "no violation",
-            kept=not report.violations,
+            found=next(iter(report.violations), "not checked: the run failed" if report.failure else "no violation"),
+            kept=not report.violations and not report.failure,
         ),
-        Check(
-            name="struck as asked",
-            wanted="all events",
-            found=f"not carried out: {', '.join(f'events.{n}' for n in report.missed)}" if report.missed else "all events",
-            kept=not report.missed,
-        ),
+        _struck(report, scenario),
         _most("samples lost", wanted.samples_lost, report.samples_lost, "{:g}"),
     ]
     if wanted.goodput is not None:
@@ -36,20 +34,36 @@ def verdict(report: Report, scenario: Scenario) -> tuple[Check, ...]:
             Check(
                 name="goodput",
                 wanted=f">= {wanted.goodput:.1%}",
-                found=f"{report.goodput:.1%}",
-                kept=report.goodput >= wanted.goodput,
+                found=f"not comparable: {report.incomparable}" if report.incomparable else f"{report.goodput:.1%}",
+                kept=not report.incomparable and report.goodput >= wanted.goodput,
             )
         )
-    for name, limit, spread in (
-        ("pause p95", wanted.pause_p95, report.pauses),
-        ("detection p95", wanted.detection_p95, report.detection),
-    ):
-        if limit is not None:
-            checks.append(_most(name, limit, spread.p95, "{:.3g} s"))
+    if wanted.pause_p95 is not None:
+        checks.append(_most("pause p95", wanted.pause_p95, report.pauses.p95, "{:.3g} s"))
+    if wanted.detection_p95 is not None:
+        detected = _most("detection p95", wanted.detection_p95, report.detection.p95, "{:.3g} s")
+        if report.unnoticed:
+            detected = replace(detected, found=f"{detected.found}; never noticed: {_names(report.unnoticed)}", kept=False)
+        checks.append(detected)
     if wanted.guarantee is not None:
         kept = weakest(report.guarantee, wanted.guarantee) == wanted.guarantee
         checks.append(Check(name="guarantee", wanted=f"{wanted.guarantee} or stronger", found=report.guarantee, kept=kept))
     return tuple(checks)
+
+
+def _struck(report: Report, scenario: Scenario) -> Check:
+    """Chance may leave an event at random out, but a run to which nothing was done says nothing."""
+    nothing = bool(scenario.events) and len({*report.missed, *report.absent}) == len(scenario.events)
+    amiss = [
+        f"not carried out: {_names(report.missed)}" if report.missed else "",
+        f"never came, at random: {_names(report.absent)}" if report.absent else "",
+    ]
+    found = "; ".join(part for part in amiss if part) or "all events"
+    return Check(name="struck as asked", wanted="all events", found=found, kept=not report.missed and not nothing)
+
+
+def _names(events: Sequence[int]) -> str:
+    return ", ".join(f"events.{number}" for number in events)
 
 
 def _most(name: str, limit: float, found: float | None, form: str) -> Check:

@@ -513,6 +513,21 @@ def test_who_is_named_and_never_there_again_is_told_as_missed_and_predicted_so(t
     assert "| events that did not come about | 0 | 1 |" in shown
 
 
+def test_a_loss_in_one_of_many_simulated_runs_is_not_rounded_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = scenario(tmp_path, SIMULATED + "  - {action: kill, who: {role: any}, when: {mtbf: 60s}}\n")
+    found = predict(asked, job_of(asked, None))
+    outcomes = (replace(found.outcomes[0], samples_lost=4), *found.outcomes[1:])
+    monkeypatch.setitem(rehearse.__globals__, "predict", lambda *about: replace(found, outcomes=outcomes))
+    report = rehearse(asked)
+    (check,) = [one for one in report.checks if one.name == "samples lost"]
+    assert (report.samples_lost, check.found, check.kept) == (0, "4", False)
+
+
+def test_a_simulated_drill_in_which_nothing_came_did_not_pass(tmp_path: Path) -> None:
+    report = rehearse(scenario(tmp_path, SIMULATED + "  - {action: kill, who: {role: any}, when: {mtbf: 1000d}}\n"))
+    assert (report.missed, report.absent, report.passed) == ((), (0,), False)
+
+
 def test_what_came_at_random_and_never_struck_is_missed_in_the_simulator_too(tmp_path: Path) -> None:
     head = SIMULATED.replace("workers: 4", "workers: 2").replace("checkpoint_every: 50", "checkpoint_every: null")
     both = "  - {action: kill, who: {count: 2}, when: {mtbf: 60s}}\n"

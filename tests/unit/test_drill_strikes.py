@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,12 +26,13 @@ from raytrain_ft.drill.measure import measure
 from raytrain_ft.drill.played import Played, Struck
 from raytrain_ft.drill.report import markdown
 from raytrain_ft.drill.schedule import Schedule
+from raytrain_ft.drill.verdict import verdict
 from raytrain_ft.drill.watch import Watch
 from raytrain_ft.errors import AbortedError, ConfigError, ScenarioError
-from raytrain_ft.policy.strategy import Recovery
+from raytrain_ft.policy.strategy import Guarantee, Recovery
 from raytrain_ft.result import Result
 from raytrain_ft.runtime import bystanders
-from raytrain_ft.scenario import Event, Scenario, When, Who
+from raytrain_ft.scenario import Event, Scenario, Thresholds, When, Who
 
 MEMBERS = {"world": ["w0", "w1"], "pids": {"w0": 10, "w1": 11}, "nodes": {"w0": "n0", "w1": "n1"}, "holders": ["w0", "w1"]}
 ACCOUNT = {"state": "RUNNING", "step": 3, "seconds": 1.0, "pid": 5, "node": "head"} | MEMBERS
@@ -299,6 +300,13 @@ def test_a_node_that_was_drained_in_vain_made_a_pause_when_it_went(tmp_path: Pat
     assert report.pauses.longest == 1.5
 
 
+def test_a_node_whose_end_comes_after_that_of_the_run_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = scenario(Event(action="drain", who=Who(node=1), when=When(seconds=0.01), notice=60))
+    played, ground = play(tmp_path, asked, until=lambda played: played.struck, monkeypatch=monkeypatch)
+    assert [strike.note for strike in played.struck] == ["", "the run ended before this node was to be taken"]
+    assert (played.missed, ground.done) == ([], [("drain", "n1")])
+
+
 class Full(Ground):
     """Has room for no more nodes."""
 
@@ -379,6 +387,79 @@ def test_what_comes_at_random_and_cannot_strike_is_counted(tmp_path: Path, monke
     report = measure(asked, "nowhere", played, played)
     assert report.dropped == played.dropped
     assert f"| came at random, and could not strike | {played.dropped} |" in markdown(report)
+
+
+def test_a_run_that_nothing_was_done_to_did_not_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chance may leave one event out, and that is said; but not all of them."""
+    (tmp_path / "events.jsonl").write_text("")
+    late = Event(action="kill", who=Who(role="any"), when=When(mtbf=1e9))
+    for events, kept in (((late,), False), ((late, Event(action="kill", who=Who(rank=0), when=When(seconds=0.01))), True)):
+        asked, ends = scenario(*events), time.monotonic() + (30 if kept else 0.3)
+        over = lambda played, ends=ends: played.struck or time.monotonic() > ends  # noqa: E731
+        played, _ = play(tmp_path, asked, until=over, monkeypatch=monkeypatch)
+        assert (played.missed, played.absent) == ([], [0])
+        (check,) = [one for one in verdict(measure(asked, "nowhere", played, played), asked) if one.name == "struck as asked"]
+        assert (check.found, check.kept) == ("never came, at random: events.0", kept)
+    calm = verdict(measure(scenario(), "nowhere", Played(path=tmp_path), Played(path=tmp_path)), scenario())
+    assert [check.kept for check in calm if check.name == "struck as asked"] == [True], "it asks for nothing"
+
+
+def test_promises_of_a_run_that_failed_were_not_checked(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text("")
+    report = measure(scenario(), "nowhere", Played(path=tmp_path, error=AbortedError("it ended")), Played(path=tmp_path))
+    (check,) = [one for one in verdict(report, scenario()) if one.name == "promises kept"]
+    assert (check.found, check.kept) == ("not checked: the run failed", False)
+
+
+GREW = Recovery("another node came", "Ray", guarantee=Guarantee.ROUNDING, world_before=2, world_after=4)
+
+
+@pytest.mark.parametrize(
+    ("calm", "grew", "struck", "why"),
+    [
+        ((2, 4), True, (4, 4), "the undisturbed run began with a world of 2, this one with 4"),
+        ((2, 4), True, (2, 4), "the undisturbed run had worlds of 2, 4"),
+        ((4,), True, (4, 4), "the undisturbed run kept no more than rounding"),
+        ((4,), False, (4, 4), ""),
+    ],
+)
+def test_an_undisturbed_run_of_other_workers_is_no_measure(
+    calm: tuple[int, ...], grew: bool, struck: tuple[int, ...], why: str, tmp_path: Path
+) -> None:
+    """As where an autoscaler has brought nodes meanwhile: neither the bits nor the time are those of one world."""
+    runs = []
+    for name, sizes, recoveries in (("struck", struck, []), ("calm", calm, [GREW] if grew else [])):
+        records = [{"event": "Resumed", "incarnation": n, "step": 0, "world_size": size} for n, size in enumerate(sizes)]
+        records += [{"event": "Recovery", **asdict(recovery)} for recovery in recoveries]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "events.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        runs.append(Played(path=tmp_path / name, result=Result({}, "", [], name, 1.0, None)))
+    report = measure(scenario(), "nowhere", *runs)
+    assert (report.bit_equal, report.incomparable) == (False, why)
+    assert any(violation.startswith("I3 the final state") for violation in report.violations) == (not why)
+    asked = scenario().model_copy(update={"pass_if": Thresholds(goodput=0.5)})
+    (check,) = [one for one in verdict(replace(report, goodput=0.9), asked) if one.name == "goodput"]
+    assert (check.found, check.kept) == (f"not comparable: {why}" if why else "90.0%", not why)
+    assert (f"not comparable: {why}" in markdown(report)) == bool(why)
+
+
+def test_a_loss_is_the_strikes_though_their_clocks_differ(tmp_path: Path) -> None:
+    """The only strike that ever hit it, by a clock that is 0.3 s ahead; and one that nobody ever noticed has no time."""
+    records: list[dict[str, Any]] = [
+        {"event": "WorkerLost", "at": 8.7, "member": "w0", "cause": "gone"},
+        {"event": "Recovery", **asdict(Recovery("gone", "heartbeat", lost=["w0"], detected=8.7, resumed=10.0))},
+        {"event": "Recovery", **asdict(Recovery("it was late", "heartbeat", detected=20.0, resumed=21.0))},
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    hits = [("kill", 9.0, "w0"), ("kill", 30.0, "w1"), ("freeze", 31.0, "w2"), ("kill", 32.0, "supervisor")]
+    struck = [Struck(event=n, action=what, at=at, step=3, members=(who,)) for n, (what, at, who) in enumerate(hits)]
+    asked = scenario().model_copy(update={"pass_if": Thresholds(detection_p95=1.0)})
+    for some, found, kept in ((struck[:1], "0 s", True), (struck, "0 s; never noticed: events.1", False)):
+        report = measure(asked, "nowhere", Played(path=tmp_path, struck=some), Played(path=tmp_path))
+        assert (report.strikes[0].detected_s, report.strikes[0].pause_s) == (0.0, 1.0)
+        assert {kind.cause for kind in report.recoveries} == {"kill", "false alarm"}
+        (check,) = [one for one in verdict(report, asked) if one.name == "detection p95"]
+        assert (check.found, check.kept) == (found, kept)
 
 
 def test_who_was_frozen_is_thawed_before_an_interrupted_run_is_waited_for(
