@@ -48,6 +48,8 @@ LEFT_OF_UPDATE = {"update": 0.9, "updated": 0.2, "commit": 0.1}
 """Once all is reduced, how much of the update there still is to do."""
 BACKWARD_AT, BACKWARD = 0.33, 0.6
 """About where back-propagation begins, and its share of a step."""
+STILL = 1e9
+"""How many times slower a worker is that stands still."""
 PLACES = ("bucket", "layer", "name")
 SIMULATED = ("kill", "kill_node", "freeze", "unplug", "drain", "slow_down", "bring_back", "exit")
 KINDS = {"auto": "replication", "replication": "replication", "logging": "logging", "snapshot": "elastic_horovod"}
@@ -302,6 +304,8 @@ class Events:
         slow: dict[str, Any] = {}
         if event.action == "slow_down":
             slow = {"factor": event.factor or 1.0, "lasts_s": event.lasts or 0.0}
+        elif event.action == "freeze" and event.lasts is not None and event.lasts < job.costs.detect_s:
+            slow = {"factor": STILL, "lasts_s": event.lasts}  # it is over before anybody notices
         return Failure(at=at, workers=struck, anyone=anyone, event=number, **slow)
 
     def _ranks(self, who: Who, job: Job, draws: random.Random) -> tuple[int, ...]:
@@ -325,8 +329,9 @@ class Events:
 
     def absent(self, outcomes: Sequence[Outcome]) -> tuple[int, ...]:
         """The events at random that never came, in no run."""
-        events = enumerate(self._scenario.events)
-        at_random = [n for n, event in events if event.when is not None and event.when.mtbf is not None]
+        at_random = [
+            n for n, event in enumerate(self._scenario.events) if event.when is not None and event.when.mtbf is not None
+        ]
         return tuple(n for n in at_random if all(n not in outcome.struck for outcome in outcomes))
 
     def missed(self, outcomes: Sequence[Outcome]) -> tuple[int, ...]:

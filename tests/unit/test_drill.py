@@ -332,9 +332,12 @@ def test_a_trace_in_the_simulator(tmp_path: Path) -> None:
         ("{action: drain, who: {rank: 1}, when: {seconds: 100.2}, notice: 0.2}", 501.4, (0.2 + 1 + 0.5,)),
         ("{action: slow_down, who: {rank: 1}, when: {seconds: 100.2}, factor: 3, lasts: 10s}", 500 + 10 * 2 / 3, ()),
         ("{action: slow_down, who: {share: 50%}, when: {step: 200}, factor: 4, lasts: 8s}", 506.0, ()),
+        # it runs again before anybody has noticed that it stood still; or it is too late
+        ("{action: freeze, who: {rank: 1}, when: {seconds: 100.2}, lasts: 0.9}", 500.9, ()),
+        ("{action: freeze, who: {rank: 1}, when: {seconds: 100.2}, lasts: 20s}", 501.2, (1 + 0.5,)),
     ],
 )
-def test_a_drain_costs_a_boundary_and_a_slow_worker_everybodys_time(
+def test_a_drain_costs_a_boundary_and_a_slow_or_frozen_worker_everybodys_time(
     event: str, seconds: float, pauses: tuple[float, ...], tmp_path: Path
 ) -> None:
     asked = scenario(tmp_path, f"{SIMULATED}  - {event}\n")
