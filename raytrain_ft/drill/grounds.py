@@ -20,7 +20,7 @@ from raytrain_ft.chaos.network import why_unavailable
 from raytrain_ft.drill.faults import is_planted
 from raytrain_ft.errors import ConfigError
 from raytrain_ft.runtime import placement
-from raytrain_ft.runtime.bystanders import head_nodes, other_actors, other_jobs
+from raytrain_ft.runtime.bystanders import driver_node, head_nodes, other_actors, other_jobs
 from raytrain_ft.scenario import Scenario
 from raytrain_ft.scenario.events import WHOLE_NODES
 
@@ -169,7 +169,7 @@ class Running:
         self._hands: dict[str, Any] = {}
 
     def refuse(self, scenario: Scenario) -> None:
-        """See `Ground`. Node losses are refused where they could hit the head node or somebody else's job."""
+        """See `Ground`. Node losses are refused where they could hit the head node, this drill or somebody else's job."""
         for place, action in _events(scenario):
             if action == "unplug":
                 raise scenario.error(place, "unplug: the network of a running cluster is not ours to cut; use freeze")
@@ -198,6 +198,11 @@ class Running:
             return (
                 f"the head node {hosting[0]['NodeManagerAddress']} has room for workers, and without it the cluster is gone: "
                 "start it with --num-cpus=0"
+            )
+        if own := driver_node():
+            return (
+                f"this drill itself runs on node {own['NodeManagerAddress']}, which has room for workers, and would go down "
+                "with it: submit it without --entrypoint-num-cpus and other resources, so that it runs on the head node"
             )
         if jobs := other_jobs():
             return f"job {jobs[0]} is alive on this cluster, and a node takes everybody down that is on it: wait for its end"

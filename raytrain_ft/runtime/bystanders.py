@@ -16,6 +16,12 @@ def head_nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if "node:__internal_head__" in node["Resources"]]
 
 
+def driver_node() -> dict[str, Any] | None:
+    """The node that this process is on, if it is one that workers may come to."""
+    own = ray.get_runtime_context().get_node_id()
+    return next((node for node in ray.nodes() if node["NodeID"] == own and node["Resources"].get("CPU", 0) > 0), None)
+
+
 def other_jobs() -> list[str]:
     """Jobs that are alive on this cluster besides the one of this process, and Ray's own."""
     return [job for job, about in _foreign_jobs().items() if not about.is_dead]

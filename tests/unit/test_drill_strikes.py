@@ -52,6 +52,7 @@ def others(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     monkeypatch.setattr(grounds.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.1:6379"))
     monkeypatch.setattr(grounds, "head_nodes", list)
+    monkeypatch.setattr(grounds, "driver_node", lambda: None)
     monkeypatch.setattr(grounds, "other_actors", list)
     monkeypatch.setattr(grounds, "other_jobs", lambda: [job for job in found if job != "drained"])
     monkeypatch.setattr(grounds, "drain_node", lambda *told: found.append("drained"))
@@ -65,6 +66,27 @@ def test_ray_is_told_to_drain_no_node_while_somebody_else_is_there(others: list[
     with pytest.raises(ConfigError, match="n0 was spared: job 02000000"):
         ground.drain("n0", 5.0)
     assert others == ["drained", "02000000"]
+
+
+@pytest.mark.parametrize(("cpus", "spared"), [(4, True), (0, False)])
+def test_a_drill_does_not_take_its_own_node_down(
+    cpus: int, spared: bool, others: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with `ray job submit --entrypoint-num-cpus 1`; on a head node without room for workers it is safe."""
+    node = {"NodeID": "n0", "NodeManagerAddress": "10.0.0.2", "Alive": True, "Resources": {"CPU": cpus} if cpus else {}}
+    monkeypatch.setattr(grounds, "driver_node", bystanders.driver_node)
+    monkeypatch.setattr(bystanders.ray, "nodes", lambda: [node])
+    context = SimpleNamespace(gcs_address="10.0.0.1:6379", get_node_id=lambda: "n0")
+    monkeypatch.setattr(grounds.ray, "get_runtime_context", lambda: context)
+    ground = Running("10.0.0.1:6379")
+    asked = scenario(Event(action="kill_node", who=Who(node=0), when=When(seconds=1)))
+    if not spared:
+        ground.refuse(asked)
+        return
+    with pytest.raises(ScenarioError, match=r"this drill itself runs on node 10\.0\.0\.2"):
+        ground.refuse(asked)
+    with pytest.raises(ConfigError, match="n0 was spared: this drill itself"):
+        ground.kill_node("n0")
 
 
 def test_only_a_node_that_is_gone_afterwards_was_killed(others: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
